@@ -1,0 +1,16 @@
+"""ZeRO for JAX and Flax: optimizer state, gradients and parameters partitioned over devices."""
+
+from zero_jax.mesh import check_agreement as check_agreement
+from zero_jax.mesh import global_batch as global_batch
+from zero_jax.mesh import initialize as initialize
+from zero_jax.mesh import make_mesh as make_mesh
+from zero_jax.precision import Precision as Precision
+from zero_jax.precision import first_nonfinite as first_nonfinite
+from zero_jax.step import Metrics as Metrics
+from zero_jax.step import NonFiniteError as NonFiniteError
+from zero_jax.step import TrainStep as TrainStep
+from zero_jax.touch import gather as gather
+from zero_jax.touch import shard as shard
+from zero_jax.zero import Zero as Zero
+
+__version__ = "0.1.0"

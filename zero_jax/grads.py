@@ -1,0 +1,319 @@
+"""Loss and gradients: a stage is how long the gathered copy and the full gradient live.
+
+  stage   gathered copy   full local gradient             words sent, k micro-batches
+  0       -               the step                        2Ψ          (one all-reduce)
+  1       the step        the step, reduced once          Ψ + Ψ
+  2       the step        one layer, reduced at once      Ψ + kΨ
+  3       one touch       one layer, reduced at once      2kΨ + kΨ
+
+Stages 0 and 1 differentiate with respect to full copies and reduce what they get at the end;
+stages 2 and 3 differentiate with respect to shards, through the doors of touch.py. Everything
+else is shared. Source: ZeRO, sections 5 and 7.
+
+Note [global weight]: each device and micro-batch gives a sum and a weight (for a mean: the mean
+and 1). Sums, weights and gradients are added up, and divided once by the global weight, so
+unequal token counts are exact.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from zero_jax import collectives, layout, remat, touch
+from zero_jax.collectives import Wire
+from zero_jax.mesh import DATA, batch_axes, batch_shards
+from zero_jax.optimizer import Frozen
+from zero_jax.precision import Precision
+
+PyTree = Any
+LossFn = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a step is made from: the settings of a `Zero`, checked."""
+
+    mesh: Mesh
+    stage: int
+    precision: Precision
+    micro_batches: int
+    remat: str
+    frozen: Frozen
+    scanned: str | None
+
+    @property
+    def shards(self) -> int:
+        """N: into how many pieces a parameter is cut."""
+        return 1 if self.stage == 0 else self.mesh.shape[DATA]
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(DATA, self.precision.compute, self.precision.reduce)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one pass over the global batch gives, equal on every device except `grads`.
+
+    Attributes:
+      loss: fp32 scalar, the global weighted mean.
+      weight: fp32 scalar, the global weight.
+      aux: the loss function's aux, floats averaged over devices and micro-batches.
+      grads: the gradient of `loss` at rest, or None for an evaluation.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    grads: Any
+
+
+def run(
+    settings: Settings,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    extras: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    differentiate: bool,
+    loss_scale: jax.Array | float = 1.0,
+) -> Result:
+    """Evaluates a loss over the global batch, with or without its gradients."""
+    full = jax.eval_shape(layout.logical, params)
+    cuts = layout.splits_for(full, settings.shards, settings.scanned)
+    _check_params(params, cuts)
+    _check_batch(batch, settings, differentiate)
+    frozen = layout.frozen_leaves(full, settings.frozen)
+    step = _Step(settings, loss_fn, has_aux, jax.tree.structure(full), cuts, frozen, full)
+    rest = jax.tree.structure(params)
+    specs = rest.unflatten([c.spec(DATA) for c in cuts])
+    # The gradient of a frozen leaf is a scalar zero.
+    grad_cuts = [layout.split((), 1) if f else c for c, f in zip(cuts, frozen, strict=True)]
+    grad_specs = rest.unflatten([c.spec(DATA) for c in grad_cuts]) if differentiate else None
+    body = jax.shard_map(
+        functools.partial(step.run, differentiate=differentiate),
+        mesh=settings.mesh,
+        in_specs=(specs, PartitionSpec(batch_axes(settings.mesh)), PartitionSpec(), PartitionSpec()),
+        out_specs=Result(PartitionSpec(), PartitionSpec(), PartitionSpec(), grad_specs),
+        # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
+        # scan carries start replicated do not trace.
+        check_vma=False,
+    )
+    return body(params, batch, extras, jnp.asarray(loss_scale, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One device's part of the step; its methods run inside shard_map."""
+
+    settings: Settings
+    loss_fn: LossFn
+    has_aux: bool
+    treedef: Any
+    cuts: list[layout.Split]
+    frozen: list[bool]
+    full: PyTree
+
+    @property
+    def through_doors(self) -> bool:
+        return self.settings.stage >= 2
+
+    def run(
+        self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array, differentiate: bool
+    ) -> Result:
+        shards = jax.tree.leaves(params)
+        k = self.settings.micro_batches if differentiate else 1
+        values, copies = self._views(shards)
+        trained = [v for v, f in zip(values, self.frozen, strict=True) if not f]
+        unit = self._unit(batch)
+
+        def objective(trained: list[jax.Array], micro: PyTree, extras: Any) -> Any:
+            it = iter(trained)
+            merged = [v if f else next(it) for v, f in zip(values, self.frozen, strict=True)]
+            total, weight, aux = self._loss(merged, copies, micro, extras)
+            return total * (scale * unit), (total, weight, aux)
+
+        evaluate = jax.value_and_grad(objective, has_aux=True)
+
+        def one(micro: PyTree, index: Any) -> Any:
+            mine = _fold_keys(extras, self._position() * k + index)
+            if differentiate:
+                (_, out), grads = evaluate(trained, micro, mine)
+                return out, grads
+            return objective(trained, micro, mine)[1], None
+
+        (total, weight, aux), grads = _accumulate(one, batch, k)
+        axes = batch_axes(self.settings.mesh)
+        total, weight = jax.lax.psum(jnp.stack([total, weight]), axes)
+        aux = jax.tree.map(lambda a: jax.lax.pmean(a, axes) if _is_float(a) else a, aux)
+        if differentiate:
+            grads = self._finish(grads, 1.0 / (weight * scale * unit))
+        return Result(total / weight, weight, aux, grads)
+
+    def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
+        """What is differentiated, and what was gathered for the whole step."""
+        wire = self.settings.wire
+        pairs = list(zip(shards, self.cuts, strict=True))
+        if self.settings.stage == 3:
+            return shards, [None] * len(shards)
+        copies = [collectives.gather(x, c, wire) for x, c in pairs]
+        return (shards, copies) if self.through_doors else (copies, [None] * len(shards))
+
+    def _loss(self, values: list[jax.Array], copies: list[Any], micro: PyTree, extras: Any) -> Any:
+        names = [name for name, _ in layout.named_leaves(self.full)]
+        names += names if self.settings.stage == 2 else []
+
+        def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
+            out = self.loss_fn(self._tree(*arrays), micro, *extras)
+            return _sum_and_weight(out, self.has_aux)
+
+        wrapped = remat.apply(call, self.settings.remat, names, sharded=self.through_doors)
+        return wrapped((values, copies), micro, extras)
+
+    def _tree(self, values: list[jax.Array], copies: list[Any]) -> PyTree:
+        if not self.through_doors:
+            return self.treedef.unflatten(values)
+        wire = self.settings.wire
+        parts = zip(values, copies, self.cuts, self.frozen, strict=True)
+        boxes = [touch.Box(jax.lax.stop_gradient(v) if f else v, c, s, wire) for v, c, s, f in parts]
+        return touch.with_doors(self.treedef, boxes)
+
+    def _finish(self, grads: list[jax.Array], factor: jax.Array) -> PyTree:
+        """Reduces what is not reduced yet, and divides by the global weight."""
+        wire, axes = self.settings.wire, batch_axes(self.settings.mesh)
+        it = iter(grads)
+        out = []
+        for cut, frozen, leaf in zip(self.cuts, self.frozen, jax.tree.leaves(self.full), strict=True):
+            if frozen:
+                out.append(jnp.full((), -0.0, leaf.dtype))
+                continue
+            grad = next(it)
+            if not self.through_doors or cut.dim is None:
+                grad = collectives.reduce_scatter(grad, cut, wire)
+            for axis in axes:
+                grad = jax.lax.psum(grad, axis) if axis != DATA else grad
+            out.append(grad * factor)
+        rest = [layout.Padded(g, c.dim, c.size) if c.padded and g.ndim else g
+                for g, c in zip(out, self.cuts, strict=True)]
+        return self.treedef.unflatten(rest)
+
+    def _position(self) -> Any:
+        return jax.lax.axis_index(batch_axes(self.settings.mesh))
+
+    def _unit(self, batch: PyTree) -> float:
+        """A power of two near 1 / (weights in a micro-batch), which makes sums mean-sized.
+
+        Summed losses would overflow scaled fp16 gradients. A power of two rounds nothing, and
+        being static it is equal on every device.
+        """
+        if not self.settings.precision.scaled:
+            return 1.0
+        largest = max(math.prod(x.shape) for x in jax.tree.leaves(batch))
+        return 2.0 ** -round(math.log2(max(largest // self.settings.micro_batches, 1)))
+
+
+def _accumulate(one: Callable[..., Any], batch: PyTree, k: int) -> Any:
+    """Sums of k micro-batches, gradients in fp32; aux floats are averaged, the rest is the last's."""
+    if k == 1:
+        return one(batch, 0)
+    micros = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+
+    def up(grad: jax.Array) -> jax.Array:
+        return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+
+    def add(acc: Any, new: Any) -> Any:
+        (total, weight, aux), grads = new
+        (acc_total, acc_weight, acc_aux), acc_grads = acc
+        aux = jax.tree.map(lambda a, b: a + b / k if _is_float(b) else b, acc_aux, aux)
+        grads = jax.tree.map(lambda a, b: a + up(b), acc_grads, grads)
+        return (acc_total + total, acc_weight + weight, aux), grads
+
+    def body(acc: Any, xs: Any) -> Any:
+        return add(acc, one(*xs)), None
+
+    first = jax.tree.map(lambda x: x[0], micros)
+    (total, weight, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
+    start = ((total, weight, aux), jax.eval_shape(lambda g: jax.tree.map(up, g), grads))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), start)
+    return jax.lax.scan(body, zeros, (micros, jnp.arange(k)))[0]
+
+
+def _sum_and_weight(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array, Any]:
+    """(sum, weight, aux) in fp32 from what a loss function returned; see [global weight]."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(
+            f"has_aux=True, but the loss function returned {type(out).__name__}: return "
+            "(loss, aux) or ((sum, weight), aux)"
+        )
+    value, aux = out if has_aux else (out, None)
+    parts = value if isinstance(value, tuple) else (value, jnp.ones((), jnp.float32))
+    shapes = [getattr(p, "shape", None if not isinstance(p, (int, float)) else ()) for p in parts]
+    if len(parts) != 2 or any(s != () for s in shapes):
+        hint = "" if has_aux or not isinstance(value, tuple) else ", or pass has_aux=True for aux"
+        raise ValueError(
+            f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
+            f"scalar mean, or a pair of scalars (sum, weight){hint}"
+        )
+    total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
+    return total, jax.lax.stop_gradient(weight), aux
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _fold_keys(extras: Any, index: Any) -> Any:
+    """Gives typed PRNG keys a value of their own on every device and micro-batch."""
+
+    def one(x: Any) -> Any:
+        typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if not typed:
+            return x
+        fold = functools.partial(jax.random.fold_in, data=index)
+        for _ in range(x.ndim):
+            fold = jax.vmap(fold)
+        return fold(x)
+
+    return jax.tree.map(one, extras)
+
+
+def _check_params(params: PyTree, cuts: list[layout.Split]) -> None:
+    for (name, leaf), cut in zip(layout.named_leaves(params), cuts, strict=True):
+        if tuple(leaf.shape) != cut.rest_shape:
+            raise ValueError(
+                f"{name} has shape {tuple(leaf.shape)}, but over {cut.shards} devices it rests as "
+                f"{cut.rest_shape}: make parameters with zero.init or zero.shard of the same Zero"
+            )
+
+
+def _check_batch(batch: PyTree, settings: Settings, differentiate: bool) -> None:
+    n, k = batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    if not leaves:
+        raise ValueError("the batch has no arrays: pass at least one array with the batch as dim 0")
+    sizes = set()
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path) or "the batch"
+        shape = tuple(getattr(x, "shape", ()))
+        if not shape:
+            raise ValueError(
+                f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass what "
+                "all devices share as an extra argument after the batch"
+            )
+        sizes.add(shape[0])
+        if shape[0] == 0 or shape[0] % (n * k):
+            below = shape[0] // (n * k) * n * k
+            raise ValueError(
+                f"{name} has {shape[0]} rows, but {n} devices x {k} micro-batches must divide "
+                f"them: use {below or n * k} or {below + n * k}"
+            )
+    if len(sizes) > 1:
+        raise ValueError(f"the arrays of the batch have {sorted(sizes)} rows: give all the same")

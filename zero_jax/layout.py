@@ -1,0 +1,297 @@
+"""How a leaf is split, padded and placed: the one table everything else is derived from.
+
+A leaf keeps its logical shape and is split along one dim, chosen by a pure function of its
+shape: the first dim that N divides, because contiguous shards gather without transposes;
+otherwise the dim that wastes least when padded. A leaf with fewer than N elements stays whole.
+Padding exists only at rest, as a `Padded` node that knows its logical size; the model, the
+optimizer, norms and checkpoints see logical shapes.
+
+Cost at rest: ceil(d/N)/d of a leaf's bytes per device, d being the dim it is split along.
+Source: ZeRO (arXiv:1910.02054), section 5; per-leaf instead of flattened buffers.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Where one leaf is cut.
+
+    Attributes:
+      shape: the logical shape.
+      dim: the dim that is cut, counted from the end (so that it survives a scan that slices
+        off the layer dim), or None for a leaf that stays whole on every device.
+      shards: N, the number of pieces.
+      stacked: whether dim 0 stacks layers.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    shards: int
+    stacked: bool = False
+
+    @property
+    def size(self) -> int:
+        """Logical size of the dim that is cut; 0 for a whole leaf."""
+        return 0 if self.dim is None else self.shape[self.dim]
+
+    @property
+    def shard_size(self) -> int:
+        """Size of that dim on one device, padding included."""
+        return -(-self.size // self.shards)
+
+    @property
+    def layer_rank(self) -> int:
+        """Number of dims within one layer."""
+        return len(self.shape) - self.stacked
+
+    @property
+    def padded(self) -> bool:
+        """Whether N does not divide the dim that is cut."""
+        return self.shard_size * self.shards != self.size
+
+    def _with_size(self, size: int) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        at = self.dim % len(self.shape)
+        return (*self.shape[:at], size, *self.shape[at + 1 :])
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        """Global shape at rest, padding included."""
+        return self._with_size(self.shard_size * self.shards)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one device's piece."""
+        return self._with_size(self.shard_size)
+
+    def spec(self, axis_name: str) -> PartitionSpec:
+        """The partition spec at rest."""
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*([None] * (self.dim % len(self.shape))), axis_name)
+
+
+def split(shape: Sequence[int], shards: int, *, stacked: bool = False) -> Split:
+    """Chooses the dim along which a leaf is cut.
+
+    Args:
+      shape: the logical shape.
+      shards: N, the number of pieces.
+      stacked: whether dim 0 stacks layers that the model scans over; it is then never cut.
+
+    Returns:
+      The split. `dim` is None where there are fewer than N elements (per layer) to hand out.
+
+    >>> split((10, 8), 4).dim, split((10, 7), 4).dim, split((3,), 4).dim
+    (-1, -1, None)
+    >>> split((12, 64, 64), 4, stacked=True).shard_shape
+    (12, 16, 64)
+    """
+    shape = tuple(shape)
+    dims = range(1 if stacked else 0, len(shape))
+    if shards == 1 or math.prod(shape[d] for d in dims) < max(shards, 1):
+        return Split(shape, None, shards, stacked)
+    exact = [d for d in dims if shape[d] % shards == 0]
+    dim = exact[0] if exact else min(dims, key=lambda d: -(-shape[d] // shards) / shape[d])
+    return Split(shape, dim - len(shape), shards, stacked)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A leaf at rest whose split dim was padded with zeros up to a multiple of N.
+
+    Attributes:
+      value: the array at rest.
+      dim: the padded dim, counted from the end.
+      size: its logical size.
+    """
+
+    value: Any
+    dim: int = dataclasses.field(metadata={"static": True})
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        shape = list(self.value.shape)
+        shape[self.dim] = self.size
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+
+def _is_padded(node: Any) -> bool:
+    return isinstance(node, Padded)
+
+
+def strip_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
+    """Cuts the padding of one dim off."""
+    return jax.lax.slice_in_dim(value, 0, size, axis=dim % value.ndim)
+
+
+def pad_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
+    """Pads one dim with zeros up to `size`."""
+    widths = [(0, 0)] * value.ndim
+    widths[dim] = (0, size - value.shape[dim])
+    return jnp.pad(value, widths)
+
+
+def logical(tree: PyTree) -> PyTree:
+    """The tree without `Padded` nodes: every leaf in its logical shape."""
+
+    def one(node: Any) -> Any:
+        return strip_dim(node.value, node.dim, node.size) if _is_padded(node) else node
+
+    return jax.tree.map(one, tree, is_leaf=_is_padded)
+
+
+def at_rest(tree: PyTree, splits: Sequence[Split]) -> PyTree:
+    """The inverse of `logical`: pads the leaves that need it, keeping the tree's structure."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([_pad(x, s) for x, s in zip(leaves, splits, strict=True)])
+
+
+def _pad(leaf: Any, cut: Split) -> Any:
+    if not cut.padded:
+        return leaf
+    assert cut.dim is not None
+    return Padded(pad_dim(leaf, cut.dim, cut.shard_size * cut.shards), cut.dim, cut.size)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A leaf's path as 'blocks/attn/kernel', the form that patterns are matched against."""
+    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    if len(names) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
+        names = names[:-1]  # the array inside an nnx.Variable
+    return "/".join(names)
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in tree order."""
+    return [(path_name(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def stacked_leaves(tree: PyTree, scanned: str | None = None) -> list[bool]:
+    """Which leaves have a leading layer dim, so that it is never the one that is split.
+
+    With a pattern, the leaves whose path it matches. Without one, by shape: the leaves of a
+    subtree that all share one leading size (two leaves or more, one of them of rank 3 or more),
+    and every leaf of rank 3 or more. A leaf wrongly taken for stacked is cut along
+    its next dim, which costs a transpose and nothing else.
+    """
+    entries = named_leaves(tree)
+    if scanned is not None:
+        return [re.search(scanned, name) is not None for name, _ in entries]
+    shapes = {name: tuple(leaf.shape) for name, leaf in entries}
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        parts = name.split("/")
+        for depth in range(len(parts)):
+            groups.setdefault("/".join(parts[:depth]), []).append(name)
+    stacked = {
+        name
+        for group in groups.values()
+        if _is_stack([shapes[n] for n in group])
+        for name in group
+    }
+    return [name in stacked or len(shape) >= 3 for name, shape in shapes.items()]
+
+
+def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
+    if len(shapes) < 2 or any(not s for s in shapes) or len({s[0] for s in shapes}) > 1:
+        return False
+    return max(len(s) for s in shapes) >= 3
+
+
+def splits_for(tree: PyTree, shards: int, scanned: str | None = None) -> list[Split]:
+    """The split of every leaf of a logical tree, in tree order."""
+    stacked = stacked_leaves(tree, scanned)
+    leaves = jax.tree.leaves(tree)
+    return [split(x.shape, shards, stacked=s) for x, s in zip(leaves, stacked, strict=True)]
+
+
+def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:
+    """Splits of an optimizer state: a leaf that mirrors a parameter is cut like it.
+
+    A state leaf mirrors a parameter when its path ends with the parameter's path and the shapes
+    agree (moments, accumulators, averages). All others (factored moments, counters) follow
+    `split` alone, so the state needs no table of its own.
+    """
+    shards = param_splits[0].shards if param_splits else 1
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    known = dict(zip(paths, param_splits, strict=True))
+    out = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path) + 1))
+        mirrored = next((known[t] for t in tails if t in known), None)
+        if mirrored is not None and mirrored.shape == tuple(leaf.shape):
+            out.append(mirrored)
+        else:
+            whole = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            out.append(split(leaf.shape, 1 if whole else shards))
+    return out
+
+
+def shardings(tree: PyTree, splits: Sequence[Split], mesh: jax.sharding.Mesh, axis: str) -> PyTree:
+    """NamedShardings for a tree at rest."""
+    treedef = jax.tree.structure(tree)
+    return treedef.unflatten([NamedSharding(mesh, s.spec(axis)) for s in splits])
+
+
+def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
+    """Abstract leaves that carry their shardings, for lowering without arrays."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
+    )
+
+
+def bytes_per_device(splits: Sequence[Split], leaves: Sequence[Any]) -> int:
+    """Bytes that one device holds at rest, padding included."""
+    pairs = zip(splits, leaves, strict=True)
+    return sum(math.prod(s.shard_shape) * np.dtype(x.dtype).itemsize for s, x in pairs)
+
+
+def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
+    """Raises if a device holds anything else than the layout says.
+
+    Raises:
+      ValueError: naming the first leaf whose shard has the wrong shape, and its device.
+    """
+    for (name, leaf), cut in zip(named_leaves(tree), splits, strict=True):
+        for piece in leaf.addressable_shards:
+            if piece.data.shape != cut.shard_shape:
+                raise ValueError(
+                    f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
+                    f"{cut.shard_shape} ({leaf.shape} over {cut.shards} devices): it was not "
+                    "partitioned. Make it with zero.init or zero.shard."
+                )
+
+
+def frozen_leaves(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> list[bool]:
+    """Which leaves are not trained: those whose path matches, and all that are not floats."""
+
+    def matches(name: str) -> bool:
+        if isinstance(frozen, str):
+            return re.search(frozen, name) is not None
+        return frozen is not None and bool(frozen(name))
+
+    return [
+        not jnp.issubdtype(leaf.dtype, jnp.floating) or matches(name)
+        for name, leaf in named_leaves(tree)
+    ]

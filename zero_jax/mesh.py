@@ -1,0 +1,201 @@
+"""Processes, meshes and batches: how a run finds its devices and its part of the data.
+
+One process per GPU is the reliable layout. Axes: `data` (parameters are partitioned over it),
+optional `replica` outside it (gradients are summed over it too, parameters repeat), and
+`model` inside it, for tensor parallelism. The batch is split over `replica` and `data`.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA = "data"
+_BATCH_AXES = ("replica", "data")
+_SETTINGS_BYTES = 1 << 16
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Joins this process to the run; does nothing for a run of one process.
+
+    SLURM and OpenMPI are recognised; otherwise give all three arguments. Call it before
+    anything that touches a device. Each process takes one GPU, its local rank's; if the
+    launcher already hides the others (`--gpus-per-task`), it takes the one it sees.
+
+    Args:
+      coordinator: "host:port" of process 0.
+      num_processes: how many processes take part.
+      process_id: this process's rank.
+
+    Raises:
+      ValueError: if only some of the arguments are given.
+    """
+    given = (coordinator, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        return
+    if any(g is not None for g in given):
+        if any(g is None for g in given):
+            raise ValueError(
+                f"coordinator={coordinator!r}, num_processes={num_processes!r}, "
+                f"process_id={process_id!r}: give all three, or none under SLURM or OpenMPI"
+            )
+        if num_processes and num_processes > 1:
+            jax.distributed.initialize(coordinator, num_processes, process_id, _one_visible_gpu())
+    elif _launched_processes() > 1:
+        jax.distributed.initialize(local_device_ids=_one_visible_gpu())
+
+
+def _launched_processes() -> int:
+    """How many processes SLURM or OpenMPI started; 1 where neither did."""
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    return max(int(os.environ.get(name, "1")) for name in names)
+
+
+def _one_visible_gpu() -> list[int] | None:
+    # JAX's SLURM detection picks device number LOCALID, which does not exist when the launcher
+    # shows each task its own GPU only.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [0] if visible and "," not in visible else None
+
+
+def make_mesh(
+    data: int | None = None,
+    *,
+    replica: int = 1,
+    model: int = 1,
+    devices: list[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh with every device on `data`, or with `replica` and `model` beside it.
+
+    Args:
+      data: size of the axis that parameters are partitioned over; default: what remains.
+      replica: copies of the partitioned state (outermost: put nodes here).
+      model: size of the tensor-parallel axis (innermost: put NVLink neighbours here).
+      devices: default all of `jax.devices()`.
+
+    Raises:
+      ValueError: if the product is not the number of devices.
+
+    >>> make_mesh(devices=jax.devices()[:1]).shape["data"]
+    1
+    """
+    devices = list(jax.devices()) if devices is None else list(devices)
+    if data is None:
+        data = max(len(devices) // (replica * model), 1)
+    if min(data, replica, model) < 1 or data * replica * model != len(devices):
+        raise ValueError(
+            f"replica={replica} x data={data} x model={model} = {replica * data * model}, but "
+            f"there are {len(devices)} devices: make the product equal, or pass devices=..."
+        )
+    sizes = {"replica": replica, "data": data, "model": model}
+    axes = [a for a in sizes if a == DATA or sizes[a] > 1]
+    shape = tuple(sizes[a] for a in axes)
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=devices)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises for a mesh that Zero can't use.
+
+    Raises:
+      ValueError: no `data` axis, an axis of another name, or explicit axis types.
+    """
+    if DATA not in mesh.shape:
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names}, but parameters are partitioned over an axis "
+            "named 'data': make the mesh with zero_jax.make_mesh()"
+        )
+    for axis, size in mesh.shape.items():
+        if size > 1 and axis not in _BATCH_AXES:
+            raise ValueError(
+                f"mesh axis {axis!r} of size {size}: Zero partitions over 'data' and 'replica' "
+                f"only. Give {axis!r} size 1."
+            )
+    if any(t != AxisType.Auto for t in mesh.axis_types):
+        raise ValueError(
+            f"the mesh has axis types {mesh.axis_types}, but Zero needs Auto axes (jax.make_mesh "
+            "makes Explicit ones by default): use zero_jax.make_mesh()"
+        )
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that the batch is split over."""
+    return tuple(a for a in _BATCH_AXES if a in mesh.shape)
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many pieces the batch is split."""
+    return int(np.prod([mesh.shape[a] for a in batch_axes(mesh)]))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch: dim 0 over `replica` and `data`."""
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+
+
+def global_batch(mesh: Mesh, local: Any) -> Any:
+    """Global arrays from each process's part of the batch.
+
+    Args:
+      mesh: the mesh.
+      local: a pytree of numpy arrays, this process's rows: (B / processes, ...).
+
+    Returns:
+      The same tree of global arrays (B, ...), dim 0 split over the devices.
+
+    Raises:
+      ValueError: if this process's devices do not divide its rows.
+    """
+    sharding = batch_sharding(mesh)
+    pieces = batch_shards(mesh) // jax.process_count()
+
+    def one(path: Any, x: Any) -> jax.Array:
+        x = np.asarray(x)
+        if x.ndim == 0 or x.shape[0] % max(pieces, 1):
+            raise ValueError(
+                f"batch leaf {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
+                f"process, but its {pieces} devices must divide dim 0: make the batch a multiple "
+                f"of {batch_shards(mesh)}"
+            )
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    return jax.tree_util.tree_map_with_path(one, local)
+
+
+def check_agreement(settings: Mapping[str, Any]) -> None:
+    """Compares settings between all processes; costs nothing in a run of one.
+
+    A setting that differs would otherwise show as a hang inside a collective.
+
+    Args:
+      settings: names to values that `str` tells apart.
+
+    Raises:
+      ValueError: naming the setting, both values and their processes.
+    """
+    if jax.process_count() == 1:
+        return
+    text = json.dumps({k: str(v) for k, v in settings.items()}).encode()
+    if len(text) > _SETTINGS_BYTES:
+        raise ValueError(f"settings take {len(text)} bytes, at most {_SETTINGS_BYTES} are compared")
+    mine = np.zeros(_SETTINGS_BYTES, np.uint8)
+    mine[: len(text)] = np.frombuffer(text, np.uint8)
+    everyone = multihost_utils.process_allgather(mine)
+    parsed = [json.loads(bytes(row).rstrip(b"\0").decode()) for row in everyone]
+    first = parsed[0]
+    for rank, other in enumerate(parsed[1:], start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"the processes disagree on {name}: process 0 has {first.get(name)!r}, "
+                    f"process {rank} has {other.get(name)!r}. Start all with the same settings."
+                )

@@ -1,0 +1,148 @@
+"""Any optax transformation on partitioned parameters, exact at every stage and every N.
+
+The transformation runs on sharded global arrays, inside `jit` and outside `shard_map`: the
+partitioner inserts the sum over devices that a norm, a trust ratio or a row mean needs. Leaves
+that are padded at rest are cut to their logical shape before it sees them and padded after,
+which sends nothing, because the tiles line up.
+
+State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp32 master is the
+parameter itself). Source: ZeRO, section 5.1.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zero_jax import layout
+from zero_jax.mesh import DATA
+from zero_jax.precision import Guard, Precision, init_guard, next_guard
+
+PyTree = Any
+Frozen = str | Callable[[str], bool] | None
+
+
+class ZeroState(NamedTuple):
+    """State of a partitioned optimizer.
+
+    Attributes:
+      inner: the state of the wrapped transformation, partitioned.
+      guard: loss scale and skip counters.
+    """
+
+    inner: Any
+    guard: Guard
+
+
+class ZeroTransform(optax.GradientTransformationExtraArgs):
+    """What `Zero.optimizer` returns: `init` and `update`, as any optax transformation."""
+
+
+def partition(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    shards: int,
+    precision: Precision,
+    frozen: Frozen = None,
+    scanned: str | None = None,
+) -> ZeroTransform:
+    """Wraps a transformation so that its state is born, kept and updated in shards.
+
+    Args:
+      tx: any optax transformation.
+      mesh: the mesh whose `data` axis the state is spread over.
+      shards: N, or 1 for a state that is replicated (stage 0).
+      precision: decides whether the guard drives a loss scale.
+      frozen: leaves without state or update, as for `Zero`.
+      scanned: leaves with a layer dim, as for `Zero`.
+
+    Returns:
+      A transformation over parameters at rest. A step whose gradients are not finite changes
+      nothing but the guard's counters.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    inner = _without_frozen(tx, frozen)
+
+    def cuts_of(params: PyTree) -> list[layout.Split]:
+        return layout.splits_for(params, shards, scanned)
+
+    def state_cuts(state: PyTree, params: PyTree) -> list[layout.Split]:
+        return layout.state_splits(state, params, cuts_of(params))
+
+    def init(params: PyTree) -> ZeroState:
+        def born(params: PyTree) -> ZeroState:
+            full = layout.logical(params)
+            state = ZeroState(inner.init(full), init_guard(precision))
+            return layout.at_rest(state, state_cuts(state, full))
+
+        full = jax.eval_shape(layout.logical, params)
+        abstract = jax.eval_shape(born, params)
+        state = jax.eval_shape(layout.logical, abstract)
+        placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            return layout.with_shardings(abstract, placed)
+        return jax.jit(born, out_shardings=placed)(params)
+
+    def update(
+        grads: PyTree, state: ZeroState, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, ZeroState]:
+        if not isinstance(state, ZeroState):
+            raise ValueError(
+                f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
+                "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
+            )
+        full_grads, full_state = layout.logical(grads), layout.logical(state.inner)
+        full_params = None if params is None else layout.logical(params)
+        finite = jnp.isfinite(global_norm(full_grads))
+        updates, new_state = inner.update(full_grads, full_state, full_params, **extra)
+        # -0.0 is the addend that changes no bit of any number, -0.0 included.
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)
+        new_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new_state, full_state)
+        like = full_grads if full_params is None else full_params
+        rest = _keep(new_state, state_cuts(new_state, like), mesh)
+        guard = next_guard(state.guard, finite, precision)
+        return _keep(updates, cuts_of(like), mesh), ZeroState(rest, guard)
+
+    return ZeroTransform(init, update)
+
+
+def _without_frozen(
+    tx: optax.GradientTransformation, frozen: Frozen
+) -> optax.GradientTransformation:
+    def trained(tree: PyTree) -> PyTree:
+        flags = layout.frozen_leaves(tree, frozen)
+        return jax.tree.structure(tree).unflatten([not f for f in flags])
+
+    masked = optax.masked(tx, trained)
+
+    def pick(tree: PyTree) -> Any:
+        return masked if any(layout.frozen_leaves(tree, frozen)) else tx
+
+    # Without frozen leaves the state is exactly that of the user's own transformation.
+    return optax.GradientTransformationExtraArgs(
+        lambda params: pick(params).init(params),
+        lambda grads, state, params=None, **extra: optax.with_extra_args_support(
+            pick(grads)
+        ).update(grads, state, params, **extra),
+    )
+
+
+def global_norm(grads: PyTree) -> jax.Array:
+    """The l2 norm of all floating leaves, a scalar equal on every device."""
+    return optax.global_norm(
+        [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)]
+    )
+
+
+def _keep(tree: PyTree, cuts: list[layout.Split], mesh: Mesh) -> PyTree:
+    """Pads a logical tree and pins it to its shards; leaves of other shapes stay whole."""
+    # The update of a frozen leaf is a scalar, whatever the leaf's shape.
+    pairs = zip(cuts, jax.tree.leaves(tree), strict=True)
+    cuts = [c if c.shape == x.shape else layout.split(x.shape, 1) for c, x in pairs]
+    rest = layout.at_rest(tree, cuts)
+    return jax.lax.with_sharding_constraint(rest, layout.shardings(rest, cuts, mesh, DATA))

@@ -1,0 +1,260 @@
+"""The one noun: `Zero` ties layout, doors, gradients and optimizer to a mesh and a stage.
+
+A Zero is a value: settings only, no parameters and no state, so two models with two optimizers
+in one program just work.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax import grads, layout, optimizer, remat
+from zero_jax.mesh import DATA, check_mesh
+from zero_jax.precision import Precision, cast
+from zero_jax.step import TrainStep
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """ZeRO at one stage on one mesh.
+
+    Args:
+      mesh: a mesh with a `data` axis, from `make_mesh`.
+      stage: 0 nothing is partitioned, 1 optimizer state (and masters), 2 and gradients,
+        3 and parameters. Stages 1 to 3 share the same arrays at rest.
+      precision: a `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
+      micro_batches: k; the batch is worked off in k parts, gradients accumulate in fp32.
+      remat: "none", "dots" or "block": what the backward pass keeps of scanned layers.
+      frozen: leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
+        or a function of such a path. They have no optimizer state and no gradient. Leaves that
+        are not floating point are always frozen.
+      scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
+
+    Raises:
+      ValueError: for a stage, mesh, precision, policy or count that can't be used.
+
+    >>> import zero_jax
+    >>> zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
+    >>> params = zero.init(lambda key: {"w": jax.random.normal(key, (8, 3))}, jax.random.key(0))
+    >>> tx = zero.optimizer(optax.adamw(1e-3))
+    >>> step = zero.train_step(lambda p, x: jnp.mean((x @ zero_jax.gather(p)["w"]) ** 2), tx)
+    >>> params, opt_state, metrics = step(params, tx.init(params), jnp.ones((8, 8)))
+    >>> int(metrics.skipped)
+    0
+    """
+
+    mesh: Mesh
+    stage: int = 3
+    precision: Precision | str = Precision()
+    micro_batches: int = 1
+    remat: str = "none"
+    frozen: optimizer.Frozen = None
+    scanned: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(
+                f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
+                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory"
+            )
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
+        check_mesh(self.mesh)
+        remat.check_policy(self.remat)
+        if not isinstance(self.precision, Precision):
+            object.__setattr__(self, "precision", Precision(self.precision))
+
+    @property
+    def settings(self) -> grads.Settings:
+        """The same settings, as the gradient code takes them."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return grads.Settings(**fields)
+
+    def splits(self, params: PyTree) -> list[layout.Split]:
+        """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
+        return layout.splits_for(params, self.settings.shards, self.scanned)
+
+    def _born(self, fn: Callable[..., PyTree], args: tuple[Any, ...]) -> tuple[Any, PyTree, Any]:
+        """A function that makes parameters at rest, what it makes, and where that goes."""
+        full = jax.eval_shape(fn, *args)
+        _check_leaves(full)
+        cuts = self.splits(full)
+        frozen = layout.frozen_leaves(full, self.frozen)
+
+        def born(*args: Any) -> PyTree:
+            leaves, treedef = jax.tree.flatten(fn(*args))
+            masters = [
+                x if f else cast(x, jnp.promote_types(x.dtype, jnp.float32))
+                for x, f in zip(leaves, frozen, strict=True)
+            ]
+            return layout.at_rest(treedef.unflatten(masters), cuts)
+
+        abstract = jax.eval_shape(born, *args)
+        return born, abstract, layout.shardings(abstract, cuts, self.mesh, DATA)
+
+    def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+        """Makes parameters that are born partitioned: no device ever holds the whole.
+
+        Args:
+          fn: returns the parameters, as on one device: a linen `model.init`, a function that
+            returns `nnx.state(Model(...), nnx.Param)`, or any function of arrays.
+          *args: its arguments.
+
+        Returns:
+          The same tree of fp32 masters, split over `data`; bitwise the same values for every N
+          and stage. Leaves that N does not divide are wrapped as `Padded`.
+
+        Raises:
+          ValueError: if a leaf is not a numeric array, or a device holds more than its shard.
+        """
+        if not jax.config.jax_threefry_partitionable:
+            raise ValueError(
+                "jax_threefry_partitionable is off, so initial values would depend on the mesh: "
+                "remove the setting"
+            )
+        born, abstract, placed = self._born(fn, args)
+        params = jax.jit(born, out_shardings=placed)(*args)
+        layout.check_bytes(params, self.splits(jax.eval_shape(layout.logical, abstract)))
+        return params
+
+    def abstract(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+        """What `init` would return, as ShapeDtypeStructs with shardings; allocates nothing."""
+        _, abstract, placed = self._born(fn, args)
+        return layout.with_shardings(abstract, placed)
+
+    def shard(self, params: PyTree) -> PyTree:
+        """Partitions logical arrays that exist already (a loaded model), leaf by leaf.
+
+        Args:
+          params: a tree of numpy or JAX arrays, equal in every process.
+
+        Returns:
+          The tree at rest, as from `init`.
+        """
+        _, abstract, placed = self._born(lambda: jax.tree.map(jnp.asarray, params), ())
+
+        def place(x: Any, like: Any, sharding: NamedSharding) -> jax.Array:
+            host = np.asarray(x).astype(like.dtype)
+            host = np.pad(host, [(0, r - s) for r, s in zip(like.shape, host.shape, strict=True)])
+            return jax.make_array_from_callback(like.shape, sharding, lambda index: host[index])
+
+        leaves = zip(*map(jax.tree.leaves, (params, abstract, placed)), strict=True)
+        return jax.tree.structure(abstract).unflatten([place(*leaf) for leaf in leaves])
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optimizer.ZeroTransform:
+        """Wraps any optax transformation; exact at every stage and every N.
+
+        Its `init` gives a state that is born partitioned, its `update` takes gradients and
+        parameters as they rest. A step whose gradients are not finite is skipped.
+        """
+        assert isinstance(self.precision, Precision)
+        return optimizer.partition(
+            tx,
+            self.mesh,
+            shards=self.settings.shards,
+            precision=self.precision,
+            frozen=self.frozen,
+            scanned=self.scanned,
+        )
+
+    def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
+        """The global loss and its partitioned gradients.
+
+        Args:
+          loss_fn: `loss_fn(params, batch, *extras)`, written for one device. It returns a scalar
+            mean, or a pair (sum, weight) when weights differ between devices.
+          has_aux: whether it returns (loss, aux) instead. Floating aux comes back averaged over
+            devices and micro-batches, other aux as on the first device.
+
+        Returns:
+          A function of (params, batch, *extras, loss_scale=1.0) that returns (loss, grads), or
+          ((loss, aux), grads). Dim 0 of every batch array is split over the devices; extras
+          (batch statistics, dropout keys) are the same on all, except that typed PRNG keys are
+          folded with the device and the micro-batch. Gradients rest like the parameters, fp32;
+          those of frozen leaves are scalar zeros.
+        """
+        settings = self.settings
+
+        @jax.jit
+        def value_and_grad(
+            params: PyTree, batch: PyTree, *extras: Any, loss_scale: Any = None
+        ) -> Any:
+            if loss_scale is None and settings.precision.scaled:
+                raise ValueError(
+                    "fp16 gradients underflow without a loss scale: pass "
+                    "loss_scale=opt_state.guard.loss_scale, or use zero.train_step"
+                )
+            out = grads.run(
+                settings, loss_fn, params, batch, extras, has_aux=has_aux, differentiate=True,
+                loss_scale=1.0 if loss_scale is None else loss_scale,
+            )
+            return ((out.loss, out.aux) if has_aux else out.loss), out.grads
+
+        return value_and_grad
+
+    def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
+        """The global loss without gradients, for held-out data.
+
+        Returns:
+          A jitted function of (params, batch, *extras) that returns (loss, weight), or
+          ((loss, aux), weight): the global weighted mean and the global weight.
+        """
+        settings = self.settings
+
+        @jax.jit
+        def evaluate(params: PyTree, batch: PyTree, *extras: Any) -> Any:
+            out = grads.run(
+                settings, loss_fn, params, batch, extras, has_aux=has_aux, differentiate=False
+            )
+            return ((out.loss, out.aux) if has_aux else out.loss), out.weight
+
+        return evaluate
+
+    def full(self, params: PyTree) -> PyTree:
+        """Logical arrays, whole on every device: for a sample, an export, a look."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(layout.logical, out_shardings=whole)(params)
+
+    def train_step(
+        self,
+        loss_fn: grads.LossFn,
+        tx: optax.GradientTransformation,
+        *,
+        has_aux: bool = False,
+        max_skips: int = 20,
+    ) -> TrainStep:
+        """The packaged step: gradients, guard, update, metrics; jitted and donated.
+
+        Args:
+          loss_fn: as for `value_and_grad`.
+          tx: the result of `optimizer`, or a plain optax transformation.
+          has_aux: as for `value_and_grad`.
+          max_skips: how many steps in a row may be skipped before `NonFiniteError` is raised.
+
+        Returns:
+          A callable `step(params, opt_state, batch, *extras)` that returns
+          (params, opt_state, Metrics) and consumes its first two arguments.
+        """
+        tx = tx if isinstance(tx, optimizer.ZeroTransform) else self.optimizer(tx)
+        return TrainStep(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
+
+
+def _check_leaves(tree: PyTree) -> None:
+    leaves = layout.named_leaves(tree)
+    if not leaves:
+        raise ValueError("the parameters hold no arrays: return a tree of arrays")
+    for name, leaf in leaves:
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
+                "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
+                "those as extra arguments of the loss"
+            )
