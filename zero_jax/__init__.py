@@ -13,4 +13,4 @@ from zero_jax.touch import gather as gather
 from zero_jax.touch import shard as shard
 from zero_jax.zero import Zero as Zero
 
-__version__ = "0.1.0"
+from zero_jax._version import __version__ as __version__

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from zero_jax.layout import Split, pad_dim, strip_dim
 from zero_jax.precision import cast
 
-# The jitted touch shows under this name in the jaxpr, which is how remat.py finds it.
-TOUCH = "zero_touch"
+# Touches show under these names in a jaxpr, which is how remat.py finds them.
+GATHER_TOUCH = "zero_gather_touch"
+COPY_TOUCH = "zero_copy_touch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +87,16 @@ def _touch_bwd(cut: Split, wire: Wire, _: None, cotangent: jax.Array) -> tuple[j
 _touch.defvjp(_touch_fwd, _touch_bwd)
 
 
-def _zero_touch(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> jax.Array:
-    return _touch(cut, wire, shard, copy)
+def _named_touch(name: str) -> Any:
+    def fun(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> jax.Array:
+        return _touch(cut, wire, shard, copy)
+
+    fun.__name__ = name
+    return jax.jit(fun, static_argnums=(2, 3))
 
 
-_zero_touch.__name__ = TOUCH
-_jitted_touch = jax.jit(_zero_touch, static_argnums=(2, 3))
+_gather_touch = _named_touch(GATHER_TOUCH)
+_copy_touch = _named_touch(COPY_TOUCH)
 
 
 def touch(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> jax.Array:
@@ -107,4 +112,4 @@ def touch(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> j
       The full leaf in the compute dtype. Its cotangent is reduce-scattered to the shard at once;
       that of a leaf that is not split stays local.
     """
-    return _jitted_touch(shard, copy, cut, wire)
+    return (_gather_touch if copy is None else _copy_touch)(shard, copy, cut, wire)

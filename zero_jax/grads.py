@@ -6,9 +6,11 @@
   2       the step        one layer, reduced at once      Ψ + kΨ
   3       one touch       one layer, reduced at once      2kΨ + kΨ
 
-Stages 0 and 1 differentiate with respect to full copies and reduce what they get at the end;
-stages 2 and 3 differentiate with respect to shards, through the doors of touch.py. Everything
-else is shared. Source: ZeRO, sections 5 and 7.
+Stages 0 and 1 differentiate with respect to full copies and reduce what they get at the end.
+Stage 3 differentiates with respect to shards, through the doors of touch.py. Stage 2 does so for
+layers that a model scans over; its other leaves are reduced when their gradient is complete, so
+one that is used twice (a tied embedding) is sent once. Everything else is shared.
+Source: ZeRO, sections 5 and 7.
 
 Note [global weight]: each device and micro-batch gives a sum and a weight (for a mean: the mean
 and 1). Sums, weights and gradients are added up, and divided once by the global weight, so
@@ -67,12 +69,14 @@ class Result:
       weight: fp32 scalar, the global weight.
       aux: the loss function's aux, floats averaged over devices and micro-batches.
       grads: the gradient of `loss` at rest, or None for an evaluation.
+      grad_norm: fp32 scalar, the l2 norm of all gradients, or None.
     """
 
     loss: jax.Array
     weight: jax.Array
     aux: Any
     grads: Any
+    grad_norm: Any
 
 
 def run(
@@ -98,11 +102,12 @@ def run(
     # The gradient of a frozen leaf is a scalar zero.
     grad_cuts = [layout.split((), 1) if f else c for c, f in zip(cuts, frozen, strict=True)]
     grad_specs = rest.unflatten([c.spec(DATA) for c in grad_cuts]) if differentiate else None
+    whole = PartitionSpec()
     body = jax.shard_map(
         functools.partial(step.run, differentiate=differentiate),
         mesh=settings.mesh,
-        in_specs=(specs, PartitionSpec(batch_axes(settings.mesh)), PartitionSpec(), PartitionSpec()),
-        out_specs=Result(PartitionSpec(), PartitionSpec(), PartitionSpec(), grad_specs),
+        in_specs=(specs, PartitionSpec(batch_axes(settings.mesh)), whole, whole),
+        out_specs=Result(whole, whole, whole, grad_specs, whole),
         # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
         # scan carries start replicated do not trace.
         check_vma=False,
@@ -122,9 +127,15 @@ class _Step:
     frozen: list[bool]
     full: PyTree
 
-    @property
-    def through_doors(self) -> bool:
-        return self.settings.stage >= 2
+    def _has_door(self, cut: layout.Split) -> bool:
+        """Whether the model reaches this leaf through a box."""
+        return self.settings.stage == 3 or (self.settings.stage == 2 and cut.stacked)
+
+    def _reduced(self, cut: layout.Split) -> str:
+        """When this leaf's gradient is summed over devices."""
+        if self.settings.stage < 2 or cut.dim is None:
+            return "once a step"
+        return "at its touch" if self._has_door(cut) else "once a micro-batch"
 
     def run(
         self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array, differentiate: bool
@@ -147,63 +158,80 @@ class _Step:
             mine = _fold_keys(extras, self._position() * k + index)
             if differentiate:
                 (_, out), grads = evaluate(trained, micro, mine)
-                return out, grads
+                return out, self._reduce(grads, "once a micro-batch")
             return objective(trained, micro, mine)[1], None
 
         (total, weight, aux), grads = _accumulate(one, batch, k)
         axes = batch_axes(self.settings.mesh)
         total, weight = jax.lax.psum(jnp.stack([total, weight]), axes)
         aux = jax.tree.map(lambda a: jax.lax.pmean(a, axes) if _is_float(a) else a, aux)
+        norm = None
         if differentiate:
-            grads = self._finish(grads, 1.0 / (weight * scale * unit))
-        return Result(total / weight, weight, aux, grads)
+            grads, norm = self._finish(grads, 1.0 / (weight * scale * unit))
+        return Result(total / weight, weight, aux, grads, norm)
 
     def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
-        """What is differentiated, and what was gathered for the whole step."""
-        wire = self.settings.wire
-        pairs = list(zip(shards, self.cuts, strict=True))
+        """What is differentiated, and what was gathered beside it for the whole step."""
         if self.settings.stage == 3:
             return shards, [None] * len(shards)
-        copies = [collectives.gather(x, c, wire) for x, c in pairs]
-        return (shards, copies) if self.through_doors else (copies, [None] * len(shards))
+        pairs = list(zip(shards, self.cuts, strict=True))
+        copies = [collectives.gather(x, c, self.settings.wire) for x, c in pairs]
+        doors = [self._has_door(c) for c in self.cuts]
+        values = [s if d else c for s, c, d in zip(shards, copies, doors, strict=True)]
+        return values, [c if d else None for c, d in zip(copies, doors, strict=True)]
 
     def _loss(self, values: list[jax.Array], copies: list[Any], micro: PyTree, extras: Any) -> Any:
-        names = [name for name, _ in layout.named_leaves(self.full)]
-        names += names if self.settings.stage == 2 else []
+        doors = [self._has_door(c) for c in self.cuts]
+        named = zip(layout.named_leaves(self.full), doors, strict=True)
+        names = [name if door else None for (name, _), door in named]
+        names += [n for n, c in zip(names, copies, strict=True) if c is not None]
 
         def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
             out = self.loss_fn(self._tree(*arrays), micro, *extras)
             return _sum_and_weight(out, self.has_aux)
 
-        wrapped = remat.apply(call, self.settings.remat, names, sharded=self.through_doors)
-        return wrapped((values, copies), micro, extras)
+        return remat.apply(call, self.settings.remat, names)((values, copies), micro, extras)
 
     def _tree(self, values: list[jax.Array], copies: list[Any]) -> PyTree:
-        if not self.through_doors:
-            return self.treedef.unflatten(values)
+        """The parameters as the loss function gets them."""
         wire = self.settings.wire
-        parts = zip(values, copies, self.cuts, self.frozen, strict=True)
-        boxes = [touch.Box(jax.lax.stop_gradient(v) if f else v, c, s, wire) for v, c, s, f in parts]
-        return touch.with_doors(self.treedef, boxes)
+        parts = zip(values, copies, self.cuts, strict=True)
+        leaves = [touch.Box(v, c, s, wire) if self._has_door(s) else v for v, c, s in parts]
+        return touch.with_doors(self.treedef, leaves)
 
-    def _finish(self, grads: list[jax.Array], factor: jax.Array) -> PyTree:
-        """Reduces what is not reduced yet, and divides by the global weight."""
-        wire, axes = self.settings.wire, batch_axes(self.settings.mesh)
-        it = iter(grads)
-        out = []
-        for cut, frozen, leaf in zip(self.cuts, self.frozen, jax.tree.leaves(self.full), strict=True):
-            if frozen:
-                out.append(jnp.full((), -0.0, leaf.dtype))
-                continue
-            grad = next(it)
-            if not self.through_doors or cut.dim is None:
-                grad = collectives.reduce_scatter(grad, cut, wire)
-            for axis in axes:
-                grad = jax.lax.psum(grad, axis) if axis != DATA else grad
-            out.append(grad * factor)
-        rest = [layout.Padded(g, c.dim, c.size) if c.padded and g.ndim else g
-                for g, c in zip(out, self.cuts, strict=True)]
-        return self.treedef.unflatten(rest)
+    @property
+    def _trained_cuts(self) -> list[layout.Split]:
+        return [c for c, f in zip(self.cuts, self.frozen, strict=True) if not f]
+
+    def _reduce(self, grads: list[jax.Array], when: str) -> list[jax.Array]:
+        """Sums those gradients over `data` whose time has come."""
+        wire = self.settings.wire
+        return [
+            collectives.reduce_scatter(g, c, wire) if self._reduced(c) == when else g
+            for g, c in zip(grads, self._trained_cuts, strict=True)
+        ]
+
+    def _finish(self, grads: list[jax.Array], factor: jax.Array) -> tuple[PyTree, jax.Array]:
+        """The mean gradient at rest and its norm, from sums over this device's micro-batches."""
+        grads = self._reduce(grads, "once a step")
+        for axis in batch_axes(self.settings.mesh):
+            if axis != DATA:
+                grads = [jax.lax.psum(g, axis) for g in grads]
+        grads = [g * factor for g in grads]
+        norm = self._norm(grads)
+        it = zip(grads, self._trained_cuts, strict=True)
+        leaves = zip(jax.tree.leaves(self.full), self.frozen, strict=True)
+        rest = [jnp.full((), -0.0, x.dtype) if f else _as_rest(*next(it)) for x, f in leaves]
+        return self.treedef.unflatten(rest), norm
+
+    def _norm(self, grads: list[jax.Array]) -> jax.Array:
+        """One scalar sum over devices; a leaf that every device holds counts on the first."""
+        first = jax.lax.axis_index(DATA) == 0
+        total = jnp.zeros((), jnp.float32)
+        for grad, cut in zip(grads, self._trained_cuts, strict=True):
+            square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+            total += square if cut.dim is not None else jnp.where(first, square, 0.0)
+        return jnp.sqrt(jax.lax.psum(total, DATA))
 
     def _position(self) -> Any:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))
@@ -218,6 +246,10 @@ class _Step:
             return 1.0
         largest = max(math.prod(x.shape) for x in jax.tree.leaves(batch))
         return 2.0 ** -round(math.log2(max(largest // self.settings.micro_batches, 1)))
+
+
+def _as_rest(grad: jax.Array, cut: layout.Split) -> Any:
+    return layout.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad
 
 
 def _accumulate(one: Callable[..., Any], batch: PyTree, k: int) -> Any:

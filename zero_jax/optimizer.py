@@ -89,7 +89,12 @@ def partition(
         return jax.jit(born, out_shardings=placed)(params)
 
     def update(
-        grads: PyTree, state: ZeroState, params: PyTree | None = None, **extra: Any
+        grads: PyTree,
+        state: ZeroState,
+        params: PyTree | None = None,
+        *,
+        grad_norm: jax.Array | None = None,
+        **extra: Any,
     ) -> tuple[PyTree, ZeroState]:
         if not isinstance(state, ZeroState):
             raise ValueError(
@@ -98,7 +103,7 @@ def partition(
             )
         full_grads, full_state = layout.logical(grads), layout.logical(state.inner)
         full_params = None if params is None else layout.logical(params)
-        finite = jnp.isfinite(global_norm(full_grads))
+        finite = jnp.isfinite(global_norm(full_grads) if grad_norm is None else grad_norm)
         updates, new_state = inner.update(full_grads, full_state, full_params, **extra)
         # -0.0 is the addend that changes no bit of any number, -0.0 included.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from zero_jax.collectives import TOUCH
+from zero_jax.collectives import COPY_TOUCH, GATHER_TOUCH
 
 POLICIES = ("none", "dots", "block")
 
@@ -48,15 +48,15 @@ def check_policy(name: str) -> str:
 
 
 def apply(
-    fun: Callable[..., Any], policy: str, names: Sequence[str], *, sharded: bool
+    fun: Callable[..., Any], policy: str, shards: Sequence[str | None]
 ) -> Callable[..., Any]:
     """Wraps a function of parameters so that its backward pass follows the policy.
 
     Args:
-      fun: a function whose first argument is a list of parameter arrays.
+      fun: a function whose first argument is a tree of parameter arrays.
       policy: one of `POLICIES`.
-      names: the path of each array in that list, for messages.
-      sharded: whether the arrays are shards, which only a touch may use.
+      shards: for each array of that tree: its path if it is a shard, which only a touch may use,
+        or None.
 
     Returns:
       A function of the same signature and values.
@@ -71,17 +71,13 @@ def apply(
             lambda *flat: fun(treedef.unflatten(flat)[0], *treedef.unflatten(flat)[1]),
             return_shape=True,
         )(*flat)
-        touched = set(closed.jaxpr.invars[: len(names)])
-        if sharded:
-            _check_shards(closed.jaxpr, dict(zip(closed.jaxpr.invars, names)))
-        out = _evaluate(closed, flat, touched, policy)
+        params_vars = closed.jaxpr.invars[: len(shards)]
+        pairs = zip(params_vars, shards, strict=True)
+        _check_shards(closed.jaxpr, {var: name for var, name in pairs if name is not None})
+        out = _evaluate(closed, flat, set(params_vars), policy)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
-
-
-def _is_touch(eqn: Any) -> bool:
-    return eqn.params.get("name") == TOUCH
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
@@ -114,7 +110,8 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         inputs = _variables(eqn.invars)
         waiting = _chain(pending, inputs)
-        if _is_touch(eqn) or (waiting and eqn.primitive.name in _LAYOUT):
+        gathers = eqn.params.get("name") == GATHER_TOUCH
+        if gathers or (waiting and eqn.primitive.name in _LAYOUT):
             pending.update((v, [*waiting, eqn]) for v in eqn.outvars)
             continue
         if not waiting and touched.intersection(inputs):
@@ -208,7 +205,7 @@ def _check_shards(jaxpr: Any, shards: dict[Any, str]) -> None:
     shards = dict(shards)
     for eqn in jaxpr.eqns:
         used = [a for a in _variables(eqn.invars) if a in shards]
-        if not used or _is_touch(eqn):
+        if not used or eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH):
             continue
         if eqn.primitive.name in _LAYOUT:
             shards.update((v, shards[used[0]]) for v in eqn.outvars)

@@ -9,7 +9,7 @@ import optax
 
 from zero_jax import grads, layout
 from zero_jax.mesh import check_agreement
-from zero_jax.optimizer import ZeroState, ZeroTransform, global_norm
+from zero_jax.optimizer import ZeroState, ZeroTransform
 from zero_jax.precision import first_nonfinite
 
 PyTree = Any
@@ -89,10 +89,8 @@ class TrainStep:
     ) -> tuple[PyTree, ZeroState, Metrics]:
         scale = opt_state.guard.loss_scale
         out = self._results(params, scale, batch, extras)
-        # The same expression as inside the optimizer and inside optax's own clipping: XLA
-        # computes it once, with one sum over devices.
-        norm = global_norm(layout.logical(out.grads))
-        updates, opt_state = self._tx.update(out.grads, opt_state, params)
+        norm = out.grad_norm
+        updates, opt_state = self._tx.update(out.grads, opt_state, params, grad_norm=norm)
         params = optax.apply_updates(params, updates)
         guard = opt_state.guard
         metrics = Metrics(

@@ -99,18 +99,18 @@ def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def with_doors(treedef: Any, boxes: list[Box]) -> PyTree:
-    """The tree that the loss function gets: a box at every leaf, NNX variables with a hook."""
+def with_doors(treedef: Any, leaves: list[Any]) -> PyTree:
+    """The tree that the loss function gets, of boxes and arrays; NNX variables get the hook."""
 
     def one(node: Any) -> Any:
         if not _is_variable(node):
             return node
-        box = node.get_raw_value()
         hooks = node.get_metadata().get("on_get_value", ())
         hooks = hooks if isinstance(hooks, tuple) else (hooks,)
-        return node.copy(box, on_get_value=(_open_on_get, *hooks))
+        return node.copy(on_get_value=(_open_on_get, *hooks))
 
-    return jax.tree.map(one, treedef.unflatten(boxes), is_leaf=lambda n: _is_variable(n) or _is_box(n))
+    tree = treedef.unflatten(leaves)
+    return jax.tree.map(one, tree, is_leaf=lambda n: _is_variable(n) or _is_box(n))
 
 
 def _is_box(node: Any) -> bool:

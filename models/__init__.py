@@ -1,0 +1,1 @@
+"""Ordinary Flax models, a transformer in NNX and a convolutional net in linen."""

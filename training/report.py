@@ -1,0 +1,330 @@
+"""What a run leaves behind, and what it shows while it works.
+
+A run's folder holds `config.json`; `metrics.jsonl`, one JSON object per line, written through at
+once so that a killed run keeps all it knew; TensorBoard files; and `loss.png`, drawn at the end
+from `metrics.jsonl`, so that a resumed run shows its whole curve. JSON has no NaN: a number that
+is not finite is written as null, and left out of TensorBoard and of the picture.
+
+Units follow the paper: losses in nats per token, GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import rich.box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+Points = list[tuple[int, float]]
+
+
+class RunLog:
+    """Writes down a run, step by step; use it in a `with`, or call `close`.
+
+    Args:
+        out_dir: Folder of the run; made if missing.
+        config: What the run was started with; any nesting of dicts, lists and plain values.
+            Anything else is written as its `str`.
+        enabled: False writes nothing: for all processes but the first.
+        resume: Go on in a folder that already holds a run. If the config has changed, the earlier
+            one stays as `config.1.json`, and so on.
+        unigram: Entropy of the held-out text in nats per token, drawn as a line in the picture.
+        bigram: The same, given the previous token.
+
+    Raises:
+        ValueError: `out_dir` is a file or cannot be written, or holds a run and `resume` is False.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        config: Mapping[str, Any],
+        enabled: bool = True,
+        *,
+        resume: bool = False,
+        unigram: float | None = None,
+        bigram: float | None = None,
+    ) -> None:
+        self.out_dir = Path(out_dir)
+        self._levels = {"unigram entropy": unigram, "bigram entropy": bigram}
+        self._open = enabled
+        self._resumed = False
+        self._writer: Any = None
+        if not enabled:
+            return
+        try:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            metrics = self.out_dir / "metrics.jsonl"
+            self._resumed = metrics.exists() and metrics.stat().st_size > 0
+            if self._resumed and not resume:
+                raise ValueError(
+                    f"{self.out_dir} already holds the metrics of a run, and two would mix; "
+                    "give another --out, or resume that run"
+                )
+            _write_config(self.out_dir, config)
+            if self._resumed:
+                _drop_torn_line(metrics)
+            self._file = metrics.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"cannot write a run to {self.out_dir}: {error}; --out needs a folder, or a name "
+                "for a new one, where you may write"
+            ) from error
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        tokens_per_second: float,
+        skipped: int = 0,
+    ) -> None:
+        """Writes one training step; `skipped` is 1 where the update was not applied."""
+        values = {"loss": loss, "grad_norm": grad_norm, "tokens_per_second": tokens_per_second}
+        self._write("train", step, {**values, "skipped": int(skipped)})
+
+    def evaluation(self, step: int, *, val_loss: float) -> None:
+        """Writes the held-out loss after `step` steps, in nats per token."""
+        self._write("val", step, {"val_loss": val_loss})
+
+    def close(self) -> None:
+        """Closes the files and draws `loss.png`; more calls do nothing."""
+        if not self._open:
+            return
+        self._open = False
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+        train, val = read_losses(self.out_dir / "metrics.jsonl")
+        if train or val:
+            draw_losses(self.out_dir / "loss.png", train, val, self._levels)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, group: str, step: int, given: Mapping[str, float]) -> None:
+        if not self._open:
+            return
+        # float waits for a device array
+        values = {name: v if isinstance(v, int) else float(v) for name, v in given.items()}
+        self._file.write(json.dumps(_plain({"step": int(step), **values}), allow_nan=False) + "\n")
+        self._file.flush()
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            # A resumed run repeats the steps after its checkpoint: TensorBoard drops the old ones.
+            purge = int(step) if self._resumed else None
+            self._writer = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=purge)
+        for name, value in values.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(f"{group}/{name}", value, int(step))
+
+
+def read_losses(metrics: Path) -> tuple[Points, Points]:
+    """The finite `(step, loss)` of training and of evaluation, from a `metrics.jsonl`.
+
+    A resumed run repeats the steps after its checkpoint; what it wrote last counts.
+    """
+    train: Points = []
+    val: Points = []
+    for text in metrics.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        step, is_val = line["step"], "val_loss" in line
+        loss = line["val_loss"] if is_val else line["loss"]
+        while val and val[-1][0] >= step + (not is_val):
+            val.pop()
+        while not is_val and train and train[-1][0] >= step:
+            train.pop()
+        (val if is_val else train).append((step, math.nan if loss is None else loss))
+    return [p for p in train if math.isfinite(p[1])], [p for p in val if math.isfinite(p[1])]
+
+
+def draw_losses(
+    path: Path, train: Points, val: Points, levels: Mapping[str, float | None] | None = None
+) -> None:
+    """Draws a loss curve: each step faint, their running mean, held-out points, named levels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: neither a display nor a global state is needed
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = np.array(train).T
+        axes.plot(steps, losses, color="#4477aa", alpha=0.25, linewidth=0.8, label="train, a step")
+        mean = _running_mean(losses, reach=max(2, len(losses) // 50))
+        axes.plot(steps, mean, color="#4477aa", linewidth=1.8, label="train, running mean")
+    if val:
+        steps, losses = np.array(val).T
+        axes.plot(steps, losses, "o-", color="#cc3311", linewidth=0.8, ms=5, label="held out")
+    for (name, level), dashes in zip((levels or {}).items(), ("--", ":"), strict=False):
+        if level is not None:
+            axes.axhline(level, color="#555555", linestyle=dashes, linewidth=1)
+            axes.text(
+                0.995,
+                level,
+                f"{name} {level:.2f}",
+                transform=axes.get_yaxis_transform(),
+                color="#555555",
+                ha="right",
+                va="bottom",
+            )
+    axes.set_xlabel("step (optimizer updates)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+    """Mean of each value and up to `reach` neighbours on either side."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
+    return np.asarray((sums[high] - sums[low]) / (high - low))
+
+
+def _plain(value: Any) -> Any:
+    """The same value in types that JSON has; NaN and infinities become None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, (str, int, type(None))) else str(value)
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    text = json.dumps(_plain(config), indent=2, allow_nan=False) + "\n"
+    path = folder / "config.json"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        number = 1
+        while (folder / f"config.{number}.json").exists():
+            number += 1
+        path.rename(folder / f"config.{number}.json")
+    path.write_text(text, encoding="utf-8")
+
+
+def _drop_torn_line(metrics: Path) -> None:
+    """Cuts off the half-written line of a run that was killed, so that every line is JSON."""
+    with metrics.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+class Show(Protocol):
+    """Shows how far a run is, after `step` steps of it are done."""
+
+    def __call__(self, step: int, loss: float, tokens_per_second: float) -> None: ...
+
+
+@contextlib.contextmanager
+def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Show]:
+    """Shows step, loss, tokens per second and time left: a bar, or lines where no one watches.
+
+    Where stdout is not a terminal (a file, a pipe, a batch job), a plain line is printed about
+    every tenth of the run.
+
+    Args:
+        total: Steps of the whole run.
+        start: Steps done before, in a resumed run.
+        enabled: False shows nothing: for all processes but the first.
+
+    Yields:
+        `show(step, loss, tokens_per_second)`, to call after each step with the steps done.
+    """
+    if not enabled:
+        yield lambda step, loss, tokens_per_second: None
+    elif not sys.stdout.isatty() or Console().is_dumb_terminal:
+        yield _lines(total, start)
+    else:
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns) as bar:
+            task = bar.add_task("", total=total, completed=start)
+
+            def show(step: int, loss: float, tokens_per_second: float) -> None:
+                text = f"loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
+                bar.update(task, completed=step, description=text)
+
+            yield show
+
+
+def _lines(total: int, start: int) -> Show:
+    began, tenth = time.monotonic(), start * 10 // max(total, 1)
+
+    def show(step: int, loss: float, tokens_per_second: float) -> None:
+        nonlocal tenth
+        if step * 10 // max(total, 1) <= tenth:
+            return
+        tenth = step * 10 // max(total, 1)
+        left = round((time.monotonic() - began) / (step - start) * (total - step))
+        speed = f"{human_count(tokens_per_second)} tokens/s"
+        left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        print(f"step {step}/{total}  loss {loss:.4f}  {speed}  {left_text} left", flush=True)
+
+    return show
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table to stdout, all columns but the first to the right; never cut off in a file."""
+    table = Table(title=Text(title, "bold"), box=rich.box.SIMPLE_HEAD, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        wide = Console(width=10_000)
+        console = Console(width=max(console.width, wide.measure(table).maximum))
+    console.print(table)
+
+
+def human_bytes(n: float) -> str:
+    """Bytes to three digits, in powers of 1000 as in the paper.
+
+    >>> human_bytes(1.2e11), human_bytes(1536)
+    ('120 GB', '1.54 kB')
+    """
+    return _human(n, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def human_count(n: float) -> str:
+    """A count to three digits: thousands K, millions M, billions B, trillions T.
+
+    >>> human_count(7.5e9), human_count(124_439_808), human_count(512)
+    ('7.5B', '124M', '512')
+    """
+    return _human(n, ("", "K", "M", "B", "T"))
+
+
+def _human(n: float, units: Sequence[str]) -> str:
+    if not math.isfinite(n):
+        return f"{n}{units[0]}"
+    n = float(f"{n:.3g}")  # rounded first: 999_999 is 1 MB, not 1000 kB
+    power = min(len(units) - 1, max(0, math.floor(math.log10(abs(n)) / 3))) if n else 0
+    scaled = n / 1000**power
+    return f"{scaled:.3g}{units[power]}" if abs(scaled) < 1000 else f"{scaled:.0f}{units[power]}"

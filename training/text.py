@@ -1,0 +1,313 @@
+"""Reading text as tokens, and measuring how predictable it is.
+
+A corpus is one flat array of token ids. Without a source it is the English text that every
+CPython carries (`pydoc_data.topics`), so a first run needs no download; it differs a little from
+one Python to the next. Text is read byte by byte (256 ids, one byte per token); files that hold
+token ids are mapped, not read, so they may be larger than memory.
+
+The unigram and bigram entropies of a split are the marks a loss curve is read against: knowing
+only how common each token is costs the first, knowing also the previous token costs the second.
+Time is one pass over the tokens, memory one chunk and the counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.integer[Any]]
+CountArray = npt.NDArray[np.int64]
+
+CHUNK = 1 << 22  # tokens looked at in one go
+DENSE_VOCAB = 1024  # up to here all vocab**2 pair counts are kept: 8 MB
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A corpus as token ids.
+
+    Attributes:
+        tokens: Token ids `(N,)` of any integer type; possibly mapped from a file, read-only.
+        name: What to call the corpus in a report.
+        bytes_per_token: 1.0 for byte-level text; None where a token file does not tell.
+        byte_level: Whether a token is one byte of UTF-8 text, so that `decode` applies.
+    """
+
+    tokens: IntArray
+    name: str
+    bytes_per_token: float | None
+    byte_level: bool
+
+
+def load_tokens(
+    source: str | os.PathLike[str] | None,
+    vocab: int,
+    *,
+    token_dtype: npt.DTypeLike | None = None,
+) -> Tokens:
+    """Reads a corpus and makes sure that every token is in `[0, vocab)`.
+
+    Args:
+        source: None for the text inside CPython; a text file; a folder, all of whose files are
+            joined in the order of their paths; a `.bin` file of raw little-endian uint16 ids
+            (uint32 if named `.u32.bin`); or a one-dimensional integer `.npy` file.
+        vocab: Number of token ids the model knows. Byte-level text needs at most 256.
+        token_dtype: `uint16` or `uint32`: what a `.bin` file holds, whatever its name says.
+
+    Returns:
+        The corpus, a `Tokens`.
+
+    Raises:
+        FileNotFoundError: Nothing is at `source`.
+        ValueError: The source is empty, not of a kind named above, or holds an id outside
+            `[0, vocab)`.
+
+    >>> corpus = load_tokens(None, vocab=256)
+    >>> corpus.byte_level, corpus.tokens.size > 100_000
+    (True, True)
+    """
+    if not 1 <= vocab <= 2**31:
+        raise ValueError(f"vocab={vocab}, but 1 <= vocab <= 2**31 is needed: batches are int32")
+    if source is not None and not str(source):
+        raise ValueError("the source is an empty string; leave it out for the built-in text")
+    path = None if source is None else Path(source)
+    suffix = "" if path is None else path.suffix
+    if token_dtype is not None and suffix != ".bin":
+        raise ValueError(f"token_dtype={token_dtype} is for .bin files, got {source}; leave it out")
+
+    if path is None:
+        tokens = _read_builtin()
+    elif not path.exists():
+        raise FileNotFoundError(
+            f"no file or folder at {path}; check the path, or leave it out for the built-in text"
+        )
+    elif path.is_dir():
+        tokens = _read_folder(path)
+    elif suffix == ".bin":
+        tokens = _map_bin(path, token_dtype)
+    elif suffix == ".npy":
+        tokens = _map_npy(path)
+    else:
+        tokens = _map_text(path)
+    if tokens.size == 0:
+        raise ValueError(f"{source} is empty; at least one token is needed")
+    name = "pydoc_data.topics" if path is None else path.resolve().name
+    check_range(tokens, vocab, name)
+    byte_level = path is None or path.is_dir() or suffix not in (".bin", ".npy")
+    return Tokens(tokens, name, 1.0 if byte_level else None, byte_level)
+
+
+def check_range(tokens: IntArray, vocab: int, name: str = "tokens") -> None:
+    """Raises ValueError, with the position and the value, if a token is outside `[0, vocab)`."""
+    limits = np.iinfo(tokens.dtype)
+    if limits.min >= 0 and limits.max < vocab:
+        return  # no value of this type can be outside, so a mapped file is not even read
+    for start in range(0, tokens.size, CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        outside = (chunk < 0) | (chunk >= vocab)
+        if outside.any():
+            where = int(outside.argmax())
+            value = int(chunk[where])
+            largest = max(int(tokens[i : i + CHUNK].max()) for i in range(0, tokens.size, CHUNK))
+            remedy = "ids start at 0" if value < 0 else f"give --vocab {largest + 1} or more"
+            raise ValueError(
+                f"{name}: token {value} at position {start + where} is outside [0, {vocab}); "
+                f"{remedy}, or check how the file was tokenized"
+            )
+
+
+def split(tokens: IntArray, fraction: float = 0.1, *, seq: int = 1) -> tuple[IntArray, IntArray]:
+    """Holds out the last `fraction` of the tokens; both parts are views.
+
+    Args:
+        tokens: Token ids `(N,)`.
+        fraction: Part to hold out, between 0 and 1.
+        seq: Sequence length of the run; either part must fill one sequence of `seq + 1` tokens.
+
+    Returns:
+        The training tokens and the held-out tokens.
+
+    Raises:
+        ValueError: `fraction` is not between 0 and 1, or a part is too short.
+
+    >>> [part.tolist() for part in split(np.arange(5), 0.4)]
+    [[0, 1, 2], [3, 4]]
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction={fraction} to hold out, but 0 < fraction < 1 is needed")
+    cut = tokens.size - round(tokens.size * fraction)
+    train, held_out = tokens[:cut], tokens[cut:]
+    if min(train.size, held_out.size) < seq + 1:
+        raise ValueError(
+            f"holding out {fraction:g} of {tokens.size} tokens leaves {train.size} to train on and "
+            f"{held_out.size} held out, but one sequence takes seq + 1 = {seq + 1}; "
+            "give more text, a shorter --seq or another fraction"
+        )
+    return train, held_out
+
+
+def unigram_entropy(tokens: IntArray, vocab: int) -> float:
+    """Entropy of one token drawn from the text, `H(x)`, in nats.
+
+    >>> round(unigram_entropy(np.array([0, 1, 0, 1]), vocab=2), 4)  # log 2
+    0.6931
+    """
+    if tokens.size < 1:
+        raise ValueError("the unigram entropy of 0 tokens is not defined; give at least 1")
+    check_range(tokens, vocab)
+    counts = np.zeros(vocab, np.int64)
+    for start in range(0, tokens.size, CHUNK):
+        counts += np.bincount(tokens[start : start + CHUNK].astype(np.int64), minlength=vocab)
+    counts = counts[counts > 0]
+    return float(np.sum(counts * np.log(tokens.size / counts)) / tokens.size)
+
+
+def bigram_entropy(tokens: IntArray, vocab: int) -> float:
+    """Entropy of a token given the one before it, `H(x_t | x_{t-1})` by counts, in nats.
+
+    The counts are of the same text, so where most pairs are rare (a large vocabulary, a short
+    text) the result is lower than any model could reach on new text.
+
+    >>> bigram_entropy(np.array([0, 1, 0, 1]), vocab=2)
+    0.0
+    """
+    if tokens.size < 2:
+        raise ValueError(f"the bigram entropy needs at least 2 tokens, got {tokens.size}")
+    check_range(tokens, vocab)
+    chunks = _pairs(tokens, vocab)
+    dense = vocab <= DENSE_VOCAB
+    pairs, counts = _count_dense(chunks, vocab**2) if dense else _count_sparse(chunks)
+    _, previous = np.unique(pairs // vocab, return_inverse=True)
+    totals = np.bincount(previous, weights=counts)[previous]
+    return float(np.sum(counts * np.log(totals / counts)) / (tokens.size - 1))
+
+
+def decode(tokens: npt.ArrayLike) -> str:
+    """Byte-level tokens as text that is safe to print.
+
+    What is not UTF-8, and ids above 255, show as U+FFFD; control characters as escapes.
+
+    >>> decode([72, 105, 27, 10])
+    'Hi\\\\x1b\\n'
+    """
+    ids = np.asarray(tokens).astype(np.int64).ravel()
+    as_bytes = np.where((ids >= 0) & (ids < 256), ids, 0xFF).astype(np.uint8)  # 0xFF is not UTF-8
+    text = as_bytes.tobytes().decode("utf-8", errors="replace")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _pairs(tokens: IntArray, vocab: int) -> Iterator[CountArray]:
+    for start in range(0, tokens.size - 1, CHUNK):
+        chunk = tokens[start : start + CHUNK + 1].astype(np.int64)
+        yield chunk[:-1] * vocab + chunk[1:]
+
+
+def _count_dense(chunks: Iterator[CountArray], size: int) -> tuple[CountArray, CountArray]:
+    counts = np.zeros(size, np.int64)
+    for chunk in chunks:
+        counts += np.bincount(chunk, minlength=size)
+    keys = np.flatnonzero(counts)
+    return keys, counts[keys]
+
+
+def _count_sparse(chunks: Iterator[CountArray]) -> tuple[CountArray, CountArray]:
+    total = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    waiting: list[tuple[CountArray, CountArray]] = []
+    for chunk in chunks:
+        waiting.append(np.unique(chunk, return_counts=True))
+        # Merging only what has grown as large as the total keeps the sorting to N log N.
+        if sum(keys.size for keys, _ in waiting) >= max(CHUNK, total[0].size):
+            total, waiting = _merge([total, *waiting]), []
+    return _merge([total, *waiting])
+
+
+def _merge(parts: Sequence[tuple[CountArray, CountArray]]) -> tuple[CountArray, CountArray]:
+    keys, where = np.unique(np.concatenate([keys for keys, _ in parts]), return_inverse=True)
+    counts = np.bincount(where, weights=np.concatenate([counts for _, counts in parts]))
+    return keys, counts.astype(np.int64)
+
+
+def _read_builtin() -> IntArray:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError(
+            "this Python comes without pydoc_data, the default text; name a text file instead"
+        ) from error
+    return np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
+
+
+def _read_folder(folder: Path) -> IntArray:
+    troubles: list[str] = []
+    files: list[Path] = []
+    for root, _, names in os.walk(folder, onerror=lambda error: troubles.append(str(error))):
+        files += [Path(root, name) for name in names]
+    parts = []
+    for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
+        try:
+            parts.append(_map_text(path).tobytes())
+        except (OSError, ValueError) as error:
+            troubles.append(str(error))
+    if troubles:
+        raise ValueError(
+            f"{folder} must hold readable text files only, but {len(troubles)} are not. Move them "
+            "elsewhere, or name one file: " + "\n".join(troubles[:3])
+        )
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> IntArray:
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file; save its contents to one first")
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _map_text(path: Path) -> IntArray:
+    tokens = _map(path, np.dtype(np.uint8))
+    for start in range(0, tokens.size, CHUNK):
+        nul = tokens[start : start + CHUNK] == 0
+        if nul.any():
+            raise ValueError(
+                f"{path} is binary, not text: NUL byte at {start + int(nul.argmax())}; save text "
+                "as UTF-8, and name a file of token ids .bin or .npy"
+            )
+    return tokens
+
+
+def _map_bin(path: Path, token_dtype: npt.DTypeLike | None) -> IntArray:
+    named = np.uint32 if path.name.endswith(".u32.bin") else np.uint16
+    dtype = np.dtype(named if token_dtype is None else token_dtype)
+    if dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)):
+        raise ValueError(
+            f"{path}: token_dtype={dtype}, but a .bin file holds uint16 or uint32; "
+            "save other types as .npy"
+        )
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {size} bytes, not a multiple of {dtype.itemsize} as {dtype} ids need; "
+            "it may be cut short, or of another type (token_dtype)"
+        )
+    return _map(path, dtype.newbyteorder("<"))
+
+
+def _map_npy(path: Path) -> IntArray:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is not a readable .npy array ({error}); no pickles") from error
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        found = getattr(tokens, "dtype", "an archive"), getattr(tokens, "shape", "")
+        raise ValueError(
+            f"{path} holds {found[0]} {found[1]}, but a one-dimensional array of an integer type "
+            "is needed; save np.asarray(ids, np.uint32).ravel()"
+        )
+    return tokens
