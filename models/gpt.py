@@ -13,8 +13,6 @@ GPT-2: Radford et al., Language Models are Unsupervised Multitask Learners (2019
 the larger models follow Rajbhandari et al., arXiv:1910.02054.
 """
 
-import dataclasses
-import difflib
 import functools
 from typing import Any, TypeVar
 
@@ -22,113 +20,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from models.gpt_config import PRESETS as PRESETS
+from models.gpt_config import GPTConfig as GPTConfig
+from models.gpt_config import flops_per_token as flops_per_token
+from models.gpt_config import num_params as num_params
+from models.gpt_config import preset as preset
+
 _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
-
-ATTENTION = ("auto", "xla", "cudnn")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """The shape of a GPT, and how it computes.
-
-    Attributes:
-      layers: number of blocks.
-      width: D, the size of the residual stream.
-      heads: attention heads; must divide `width`.
-      vocab: rows of the embedding, GPT-2's 50257 rounded up to a multiple of 128.
-      seq: longest row of tokens, the number of learned positions.
-      dropout: rate on the embedding and on both residual branches of a block, 0 for none.
-      attention: "cudnn", "xla", or "auto": cuDNN on a GPU where dtype and head dim allow it.
-      loss_chunk: tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    vocab: int = 50304
-    seq: int = 1024
-    dropout: float = 0.0
-    attention: str = "auto"
-    loss_chunk: int = 1024
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocab", "seq", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}, but it must be at least 1.")
-        if self.width % self.heads:
-            raise ValueError(
-                f"heads={self.heads} must divide width={self.width}, which leaves a remainder of "
-                f"{self.width % self.heads}; choose another number of heads, width // 64 say."
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(
-                f"dropout={self.dropout}, but a rate must lie in [0, 1); use 0.0 to switch it off."
-            )
-        if self.attention not in ATTENTION:
-            raise ValueError(
-                f"attention={self.attention!r}, but it must be one of {ATTENTION}; "
-                '"auto" picks one for the device.'
-            )
-
-
-def _config(layers: int, width: int, heads: int) -> GPTConfig:
-    return GPTConfig(layers=layers, width=width, heads=heads)
-
-
-PRESETS: dict[str, GPTConfig] = {
-    "nano": GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=128),
-    "124m": _config(12, 768, 12),
-    "1.5b": _config(48, 1600, 25),
-    "7.5b": _config(36, 4096, 32),
-    "8b": _config(72, 3072, 24),
-    "13b": _config(62, 4096, 32),
-    "17b": _config(78, 4256, 28),
-    "20b": _config(98, 4096, 32),
-    "40b": _config(88, 6144, 48),
-    "60b": _config(132, 6144, 48),
-    "100b": _config(125, 8192, 64),
-    "128b": _config(101, 10240, 80),
-    "170b": _config(212, 8192, 64),
-    "1t": _config(128, 25600, 200),
-}
-
-
-def preset(name: str, **overrides: Any) -> GPTConfig:
-    """Returns the named config of `PRESETS`, with fields replaced.
-
-    >>> preset("124m", vocab=50257).layers
-    12
-
-    Raises:
-      ValueError: no preset has that name.
-    """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"No preset is called {name!r}; the nearest is {near!r}. "
-            f"Choose one of {', '.join(PRESETS)}, or write a GPTConfig."
-        )
-    return dataclasses.replace(PRESETS[name], **overrides)
-
-
-def num_params(config: GPTConfig) -> int:
-    """Counts the parameters: V·D + T·D + L·(12·D² + 13·D) + 2·D, the head being tied."""
-    d = config.width
-    return (config.vocab + config.seq) * d + config.layers * (12 * d * d + 13 * d) + 2 * d
-
-
-def flops_per_token(config: GPTConfig) -> int:
-    """Counts the model FLOPs of one token, forward and backward: 6·(12·L·D² + V·D) + 12·L·D·T.
-
-    Two per multiply-add and three passes (forward, and two products backward) make 6 for each
-    parameter that multiplies: 12·D² in a block, V·D in the tied head; the lookup of an embedding
-    is none. Scores and mixing add 2 · 2·D·T a layer and pass, for a row of T = `seq` tokens,
-    counted in full although the causal mask wastes half. Recomputation is not counted.
-
-    Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
-    """
-    d, layers = config.width, config.layers
-    return 6 * (12 * layers * d * d + config.vocab * d) + 12 * layers * d * config.seq
 
 
 def _keep_dtype(arrays: _Arrays, /, *, dtype: Any = None, inexact: bool = True) -> _Arrays:
@@ -303,113 +202,6 @@ def loss(
         weights_BxT.reshape(-1),
         model.config.loss_chunk,
     )
-
-
-def chunked_cross_entropy(
-    x_MxD: jax.Array, embed_VxD: jax.Array, labels_M: jax.Array, weights_M: jax.Array, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted cross entropy of `x @ embed.T` as (sum, weight), chunk by chunk.
-
-    The gradient of a cross entropy needs nothing that comes after it but one scalar. So when it
-    is differentiated the forward scan, which has the logits at hand, also makes dx (M, D) and
-    dE (V, D) in fp32; the backward pass scales them and casts. Logits are computed once, exist
-    `chunk` tokens at a time, and the embedding is not kept for the backward pass.
-
-    Args:
-      x_MxD: hidden states.
-      embed_VxD: the embedding.
-      labels_M: the right rows of the embedding, each in [0, V) even where its weight is 0.
-      weights_M: weights of the tokens, numbers or booleans; differentiable too.
-      chunk: tokens in a chunk at most; it need not divide M.
-
-    Returns:
-      The weighted sum of the tokens' losses and the sum of the weights, both fp32.
-    """
-    M, D = x_MxD.shape
-    weights_M = weights_M.astype(jnp.float32)
-    weight = jnp.sum(weights_M)
-    count = max(1, -(-M // chunk))
-    rows = -(-M // count)  # equal chunks: M just over a multiple of `chunk` pads only a little
-    pad = count * rows - M
-    x_CxKxD = jnp.pad(x_MxD, ((0, pad), (0, 0))).reshape(count, rows, D)
-    labels_CxK = jnp.pad(labels_M, (0, pad)).reshape(count, rows)
-    weights_CxK = jnp.pad(weights_M, (0, pad)).reshape(count, rows)
-    return _cross_entropy(*_vary_alike(x_CxKxD, embed_VxD, labels_CxK, weights_CxK)), weight
-
-
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    # Inside jax.shard_map tokens differ from device to device and parameters may not. A custom
-    # gradient must vary as its argument does, so the difference is settled out here, where jax
-    # knows that it transposes to a sum. Anywhere else this does nothing.
-    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]  # jax >= 0.10
-    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
-    return [
-        jax.lax.pcast(array, axes, to="varying") if axes else array
-        for array, axes in zip(arrays, missing, strict=True)
-    ]
-
-
-def _token_losses(
-    x_KxD: jax.Array, embed_VxD: jax.Array, labels_K: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns one chunk's losses (K,) and log-probabilities (K, V), in fp32."""
-    logits_KxV = jnp.einsum("kd,vd->kv", x_KxD, embed_VxD, preferred_element_type=jnp.float32)
-    logp_KxV = jax.nn.log_softmax(logits_KxV)
-    return -jnp.take_along_axis(logp_KxV, labels_K[:, None], axis=1)[:, 0], logp_KxV
-
-
-@jax.custom_vjp
-def _cross_entropy(
-    x_CxKxD: jax.Array, embed_VxD: jax.Array, labels_CxK: jax.Array, weights_CxK: jax.Array
-) -> jax.Array:
-    losses_CxK = jax.lax.map(
-        lambda chunk: _token_losses(chunk[0], embed_VxD, chunk[1])[0], (x_CxKxD, labels_CxK)
-    )
-    return jnp.sum(losses_CxK * weights_CxK)
-
-
-def _cross_entropy_fwd(
-    x_CxKxD: jax.Array, embed_VxD: jax.Array, labels_CxK: jax.Array, weights_CxK: jax.Array
-) -> tuple[jax.Array, Any]:
-    dtype = jnp.promote_types(x_CxKxD.dtype, embed_VxD.dtype)
-    # softmax - onehot is as small as 1 / V, too small for fp16, so it is cast times a power of
-    # two that puts the largest weight near 2**14; the backward pass takes the power out again.
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(weights_CxK)))
-    scale = jnp.ldexp(jnp.float32(1), 14 - exponent)
-
-    def body(dembed_VxD: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        x_KxD, labels_K, weights_K = chunk
-        losses_K, logp_KxV = _token_losses(x_KxD, embed_VxD, labels_K)
-        hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
-        dlogits_KxV = (jnp.exp(logp_KxV) - hit_KxV) * (weights_K * scale)[:, None]
-        dlogits_KxV = dlogits_KxV.astype(dtype)
-        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)
-        return dembed_VxD + dot("kv,kd->vd", dlogits_KxV, x_KxD), (losses_K, dx_KxD)
-
-    dembed_VxD, (losses_CxK, dx_CxKxD) = jax.lax.scan(
-        body,
-        jnp.zeros_like(embed_VxD, dtype=jnp.float32),
-        (x_CxKxD, labels_CxK, weights_CxK),
-    )
-    # Empty arrays carry the dtypes of x and embed, which the backward pass must return.
-    dtypes = jnp.zeros((0,), x_CxKxD.dtype), jnp.zeros((0,), embed_VxD.dtype)
-    residuals = dx_CxKxD, dembed_VxD, losses_CxK, scale, dtypes
-    return jnp.sum(losses_CxK * weights_CxK), residuals
-
-
-def _cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    dx_CxKxD, dembed_VxD, losses_CxK, scale, (x_like, embed_like) = residuals
-    factor = cotangent / scale
-    return (
-        (dx_CxKxD * factor).astype(x_like.dtype),
-        (dembed_VxD * factor).astype(embed_like.dtype),
-        None,
-        losses_CxK * cotangent,
-    )
-
-
-_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def generate(

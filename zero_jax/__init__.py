@@ -1,5 +1,7 @@
 """ZeRO for JAX and Flax: optimizer state, gradients and parameters partitioned over devices."""
 
+from zero_jax import memory as memory
+from zero_jax._version import __version__ as __version__
 from zero_jax.mesh import check_agreement as check_agreement
 from zero_jax.mesh import global_batch as global_batch
 from zero_jax.mesh import initialize as initialize
@@ -12,5 +14,3 @@ from zero_jax.step import TrainStep as TrainStep
 from zero_jax.touch import gather as gather
 from zero_jax.touch import shard as shard
 from zero_jax.zero import Zero as Zero
-
-from zero_jax._version import __version__ as __version__

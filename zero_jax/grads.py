@@ -11,10 +11,6 @@ Stage 3 differentiates with respect to shards, through the doors of touch.py. St
 layers that a model scans over; its other leaves are reduced when their gradient is complete, so
 one that is used twice (a tied embedding) is sent once. Everything else is shared.
 Source: ZeRO, sections 5 and 7.
-
-Note [global weight]: each device and micro-batch gives a sum and a weight (for a mean: the mean
-and 1). Sums, weights and gradients are added up, and divided once by the global weight, so
-unequal token counts are exact.
 """
 
 import dataclasses
@@ -27,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax import collectives, layout, remat, touch
+from zero_jax import collectives, layout, micro_batch, remat, touch
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, batch_axes, batch_shards
 from zero_jax.optimizer import Frozen
@@ -94,20 +90,24 @@ def run(
     full = jax.eval_shape(layout.logical, params)
     cuts = layout.splits_for(full, settings.shards, settings.scanned)
     _check_params(params, cuts)
-    _check_batch(batch, settings, differentiate)
+    micro_batch.check_batch(
+        batch, batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
+    )
     frozen = layout.frozen_leaves(full, settings.frozen)
     step = _Step(settings, loss_fn, has_aux, jax.tree.structure(full), cuts, frozen, full)
     rest = jax.tree.structure(params)
-    specs = rest.unflatten([c.spec(DATA) for c in cuts])
+    specs = jax.tree.unflatten(rest, [c.spec(DATA) for c in cuts])
     # The gradient of a frozen leaf is a scalar zero.
     grad_cuts = [layout.split((), 1) if f else c for c, f in zip(cuts, frozen, strict=True)]
-    grad_specs = rest.unflatten([c.spec(DATA) for c in grad_cuts]) if differentiate else None
-    whole = PartitionSpec()
+    grad_specs = (
+        jax.tree.unflatten(rest, [c.spec(DATA) for c in grad_cuts]) if differentiate else None
+    )
+    whole: Any = PartitionSpec()
     body = jax.shard_map(
         functools.partial(step.run, differentiate=differentiate),
         mesh=settings.mesh,
         in_specs=(specs, PartitionSpec(batch_axes(settings.mesh)), whole, whole),
-        out_specs=Result(whole, whole, whole, grad_specs, whole),
+        out_specs=Result(whole, whole, whole, grad_specs if differentiate else None, whole),
         # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
         # scan carries start replicated do not trace.
         check_vma=False,
@@ -155,16 +155,16 @@ class _Step:
         evaluate = jax.value_and_grad(objective, has_aux=True)
 
         def one(micro: PyTree, index: Any) -> Any:
-            mine = _fold_keys(extras, self._position() * k + index)
+            mine = micro_batch.fold_keys(extras, self._position() * k + index)
             if differentiate:
                 (_, out), grads = evaluate(trained, micro, mine)
                 return out, self._reduce(grads, "once a micro-batch")
             return objective(trained, micro, mine)[1], None
 
-        (total, weight, aux), grads = _accumulate(one, batch, k)
+        (total, weight, aux), grads = micro_batch.accumulate(one, batch, k)
         axes = batch_axes(self.settings.mesh)
         total, weight = jax.lax.psum(jnp.stack([total, weight]), axes)
-        aux = jax.tree.map(lambda a: jax.lax.pmean(a, axes) if _is_float(a) else a, aux)
+        aux = jax.tree.map(lambda a: jax.lax.pmean(a, axes) if micro_batch.is_float(a) else a, aux)
         norm = None
         if differentiate:
             grads, norm = self._finish(grads, 1.0 / (weight * scale * unit))
@@ -188,7 +188,7 @@ class _Step:
 
         def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
             out = self.loss_fn(self._tree(*arrays), micro, *extras)
-            return _sum_and_weight(out, self.has_aux)
+            return micro_batch.sum_and_weight(out, self.has_aux)
 
         return remat.apply(call, self.settings.remat, names)((values, copies), micro, extras)
 
@@ -222,7 +222,7 @@ class _Step:
         it = zip(grads, self._trained_cuts, strict=True)
         leaves = zip(jax.tree.leaves(self.full), self.frozen, strict=True)
         rest = [jnp.full((), -0.0, x.dtype) if f else _as_rest(*next(it)) for x, f in leaves]
-        return self.treedef.unflatten(rest), norm
+        return jax.tree.unflatten(self.treedef, rest), norm
 
     def _norm(self, grads: list[jax.Array]) -> jax.Array:
         """One scalar sum over devices; a leaf that every device holds counts on the first."""
@@ -252,71 +252,6 @@ def _as_rest(grad: jax.Array, cut: layout.Split) -> Any:
     return layout.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad
 
 
-def _accumulate(one: Callable[..., Any], batch: PyTree, k: int) -> Any:
-    """Sums of k micro-batches, gradients in fp32; aux floats are averaged, the rest is the last's."""
-    if k == 1:
-        return one(batch, 0)
-    micros = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
-
-    def up(grad: jax.Array) -> jax.Array:
-        return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-
-    def add(acc: Any, new: Any) -> Any:
-        (total, weight, aux), grads = new
-        (acc_total, acc_weight, acc_aux), acc_grads = acc
-        aux = jax.tree.map(lambda a, b: a + b / k if _is_float(b) else b, acc_aux, aux)
-        grads = jax.tree.map(lambda a, b: a + up(b), acc_grads, grads)
-        return (acc_total + total, acc_weight + weight, aux), grads
-
-    def body(acc: Any, xs: Any) -> Any:
-        return add(acc, one(*xs)), None
-
-    first = jax.tree.map(lambda x: x[0], micros)
-    (total, weight, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
-    start = ((total, weight, aux), jax.eval_shape(lambda g: jax.tree.map(up, g), grads))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), start)
-    return jax.lax.scan(body, zeros, (micros, jnp.arange(k)))[0]
-
-
-def _sum_and_weight(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array, Any]:
-    """(sum, weight, aux) in fp32 from what a loss function returned; see [global weight]."""
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(
-            f"has_aux=True, but the loss function returned {type(out).__name__}: return "
-            "(loss, aux) or ((sum, weight), aux)"
-        )
-    value, aux = out if has_aux else (out, None)
-    parts = value if isinstance(value, tuple) else (value, jnp.ones((), jnp.float32))
-    shapes = [getattr(p, "shape", None if not isinstance(p, (int, float)) else ()) for p in parts]
-    if len(parts) != 2 or any(s != () for s in shapes):
-        hint = "" if has_aux or not isinstance(value, tuple) else ", or pass has_aux=True for aux"
-        raise ValueError(
-            f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
-            f"scalar mean, or a pair of scalars (sum, weight){hint}"
-        )
-    total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
-    return total, jax.lax.stop_gradient(weight), aux
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _fold_keys(extras: Any, index: Any) -> Any:
-    """Gives typed PRNG keys a value of their own on every device and micro-batch."""
-
-    def one(x: Any) -> Any:
-        typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if not typed:
-            return x
-        fold = functools.partial(jax.random.fold_in, data=index)
-        for _ in range(x.ndim):
-            fold = jax.vmap(fold)
-        return fold(x)
-
-    return jax.tree.map(one, extras)
-
-
 def _check_params(params: PyTree, cuts: list[layout.Split]) -> None:
     for (name, leaf), cut in zip(layout.named_leaves(params), cuts, strict=True):
         if tuple(leaf.shape) != cut.rest_shape:
@@ -324,28 +259,3 @@ def _check_params(params: PyTree, cuts: list[layout.Split]) -> None:
                 f"{name} has shape {tuple(leaf.shape)}, but over {cut.shards} devices it rests as "
                 f"{cut.rest_shape}: make parameters with zero.init or zero.shard of the same Zero"
             )
-
-
-def _check_batch(batch: PyTree, settings: Settings, differentiate: bool) -> None:
-    n, k = batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    if not leaves:
-        raise ValueError("the batch has no arrays: pass at least one array with the batch as dim 0")
-    sizes = set()
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path) or "the batch"
-        shape = tuple(getattr(x, "shape", ()))
-        if not shape:
-            raise ValueError(
-                f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass what "
-                "all devices share as an extra argument after the batch"
-            )
-        sizes.add(shape[0])
-        if shape[0] == 0 or shape[0] % (n * k):
-            below = shape[0] // (n * k) * n * k
-            raise ValueError(
-                f"{name} has {shape[0]} rows, but {n} devices x {k} micro-batches must divide "
-                f"them: use {below or n * k} or {below + n * k}"
-            )
-    if len(sizes) > 1:
-        raise ValueError(f"the arrays of the batch have {sorted(sizes)} rows: give all the same")

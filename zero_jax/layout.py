@@ -164,7 +164,7 @@ def logical(tree: PyTree) -> PyTree:
 def at_rest(tree: PyTree, splits: Sequence[Split]) -> PyTree:
     """The inverse of `logical`: pads the leaves that need it, keeping the tree's structure."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([_pad(x, s) for x, s in zip(leaves, splits, strict=True)])
+    return jax.tree.unflatten(treedef, [_pad(x, s) for x, s in zip(leaves, splits, strict=True)])
 
 
 def _pad(leaf: Any, cut: Split) -> Any:
@@ -187,30 +187,24 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return [(path_name(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def stacked_leaves(tree: PyTree, scanned: str | None = None) -> list[bool]:
-    """Which leaves have a leading layer dim, so that it is never the one that is split.
+def scanned_leaves(tree: PyTree, scanned: str | None = None) -> list[bool]:
+    """Which leaves stack the layers that a model scans over along dim 0.
 
     With a pattern, the leaves whose path it matches. Without one, by shape: the leaves of a
-    subtree that all share one leading size (two leaves or more, one of them of rank 3 or more),
-    and every leaf of rank 3 or more. A leaf wrongly taken for stacked is cut along
-    its next dim, which costs a transpose and nothing else.
+    subtree that all share one leading size (two leaves or more, one of them of rank 3 or more).
     """
     entries = named_leaves(tree)
     if scanned is not None:
         return [re.search(scanned, name) is not None for name, _ in entries]
-    shapes = {name: tuple(leaf.shape) for name, leaf in entries}
-    groups: dict[str, list[str]] = {}
-    for name in shapes:
+    groups: dict[str, list[int]] = {}
+    for at, (name, _) in enumerate(entries):
         parts = name.split("/")
         for depth in range(len(parts)):
-            groups.setdefault("/".join(parts[:depth]), []).append(name)
-    stacked = {
-        name
-        for group in groups.values()
-        if _is_stack([shapes[n] for n in group])
-        for name in group
-    }
-    return [name in stacked or len(shape) >= 3 for name, shape in shapes.items()]
+            groups.setdefault("/".join(parts[:depth]), []).append(at)
+    shapes = [tuple(leaf.shape) for _, leaf in entries]
+    stacks = [group for group in groups.values() if _is_stack([shapes[at] for at in group])]
+    members = {at for group in stacks for at in group}
+    return [at in members for at in range(len(entries))]
 
 
 def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
@@ -220,9 +214,14 @@ def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
 
 
 def splits_for(tree: PyTree, shards: int, scanned: str | None = None) -> list[Split]:
-    """The split of every leaf of a logical tree, in tree order."""
-    stacked = stacked_leaves(tree, scanned)
+    """The split of every leaf of a logical tree, in tree order.
+
+    A lone leaf of rank 3 or more counts as stacked too, since it may be scanned over: where it
+    is not, it is cut along its second dim, which costs a transpose and nothing else.
+    """
     leaves = jax.tree.leaves(tree)
+    lone = [scanned is None and len(x.shape) >= 3 for x in leaves]
+    stacked = [a or b for a, b in zip(scanned_leaves(tree, scanned), lone, strict=True)]
     return [split(x.shape, shards, stacked=s) for x, s in zip(leaves, stacked, strict=True)]
 
 
@@ -251,7 +250,7 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
 def shardings(tree: PyTree, splits: Sequence[Split], mesh: jax.sharding.Mesh, axis: str) -> PyTree:
     """NamedShardings for a tree at rest."""
     treedef = jax.tree.structure(tree)
-    return treedef.unflatten([NamedSharding(mesh, s.spec(axis)) for s in splits])
+    return jax.tree.unflatten(treedef, [NamedSharding(mesh, s.spec(axis)) for s in splits])
 
 
 def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:

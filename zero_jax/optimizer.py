@@ -64,9 +64,7 @@ def partition(
       A transformation over parameters at rest. A step whose gradients are not finite changes
       nothing but the guard's counters.
     """
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    inner = _without_frozen(tx, frozen)
+    inner = without_frozen(tx, frozen)
 
     def cuts_of(params: PyTree) -> list[layout.Split]:
         return layout.splits_for(params, shards, scanned)
@@ -116,12 +114,16 @@ def partition(
     return ZeroTransform(init, update)
 
 
-def _without_frozen(
+def without_frozen(
     tx: optax.GradientTransformation, frozen: Frozen
 ) -> optax.GradientTransformation:
+    """The transformation on trained leaves only: the others get no state and no update."""
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+
     def trained(tree: PyTree) -> PyTree:
         flags = layout.frozen_leaves(tree, frozen)
-        return jax.tree.structure(tree).unflatten([not f for f in flags])
+        return jax.tree.unflatten(jax.tree.structure(tree), [not f for f in flags])
 
     masked = optax.masked(tx, trained)
 

@@ -27,11 +27,15 @@ POLICIES = ("none", "dots", "block")
 
 # Operations that only re-arrange a leaf: a touch slides past them to the operation that uses it.
 _LAYOUT = frozenset(
-    "transpose reshape squeeze broadcast_in_dim convert_element_type slice expand_dims copy rev "
-    "dynamic_slice optimization_barrier name".split()
+    (
+        *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"),
+        *("slice", "dynamic_slice", "convert_element_type", "copy", "name"),
+    )
 )
 # Operations that hand their inputs, one to one, to a jaxpr of their own.
-_CALLS = frozenset(("jit", "pjit", "scan", "remat2", "checkpoint", "remat", "closed_call", "core_call"))
+_CALLS = frozenset(
+    ("jit", "pjit", "scan", "remat2", "checkpoint", "remat", "closed_call", "core_call")
+)
 _REMAT = frozenset(("remat2", "checkpoint", "remat"))
 
 
@@ -47,9 +51,7 @@ def check_policy(name: str) -> str:
     return name
 
 
-def apply(
-    fun: Callable[..., Any], policy: str, shards: Sequence[str | None]
-) -> Callable[..., Any]:
+def apply(fun: Callable[..., Any], policy: str, shards: Sequence[str | None]) -> Callable[..., Any]:
     """Wraps a function of parameters so that its backward pass follows the policy.
 
     Args:
@@ -67,10 +69,12 @@ def apply(
 
     def wrapped(params: Any, *args: Any) -> Any:
         flat, treedef = jax.tree.flatten((params, args))
-        closed, shape = jax.make_jaxpr(
-            lambda *flat: fun(treedef.unflatten(flat)[0], *treedef.unflatten(flat)[1]),
-            return_shape=True,
-        )(*flat)
+
+        def flat_fun(*flat: Any) -> Any:
+            params, args = jax.tree.unflatten(treedef, flat)
+            return fun(params, *args)
+
+        closed, shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
         params_vars = closed.jaxpr.invars[: len(shards)]
         pairs = zip(params_vars, shards, strict=True)
         _check_shards(closed.jaxpr, {var: name for var, name in pairs if name is not None})

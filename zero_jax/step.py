@@ -61,7 +61,9 @@ class TrainStep:
         max_skips: int,
     ):
         if max_skips < 1:
-            raise ValueError(f"max_skips={max_skips}: at least 1 step must be allowed to be skipped")
+            raise ValueError(
+                f"max_skips={max_skips}: at least 1 step must be allowed to be skipped"
+            )
         self._settings = settings
         self._loss_fn = loss_fn
         self._tx = tx
@@ -72,7 +74,9 @@ class TrainStep:
         self._jitted = jax.jit(self._step, donate_argnums=(0, 1))
         self._gradients = jax.jit(self._results)
 
-    def _results(self, params: PyTree, scale: jax.Array, batch: PyTree, extras: Any) -> grads.Result:
+    def _results(
+        self, params: PyTree, scale: jax.Array, batch: PyTree, extras: Any
+    ) -> grads.Result:
         return grads.run(
             self._settings,
             self._loss_fn,

@@ -109,7 +109,7 @@ def with_doors(treedef: Any, leaves: list[Any]) -> PyTree:
         hooks = hooks if isinstance(hooks, tuple) else (hooks,)
         return node.copy(on_get_value=(_open_on_get, *hooks))
 
-    tree = treedef.unflatten(leaves)
+    tree = jax.tree.unflatten(treedef, leaves)
     return jax.tree.map(one, tree, is_leaf=lambda n: _is_variable(n) or _is_box(n))
 
 
@@ -148,7 +148,7 @@ def gather(
     cuts = splits_for(like, jax.lax.axis_size(axis_name))
     leaves, treedef = jax.tree.flatten(tree)
     full = [collectives.touch(x, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
-    return treedef.unflatten(full)
+    return jax.tree.unflatten(treedef, full)
 
 
 def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
@@ -164,4 +164,4 @@ def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     cuts = splits_for(tree, jax.lax.axis_size(axis_name))
     pieces = [collectives.local_shard(x, c, axis_name) for x, c in zip(leaves, cuts, strict=True)]
-    return treedef.unflatten(pieces)
+    return jax.tree.unflatten(treedef, pieces)

@@ -95,7 +95,7 @@ class Zero:
                 x if f else cast(x, jnp.promote_types(x.dtype, jnp.float32))
                 for x, f in zip(leaves, frozen, strict=True)
             ]
-            return layout.at_rest(treedef.unflatten(masters), cuts)
+            return layout.at_rest(jax.tree.unflatten(treedef, masters), cuts)
 
         abstract = jax.eval_shape(born, *args)
         return born, abstract, layout.shardings(abstract, cuts, self.mesh, DATA)
@@ -115,7 +115,7 @@ class Zero:
         Raises:
           ValueError: if a leaf is not a numeric array, or a device holds more than its shard.
         """
-        if not jax.config.jax_threefry_partitionable:
+        if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
             raise ValueError(
                 "jax_threefry_partitionable is off, so initial values would depend on the mesh: "
                 "remove the setting"
@@ -147,7 +147,7 @@ class Zero:
             return jax.make_array_from_callback(like.shape, sharding, lambda index: host[index])
 
         leaves = zip(*map(jax.tree.leaves, (params, abstract, placed)), strict=True)
-        return jax.tree.structure(abstract).unflatten([place(*leaf) for leaf in leaves])
+        return jax.tree.unflatten(jax.tree.structure(abstract), [place(*leaf) for leaf in leaves])
 
     def optimizer(self, tx: optax.GradientTransformation) -> optimizer.ZeroTransform:
         """Wraps any optax transformation; exact at every stage and every N.
@@ -193,7 +193,13 @@ class Zero:
                     "loss_scale=opt_state.guard.loss_scale, or use zero.train_step"
                 )
             out = grads.run(
-                settings, loss_fn, params, batch, extras, has_aux=has_aux, differentiate=True,
+                settings,
+                loss_fn,
+                params,
+                batch,
+                extras,
+                has_aux=has_aux,
+                differentiate=True,
                 loss_scale=1.0 if loss_scale is None else loss_scale,
             )
             return ((out.loss, out.aux) if has_aux else out.loss), out.grads

@@ -1,0 +1,118 @@
+"""Cross entropy of a tied head whose logits never exist for the whole batch at once.
+
+Shapes: D width, V vocab, M tokens of a batch, C chunks of K tokens (C * K >= M).
+Costs (V, D) + (M, D) words in fp32 for the gradients, and `chunk` x V for the logits.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def chunked_cross_entropy(
+    x_MxD: jax.Array, embed_VxD: jax.Array, labels_M: jax.Array, weights_M: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted cross entropy of `x @ embed.T` as (sum, weight), chunk by chunk.
+
+    The gradient of a cross entropy needs nothing that comes after it but one scalar. So when it
+    is differentiated the forward scan, which has the logits at hand, also makes dx (M, D) and
+    dE (V, D) in fp32; the backward pass scales them and casts. Logits are computed once, exist
+    `chunk` tokens at a time, and the embedding is not kept for the backward pass.
+
+    Args:
+      x_MxD: hidden states.
+      embed_VxD: the embedding.
+      labels_M: the right rows of the embedding, each in [0, V) even where its weight is 0.
+      weights_M: weights of the tokens, numbers or booleans; differentiable too.
+      chunk: tokens in a chunk at most; it need not divide M.
+
+    Returns:
+      The weighted sum of the tokens' losses and the sum of the weights, both fp32.
+    """
+    M, D = x_MxD.shape
+    weights_M = weights_M.astype(jnp.float32)
+    weight = jnp.sum(weights_M)
+    count = max(1, -(-M // chunk))
+    rows = -(-M // count)  # equal chunks: M just over a multiple of `chunk` pads only a little
+    pad = count * rows - M
+    x_CxKxD = jnp.pad(x_MxD, ((0, pad), (0, 0))).reshape(count, rows, D)
+    labels_CxK = jnp.pad(labels_M, (0, pad)).reshape(count, rows)
+    weights_CxK = jnp.pad(weights_M, (0, pad)).reshape(count, rows)
+    return _cross_entropy(*_vary_alike(x_CxKxD, embed_VxD, labels_CxK, weights_CxK)), weight
+
+
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    # Inside jax.shard_map tokens differ from device to device and parameters may not. A custom
+    # gradient must vary as its argument does, so the difference is settled out here, where jax
+    # knows that it transposes to a sum. Anywhere else this does nothing.
+    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]  # jax >= 0.10
+    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
+    return [
+        jax.lax.pcast(array, axes, to="varying") if axes else array
+        for array, axes in zip(arrays, missing, strict=True)
+    ]
+
+
+def _token_losses(
+    x_KxD: jax.Array, embed_VxD: jax.Array, labels_K: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns one chunk's losses (K,) and log-probabilities (K, V), in fp32."""
+    logits_KxV = jnp.einsum("kd,vd->kv", x_KxD, embed_VxD, preferred_element_type=jnp.float32)
+    logp_KxV = jax.nn.log_softmax(logits_KxV)
+    return -jnp.take_along_axis(logp_KxV, labels_K[:, None], axis=1)[:, 0], logp_KxV
+
+
+@jax.custom_vjp
+def _cross_entropy(
+    x_CxKxD: jax.Array, embed_VxD: jax.Array, labels_CxK: jax.Array, weights_CxK: jax.Array
+) -> jax.Array:
+    losses_CxK = jax.lax.map(
+        lambda chunk: _token_losses(chunk[0], embed_VxD, chunk[1])[0], (x_CxKxD, labels_CxK)
+    )
+    return jnp.sum(losses_CxK * weights_CxK)
+
+
+def _cross_entropy_fwd(
+    x_CxKxD: jax.Array, embed_VxD: jax.Array, labels_CxK: jax.Array, weights_CxK: jax.Array
+) -> tuple[jax.Array, Any]:
+    dtype = jnp.promote_types(x_CxKxD.dtype, embed_VxD.dtype)
+    # softmax - onehot is as small as 1 / V, too small for fp16, so it is cast times a power of
+    # two that puts the largest weight near 2**14; the backward pass takes the power out again.
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(weights_CxK)))
+    scale = jnp.ldexp(jnp.float32(1), 14 - exponent)
+
+    def body(dembed_VxD: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        x_KxD, labels_K, weights_K = chunk
+        losses_K, logp_KxV = _token_losses(x_KxD, embed_VxD, labels_K)
+        hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
+        dlogits_KxV = (jnp.exp(logp_KxV) - hit_KxV) * (weights_K * scale)[:, None]
+        dlogits_KxV = dlogits_KxV.astype(dtype)
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)
+        return dembed_VxD + dot("kv,kd->vd", dlogits_KxV, x_KxD), (losses_K, dx_KxD)
+
+    dembed_VxD, (losses_CxK, dx_CxKxD) = jax.lax.scan(
+        body,
+        jnp.zeros_like(embed_VxD, dtype=jnp.float32),
+        (x_CxKxD, labels_CxK, weights_CxK),
+    )
+    # Empty arrays carry the dtypes of x and embed, which the backward pass must return.
+    dtypes = jnp.zeros((0,), x_CxKxD.dtype), jnp.zeros((0,), embed_VxD.dtype)
+    residuals = dx_CxKxD, dembed_VxD, losses_CxK, scale, dtypes
+    return jnp.sum(losses_CxK * weights_CxK), residuals
+
+
+def _cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    dx_CxKxD, dembed_VxD, losses_CxK, scale, (x_like, embed_like) = residuals
+    factor = cotangent / scale
+    return (
+        (dx_CxKxD * factor).astype(x_like.dtype),
+        (dembed_VxD * factor).astype(embed_like.dtype),
+        None,
+        losses_CxK * cotangent,
+    )
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)

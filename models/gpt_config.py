@@ -1,0 +1,115 @@
+"""The shapes of the GPT family: configs, presets by name, parameters and FLOPs in closed form.
+
+GPT-2: Radford et al., Language Models are Unsupervised Multitask Learners (2019). The shapes of
+the larger models follow Rajbhandari et al., arXiv:1910.02054.
+"""
+
+import dataclasses
+import difflib
+from typing import Any
+
+ATTENTION = ("auto", "xla", "cudnn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT, and how it computes.
+
+    Attributes:
+      layers: number of blocks.
+      width: D, the size of the residual stream.
+      heads: attention heads; must divide `width`.
+      vocab: rows of the embedding, GPT-2's 50257 rounded up to a multiple of 128.
+      seq: longest row of tokens, the number of learned positions.
+      dropout: rate on the embedding and on both residual branches of a block, 0 for none.
+      attention: "cudnn", "xla", or "auto": cuDNN on a GPU where dtype and head dim allow it.
+      loss_chunk: tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 50304
+    seq: int = 1024
+    dropout: float = 0.0
+    attention: str = "auto"
+    loss_chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocab", "seq", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}, but it must be at least 1.")
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads={self.heads} must divide width={self.width}, which leaves a remainder of "
+                f"{self.width % self.heads}; choose another number of heads, width // 64 say."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(
+                f"dropout={self.dropout}, but a rate must lie in [0, 1); use 0.0 to switch it off."
+            )
+        if self.attention not in ATTENTION:
+            raise ValueError(
+                f"attention={self.attention!r}, but it must be one of {ATTENTION}; "
+                '"auto" picks one for the device.'
+            )
+
+
+def _config(layers: int, width: int, heads: int) -> GPTConfig:
+    return GPTConfig(layers=layers, width=width, heads=heads)
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "nano": GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=128),
+    "124m": _config(12, 768, 12),
+    "1.5b": _config(48, 1600, 25),
+    "7.5b": _config(36, 4096, 32),
+    "8b": _config(72, 3072, 24),
+    "13b": _config(62, 4096, 32),
+    "17b": _config(78, 4256, 28),
+    "20b": _config(98, 4096, 32),
+    "40b": _config(88, 6144, 48),
+    "60b": _config(132, 6144, 48),
+    "100b": _config(125, 8192, 64),
+    "128b": _config(101, 10240, 80),
+    "170b": _config(212, 8192, 64),
+    "1t": _config(128, 25600, 200),
+}
+
+
+def preset(name: str, **overrides: Any) -> GPTConfig:
+    """Returns the named config of `PRESETS`, with fields replaced.
+
+    >>> preset("124m", vocab=50257).layers
+    12
+
+    Raises:
+      ValueError: no preset has that name.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"No preset is called {name!r}; the nearest is {near!r}. "
+            f"Choose one of {', '.join(PRESETS)}, or write a GPTConfig."
+        )
+    return dataclasses.replace(PRESETS[name], **overrides)
+
+
+def num_params(config: GPTConfig) -> int:
+    """Counts the parameters: V·D + T·D + L·(12·D² + 13·D) + 2·D, the head being tied."""
+    d = config.width
+    return (config.vocab + config.seq) * d + config.layers * (12 * d * d + 13 * d) + 2 * d
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Counts the model FLOPs of one token, forward and backward: 6·(12·L·D² + V·D) + 12·L·D·T.
+
+    Two per multiply-add and three passes (forward, and two products backward) make 6 for each
+    parameter that multiplies: 12·D² in a block, V·D in the tied head; the lookup of an embedding
+    is none. Scores and mixing add 2 · 2·D·T a layer and pass, for a row of T = `seq` tokens,
+    counted in full although the causal mask wastes half. Recomputation is not counted.
+
+    Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+    """
+    d, layers = config.width, config.layers
+    return 6 * (12 * layers * d * d + config.vocab * d) + 12 * layers * d * config.seq

@@ -1,0 +1,179 @@
+"""Closed forms: what each stage holds on a device, from abstract shapes alone.
+
+Ψ is the number of parameters, N the size of the `data` axis, c and g the bytes of a word in the
+compute dtype and of a gradient (4 when micro-batches accumulate, c otherwise). Per device:
+
+  stage   at rest           gathered copy   gradients
+  0       4Ψ + state        cΨ (c < 4)      gΨ
+  1       (4Ψ + state)/N    cΨ              gΨ + 4Ψ/N
+  2       (4Ψ + state)/N    cΨ              window + 4Ψ/N
+  3       (4Ψ + state)/N    window          window + 4Ψ/N
+
+The state of Adam is 8Ψ, so 12Ψ/N rest at stages 1 to 3. The window is one layer. Padding and
+leaves that stay whole are counted exactly. Activations, logits and buffers are not included.
+Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and table 1; there the fp16 parameters (2Ψ) rest
+beside the fp32 masters (part of K = 12), here they are the gathered copy.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from zero_jax import layout, optimizer
+from zero_jax.precision import Guard, Precision, init_guard
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes on one device.
+
+    Attributes:
+      parameters: fp32 masters at rest, padding included.
+      state: optimizer state at rest, the guard's 16 bytes included.
+      copy: gathered parameters in the compute dtype, the most that live at once.
+      gradients: full gradients that live at once, and their fp32 shards.
+    """
+
+    parameters: int
+    state: int
+    copy: int
+    gradients: int
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Every term by name."""
+        return dataclasses.asdict(self)
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes between steps: what the compiled step takes as arguments, besides the batch."""
+        return self.parameters + self.state
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of model state that exist only during a step."""
+        return self.copy + self.gradients
+
+    @property
+    def total(self) -> int:
+        return self.at_rest + self.in_flight
+
+
+def estimate(
+    params: PyTree,
+    *,
+    shards: int,
+    stage: int,
+    tx: optax.GradientTransformation | None = None,
+    precision: Precision | str = Precision(),
+    micro_batches: int = 1,
+    frozen: optimizer.Frozen = None,
+    scanned: str | None = None,
+) -> Estimate:
+    """The closed form of one stage.
+
+    Args:
+      params: the logical tree, of arrays or ShapeDtypeStructs.
+      shards: N, the size of the `data` axis.
+      stage: 0 to 3.
+      tx: the optax transformation; None counts no state.
+      precision: as for `Zero`.
+      micro_batches: as for `Zero`.
+      frozen: as for `Zero`.
+      scanned: as for `Zero`.
+
+    >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+    >>> estimate(shapes, shards=4, stage=3, tx=optax.adam(1e-3)).at_rest == 12 * 2**20 // 4 + 20
+    True
+    """
+    if not isinstance(precision, Precision):
+        precision = Precision(precision)
+    cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned)
+    leaves = jax.tree.leaves(params)
+    flags = layout.frozen_leaves(params, frozen)
+    trained = [x for x, f in zip(leaves, flags, strict=True) if not f]
+    trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
+    window = layer_elements(params, scanned)
+    copied = sum(math.prod(x.shape) for x in leaves)
+    word = precision.compute.itemsize
+    grad_word = word if micro_batches == 1 else 4
+    full_grads = sum(math.prod(x.shape) for x in trained)
+    shard_grads = 4 * sum(math.prod(c.shard_shape) for c in trained_cuts)
+    # A stage-0 master in the compute dtype is its own copy.
+    copies = {0: 0 if word == 4 else word * copied, 3: word * window}
+    gradients = {
+        0: grad_word * full_grads,
+        1: grad_word * full_grads + shard_grads,
+        2: word * window + shard_grads,
+        3: word * window + shard_grads,
+    }
+    return Estimate(
+        parameters=layout.bytes_per_device(cuts, [_master(x) for x in leaves]),
+        state=_state_bytes(params, cuts, tx, frozen),
+        copy=copies.get(stage, word * copied),
+        gradients=gradients[stage],
+    )
+
+
+def layer_elements(params: PyTree, scanned: str | None = None) -> int:
+    """Elements of the largest thing that is gathered at once: a layer, or a leaf outside them."""
+    flags = layout.scanned_leaves(params, scanned)
+    layers: dict[int, int] = {}
+    largest = 0
+    for leaf, in_layer in zip(jax.tree.leaves(params), flags, strict=True):
+        size = math.prod(leaf.shape)
+        if in_layer and size:
+            layers[leaf.shape[0]] = layers.get(leaf.shape[0], 0) + size // leaf.shape[0]
+        else:
+            largest = max(largest, size)
+    return max([largest, *layers.values()])
+
+
+def paper_bytes(psi: float, shards: int, stage: int, state_bytes: float = 12) -> float:
+    """The paper's own model states: 16Ψ, 4Ψ + KΨ/N, 2Ψ + (2+K)Ψ/N, (4+K)Ψ/N.
+
+    Args:
+      psi: Ψ.
+      shards: N.
+      stage: 0 to 3.
+      state_bytes: K, 12 for mixed-precision Adam.
+
+    Returns:
+      Bytes per device. Source: table 1.
+
+    >>> [round(paper_bytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
+    [120.0, 31.4, 16.6, 1.9]
+    """
+    whole, split = {0: (4 + state_bytes, 0), 1: (4, state_bytes), 2: (2, 2 + state_bytes)}.get(
+        stage, (0, 4 + state_bytes)
+    )
+    return psi * (whole + split / shards)
+
+
+def _master(leaf: Any) -> Any:
+    """A leaf as it rests: floats narrower than fp32 are widened."""
+    floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    wide = jax.numpy.promote_types(leaf.dtype, np.float32) if floating else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, wide)
+
+
+def _state_bytes(
+    params: PyTree,
+    cuts: list[layout.Split],
+    tx: optax.GradientTransformation | None,
+    frozen: optimizer.Frozen,
+) -> int:
+    if tx is None:
+        return 0
+    masters = jax.tree.map(_master, params)
+    state = jax.eval_shape(optimizer.without_frozen(tx, frozen).init, masters)
+    guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
+    leaves = [*jax.tree.leaves(state), *guard]
+    splits = layout.state_splits(state, params, cuts) + [layout.split((), 1)] * len(guard)
+    return layout.bytes_per_device(splits, leaves)
