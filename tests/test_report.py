@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.report import RunLog, human_bytes, human_count, print_table, progress, read_losses
+from training.report import RunLog, read_losses
+from training.show import human_bytes, human_count, print_table, progress
 
 PNG = b"\x89PNG"
 

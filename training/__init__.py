@@ -1,5 +1,6 @@
-"""What a training run needs besides the optimizer: text, batches and a report.
+"""What a training run needs besides ZeRO: settings, text, batches, optimizers and a report.
 
-Nothing here knows of ZeRO or of the models; `train.py` puts the parts together.
-Each module stands alone: `text` reads and measures, `data` makes batches, `report` writes down.
+`config` is the command line, `plan` what it comes to and costs; `text` and `entropy` read and
+measure, `data` makes batches, `optimizers` builds what updates the parameters, `report` writes
+down and `show` prints. `train.py` puts the parts together.
 """

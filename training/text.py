@@ -1,19 +1,14 @@
-"""Reading text as tokens, and measuring how predictable it is.
+"""Reading text as tokens.
 
 A corpus is one flat array of token ids. Without a source it is the English text that every
 CPython carries (`pydoc_data.topics`), so a first run needs no download; it differs a little from
 one Python to the next. Text is read byte by byte (256 ids, one byte per token); files that hold
 token ids are mapped, not read, so they may be larger than memory.
-
-The unigram and bigram entropies of a split are the marks a loss curve is read against: knowing
-only how common each token is costs the first, knowing also the previous token costs the second.
-Time is one pass over the tokens, memory one chunk and the counts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.integer[Any]]
-CountArray = npt.NDArray[np.int64]
 
 CHUNK = 1 << 22  # tokens looked at in one go
-DENSE_VOCAB = 1024  # up to here all vocab**2 pair counts are kept: 8 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,42 +145,6 @@ def split(tokens: IntArray, fraction: float = 0.1, *, seq: int = 1) -> tuple[Int
     return train, held_out
 
 
-def unigram_entropy(tokens: IntArray, vocab: int) -> float:
-    """Entropy of one token drawn from the text, `H(x)`, in nats.
-
-    >>> round(unigram_entropy(np.array([0, 1, 0, 1]), vocab=2), 4)  # log 2
-    0.6931
-    """
-    if tokens.size < 1:
-        raise ValueError("the unigram entropy of 0 tokens is not defined; give at least 1")
-    check_range(tokens, vocab)
-    counts = np.zeros(vocab, np.int64)
-    for start in range(0, tokens.size, CHUNK):
-        counts += np.bincount(tokens[start : start + CHUNK].astype(np.int64), minlength=vocab)
-    counts = counts[counts > 0]
-    return float(np.sum(counts * np.log(tokens.size / counts)) / tokens.size)
-
-
-def bigram_entropy(tokens: IntArray, vocab: int) -> float:
-    """Entropy of a token given the one before it, `H(x_t | x_{t-1})` by counts, in nats.
-
-    The counts are of the same text, so where most pairs are rare (a large vocabulary, a short
-    text) the result is lower than any model could reach on new text.
-
-    >>> bigram_entropy(np.array([0, 1, 0, 1]), vocab=2)
-    0.0
-    """
-    if tokens.size < 2:
-        raise ValueError(f"the bigram entropy needs at least 2 tokens, got {tokens.size}")
-    check_range(tokens, vocab)
-    chunks = _pairs(tokens, vocab)
-    dense = vocab <= DENSE_VOCAB
-    pairs, counts = _count_dense(chunks, vocab**2) if dense else _count_sparse(chunks)
-    _, previous = np.unique(pairs // vocab, return_inverse=True)
-    totals = np.bincount(previous, weights=counts)[previous]
-    return float(np.sum(counts * np.log(totals / counts)) / (tokens.size - 1))
-
-
 def decode(tokens: npt.ArrayLike) -> str:
     """Byte-level tokens as text that is safe to print.
 
@@ -202,37 +159,6 @@ def decode(tokens: npt.ArrayLike) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
-
-
-def _pairs(tokens: IntArray, vocab: int) -> Iterator[CountArray]:
-    for start in range(0, tokens.size - 1, CHUNK):
-        chunk = tokens[start : start + CHUNK + 1].astype(np.int64)
-        yield chunk[:-1] * vocab + chunk[1:]
-
-
-def _count_dense(chunks: Iterator[CountArray], size: int) -> tuple[CountArray, CountArray]:
-    counts = np.zeros(size, np.int64)
-    for chunk in chunks:
-        counts += np.bincount(chunk, minlength=size)
-    keys = np.flatnonzero(counts)
-    return keys, counts[keys]
-
-
-def _count_sparse(chunks: Iterator[CountArray]) -> tuple[CountArray, CountArray]:
-    total = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    waiting: list[tuple[CountArray, CountArray]] = []
-    for chunk in chunks:
-        waiting.append(np.unique(chunk, return_counts=True))
-        # Merging only what has grown as large as the total keeps the sorting to N log N.
-        if sum(keys.size for keys, _ in waiting) >= max(CHUNK, total[0].size):
-            total, waiting = _merge([total, *waiting]), []
-    return _merge([total, *waiting])
-
-
-def _merge(parts: Sequence[tuple[CountArray, CountArray]]) -> tuple[CountArray, CountArray]:
-    keys, where = np.unique(np.concatenate([keys for keys, _ in parts]), return_inverse=True)
-    counts = np.bincount(where, weights=np.concatenate([counts for _, counts in parts]))
-    return keys, counts.astype(np.int64)
 
 
 def _read_builtin() -> IntArray:

@@ -15,7 +15,7 @@ Models do not know of any of this: their loss is traced, and its jaxpr evaluated
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,11 +32,11 @@ _LAYOUT = frozenset(
         *("slice", "dynamic_slice", "convert_element_type", "copy", "name"),
     )
 )
-# Operations that hand their inputs, one to one, to a jaxpr of their own.
-_CALLS = frozenset(
-    ("jit", "pjit", "scan", "remat2", "checkpoint", "remat", "closed_call", "core_call")
-)
+_JIT = frozenset(("jit", "pjit", "closed_call", "core_call"))
 _REMAT = frozenset(("remat2", "checkpoint", "remat"))
+# Operations that keep a gathered weight they are given: a loop over it would otherwise be run
+# again as a whole, and a custom_vjp (a chunked loss) decides for itself what it keeps.
+_KEEP = frozenset(("scan", "while", "cond", "custom_vjp_call"))
 
 
 def check_policy(name: str) -> str:
@@ -78,19 +78,33 @@ def apply(fun: Callable[..., Any], policy: str, shards: Sequence[str | None]) ->
         params_vars = closed.jaxpr.invars[: len(shards)]
         pairs = zip(params_vars, shards, strict=True)
         _check_shards(closed.jaxpr, {var: name for var, name in pairs if name is not None})
-        out = _evaluate(closed, flat, set(params_vars), policy)
+        out = [_now(x) for x in _evaluate(closed, flat, set(params_vars), policy)]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [a for a in dict.fromkeys(x for x in atoms if not isinstance(x, jex.Literal))]
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """A gathered leaf that is not gathered yet: it will be, together with what uses it."""
+
+    shards: Sequence[Any]
+    gather: Callable[..., Any]
+
+    def then(self, fun: Callable[[Any], Any]) -> "_Later":
+        return _Later(self.shards, lambda *shards: fun(self.gather(*shards)))
+
+    def now(self) -> Any:
+        return self.gather(*self.shards)
+
+
+def _now(value: Any) -> Any:
+    return value.now() if isinstance(value, _Later) else value
 
 
 def _inner(eqn: Any) -> Any:
     """The jaxpr that a call-like equation runs on its inputs, one to one, or None."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in _JIT | _REMAT | {"scan"}:
         return None
     inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
     return inner if inner is None or hasattr(inner, "jaxpr") else jex.ClosedJaxpr(inner, ())
@@ -101,86 +115,102 @@ def _evaluate(
 ) -> list[Any]:
     """Evaluates a jaxpr equation by equation, wrapping touches and layers.
 
-    Outside a scan, forward and backward stand in one computation, where XLA would merge the two
-    gathers and keep the copy in between: there, `jax.checkpoint` puts a barrier between them.
-    `pending` maps the result of a touch to the equations that make it: they are not run where
-    they stand but together with each equation that uses the result, under `jax.checkpoint`.
+    Args:
+      closed: the jaxpr.
+      args: its inputs, arrays or `_Later`.
+      touched: its variables that are parameters.
+      policy: what layers keep.
+      in_scan: whether this is the body of a scan. Outside of one, forward and backward stand in
+        one computation, where XLA would merge their two gathers and keep the copy in between:
+        there `jax.checkpoint` puts a barrier between them.
     """
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.invars, args, strict=True))
     env.update(zip(jaxpr.constvars, closed.consts, strict=True))
     touched = set(touched)
-    pending: dict[Any, list[Any]] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
     for eqn in jaxpr.eqns:
-        inputs = _variables(eqn.invars)
-        waiting = _chain(pending, inputs)
-        gathers = eqn.params.get("name") == GATHER_TOUCH
-        if gathers or (waiting and eqn.primitive.name in _LAYOUT):
-            pending.update((v, [*waiting, eqn]) for v in eqn.outvars)
-            continue
-        if not waiting and touched.intersection(inputs):
-            if eqn.primitive.name in _LAYOUT:
-                touched.update(eqn.outvars)
-            eqn = _wrap_inside(eqn, touched, policy)
-        part = _function(jaxpr, [*waiting, eqn], eqn.outvars)
-        if waiting:
-            part.run = jax.checkpoint(part.run, prevent_cse=not in_scan)
-        part.into(env)
-    for var in _variables(jaxpr.outvars):
-        if var in pending:  # a parameter that is returned as it is
-            _function(jaxpr, pending[var], [var]).into(env)
-    return [a.val if isinstance(a, jex.Literal) else env[a] for a in jaxpr.outvars]
+        values = [read(a) for a in eqn.invars]
+        outs = _equation(eqn, values, touched, policy, in_scan)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(a) for a in jaxpr.outvars]
 
 
-def _chain(pending: dict[Any, list[Any]], inputs: Sequence[Any]) -> list[Any]:
-    eqns = [eqn for var in inputs if var in pending for eqn in pending[var]]
-    return list({id(e): e for e in eqns}.values())
+def _equation(
+    eqn: Any, values: list[Any], touched: set[Any], policy: str, in_scan: bool
+) -> list[Any]:
+    """The results of one equation; extends `touched` by re-arranged parameters."""
+    name, run = eqn.primitive.name, _function(eqn)
+    later = [v for v in values if isinstance(v, _Later)]
+    if eqn.params.get("name") == GATHER_TOUCH:
+        return [_Later(values, lambda *shards: run(*shards)[0])]
+    uses_params = any(_in(a, touched) for a in eqn.invars)
+    if name in _LAYOUT and len(later) == len(values) == 1:
+        return [later[0].then(lambda full: run(full)[0])]
+    if name in _LAYOUT and uses_params:
+        touched.update(eqn.outvars)
+    if name in _JIT and (later or uses_params):
+        inner = _inner(eqn)
+        return _evaluate(inner, values, _inside(inner, eqn, touched), policy, in_scan=in_scan)
+    if name == "scan" and uses_params:
+        eqn = _wrap_scan(eqn, touched, policy)
+        return _function(eqn)(*map(_now, values))
+    if name in _KEEP or not later:
+        return run(*map(_now, values))
+    return _gather_twice(run, values, prevent_cse=not in_scan)
 
 
-@dataclasses.dataclass
-class _Part:
-    """A few equations as one function of their free variables."""
-
-    free: list[Any]
-    outs: list[Any]
-    run: Callable[..., Any]
-
-    def into(self, env: dict[Any, Any]) -> None:
-        values = self.run(*(env[v] for v in self.free))
-        env.update(zip(self.outs, values, strict=True))
+def _function(eqn: Any) -> Callable[..., list[Any]]:
+    """One equation as a function of its inputs."""
+    invars = [jex.Var(a.aval) for a in eqn.invars]
+    outvars = [jex.Var(v.aval) for v in eqn.outvars]
+    alone = eqn.replace(invars=invars, outvars=outvars)
+    jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 
-def _function(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any]) -> _Part:
-    made = {v for eqn in eqns for v in eqn.outvars}
-    free = [v for v in _variables(a for eqn in eqns for a in eqn.invars) if v not in made]
-    outs = [v for v in outs if not isinstance(v, jex.DropVar)]
-    effects = set().union(*(e.effects for e in eqns))
-    part = jaxpr.replace(constvars=(), invars=free, outvars=outs, eqns=list(eqns), effects=effects)
-    return _Part(free, outs, jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ())))
+def _gather_twice(
+    run: Callable[..., list[Any]], values: list[Any], *, prevent_cse: bool
+) -> list[Any]:
+    """Runs an operation on gathered leaves so that its backward pass gathers them again."""
+    counts = [len(v.shards) if isinstance(v, _Later) else 1 for v in values]
+
+    def gather_and_run(*flat: Any) -> list[Any]:
+        it = iter(flat)
+        given = [[next(it) for _ in range(count)] for count in counts]
+        pairs = zip(values, given, strict=True)
+        return run(*(v.gather(*g) if isinstance(v, _Later) else g[0] for v, g in pairs))
+
+    flat = [x for v in values for x in (v.shards if isinstance(v, _Later) else [v])]
+    return jax.checkpoint(gather_and_run, prevent_cse=prevent_cse)(*flat)
 
 
-def _wrap_inside(eqn: Any, touched: set[Any], policy: str) -> Any:
-    """The equation with the touches and layers inside it wrapped too."""
+def _wrap_scan(eqn: Any, touched: set[Any], policy: str) -> Any:
+    """A scan over parameters with its layer, or the touches in it, under `jax.checkpoint`."""
     inner = _inner(eqn)
-    if inner is None or eqn.primitive.name in _REMAT:
-        return eqn
-    inside = {v for v, a in zip(inner.jaxpr.invars, eqn.invars, strict=True) if _in(a, touched)}
-    is_scan = eqn.primitive.name == "scan"
-    layered = is_scan and policy != "none" and not _has_remat(inner.jaxpr)
+    layered = policy != "none" and not _has_remat(inner.jaxpr)
+    inside = _inside(inner, eqn, touched)
 
     def body(*args: Any) -> list[Any]:
         if layered:
             return jex.jaxpr_as_fun(inner)(*args)
-        return _evaluate(inner, args, inside, policy, in_scan=is_scan)
+        return [_now(x) for x in _evaluate(inner, args, inside, policy, in_scan=True)]
 
     if layered:
         keep = jax.checkpoint_policies.dots_saveable if policy == "dots" else None
         # No CSE barrier is needed: forward and backward of a scan are loops of their own.
         body = jax.checkpoint(body, policy=keep, prevent_cse=False)
-    avals = [v.aval for v in inner.jaxpr.invars]
-    new = jax.make_jaxpr(body)(*avals)
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    return eqn.replace(params={**eqn.params, key: new})
+    new = jax.make_jaxpr(body)(*(v.aval for v in inner.jaxpr.invars))
+    return eqn.replace(params={**eqn.params, "jaxpr": new})
+
+
+def _inside(inner: Any, eqn: Any, touched: set[Any]) -> set[Any]:
+    """The parameters as the variables of the jaxpr that an equation runs."""
+    pairs = zip(inner.jaxpr.invars, eqn.invars, strict=True)
+    return {var for var, atom in pairs if _in(atom, touched)}
 
 
 def _in(atom: Any, variables: Any) -> bool:
@@ -208,7 +238,7 @@ def _check_shards(jaxpr: Any, shards: dict[Any, str]) -> None:
     """Raises if a shard reaches an operation that would take it for the full leaf."""
     shards = dict(shards)
     for eqn in jaxpr.eqns:
-        used = [a for a in _variables(eqn.invars) if a in shards]
+        used = [a for a in eqn.invars if _in(a, shards)]
         if not used or eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH):
             continue
         if eqn.primitive.name in _LAYOUT:

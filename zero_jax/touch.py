@@ -100,17 +100,25 @@ def _is_variable(node: Any) -> bool:
 
 
 def with_doors(treedef: Any, leaves: list[Any]) -> PyTree:
-    """The tree that the loss function gets, of boxes and arrays; NNX variables get the hook."""
+    """The tree that the loss function gets, of boxes and arrays; NNX variables get the hook.
+
+    Boxes of the model's own (`nn.with_partitioning`) are taken off: their constraints name axes
+    of another mesh.
+    """
 
     def one(node: Any) -> Any:
-        if not _is_variable(node):
-            return node
-        hooks = node.get_metadata().get("on_get_value", ())
-        hooks = hooks if isinstance(hooks, tuple) else (hooks,)
-        return node.copy(on_get_value=(_open_on_get, *hooks))
+        if _is_variable(node):
+            hooks = node.get_metadata().get("on_get_value", ())
+            hooks = hooks if isinstance(hooks, tuple) else (hooks,)
+            return node.copy(on_get_value=(_open_on_get, *hooks))
+        if isinstance(node, meta.AxisMetadata) and not _is_box(node):
+            return jax.tree.leaves(node, is_leaf=_is_box)[0]
+        return node
 
-    tree = jax.tree.unflatten(treedef, leaves)
-    return jax.tree.map(one, tree, is_leaf=lambda n: _is_variable(n) or _is_box(n))
+    def is_leaf(node: Any) -> bool:
+        return _is_variable(node) or isinstance(node, meta.AxisMetadata)
+
+    return jax.tree.map(one, jax.tree.unflatten(treedef, leaves), is_leaf=is_leaf)
 
 
 def _is_box(node: Any) -> bool:

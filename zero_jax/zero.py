@@ -139,11 +139,12 @@ class Zero:
         Returns:
           The tree at rest, as from `init`.
         """
-        _, abstract, placed = self._born(lambda: jax.tree.map(jnp.asarray, params), ())
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
+        _, abstract, placed = self._born(lambda tree: tree, (shapes,))
 
         def place(x: Any, like: Any, sharding: NamedSharding) -> jax.Array:
-            host = np.asarray(x).astype(like.dtype)
-            host = np.pad(host, [(0, r - s) for r, s in zip(like.shape, host.shape, strict=True)])
+            host = np.zeros(like.shape, like.dtype)
+            host[tuple(map(slice, np.shape(x)))] = np.asarray(x)
             return jax.make_array_from_callback(like.shape, sharding, lambda index: host[index])
 
         leaves = zip(*map(jax.tree.leaves, (params, abstract, placed)), strict=True)

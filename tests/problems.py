@@ -1,0 +1,178 @@
+"""Small training problems, and the plain optax loop on one device that Zero is compared with."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import zero_jax
+from models import gpt, resnet
+
+# 120 rows: divisible by every N that is tested, times two micro-batches.
+ROWS = 120
+
+
+@dataclasses.dataclass
+class Problem:
+    """A model, a loss for one device and a batch.
+
+    `loss` takes (params, batch, *extras); with `aux` it returns (loss, new extras[0]).
+    `loss_on_mesh` is the same loss where the model has to name the mesh axis (batch norm).
+    """
+
+    make: Callable[[], Any]
+    loss: Callable[..., Any]
+    batch: Any
+    extras: tuple[Any, ...] = ()
+    loss_on_mesh: Callable[..., Any] | None = None
+
+    @functools.cached_property
+    def start(self) -> Any:
+        """The first parameters, as numpy arrays."""
+        return jax.tree.map(np.asarray, jax.jit(self.make)())
+
+    @property
+    def has_aux(self) -> bool:
+        return bool(self.extras)
+
+
+def gpt_problem() -> Problem:
+    """Two scanned layers, odd widths, a tied embedding of a prime number of rows."""
+    config = gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8, loss_chunk=16)
+
+    def model() -> gpt.GPT:
+        return gpt.GPT(config, rngs=nnx.Rngs(0))
+
+    graphdef, _ = nnx.split(nnx.eval_shape(model))
+    tokens = jax.random.randint(jax.random.key(1), (ROWS, config.seq + 1), 0, config.vocab)
+    return Problem(
+        lambda: nnx.state(model(), nnx.Param),
+        lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows),
+        tokens,
+    )
+
+
+def resnet_problem() -> Problem:
+    """Convolutions and batch norm: mutable statistics, synchronised over the mesh."""
+
+    def with_axis(axis: str | None) -> Any:
+        return resnet.ResNet(stages=(1, 1), width=5, classes=3, axis_name=axis)
+
+    images = jax.random.normal(jax.random.key(1), (ROWS, 6, 6, 3))
+    labels = jax.random.randint(jax.random.key(2), (ROWS,), 0, 3)
+
+    def make() -> Any:
+        return with_axis(None).init(jax.random.key(0), images[:1], train=True)
+
+    def loss(axis: str | None) -> Callable[..., Any]:
+        return lambda params, batch, stats: resnet.loss(with_axis(axis), params, stats, *batch)
+
+    stats = jax.jit(make)()["batch_stats"]
+    return Problem(
+        lambda: make()["params"], loss(None), (images, labels), (stats,), loss_on_mesh=loss("data")
+    )
+
+
+def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
+    """Every leaf shape that has broken a sharding library: see `zoo_params`."""
+
+    def make() -> Any:
+        params = zoo_params(tiny)
+        return params if empty else {k: v for k, v in params.items() if k != "empty_0x4"}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x_Bx7, want_Bx8 = batch
+        p = zero_jax.gather(params)
+        h = x_Bx7 @ p["prime_7x13"] + p["scalar"] * p["three"].sum() + p["thirteen"]
+        h = jnp.tanh(h + p["deep_5x2x13"].sum((0, 1)) + p.get("empty_0x4", jnp.zeros(0)).sum())
+        h = h + jnp.tanh(h @ p["giant_13x101"]) @ p["giant_13x101"].T  # tied: used twice
+        for v in p["tiny"].values():
+            h = h + v.sum() / tiny
+        return jnp.mean(jnp.square(h @ p["even_13x8"] * p["one_1x1"] - want_Bx8))
+
+    x_Bx7 = jax.random.normal(jax.random.key(1), (ROWS, 7))
+    want_Bx8 = jnp.sin(3 * x_Bx7[:, :1] + jnp.arange(8.0))
+    return Problem(make, loss, (x_Bx7, want_Bx8))
+
+
+def zoo_params(tiny: int) -> Any:
+    shapes = {
+        "scalar": (),
+        "three": (3,),
+        "thirteen": (13,),
+        "empty_0x4": (0, 4),
+        "prime_7x13": (7, 13),
+        "deep_5x2x13": (5, 2, 13),
+        "giant_13x101": (13, 101),
+        "even_13x8": (13, 8),
+        "one_1x1": (1, 1),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    leaves = {n: 0.2 * jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
+    leaves["one_1x1"] = jnp.ones((1, 1))
+    return {**leaves, "tiny": {f"t{i:03d}": jnp.full((i % 4 + 1,), 0.1) for i in range(tiny)}}
+
+
+def zoo_without_empty() -> Problem:
+    """For transformations that plain optax itself cannot run on an empty leaf (muon)."""
+    return zoo_problem(empty=False)
+
+
+PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
+
+
+def train_plain(
+    problem: Problem, tx: optax.GradientTransformation, steps: int
+) -> tuple[list[float], Any]:
+    """Losses and final parameters of plain optax on one device, in fp32."""
+
+    @jax.jit
+    def step(params: Any, state: Any, extras: Any) -> Any:
+        def objective(params: Any) -> Any:
+            out = problem.loss(params, problem.batch, *extras)
+            value, aux = out if problem.has_aux else (out, None)
+            return value[0] / value[1] if isinstance(value, tuple) else value, aux
+
+        (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, (aux,) if aux else extras
+
+    params, extras = jax.tree.map(jnp.asarray, problem.start), problem.extras
+    state, losses = tx.init(params), []
+    for _ in range(steps):
+        params, state, loss, extras = step(params, state, extras)
+        losses.append(float(loss))
+    return losses, params
+
+
+def train_zero(
+    problem: Problem, tx: optax.GradientTransformation, steps: int, n: int, **settings: Any
+) -> tuple[list[float], Any, zero_jax.Zero]:
+    """The same run under Zero on the first n devices."""
+    zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), **settings)
+    params = zero.shard(problem.start)
+    step = zero.train_step(problem.loss_on_mesh or problem.loss, tx, has_aux=problem.has_aux)
+    state, extras, losses = zero.optimizer(tx).init(params), problem.extras, []
+    for _ in range(steps):
+        params, state, metrics = step(params, state, problem.batch, *extras)
+        extras = (metrics.aux,) if problem.has_aux else extras
+        losses.append(float(metrics.loss))
+    return losses, zero.full(params), zero
+
+
+def ulps(got: Any, want: Any) -> float:
+    """The largest difference of two trees, in fp32 ulps of each leaf's largest element."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape, f"{a.shape} against {b.shape}"
+        if a.size:
+            assert np.isfinite(a).all()
+            worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
+    return worst / float(np.finfo(np.float32).eps)

@@ -1,0 +1,390 @@
+"""`partitioned`: optax inside shard_map, exact where it is elementwise, refused where it is not."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax import contrib
+
+from zero_jax import elementwise, hlo, layout, partitioned
+from zero_jax.partitioned import partition_specs
+
+P = PartitionSpec
+ROWS = 24  # divisible by every N below
+EVERY = [1, 2, 3, 8]
+# Three fp32 roundings of values near one per step, for ten steps of which each moves a parameter
+# by at most 1e-2: sums over devices are taken in another order, and nothing else differs.
+TOLERANCE = 1e-6
+
+
+def mesh_of(n):
+    return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def odd_params(dtype=jnp.float32):
+    shapes = {"scalar": (), "three": (3,), "w": (10, 7), "v": (17, 5), "none": (0,)}
+    waves = {
+        name: np.cos(np.arange(np.prod(s, dtype=int)).reshape(s)) for name, s in shapes.items()
+    }
+    return {name: jnp.asarray(wave, dtype) for name, wave in waves.items()}
+
+
+def rows():
+    return np.linspace(-0.3, 1.0, ROWS, dtype=np.float32)
+
+
+def loss(params, rows):
+    """A mean over rows, with gradients of both signs and of the size of one."""
+
+    def one(row):
+        waves = [jnp.sin(x * row + jnp.arange(x.size).reshape(x.shape)) for x in leaves]
+        return sum(jnp.sum(w) for w in waves)
+
+    leaves = jax.tree.leaves(params)
+    return jnp.mean(jax.vmap(one)(rows))
+
+
+def plain(tx, params, steps):
+    """The same steps on one device, with optax alone."""
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params, rows()), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+class Run:
+    """Init and step of `partitioned(tx)` over N devices, as a user would write them."""
+
+    def __init__(self, tx, params, n, stage=2, check_vma=True):
+        self.mesh, self.tx = mesh_of(n), partitioned.partitioned(tx, stage=stage)
+        self.specs = partition_specs(tx, params, n)
+        self.check_vma = check_vma
+        self.init = self.mapped(self.tx.init, P(), self.specs)
+        self.step = self.mapped(self.local_step, (P(), self.specs, P("data")), (P(), self.specs))
+        self.rows = jax.device_put(rows(), NamedSharding(self.mesh, P("data")))
+
+    def mapped(self, fn, in_specs, out_specs):
+        kinds = dict(mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.jit(jax.shard_map(fn, check_vma=self.check_vma, **kinds))
+
+    def own_grads(self, params, rows):
+        if self.check_vma:
+            params = jax.lax.pcast(params, "data", to="varying")
+        return jax.grad(loss)(params, rows)
+
+    def local_step(self, params, state, rows):
+        updates, state = self.tx.update(self.own_grads(params, rows), state, params)
+        return optax.apply_updates(params, updates), state
+
+
+def assert_close(got, want, tolerance=TOLERANCE):
+    for (name, a), (_, b) in zip(layout.named_leaves(got), layout.named_leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=name)
+
+
+# The same numbers as one device.
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("n", EVERY)
+def test_ten_steps_equal_plain_optax(n, stage):
+    params = odd_params()
+    tx = optax.adamw(1e-2)
+    want, _ = reference()
+    run = Run(tx, params, n, stage, check_vma=stage == 2)
+    state = run.init(params)
+    for _ in range(10):
+        params, state = run.step(params, state, run.rows)
+    assert_close(params, want)
+
+
+@functools.cache
+def reference():
+    return plain(optax.adamw(1e-2), odd_params(), 10)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_init_and_ten_steps_run_under_jit_and_scan(check_vma):
+    run = Run(optax.adamw(1e-2), odd_params(), 3, check_vma=check_vma)
+
+    def train(params, rows):
+        def body(carry, _):
+            return run.local_step(*carry, rows), None
+
+        return jax.lax.scan(body, (params, run.tx.init(params)), None, length=10)[0]
+
+    params, state = run.mapped(train, (P(), P("data")), (P(), run.specs))(odd_params(), run.rows)
+    assert_close(params, reference()[0])
+    # At rest the state is that of one device, padded with zeros: (17, 5) over 3 is (18, 5).
+    assert state[0].mu["v"].shape == (18, 5)
+    np.testing.assert_allclose(state[0].mu["v"][:17], reference()[1][0].mu["v"], atol=TOLERANCE)
+
+
+def test_init_runs_without_jit_and_under_a_mesh_that_is_set():
+    params = {"w": jnp.ones((4, 3))}
+    run = Run(optax.sgd(1e-2, momentum=0.9), params, 2)
+    init = jax.shard_map(run.tx.init, mesh=run.mesh, in_specs=P(), out_specs=run.specs)
+    with jax.set_mesh(run.mesh):
+        state = init(params)
+    assert_close(state, run.init(params), 0)
+
+
+def test_masks_labels_and_accumulation_see_the_users_own_tree():
+    def decayed(params):
+        names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, params)
+        return jax.tree.map(lambda name, x: x.ndim > 1 and name == "w", names, params)
+
+    def label(params):
+        return {name: "still" if name == "three" else "moving" for name in params}
+
+    moving = optax.adamw(1e-2, weight_decay=0.1, mask=decayed)
+    tx = optax.MultiSteps(
+        optax.partition({"moving": moving, "still": optax.set_to_zero()}, label), 2
+    ).gradient_transformation()
+    run, params = Run(tx, odd_params(), 3), odd_params()
+    state = run.init(params)
+    for _ in range(4):
+        params, state = run.step(params, state, run.rows)
+    assert_close(params, plain(tx, odd_params(), 4)[0])
+
+
+def test_bf16_parameters_keep_their_dtype_through_state_and_updates():
+    params = odd_params(jnp.bfloat16)
+    run = Run(optax.adam(1e-2), params, 3)
+    state = run.init(params)
+    for _ in range(2):
+        params, state = run.step(params, state, run.rows)
+    for leaf in jax.tree.leaves((params, state[0].mu, state[0].nu)):
+        assert leaf.dtype == jnp.bfloat16
+    # One bf16 rounding of values up to one is 2**-8; two per step.
+    assert_close(params, plain(optax.adam(1e-2), odd_params(jnp.bfloat16), 2)[0], 4 * 2.0**-8)
+
+
+# What it costs.
+
+
+def test_every_device_keeps_one_nth_of_the_state():
+    n, params = 8, odd_params()
+    state = Run(optax.adam(1e-2), params, n).init(params)
+    # Adam: two fp32 moments per parameter, padded as the layout says; whole for the small leaves.
+    pieces = {"scalar": 1, "three": 3, "w": 10 * 1, "v": 3 * 5, "none": 0}
+    held = {device: 0 for device in jax.devices()}
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert set(held.values()) == {2 * 4 * sum(pieces.values()) + 4}  # + 4: the step counter
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_update_sends_two_words_per_parameter(stage):
+    params = {"a": jnp.ones((16, 6)), "b": jnp.ones((24,))}
+    run = Run(optax.adam(1e-2), params, 8, stage)
+    lowered = run.step.lower(params, jax.eval_shape(run.init, params), run.rows)
+    sent = {c.kind: c.words for c in hlo.collectives(lowered.compile())}
+    kinds = [(c.kind, c.words) for c in hlo.collectives(lowered.compile())]
+    psi = 16 * 6 + 24
+    assert set(sent) == {"reduce-scatter", "all-gather"}
+    assert sum(words for _, words in kinds) == 2 * psi
+
+
+@pytest.mark.parametrize(("stage", "barriers"), [(1, 1), (2, 0)])
+def test_stage_1_holds_every_gradient_until_the_last(stage, barriers):
+    params = odd_params()
+    run = Run(optax.sgd(0.1), params, 2, stage)
+    text = run.step.lower(params, jax.eval_shape(run.init, params), run.rows).as_text()
+    assert text.count("optimization_barrier") == barriers
+
+
+# Gradients that are summed already.
+
+
+def test_summed_gradients_are_refused():
+    run = Run(optax.sgd(1.0), odd_params(), 2)
+    run.own_grads = jax.grad(loss)  # with respect to replicated parameters
+    with pytest.raises(ValueError, match=r"gradient of none is already summed over 'data'.*pcast"):
+        run.step.lower(odd_params(), run.init(odd_params()), run.rows)
+
+
+def test_what_is_refused_would_have_been_n_times_too_large(monkeypatch):
+    n, params = 3, odd_params()
+    want = jax.tree.map(lambda g: -n * g, jax.grad(loss)(params, rows()))
+    monkeypatch.setattr(partitioned, "_refuse_summed", lambda grads, axis: None)
+    run = Run(optax.sgd(1.0), params, n)
+
+    def update(params, state, rows):
+        return run.tx.update(jax.grad(loss)(params, rows), state, params)[0]
+
+    got = run.mapped(update, (P(), run.specs, P("data")), P())(params, run.init(params), run.rows)
+    assert_close(got, want, n * TOLERANCE)
+
+
+def test_without_vma_gradients_are_this_devices_own():
+    """Nothing is summed there, so that nothing needs to be refused, and a pmean does no harm."""
+    params = odd_params()
+    run = Run(optax.sgd(1.0), params, 3, check_vma=False)
+    want = jax.tree.map(lambda g: -g, jax.grad(loss)(params, rows()))
+    for reduce in (lambda g: g, functools.partial(jax.lax.pmean, axis_name="data")):
+
+        def update(params, state, rows, reduce=reduce):
+            return run.tx.update(reduce(run.own_grads(params, rows)), state, params)[0]
+
+        step = run.mapped(update, (P(), run.specs, P("data")), P())
+        assert_close(step(params, run.init(params), run.rows), want)
+
+
+# What is elementwise and what is not.
+
+
+def normalised():
+    """A user's own: every gradient over the norm of all."""
+
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(updates)
+        return jax.tree.map(lambda u: u / norm, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def by_name(params):
+    return {name: name == "w" for name in params}
+
+
+WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 10)
+ACCEPTED = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3),
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adabelief": optax.adabelief(1e-3),
+    "adamax": optax.adamax(1e-3),
+    "adagrad": optax.adagrad(1e-3),
+    "rmsprop": optax.rmsprop(1e-3),
+    "adadelta": optax.adadelta(1e-3),
+    "adan": optax.adan(1e-3),
+    "amsgrad": optax.amsgrad(1e-3),
+    "lion": optax.lion(1e-3),
+    "nadamw": optax.nadamw(1e-3),
+    "radam": optax.radam(1e-3),
+    "yogi": optax.yogi(1e-3),
+    "ademamix": contrib.ademamix(1e-3),
+    "adopt": contrib.adopt(1e-3),
+    "schedule_free": contrib.schedule_free_adamw(1e-3),
+    "chain": optax.chain(optax.clip(1.0), optax.adamw(WARM)),
+    "masked": optax.adamw(1e-3, mask=by_name),
+    "ndim": optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "inject": optax.inject_hyperparams(optax.adamw)(learning_rate=WARM),
+    "bf16_moment": optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+    "accumulated": optax.MultiSteps(optax.adam(1e-3), 8).gradient_transformation(),
+}
+CLIP = "clip_by_global_norm"
+LONG = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), 8)
+REFUSED = {
+    "global_norm": (CLIP, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
+    "large_norm": (CLIP, optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1e-2))),
+    "masked": (CLIP, optax.chain(optax.masked(optax.clip_by_global_norm(1.0), by_name))),
+    "accumulated": (CLIP, LONG.gradient_transformation()),
+    "block_rms": ("clip_by_block_rms", optax.clip_by_block_rms(1.0)),
+    "agc": ("adaptive_grad_clip", optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1))),
+    "lamb": ("scale_by_trust_ratio", optax.lamb(1e-3)),
+    "lars": ("scale_by_trust_ratio", optax.lars(1e-3)),
+    "fromage": ("scale_by_trust_ratio", optax.fromage(1e-3)),
+    "novograd": ("scale_by_novograd", optax.novograd(1e-3)),
+    "adafactor": ("scale_by_factored_rms", optax.adafactor(1e-3)),
+    "sm3": ("scale_by_sm3", optax.sm3(1e-3)),
+    "lbfgs": ("scale_by_lbfgs", optax.lbfgs(1e-3, memory_size=1)),
+    "muon": ("scale_by_muon", contrib.muon(1e-3)),
+    "noisy": ("add_noise", optax.noisy_sgd(1e-3, key=0)),
+    "own": ("normalised", optax.chain(optax.sgd(0.1), normalised())),
+    "inject": (r"inject_hyperparams\(lamb\)", optax.inject_hyperparams(optax.lamb)(1e-3)),
+    "if_finite": ("apply_if_finite", optax.apply_if_finite(optax.sgd(0.1), 3)),
+}
+LARGE = {"w": jax.ShapeDtypeStruct((300, 140), "float32"), "b": jax.ShapeDtypeStruct((9,), "f4")}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_elementwise_transformations_are_accepted(name):
+    tx, n = ACCEPTED[name], 2
+    elementwise.require_elementwise(tx, LARGE, layout.splits_for(LARGE, n))
+    # And the specs fit, also where the state is carried: no leaf changes its type in a step.
+    ztx, specs = partitioned.partitioned(tx), partition_specs(tx, LARGE, n)
+
+    def steps(params):
+        def body(state, _):
+            return ztx.update(jax.lax.pcast(params, "data", to="varying"), state, params)[::-1]
+
+        return jax.lax.scan(body, tx.init(partitioned.shard(params)), None, length=2)
+
+    mapped = jax.shard_map(steps, mesh=mesh_of(n), in_specs=P(), out_specs=(specs, P()))
+    state, updates = jax.eval_shape(mapped, LARGE)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, rest_state(tx, n))
+    assert updates["w"].shape == (2, 300, 140)
+
+
+def rest_state(tx, n):
+    cuts = layout.splits_for(LARGE, n)
+    padded = [jax.ShapeDtypeStruct(c.rest_shape, "float32") for c in cuts]
+    return jax.eval_shape(tx.init, jax.tree.unflatten(jax.tree.structure(LARGE), padded))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_name(name):
+    culprit, tx = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^{culprit} .* elementwise.*zero\.optimizer\(tx\)"):
+        elementwise.require_elementwise(tx, LARGE, layout.splits_for(LARGE, 8))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_init_refuses_at_every_n(n):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="^clip_by_global_norm is not elementwise"):
+        Run(tx, odd_params(), n).init(odd_params())
+
+
+def test_a_row_norm_is_refused_only_where_rows_are_cut():
+    """The trial cuts along the dims along which the parameters themselves are cut."""
+
+    def by_rows(updates, params=None):
+        return jax.tree.map(lambda u: u / jnp.linalg.norm(u, axis=1, keepdims=True), updates)
+
+    tx = optax.stateless(by_rows)
+    for shape, refused in (((8, 6), False), ((6, 8), True)):
+        params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
+        cuts = layout.splits_for(params, 8)
+        if refused:
+            with pytest.raises(ValueError, match=r"stateless\(by_rows\) is not elementwise"):
+                elementwise.require_elementwise(tx, params, cuts)
+        else:
+            elementwise.require_elementwise(tx, params, cuts)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("stage", [0, 3, "2"])
+def test_other_stages_are_refused(stage):
+    with pytest.raises(ValueError, match=re.escape(f"stage={stage!r}") + ".*1 or 2.*Zero"):
+        partitioned.partitioned(optax.sgd(0.1), stage=stage)
+
+
+def test_outside_shard_map_the_error_says_where_to_go():
+    ztx = partitioned.partitioned(optax.sgd(0.1))
+    for call in (lambda: ztx.init({}), lambda: ztx.update({}, ())):
+        with pytest.raises(ValueError, match=r"inside jax\.shard_map.*zero\.optimizer"):
+            call()
+
+
+def test_specs_want_the_transformation_that_was_given():
+    with pytest.raises(ValueError, match="given to partitioned"):
+        partition_specs(partitioned.partitioned(optax.sgd(0.1)), LARGE, 2)

@@ -1,0 +1,237 @@
+"""Trains a GPT with ZeRO: `python train.py`, and `python train.py --help` for what can be chosen.
+
+It checks what it is given, says what it will do and what that costs in bytes per device, trains,
+and ends with the held-out loss beside two marks from counts alone, and a sample. Settings, data
+and report are in `training/`, the model in `models/`; what ZeRO asks for is in `Trainer`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+
+import zero_jax
+from models import gpt
+from training import optimizers
+from training.config import Config, shared
+from training.data import batches, eval_batches
+from training.entropy import bigram_entropy, unigram_entropy
+from training.plan import Plan, check_batch, facts, load, print_plan
+from training.report import RunLog, next_folder
+from training.show import Show, Speed, progress
+from training.text import decode
+
+PyTree = Any
+T = TypeVar("T")
+
+STOPPED = 130  # exit code of a shell's Ctrl-C
+PROMPT = 16  # held-out tokens that a sample begins with
+
+
+class Trainer:
+    """A model, its optimizer and their place on the devices. Parameters come with `init`."""
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        self.plan = plan
+        self.mesh = zero_jax.make_mesh()
+        check_batch(config.batch, self.mesh.size, config.micro_batches)
+        self.zero = zero_jax.Zero(
+            self.mesh,
+            stage=config.stage,
+            precision=zero_jax.Precision(config.compute, config.reduce),
+            micro_batches=config.micro_batches,
+            remat=config.remat,
+        )
+        self.plain_tx = optimizers.make(config)
+        self.tx = self.zero.optimizer(self.plain_tx)
+        self.step = self.zero.train_step(self.loss, self.tx)
+        self._mean_loss = self.zero.evaluate(self.loss)
+        self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
+
+    def _build(self, key: jax.Array) -> gpt.GPT:
+        return gpt.GPT(self.plan.model, rngs=nnx.Rngs(key))
+
+    def _fresh(self, key: jax.Array) -> PyTree:
+        return nnx.state(self._build(key), nnx.Param)
+
+    def loss(self, params: PyTree, batch: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """Cross entropy of tokens, or of tokens and a mask, as on one device: (sum, weight)."""
+        return gpt.loss(nnx.merge(self._graphdef, params), *batch)
+
+    def shapes(self) -> PyTree:
+        """The logical parameters, not allocated."""
+        return jax.eval_shape(self._fresh, jax.random.key(0))
+
+    def init(self) -> tuple[PyTree, PyTree]:
+        """Parameters and optimizer state, born partitioned."""
+        params = self.zero.init(self._fresh, jax.random.key(self.plan.config.seed))
+        return params, self.tx.init(params)
+
+    def batches(self) -> Iterator[tuple[jax.Array, ...]]:
+        """Global batches to train on, without end."""
+        rows = batches(self.plan.train, seed=self.plan.config.seed, **self._share())
+        return (zero_jax.global_batch(self.mesh, (tokens,)) for tokens in rows)
+
+    def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
+        """Held-out loss in nats per token: exact, however the batches fall."""
+        rows = eval_batches(self.plan.held_out, max_batches=max_batches, **self._share())
+        means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)
+        pairs = [(float(loss), float(weight)) for loss, weight in one_late(means)]
+        return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs)
+
+    def sample(self, params: PyTree) -> np.ndarray:
+        """Continues the first held-out tokens, working on one device."""
+        config = self.plan.config
+        alone = jax.tree.map(lambda x: x.addressable_data(0), params)
+        model = nnx.merge(self._graphdef, alone)
+        prompt = np.asarray(self.plan.held_out[:PROMPT], np.int32)
+        key = jax.random.key(config.seed)
+        return np.asarray(gpt.generate(model, prompt, config.sample_length, key, temperature=0.8))
+
+    def _share(self) -> dict[str, int]:
+        """The batches, and this process's part of each."""
+        config = self.plan.config
+        share = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+        return {"batch": config.batch, "seq": self.plan.model.seq, **share}
+
+
+def one_late(results: Iterable[T]) -> Iterator[T]:
+    """Holds one result back: the host reads it while the devices work at the next."""
+    held: list[T] = []
+    for result in results:
+        held.append(result)
+        if len(held) > 1:
+            yield held.pop(0)
+    yield from held
+
+
+def fit(trainer: Trainer, log: RunLog, show: Show, say: Callable[..., None]) -> PyTree:
+    """Runs all steps and returns the parameters."""
+    config = trainer.plan.config
+    speed = Speed(config.batch * trainer.plan.model.seq)
+
+    def report(number: int, metrics: zero_jax.Metrics) -> None:
+        loss, norm, tokens_per_second = float(metrics.loss), float(metrics.grad_norm), speed.tick()
+        show(number, loss, tokens_per_second)
+        skipped = int(metrics.skipped_in_a_row > 0)
+        log.step(
+            number,
+            loss=loss,
+            grad_norm=norm,
+            tokens_per_second=tokens_per_second,
+            skipped=skipped,
+        )
+        if number == 1:  # it was compiled
+            speed.restart()
+
+    params, opt_state = trainer.init()
+    rows = trainer.batches()
+    waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
+    for number in range(1, config.steps + 1):
+        params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
+        waiting.append((number, metrics))
+        if len(waiting) > 1 or number == 1:
+            report(*waiting.pop(0))
+        if config.eval_every and number % config.eval_every == 0 and number < config.steps:
+            while waiting:
+                report(*waiting.pop(0))
+            loss = trainer.evaluate(params, config.eval_batches)
+            log.evaluation(number, val_loss=loss)
+            say(f"step {number}/{config.steps}  validation loss {loss:.4f}", flush=True)
+            speed.restart()
+    while waiting:
+        report(*waiting.pop(0))
+    return params
+
+
+def run(config: Config) -> None:
+    """The whole run, as every process of it goes through it."""
+    settings = shared(config)
+    plan = together(settings, "input", lambda: load(config))
+    trainer = Trainer(plan)
+    lead = jax.process_index() == 0
+    say = print if lead else lambda *_, **__: None
+    shapes = trainer.shapes()
+    known = facts(plan, trainer.zero, shapes)
+    marks: dict[str, float] = {}
+    if lead:
+        print_plan(known, trainer.zero, shapes, trainer.plain_tx)
+        marks["unigram"] = unigram_entropy(plan.held_out, plan.model.vocab)
+        marks["bigram"] = bigram_entropy(plan.held_out, plan.model.vocab)
+
+    def open_log() -> RunLog:
+        out = config.out or (next_folder("runs") if lead else "runs")
+        return RunLog(out, {**known, **marks, "out": str(out)}, enabled=lead, **marks)
+
+    with together(settings, "out", open_log) as log:
+        say(f"Writing to {log.out_dir}", flush=True)
+        with progress(config.steps, enabled=lead) as show:
+            params = fit(trainer, log, show, say)
+        loss = trainer.evaluate(params)
+        log.evaluation(config.steps, val_loss=loss)
+    unit = "byte" if plan.corpus.byte_level else "token"
+    say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
+    for name, entropy in marks.items():
+        say(f"{name} entropy  {entropy:.4f} nats per {unit} of the same text")
+    if config.sample_length:
+        whole = trainer.zero.full(params)
+        if lead:
+            text = trainer.sample(whole)
+            say("sample:", decode(text) if plan.corpus.byte_level else text.tolist(), sep="\n")
+
+
+def join(config: Config) -> None:
+    """Makes the devices of a machine without GPUs, and joins the other processes."""
+    processes = config.num_processes or zero_jax.mesh._launched_processes()
+    if config.devices is not None and config.devices % processes:
+        raise ValueError(
+            f"--devices {config.devices} must be a multiple of {processes} processes: take "
+            f"{(config.devices // processes + 1) * processes}"
+        )
+    jax.config.update("jax_num_cpu_devices", max(1, (config.devices or 4) // processes))
+    zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)
+
+
+def together(settings: Mapping[str, Any], what: str, attempt: Callable[[], T]) -> T:
+    """Does what may fail in one process alone, so that all of them end when it does."""
+    trouble: Exception | None = None
+    try:
+        result = attempt()
+    except (ValueError, OSError) as error:
+        trouble = error
+    if jax.distributed.is_initialized():
+        zero_jax.check_agreement({**settings, what: trouble or "fine"})
+    if trouble is not None:
+        raise trouble
+    return result
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs with these arguments, by default those of the command line; returns the exit code."""
+    config = tyro.cli(Config, args=args)
+    try:
+        join(config)
+        run(config)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return STOPPED
+    except (ValueError, OSError, zero_jax.NonFiniteError) as error:
+        if config.debug:
+            raise
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
+        return 1 if isinstance(error, zero_jax.NonFiniteError) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    if code == STOPPED and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)  # a usual exit waits for the other processes, which wait for this one
+    sys.exit(code)

@@ -1,0 +1,150 @@
+"""The settings of a training run, and its command line: each is written once, here, with its help.
+
+None means "whatever suits the others"; `resolve` puts a number in its place where that needs
+neither the data nor the devices. What is checked here is only what no other part checks: names
+and stages are checked by those who give them a meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# Settings in which the processes of one run may differ.
+LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Trains a GPT on text, with the model states partitioned over the devices by ZeRO."""
+
+    stage: int = 3
+    """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    devices: int | None = None
+    """Devices of the whole run on a machine without GPUs, where they are slices of the CPU,
+    shared out evenly to the processes; 4 unless given. GPUs are always all used."""
+
+    model: str = "nano"
+    """Preset of models.gpt: nano, 124m, 1.5b and so on to 1t."""
+    seq: int = 64
+    """Tokens of a sequence; short ones teach a small model most in a short time."""
+    vocab: int | None = None
+    """Number of token ids; 256 for text, which is read byte by byte, and the preset's for token
+    files, unless given."""
+    data: str | None = None
+    """A text file, a folder of text files, or token ids in a .bin (uint16), .u32.bin (uint32) or
+    .npy file. English text that comes with Python unless given. The last tenth is held out."""
+
+    steps: int = 600
+    """Updates of the parameters."""
+    batch: int = 16
+    """Sequences in a global batch: a multiple of devices x micro-batches."""
+    micro_batches: int = 1
+    """Parts the batch is worked off in, one after the other; gradients add up."""
+    optimizer: str = "adamw"
+    """adamw, sgd, lion, adafactor, lamb or muon."""
+    lr: float | None = None
+    """Peak learning rate; one that suits the optimizer unless given."""
+    warmup: int | None = None
+    """Steps in which the rate rises from 0, before it falls as a cosine to a tenth; a tenth of
+    all steps unless given."""
+    weight_decay: float = 0.1
+    """Decay per step and unit of learning rate; of matrices only."""
+    clip: float = 1.0
+    """Largest global norm of the gradient, beyond which it is scaled down; 0 never clips."""
+    seed: int = 0
+    """Seed of initial values, order of the data and sample."""
+
+    compute: str = "fp32"
+    """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32."""
+    reduce: str = "fp32"
+    """Dtype in which gradients are summed over devices: fp32 or bf16."""
+    remat: str = "block"
+    """What is kept for the backward pass: none (everything is), dots (matrix products) or block
+    (the input of each layer)."""
+
+    out: str | None = None
+    """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of
+    runs/001, runs/002 and so on unless given."""
+    eval_every: int = 100
+    """Steps between looks at held-out text; 0 looks at the end only."""
+    eval_batches: int = 8
+    """Held-out batches of such a look; the one at the end takes in all."""
+    sample_length: int = 256
+    """Tokens of the sample that is shown at the end; 0 for none. It needs the whole model on one
+    device."""
+
+    coordinator: str | None = None
+    """host:port of process 0, with --num-processes and --process-id; SLURM and OpenMPI need none
+    of the three."""
+    num_processes: int | None = None
+    """How many processes take part."""
+    process_id: int | None = None
+    """Rank of this one, from 0."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+_LEAST = {
+    "devices": 1,
+    "seq": 1,
+    "vocab": 1,
+    "steps": 1,
+    "batch": 1,
+    "micro_batches": 1,
+    "lr": 0.0,
+    "warmup": 0,
+    "weight_decay": 0.0,
+    "clip": 0.0,
+    "seed": 0,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "sample_length": 0,
+    "num_processes": 1,
+    "process_id": 0,
+}
+
+
+def flag(name: str) -> str:
+    """A setting as it is written on the command line.
+
+    >>> flag("micro_batches")
+    '--micro-batches'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def resolve(config: Config, rates: Mapping[str, float]) -> Config:
+    """Checks the numbers and fills in the rate and the warm-up.
+
+    Args:
+        config: The settings as given.
+        rates: A learning rate for each optimizer's name.
+
+    Returns:
+        The settings with `lr` and `warmup` decided.
+
+    Raises:
+        ValueError: A number is out of range, with its flag and the range.
+
+    >>> resolve(Config(steps=50), {"adamw": 0.01}).warmup
+    5
+    """
+    for name, least in _LEAST.items():
+        given = getattr(config, name)
+        if given is not None and not (least <= given < math.inf):
+            raise ValueError(f"{flag(name)} {given}: it must be at least {least}, and finite")
+    warmup = config.steps // 10 if config.warmup is None else config.warmup
+    if warmup >= config.steps:
+        raise ValueError(
+            f"--warmup {warmup} must be below --steps {config.steps}: the rate falls after it"
+        )
+    lr = rates[config.optimizer] if config.lr is None else config.lr
+    return dataclasses.replace(config, warmup=warmup, lr=lr)
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """The settings that must be equal in all processes of a run."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in LOCAL}

@@ -1,0 +1,130 @@
+"""What a run will do and what that costs, known before it takes any memory of a device.
+
+`load` turns settings into data and the shape of a model, and complains about whatever does not
+fit; `print_plan` shows the result, with the bytes per device of all four stages side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+import zero_jax
+from models import gpt
+from training import optimizers, show
+from training.config import Config, resolve
+from training.text import IntArray, Tokens, load_tokens, split
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings with nothing left open, and what they lead to.
+
+    Attributes:
+        config: The settings, each one decided.
+        model: Shape of the model.
+        corpus: All of the data.
+        train: Tokens to train on.
+        held_out: Tokens to measure on.
+    """
+
+    config: Config
+    model: gpt.GPTConfig
+    corpus: Tokens
+    train: IntArray
+    held_out: IntArray
+
+
+def load(config: Config) -> Plan:
+    """Reads the data and decides what the settings left open.
+
+    Raises:
+        ValueError: A setting is out of range or not a known name, or the data does not fit.
+        FileNotFoundError: There is no data at `config.data`.
+    """
+    optimizers.check_name(config.optimizer)
+    config = resolve(config, optimizers.RATES)
+    preset = gpt.preset(config.model)
+    corpus = load_tokens(config.data, config.vocab or preset.vocab)
+    vocab = config.vocab or (256 if corpus.byte_level else preset.vocab)
+    model = gpt.preset(config.model, vocab=vocab, seq=config.seq)
+    train, held_out = split(corpus.tokens, seq=model.seq)
+    return Plan(dataclasses.replace(config, vocab=vocab), model, corpus, train, held_out)
+
+
+def check_batch(batch: int, devices: int, micro_batches: int) -> None:
+    """Raises ValueError if the batch does not divide evenly.
+
+    >>> check_batch(16, devices=4, micro_batches=2)
+    """
+    unit = devices * micro_batches
+    if batch % unit:
+        below = batch // unit * unit
+        raise ValueError(
+            f"--batch {batch} must be a multiple of {devices} devices x {micro_batches} "
+            f"micro-batches = {unit}: take " + (f"{below} or " if below else "") + f"{below + unit}"
+        )
+
+
+def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
+    """All settings, and what follows from them: for `config.json` and for the screen."""
+    return {
+        **dataclasses.asdict(plan.config),
+        "devices": zero.mesh.size,
+        "device": zero.mesh.devices.flat[0].device_kind,
+        "processes": jax.process_count(),
+        "mesh": dict(zero.mesh.shape),
+        "psi": sum(x.size for x in jax.tree.leaves(shapes)),
+        "layers": plan.model.layers,
+        "width": plan.model.width,
+        "heads": plan.model.heads,
+        "corpus": plan.corpus.name,
+        "train_tokens": plan.train.size,
+        "held_out_tokens": plan.held_out.size,
+        "tokens_per_step": plan.config.batch * plan.model.seq,
+        "jax": jax.__version__,
+        "zero_jax": zero_jax.__version__,
+    }
+
+
+def print_plan(
+    known: dict[str, Any], zero: zero_jax.Zero, shapes: Any, tx: optax.GradientTransformation
+) -> None:
+    """Prints what the run will do, and its memory.
+
+    Args:
+        known: From `facts`.
+        zero: The mesh, the precision and the stage of the run.
+        shapes: The logical parameters, as ShapeDtypeStructs.
+        tx: The optimizer, not wrapped.
+    """
+    rows = {name: "-" if value is None else value for name, value in known.items()}
+    rows["clip"] = f"global norm {rows['clip']:g}" if rows["clip"] else "off"
+    rows["mesh"] = " x ".join(f"{axis} {size}" for axis, size in rows["mesh"].items())
+    rows["Ψ, parameters"] = f"{rows['psi']:,} ({show.human_count(rows.pop('psi'))})"
+    show.print_table("This run", ["setting", "value"], list(rows.items()))
+
+    shards = zero.mesh.shape["data"]
+    stages = [
+        zero_jax.memory.estimate(
+            shapes,
+            shards=shards,
+            stage=stage,
+            tx=tx,
+            precision=zero.precision,
+            micro_batches=zero.micro_batches,
+        )
+        for stage in range(4)
+    ]
+    table = {name: [s.terms[name] for s in stages] for name in stages[0].terms}
+    table["at rest"] = [s.at_rest for s in stages]
+    table["in flight"] = [s.in_flight for s in stages]
+    table["total"] = [s.total for s in stages]
+    show.print_table(
+        f"Bytes per device on {shards}, by stage (activations are not included)",
+        ["", *(f"stage {n}{', this run' if n == zero.stage else ''}" for n in range(4))],
+        [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
+    )

@@ -1,0 +1,143 @@
+"""What a run shows while it works: how far it is, tables, and numbers one can read.
+
+On a terminal a bar, elsewhere plain lines. Units follow the paper: GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import rich.box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+
+class Show(Protocol):
+    """Shows how far a run is, after `step` steps of it are done."""
+
+    def __call__(self, step: int, loss: float, tokens_per_second: float) -> None: ...
+
+
+@contextlib.contextmanager
+def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Show]:
+    """Shows step, loss, tokens per second and time left: a bar, or lines where no one watches.
+
+    Where stdout is not a terminal (a file, a pipe, a batch job), a plain line is printed about
+    every tenth of the run.
+
+    Args:
+        total: Steps of the whole run.
+        start: Steps done before, in a resumed run.
+        enabled: False shows nothing: for all processes but the first.
+
+    Yields:
+        `show(step, loss, tokens_per_second)`, to call after each step with the steps done.
+    """
+    if not enabled:
+        yield lambda step, loss, tokens_per_second: None
+    elif not sys.stdout.isatty() or Console().is_dumb_terminal:
+        yield _lines(total, start)
+    else:
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns) as bar:
+            task = bar.add_task("", total=total, completed=start)
+
+            def show(step: int, loss: float, tokens_per_second: float) -> None:
+                text = f"loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
+                bar.update(task, completed=step, description=text)
+
+            yield show
+
+
+def _lines(total: int, start: int) -> Show:
+    began, tenth = time.monotonic(), start * 10 // max(total, 1)
+
+    def show(step: int, loss: float, tokens_per_second: float) -> None:
+        nonlocal tenth
+        if step * 10 // max(total, 1) <= tenth:
+            return
+        tenth = step * 10 // max(total, 1)
+        left = round((time.monotonic() - began) / (step - start) * (total - step))
+        speed = f"{human_count(tokens_per_second)} tokens/s"
+        left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        print(f"step {step}/{total}  loss {loss:.4f}  {speed}  {left_text} left", flush=True)
+
+    return show
+
+
+class Speed:
+    """Tokens per second, of the last steps and without pauses.
+
+    Args:
+        tokens_per_step: Tokens of one global batch.
+        window: Steps to take the mean of.
+    """
+
+    def __init__(self, tokens_per_step: int, window: int = 20) -> None:
+        self._tokens = tokens_per_step
+        self._times = collections.deque([time.monotonic()], window + 1)
+
+    def tick(self) -> float:
+        """Counts a step that ends now, and returns the speed."""
+        self._times.append(time.monotonic())
+        elapsed = self._times[-1] - self._times[0]
+        return self._tokens * (len(self._times) - 1) / max(elapsed, 1e-9)
+
+    def restart(self) -> None:
+        """Forgets what was before: a compilation, an evaluation."""
+        self._times.clear()
+        self._times.append(time.monotonic())
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table to stdout, all columns but the first to the right; never cut off in a file."""
+    table = Table(title=Text(title, "bold"), box=rich.box.SIMPLE_HEAD, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        wide = Console(width=10_000)
+        console = Console(width=max(console.width, wide.measure(table).maximum))
+    console.print(table)
+
+
+def human_bytes(n: float) -> str:
+    """Bytes to three digits, in powers of 1000 as in the paper.
+
+    >>> human_bytes(1.2e11), human_bytes(1536)
+    ('120 GB', '1.54 kB')
+    """
+    return _human(n, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def human_count(n: float) -> str:
+    """A count to three digits: thousands K, millions M, billions B, trillions T.
+
+    >>> human_count(7.5e9), human_count(124_439_808), human_count(512)
+    ('7.5B', '124M', '512')
+    """
+    return _human(n, ("", "K", "M", "B", "T"))
+
+
+def _human(n: float, units: Sequence[str]) -> str:
+    if not math.isfinite(n):
+        return f"{n}{units[0]}"
+    n = float(f"{n:.3g}")  # rounded first: 999_999 is 1 MB, not 1000 kB
+    power = min(len(units) - 1, max(0, math.floor(math.log10(abs(n)) / 3))) if n else 0
+    scaled = n / 1000**power
+    return f"{scaled:.3g}{units[power]}" if abs(scaled) < 1000 else f"{scaled:.0f}{units[power]}"
