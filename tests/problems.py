@@ -62,7 +62,7 @@ def resnet_problem() -> Problem:
     """Convolutions and batch norm: mutable statistics, synchronised over the mesh."""
 
     def with_axis(axis: str | None) -> Any:
-        return resnet.ResNet(stages=(1, 1), width=5, classes=3, axis_name=axis)
+        return resnet.ResNet(stages=(1,), width=5, classes=3, axis_name=axis)
 
     images = jax.random.normal(jax.random.key(1), (ROWS, 6, 6, 3))
     labels = jax.random.randint(jax.random.key(2), (ROWS,), 0, 3)

@@ -19,7 +19,7 @@ import zero_jax
 from models import gpt
 from zero_jax import collectives, hlo, remat
 
-CONFIG = gpt.GPTConfig(layers=6, width=64, heads=2, vocab=96, seq=16, loss_chunk=16)
+CONFIG = gpt.GPTConfig(layers=8, width=64, heads=2, vocab=32, seq=16, loss_chunk=16)
 PSI = gpt.num_params(CONFIG)
 GRAPHDEF, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))))
 
@@ -56,9 +56,9 @@ def words(report):
 
 
 def assert_words(report, stage, k=1):
-    # A tied embedding is gathered and reduced at both of its uses at stage 3: that moves up to
-    # 4 % of this small model's words between the kinds, but not the total.
-    assert words(report) == pytest.approx(WORDS[stage](k), abs=0.04 * k)
+    # At stage 3 a tied embedding is gathered and reduced at both of its uses, but not gathered
+    # again in the backward pass: its 0.5 % of this model move between the kinds.
+    assert words(report) == pytest.approx(WORDS[stage](k), abs=0.02 * k)
     assert sum(words(report)) == pytest.approx(sum(WORDS[stage](k)), rel=0.01)
 
 

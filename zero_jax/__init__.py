@@ -6,6 +6,8 @@ from zero_jax.mesh import check_agreement as check_agreement
 from zero_jax.mesh import global_batch as global_batch
 from zero_jax.mesh import initialize as initialize
 from zero_jax.mesh import make_mesh as make_mesh
+from zero_jax.partitioned import partition_specs as partition_specs
+from zero_jax.partitioned import partitioned as partitioned
 from zero_jax.precision import Precision as Precision
 from zero_jax.precision import first_nonfinite as first_nonfinite
 from zero_jax.step import Metrics as Metrics

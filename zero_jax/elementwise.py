@@ -140,7 +140,8 @@ def _fault(tx: optax.GradientTransformation, trial: Sequence[Trial]) -> _Fault |
         why, moved = _try(tx, trial)
         own = _Fault(_name(tx), why, False) if why else None
     except Exception as error:
-        own = _Fault(_name(tx), f"it raised {type(error).__name__}: {error}", True)
+        said = str(error).partition("\n")[0]
+        own = _Fault(_name(tx), f"it raised {type(error).__name__}: {said}", True)
     if own is None and moved:
         return None
     # To name the one to blame; and where nothing moved yet (it accumulates, say), to see more.

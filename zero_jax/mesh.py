@@ -50,11 +50,11 @@ def initialize(
             )
         if num_processes and num_processes > 1:
             jax.distributed.initialize(coordinator, num_processes, process_id, _one_visible_gpu())
-    elif _launched_processes() > 1:
+    elif launched_processes() > 1:
         jax.distributed.initialize(local_device_ids=_one_visible_gpu())
 
 
-def _launched_processes() -> int:
+def launched_processes() -> int:
     """How many processes SLURM or OpenMPI started; 1 where neither did."""
     names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     return max(int(os.environ.get(name, "1")) for name in names)

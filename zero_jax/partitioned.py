@@ -54,7 +54,8 @@ def partitioned(
     Further keyword arguments of `update` are handed to `tx`, and must be equal on every device.
 
     Args:
-      tx: an elementwise transformation, or a chain of them.
+      tx: an elementwise transformation, or a chain of them, without traced values in it (a learning
+        rate that is an argument of the step goes into `optax.inject_hyperparams`).
       axis_name: the mesh axis to partition over.
       stage: 1 keeps every full gradient until the backward pass has ended; 2 lets each be
         reduce-scattered, and freed, as soon as it is there.
