@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
@@ -90,7 +91,7 @@ class Trainer:
         config = self.plan.config
         alone = jax.tree.map(lambda x: x.addressable_data(0), params)
         model = nnx.merge(self._graphdef, alone)
-        prompt = np.asarray(self.plan.held_out[:PROMPT], np.int32)
+        prompt = jnp.asarray(self.plan.held_out[:PROMPT], jnp.int32)
         key = jax.random.key(config.seed)
         return np.asarray(gpt.generate(model, prompt, config.sample_length, key, temperature=0.8))
 
@@ -117,15 +118,14 @@ def fit(trainer: Trainer, log: RunLog, show: Show, say: Callable[..., None]) -> 
     speed = Speed(config.batch * trainer.plan.model.seq)
 
     def report(number: int, metrics: zero_jax.Metrics) -> None:
-        loss, norm, tokens_per_second = float(metrics.loss), float(metrics.grad_norm), speed.tick()
+        loss, tokens_per_second = float(metrics.loss), speed.tick()
         show(number, loss, tokens_per_second)
-        skipped = int(metrics.skipped_in_a_row > 0)
         log.step(
             number,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=float(metrics.grad_norm),
             tokens_per_second=tokens_per_second,
-            skipped=skipped,
+            skipped=int(metrics.skipped_in_a_row) > 0,
         )
         if number == 1:  # it was compiled
             speed.restart()
@@ -159,15 +159,15 @@ def run(config: Config) -> None:
     say = print if lead else lambda *_, **__: None
     shapes = trainer.shapes()
     known = facts(plan, trainer.zero, shapes)
-    marks: dict[str, float] = {}
+    marks: dict[str, float] = {}  # what counting alone would reach
     if lead:
         print_plan(known, trainer.zero, shapes, trainer.plain_tx)
-        marks["unigram"] = unigram_entropy(plan.held_out, plan.model.vocab)
-        marks["bigram"] = bigram_entropy(plan.held_out, plan.model.vocab)
+        marks["unigram entropy"] = unigram_entropy(plan.held_out, plan.model.vocab)
+        marks["bigram entropy"] = bigram_entropy(plan.held_out, plan.model.vocab)
 
     def open_log() -> RunLog:
         out = config.out or (next_folder("runs") if lead else "runs")
-        return RunLog(out, {**known, **marks, "out": str(out)}, enabled=lead, **marks)
+        return RunLog(out, {**known, **marks, "out": str(out)}, lead, levels=marks)
 
     with together(settings, "out", open_log) as log:
         say(f"Writing to {log.out_dir}", flush=True)
@@ -178,7 +178,7 @@ def run(config: Config) -> None:
     unit = "byte" if plan.corpus.byte_level else "token"
     say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
     for name, entropy in marks.items():
-        say(f"{name} entropy  {entropy:.4f} nats per {unit} of the same text")
+        say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
     if config.sample_length:
         whole = trainer.zero.full(params)
         if lead:
@@ -188,7 +188,7 @@ def run(config: Config) -> None:
 
 def join(config: Config) -> None:
     """Makes the devices of a machine without GPUs, and joins the other processes."""
-    processes = config.num_processes or zero_jax.mesh._launched_processes()
+    processes = config.num_processes or zero_jax.mesh.launched_processes()
     if config.devices is not None and config.devices % processes:
         raise ValueError(
             f"--devices {config.devices} must be a multiple of {processes} processes: take "

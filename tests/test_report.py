@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.report import RunLog, read_losses
-from training.show import human_bytes, human_count, print_table, progress
+from training import show
+from training.report import RunLog, next_folder, read_losses
+from training.show import Speed, human_bytes, human_count, print_table, progress
 
 PNG = b"\x89PNG"
 
@@ -36,7 +37,7 @@ class Terminal(io.StringIO):
 
 def test_a_run_leaves_config_metrics_tensorboard_and_picture(tmp_path):
     out = tmp_path / "runs" / "a"
-    with RunLog(out, {"stage": 3, "path": Path("x")}, unigram=3.1, bigram=2.4) as log:
+    with RunLog(out, {"stage": 3, "path": Path("x")}, levels={"bigram": 2.4}) as log:
         write(log, [1, 2])
         log.evaluation(2, val_loss=2.5)
     assert json.loads((out / "config.json").read_text()) == {"stage": 3, "path": "x"}
@@ -170,6 +171,13 @@ def test_a_run_that_fails_still_gets_its_picture(tmp_path):
     assert (tmp_path / "loss.png").exists()
 
 
+def test_every_run_gets_a_numbered_folder_of_its_own(tmp_path):
+    folders = [next_folder(tmp_path / "runs") for _ in range(3)]
+    assert [folder.name for folder in folders] == ["001", "002", "003"]
+    (tmp_path / "runs" / "1041").mkdir()
+    assert next_folder(tmp_path / "runs").name == "1042"
+
+
 def test_matplotlib_is_imported_only_for_the_picture():
     code = "import sys, training.report; assert not {'matplotlib', 'tensorboardX'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
@@ -209,6 +217,21 @@ def test_progress_of_other_processes_is_silent(capsys):
     with progress(2, enabled=False) as show:
         show(2, loss=1.0, tokens_per_second=1.0)
     assert capsys.readouterr().out == ""
+
+
+def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: now[0])
+    speed = Speed(tokens_per_step=100, window=2)
+
+    def after(seconds):
+        now[0] += seconds
+        return speed.tick()
+
+    assert [after(10), after(10), after(1), after(1)] == [10, 10, 200 / 11, 100]
+    now[0] += 1000
+    speed.restart()
+    assert after(2) == 50
 
 
 def test_table_is_not_cut_off_or_read_as_markup_in_a_file(capsys, monkeypatch):

@@ -68,10 +68,10 @@ class Config:
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of
     runs/001, runs/002 and so on unless given."""
-    eval_every: int = 100
+    eval_every: int = 200
     """Steps between looks at held-out text; 0 looks at the end only."""
-    eval_batches: int = 8
-    """Held-out batches of such a look; the one at the end takes in all."""
+    eval_batches: int = 64
+    """Most held-out batches of such a look; the one at the end takes in all."""
     sample_length: int = 256
     """Tokens of the sample that is shown at the end; 0 for none. It needs the whole model on one
     device."""

@@ -101,10 +101,12 @@ def print_plan(
         shapes: The logical parameters, as ShapeDtypeStructs.
         tx: The optimizer, not wrapped.
     """
-    rows = {name: "-" if value is None else value for name, value in known.items()}
-    rows["clip"] = f"global norm {rows['clip']:g}" if rows["clip"] else "off"
-    rows["mesh"] = " x ".join(f"{axis} {size}" for axis, size in rows["mesh"].items())
-    rows["Ψ, parameters"] = f"{rows['psi']:,} ({show.human_count(rows.pop('psi'))})"
+    psi = known["psi"]
+    rows = {name: "-" if value is None else value for name, value in known.items()} | {
+        "clip": f"global norm {known['clip']:g}" if known["clip"] else "off",
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
+        "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
+    }
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
     shards = zero.mesh.shape["data"]

@@ -10,6 +10,7 @@ Units follow the paper: losses in nats per token, GB = 1e9 bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -31,8 +32,7 @@ class RunLog:
         enabled: False writes nothing: for all processes but the first.
         resume: Go on in a folder that already holds a run. If the config has changed, the earlier
             one stays as `config.1.json`, and so on.
-        unigram: Entropy of the held-out text in nats per token, drawn as a line in the picture.
-        bigram: The same, given the previous token.
+        levels: Losses to compare with, in nats per token: drawn as lines in the picture.
 
     Raises:
         ValueError: `out_dir` is a file or cannot be written, or holds a run and `resume` is False.
@@ -45,11 +45,10 @@ class RunLog:
         enabled: bool = True,
         *,
         resume: bool = False,
-        unigram: float | None = None,
-        bigram: float | None = None,
+        levels: Mapping[str, float] | None = None,
     ) -> None:
         self.out_dir = Path(out_dir)
-        self._levels = {"unigram entropy": unigram, "bigram entropy": bigram}
+        self._levels = dict(levels or {})
         self._open = enabled
         self._resumed = False
         self._writer: Any = None
@@ -161,7 +160,7 @@ def read_losses(metrics: Path) -> tuple[Points, Points]:
 
 
 def draw_losses(
-    path: Path, train: Points, val: Points, levels: Mapping[str, float | None] | None = None
+    path: Path, train: Points, val: Points, levels: Mapping[str, float] | None = None
 ) -> None:
     """Draws a loss curve: each step faint, their running mean, held-out points, named levels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -178,18 +177,17 @@ def draw_losses(
     if val:
         steps, losses = np.array(val).T
         axes.plot(steps, losses, "o-", color="#cc3311", linewidth=0.8, ms=5, label="held out")
-    for (name, level), dashes in zip((levels or {}).items(), ("--", ":"), strict=False):
-        if level is not None:
-            axes.axhline(level, color="#555555", linestyle=dashes, linewidth=1)
-            axes.text(
-                0.995,
-                level,
-                f"{name} {level:.2f}",
-                transform=axes.get_yaxis_transform(),
-                color="#555555",
-                ha="right",
-                va="bottom",
-            )
+    for (name, level), dashes in zip((levels or {}).items(), itertools.cycle(("--", ":"))):
+        axes.axhline(level, color="#555555", linestyle=dashes, linewidth=1)
+        axes.text(
+            0.995,
+            level,
+            f"{name} {level:.2f}",
+            transform=axes.get_yaxis_transform(),
+            color="#555555",
+            ha="right",
+            va="bottom",
+        )
     axes.set_xlabel("step (optimizer updates)")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.2)

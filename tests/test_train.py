@@ -1,0 +1,330 @@
+"""`train.py` from the outside: what it writes, what it refuses, and that processes agree."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import train
+from models import gpt
+from training import optimizers
+from training.config import Config, resolve
+from training.plan import check_batch, load
+
+SCRIPT = Path(train.__file__).resolve()
+TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes
+TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
+TINY += ["--eval-batches", "1", "--sample-length", "8"]
+HERE = ["--devices", "8"]  # what conftest.py made of this process
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to run in, with a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*args, cwd=None):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd,
+    )
+
+
+def finish(processes, seconds=300):
+    """(exit code, stdout, stderr) of each; all are killed when the time is over."""
+    end = time.monotonic() + seconds
+    try:
+        outputs = [p.communicate(timeout=max(1, end - time.monotonic())) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+
+
+def start_many(count, common, own=None, folders=None):
+    """Processes of one run; `own` holds further arguments by rank, `folders` where they run."""
+    own, folders = own or {}, folders or {}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    group = ["--coordinator", address, "--num-processes", str(count), *common]
+    return [
+        start(*group, "--process-id", str(rank), *own.get(rank, []), cwd=folders.get(rank))
+        for rank in range(count)
+    ]
+
+
+def metrics(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out):
+    return [line.get("loss", line.get("val_loss")) for line in metrics(out)]
+
+
+# A run.
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """A run from the command line, on the four devices it makes by default."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (result,) = finish([start(*TINY)])
+    return folder, result
+
+
+@pytest.mark.heavy
+def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
+    _, (code, out, err) = one_process
+    assert code == 0, err
+    order = ["micro_batches", "data 4", "Bytes per device on 4", "activations are not included"]
+    order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
+    order += ["step 4/4", "nats per byte", "unigram", "bigram", "sample:", TEXT[-240:][:16]]
+    places = [out.index(words) for words in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.heavy
+def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
+    folder, _ = one_process
+    out = folder / "runs" / "001"
+    config = json.loads((out / "config.json").read_text())
+    for name, value in {"stage": 3, "devices": 4, "vocab": 256, "seq": 16, "lr": 4e-3}.items():
+        assert config[name] == value
+    assert config["psi"] == gpt.num_params(gpt.preset("nano", seq=16))
+    assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
+    lines = metrics(out)
+    step = {"step", "loss", "grad_norm", "tokens_per_second", "skipped"}
+    val = {"step", "val_loss"}
+    assert [set(line) for line in lines] == [step, step, val, step, step, val]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
+    assert list((out / "tensorboard").glob("events.*"))
+    assert (out / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.heavy
+def test_the_same_seed_gives_the_same_losses_in_the_next_folder(folder):
+    quiet = [*TINY, *HERE, "--sample-length", "0", "--steps", "3"]
+    for _ in range(2):
+        assert train.main(quiet) == 0
+    assert losses("runs/001") == losses("runs/002")
+    assert train.main([*quiet, "--seed", "1", "--out", "other"]) == 0
+    assert losses("other") != losses("runs/001")
+
+
+@pytest.mark.heavy
+def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
+    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
+    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "2", "--micro-batches", "2"]
+    chosen += ["--batch", "16", "--optimizer", "muon", "--compute", "bf16", "--reduce", "bf16"]
+    assert train.main([*TINY, *HERE, *chosen, "--remat", "dots", "--clip", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "nats per token" in out
+    sample = json.loads(out[out.index("sample:") + len("sample:") :])
+    assert len(sample) == 16 + 8
+    assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
+
+
+def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
+    plan = load(Config(data="text.txt", seq=16, batch=8, devices=8))
+    trainer = train.Trainer(plan)
+    params, _ = trainer.init()
+    model = nnx.merge(trainer._graphdef, trainer.zero.full(params))
+    total, count, held_out = 0.0, 0, plan.held_out
+    assert (held_out.size - 1) % 16 != 0  # the last window is a part of one
+    for first in range(0, held_out.size - 1, 16):
+        row = jnp.asarray(held_out[first : first + 17], jnp.int32)[None]
+        loss, weight = gpt.loss(model, row)
+        total, count = total + float(loss), count + int(weight)
+    assert count == held_out.size - 1
+    # Sums of the same fp32 losses in another order.
+    assert trainer.evaluate(params) == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.heavy
+def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys):
+    wild = ["--lr", "1e30", "--clip", "0", "--steps", "60", "--eval-every", "0"]
+    assert train.main([*TINY, *HERE, *wild, "--out", "out"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: 20 steps in a row")
+    assert "\n" not in error
+    assert sum(line["skipped"] for line in metrics("out")) >= 18  # the last are not looked at
+    assert Path("out/loss.png").exists()
+
+
+@pytest.mark.heavy
+def test_ctrl_c_ends_a_run_with_all_its_files(folder):
+    (run,) = running = [start(*TINY, "--steps", "100000", "--out", "out")]
+    end = time.monotonic() + 120
+    while not (Path("out/metrics.jsonl").exists() and metrics("out")):
+        assert time.monotonic() < end
+        assert run.poll() is None
+        time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    ((code, _, error),) = finish(running, seconds=60)
+    assert (code, error.strip()) == (130, "stopped")
+    assert Path("out/loss.png").exists()
+
+
+# Several processes.
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_train_as_one_process_does(folder, one_process, count):
+    results = finish(start_many(count, [*TINY, "--out", "out"]))
+    assert [code for code, _, _ in results] == [0] * count, results
+    assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
+    alone = losses(one_process[0] / "runs" / "001")
+    # Sums over devices in another order; Adam divides small numbers by small numbers.
+    np.testing.assert_allclose(losses("out"), alone, rtol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("own", "elsewhere", "words"),
+    [
+        ({1: ["--stage", "1"]}, (), ["disagree on stage", "'3'", "'1'"]),
+        ({0: ["--out", "text.txt"]}, (), ["cannot write a run to text.txt"]),
+        ({}, [1], ["no file or folder at text.txt"]),
+    ],
+    ids=["settings that differ", "trouble of the first alone", "trouble of another alone"],
+)
+def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, elsewhere, words):
+    (folder / "empty").mkdir()
+    folders = {rank: folder / "empty" for rank in elsewhere}
+    for code, _, error in finish(start_many(2, TINY, own, folders), seconds=120):
+        assert code == 2, error
+        assert all(word in error for word in words), error
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--data", "nowhere.txt"], ["nowhere.txt", "check the path"]),
+        (["--data", "empty.txt"], ["empty.txt is empty"]),
+        (["--seq", "500"], ["2160 to train on and 240 held out", "501", "--seq"]),
+        (["--vocab", "100"], ["outside [0, 100)", "--vocab 120"]),
+        (["--data", "ids.npy"], ["token 256", "outside [0, 256)", "--vocab 300"]),
+        (["--batch", "12"], ["--batch 12", "8 devices x 1", "8 or 16"]),
+        (["--batch", "8", "--micro-batches", "3"], ["8 devices x 3", "= 24", "take 24"]),
+        (["--model", "nanno"], ["'nanno'", "'nano'"]),
+        (["--optimizer", "adam"], ["'adam'", "'adamw'", "lion"]),
+        (["--remat", "blok"], ["'blok'", "'block'"]),
+        (["--compute", "bf61"], ["'bf61'", "'bf16'"]),
+        (["--reduce", "fp16"], ["'fp16'", "bf16"]),
+        (["--stage", "4"], ["stage=4", "0 (nothing partitioned)"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--lr", "nan"], ["--lr nan", "at least 0"]),
+        (["--warmup", "4"], ["--warmup 4", "--steps 4"]),
+        (["--process-id", "0"], ["process_id=0", "give all three"]),
+        (["--out", "text.txt"], ["text.txt", "--out needs a folder"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_input_of_no_use_is_refused_in_one_line_that_tells_what_is(folder, capsys, args, words):
+    (folder / "empty.txt").write_text("")
+    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
+    assert train.main([*TINY, *HERE, *args]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert all(word in error for word in words), error
+    assert not Path("runs").exists()
+
+
+def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
+    group = ["--num-processes", "3", "--process-id", "0", "--coordinator", "127.0.0.1:1"]
+    assert train.main([*TINY, *group, "--devices", "8"]) == 2
+    assert "--devices 8 must be a multiple of 3 processes: take 9" in capsys.readouterr().err
+
+
+def test_debug_shows_where_an_error_came_from(folder):
+    with pytest.raises(FileNotFoundError):
+        train.main([*TINY, *HERE, "--data", "nowhere.txt", "--debug"])
+
+
+def test_a_batch_that_divides_is_accepted():
+    check_batch(24, devices=4, micro_batches=3)
+    with pytest.raises(ValueError, match="4 devices x 3 micro-batches = 12: take 12 or 24"):
+        check_batch(18, devices=4, micro_batches=3)
+
+
+# Parts.
+
+
+def test_results_are_looked_at_one_late():
+    made = []
+    results = train.one_late(made.append(n) or n for n in range(4))
+    seen = [(result, len(made)) for result in results]
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
+    assert list(train.one_late([])) == []
+
+
+def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
+    shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
+    flags = jax.tree.leaves(optimizers.decayed(shapes))
+    sizes = [x.size for x in jax.tree.leaves(shapes)]
+    d, layers, rows = 128, 4, 256 + 128
+    matrices = layers * 12 * d * d + rows * d
+    assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
+
+
+@pytest.mark.parametrize("name", optimizers.RATES)
+def test_every_optimizer_goes_downhill_from_a_stack_of_matrices(name):
+    config = resolve(Config(optimizer=name, steps=30, weight_decay=0.0), optimizers.RATES)
+    tx = optimizers.make(config)
+    params = {
+        "kernel": jnp.ones((2, 4, 6)),
+        "bias": jnp.ones((2, 6)),
+        "embedding": jnp.ones((9, 4)),
+    }
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(optax.global_norm)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    seen = []
+    for _ in range(config.steps):
+        params, state, loss = step(params, state)
+        seen.append(float(loss))
+    assert seen[1] == seen[0]  # the rate begins at 0
+    assert seen[-1] < seen[0]
+
+
+def test_clipping_bounds_the_step_and_0_switches_it_off():
+    grads = {"kernel": jnp.full((2, 2), 100.0)}
+    for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
+        config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
+        tx = optimizers.make(config)
+        updates, _ = tx.update(grads, tx.init(grads), grads)
+        assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)
