@@ -11,7 +11,8 @@ from zero_jax.precision import Precision, init_guard, next_guard
 
 
 def loss(params, x):
-    return jnp.mean((x @ zero_jax.gather(params)["w"]) ** 2)
+    y = x @ zero_jax.gather(params)["w"]
+    return jnp.mean(y.astype(jnp.float32) ** 2)  # 2^16, the first loss scale, is infinite in fp16
 
 
 def setup(precision, n=4, stage=3, **kwargs):
@@ -47,7 +48,7 @@ def test_two_thousand_good_steps_double_the_scale():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_infinity_on_one_device_makes_all_skip(stage, precision):
     _, params, state, step = setup(precision, stage=stage)
-    good = jnp.ones((8, 8))
+    good = jnp.full((8, 8), 0.1)
     params, state, metrics = step(params, state, good)
     assert int(metrics.skipped) == 0
     before = jax.tree.map(np.asarray, (params, state.inner))
@@ -79,12 +80,14 @@ def test_fp16_survives_a_loss_that_plain_fp16_loses():
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=2, precision="fp16")
     params = zero.init(lambda: {"w": jnp.ones((8, 8))})
 
+    rows = jnp.ones((2048, 8))  # many rows: a mean must not be scaled down by their number
+
     def tiny(params, x):
         return jnp.mean(x @ zero_jax.gather(params)["w"]).astype(jnp.float32) * 2.0**-24
 
-    _, grads = zero.value_and_grad(tiny)(params, jnp.ones((8, 8)), loss_scale=2.0**16)
-    np.testing.assert_allclose(zero.full(grads)["w"], 2.0**-27, rtol=1e-3)
-    _, lost = zero.value_and_grad(tiny)(params, jnp.ones((8, 8)), loss_scale=1.0)
+    _, grads = zero.value_and_grad(tiny)(params, rows, loss_scale=2.0**16)
+    np.testing.assert_allclose(zero.full(grads)["w"], 2.0**-27, rtol=1e-2)
+    _, lost = zero.value_and_grad(tiny)(params, rows, loss_scale=1.0)
     assert not np.asarray(zero.full(lost)["w"]).any(), "the scale was not needed: a vacuous test"
 
 
@@ -100,6 +103,8 @@ def test_summed_fp16_losses_do_not_overflow_at_the_first_scale():
     state = zero.optimizer(optax.sgd(1e-2)).init(params)
     _, _, metrics = step(params, state, jnp.ones((512, 16)))
     assert int(metrics.skipped) == 0
+    assert float(metrics.weight) == 512 * 16
+    np.testing.assert_allclose(float(metrics.loss), 1.0, rtol=1e-3)
 
 
 def test_fp16_without_a_scale_is_refused():

@@ -144,13 +144,12 @@ class _Step:
         k = self.settings.micro_batches if differentiate else 1
         values, copies = self._views(shards)
         trained = [v for v, f in zip(values, self.frozen, strict=True) if not f]
-        unit = self._unit(batch)
 
         def objective(trained: list[jax.Array], micro: PyTree, extras: Any) -> Any:
             it = iter(trained)
             merged = [v if f else next(it) for v, f in zip(values, self.frozen, strict=True)]
             total, weight, aux = self._loss(merged, copies, micro, extras)
-            return total * (scale * unit), (total, weight, aux)
+            return total * scale, (total, weight, aux)
 
         evaluate = jax.value_and_grad(objective, has_aux=True)
 
@@ -161,14 +160,14 @@ class _Step:
                 return out, self._reduce(grads, "once a micro-batch")
             return objective(trained, micro, mine)[1], None
 
-        (total, weight, aux), grads = micro_batch.accumulate(one, batch, k)
+        (total, weight, (aux, exponent)), grads = micro_batch.accumulate(one, batch, k)
         axes = batch_axes(self.settings.mesh)
         total, weight = jax.lax.psum(jnp.stack([total, weight]), axes)
         aux = jax.tree.map(lambda a: jax.lax.pmean(a, axes) if micro_batch.is_float(a) else a, aux)
         norm = None
         if differentiate:
-            grads, norm = self._finish(grads, 1.0 / (weight * scale * unit))
-        return Result(total / weight, weight, aux, grads, norm)
+            grads, norm = self._finish(grads, 1.0 / (weight * scale))
+        return Result(total / weight, jnp.ldexp(weight, exponent), aux, grads, norm)
 
     def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
         """What is differentiated, and what was gathered beside it for the whole step."""
@@ -188,7 +187,7 @@ class _Step:
 
         def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
             out = self.loss_fn(self._tree(*arrays), micro, *extras)
-            return micro_batch.sum_and_weight(out, self.has_aux)
+            return micro_batch.sum_and_weight(out, self.has_aux, self._exponent(micro))
 
         return remat.apply(call, self.settings.remat, names)((values, copies), micro, extras)
 
@@ -236,16 +235,11 @@ class _Step:
     def _position(self) -> Any:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))
 
-    def _unit(self, batch: PyTree) -> float:
-        """A power of two near 1 / (weights in a micro-batch), which makes sums mean-sized.
-
-        Summed losses would overflow scaled fp16 gradients. A power of two rounds nothing, and
-        being static it is equal on every device.
-        """
+    def _exponent(self, micro: PyTree) -> int:
+        """log2 of about the weight of a micro-batch, for fp16; static, so equal on all devices."""
         if not self.settings.precision.scaled:
-            return 1.0
-        largest = max(math.prod(x.shape) for x in jax.tree.leaves(batch))
-        return 2.0 ** -round(math.log2(max(largest // self.settings.micro_batches, 1)))
+            return 0
+        return round(math.log2(max(math.prod(x.shape) for x in jax.tree.leaves(micro))))
 
 
 def _as_rest(grad: jax.Array, cut: layout.Split) -> Any:

@@ -41,8 +41,13 @@ def accumulate(one: Callable[..., Any], batch: PyTree, k: int) -> Any:
     return jax.lax.scan(body, zeros, (micros, jnp.arange(k)))[0]
 
 
-def sum_and_weight(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array, Any]:
-    """(sum, weight, aux) in fp32 from what a loss function returned; see [global weight]."""
+def sum_and_weight(out: Any, has_aux: bool, exponent: int = 0) -> tuple[Any, Any, Any]:
+    """(sum, weight, (aux, exponent)) in fp32 from what a loss function returned.
+
+    See [global weight]. A pair comes back times 2^-exponent, which rounds nothing and cancels in
+    every quotient: fp16 gradients of a sum over thousands of tokens would overflow. The exponent
+    comes back as an int32 scalar, 0 for a mean.
+    """
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
             f"has_aux=True, but the loss function returned {type(out).__name__}: return "
@@ -57,8 +62,9 @@ def sum_and_weight(out: Any, has_aux: bool) -> tuple[jax.Array, jax.Array, Any]:
             f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
             f"scalar mean, or a pair of scalars (sum, weight){hint}"
         )
-    total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
-    return total, jax.lax.stop_gradient(weight), aux
+    exponent = exponent if isinstance(value, tuple) else 0
+    total, weight = (jnp.asarray(p, jnp.float32) * 2.0**-exponent for p in parts)
+    return total, jax.lax.stop_gradient(weight), (aux, jnp.asarray(exponent, jnp.int32))
 
 
 def is_float(x: Any) -> bool:
