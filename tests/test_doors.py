@@ -150,6 +150,64 @@ def test_a_shard_that_was_not_opened_is_refused_with_its_path():
         zero.value_and_grad(loss)(params, jnp.ones((8, 16)))
 
 
+def summed_squares(tree):
+    return sum(jnp.sum(q**2) for q in jax.tree.leaves(tree))
+
+
+# Losses whose value at stage 3 would silently be another one.
+LAUNDERED = {
+    "through a jitted function": (
+        lambda p, x: summed_squares(jax.jit(lambda p: jax.tree.map(jnp.ravel, p))(p)),
+        "parameter w is used",
+    ),
+    "returned": (lambda p, x: (jnp.mean(x), jax.tree.leaves(p)[0]), "parameter w is returned"),
+    "differentiated inside the loss": (
+        lambda p, x: summed_squares(
+            jax.grad(lambda p: jnp.mean((x @ zero_jax.gather(p)["w"]) ** 2))(p)
+        ),
+        r"jax\.grad\(f\)\(w\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LAUNDERED)
+def test_no_way_around_the_check_of_shards(how):
+    loss, message = LAUNDERED[how]
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
+    params = zero.init(lambda: {"w": jnp.ones((16, 8))})
+    with pytest.raises(ValueError, match=message):
+        zero.evaluate(loss, has_aux=how == "returned")(params, jnp.ones((8, 16)))
+
+
+def test_a_layer_dim_that_was_cut_is_refused_with_the_way_out():
+    """One gain a layer looks like a plain matrix; broadcasting would hide the wrong slice."""
+    zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:4]), stage=3)
+
+    def make():
+        return {"gain": jnp.arange(4.0)[:, None]}
+
+    def loss(params, x):
+        def layer(h, gain):
+            return h + zero_jax.gather(gain) * jnp.tanh(h), None
+
+        return jnp.mean(jax.lax.scan(layer, x[:, :4], params["gain"])[0] ** 2)
+
+    with pytest.raises(ValueError, match="scanned='pattern"):
+        zero.evaluate(loss)(zero.init(make), X)
+    named = zero_jax.Zero(zero.mesh, stage=3, scanned="gain")
+    value, _ = named.evaluate(loss)(named.init(make), X)
+    np.testing.assert_allclose(value, loss(make(), X), rtol=1e-6)
+
+
+def test_boxes_stand_on_either_side_of_an_operator_and_in_a_loop():
+    def loss(params, x):
+        rows = [row for row in params["w"]]
+        return jnp.mean((x @ params["w"]) ** 2) + jnp.mean(params["w"] * 2 + 1) + rows[3][0]
+
+    assert len(X) % 3 == 0
+    assert_same(lambda: {"w": jax.random.normal(jax.random.key(0), (10, 8))}, loss)
+
+
 def test_reading_an_attribute_of_a_box_says_how_to_open_it():
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
     params = zero.init(lambda: {"w": jnp.ones((16, 8))})

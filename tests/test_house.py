@@ -5,8 +5,9 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
-    {"layout", "precision", "mesh", "hlo_text", "_version"},
-    {"collectives", "hlo", "micro_batch", "elementwise"},
+    {"paths", "precision", "mesh", "hlo_text", "_version"},
+    {"layout", "hlo", "micro_batch"},
+    {"collectives", "elementwise"},
     {"touch", "remat"},
     {"optimizer", "partitioned"},
     {"grads", "memory"},

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
-from zero_jax import elementwise, hlo, layout
+from zero_jax import elementwise, hlo, layout, paths
 from zero_jax.partitioned import partition_specs, partitioned
 from zero_jax.touch import shard
 
@@ -91,7 +91,7 @@ class Run:
 
 
 def assert_close(got, want, tolerance=TOLERANCE):
-    for (name, a), (_, b) in zip(layout.named_leaves(got), layout.named_leaves(want), strict=True):
+    for (name, a), (_, b) in zip(paths.named_leaves(got), paths.named_leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, name
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=name)
 

@@ -59,7 +59,7 @@ def test_infinity_on_one_device_makes_all_skip(stage, precision):
     after = jax.tree.map(np.asarray, (params, state.inner))
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         assert a.tobytes() == b.tobytes()
-    assert step.first_bad_leaf(params, state, bad) == "['w']"
+    assert step.first_bad_leaf(params, state, bad) == "w"
     assert step.first_bad_leaf(params, state, good) is None
     params, state, metrics = step(params, state, good)
     assert (int(metrics.skipped), int(metrics.skipped_in_a_row)) == (1, 0)
@@ -69,7 +69,7 @@ def test_infinity_on_one_device_makes_all_skip(stage, precision):
 def test_skips_in_a_row_raise_and_name_the_leaf():
     _, params, state, step = setup("bf16", max_skips=3)
     bad = jnp.full((8, 8), jnp.nan)
-    with pytest.raises(zero_jax.NonFiniteError, match=r"3 steps in a row .*\['w'\]"):
+    with pytest.raises(zero_jax.NonFiniteError, match=r"3 steps in a row .*gradient of w;"):
         for _ in range(10):
             params, state, _ = step(params, state, bad)
     assert int(state.guard.skipped) <= 3 + 2, "the host looks at most two steps late"

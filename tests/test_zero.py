@@ -145,6 +145,48 @@ def test_frozen_leaves_have_no_state_and_do_not_change_a_bit(stage):
     assert grads["base"]["w"].shape == ()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_leaves_may_need_padding(stage):
+    zero = zero_on(stage=stage, frozen="base")
+
+    def born():
+        return {"base": jnp.ones((10, 7)), "ids": jnp.arange(6), "head": jnp.ones((7, 4))}
+
+    def objective(params, x):
+        p = zero_jax.gather(params)
+        return jnp.mean((x @ p["base"] @ p["head"])[:, p["ids"][:2]] ** 2)
+
+    step, params = zero.train_step(objective, optax.adam(1e-2)), zero.init(born)
+    state = zero.optimizer(optax.adam(1e-2)).init(params)
+    for _ in range(2):
+        params, state, _ = step(params, state, X)
+    got = zero.full(params)
+    np.testing.assert_array_equal(got["base"], born()["base"])
+    np.testing.assert_array_equal(got["ids"], born()["ids"])
+    assert (np.asarray(got["head"])[:, :2] != 1).all()
+
+
+def test_patterns_that_match_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"frozen='bsae' matches none of the 2 .* b, w"):
+        params = zero_on(frozen="bsae").init(make)
+    params = zero_on().init(make)
+    with pytest.raises(ValueError, match="scanned='blocks' matches none"):
+        zero_on(scanned="blocks").value_and_grad(loss)(params, X)
+
+
+def test_an_optimizer_of_another_zero_is_refused():
+    with pytest.raises(ValueError, match="wrap it with the same Zero"):
+        zero_on(stage=3).train_step(loss, zero_on(stage=0).optimizer(optax.adam(1e-3)))
+
+
+def test_optimizers_that_look_at_the_loss_get_it():
+    tx = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1))
+    zero = zero_on(stage=3)
+    params = zero.init(make)
+    _, state, metrics = zero.train_step(loss, tx)(params, zero.optimizer(tx).init(params), X)
+    np.testing.assert_allclose(state.inner[1].best_value, metrics.loss)
+
+
 def test_evaluate_gives_the_loss_and_weight_without_gradients():
     zero = zero_on(3, stage=3, micro_batches=4)  # evaluation works off the batch at once
     params = zero.init(make)
@@ -233,6 +275,8 @@ def test_meshes_without_data_or_with_other_axes_are_refused():
 def test_parameters_that_are_not_arrays_are_refused():
     with pytest.raises(TypeError):
         zero_on().init(lambda: {"w": "not an array"})
+    with pytest.raises(ValueError, match="'w' is a float"):
+        zero_on().shard({"w": 1.0})
     with pytest.raises(ValueError, match="no arrays"):
         zero_on().init(lambda: {})
     with pytest.raises(ValueError, match="'key' has dtype key"):

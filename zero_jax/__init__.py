@@ -9,10 +9,10 @@ from zero_jax.mesh import make_mesh as make_mesh
 from zero_jax.partitioned import partition_specs as partition_specs
 from zero_jax.partitioned import partitioned as partitioned
 from zero_jax.precision import Precision as Precision
-from zero_jax.precision import first_nonfinite as first_nonfinite
 from zero_jax.step import Metrics as Metrics
 from zero_jax.step import NonFiniteError as NonFiniteError
 from zero_jax.step import TrainStep as TrainStep
+from zero_jax.step import first_nonfinite as first_nonfinite
 from zero_jax.touch import gather as gather
 from zero_jax.touch import shard as shard
 from zero_jax.zero import Zero as Zero

@@ -112,4 +112,13 @@ def touch(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> j
       The full leaf in the compute dtype. Its cotangent is reduce-scattered to the shard at once;
       that of a leaf that is not split stays local.
     """
+    if cut.dim is not None and (
+        -cut.dim > shard.ndim or shard.shape != cut.shard_shape[len(cut.shape) - shard.ndim :]
+    ):
+        raise ValueError(
+            f"a parameter of shape {cut.shape} was cut along dim {cut.dim % len(cut.shape)} into "
+            f"shards of {cut.shard_shape}, but the model slices it to {shard.shape} before it is "
+            "read: a layer dim was cut. Say which leaves stack layers along dim 0: "
+            "Zero(..., scanned='pattern of their paths')"
+        )
     return (_gather_touch if copy is None else _copy_touch)(shard, copy, cut, wire)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero_jax import layout
+from zero_jax import layout, paths
 
 PyTree = Any
 
@@ -94,7 +94,7 @@ def _small_shapes(params: PyTree, cuts: Sequence[layout.Split]) -> list[tuple[in
     """Large in the two largest dims for one leaf of each name and shape, tiny for the rest."""
     seen: set[Any] = set()
     shapes = []
-    for (name, leaf), cut in zip(layout.named_leaves(params), cuts, strict=True):
+    for (name, leaf), cut in zip(paths.named_leaves(params), cuts, strict=True):
         kind = (re.sub(r"\d+", "", name), leaf.shape)
         large = () if kind in seen else np.argsort(leaf.shape)[-2:]
         seen.add(kind)
@@ -180,7 +180,7 @@ def _difference(full: PyTree, first: PyTree, second: PyTree) -> str | None:
     if len({jax.tree.structure(tree) for tree in (full, first, second)}) > 1:
         return "has another structure on a shard"
     pieces = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    for (name, leaf), pair in zip(layout.named_leaves(full), pieces, strict=True):
+    for (name, leaf), pair in zip(paths.named_leaves(full), pieces, strict=True):
         whole = _as_numpy(leaf)
         joined = _join(whole.shape, *map(_as_numpy, pair))
         name = name or "the only leaf"

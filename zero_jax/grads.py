@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax import collectives, layout, micro_batch, remat, touch
+from zero_jax import collectives, layout, micro_batch, paths, remat, touch
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, batch_axes, batch_shards
 from zero_jax.optimizer import Frozen
@@ -93,7 +93,7 @@ def run(
     micro_batch.check_batch(
         batch, batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
     )
-    frozen = layout.frozen_leaves(full, settings.frozen)
+    frozen = paths.frozen_leaves(full, settings.frozen)
     step = _Step(settings, loss_fn, has_aux, jax.tree.structure(full), cuts, frozen, full)
     rest = jax.tree.structure(params)
     specs = jax.tree.unflatten(rest, [c.spec(DATA) for c in cuts])
@@ -181,7 +181,7 @@ class _Step:
 
     def _loss(self, values: list[jax.Array], copies: list[Any], micro: PyTree, extras: Any) -> Any:
         doors = [self._has_door(c) for c in self.cuts]
-        named = zip(layout.named_leaves(self.full), doors, strict=True)
+        named = zip(paths.named_leaves(self.full), doors, strict=True)
         names = [name if door else None for (name, _), door in named]
         names += [n for n, c in zip(names, copies, strict=True) if c is not None]
 
@@ -218,9 +218,10 @@ class _Step:
                 grads = [jax.lax.psum(g, axis) for g in grads]
         grads = [g * factor for g in grads]
         norm = self._norm(grads)
-        it = zip(grads, self._trained_cuts, strict=True)
+        it = iter(grads)
         leaves = zip(jax.tree.leaves(self.full), self.frozen, strict=True)
-        rest = [jnp.full((), -0.0, x.dtype) if f else _as_rest(*next(it)) for x, f in leaves]
+        out = [jnp.full((), -0.0, x.dtype) if f else next(it) for x, f in leaves]
+        rest = [_as_rest(g, c) for g, c in zip(out, self.cuts, strict=True)]
         return jax.tree.unflatten(self.treedef, rest), norm
 
     def _norm(self, grads: list[jax.Array]) -> jax.Array:
@@ -243,11 +244,11 @@ class _Step:
 
 
 def _as_rest(grad: jax.Array, cut: layout.Split) -> Any:
-    return layout.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad
+    return paths.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad
 
 
 def _check_params(params: PyTree, cuts: list[layout.Split]) -> None:
-    for (name, leaf), cut in zip(layout.named_leaves(params), cuts, strict=True):
+    for (name, leaf), cut in zip(paths.named_leaves(params), cuts, strict=True):
         if tuple(leaf.shape) != cut.rest_shape:
             raise ValueError(
                 f"{name} has shape {tuple(leaf.shape)}, but over {cut.shards} devices it rests as "

@@ -12,14 +12,16 @@ Source: ZeRO (arXiv:1910.02054), section 5; per-leaf instead of flattened buffer
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+
+from zero_jax import paths
+from zero_jax.paths import Padded
 
 PyTree = Any
 
@@ -109,33 +111,6 @@ def split(shape: Sequence[int], shards: int, *, stacked: bool = False) -> Split:
     return Split(shape, dim - len(shape), shards, stacked)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Padded:
-    """A leaf at rest whose split dim was padded with zeros up to a multiple of N.
-
-    Attributes:
-      value: the array at rest.
-      dim: the padded dim, counted from the end.
-      size: its logical size.
-    """
-
-    value: Any
-    dim: int = dataclasses.field(metadata={"static": True})
-    size: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape."""
-        shape = list(self.value.shape)
-        shape[self.dim] = self.size
-        return tuple(shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.value.dtype
-
-
 def _is_padded(node: Any) -> bool:
     return isinstance(node, Padded)
 
@@ -156,7 +131,10 @@ def logical(tree: PyTree) -> PyTree:
     """The tree without `Padded` nodes: every leaf in its logical shape."""
 
     def one(node: Any) -> Any:
-        return strip_dim(node.value, node.dim, node.size) if _is_padded(node) else node
+        # The gradient of a frozen leaf is a scalar, whatever the leaf's shape.
+        if not _is_padded(node) or node.value.ndim == 0:
+            return node.value if _is_padded(node) else node
+        return strip_dim(node.value, node.dim, node.size)
 
     return jax.tree.map(one, tree, is_leaf=_is_padded)
 
@@ -171,20 +149,9 @@ def _pad(leaf: Any, cut: Split) -> Any:
     if not cut.padded:
         return leaf
     assert cut.dim is not None
+    if leaf.ndim == 0:
+        return Padded(leaf, cut.dim, cut.size)
     return Padded(pad_dim(leaf, cut.dim, cut.shard_size * cut.shards), cut.dim, cut.size)
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """A leaf's path as 'blocks/attn/kernel', the form that patterns are matched against."""
-    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    if len(names) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
-        names = names[:-1]  # the array inside an nnx.Variable
-    return "/".join(names)
-
-
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in tree order."""
-    return [(path_name(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def scanned_leaves(tree: PyTree, scanned: str | None = None) -> list[bool]:
@@ -193,9 +160,9 @@ def scanned_leaves(tree: PyTree, scanned: str | None = None) -> list[bool]:
     With a pattern, the leaves whose path it matches. Without one, by shape: the leaves of a
     subtree that all share one leading size (two leaves or more, one of them of rank 3 or more).
     """
-    entries = named_leaves(tree)
+    entries = paths.named_leaves(tree)
     if scanned is not None:
-        return [re.search(scanned, name) is not None for name, _ in entries]
+        return paths.matches(scanned, [name for name, _ in entries], "scanned")
     groups: dict[str, list[int]] = {}
     for at, (name, _) in enumerate(entries):
         parts = name.split("/")
@@ -220,7 +187,7 @@ def splits_for(tree: PyTree, shards: int, scanned: str | None = None) -> list[Sp
     is not, it is cut along its second dim, which costs a transpose and nothing else.
     """
     leaves = jax.tree.leaves(tree)
-    lone = [scanned is None and len(x.shape) >= 3 for x in leaves]
+    lone = [scanned is None and len(x.shape) >= 3 and max(x.shape[1:]) >= shards for x in leaves]
     stacked = [a or b for a, b in zip(scanned_leaves(tree, scanned), lone, strict=True)]
     return [split(x.shape, shards, stacked=s) for x, s in zip(leaves, stacked, strict=True)]
 
@@ -272,7 +239,7 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
     Raises:
       ValueError: naming the first leaf whose shard has the wrong shape, and its device.
     """
-    for (name, leaf), cut in zip(named_leaves(tree), splits, strict=True):
+    for (name, leaf), cut in zip(paths.named_leaves(tree), splits, strict=True):
         for piece in leaf.addressable_shards:
             if piece.data.shape != cut.shard_shape:
                 raise ValueError(
@@ -280,17 +247,3 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
                     f"{cut.shard_shape} ({leaf.shape} over {cut.shards} devices): it was not "
                     "partitioned. Make it with zero.init or zero.shard."
                 )
-
-
-def frozen_leaves(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> list[bool]:
-    """Which leaves are not trained: those whose path matches, and all that are not floats."""
-
-    def matches(name: str) -> bool:
-        if isinstance(frozen, str):
-            return re.search(frozen, name) is not None
-        return frozen is not None and bool(frozen(name))
-
-    return [
-        not jnp.issubdtype(leaf.dtype, jnp.floating) or matches(name)
-        for name, leaf in named_leaves(tree)
-    ]

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import optax
 
-from zero_jax import layout, optimizer
+from zero_jax import layout, optimizer, paths
 from zero_jax.precision import Guard, Precision, init_guard
 
 PyTree = Any
@@ -96,7 +96,7 @@ def estimate(
         precision = Precision(precision)
     cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned)
     leaves = jax.tree.leaves(params)
-    flags = layout.frozen_leaves(params, frozen)
+    flags = paths.frozen_leaves(params, frozen)
     trained = [x for x, f in zip(leaves, flags, strict=True) if not f]
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
     window = layer_elements(params, scanned)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax import layout
+from zero_jax import layout, paths
 from zero_jax.mesh import DATA
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
@@ -38,7 +38,13 @@ class ZeroState(NamedTuple):
 
 
 class ZeroTransform(optax.GradientTransformationExtraArgs):
-    """What `Zero.optimizer` returns: `init` and `update`, as any optax transformation."""
+    """What `Zero.optimizer` returns: `init` and `update`, as any optax transformation.
+
+    Attributes:
+      made_for: the settings it was made for, which those of the step must equal.
+    """
+
+    made_for: Any
 
 
 def partition(
@@ -111,7 +117,9 @@ def partition(
         guard = next_guard(state.guard, finite, precision)
         return _keep(updates, cuts_of(like), mesh), ZeroState(rest, guard)
 
-    return ZeroTransform(init, update)
+    wrapped = ZeroTransform(init, update)
+    wrapped.made_for = (mesh, shards, precision, frozen, scanned)
+    return wrapped
 
 
 def without_frozen(
@@ -122,13 +130,13 @@ def without_frozen(
         tx = tx.gradient_transformation()
 
     def trained(tree: PyTree) -> PyTree:
-        flags = layout.frozen_leaves(tree, frozen)
+        flags = paths.frozen_leaves(tree, frozen)
         return jax.tree.unflatten(jax.tree.structure(tree), [not f for f in flags])
 
     masked = optax.masked(tx, trained)
 
     def pick(tree: PyTree) -> Any:
-        return masked if any(layout.frozen_leaves(tree, frozen)) else tx
+        return masked if any(paths.frozen_leaves(tree, frozen)) else tx
 
     # Without frozen leaves the state is exactly that of the user's own transformation.
     return optax.GradientTransformationExtraArgs(
@@ -148,8 +156,8 @@ def global_norm(grads: PyTree) -> jax.Array:
 
 def _keep(tree: PyTree, cuts: list[layout.Split], mesh: Mesh) -> PyTree:
     """Pads a logical tree and pins it to its shards; leaves of other shapes stay whole."""
+    rest = layout.at_rest(tree, cuts)
     # The update of a frozen leaf is a scalar, whatever the leaf's shape.
     pairs = zip(cuts, jax.tree.leaves(tree), strict=True)
-    cuts = [c if c.shape == x.shape else layout.split(x.shape, 1) for c, x in pairs]
-    rest = layout.at_rest(tree, cuts)
-    return jax.lax.with_sharding_constraint(rest, layout.shardings(rest, cuts, mesh, DATA))
+    placed = [c if c.shape == x.shape else layout.split(x.shape, 1) for c, x in pairs]
+    return jax.lax.with_sharding_constraint(rest, layout.shardings(rest, placed, mesh, DATA))

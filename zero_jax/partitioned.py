@@ -17,7 +17,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from zero_jax import layout
+from zero_jax import layout, paths
 from zero_jax.collectives import Wire, reduce_scatter
 from zero_jax.elementwise import require_elementwise
 from zero_jax.layout import Split
@@ -191,7 +191,7 @@ def _varies(x: jax.Array, axis: str) -> bool:
 def _refuse_summed(grads: PyTree, axis: str) -> None:
     if not _varies(jax.lax.axis_index(axis), axis):
         return  # check_vma=False: nothing is known, and nothing was summed by jax.grad
-    for name, leaf in layout.named_leaves(grads):
+    for name, leaf in paths.named_leaves(grads):
         if not _varies(leaf, axis):
             raise ValueError(
                 f"the gradient of {name} is already summed over {axis!r}: jax.grad with respect to "

@@ -127,16 +127,3 @@ def next_guard(guard: Guard, finite: jax.Array, precision: Precision) -> Guard:
         guard.skipped + skip,
         jnp.where(finite, 0, guard.consecutive + 1).astype(jnp.int32),
     )
-
-
-def first_nonfinite(tree: Any) -> str | None:
-    """Path of the first leaf that holds a NaN or an infinity, or None. Runs on the host.
-
-    >>> first_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])})
-    "['b']"
-    """
-    flags = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
-    for path, ok in jax.tree_util.tree_flatten_with_path(flags)[0]:
-        if not bool(ok):
-            return jax.tree_util.keystr(path)
-    return None

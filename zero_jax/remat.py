@@ -77,7 +77,14 @@ def apply(fun: Callable[..., Any], policy: str, shards: Sequence[str | None]) ->
         closed, shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
         params_vars = closed.jaxpr.invars[: len(shards)]
         pairs = zip(params_vars, shards, strict=True)
-        _check_shards(closed.jaxpr, {var: name for var, name in pairs if name is not None})
+        known = {var: name for var, name in pairs if name is not None}
+        outs = _check_shards(closed.jaxpr, known)
+        returned = [name for name in outs if name is not None]
+        if returned:
+            raise ValueError(
+                f"parameter {returned[0]} is returned while it is only this device's shard: "
+                "return zero_jax.gather(...) of it, or read it with zero.full(params)"
+            )
         out = [_now(x) for x in _evaluate(closed, flat, set(params_vars), policy)]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
@@ -145,6 +152,8 @@ def _equation(
     """The results of one equation; extends `touched` by re-arranged parameters."""
     name, run = eqn.primitive.name, _function(eqn)
     later = [v for v in values if isinstance(v, _Later)]
+    if not eqn.outvars and not eqn.effects:  # jax 0.10 leaves emptied calls behind
+        return []
     if eqn.params.get("name") == GATHER_TOUCH:
         return [_Later(values, lambda *shards: run(*shards)[0])]
     uses_params = any(_in(a, touched) for a in eqn.invars)
@@ -234,17 +243,27 @@ def _branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
     return [] if inner is None else [(inner, eqn.invars)]
 
 
-def _check_shards(jaxpr: Any, shards: dict[Any, str]) -> None:
-    """Raises if a shard reaches an operation that would take it for the full leaf."""
+def _check_shards(jaxpr: Any, shards: dict[Any, str]) -> list[str | None]:
+    """Raises if a shard reaches an operation that would take it for the full leaf.
+
+    Returns for each output the path of the parameter that it is a shard of, or None.
+    """
     shards = dict(shards)
     for eqn in jaxpr.eqns:
         used = [a for a in eqn.invars if _in(a, shards)]
-        if not used or eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH):
+        touch = eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH)
+        if touch and eqn.outvars and not used:  # the transpose of a touch has its name
+            raise ValueError(
+                "the loss function differentiates with respect to parameters that it has not "
+                "gathered, whose gradients are shards already summed over devices. Gather first: "
+                "w = zero_jax.gather(params); jax.grad(f)(w)"
+            )
+        branches = _branches(eqn)
+        if touch or not (used or branches):
             continue
         if eqn.primitive.name in _LAYOUT:
             shards.update((v, shards[used[0]]) for v in eqn.outvars)
             continue
-        branches = _branches(eqn)
         if not branches:
             raise ValueError(
                 f"parameter {shards[used[0]]} is used by {eqn.primitive.name!r} while it is only "
@@ -253,4 +272,8 @@ def _check_shards(jaxpr: Any, shards: dict[Any, str]) -> None:
             )
         for inner, given in branches:
             pairs = zip(inner.jaxpr.invars, given, strict=True)
-            _check_shards(inner.jaxpr, {v: shards[a] for v, a in pairs if _in(a, shards)})
+            inside = {v: shards[a] for v, a in pairs if _in(a, shards)}
+            outs = _check_shards(inner.jaxpr, inside)
+            made = zip(eqn.outvars, outs, strict=True)
+            shards.update((var, name) for var, name in made if name is not None)
+    return [shards[a] if _in(a, shards) else None for a in jaxpr.outvars]

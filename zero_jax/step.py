@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax import grads, layout
+from zero_jax import grads, layout, paths
 from zero_jax.mesh import check_agreement
 from zero_jax.optimizer import ZeroState, ZeroTransform
-from zero_jax.precision import first_nonfinite
 
 PyTree = Any
 
@@ -94,7 +93,9 @@ class TrainStep:
         scale = opt_state.guard.loss_scale
         out = self._results(params, scale, batch, extras)
         norm = out.grad_norm
-        updates, opt_state = self._tx.update(out.grads, opt_state, params, grad_norm=norm)
+        updates, opt_state = self._tx.update(
+            out.grads, opt_state, params, grad_norm=norm, value=out.loss
+        )
         params = optax.apply_updates(params, updates)
         guard = opt_state.guard
         metrics = Metrics(
@@ -149,7 +150,7 @@ class TrainStep:
     def _agree(self, batch: PyTree) -> None:
         if self._agreed:
             return
-        shapes = [f"{x.shape} {x.dtype}" for x in jax.tree.leaves(batch)]
+        shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
         s = self._settings
         check_agreement(
             {
@@ -164,3 +165,15 @@ class TrainStep:
             }
         )
         self._agreed = True
+
+
+def first_nonfinite(tree: Any) -> str | None:
+    """Path of the first leaf that holds a NaN or an infinity, or None. Runs on the host.
+
+    >>> first_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])})
+    'b'
+    """
+    for name, leaf in paths.named_leaves(tree):
+        if not bool(jnp.all(jnp.isfinite(leaf))):
+            return name
+    return None

@@ -84,11 +84,26 @@ class Box(meta.AxisMetadata):
         # NNX reads a variable as `kernel[...]` and opens the box in the hook that follows.
         return self if index is Ellipsis else self.unbox()[index]
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(self.unbox())
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"a parameter has no {name!r} here: inside the step it is this device's shard. "
             "Open it where it is used: w = zero_jax.gather(params['w'])"
         )
+
+
+def _opened(operator: str) -> Any:
+    return lambda self, *others: getattr(self.unbox(), operator)(*others)
+
+
+# On the right of an array a box is opened by __jax_array__, on the left by these.
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg"):
+    setattr(Box, f"__{_name}__", _opened(f"__{_name}__"))
 
 
 def _open_on_get(variable: Any, value: Any) -> Any:

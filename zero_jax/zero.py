@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax import grads, layout, optimizer, remat
+from zero_jax import grads, layout, optimizer, paths, remat
 from zero_jax.mesh import DATA, check_mesh
 from zero_jax.precision import Precision, cast
 from zero_jax.step import TrainStep
@@ -87,7 +87,7 @@ class Zero:
         full = jax.eval_shape(fn, *args)
         _check_leaves(full)
         cuts = self.splits(full)
-        frozen = layout.frozen_leaves(full, self.frozen)
+        frozen = paths.frozen_leaves(full, self.frozen)
 
         def born(*args: Any) -> PyTree:
             leaves, treedef = jax.tree.flatten(fn(*args))
@@ -139,7 +139,13 @@ class Zero:
         Returns:
           The tree at rest, as from `init`.
         """
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
+        for name, leaf in paths.named_leaves(params):
+            if not hasattr(leaf, "dtype"):
+                raise ValueError(
+                    f"parameter {name!r} is a {type(leaf).__name__}: parameters are arrays, for "
+                    "example jnp.asarray(...)"
+                )
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         _, abstract, placed = self._born(lambda tree: tree, (shapes,))
 
         def place(x: Any, like: Any, sharding: NamedSharding) -> jax.Array:
@@ -250,12 +256,19 @@ class Zero:
           A callable `step(params, opt_state, batch, *extras)` that returns
           (params, opt_state, Metrics) and consumes its first two arguments.
         """
-        tx = tx if isinstance(tx, optimizer.ZeroTransform) else self.optimizer(tx)
+        own = self.optimizer(optax.identity())
+        if not isinstance(tx, optimizer.ZeroTransform):
+            tx = self.optimizer(tx)
+        elif tx.made_for != own.made_for:
+            raise ValueError(
+                f"the optimizer was wrapped for {tx.made_for}, but this Zero has {own.made_for}: "
+                "wrap it with the same Zero, or pass the plain optax transformation"
+            )
         return TrainStep(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
 
 def _check_leaves(tree: PyTree) -> None:
-    leaves = layout.named_leaves(tree)
+    leaves = paths.named_leaves(tree)
     if not leaves:
         raise ValueError("the parameters hold no arrays: return a tree of arrays")
     for name, leaf in leaves:
@@ -264,4 +277,8 @@ def _check_leaves(tree: PyTree) -> None:
                 f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
                 "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
                 "those as extra arguments of the loss"
+            )
+        if leaf.dtype in (jnp.float64, jnp.complex64, jnp.complex128):
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}, but masters are fp32: make it float32"
             )

@@ -1,0 +1,99 @@
+"""Leaves by name: paths like 'blocks/attn/kernel', the patterns on them, and what is frozen.
+
+A path leaves out the nodes that only wrap one array: `Padded` leaves at rest, NNX variables and
+the boxes of linen's own metadata.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import meta
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A leaf at rest whose split dim was padded with zeros up to a multiple of N.
+
+    Attributes:
+      value: the array at rest.
+      dim: the padded dim, counted from the end.
+      size: its logical size.
+    """
+
+    value: Any
+    dim: int = dataclasses.field(metadata={"static": True})
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        shape = list(self.value.shape)
+        shape[self.dim] = self.size
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+
+def _is_wrapper(node: Any) -> bool:
+    return isinstance(node, (Padded, nnx.Variable, meta.AxisMetadata))
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in tree order.
+
+    Paths read 'blocks/attn/kernel', which is what patterns are matched against; the nodes that
+    wrap a single array (`Padded`, NNX variables, linen boxes) do not show in them.
+    """
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in _unwrapped(tree, ())
+    ]
+
+
+def _unwrapped(tree: PyTree, prefix: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_wrapper)[0]:
+        path = (*prefix, *path)
+        if not _is_wrapper(node):
+            yield path, node
+            continue
+
+        def is_child(x: Any, top: Any = node) -> bool:
+            return x is not top
+
+        inside = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_child)[0]
+        for key, child in inside:
+            yield from _unwrapped(child, path if len(inside) == 1 else (*path, *key))
+
+
+def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
+    """Which names a pattern is found in; raises if it is in none, which is always a slip."""
+    found = [re.search(pattern, name) is not None for name in names]
+    if not any(found):
+        raise ValueError(
+            f"{what}={pattern!r} matches none of the {len(names)} parameters, among them "
+            f"{', '.join(names[:5])}: correct the pattern"
+        )
+    return found
+
+
+def frozen_leaves(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> list[bool]:
+    """Which leaves are not trained: those whose path matches, and all that are not floats."""
+
+    names = [name for name, _ in named_leaves(tree)]
+    if isinstance(frozen, str):
+        matched = matches(frozen, names, "frozen")
+    else:
+        matched = [frozen is not None and bool(frozen(name)) for name in names]
+    leaves = jax.tree.leaves(tree)
+    pairs = zip(leaves, matched, strict=True)
+    return [not jnp.issubdtype(x.dtype, jnp.floating) or hit for x, hit in pairs]
