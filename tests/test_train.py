@@ -112,7 +112,7 @@ def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
     folder, _ = one_process
     out = folder / "runs" / "001"
     config = json.loads((out / "config.json").read_text())
-    for name, value in {"stage": 3, "devices": 4, "vocab": 256, "seq": 16, "lr": 4e-3}.items():
+    for name, value in {"stage": 3, "devices": 4, "vocab": 256, "seq": 16, "lr": 0.3}.items():
         assert config[name] == value
     assert config["psi"] == gpt.num_params(gpt.preset("nano", seq=16))
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
