@@ -5,7 +5,9 @@ and ends with the held-out loss beside two marks from counts alone, and a sample
 and report are in `training/`, the model in `models/`; what ZeRO asks for is in `Trainer`.
 """
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -112,8 +114,34 @@ def one_late(results: Iterable[T]) -> Iterator[T]:
     yield from held
 
 
-def fit(trainer: Trainer, log: RunLog, show: Show, say: Callable[..., None]) -> PyTree:
-    """Runs all steps and returns the parameters."""
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Yields what raises KeyboardInterrupt if Ctrl-C was pressed, to be called between steps.
+
+    Raised wherever the program happens to be, it can fall into a callback of JAX's and be lost.
+    A second Ctrl-C does not wait for the step to end.
+    """
+    pressed: list[int] = []
+
+    def press(number: int, _: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def look() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def fit(
+    trainer: Trainer, log: RunLog, show: Show, say: Callable[..., None], look: Callable[[], None]
+) -> PyTree:
+    """Runs all steps and returns the parameters; calls `look` before each."""
     config = trainer.plan.config
     speed = Speed(config.batch * trainer.plan.model.seq)
 
@@ -134,6 +162,7 @@ def fit(trainer: Trainer, log: RunLog, show: Show, say: Callable[..., None]) -> 
     rows = trainer.batches()
     waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
     for number in range(1, config.steps + 1):
+        look()
         params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
         waiting.append((number, metrics))
         if len(waiting) > 1 or number == 1:
@@ -171,8 +200,8 @@ def run(config: Config) -> None:
 
     with together(settings, "out", open_log) as log:
         say(f"Writing to {log.out_dir}", flush=True)
-        with progress(config.steps, enabled=lead) as show:
-            params = fit(trainer, log, show, say)
+        with progress(config.steps, enabled=lead) as show, interruptible() as look:
+            params = fit(trainer, log, show, say, look)
         loss = trainer.evaluate(params)
         log.evaluation(config.steps, val_loss=loss)
     unit = "byte" if plan.corpus.byte_level else "token"
