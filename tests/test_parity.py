@@ -114,8 +114,8 @@ def test_remat_changes_no_value(stage, remat):
     assert_parity("gpt", ADAM, 3, plain("gpt"), stage=stage, remat=remat)
 
 
-# Stages 1 to 3 share one state and one optimizer, so 3 stands for them; N = 3 pads most leaves.
-@pytest.mark.parametrize(("stage", "n"), [(1, 3), (3, 8)])
+# Every stage, and four N, of which 3 and 5 pad most leaves.
+@pytest.mark.parametrize(("stage", "n"), [(0, 2), (1, 3), (2, 5), (3, 8)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_is_exact(optimizer, stage, n):
     tx = OPTIMIZERS[optimizer]()

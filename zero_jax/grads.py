@@ -107,7 +107,7 @@ def run(
         functools.partial(step.run, differentiate=differentiate),
         mesh=settings.mesh,
         in_specs=(specs, PartitionSpec(batch_axes(settings.mesh)), whole, whole),
-        out_specs=Result(whole, whole, whole, grad_specs if differentiate else None, whole),
+        out_specs=Result(whole, whole, whole, grad_specs, whole),
         # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
         # scan carries start replicated do not trace.
         check_vma=False,

@@ -200,8 +200,8 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
     `split` alone, so the state needs no table of its own.
     """
     shards = param_splits[0].shards if param_splits else 1
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    known = dict(zip(paths, param_splits, strict=True))
+    keys = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    known = dict(zip(keys, param_splits, strict=True))
     out = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path) + 1))

@@ -4,8 +4,9 @@
   dots    in each scanned layer, only the results of matrix products are kept
   block   of each scanned layer, only its input is kept (12x less for a GPT, for 1/3 more FLOPs)
 
-No policy keeps a gathered weight at stage 3: each touch is fused with the operation that uses
-it under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers again.
+No policy keeps a weight that stage 3 gathers at a touch: each touch is fused with the operation
+that uses it under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers
+again. (A loop, a cond or a custom_vjp that is handed a gathered weight keeps it: see `_KEEP`.)
 That is where the third Ψ of stage 3's 3Ψ words comes from (ZeRO, section 7.2.2).
 
 Models do not know of any of this: their loss is traced, and its jaxpr evaluated with the layers
