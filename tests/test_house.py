@@ -5,8 +5,12 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
-    {"paths", "precision", "mesh", "hlo_text", "_version"},
-    {"layout", "hlo", "micro_batch"},
+    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "traced", "_version"},
+    {"layout", "micro_batch", "trips", "groups", "liveness", "forecast", "scaling"},
+    {"flops"},
+    {"sent"},
+    {"hlo"},
+    {"prove"},
     {"collectives", "elementwise"},
     {"touch", "remat"},
     {"optimizer", "partitioned"},

@@ -4,6 +4,7 @@
 CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of being left out.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -29,6 +30,22 @@ class Instruction:
         return [(dtype, product(re.findall(r"\d+", dims))) for dtype, dims in found]
 
     @property
+    def array_bytes(self) -> list[int]:
+        """Bytes of each array in the result, tuples flattened."""
+        return [(count * bits(dtype) + 7) // 8 for dtype, count in self.arrays]
+
+    @property
+    def element_counts(self) -> list[int]:
+        """How many arrays each element of a tuple holds; [1] for an array."""
+        return _element_counts(self.shape)
+
+    @property
+    def op_name(self) -> str:
+        """What it was in the traced program, "" if XLA did not say."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
+        return found[1] if found else ""
+
+    @property
     def called(self) -> list[str]:
         """Names of the computations it runs, a loop's condition and body excepted."""
         roles = (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
@@ -45,12 +62,39 @@ class Computation:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """A line of source and the frame that called it (0: none)."""
+
+    file: str
+    line: int
+    parent: int
+
+
+@dataclass(frozen=True)
 class Program:
-    """A parsed HLO module."""
+    """A parsed HLO module; `frames` are the source lines that XLA kept, by id."""
 
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
+    frames: Mapping[int, Frame] = dataclasses.field(default_factory=dict)
+
+    def source(self, instruction: Instruction) -> str:
+        """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say.
+
+        The innermost line that is not in an installed package, else the innermost.
+        """
+        metadata = instruction.attributes.get("metadata", "")
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata):
+            return f"{_short(old[1])}:{old[2]}"
+        found = re.search(r"stack_frame_id=(\d+)", metadata)
+        at = int(found[1]) if found else 0
+        lines: list[Frame] = []
+        while at in self.frames and len(lines) < len(self.frames):
+            lines.append(self.frames[at])
+            at = self.frames[at].parent
+        own = [f for f in lines if "site-packages" not in f.file and "zero_jax/" not in f.file]
+        return next((f"{_short(f.file)}:{f.line}" for f in (*own, *lines)), "")
 
 
 def parse(text: str) -> Program:
@@ -72,7 +116,33 @@ def parse(text: str) -> Program:
     if not entry:
         raise ValueError("no ENTRY computation in the text: give what compiled.as_text() returns")
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, product(counts))
+    return Program(computations, entry, product(counts), _frames(text))
+
+
+def _frames(text: str) -> dict[int, Frame]:
+    """The tables of source lines at the head of a module; {} where there are none."""
+    tables: dict[str, dict[int, str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            name = line
+        elif name and (row := re.match(r"(\d+) (.*)", line)):
+            tables.setdefault(name, {})[int(row[1])] = row[2]
+        elif line.startswith(("%", "ENTRY")):
+            break
+    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    frames = {}
+    for key, frame in tables.get("StackFrames", {}).items():
+        place, parent = re.findall(r"=(\d+)", frame)[:2]
+        file, _, number = re.findall(r"=(\d+)", places[int(place)])[:3]
+        # XLA prints the parent plus one, so that a frame without one names itself or 1.
+        frames[key] = Frame(files[int(file)].strip('"'), int(number), int(parent) - 1)
+    return frames
+
+
+def _short(path: str) -> str:
+    """The last folder and the file."""
+    return "/".join(re.split(r"[/\\]", path)[-2:])
 
 
 def _instruction(line: str) -> tuple[Instruction, bool]:
@@ -104,6 +174,19 @@ def _split(text: str, separator: str) -> list[str]:
             start = token.end()
         depth += (token[0] in "([{") - (token[0] in ")]}")
     return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
+
+
+def bits(dtype: str) -> int:
+    """Bits of one element: of bf16, f8e4m3fn, s4, c64, pred."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def _element_counts(shape: str) -> list[int]:
+    if not shape.startswith("("):
+        return [1]
+    inside = shape[1 : shape.rindex(")")]
+    return [sum(_element_counts(part)) for part in _split(inside, ",")]
 
 
 def product(numbers: list[str]) -> int:

@@ -135,27 +135,6 @@ def layer_elements(params: PyTree, scanned: str | None = None) -> int:
     return max([largest, *layers.values()])
 
 
-def paper_bytes(psi: float, shards: int, stage: int, state_bytes: float = 12) -> float:
-    """The paper's own model states: 16Ψ, 4Ψ + KΨ/N, 2Ψ + (2+K)Ψ/N, (4+K)Ψ/N.
-
-    Args:
-      psi: Ψ.
-      shards: N.
-      stage: 0 to 3.
-      state_bytes: K, 12 for mixed-precision Adam.
-
-    Returns:
-      Bytes per device. Source: table 1.
-
-    >>> [round(paper_bytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
-    [120.0, 31.4, 16.6, 1.9]
-    """
-    whole, split = {0: (4 + state_bytes, 0), 1: (4, state_bytes), 2: (2, 2 + state_bytes)}.get(
-        stage, (0, 4 + state_bytes)
-    )
-    return psi * (whole + split / shards)
-
-
 def _master(leaf: Any) -> Any:
     """A leaf as it rests: floats narrower than fp32 are widened."""
     floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)

@@ -1,0 +1,314 @@
+"""What a training step will hold at once, foretold from its trace: no compiler, no device.
+
+The traced step is walked once. Elementwise operations are taken to be fused into what reads them;
+results of matrix products, reductions, loops and collectives are in memory from the operation
+that makes them to the last that reads them. Two habits of XLA's scheduler matter enough to be
+followed: gradients that only wait to be summed over devices are computed last, and inside a loop
+they are summed one iteration later, while the next layer computes, so that one layer of them is
+always under way. Nothing is fitted: `docs/plan.md` has the error against the compiled program.
+
+What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
+B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
+
+  copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
+  gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N and one layer's
+  saved      from forward to backward: remat "block" L·B·T·D·c; "dots" and "none" what they name
+  loss       logits and their gradients, a chunk at a time
+  buffers    a layer's gradients under way between devices, r times its parameters
+  work       what one layer computes while it runs, forward or backward
+
+Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_jax.traced import Body, Flat, Operation, Value, device_part, flatten
+
+TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
+
+# Other views of the same bytes.
+_VIEWS = frozenset(
+    (
+        *("reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pcast"),
+        *("name", "stop_gradient", "bitcast_convert_type"),
+    )
+)
+_SUMS_OVER_DEVICES = frozenset(("reduce_scatter", "psum", "psum_invariant"))
+_REDUCTIONS = frozenset(
+    (
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        *("argmax", "argmin"),
+    )
+)
+# Their operands and results are in memory; everything not named here or above is fused.
+_SOLID = _SUMS_OVER_DEVICES | frozenset(
+    (
+        *("dot_general", "conv_general_dilated", "scan", "while", "cond", "all_gather"),
+        *("all_to_all", "ppermute", "scatter", "scatter-add", "gather", "sort", "cumsum"),
+        *("dynamic_update_slice", "rng_bit_generator", "top_k", "pallas_call", "ffi_call"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is alive at the worst instant.
+
+    Attributes:
+      bytes: on one device.
+      term: one of `TERMS`.
+      what: dtype and shape, "bf16[36,4,1024,4096]".
+      made_by: the operation and where it stands in the traced function.
+    """
+
+    bytes: int
+    term: str
+    what: str
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Temporaries of one device at the worst instant of a step.
+
+    Attributes:
+      held: largest first.
+    """
+
+    held: tuple[Held, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(h.bytes for h in self.held)
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Bytes by term; the sum is `bytes`."""
+        return {term: sum(h.bytes for h in self.held if h.term == term) for term in TERMS}
+
+
+def forecast(jaxpr: Any, params: int) -> Forecast:
+    """Foretells the temporaries of a traced training step.
+
+    Args:
+      jaxpr: the step, `jax.jit(step).trace(...).jaxpr`, with a shard_map in it.
+      params: how many of the first inputs of that shard_map are parameters.
+
+    Raises:
+      ValueError: there is no shard_map.
+    """
+    flat = flatten(device_part(jaxpr))
+    held = _Walk(flat, set(flat.inputs[:params]), "step").worst()
+    return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)))
+
+
+class _Walk:
+    """One pass over a flat program: the step, one micro-batch of it, or one iteration of a loop.
+
+    Args:
+      flat: the program.
+      weights: its inputs that are parameters, or slices of them.
+      level: "step" (the outermost, whose results the optimizer reads as they come), "pass" (a
+        loop body that runs forward and backward), "layer", or "loss".
+    """
+
+    def __init__(self, flat: Flat, weights: set[Value], level: str):
+        self.level = level
+        self.outputs = set(flat.outputs)
+        self.operations = self._scheduled(flat.operations)
+        self.end = len(self.operations)
+        self.weights = _copies_of(weights, self.operations)
+        self.spans = _spans(self.operations, set() if level == "step" else self.outputs, self.end)
+        layers = [at for at, o in enumerate(self.operations) if self._is_layers(o)]
+        backward = [at for at, o in enumerate(self.operations) if o.backward]
+        self.backward = backward[0] if backward else self.end
+        # After the last layer's forward and before the first backward operation stands the loss.
+        self.loss = max((at for at in layers if at < self.backward), default=self.end)
+        self.gradients = self._only_summed()
+
+    def _is_layers(self, operation: Operation) -> bool:
+        """Whether it is a loop that slices parameters, one layer at a time."""
+        return any(
+            theirs in self.weights and len(mine.shape) < len(theirs.shape)
+            for body in operation.bodies
+            for mine, theirs in body.given
+        )
+
+    def _scheduled(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Puts last what only feeds a sum of gradients over devices, that sum, what follows it."""
+        readers = _readers(operations)
+        finishes, waits = set[int](), set[int]()
+        for at in range(len(operations) - 1, -1, -1):
+            operation = operations[at]
+            reads = [r for o in operation.outputs for r in readers.get(o, ())]
+            sums = operation.name in _SUMS_OVER_DEVICES
+            if (sums or operation.name not in _SOLID) and finishes.issuperset(reads):
+                finishes.add(at)
+            feeds = bool(reads) and self.outputs.isdisjoint(operation.outputs)
+            if (sums and at in finishes) or (feeds and waits.issuperset(reads)):
+                waits.add(at)
+        early, late = [], []
+        after: set[Value] = set()
+        for at, operation in enumerate(operations):
+            if at in waits or not after.isdisjoint(operation.inputs):
+                late.append(operation)
+                after.update(operation.outputs)
+            else:
+                early.append(operation)
+        return early + late
+
+    def worst(self) -> list[Held]:
+        """Everything alive at the instant when that is most."""
+        change = [0] * (self.end + 2)
+        for span in self.spans:
+            change[span.start] += span.value.bytes
+            change[span.stop + 1] -= span.value.bytes
+        most, worst_at, worst_inside, current = -1, 0, list[Held](), 0
+        for at in range(self.end + 1):
+            current += change[at]
+            inside = self._inside(at) if at < self.end else []
+            if current + _total(inside) > most:
+                most, worst_at, worst_inside = current + _total(inside), at, inside
+        alive = [self._held(span) for span in self.spans if span.start <= worst_at <= span.stop]
+        return alive + worst_inside + self._under_way()
+
+    def _inside(self, at: int) -> list[Held]:
+        """What lives inside a loop or a branch while it runs, at the worst instant."""
+        operation = self.operations[at]
+        found = []
+        for body in operation.bodies:
+            weights = {mine for mine, theirs in body.given if theirs in self.weights}
+            found.append(_Walk(body.flat, weights, self._level_of(operation, body, at)).worst())
+        return max(found, key=_total, default=[])
+
+    def _level_of(self, operation: Operation, body: Body, at: int) -> str:
+        if self._is_layers(operation) or self.level in ("layer", "loss"):
+            return "layer" if self.level != "loss" else "loss"
+        if any(o.backward for o in body.flat.operations) and not operation.backward:
+            return "pass"
+        return "loss" if self.loss < at < self.backward else "layer"
+
+    def _held(self, span: "_Span") -> Held:
+        value, operation = span.value, self.operations[span.made_at]
+        what = f"{value.dtype}{list(value.shape)}".replace(" ", "")
+        made_by = f"{operation.context}/{operation.name}".lstrip("/")
+        return Held(value.bytes, self._term(span), what, made_by)
+
+    def _term(self, span: "_Span") -> str:
+        if span.value in self.weights:
+            return "copy"
+        if span.value in self.gradients:
+            return "gradients"
+        if self.level in ("layer", "loss"):
+            return "work" if self.level == "layer" else "loss"
+        if self.loss < span.made_at < self.backward:
+            return "loss"
+        return "saved" if span.made_at < self.backward <= span.stop else "work"
+
+    def _only_summed(self) -> set[Value]:
+        """Values from which nothing is made but gradients: sums over devices and results."""
+        found = set[Value]()
+        readers = _readers(self.operations)
+        for at in range(self.end - 1, -1, -1):
+            operation = self.operations[at]
+            for value in operation.outputs:
+                reads = [self.operations[r] for r in readers.get(value, ())]
+                ends = all(
+                    (o.name not in _SOLID or o.name in _SUMS_OVER_DEVICES)
+                    and found.issuperset(o.outputs)
+                    for o in reads
+                )
+                # A layer's carry is a result too; what it hands to the next is no gradient.
+                if ends and (reads or self.level != "layer" or at >= self.end):
+                    found.add(value)
+        return found
+
+    def _under_way(self) -> list[Held]:
+        """In a loop, gradients of the last iteration are summed while this one computes."""
+        if self.level == "step":
+            return []
+        return [
+            Held(v.bytes, "buffers", f"{v.dtype}{list(v.shape)}", f"{o.name} of the layer before")
+            for o in self.operations
+            if o.name == "reduce_scatter"
+            for v in o.inputs
+        ]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A value in memory, from `start` to `stop` (operations, both included)."""
+
+    value: Value
+    made_at: int
+    start: int
+    stop: int
+
+
+def _total(held: Iterable[Held]) -> int:
+    return sum(h.bytes for h in held)
+
+
+def _readers(operations: Sequence[Operation]) -> dict[Value, list[int]]:
+    readers: dict[Value, list[int]] = {}
+    for at, operation in enumerate(operations):
+        for value in operation.inputs:
+            readers.setdefault(value, []).append(at)
+    return readers
+
+
+def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Value]:
+    """The weights, and what is made of weights alone without computing: casts and gathers."""
+    weights = set(weights)
+    for operation in operations:
+        moves = operation.name not in _SOLID | _REDUCTIONS or operation.name == "all_gather"
+        if moves and operation.inputs and weights.issuperset(operation.inputs):
+            weights.update(operation.outputs)
+    return weights
+
+
+def _spans(operations: Sequence[Operation], kept: set[Value], end: int) -> list[_Span]:
+    """When each value is in memory; fused values and views are not, and prolong what they read.
+
+    Args:
+      operations: in the order in which they run.
+      kept: results that have to be in memory at the end.
+      end: the time after the last operation.
+    """
+    readers = _readers(operations)
+    times: dict[Value, tuple[int, int]] = {}  # first and last time something reads it
+    stored: dict[Value, bool] = {}
+    needed: dict[Value, bool] = {}
+    for at in range(end - 1, -1, -1):
+        operation = operations[at]
+        solid = operation.name in _SOLID or operation.name in _REDUCTIONS
+        for value in operation.outputs:
+            reads = [(end, end)] if value in kept else []
+            needed[value] = value in kept
+            for r in readers.get(value, ()):
+                reader = operations[r]
+                if reader.name in _SOLID or reader.name in _REDUCTIONS:
+                    reads.append((r, r))
+                    needed[value] |= reader.name in _SOLID
+                elif reader.name in _VIEWS:
+                    reads.append(times[reader.outputs[0]])
+                    needed[value] |= needed[reader.outputs[0]]
+                else:
+                    reads += [(times[o][0],) * 2 if stored[o] else times[o] for o in reader.outputs]
+            times[value] = (
+                min((first for first, _ in reads), default=end),
+                max((last for _, last in reads), default=at),
+            )
+            stored[value] = solid or (needed[value] and operation.name not in _VIEWS)
+    spans = []
+    for at, operation in enumerate(operations):
+        solid = operation.name in _SOLID or operation.name in _REDUCTIONS
+        for value in operation.outputs:
+            if stored[value] and value.bytes:
+                first, last = times[value]
+                # What is fused is computed when it is first read, what is not, in its turn.
+                start = at if solid else min(first, last)
+                spans.append(_Span(value, at, start, max(start, last)))
+    return spans

@@ -1,0 +1,205 @@
+"""Devices that need not be there: what XLA must know to compile for them, and how fast they are.
+
+Figures are the vendors' dense peaks, per device and direction; a run reaches less. GB is 1e9 bytes.
+Sources: NVIDIA's data sheets of V100, A100, H100, H200 and B200 and of the DGX systems that hold
+them; Google Cloud's page on TPU v5p; for the limits of a core the CUDA programming guide (table of
+compute capabilities) and, for L2, clock and memory, what a device of that kind reports itself.
+"""
+
+import dataclasses
+import difflib
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One kind of device, with its neighbours.
+
+    Attributes:
+      name: what `--target` and `--device` call it.
+      platform: "cuda", "tpu" or "cpu".
+      description: the name the device reports.
+      memory_bytes: all of a device's memory.
+      flops: FLOP/s of bf16 matrix products (fp16 on a V100), dense.
+      memory_bandwidth: bytes/s of device memory.
+      host_devices: devices of one host, joined by the fast wire.
+      fast_wire: bytes/s a device sends inside a host (NVLink, ICI).
+      slow_wire: bytes/s a device sends to other hosts, its part of the host's.
+      compute_capability: CUDA's (major, minor), or None.
+      cores: streaming multiprocessors.
+      core_limits: shared memory bytes of a core, of a block (opt-in), fp32 lanes of a core.
+      l2_bytes: second-level cache.
+      clock_ghz: boost clock.
+    """
+
+    name: str
+    platform: str
+    description: str
+    memory_bytes: int
+    flops: float
+    memory_bandwidth: float
+    host_devices: int
+    fast_wire: float
+    slow_wire: float
+    compute_capability: tuple[int, int] | None = None
+    cores: int = 0
+    core_limits: tuple[int, int, int] = (0, 0, 0)
+    l2_bytes: int = 0
+    clock_ghz: float = 0.0
+
+    @property
+    def config_text(self) -> str:
+        """The description XLA compiles for, a GpuTargetConfigProto as text."""
+        assert self.compute_capability is not None, f"{self.name} is not a GPU"
+        major, minor = self.compute_capability
+        shared_core, shared_block, lanes = self.core_limits
+        # Without device_interconnect_info, which crashes the compiler of 0.12.
+        return f"""
+platform_name: "CUDA"
+device_description_str: "{self.description}"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core}
+  shared_memory_per_block_optin: {shared_block}
+  core_count: {self.cores}
+  fpus_per_core: {lanes}
+  memory_bandwidth: {self.memory_bandwidth:.0f}
+  l2_cache_size: {self.l2_bytes}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes}
+}}
+"""
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "h100",
+            "cuda",
+            "NVIDIA H100 80GB HBM3",
+            memory_bytes=84942979072,
+            flops=989.4e12,
+            memory_bandwidth=3352.32e9,
+            host_devices=8,
+            fast_wire=450e9,  # NVLink 4; one 400 Gb/s card a GPU
+            slow_wire=50e9,
+            compute_capability=(9, 0),
+            cores=132,
+            core_limits=(233472, 232448, 128),
+            l2_bytes=52428800,
+            clock_ghz=1.98,
+        ),
+        Target(
+            "h200",
+            "cuda",
+            "NVIDIA H200",
+            memory_bytes=151397597184,
+            flops=989.4e12,
+            memory_bandwidth=4800e9,
+            host_devices=8,
+            fast_wire=450e9,
+            slow_wire=50e9,
+            compute_capability=(9, 0),
+            cores=132,
+            core_limits=(233472, 232448, 128),
+            l2_bytes=52428800,
+            clock_ghz=1.98,
+        ),
+        Target(
+            "a100",
+            "cuda",
+            "NVIDIA A100-SXM4-80GB",
+            memory_bytes=85100068864,
+            flops=312e12,
+            memory_bandwidth=2039.04e9,
+            host_devices=8,
+            fast_wire=300e9,  # NVLink 3; one 200 Gb/s card a GPU
+            slow_wire=25e9,
+            compute_capability=(8, 0),
+            cores=108,
+            core_limits=(167936, 166912, 64),
+            l2_bytes=41943040,
+            clock_ghz=1.41,
+        ),
+        Target(
+            "b200",
+            "cuda",
+            "NVIDIA B200",
+            memory_bytes=191514411008,
+            flops=2250e12,
+            memory_bandwidth=7672.32e9,
+            host_devices=8,
+            fast_wire=900e9,  # NVLink 5; one 400 Gb/s card a GPU
+            slow_wire=50e9,
+            compute_capability=(10, 0),
+            cores=148,
+            core_limits=(233472, 232448, 128),
+            l2_bytes=132644864,
+            clock_ghz=1.965,
+        ),
+        Target(
+            "v5p",
+            "tpu",
+            "TPU v5p",
+            memory_bytes=95000000000,
+            flops=459e12,
+            memory_bandwidth=2765e9,
+            host_devices=4,
+            fast_wire=300e9,  # ICI: 4800 Gb/s a chip, both ways, 3 dims
+            slow_wire=300e9,
+        ),
+        # The paper's device: for closed forms only, since JAX 0.10 and later do not run on it.
+        Target(
+            "v100-32gb",
+            "cuda",
+            "Tesla V100-SXM3-32GB",
+            memory_bytes=32000000000,
+            flops=125e12,
+            memory_bandwidth=900e9,
+            host_devices=16,
+            fast_wire=150e9,  # DGX-2: NVSwitch; 800 Gb/s for 16 GPUs
+            slow_wire=6.25e9,
+        ),
+        Target(
+            "cpu",
+            "cpu",
+            "forced CPU devices",
+            memory_bytes=0,
+            flops=math.nan,
+            memory_bandwidth=math.nan,
+            host_devices=1,
+            fast_wire=math.nan,
+            slow_wire=math.nan,
+        ),
+    )
+}
+COMPILED_FOR = tuple(name for name in TARGETS if name != "v100-32gb")
+
+
+def target(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+      ValueError: no target has it; names the nearest.
+
+    >>> target("h100").host_devices
+    8
+    """
+    if name not in TARGETS:
+        near = difflib.get_close_matches(str(name).lower(), TARGETS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"no target is called {name!r}; the nearest is {near!r}. Known: {', '.join(TARGETS)}"
+        )
+    return TARGETS[name]
