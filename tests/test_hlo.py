@@ -163,7 +163,7 @@ def test_an_unknown_trip_count_does_not_pass_silently():
     with pytest.raises(ValueError, match="trip count"):
         _ = hlo.audit(program).words
     with pytest.raises(AssertionError, match="trip count"):
-        hlo.assert_communication(program, 4, 2)
+        hlo.assert_communication(program, 2, num_params=4)
     assert "?" in hlo.format_table(hlo.audit(program))
 
 
@@ -420,8 +420,8 @@ def stage_3_step(num_layers, width, doubled=False):
 def test_stage3_gathers_twice_and_scatters_once():
     num_params = 3 * 16 * 16
     program = stage_3_step(num_layers=3, width=16)
-    hlo.assert_communication(program, num_params, 3)
-    hlo.assert_communication(program, num_params, {"all-gather": 2, "reduce-scatter": 1})
+    hlo.assert_communication(program, 3, num_params=num_params)
+    hlo.assert_communication(program, {"all-gather": 2, "reduce-scatter": 1}, num_params=num_params)
     report = hlo.audit(program)
     assert report.words == {
         "all-gather": 2 * num_params,
@@ -434,9 +434,9 @@ def test_stage3_gathers_twice_and_scatters_once():
 def test_assert_communication_fails_on_another_mix_of_the_same_total():
     program = stage_3_step(num_layers=3, width=16)
     with pytest.raises(AssertionError, match="reduce-scatter"):
-        hlo.assert_communication(program, 768, {"all-gather": 1, "reduce-scatter": 2})
+        hlo.assert_communication(program, {"all-gather": 1, "reduce-scatter": 2}, num_params=768)
     with pytest.raises(AssertionError, match="all-gather"):
-        hlo.assert_communication(program, 768, {"all-reduce": 3})
+        hlo.assert_communication(program, {"all-reduce": 3}, num_params=768)
 
 
 def test_assert_communication_fails_on_a_doubled_psum_and_shows_the_table():
@@ -447,15 +447,15 @@ def test_assert_communication_fails_on_a_doubled_psum_and_shows_the_table():
         return jax.lax.psum(x, "data") + jax.lax.psum(jnp.sin(x), "data") * x
 
     x = jnp.ones(100)
-    hlo.assert_communication(compile_on_8(once, x), x.size, 2)
+    hlo.assert_communication(compile_on_8(once, x), 2, num_params=x.size)
     with pytest.raises(AssertionError, match=r"expected .*2(.|\n)*kind .*(.|\n)*all-reduce"):
-        hlo.assert_communication(compile_on_8(twice, x), x.size, 2)
+        hlo.assert_communication(compile_on_8(twice, x), 2, num_params=x.size)
 
 
 def test_assert_communication_fails_on_a_stray_psum_in_a_step():
     program = stage_3_step(num_layers=3, width=16, doubled=True)
     with pytest.raises(AssertionError, match="all-reduce"):
-        hlo.assert_communication(program, 768, {"all-gather": 2, "reduce-scatter": 1})
+        hlo.assert_communication(program, {"all-gather": 2, "reduce-scatter": 1}, num_params=768)
 
 
 def test_the_table_starts_with_the_most_words():

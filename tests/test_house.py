@@ -10,13 +10,16 @@ FLOORS = [
     {"flops"},
     {"sent"},
     {"hlo"},
-    {"prove"},
+    {"prove", "roofline"},
     {"collectives", "elementwise"},
     {"touch", "remat"},
     {"optimizer", "partitioned"},
     {"grads", "memory"},
     {"step"},
-    {"zero"},
+    {"planned", "auto"},
+    {"choose"},
+    {"zero", "plan_text"},
+    {"plan"},
     {"__init__"},
 ]
 

@@ -2,12 +2,16 @@
 
 from zero_jax import memory as memory
 from zero_jax._version import __version__ as __version__
+from zero_jax.hlo import assert_communication as assert_communication
+from zero_jax.hlo import audit as audit
+from zero_jax.mesh import abstract_mesh as abstract_mesh
 from zero_jax.mesh import check_agreement as check_agreement
 from zero_jax.mesh import global_batch as global_batch
 from zero_jax.mesh import initialize as initialize
 from zero_jax.mesh import make_mesh as make_mesh
 from zero_jax.partitioned import partition_specs as partition_specs
 from zero_jax.partitioned import partitioned as partitioned
+from zero_jax.planned import Plan as Plan
 from zero_jax.precision import Precision as Precision
 from zero_jax.step import Metrics as Metrics
 from zero_jax.step import NonFiniteError as NonFiniteError

@@ -120,7 +120,7 @@ class _Walk:
         self.operations = self._scheduled(flat.operations)
         self.end = len(self.operations)
         self.weights = _copies_of(weights, self.operations)
-        self.spans = _spans(self.operations, set() if level == "step" else self.outputs, self.end)
+        self.spans = _spans(self.operations, self.outputs, self.end)
         layers = [at for at, o in enumerate(self.operations) if self._is_layers(o)]
         backward = [at for at, o in enumerate(self.operations) if o.backward]
         self.backward = backward[0] if backward else self.end
@@ -269,12 +269,13 @@ def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Valu
     return weights
 
 
-def _spans(operations: Sequence[Operation], kept: set[Value], end: int) -> list[_Span]:
+def _spans(operations: Sequence[Operation], results: set[Value], end: int) -> list[_Span]:
     """When each value is in memory; fused values and views are not, and prolong what they read.
 
     Args:
       operations: in the order in which they run.
-      kept: results that have to be in memory at the end.
+      results: what is handed on at the end; the optimizer, or the loop's own state, takes them
+        as they are computed, so fused ones need no memory of their own.
       end: the time after the last operation.
     """
     readers = _readers(operations)
@@ -285,8 +286,8 @@ def _spans(operations: Sequence[Operation], kept: set[Value], end: int) -> list[
         operation = operations[at]
         solid = operation.name in _SOLID or operation.name in _REDUCTIONS
         for value in operation.outputs:
-            reads = [(end, end)] if value in kept else []
-            needed[value] = value in kept
+            reads = [(end, end)] if value in results else []
+            needed[value] = False
             for r in readers.get(value, ()):
                 reader = operations[r]
                 if reader.name in _SOLID or reader.name in _REDUCTIONS:
@@ -303,6 +304,13 @@ def _spans(operations: Sequence[Operation], kept: set[Value], end: int) -> list[
             )
             stored[value] = solid or (needed[value] and operation.name not in _VIEWS)
     spans = []
+    # What a loop updates in place is counted as its result, unless somebody still needs the old.
+    moved = {
+        given
+        for at, operation in enumerate(operations)
+        for given, _ in operation.carried
+        if times.get(given, (0, at))[1] == at
+    }
     for at, operation in enumerate(operations):
         solid = operation.name in _SOLID or operation.name in _REDUCTIONS
         for value in operation.outputs:
@@ -310,5 +318,7 @@ def _spans(operations: Sequence[Operation], kept: set[Value], end: int) -> list[
                 first, last = times[value]
                 # What is fused is computed when it is first read, what is not, in its turn.
                 start = at if solid else min(first, last)
-                spans.append(_Span(value, at, start, max(start, last)))
+                stop = last - 1 if value in moved else max(start, last)
+                if start <= stop:
+                    spans.append(_Span(value, at, start, stop))
     return spans

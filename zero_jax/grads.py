@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from zero_jax import collectives, layout, micro_batch, paths, remat, touch
 from zero_jax.collectives import Wire
-from zero_jax.mesh import DATA, batch_axes, batch_shards
+from zero_jax.mesh import DATA, AnyMesh, batch_axes, batch_shards
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
 
@@ -37,7 +37,7 @@ LossFn = Callable[..., Any]
 class Settings:
     """What a step is made from: the settings of a `Zero`, checked."""
 
-    mesh: Mesh
+    mesh: AnyMesh
     stage: int
     precision: Precision
     micro_batches: int

@@ -9,14 +9,16 @@ parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ of all-gather and Ψ 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.stages import Compiled
 
 from zero_jax import liveness, sent
 from zero_jax.flops import Flops
-from zero_jax.hlo_text import parse
+from zero_jax.hlo_text import Program, parse
+from zero_jax.paths import Padded
 from zero_jax.sent import Collective as Collective
 from zero_jax.sent import collectives as collectives
 
@@ -48,6 +50,7 @@ class Audit:
     peak: liveness.Peak  # the temporaries that live at once
     flops: int | None  # of matrix products; None if a loop around one has an unknown trip count
     uncounted: tuple[str, ...]  # library calls whose FLOPs are not among them
+    program: Program = field(repr=False, compare=False)  # the parsed text
 
     @property
     def total_bytes(self) -> int:
@@ -115,6 +118,7 @@ def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
         peak=liveness.peak(program),
         flops=count,
         uncounted=flops.uncounted(),
+        program=program,
     )
 
 
@@ -134,24 +138,28 @@ def format_table(report: Audit) -> str:
 
 
 def assert_communication(
-    compiled: Compiled,
-    num_params: int,
+    compiled: Compiled | Audit,
     words_per_param: float | Mapping[str, float],
+    *,
+    num_params: int | None = None,
     rel: float = 0.01,
 ) -> None:
     """Asserts how many words per parameter a compiled step sends; for tests.
 
     Args:
-        compiled: The compiled step.
-        num_params: Ψ, the number of parameters.
+        compiled: The compiled step, or its audit (`Zero.plan(...).compiled`).
         words_per_param: All words divided by Ψ; or the same for each kind, where a kind left out
             must send nothing: stage 3 is `{"all-gather": 2, "reduce-scatter": 1}`.
+        num_params: Ψ; None counts the leaves of a compiled function's first argument.
         rel: Allowed difference, relative to the total asked for.
 
     Raises:
         AssertionError: If it sends anything else, or an unknown amount; shows the table.
+        ValueError: If Ψ is neither given nor to be counted.
     """
-    report = audit(compiled)
+    report = compiled if isinstance(compiled, Audit) else audit(compiled)
+    if num_params is None:
+        num_params = _count_params(compiled)
     try:
         got = {kind: words / num_params for kind, words in report.words.items()}
     except ValueError as error:
@@ -166,3 +174,11 @@ def assert_communication(
             f"words per parameter: sent {got}, expected {want} to within {slack:g}, "
             f"for {num_params} parameters\n{format_table(report)}"
         )
+
+
+def _count_params(compiled: Compiled | Audit) -> int:
+    """Elements of the first argument, padding left out."""
+    if isinstance(compiled, Audit) or not compiled.args_info[0]:
+        raise ValueError("an audit does not know Ψ: pass num_params=, the number of parameters")
+    leaves = jax.tree.leaves(compiled.args_info[0][0], is_leaf=lambda x: isinstance(x, Padded))
+    return sum(math.prod(leaf.shape) for leaf in leaves)

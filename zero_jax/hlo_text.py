@@ -30,6 +30,11 @@ class Instruction:
         return [(dtype, product(re.findall(r"\d+", dims))) for dtype, dims in found]
 
     @property
+    def array_shapes(self) -> list[str]:
+        """The dtype and dims of each array in the result, "bf16[4,8]"."""
+        return re.findall(r"(?!token|opaque)\b[a-z]\w*\[[\d,<=]*\]", self.shape)
+
+    @property
     def array_bytes(self) -> list[int]:
         """Bytes of each array in the result, tuples flattened."""
         return [(count * bits(dtype) + 7) // 8 for dtype, count in self.arrays]

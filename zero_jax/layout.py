@@ -214,7 +214,7 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
     return out
 
 
-def shardings(tree: PyTree, splits: Sequence[Split], mesh: jax.sharding.Mesh, axis: str) -> PyTree:
+def shardings(tree: PyTree, splits: Sequence[Split], mesh: Any, axis: str) -> PyTree:
     """NamedShardings for a tree at rest."""
     treedef = jax.tree.structure(tree)
     return jax.tree.unflatten(treedef, [NamedSharding(mesh, s.spec(axis)) for s in splits])
@@ -247,3 +247,21 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
                     f"{cut.shard_shape} ({leaf.shape} over {cut.shards} devices): it was not "
                     "partitioned. Make it with zero.init or zero.shard."
                 )
+
+
+def check_leaves(tree: PyTree) -> None:
+    """Raises ValueError for a tree that is empty, or a leaf that can't be a parameter."""
+    leaves = paths.named_leaves(tree)
+    if not leaves:
+        raise ValueError("the parameters hold no arrays: return a tree of arrays")
+    for name, leaf in leaves:
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
+                "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
+                "those as extra arguments of the loss"
+            )
+        if leaf.dtype in (jnp.float64, jnp.complex64, jnp.complex128):
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}, but masters are fp32: make it float32"
+            )

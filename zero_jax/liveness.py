@@ -42,10 +42,15 @@ class Peak:
 
 
 class _Buffer:
-    """A buffer, told apart by identity."""
+    """A buffer, told apart by identity; `position` is its place among the arrays of `made_by`."""
 
-    def __init__(self, size: int, made_by: Instruction, outside: bool = False):
-        self.bytes, self.made_by, self.outside = size, made_by, outside
+    def __init__(self, size: int, made_by: Instruction, position: int, outside: bool = False):
+        self.bytes, self.made_by, self.position = size, made_by, position
+        self.outside = outside
+
+    @property
+    def shape(self) -> str:
+        return self.made_by.array_shapes[self.position]
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,7 @@ def peak(program: Program) -> Peak:
     """
     size, buffers = _Liveness(program).run(program.entry, ())
     found = [
-        Temporary(
-            b.bytes, b.made_by.name, b.made_by.shape, b.made_by.op_name, program.source(b.made_by)
-        )
+        Temporary(b.bytes, b.made_by.name, b.shape, b.made_by.op_name, program.source(b.made_by))
         for b in buffers
     ]
     return Peak(size, tuple(sorted(found, key=lambda t: -t.bytes)))
@@ -178,7 +181,11 @@ class _Liveness:
         runs = [self.run(body, outside), self.run(condition, (True,) * len(outside))]
         _, buffers = max(runs, key=lambda run: run[0])
         pairs = list(zip(state, outside, strict=True))
-        out = [b if stays else _Buffer(b.bytes, b.made_by) for b, stays in pairs]
+        out = [b if stays else _Buffer(b.bytes, b.made_by, b.position) for b, stays in pairs]
+        # A part of the state is known by what the caller started it with.
+        buffers = tuple(
+            state[b.position] if b.made_by.opcode == "parameter" else b for b in buffers
+        )
         return _Loop(buffers, frozenset(b for b, stays in pairs if not stays)), out
 
     def _results(
@@ -193,7 +200,8 @@ class _Liveness:
         sizes = i.array_bytes
         if i.opcode in ("parameter", "constant"):
             flags = outside if i.opcode == "parameter" and outside else (True,) * len(sizes)
-            return [_Buffer(size, i, flag) for size, flag in zip(sizes, flags, strict=True)]
+            parts = enumerate(zip(sizes, flags, strict=True))
+            return [_Buffer(size, i, at, flag) for at, (size, flag) in parts]
         if i.opcode == "get-tuple-element":
             counts = computation.instructions[i.operands[0]].element_counts
             index = int(i.attributes["index"])
@@ -205,10 +213,11 @@ class _Liveness:
             return self._finished(computation, i, operands[0])
         if i.opcode.endswith("-start"):
             if i.opcode == "copy-start":  # (destination, source, context)
-                return [_Buffer(sizes[0], i), *flat, _Buffer(0, i)]
-            results = [_Buffer(size, i) for size in sizes[len(flat) :]]
+                return [_Buffer(sizes[0], i, 0), *flat, _Buffer(0, i, 0)]
+            new = [_Buffer(size, i, at) for at, size in enumerate(sizes)]
+            results = new[len(flat) :]
             return [*flat, *self._written(i, operands, results)]
-        return self._written(i, operands, [_Buffer(size, i) for size in sizes])
+        return self._written(i, operands, [_Buffer(size, i, at) for at, size in enumerate(sizes)])
 
     def _finished(
         self, computation: Computation, i: Instruction, started: list[_Buffer]

@@ -8,14 +8,15 @@ optional `replica` outside it (gradients are summed over it too, parameters repe
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 _BATCH_AXES = ("replica", "data")
 _SETTINGS_BYTES = 1 << 16
 
@@ -103,7 +104,31 @@ def make_mesh(
     return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=devices)
 
 
-def check_mesh(mesh: Mesh) -> None:
+def abstract_mesh(data: int, *, replica: int = 1, model: int = 1) -> AbstractMesh:
+    """A mesh of devices that need not be there, to plan and to compile for.
+
+    Args:
+      data: size of the axis that parameters are partitioned over.
+      replica: copies of the partitioned state.
+      model: size of the tensor-parallel axis.
+
+    >>> dict(abstract_mesh(8, replica=2).shape)
+    {'replica': 2, 'data': 8}
+    """
+    if min(data, replica, model) < 1:
+        raise ValueError(f"replica={replica}, data={data}, model={model}: each must be at least 1")
+    sizes = {"replica": replica, "data": data, "model": model}
+    axes = tuple(a for a in sizes if a == DATA or sizes[a] > 1)
+    shape = tuple(sizes[a] for a in axes)
+    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def abstract_of(mesh: AnyMesh) -> AbstractMesh:
+    """The same mesh without its devices."""
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def check_mesh(mesh: AnyMesh) -> None:
     """Raises for a mesh that Zero can't use.
 
     Raises:
@@ -127,17 +152,17 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The mesh axes that the batch is split over."""
     return tuple(a for a in _BATCH_AXES if a in mesh.shape)
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: AnyMesh) -> int:
     """Into how many pieces the batch is split."""
     return int(np.prod([mesh.shape[a] for a in batch_axes(mesh)]))
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     """The sharding of a batch: dim 0 over `replica` and `data`."""
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from zero_jax import layout, paths
-from zero_jax.mesh import DATA
+from zero_jax.mesh import DATA, AnyMesh
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
 PyTree = Any
@@ -49,7 +48,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 
 def partition(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: AnyMesh,
     *,
     shards: int,
     precision: Precision,
@@ -154,7 +153,7 @@ def global_norm(grads: PyTree) -> jax.Array:
     )
 
 
-def _keep(tree: PyTree, cuts: list[layout.Split], mesh: Mesh) -> PyTree:
+def _keep(tree: PyTree, cuts: list[layout.Split], mesh: AnyMesh) -> PyTree:
     """Pads a logical tree and pins it to its shards; leaves of other shapes stay whole."""
     rest = layout.at_rest(tree, cuts)
     # The update of a frozen leaf is a scalar, whatever the leaf's shape.

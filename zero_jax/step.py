@@ -63,7 +63,7 @@ class TrainStep:
             raise ValueError(
                 f"max_skips={max_skips}: at least 1 step must be allowed to be skipped"
             )
-        self._settings = settings
+        self.settings = settings
         self._loss_fn = loss_fn
         self._tx = tx
         self._has_aux = has_aux
@@ -77,7 +77,7 @@ class TrainStep:
         self, params: PyTree, scale: jax.Array, batch: PyTree, extras: Any
     ) -> grads.Result:
         return grads.run(
-            self._settings,
+            self.settings,
             self._loss_fn,
             params,
             batch,
@@ -120,6 +120,15 @@ class TrainStep:
         self._pending.append(metrics.skipped_in_a_row)
         return params, opt_state, metrics
 
+    @property
+    def function(self) -> Any:
+        """The step before `jit`: a function of (params, opt_state, batch, *extras)."""
+        return self._step
+
+    def trace(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Any:
+        """The traced program, for arrays or ShapeDtypeStructs; costs no compilation."""
+        return self._jitted.trace(params, opt_state, batch, *extras)
+
     def lower(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Any:
         """The lowered program, for arrays or ShapeDtypeStructs; `.compile()` it to audit it."""
         return self._jitted.lower(params, opt_state, batch, *extras)
@@ -151,7 +160,7 @@ class TrainStep:
         if self._agreed:
             return
         shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
-        s = self._settings
+        s = self.settings
         check_agreement(
             {
                 "mesh": dict(s.mesh.shape),

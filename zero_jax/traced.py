@@ -39,6 +39,7 @@ class Operation:
       inputs: values it reads; literals are left out.
       outputs: values it makes.
       bodies: what a loop or a branch runs, with what it is given; empty for the rest.
+      carried: for a loop, (input, output) of each part of the state that it updates in place.
       backward: whether it belongs to the transposed (backward) part.
       context: where it stands in the traced function.
     """
@@ -47,6 +48,7 @@ class Operation:
     inputs: list[Value]
     outputs: list[Value]
     bodies: list["Body"]
+    carried: list[tuple[Value, Value]]
     backward: bool
     context: str
 
@@ -137,6 +139,30 @@ def _bodies(eqn: Any, given: Sequence[Value | None]) -> list[Body]:
     return [_body(eqn.params["jaxpr"], given)] if eqn.primitive.name == "scan" else []
 
 
+def _carried(
+    eqn: Any, given: Sequence[Value | None], made: Sequence[Value]
+) -> list[tuple[Value, Value]]:
+    """The state of a loop. A scan's stands between constants and slices, in and out: told apart
+    by rank, since the names of its parameters differ between versions of JAX."""
+    if eqn.primitive.name == "while":
+        return _pairs(given[len(given) - len(made) :], made)
+    if eqn.primitive.name != "scan":
+        return []
+    inside = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+    ranks = zip(inside.outvars, made, strict=True)
+    count = sum(len(a.aval.shape) == len(b.shape) for a, b in ranks)
+    sliced = sum(
+        len(a.aval.shape) > len(b.aval.shape)
+        for a, b in zip(eqn.invars, inside.invars, strict=True)
+    )
+    start = len(given) - sliced - count
+    return _pairs(given[start : start + count], made[:count])
+
+
+def _pairs(given: Sequence[Value | None], made: Sequence[Value]) -> list[tuple[Value, Value]]:
+    return [(g, m) for g, m in zip(given, made, strict=True) if g is not None]
+
+
 def _body(jaxpr: Any, given: Sequence[Value | None]) -> Body:
     flat = flatten(jaxpr)
     pairs = zip(flat.inputs, given, strict=False)  # after them come constants of the body's own
@@ -155,7 +181,10 @@ def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation]) -> N
         context = str(eqn.source_info.name_stack)
         backward = "transpose(" in context
         bodies = _bodies(eqn, given)
-        operations.append(Operation(name, _present(given), made, bodies, backward, context))
+        carried = _carried(eqn, given, made)
+        operations.append(
+            Operation(name, _present(given), made, bodies, carried, backward, context)
+        )
 
 
 def _inline(jaxpr: Any, given: Sequence[Value | None], operations: list[Operation]) -> list[Value]:

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import grads, layout, optimizer, paths, remat
-from zero_jax.mesh import DATA, check_mesh
+from zero_jax import choose, grads, layout, optimizer, paths, planned, remat
+from zero_jax.auto import AutoStep
+from zero_jax.mesh import DATA, AnyMesh, check_mesh
 from zero_jax.precision import Precision, cast
 from zero_jax.step import TrainStep
 
 PyTree = Any
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +29,11 @@ class Zero:
     """ZeRO at one stage on one mesh.
 
     Args:
-      mesh: a mesh with a `data` axis, from `make_mesh`.
+      mesh: a mesh with a `data` axis, from `make_mesh`; from `abstract_mesh` to plan only.
       stage: 0 nothing is partitioned, 1 optimizer state (and masters), 2 and gradients,
-        3 and parameters. Stages 1 to 3 share the same arrays at rest.
+        3 and parameters. Stages 1 to 3 share the same arrays at rest. "auto" chooses stage,
+        micro-batches and remat at the first step, see `choose`; micro_batches and remat are then
+        the least it may choose.
       precision: a `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
       micro_batches: k; the batch is worked off in k parts, gradients accumulate in fp32.
       remat: "none", "dots" or "block": what the backward pass keeps of scanned layers.
@@ -37,6 +41,8 @@ class Zero:
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
       scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
+      memory_limit: bytes of a device that "auto" may use; by default what the device has, less
+        8 % for what no plan shows.
 
     Raises:
       ValueError: for a stage, mesh, precision, policy or count that can't be used.
@@ -51,20 +57,24 @@ class Zero:
     0
     """
 
-    mesh: Mesh
-    stage: int = 3
+    mesh: AnyMesh
+    stage: int | str = 3
     precision: Precision | str = Precision()
     micro_batches: int = 1
     remat: str = "none"
     frozen: optimizer.Frozen = None
     scanned: str | None = None
+    memory_limit: float | None = None
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+        if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
             raise ValueError(
                 f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
-                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory"
+                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
+                'or "auto" for the fewest words that fit'
             )
+        if self.memory_limit is not None and not self.memory_limit > 0:
+            raise ValueError(f"memory_limit={self.memory_limit!r}: give bytes a device, 80e9 say")
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
@@ -74,9 +84,10 @@ class Zero:
 
     @property
     def settings(self) -> grads.Settings:
-        """The same settings, as the gradient code takes them."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return grads.Settings(**fields)
+        """The same settings, as the gradient code takes them; "auto" rests as stage 3 does."""
+        names = [f.name for f in dataclasses.fields(grads.Settings)]
+        fields = {name: getattr(self, name) for name in names}
+        return grads.Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
 
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
@@ -85,7 +96,7 @@ class Zero:
     def _born(self, fn: Callable[..., PyTree], args: tuple[Any, ...]) -> tuple[Any, PyTree, Any]:
         """A function that makes parameters at rest, what it makes, and where that goes."""
         full = jax.eval_shape(fn, *args)
-        _check_leaves(full)
+        layout.check_leaves(full)
         cuts = self.splits(full)
         frozen = paths.frozen_leaves(full, self.frozen)
 
@@ -188,6 +199,11 @@ class Zero:
           folded with the device and the micro-batch. Gradients rest like the parameters, fp32;
           those of frozen leaves are scalar zeros.
         """
+        if self.stage == AUTO:
+            raise ValueError(
+                'stage="auto" is decided by the whole step, optimizer included: use '
+                "zero.train_step(loss_fn, tx), or zero = zero.choose(loss_fn, tx, params, batch)"
+            )
         settings = self.settings
 
         @jax.jit
@@ -243,7 +259,7 @@ class Zero:
         *,
         has_aux: bool = False,
         max_skips: int = 20,
-    ) -> TrainStep:
+    ) -> TrainStep | AutoStep:
         """The packaged step: gradients, guard, update, metrics; jitted and donated.
 
         Args:
@@ -264,21 +280,40 @@ class Zero:
                 f"the optimizer was wrapped for {tx.made_for}, but this Zero has {own.made_for}: "
                 "wrap it with the same Zero, or pass the plain optax transformation"
             )
+        if self.stage == AUTO:
+
+            def decide(params: PyTree, _: PyTree, batch: PyTree, *extras: Any) -> TrainStep:
+                zero = self.choose(loss_fn, tx, params, batch, *extras, has_aux=has_aux)
+                step = zero.train_step(loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
+                assert isinstance(step, TrainStep)
+                return step
+
+            return AutoStep(decide)
         return TrainStep(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
+    def plan(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> planned.Plan:
+        """What a step will hold and send: predicted from its shapes, proven by compiling it.
 
-def _check_leaves(tree: PyTree) -> None:
-    leaves = paths.named_leaves(tree)
-    if not leaves:
-        raise ValueError("the parameters hold no arrays: return a tree of arrays")
-    for name, leaf in leaves:
-        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
-                "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
-                "those as extra arguments of the loss"
-            )
-        if leaf.dtype in (jnp.float64, jnp.complex64, jnp.complex128):
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but masters are fp32: make it float32"
-            )
+        Args:
+          loss_fn: as for `train_step`.
+          tx: as for `train_step`.
+          *args: parameters at rest (from `init` or `abstract`), the global batch and further
+            arguments of the loss; arrays or ShapeDtypeStructs.
+          **options: of `planned.of`: `compile=True` for the devices of the mesh, `target="h100"`
+            for devices that need not be there.
+        """
+        if self.stage == AUTO:
+            raise ValueError('stage="auto" has many plans: see zero.choice(...)')
+        return planned.of(self, loss_fn, tx, *args, **options)
+
+    def choice(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> choose.Choice:
+        """Which stage, micro-batches and remat fit in `memory_limit` at the least cost.
+
+        Arguments as for `plan`; what was considered, and why it was dropped, is printed.
+        """
+        return choose.choice(self, loss_fn, tx, *args, **options)
+
+    def choose(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> "Zero":
+        """This Zero with stage, micro-batches and remat chosen; arguments as for `choice`."""
+        chosen = self.choice(loss_fn, tx, *args, **options).chosen.candidate
+        return dataclasses.replace(self, **dataclasses.asdict(chosen))

@@ -1,0 +1,183 @@
+"""stage="auto": what it picks is what a search over all compiled candidates picks."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from problems import gpt_problem, zoo_problem
+
+import zero_jax
+from models import gpt
+from zero_jax import choose
+
+TX = optax.adamw(1e-3)
+
+
+def gpt_case():
+    config = gpt.GPTConfig(layers=4, width=64, heads=4, vocab=256, seq=64, loss_chunk=64)
+
+    def model():
+        return gpt.GPT(config, rngs=nnx.Rngs(0))
+
+    graphdef, _ = nnx.split(nnx.eval_shape(model))
+    loss = lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows)  # noqa: E731
+    return (
+        lambda: nnx.state(model(), nnx.Param),
+        loss,
+        lambda rows: (rows, config.seq + 1),
+        jnp.int32,
+    )
+
+
+def mlp_case():
+    """Wide layers and few rows: parameters, not activations, fill the memory."""
+
+    def loss(params, x):
+        def layer(x, w):
+            w = zero_jax.gather(w)
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    def make():
+        return {"up": jnp.zeros((6, 96, 384)), "down": jnp.zeros((6, 384, 96))}
+
+    return make, loss, lambda rows: (rows, 96), jnp.float32
+
+
+CASES = {"gpt on 8": (gpt_case, 8), "gpt on 3": (gpt_case, 3), "mlp on 4": (mlp_case, 4)}
+ROWS = 2  # on each device
+
+
+@functools.cache
+def compiled(name):
+    """The case as a planner that compiles each candidate once, and all of its candidates."""
+    case, devices = CASES[name]
+    make, loss, shape, dtype = case()
+    mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
+    batch = jax.ShapeDtypeStruct(shape(ROWS * devices), dtype)
+
+    @functools.cache
+    def plan(candidate, compile):
+        zero = zero_jax.Zero(
+            mesh, candidate.stage, micro_batches=candidate.micro_batches, remat=candidate.remat
+        )
+        return zero.plan(loss, TX, zero.abstract(make), batch, compile=compile)
+
+    return plan, choose.candidates(ROWS)
+
+
+def cheapest_that_fits(plan, candidates, limit):
+    """The exhaustive search: words, then FLOPs of the compiled program, then the stated order."""
+    fitting = [c for c in candidates if plan(c, True).total_bytes <= limit]
+    order = {"none": 0, "dots": 1, "block": 2}
+    return min(
+        fitting,
+        key=lambda c: (
+            {1: 2, 2: 1 + c.micro_batches, 3: 3 * c.micro_batches}[c.stage],
+            order[c.remat],
+            c.micro_batches,
+            -c.stage,
+        ),
+        default=None,
+    )
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", CASES)
+def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name):
+    plan, candidates = compiled(name)
+    limits = sorted({plan(c, True).total_bytes for c in candidates})  # each lets one more in
+    picked = []
+    for limit in limits:
+        choice = choose.choose(candidates, plan, limit, report=lambda _: None)
+        assert choice.chosen.candidate == cheapest_that_fits(plan, candidates, limit)
+        assert choice.chosen.plan.compiled.total_bytes <= limit
+        picked.append(choice.chosen.candidate)
+    assert len(limits) >= 8 and len(set(picked)) >= 3, "or this could hardly fail"
+
+
+@pytest.mark.heavy
+def test_a_limit_that_nothing_fits_under_names_the_smallest_and_what_would_help():
+    plan, candidates = compiled("mlp on 4")
+    least = min(plan(c, False).total_bytes for c in candidates)
+    with pytest.raises(ValueError, match="nothing fits in .* smallest is stage 3") as error:
+        choose.choose(candidates, plan, least / 4, report=lambda _: None)
+    assert "devices" in str(error.value)
+    assert choose.gigabytes(least) in str(error.value)
+
+
+def auto(limit, **settings):
+    return zero_jax.Zero(zero_jax.make_mesh(), "auto", memory_limit=limit, **settings)
+
+
+def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
+    problem = gpt_problem()
+    zero = auto(1e9)
+    params = zero.init(problem.make)
+    opt_state = zero.optimizer(TX).init(params)
+    step = zero.train_step(problem.loss, TX)
+    with pytest.raises(AttributeError, match="nothing is chosen"):
+        step.settings  # noqa: B018
+    after = step(params, opt_state, problem.batch)
+    said = capsys.readouterr().out
+    assert said.startswith("chose stage 2, 1 micro-batches, remat none")
+    assert "fits, taken" in said
+    assert step.settings.stage == 2
+
+    plain = zero_jax.Zero(zero_jax.make_mesh(), 2)
+    params = plain.init(problem.make)
+    want = plain.train_step(problem.loss, TX)(
+        params, plain.optimizer(TX).init(params), problem.batch
+    )
+    for mine, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True):
+        assert jnp.array_equal(mine, theirs)
+
+
+def test_what_was_dropped_is_printed_with_its_bytes(capsys):
+    problem = gpt_problem()
+    params = auto(None).abstract(problem.make)
+    roomy = auto(1e9).choice(problem.loss, TX, params, problem.batch)
+    tight = auto(0.9 * roomy.chosen.plan.total_bytes)
+    capsys.readouterr()
+    chosen = tight.choose(problem.loss, TX, params, problem.batch)
+    said = capsys.readouterr().out
+    assert "too much" in said and "taken" in said
+    assert chosen.stage in (1, 2, 3) and chosen != tight
+
+
+def test_micro_batches_and_remat_are_the_least_that_may_be_chosen():
+    found = choose.candidates(4, micro_batches=2, remat="dots")
+    assert {c.micro_batches for c in found} == {2, 4}
+    assert {c.remat for c in found} == {"dots", "block"}
+    assert [c.cost for c in found] == sorted(c.cost for c in found)
+
+
+def test_a_device_that_does_not_say_what_it_has_needs_a_limit():
+    problem = zoo_problem()
+    zero = auto(None)
+    with pytest.raises(ValueError, match="memory_limit="):
+        zero.choose(problem.loss, TX, zero.abstract(problem.make), problem.batch)
+
+
+def test_auto_decides_for_a_step_not_for_gradients_alone():
+    with pytest.raises(ValueError, match="zero.choose"):
+        auto(1e9).value_and_grad(lambda p, x: 0.0)
+    with pytest.raises(ValueError, match="zero.choice"):
+        auto(1e9).plan(lambda p, x: 0.0, TX, {}, jnp.ones(8))
+
+
+@pytest.mark.parametrize("limit", [0, -1.0])
+def test_a_limit_must_be_positive(limit):
+    with pytest.raises(ValueError, match="memory_limit"):
+        auto(limit)
+
+
+def test_costs_follow_the_words_of_the_paper():
+    words = {(c.stage, c.micro_batches): c.cost[0] for c in choose.candidates(4)}
+    for stage, k in itertools.product((1, 2, 3), (1, 2, 4)):
+        assert words[stage, k] == {1: 2, 2: 1 + k, 3: 3 * k}[stage]

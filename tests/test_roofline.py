@@ -1,0 +1,467 @@
+"""The roofline: seconds of literal programs against formulas written here."""
+
+import dataclasses
+
+import pytest
+
+from zero_jax import hlo_text, roofline, sent
+from zero_jax.targets import target
+
+H100 = target("h100")
+PEAK, MEMORY, FAST, SLOW = H100.flops, H100.memory_bandwidth, H100.fast_wire, H100.slow_wire
+LAYERS = 36
+
+
+def estimate(body, *computations, devices=64, aim=H100, model_flops=None):
+    """The step time of a module whose entry computation holds `body`."""
+    reduction = (
+        "%sum (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
+        "  %b = f32[] parameter(1)\n  ROOT %s = f32[] add(%a, %b)\n}\n"
+    )
+    entry = "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"
+    header = f"HloModule m, is_scheduled=true, num_partitions={devices}\n\n"
+    program = hlo_text.parse(header + "\n".join([reduction, *computations, entry]))
+    return roofline.step_time(program, sent.of_program(program, None), aim, model_flops)
+
+
+def computation(name, *lines):
+    return f"%{name} (p: f32[]) -> f32[] {{\n  " + "\n  ".join(lines) + "\n}\n"
+
+
+def square(n):
+    """A product of two bf16 matrices, with its FLOPs and bytes."""
+    shape = f"bf16[{n},{n}]{{1,0}}"
+    lines = [
+        f"%x = {shape} parameter(0)",
+        f"%dot = {shape} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+    ]
+    return [lines[0], f"%w = {shape} parameter(1)", lines[1]], 2 * n**3, 3 * 2 * n * n
+
+
+# Kernels.
+
+
+def test_a_large_product_takes_what_its_flops_take():
+    lines, flops, size = square(4096)
+    assert flops / PEAK > size / MEMORY, "not bound by compute: the test shows nothing"
+    t = estimate(lines)
+    assert (t.flops, t.traffic_bytes) == (flops, size)
+    assert t.seconds == t.kernel_seconds == t.compute_seconds == pytest.approx(flops / PEAK)
+    assert t.memory_seconds == pytest.approx(size / MEMORY)
+
+
+def test_a_copy_takes_what_its_bytes_take():
+    t = estimate(["%p = f32[1000,1000]{1,0} parameter(0)", "%c = f32[1000,1000]{0,1} copy(%p)"])
+    assert (t.flops, t.traffic_bytes) == (0, 2 * 4 * 1000**2)
+    assert t.seconds == t.memory_seconds == pytest.approx(2 * 4 * 1000**2 / MEMORY)
+
+
+def test_each_kernel_takes_the_longer_of_its_two_times():
+    lines, flops, size = square(4096)
+    copied = 2 * 2 * 4096**2
+    t = estimate([*lines, "%c = bf16[4096,4096]{0,1} copy(%dot)"])
+    assert t.kernel_seconds == pytest.approx(flops / PEAK + copied / MEMORY)
+    assert t.kernel_seconds > max(t.compute_seconds, t.memory_seconds)
+    assert t.memory_seconds == pytest.approx((size + copied) / MEMORY)
+
+
+def test_views_take_no_time():
+    t = estimate(
+        [
+            "%p = f32[64,8]{1,0} parameter(0)",
+            "%b = f32[512]{0} bitcast(%p)",
+            "%t = (f32[512]{0}, f32[64,8]{1,0}) tuple(%b, %p)",
+            "%o = (f32[512]{0}, f32[64,8]{1,0}) opt-barrier(%t)",
+            "%g = f32[512]{0} get-tuple-element(%o), index=0",
+        ]
+    )
+    assert t.seconds == t.traffic_bytes == 0
+    assert t.model_flops_fraction is None
+
+
+def test_copies_to_the_side_count_once():
+    shape = "f32[1000]{0}"
+    t = estimate(
+        [
+            f"%p = {shape} parameter(0)",
+            f"%s = ({shape}, {shape}, u32[]) copy-start(%p)",
+            f"%d = {shape} copy-done(%s)",
+        ]
+    )
+    assert t.traffic_bytes == 2 * 4 * 1000
+
+
+STACKED = computation(
+    "layer",
+    "%p0 = f32[36,64,4096]{2,1,0} parameter(0)",
+    "%p1 = s32[] parameter(1)",
+    "%zero = s32[] constant(0)",
+    "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), "
+    "dynamic_slice_sizes={1,64,4096}",
+    "ROOT %c = bf16[1,64,4096]{2,1,0} convert(%ds)",
+)
+
+
+def loop(fused, config='{"known_trip_count":{"n":"36"}}'):
+    """A loop over layers that calls a fusion of a stacked operand and the layer's number."""
+    state = "(s32[], f32[36,64,4096]{2,1,0})"
+    body = computation(
+        "body",
+        f"%s = {state} parameter(0)",
+        "%i = s32[] get-tuple-element(%s), index=0",
+        "%w = f32[36,64,4096]{2,1,0} get-tuple-element(%s), index=1",
+        f"{fused}(%w, %i), kind=kLoop, calls=%layer",
+        "%one = s32[] constant(1)",
+        "%next = s32[] add(%i, %one)",
+        f"ROOT %t = {state} tuple(%next, %w)",
+    )
+    condition = computation(
+        "condition",
+        f"%s = {state} parameter(0)",
+        "%i = s32[] get-tuple-element(%s), index=0",
+        "%n = s32[] constant(36)",
+        "ROOT %go = pred[] compare(%i, %n), direction=LT",
+    )
+    entry = [
+        "%zero = s32[] constant(0)",
+        "%w = f32[36,64,4096]{2,1,0} parameter(0)",
+        f"%t = {state} tuple(%zero, %w)",
+        f"ROOT %l = {state} while(%t), condition=%condition, body=%body, backend_config={config}",
+    ]
+    return entry, body, condition
+
+
+COUNTER = LAYERS * 3 * 4 + (LAYERS + 1) * (2 * 4 + 1)  # adding to it and comparing it
+
+
+def test_a_slice_of_a_stacked_operand_counts_in_every_trip_of_a_loop():
+    entry, body, condition = loop("%f = bf16[1,64,4096]{2,1,0} fusion")
+    t = estimate(entry, STACKED, body, condition)
+    layer = 4 + 64 * 4096 * (4 + 2)  # the number, the slice in f32, the result in bf16
+    assert t.traffic_bytes == LAYERS * layer + COUNTER
+    assert t.seconds == pytest.approx(t.traffic_bytes / MEMORY)
+
+
+def test_an_asynchronous_fusion_counts_as_any():
+    state = "((f32[36,64,4096]{2,1,0}, s32[]), bf16[1,64,4096]{2,1,0}, u32[])"
+    entry, body, condition = loop(f"%f = {state} fusion-start")
+    done = "%d = bf16[1,64,4096]{2,1,0} fusion-done(%f)\n  %one"
+    t = estimate(entry, STACKED, body.replace("%one", done, 1), condition)
+    assert t.traffic_bytes == LAYERS * (4 + 64 * 4096 * (4 + 2)) + COUNTER
+
+
+def test_an_operand_that_is_also_read_whole_counts_whole():
+    fused = computation(
+        "fused",
+        "%p0 = f32[36,64]{1,0} parameter(0)",
+        "%s = f32[1,64]{1,0} slice(%p0), slice={[0:1], [0:64]}",
+        "%b = f32[36,64]{1,0} broadcast(%s), dimensions={0,1}",
+        "ROOT %a = f32[36,64]{1,0} add(%p0, %b)",
+    )
+    lines = [
+        "%p = f32[36,64]{1,0} parameter(0)",
+        "%f = f32[36,64]{1,0} fusion(%p), kind=kLoop, calls=%fused",
+    ]
+    assert estimate(lines, fused).traffic_bytes == 2 * 4 * 36 * 64
+
+
+def test_a_fusion_that_only_converts_reads_and_writes_all():
+    fused = computation(
+        "fused", "%p0 = f32[36,64]{1,0} parameter(0)", "ROOT %c = bf16[36,64]{1,0} convert(%p0)"
+    )
+    lines = [
+        "%p = f32[36,64]{1,0} parameter(0)",
+        "%f = bf16[36,64]{1,0} fusion(%p), kind=kLoop, calls=%fused",
+    ]
+    assert estimate(lines, fused).traffic_bytes == (4 + 2) * 36 * 64
+
+
+UPDATE = (
+    "%p0 = f32[36,64]{1,0} parameter(0)",
+    "%p1 = bf16[1,64]{1,0} parameter(1)",
+    "%p2 = s32[] parameter(2)",
+    "%c = f32[1,64]{1,0} convert(%p1)",
+    "%zero = s32[] constant(0)",
+    "%u = f32[36,64]{1,0} dynamic-update-slice(%p0, %c, %p2, %zero)",
+)
+UPDATED = [
+    "%p = f32[36,64]{1,0} parameter(0)",
+    "%row = bf16[1,64]{1,0} parameter(1)",
+    "%at = s32[] parameter(2)",
+    "%f = f32[36,64]{1,0} fusion(%p, %row, %at), kind=kLoop, calls=%fused",
+]
+
+
+def test_an_update_in_place_counts_the_update():
+    fused = computation("fused", *UPDATE[:-1], f"ROOT {UPDATE[-1]}")
+    read, written = 2 * 64 + 4, 4 * 64
+    assert estimate(UPDATED, fused).traffic_bytes == read + written
+
+
+def test_an_update_that_is_read_again_counts_the_whole():
+    again = "ROOT %n = f32[36,64]{1,0} negate(%u)"
+    read, written = 4 * 36 * 64 + 2 * 64 + 4, 4 * 36 * 64
+    assert estimate(UPDATED, computation("fused", *UPDATE, again)).traffic_bytes == read + written
+
+
+def test_an_update_whose_result_is_also_summed_counts_the_whole():
+    fused = computation(
+        "fused",
+        *UPDATE,
+        "%init = f32[] constant(0)",
+        "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%sum",
+        "ROOT %t = (f32[36,64]{1,0}, f32[36]{0}) tuple(%u, %r)",
+    )
+    shape = "(f32[36,64]{1,0}, f32[36]{0})"
+    lines = [*UPDATED[:3], UPDATED[3].replace("%f = f32[36,64]{1,0}", f"%f = {shape}")]
+    read, written = 4 * 36 * 64 + 2 * 64 + 4, 4 * 36 * 64 + 4 * 36
+    assert estimate(lines, fused).traffic_bytes == read + written
+
+
+def test_an_update_of_what_the_fusion_makes_writes_the_whole():
+    fused = computation(
+        "fused",
+        "%p0 = f32[1,64]{1,0} parameter(0)",
+        "%nought = f32[] constant(0)",
+        "%b = f32[36,64]{1,0} broadcast(%nought), dimensions={}",
+        "%zero = s32[] constant(0)",
+        "ROOT %u = f32[36,64]{1,0} dynamic-update-slice(%b, %p0, %zero, %zero)",
+    )
+    lines = [
+        "%row = f32[1,64]{1,0} parameter(0)",
+        "%f = f32[36,64]{1,0} fusion(%row), kind=kLoop, calls=%fused",
+    ]
+    assert estimate(lines, fused).traffic_bytes == 4 * 64 + 4 * 36 * 64
+
+
+def test_a_slice_of_a_view_counts_as_a_slice():
+    fused = computation(
+        "fused",
+        "%p0 = bf16[36,64]{1,0} parameter(0)",
+        "%b = bf16[36,8,8]{2,1,0} bitcast(%p0)",
+        "%c = f32[36,8,8]{2,1,0} convert(%b)",
+        "ROOT %s = f32[1,8,8]{2,1,0} slice(%c), slice={[0:1], [0:8], [0:8]}",
+    )
+    lines = [
+        "%p = bf16[36,64]{1,0} parameter(0)",
+        "%f = f32[1,8,8]{2,1,0} fusion(%p), kind=kLoop, calls=%fused",
+    ]
+    assert estimate(lines, fused).traffic_bytes == (2 + 4) * 64
+
+
+def test_a_bare_update_counts_the_update_twice():
+    lines = [
+        *UPDATED[:1],
+        "%row = f32[1,64]{1,0} parameter(1)",
+        "%at = s32[] parameter(2)",
+        "%u = f32[36,64]{1,0} dynamic-update-slice(%p, %row, %at, %at)",
+    ]
+    assert estimate(lines).traffic_bytes == 2 * 4 * 64 + 4
+
+
+def test_the_gradient_of_an_embedding_reads_and_writes_the_rows_it_changes():
+    table, rows, ids = "bf16[50304,4096]{1,0}", "bf16[32,1,4096]{2,1,0}", "s32[32,1]{1,0}"
+    fused = computation(
+        "fused",
+        f"%p0 = {table} parameter(0)",
+        f"%p1 = {ids} parameter(1)",
+        f"%p2 = {rows} parameter(2)",
+        f"ROOT %s = {table} scatter(%p0, %p1, %p2), to_apply=%sum",
+    )
+    lines = [
+        f"%p = {table} parameter(0)",
+        f"%ids = {ids} parameter(1)",
+        f"%rows = {rows} parameter(2)",
+        f"%f = {table} fusion(%p, %ids, %rows), kind=kInput, calls=%fused",
+    ]
+    assert estimate(lines, fused).traffic_bytes == 4 * 32 + 3 * 2 * 32 * 4096
+
+
+def test_a_lookup_reads_the_rows_it_gathers():
+    lines = [
+        "%p = bf16[50304,4096]{1,0} parameter(0)",
+        "%ids = s32[32,1]{1,0} parameter(1)",
+        "%g = bf16[32,4096]{1,0} gather(%p, %ids), slice_sizes={1,4096}",
+    ]
+    assert estimate(lines).traffic_bytes == 4 * 32 + 2 * 2 * 32 * 4096
+
+
+def test_of_a_conditional_the_dearer_branch_runs():
+    branches = [
+        computation(
+            f"branch{n}", f"%p = f32[{n}]{{0}} parameter(0)", f"ROOT %c = f32[{n}]{{0}} copy(%p)"
+        )
+        for n in (100, 1000)
+    ]
+    lines = [
+        "%which = s32[] parameter(0)",
+        "%x = f32[100]{0} parameter(1)",
+        "%y = f32[1000]{0} parameter(2)",
+        "%c = f32[] conditional(%which, %x, %y), branch_computations={%branch100, %branch1000}",
+    ]
+    assert estimate(lines, *branches).traffic_bytes == 2 * 4 * 1000
+
+
+# Wires.
+
+
+def gather(n, groups, size=64 * 1000, kind="all-gather", more=""):
+    """A collective of `size` bf16 numbers, counted on its full side, that the device waits for."""
+    given, result = (size // n, size) if kind == "all-gather" else (size, size // n)
+    result = result if kind in ("all-gather", "reduce-scatter") else size
+    return [
+        f"%p = bf16[{given}]{{0}} parameter(0)",
+        f"%c = bf16[{result}]{{0}} {kind}(%p), replica_groups={groups}, dimensions={{0}}{more}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds"), [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)]
+)
+@pytest.mark.parametrize(
+    ("n", "groups", "wire"),
+    [
+        (8, "[8,8]<=[64]", FAST),
+        (4, "[16,4]<=[64]", FAST),
+        (64, "{}", min(FAST, 8 * SLOW)),
+        (16, "[4,16]<=[64]", min(FAST, 8 * SLOW)),
+    ],
+)
+def test_a_ring_takes_its_bytes_over_the_wire(kind, rounds, n, groups, wire):
+    t = estimate(gather(n, groups, kind=kind, more=", to_apply=%sum"))
+    sent_bytes = rounds * 2 * 64 * 1000 * (n - 1) / n
+    assert t.wire_bytes == pytest.approx(sent_bytes)
+    assert t.seconds == t.wire_seconds == t.exposed_seconds == pytest.approx(sent_bytes / wire)
+    assert t.kernel_seconds == t.hidden_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "wire"),
+    [
+        ("mesh['replica'=8,'data'=8] {'data'}", 8, FAST),
+        ("mesh['replica'=8,'data'=8] {'replica'}", 8, SLOW),
+        ("mesh['replica'=8,'data'=8] {'replica','data'}", 64, 8 * SLOW),
+        ("mesh['replica'=16,'data'=4] {'replica'}", 16, 2 * SLOW),
+        ("[8,8]<=[8,8]T(1,0)", 8, SLOW),
+        ("[4,16]<=[16,4]T(1,0)", 16, 2 * SLOW),
+        ("{{0,8},{1,9}}", 2, SLOW),
+        ("{{0,1,8,9},{2,3,10,11}}", 4, 2 * SLOW),
+    ],
+)
+def test_each_device_of_a_group_on_a_host_brings_its_own_slow_wire(groups, n, wire):
+    t = estimate(gather(n, groups))
+    assert t.wire_seconds == pytest.approx(2 * 64 * 1000 * (n - 1) / n / wire)
+
+
+def test_the_fast_wire_is_the_limit_of_a_ring_over_hosts():
+    aim = dataclasses.replace(H100, slow_wire=FAST)
+    t = estimate(gather(64, "{}"), aim=aim)
+    assert t.wire_seconds == pytest.approx(2 * 64 * 1000 * 63 / 64 / FAST)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "share", "wire"),
+    [
+        ("collective-permute", "{{0,1},{1,0}}", 1, FAST),
+        ("collective-permute", "{{0,1},{7,8}}", 1, SLOW),
+        ("all-to-all", "[8,8]<=[64]", 7 / 8, FAST),
+        ("all-to-all", "[1,64]<=[64]", 63 / 64, SLOW),
+    ],
+)
+def test_pairs_use_one_wire_each(kind, more, share, wire):
+    key = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    t = estimate(
+        ["%p = f32[6400]{0} parameter(0)", f"%c = f32[6400]{{0}} {kind}(%p), {key}={more}"]
+    )
+    assert t.wire_seconds == pytest.approx(4 * 6400 * share / wire)
+
+
+def test_a_group_of_one_takes_no_time():
+    assert estimate(gather(1, "[64,1]<=[64]")).seconds == 0
+
+
+def test_collectives_in_a_loop_run_in_every_trip():
+    entry, body, condition = loop("%f = bf16[1,64,4096]{2,1,0} fusion")
+    line = "%ag = bf16[64,64,4096]{2,1,0} all-gather(%f), replica_groups={}, dimensions={0}\n  %one"
+    t = estimate(entry, STACKED, body.replace("%one", line, 1), condition)
+    once = 2 * 64 * 64 * 4096 * 63 / 64 / (8 * SLOW)
+    assert t.wire_seconds == t.exposed_seconds == pytest.approx(LAYERS * once)
+
+
+def hidden_gather(width, numbers):
+    """A gather of so many bf16 numbers over 64 devices, while a square product runs."""
+    lines, flops, _ = square(width)
+    full, part = f"bf16[{numbers}]{{0}}", f"bf16[{numbers // 64}]{{0}}"
+    start = (
+        f"%s = ({part}, {full}) all-gather-start(%g), replica_groups=[1,64]<=[64], dimensions={{0}}"
+    )
+    done = f"%d = {full} all-gather-done(%s)"
+    body = [f"%g = {part} parameter(2)", *lines[:2], start, lines[2], done]
+    return estimate(body), flops / PEAK, 2 * numbers * 63 / 64 / (8 * SLOW)
+
+
+def test_a_short_gather_is_hidden_by_a_long_product():
+    t, product, wire = hidden_gather(4096, 64 * 1000)
+    assert product > wire, "not covered: the test shows nothing"
+    assert t.wire_seconds == t.hidden_seconds == pytest.approx(wire)
+    assert t.exposed_seconds == 0
+    assert t.seconds == pytest.approx(product)
+
+
+def test_of_a_long_gather_the_device_waits_for_the_rest():
+    t, product, wire = hidden_gather(4096, 64 * 1000 * 1000)
+    assert wire > product, "covered: the test shows nothing"
+    assert t.hidden_seconds == pytest.approx(product)
+    assert t.exposed_seconds == pytest.approx(wire - product)
+    assert t.seconds == pytest.approx(wire)
+
+
+# What is said of it.
+
+
+def test_model_flops_are_a_fraction_of_the_peak():
+    lines, flops, _ = square(4096)
+    t = estimate(lines, model_flops=flops / 2)
+    assert t.model_flops_fraction == pytest.approx(0.5)
+    assert "50.0%" in roofline.format_step_time(t)
+
+
+def test_the_summary_shows_the_seconds_in_aligned_lines():
+    t = hidden_gather(4096, 64 * 1000 * 1000)[0]
+    lines = roofline.format_step_time(t).splitlines()
+    shown = [t.seconds, t.kernel_seconds, t.wire_seconds]
+    assert [float(line.split()[1]) for line in lines] == pytest.approx(shown, abs=5e-5)
+    assert len({line.index(" s ") for line in lines}) == 1
+
+
+def test_assumptions_hold_the_figures_of_the_target():
+    said = " ".join(estimate(gather(8, "[8,8]<=[64]")).assumptions)
+    for figure in ("h100", "989.4 TFLOP/s", "3352 GB/s", "450 GB/s", "50 GB/s", "400 GB/s"):
+        assert figure in said
+    assert "conditional" not in said and "library" not in said
+
+
+def test_library_calls_without_flops_and_conditional_collectives_are_named():
+    branch = computation("branch", *gather(8, "[8,8]<=[64]"))
+    lines = [
+        "%p = bf16[8000]{0} parameter(0)",
+        "%which = pred[] parameter(1)",
+        "%c = bf16[64000]{0} conditional(%which, %p, %p), branch_computations={%branch, %branch}",
+        '%a = bf16[8000]{0} custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax"',
+    ]
+    said = " ".join(estimate(lines, branch).assumptions)
+    assert "dearer branch" in said and "__cudnn$fmhaSoftmax" in said
+
+
+def test_a_target_without_peaks_is_an_error():
+    with pytest.raises(ValueError, match=r"'cpu' comes without .*take an accelerator"):
+        estimate(square(8)[0], aim=target("cpu"))
+
+
+def test_a_loop_of_unknown_length_is_an_error():
+    entry, body, condition = loop("%f = bf16[1,64,4096]{2,1,0} fusion", config="{}")
+    unknown = condition.replace("%n = s32[] constant(36)", "%n = s32[] remainder(%i, %i)")
+    with pytest.raises(ValueError, match=r"the loop l has no trip count .*jax\.lax\.scan"):
+        estimate(entry, STACKED, body, unknown)
+    known = estimate(entry, STACKED, body, condition)  # derived from the condition
+    assert known.seconds > 0

@@ -1,0 +1,304 @@
+"""What a training step will hold, send and take on one device, before any device is there.
+
+A plan has up to two halves. The prediction comes from shapes and the trace alone, in under a
+second for any size of model: arguments exactly, temporaries by `forecast`. The proof comes from
+the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be asserted on.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from zero_jax import forecast, hlo, layout, prove, roofline
+from zero_jax.mesh import abstract_of, batch_sharding
+from zero_jax.optimizer import ZeroTransform
+from zero_jax.step import TrainStep
+from zero_jax.targets import Target
+from zero_jax.targets import target as target_of
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Bytes of one device at the worst instant of a step, by what they are for.
+
+    Attributes:
+      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ).
+      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes.
+      batch: this device's rows, and the extra arguments.
+      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
+      host: in host memory, which nothing is offloaded to yet.
+    """
+
+    parameters: int
+    optimizer_state: int
+    batch: int
+    temporaries: Mapping[str, int]
+    host: int = 0
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Every term by name; those on the device add up to `total_bytes`."""
+        own = {
+            "parameters": self.parameters,
+            "optimizer_state": self.optimizer_state,
+            "batch": self.batch,
+        }
+        return {**own, **self.temporaries, "host": self.host}
+
+    @property
+    def alias_bytes(self) -> int:
+        """Arguments that are donated, and whose memory the results take over."""
+        return self.parameters + self.optimizer_state
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the compiled program takes as arguments; predicted exactly."""
+        return self.alias_bytes + self.batch
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + sum(self.temporaries.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One step on one mesh: what is predicted, and what was compiled.
+
+    Attributes:
+      stage: 0 to 3.
+      micro_batches: k.
+      remat: the policy.
+      axes: sizes of the mesh's axes by name.
+      num_params: Ψ.
+      predicted: bytes by term.
+      compiled: the audit of the compiled program, None if only predicted.
+      target: what it was compiled for, None for the devices of the mesh itself.
+      time: a lower bound of the step's time, None if only predicted or without figures.
+    """
+
+    stage: int
+    micro_batches: int
+    remat: str
+    axes: Mapping[str, int]
+    num_params: int
+    predicted: Predicted
+    compiled: hlo.Audit | None = None
+    target: Target | None = None
+    time: roofline.StepTime | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Compiled if there is a compiled program, else predicted."""
+        return self.predicted.total_bytes if self.compiled is None else self.compiled.total_bytes
+
+    @property
+    def error(self) -> float:
+        """Predicted over compiled total, minus one; nan if only predicted."""
+        if self.compiled is None:
+            return float("nan")
+        return self.predicted.total_bytes / self.compiled.total_bytes - 1
+
+    @property
+    def words_per_param(self) -> float:
+        """Words sent per device, step and parameter: counted if compiled, else by the paper."""
+        if self.compiled is not None:
+            return self.compiled.words_per_param(self.num_params)
+        return words_per_param(self.stage, self.micro_batches)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: `predicted`, and where compiled all that was read from it."""
+        known: dict[str, Any] = {
+            "stage": self.stage,
+            "micro_batches": self.micro_batches,
+            "remat": self.remat,
+            "mesh": dict(self.axes),
+            "num_params": self.num_params,
+            "predicted": {
+                "total_bytes": self.predicted.total_bytes,
+                "argument_bytes": self.predicted.argument_bytes,
+                "alias_bytes": self.predicted.alias_bytes,
+                "terms": self.predicted.terms,
+            },
+            "words_per_param": self.words_per_param,
+        }
+        if self.compiled is None:
+            return known
+        return known | {
+            "target": self.target.name if self.target else None,
+            "error": self.error,
+            "compiled": _compiled_dict(self.compiled),
+            "hidden_fraction": {
+                "layer_loop": self.compiled.hidden(loops_only=True).fraction,
+                "step": self.compiled.hidden().fraction,
+            },
+            "collectives": [_collective_dict(c) for c in self.compiled.collectives],
+            "flops": self.compiled.flops,
+            "flops_not_counted": list(self.compiled.uncounted),
+            "step_time": dataclasses.asdict(self.time) if self.time else None,
+            "not_shown": list(prove.NOT_SHOWN) if self.target else [],
+        }
+
+
+def words_per_param(stage: int, micro_batches: int) -> float:
+    """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
+
+    >>> [words_per_param(stage, 4) for stage in range(4)]
+    [2, 2, 5, 12]
+    """
+    return (2, 2, 1 + micro_batches, 3 * micro_batches)[stage]
+
+
+def of(
+    zero: Any,
+    loss_fn: Any,
+    tx: Any,
+    params: PyTree,
+    batch: PyTree,
+    *extras: Any,
+    has_aux: bool = False,
+    compile: bool = False,
+    target: str | None = None,
+    topology: str | None = None,
+    model_flops: float | None = None,
+) -> Plan:
+    """Plans the step of a `Zero`; what `Zero.plan` calls.
+
+    Args:
+      zero: with a stage from 0 to 3.
+      loss_fn: as for `Zero.train_step`.
+      tx: as for `Zero.train_step`.
+      params: parameters at rest, from `Zero.init` or `Zero.abstract`.
+      batch: the global batch, arrays or ShapeDtypeStructs.
+      *extras: further arguments of the loss.
+      has_aux: as for `Zero.train_step`.
+      compile: whether to compile the step too, for the devices of the mesh.
+      target: compiles for devices that need not be there: "h100", "a100", "h200", "b200", "v5p"
+        or "cpu"; needs the extra `prove`.
+      topology: how those hang together, "8x1x8" for 8 hosts of 8; full hosts by default.
+      model_flops: FLOPs of forward and backward on one device, without recomputation.
+
+    Raises:
+      ValueError: the target is unknown or cannot be compiled for here, or the mesh has no devices.
+    """
+    aim = None if target is None else target_of(target)
+    step = zero.train_step(loss_fn, tx, has_aux=has_aux)
+    shapes = jax.tree.map(_shape, params)
+    wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
+    args = (
+        shapes,
+        wrapped.init(shapes),
+        _placed(batch, batch_sharding(zero.mesh)),
+        *extras,
+    )
+    plan = _predict(step, args)
+    if not compile and aim is None:
+        return plan
+    compiled = _compile(step, args, zero.mesh, aim, topology)
+    time = None
+    if aim is not None and math.isfinite(aim.flops) and compiled.flops is not None:
+        time = roofline.step_time(compiled.program, compiled.collectives, aim, model_flops)
+    return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
+
+
+def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
+    params, opt_state, batch, *extras = args
+    temporaries = forecast.forecast(step.trace(*args).jaxpr, len(jax.tree.leaves(params)))
+    full = jax.eval_shape(layout.logical, params)
+    settings = step.settings
+    return Plan(
+        stage=settings.stage,
+        micro_batches=settings.micro_batches,
+        remat=settings.remat,
+        axes=dict(settings.mesh.shape),
+        num_params=sum(x.size for x in jax.tree.leaves(full)),
+        predicted=Predicted(
+            parameters=_bytes(params),
+            optimizer_state=_bytes(opt_state),
+            batch=_bytes(batch) + _bytes(extras),
+            temporaries=temporaries.terms,
+        ),
+    )
+
+
+def _compile(
+    step: TrainStep, args: tuple[Any, ...], mesh: Any, target: Target | None, topology: str | None
+) -> hlo.Audit:
+    if target is not None:
+        abstract = jax.tree.map(lambda x: _abstract(x, abstract_of(mesh)), args)
+        return prove.compile_for(
+            target, step.function, abstract, abstract_of(mesh), given_topology=topology
+        )
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "the mesh has no devices to compile for: name a target, as target='h100', or use "
+            "zero_jax.make_mesh()"
+        )
+    return hlo.audit(step.lower(*args).compile(), dict(mesh.shape))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+    placed = None if spec is None else NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+
+def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
+    """A batch as ShapeDtypeStructs whose rows are split over the devices."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding),
+        batch,
+    )
+
+
+def _bytes(tree: PyTree) -> int:
+    """Bytes of one device's pieces."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    sharding = getattr(leaf, "sharding", None)
+    shape = np.shape(leaf)
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.shard_shape(shape)
+    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize
+
+
+def _compiled_dict(compiled: hlo.Audit) -> dict[str, Any]:
+    return {
+        "argument_bytes": compiled.argument_bytes,
+        "output_bytes": compiled.output_bytes,
+        "alias_bytes": compiled.alias_bytes,
+        "temp_bytes": compiled.temp_bytes,
+        "host_bytes": compiled.host_bytes,
+        "total_bytes": compiled.total_bytes,
+        "fragmentation": compiled.fragmentation,
+        "largest_temporaries": [dataclasses.asdict(t) for t in compiled.peak.temporaries[:10]],
+    }
+
+
+def _collective_dict(c: hlo.Collective) -> dict[str, Any]:
+    return {
+        "kind": c.kind,
+        "dtype": c.dtype,
+        "bytes": c.bytes,
+        "axis": c.axis,
+        "runs": c.runs,
+        "asynchronous": c.asynchronous,
+        "hidden": c.hidden,
+        "in_loop": c.in_loop,
+        "from": c.op_name,
+    }
