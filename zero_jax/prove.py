@@ -151,8 +151,8 @@ def install_line(target: Target) -> str:
     if target.platform == "cpu":
         return "pip install flatbuffers"
     return (
-        f"pip install 'zero_jax[prove]' (that is: flatbuffers jax-cuda12-plugin=={version} "
-        "nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12 nvidia-nvjitlink-cu12)"
+        f"pip install flatbuffers jax-cuda12-plugin=={version} nvidia-cuda-nvcc-cu12 "
+        "nvidia-cuda-runtime-cu12 nvidia-nvjitlink-cu12 (in a checkout: pip install -e '.[prove]')"
     )
 
 
@@ -226,7 +226,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
         ) from error
     if child.returncode == 0:
         return
-    said = [line for line in child.stderr.splitlines() if line.strip()][-12:]
+    said = [line[:300] for line in child.stderr.splitlines() if line.strip()][-12:]
     text = "\n".join(said)
     if child.returncode < 0 or "libdevice" in text or "ptxas" in text:
         raise ValueError(

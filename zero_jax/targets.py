@@ -198,7 +198,8 @@ def target(name: str) -> Target:
     8
     """
     if name not in TARGETS:
-        near = difflib.get_close_matches(str(name).lower(), TARGETS, n=1, cutoff=0.0)[0]
+        starts = [known for known in TARGETS if known.startswith(str(name).lower())]
+        near = (starts or difflib.get_close_matches(str(name).lower(), TARGETS, 1, cutoff=0.0))[0]
         raise ValueError(
             f"no target is called {name!r}; the nearest is {near!r}. Known: {', '.join(TARGETS)}"
         )

@@ -1,0 +1,105 @@
+"""Compiles the presets for H100 at every stage and remat policy, and writes `proof.json`, which
+the tables of plan.md are made from.
+
+    python docs/proof.py                 # 36 programs, 10 to 20 minutes on two cores
+    python docs/proof.py --tables        # prints the tables of what is there
+
+Needs the extra `prove`.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+
+from models import gpt
+from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax.plan import Case
+
+CASES = (("1.5b", 64), ("7.5b", 64), ("128b", 256))
+POLICIES = ("block", "dots", "none")
+ROWS = 4
+FILE = pathlib.Path(__file__).parent / "proof.json"
+
+
+def prove(model: str, devices: int, stage: int, remat: str) -> dict:
+    """One compiled program as plain data."""
+    zero = Zero(
+        abstract_mesh(devices), stage, precision=Precision("bf16", reduce="bf16"), remat=remat
+    )
+    case = Case(gpt.preset(model), zero, "adamw", ROWS * devices)
+    started = time.monotonic()
+    plan = case.plan(stage, target="h100")
+    known = plan.as_dict()
+    row = {k: known[k] for k in ("stage", "remat", "words_per_param", "error", "hidden_fraction")}
+    total, loops = plan.compiled.hidden(), plan.compiled.hidden(loops_only=True)
+    return row | {
+        "model": model,
+        "devices": devices,
+        "predicted": known["predicted"],
+        "compiled": {k: v for k, v in known["compiled"].items() if k != "largest_temporaries"},
+        "hidden_bytes": dataclasses.asdict(total),
+        "hidden_bytes_loops": dataclasses.asdict(loops),
+        "step_seconds": known["step_time"]["seconds"],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def tables(rows: list[dict]) -> str:
+    """Markdown: totals by stage and policy, then words and hidden bytes."""
+    lines = [
+        "| model, N | remat | " + " | ".join(f"stage {s}" for s in range(4)) + " |",
+        "|---|---|" + "---|" * 4,
+    ]
+    for model, devices in CASES:
+        for remat in POLICIES:
+            mine = [r for r in rows if (r["model"], r["remat"]) == (model, remat)]
+            cells = {r["stage"]: r for r in mine}
+            text = [
+                f"{cells[s]['predicted']['total_bytes'] / 1e9:.2f} / "
+                f"{cells[s]['compiled']['total_bytes'] / 1e9:.2f} ({cells[s]['error']:+.1%})"
+                for s in range(4)
+            ]
+            lines.append(f"| {model}, {devices} | {remat} | " + " | ".join(text) + " |")
+    lines += [
+        "",
+        "| model, N | stage | words / Ψ | hidden GB | exposed GB | hidden in loops | step s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in sorted(rows, key=lambda r: (CASES.index((r["model"], r["devices"])), r["stage"])):
+        if r["remat"] == "block":
+            both, loops = r["hidden_bytes"], r["hidden_bytes_loops"]
+            inside = loops["hidden"] + loops["exposed"]
+            share = f"{loops['hidden'] / inside:.0%} of {inside / 1e9:.1f}" if inside > 1e6 else "–"
+            lines.append(
+                f"| {r['model']}, {r['devices']} | {r['stage']} | {r['words_per_param']:.4f} | "
+                f"{both['hidden'] / 1e9:.1f} | {both['exposed'] / 1e9:.1f} | {share} | "
+                f"{r['step_seconds']:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", action="store_true", help="only print what is there")
+    if not parser.parse_args().tables:
+        jax.config.update("jax_platforms", "cpu")
+        rows = []
+        for remat in POLICIES:
+            for model, devices in CASES:
+                for stage in range(4):
+                    rows.append(prove(model, devices, stage, remat))
+                    print(model, devices, stage, remat, f"{rows[-1]['error']:+.1%}", flush=True)
+        header = {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "rows_per_device": ROWS}
+        FILE.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
+    print(tables(json.loads(FILE.read_text())["rows"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""python -m zero_jax.plan and Zero.plan: predictions, data, pictures and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from problems import gpt_problem, resnet_problem
+
+import zero_jax
+from models import gpt
+from zero_jax import paper, plan, planned, prove, scaling, targets
+
+TX = optax.adamw(1e-3)
+SCRIPT = [
+    *("--model", "7.5b", "--stage", "3", "--devices", "64", "--batch-per-device", "4"),
+    *("--seq", "1024", "--reduce", "bf16", "--target", "h100"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """What a script gets from the call that the documentation shows, without --compile."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert plan.main([*SCRIPT, "--json", str(path), "--plot", str(path.with_suffix(".png"))]) == 0
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    return json.loads(path.read_text())
+
+
+def test_arguments_of_7_5b_on_64_are_12_psi_over_n_and_the_batch(data):
+    psi = gpt.num_params(gpt.preset("7.5b"))
+    assert data["num_params"] == psi
+    guard_and_count, batch = 16 + 4, 4 * 1025 * 4
+    assert data["predicted"]["argument_bytes"] == 12 * psi // 64 + guard_and_count + batch
+    assert data["predicted"]["alias_bytes"] == 12 * psi // 64 + guard_and_count
+
+
+def test_terms_add_up_to_the_total(data):
+    for predicted in [data["predicted"], *data["stages"].values()]:
+        terms = dict(predicted["terms"])
+        assert terms.pop("host") == 0
+        assert sum(terms.values()) == predicted["total_bytes"]
+
+
+def test_terms_follow_their_formulas(data):
+    """36 layers x 4096, 4 x 1024 tokens, bf16: the formulas of forecast.py by hand."""
+    psi, layer = data["num_params"], 12 * 4096**2 + 13 * 4096
+    stages = {int(s): p["terms"] for s, p in data["stages"].items()}
+    saved = 36 * 4 * 1024 * 4096 * 2
+    for terms in stages.values():
+        assert saved <= terms["saved"] <= 1.03 * saved  # and the embedded tokens
+    assert stages[0]["parameters"] == 4 * psi
+    assert stages[3]["parameters"] == 4 * psi // 64
+    for stage in (0, 1):  # what is not in use at the worst instant may be gone: embeddings
+        assert 1.99 * 36 * layer <= stages[stage]["copy"] <= 2 * psi
+        assert 1.99 * 36 * layer <= stages[stage]["gradients"] <= 2 * psi + 4 * 50304 * 4096
+    assert 1.99 * 36 * layer <= stages[2]["copy"] <= 2 * psi
+    assert stages[3]["copy"] <= 2 * layer
+    assert stages[3]["buffers"] == pytest.approx(2 * layer, rel=0.01)
+    assert 4 * psi / 64 <= stages[3]["gradients"] <= 4 * psi / 64 + 4 * 50304 * 4096 + 2 * layer
+
+
+def test_higher_stages_hold_less(data):
+    totals = [data["stages"][str(s)]["total_bytes"] for s in range(4)]
+    assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "lamb", "muon"])
+def test_every_optimizer_is_planned_by_its_own_state(optimizer, tmp_path):
+    path = tmp_path / "plan.json"
+    args = ["--model", "nano", "--devices", "4", "--optimizer", optimizer, "--json", str(path)]
+    assert plan.main(args) == 0
+    terms = json.loads(path.read_text())["predicted"]["terms"]
+    moments = {"adamw": 2, "lamb": 2, "sgd": 1, "lion": 1}
+    if optimizer in moments:
+        assert terms["optimizer_state"] == pytest.approx(
+            moments[optimizer] * terms["parameters"], rel=0.01
+        )
+    else:
+        assert 0 < terms["optimizer_state"] < 2.1 * terms["parameters"]
+
+
+def test_model_parallelism_divides_all_but_the_residual_stream(tmp_path):
+    def terms(mp):
+        path = tmp_path / f"{mp}.json"
+        args = ["--model", "1.5b", "--devices", str(4 * mp), "--json", str(path)]
+        assert plan.main([*args, "--model-parallel", str(mp)]) == 0
+        return json.loads(path.read_text())["predicted"]["terms"]
+
+    one, four = terms(1), terms(4)
+    for name in ("parameters", "optimizer_state", "copy", "gradients", "work"):
+        assert four[name] == pytest.approx(one[name] / 4, rel=1e-6)
+    assert four["saved"] == one["saved"]
+
+
+def test_the_tables_of_the_paper_are_printed_beside_ours(capsys):
+    assert plan.main(["tables"]) == 0
+    printed = capsys.readouterr().out
+    assert paper.format_table_1() in printed and paper.format_table_2() in printed
+
+
+def test_scaling_more_than_doubles_from_64_to_128_devices_where_memory_bounds(capsys, tmp_path):
+    picture = tmp_path / "scaling.png"
+    args = ["scaling", "--model", "60b", "--devices", "64,128,256,400", "--device", "v100-32gb"]
+    assert plan.main([*args, "--plot", str(picture)]) == 0
+    config = gpt.preset("60b", vocab=50304)
+    points = scaling.scaling(
+        *(config.layers, config.width, config.seq, config.vocab),
+        targets.target("v100-32gb"),
+        (64, 128, 256, 400),
+        heads=config.heads,
+    )
+    assert all(point.memory_bound for point in points)
+    assert points[1].total_flops > 2 * points[0].total_flops
+    assert scaling.format_scaling(points) in capsys.readouterr().out
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "7b"], ["'7b'", "7.5b"]),
+        (["--target", "h10"], ["'h10'", "'h100'"]),
+        (["--optimizer", "lyon"], ["'lyon'", "'lion'"]),
+        (["--remat", "blocks"], ["'blocks'", "'block'"]),
+        (["--reduce", "fp16"], ["fp16", "bf16"]),
+        (["--devices", "0"], ["--devices 0"]),
+        (["--devices", "6", "--model-parallel", "4"], ["--devices 6", "4"]),
+        (["--batch-per-device", "3", "--micro-batches", "2"], ["--batch-per-device 3", "2"]),
+        (["--model-parallel", "2", "--compile"], ["closed form only"]),
+        (["--target", "v100-32gb", "--compile"], ["v100-32gb", "h100"]),
+        (["--devices", "12", "--compile"], ["12 devices", "16", "topology"]),
+        (["--topology", "2x1x8", "--compile"], ["2x1x8", "16 devices", "8"]),
+        (["--topology", "8-1", "--compile"], ["8-1", "8x1x8"]),
+        (["skaling"], ["'skaling'", "'scaling'"]),
+        (["scaling", "--devices", "64,x"], ["64,x", "64,128"]),
+        (["scaling", "--devices", "60"], ["60", "16"]),
+        (["scaling", "--device", "v100"], ["'v100'", "'v100-32gb'"]),
+    ],
+    ids=" ".join,
+)
+def test_input_of_no_use_is_refused_with_a_way_out(args, words, capsys, monkeypatch):
+    monkeypatch.setattr(prove, "_check_installed", lambda target: None)
+    short = [] if args[0][0] != "-" else ["--model", "nano"] if "--model" not in args else []
+    assert plan.main([*args, *short]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert all(word in error for word in words), error
+
+
+def test_a_missing_plugin_gets_the_install_line(monkeypatch, capsys):
+    monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: None)
+    assert plan.main(["--model", "nano", "--compile"]) == 2
+    error = capsys.readouterr().err
+    assert "jax_cuda12_plugin" in error and "pip install flatbuffers jax-cuda12-plugin==" in error
+
+
+def test_zero_plan_reads_what_the_mesh_would_run():
+    """A model with statistics and keys, compiled in this process for the mesh's own devices."""
+    problem = resnet_problem()
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
+    params = zero.init(problem.make)
+    args = (problem.loss_on_mesh, TX, params, problem.batch, *problem.extras)
+    found = zero.plan(*args, has_aux=True, compile=True)
+    assert found.compiled.argument_bytes == found.predicted.argument_bytes
+    assert found.compiled.alias_bytes == found.predicted.alias_bytes
+    assert found.total_bytes == found.compiled.total_bytes
+    assert json.dumps(found.as_dict())
+    again = zero.plan(*args, has_aux=True)
+    assert again.compiled is None and again.predicted == found.predicted
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_compiled_words_are_those_that_a_plan_promises(stage):
+    problem = gpt_problem()
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage)
+    params = zero.abstract(problem.make)
+    found = zero.plan(problem.loss, TX, params, problem.batch, compile=True)
+    promised = planned.words_per_param(stage, 1)
+    # Leaves too small to split are reduced whole, and a tied embedding is gathered once less.
+    assert found.words_per_param == pytest.approx(promised, rel=0.25)
+    zero_jax.assert_communication(
+        found.compiled, found.words_per_param, num_params=found.num_params
+    )
+
+
+def test_a_mesh_without_devices_plans_but_does_not_compile():
+    problem = gpt_problem()
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4, replica=2), stage=2)
+    params = zero.abstract(problem.make)
+    found = zero.plan(problem.loss, TX, params, problem.batch)
+    assert found.predicted.total_bytes > found.predicted.argument_bytes > 0
+    with pytest.raises(ValueError, match="target='h100'"):
+        zero.plan(problem.loss, TX, params, problem.batch, compile=True)
+
+
+def test_a_plan_takes_no_memory():
+    before = len(jax.live_arrays())
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(64), stage=3, precision="bf16")
+    params = zero.abstract(lambda: {"w": jnp.ones((128, 25600, 25600))})
+
+    def loss(params, x):
+        layer = lambda x, w: (x @ zero_jax.gather(w), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params["w"])[0])
+
+    batch = jax.ShapeDtypeStruct((64, 25600), jnp.bfloat16)
+    found = zero.plan(loss, TX, params, batch)
+    assert found.predicted.parameters == 4 * 128 * 25600**2 // 64
+    assert len(jax.live_arrays()) <= before + 2
