@@ -44,18 +44,32 @@ class Trainer:
         self.plan = plan
         self.mesh = zero_jax.make_mesh()
         check_batch(config.batch, self.mesh.size, config.micro_batches)
+        self.plain_tx = optimizers.make(config)
+        self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
         self.zero = zero_jax.Zero(
             self.mesh,
             stage=config.stage,
             precision=zero_jax.Precision(config.compute, config.reduce),
             micro_batches=config.micro_batches,
             remat=config.remat,
+            memory_limit=config.memory_limit and 1e9 * config.memory_limit,
         )
-        self.plain_tx = optimizers.make(config)
+        if config.stage == "auto":
+            self.zero = self.zero.choose(*self._planned())
         self.tx = self.zero.optimizer(self.plain_tx)
         self.step = self.zero.train_step(self.loss, self.tx)
         self._mean_loss = self.zero.evaluate(self.loss)
-        self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
+
+    def _planned(self) -> tuple[Any, ...]:
+        """What a plan of the step is made from."""
+        rows = (self.plan.config.batch, self.plan.model.seq + 1)
+        batch = (jax.ShapeDtypeStruct(rows, jnp.int32),)
+        params = self.zero.abstract(self._fresh, jax.random.key(0))
+        return self.loss, self.plain_tx, params, batch
+
+    def predict(self) -> zero_jax.Plan:
+        """What a step will hold on each device."""
+        return self.zero.plan(*self._planned())
 
     def _build(self, key: jax.Array) -> gpt.GPT:
         return gpt.GPT(self.plan.model, rngs=nnx.Rngs(key))
@@ -190,7 +204,7 @@ def run(config: Config) -> None:
     known = facts(plan, trainer.zero, shapes)
     marks: dict[str, float] = {}  # what counting alone would reach
     if lead:
-        print_plan(known, trainer.zero, shapes, trainer.plain_tx)
+        print_plan(known, trainer.zero, shapes, trainer.plain_tx, trainer.predict())
         marks["unigram entropy"] = unigram_entropy(plan.held_out, plan.model.vocab)
         marks["bigram entropy"] = bigram_entropy(plan.held_out, plan.model.vocab)
 

@@ -102,7 +102,8 @@ def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
     assert code == 0, err
     order = ["micro_batches", "data 4", "Bytes per device on 4", "activations are not included"]
     order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
-    order += ["step 4/4", "nats per byte", "unigram", "bigram", "sample:", TEXT[-240:][:16]]
+    order += ["This run, predicted", "saved", "step 4/4", "nats per byte", "unigram", "bigram"]
+    order += ["sample:", TEXT[-240:][:16]]
     places = [out.index(words) for words in order]
     assert places == sorted(places)
 
@@ -123,6 +124,15 @@ def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
     assert list((out / "tensorboard").glob("events.*"))
     assert (out / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.heavy
+def test_auto_says_what_it_chose_and_records_it(folder, capsys):
+    quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
+    assert train.main(quiet) == 0
+    said = capsys.readouterr().out
+    assert "chose stage 2, 1 micro-batches, remat block" in said and "stage 2, this run" in said
+    assert json.loads(Path("runs/001/config.json").read_text())["stage"] == 2
 
 
 @pytest.mark.heavy
@@ -240,6 +250,8 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         (["--compute", "bf61"], ["'bf61'", "'bf16'"]),
         (["--reduce", "fp16"], ["'fp16'", "bf16"]),
         (["--stage", "4"], ["stage=4", "0 (nothing partitioned)"]),
+        (["--stage", "auto"], ["does not say how much memory", "memory_limit="]),
+        (["--stage", "auto", "--memory-limit", "1e-6"], ["nothing fits in", "smallest is"]),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
         (["--lr", "nan"], ["--lr nan", "at least 0"]),
         (["--warmup", "4"], ["--warmup 4", "--steps 4"]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
@@ -20,8 +20,12 @@ LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
 class Config:
     """Trains a GPT on text, with the model states partitioned over the devices by ZeRO."""
 
-    stage: int = 3
-    """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    stage: int | Literal["auto"] = 3
+    """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
+    chooses that, micro-batches and remat, the fewest words that fit."""
+    memory_limit: float | None = None
+    """GB (1e9 bytes) of a device that --stage auto may use; what the device has, less 8 %, unless
+    given."""
     devices: int | None = None
     """Devices of the whole run on a machine without GPUs, where they are slices of the CPU,
     shared out evenly to the processes; 4 unless given. GPUs are always all used."""

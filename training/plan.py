@@ -73,6 +73,7 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
     """All settings, and what follows from them: for `config.json` and for the screen."""
     return {
         **dataclasses.asdict(plan.config),
+        **{name: getattr(zero, name) for name in ("stage", "micro_batches", "remat")},
         "devices": zero.mesh.size,
         "device": zero.mesh.devices.flat[0].device_kind,
         "processes": jax.process_count(),
@@ -91,7 +92,11 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
 
 
 def print_plan(
-    known: dict[str, Any], zero: zero_jax.Zero, shapes: Any, tx: optax.GradientTransformation
+    known: dict[str, Any],
+    zero: zero_jax.Zero,
+    shapes: Any,
+    tx: optax.GradientTransformation,
+    step: zero_jax.Plan,
 ) -> None:
     """Prints what the run will do, and its memory.
 
@@ -100,6 +105,7 @@ def print_plan(
         zero: The mesh, the precision and the stage of the run.
         shapes: The logical parameters, as ShapeDtypeStructs.
         tx: The optimizer, not wrapped.
+        step: The plan of the training step.
     """
     psi = known["psi"]
     rows = {name: "-" if value is None else value for name, value in known.items()} | {
@@ -129,4 +135,14 @@ def print_plan(
         f"Bytes per device on {shards}, by stage (activations are not included)",
         ["", *(f"stage {n}{', this run' if n == zero.stage else ''}" for n in range(4))],
         [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
+    )
+    predicted = step.predicted
+    rows = [[name.replace("_", " "), size] for name, size in predicted.terms.items() if size]
+    show.print_table(
+        "This run, predicted",
+        ["at the worst instant", "bytes"],
+        [
+            [name, show.human_bytes(size)]
+            for name, size in [*rows, ["total", predicted.total_bytes]]
+        ],
     )
