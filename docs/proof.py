@@ -96,7 +96,11 @@ def main() -> None:
                 for stage in range(4):
                     rows.append(prove(model, devices, stage, remat))
                     print(model, devices, stage, remat, f"{rows[-1]['error']:+.1%}", flush=True)
-        header = {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "rows_per_device": ROWS}
+        header = {
+            "jax": jax.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows_per_device": ROWS,
+        }
         FILE.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
     print(tables(json.loads(FILE.read_text())["rows"]))
 

@@ -61,6 +61,19 @@ def test_terms_follow_their_formulas(data):
     assert 4 * psi / 64 <= stages[3]["gradients"] <= 4 * psi / 64 + 4 * 50304 * 4096 + 2 * layer
 
 
+def test_products_saved_by_dots_and_weights_saved_by_no_policy(tmp_path):
+    """L·B·T·(10·D·c + 4·H·T) for dots; stages that open weights at a touch save no copies."""
+    saved = {}
+    for remat in ("dots", "none"):
+        path = tmp_path / f"{remat}.json"
+        assert plan.main([*SCRIPT, "--remat", remat, "--json", str(path)]) == 0
+        stages = json.loads(path.read_text())["stages"]
+        saved[remat] = [stages[str(s)]["terms"]["saved"] for s in range(4)]
+    products = 36 * 4 * 1024 * (10 * 4096 * 2 + 4 * 32 * 1024)
+    assert saved["dots"] == [pytest.approx(products, rel=0.01)] * 4
+    assert saved["none"] == [pytest.approx(saved["none"][1], rel=0.001)] * 4
+
+
 def test_higher_stages_hold_less(data):
     totals = [data["stages"][str(s)]["total_bytes"] for s in range(4)]
     assert totals == sorted(totals, reverse=True)

@@ -4,9 +4,9 @@
   dots    in each scanned layer, only the results of matrix products are kept
   block   of each scanned layer, only its input is kept (12x less for a GPT, for 1/3 more FLOPs)
 
-No policy keeps a weight that stage 3 gathers at a touch: each touch is fused with the operation
-that uses it under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers
-again. (A loop, a cond or a custom_vjp that is handed a gathered weight keeps it: see `_KEEP`.)
+No policy keeps a weight that a touch opens: each touch is fused with the operation that uses it
+under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers again (at
+stage 2 it reads the copy of the step again, instead of keeping a second one layer by layer). (A loop, a cond or a custom_vjp that is handed a gathered weight keeps it: see `_KEEP`.)
 That is where the third Ψ of stage 3's 3Ψ words comes from (ZeRO, section 7.2.2).
 
 Models do not know of any of this: their loss is traced, and its jaxpr evaluated with the layers
@@ -155,7 +155,7 @@ def _equation(
     later = [v for v in values if isinstance(v, _Later)]
     if not eqn.outvars and not eqn.effects:  # jax 0.10 leaves emptied calls behind
         return []
-    if eqn.params.get("name") == GATHER_TOUCH:
+    if eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH):
         return [_Later(values, lambda *shards: run(*shards)[0])]
     uses_params = any(_in(a, touched) for a in eqn.invars)
     if name in _LAYOUT and len(later) == len(values) == 1:
