@@ -37,8 +37,10 @@ _VIEWS = frozenset(
     )
 )
 _SUMS_OVER_DEVICES = frozenset(("reduce_scatter", "psum", "psum_invariant"))
+# Their results are in memory; what they read is fused into them.
 _REDUCTIONS = frozenset(
     (
+        "gather",
         *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
         *("argmax", "argmin"),
     )
@@ -47,7 +49,7 @@ _REDUCTIONS = frozenset(
 _SOLID = _SUMS_OVER_DEVICES | frozenset(
     (
         *("dot_general", "conv_general_dilated", "scan", "while", "cond", "all_gather"),
-        *("all_to_all", "ppermute", "scatter", "scatter-add", "gather", "sort", "cumsum"),
+        *("all_to_all", "ppermute", "scatter", "scatter-add", "sort", "cumsum"),
         *("dynamic_update_slice", "rng_bit_generator", "top_k", "pallas_call", "ffi_call"),
     )
 )
@@ -227,8 +229,8 @@ class _Walk:
         return found
 
     def _under_way(self) -> list[Held]:
-        """In a loop, gradients of the last iteration are summed while this one computes."""
-        if self.level == "step":
+        """Over layers, gradients of the last iteration are summed while this one computes."""
+        if self.level != "layer":
             return []
         return [
             Held(v.bytes, "buffers", f"{v.dtype}{list(v.shape)}", f"{o.name} of the layer before")

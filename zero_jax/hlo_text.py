@@ -6,10 +6,12 @@ CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of 
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_LIBRARY = os.path.join(os.path.dirname(__file__), "")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
 
 
@@ -40,9 +42,20 @@ class Instruction:
         return [(count * bits(dtype) + 7) // 8 for dtype, count in self.arrays]
 
     @property
+    def device_bytes(self) -> list[int]:
+        """The same, 0 for arrays in host memory."""
+        layouts = re.findall(r"(?!token|opaque)\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\}|)", self.shape)
+        sizes = zip(self.array_bytes, layouts, strict=True)
+        return [0 if "S(5)" in layout else size for size, layout in sizes]
+
+    @property
     def element_counts(self) -> list[int]:
         """How many arrays each element of a tuple holds; [1] for an array."""
         return _element_counts(self.shape)
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.opcode == "parameter"
 
     @property
     def op_name(self) -> str:
@@ -56,6 +69,13 @@ class Instruction:
         roles = (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
         return re.findall(r"[\w.\-]+", " ".join(self.attributes[role] for role in roles))
 
+    @property
+    def aliases(self) -> list[tuple[int, int]]:
+        """`(array of the result, operand)` pairs that XLA announces to be in the same memory."""
+        text = self.attributes.get("output_to_operand_aliasing", "")
+        found = re.findall(r"\{(\d*)\}: \((\d+), \{\}", text)
+        return [(sum(self.element_counts[: int(at or 0)]), int(of)) for at, of in found]
+
 
 @dataclass(frozen=True)
 class Computation:
@@ -64,6 +84,28 @@ class Computation:
     name: str
     instructions: Mapping[str, Instruction]
     root: str
+
+    @property
+    def results(self) -> list[Instruction]:
+        """What makes its result: the parts of a tuple, else the root."""
+        root = self.instructions[self.root]
+        return [self.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
+
+    @property
+    def passed_on(self) -> tuple[bool, ...]:
+        """For each array of its result, whether it is that of its one parameter, untouched."""
+        flags = []
+        for position, part in enumerate(self.results):
+            same = part.opcode == "get-tuple-element" and int(part.attributes["index"]) == position
+            source = self.instructions[part.operands[0]] if same else part
+            flags += [same and source.is_parameter] * len(part.array_bytes)
+        return tuple(flags)
+
+    def behind(self, instruction: Instruction) -> Instruction:
+        """What an instruction shows in another shape or dtype, itself if it computes."""
+        while instruction.opcode in ("bitcast", "copy", "convert", "reshape"):
+            instruction = self.instructions[instruction.operands[0]]
+        return instruction
 
 
 @dataclass(frozen=True)
@@ -77,12 +119,28 @@ class Frame:
 
 @dataclass(frozen=True)
 class Program:
-    """A parsed HLO module; `frames` are the source lines that XLA kept, by id."""
+    """A parsed HLO module.
+
+    `frames` are the source lines that XLA kept, by id; `donated` the arguments whose memory an
+    output takes over.
+    """
 
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
     frames: Mapping[int, Frame] = dataclasses.field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+
+    def moves_argument(self, computation: Computation, i: Instruction) -> bool:
+        """Whether it copies a donated argument that nothing else reads.
+
+        Until the output is written the argument's own memory is free then, as if it had moved.
+        """
+        if i.opcode != "copy" or computation.name != self.entry:
+            return False
+        given = computation.instructions[i.operands[0]]
+        alone = sum(given.name in j.operands for j in computation.instructions.values()) == 1
+        return given.is_parameter and alone and int(given.operands[0]) in self.donated
 
     def source(self, instruction: Instruction) -> str:
         """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say.
@@ -98,7 +156,7 @@ class Program:
         while at in self.frames and len(lines) < len(self.frames):
             lines.append(self.frames[at])
             at = self.frames[at].parent
-        own = [f for f in lines if "site-packages" not in f.file and "zero_jax/" not in f.file]
+        own = [f for f in lines if not ("-packages" in f.file or f.file.startswith(_LIBRARY))]
         return next((f"{_short(f.file)}:{f.line}" for f in (*own, *lines)), "")
 
 
@@ -120,8 +178,10 @@ def parse(text: str) -> Program:
             root = instruction.name if is_root else root
     if not entry:
         raise ValueError("no ENTRY computation in the text: give what compiled.as_text() returns")
-    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, product(counts), _frames(text))
+    head = text.partition("\n")[0]
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
+    donated = frozenset(map(int, re.findall(r": \((\d+), \{\}, (?:may|must)-alias\)", head)))
+    return Program(computations, entry, product(counts), _frames(text), donated)
 
 
 def _frames(text: str) -> dict[int, Frame]:
@@ -189,7 +249,7 @@ def bits(dtype: str) -> int:
 
 def _element_counts(shape: str) -> list[int]:
     if not shape.startswith("("):
-        return [1]
+        return [0 if shape.startswith(("token", "opaque")) else 1]
     inside = shape[1 : shape.rindex(")")]
     return [sum(_element_counts(part)) for part in _split(inside, ",")]
 

@@ -60,8 +60,13 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     parts += ["", "Collectives", hlo.format_table(audit)]
     if plan.time is not None:
         parts += ["", "Step time", roofline.format_step_time(plan.time)]
+        parts += [f"- {line}" for line in plan.time.assumptions]
     if plan.target is not None:
-        parts += ["", "Not in these numbers", *(f"- {line}" for line in prove.NOT_SHOWN)]
+        parts += [
+            "",
+            "What such a compile does not show",
+            *(f"- {line}" for line in prove.not_shown(plan.target)),
+        ]
     return "\n".join(parts)
 
 

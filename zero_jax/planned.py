@@ -6,7 +6,6 @@ the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be 
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,7 +141,7 @@ class Plan:
             "flops": self.compiled.flops,
             "flops_not_counted": list(self.compiled.uncounted),
             "step_time": dataclasses.asdict(self.time) if self.time else None,
-            "not_shown": list(prove.NOT_SHOWN) if self.target else [],
+            "not_shown": list(prove.not_shown(self.target)) if self.target else [],
         }
 
 
@@ -202,7 +201,7 @@ def of(
         return plan
     compiled = _compile(step, args, zero.mesh, aim, topology)
     time = None
-    if aim is not None and math.isfinite(aim.flops) and compiled.flops is not None:
+    if aim is not None and aim.platform == "cuda" and compiled.flops is not None:
         time = roofline.step_time(compiled.program, compiled.collectives, aim, model_flops)
     return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
 

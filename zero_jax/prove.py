@@ -7,7 +7,7 @@ and schedule are those of the real program. A process of its own, because the GP
 settings that must stand before JAX starts, and because it dies without a word where ptxas or
 libdevice is missing.
 
-What such a compile cannot show is listed in `NOT_SHOWN`.
+What such a compile cannot show is listed by `not_shown`.
 """
 
 import importlib.metadata
@@ -30,11 +30,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from zero_jax import hlo
 from zero_jax.targets import Target
 
-NOT_SHOWN = (
-    "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
-    "kernels chosen by autotuning, which may use more or less scratch memory",
-    "cuDNN's fused attention: without cuDNN XLA's own attention is compiled, with its scores",
-)
+_NOT_SHOWN = {
+    "cuda": (
+        "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
+        "kernels chosen by autotuning, which may use more or less scratch memory",
+        "cuDNN's fused attention: without cuDNN XLA's own attention is compiled, with its scores",
+    ),
+    "tpu": (
+        "words: the compiler turns gathers and scatters into all-reduces",
+        "FLOPs: its products are convolutions, of which the padding is counted too",
+    ),
+    "cpu": ("bf16 is widened to fp32, on the wire and in temporaries",),
+}
 _MEMORY = tuple(
     f"{prefix}{kind}_size_in_bytes"
     for prefix in ("", "host_")
@@ -154,6 +161,11 @@ def install_line(target: Target) -> str:
         f"pip install flatbuffers jax-cuda12-plugin=={version} nvidia-cuda-nvcc-cu12 "
         "nvidia-cuda-runtime-cu12 nvidia-nvjitlink-cu12 (in a checkout: pip install -e '.[prove]')"
     )
+
+
+def not_shown(target: Target) -> tuple[str, ...]:
+    """What a program compiled for a target that is not there does not say, or says wrongly."""
+    return _NOT_SHOWN[target.platform]
 
 
 def _check_installed(target: Target) -> None:

@@ -5,9 +5,10 @@
   block   of each scanned layer, only its input is kept (12x less for a GPT, for 1/3 more FLOPs)
 
 No policy keeps a weight that a touch opens: each touch is fused with the operation that uses it
-under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers again (at
-stage 2 it reads the copy of the step again, instead of keeping a second one layer by layer). (A loop, a cond or a custom_vjp that is handed a gathered weight keeps it: see `_KEEP`.)
-That is where the third Ψ of stage 3's 3Ψ words comes from (ZeRO, section 7.2.2).
+under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers again: there
+the third Ψ of stage 3's 3Ψ words comes from (ZeRO, section 7.2.2). At stage 2 it reads the copy of
+the step again, instead of keeping a second one layer by layer. (A loop, a cond or a custom_vjp
+that is handed a gathered weight keeps it: see `_KEEP`.)
 
 Models do not know of any of this: their loss is traced, and its jaxpr evaluated with the layers
 (scans over parameters) and the touches wrapped. Layers that a model already wraps in

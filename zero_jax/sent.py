@@ -179,7 +179,10 @@ class _Walk:
         )
 
     def _between(self, computation: Computation, start: Instruction) -> int:
-        """FLOPs scheduled between a start and its done, which are in one computation."""
+        """FLOPs scheduled between a start and its done, which are in one computation.
+
+        A loop in between is left out: its products cover the collectives that stand in it.
+        """
         flops, under_way = 0, {start.name}
         after = False
         for i in computation.instructions.values():

@@ -178,6 +178,9 @@ def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation]) -> N
             continue
         made = [_value(var) for var in eqn.outvars]
         env.update(zip(eqn.outvars, made, strict=True))
+        if name == "scan" and eqn.params["length"] == 1:
+            _append_once(eqn, given, made, operations)
+            continue
         context = str(eqn.source_info.name_stack)
         backward = "transpose(" in context
         bodies = _bodies(eqn, given)
@@ -185,6 +188,24 @@ def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation]) -> N
         operations.append(
             Operation(name, _present(given), made, bodies, carried, backward, context)
         )
+
+
+def _append_once(
+    eqn: Any, given: Sequence[Value | None], made: list[Value], operations: list[Operation]
+) -> None:
+    """A loop of one iteration is none: its body, between views of slices in and out."""
+    context = str(eqn.source_info.name_stack)
+    backward = "transpose(" in context
+    body = _called(eqn)
+    inside: list[Value | None] = []
+    for var, value in zip(body.invars, given, strict=True):
+        piece = value
+        if value is not None and len(var.aval.shape) < len(value.shape):
+            piece = _value(var)
+            operations.append(Operation("squeeze", [value], [piece], [], [], backward, context))
+        inside.append(piece)
+    for value, out in zip(_inline(body, inside, operations), made, strict=True):
+        operations.append(Operation("reshape", [value], [out], [], [], backward, context))
 
 
 def _inline(jaxpr: Any, given: Sequence[Value | None], operations: list[Operation]) -> list[Value]:
