@@ -38,7 +38,7 @@ def prove(model: str, devices: int, stage: int, remat: str) -> dict:
     plan = case.plan(stage, target="h100")
     known = plan.as_dict()
     row = {k: known[k] for k in ("stage", "remat", "words_per_param", "error", "hidden_fraction")}
-    total, loops = plan.compiled.hidden(), plan.compiled.hidden(loops_only=True)
+    total, loops = plan.compiled.hidden(), plan.compiled.hidden(layers_only=True)
     return row | {
         "model": model,
         "devices": devices,

@@ -58,10 +58,10 @@ class Network:
         logits = h @ zero_jax.gather(params["head"])
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
 
-    def step(self, stage, remat, micro_batches=1):
+    def step(self, stage, remat, micro_batches=1, mesh=None):
         """A step and its arguments, of which no array exists."""
         zero = zero_jax.Zero(
-            zero_jax.make_mesh(),
+            mesh or zero_jax.make_mesh(),
             stage=stage,
             precision=self.dtype,
             remat=remat,
@@ -143,10 +143,13 @@ def test_half_a_batch_at_a_time_saves_half(stage):
 
 
 def test_micro_batches_add_up_in_a_second_set_of_gradients():
-    """Stages 0 and 1 have a whole one beside what a micro-batch makes, stages 2 and 3 a shard."""
+    """Stages 0 and 1 have a whole one beside what a micro-batch makes, stages 2 and 3 a shard.
+
+    Less half of a layer's input, which is the other half of the batch.
+    """
     for stage, per_param in ((1, 4), (3, 4 / N)):
         one, two = (WIDE.forecast(stage, micro_batches=k).terms["gradients"] for k in (1, 2))
-        assert two - one == pytest.approx(per_param * WIDE.psi, abs=0.02 * WIDE.psi)
+        assert two - one + WIDE.carry // 2 - per_param * WIDE.psi in range(17), "scalars"
 
 
 # Their sum.
@@ -226,6 +229,14 @@ def test_a_loop_hands_slices_to_its_body():
     shapes = {(mine.shape, theirs.shape) for mine, theirs in body.given}
     assert shapes == {((3, 3), (5, 3, 3)), ((2, 3), (2, 3))}
     assert {theirs for _, theirs in body.given} == set(flat.inputs)
+
+
+def test_literals_are_handed_to_no_body():
+    def f(x):
+        return jax.lax.scan(lambda h, row: (h + jnp.sum(row), None), 0.0, x)[0]
+
+    (loop,) = (o for o in traced.flatten(jax.make_jaxpr(f)(jnp.ones((5, 3)))).operations)
+    assert [theirs.shape for _, theirs in loop.bodies[0].given] == [(5, 3)]
 
 
 def test_each_branch_is_a_body():

@@ -174,7 +174,7 @@ def test_an_asynchronous_product_hides_once_not_at_its_start_update_and_done():
     assert c.overlapped_flops == FLOPS
 
 
-def loop_of(body_lines, trips):
+def loop_of(body_lines, trips, name="w"):
     """A while loop over (counter, shard, a, b), and the computations that it needs."""
     state = f"(s32[], bf16[6]{{0}}, f32[{M},{K}]{{1,0}}, f32[{K},{N}]{{1,0}})"
     body = [
@@ -188,13 +188,13 @@ def loop_of(body_lines, trips):
     ]
     condition = [f"%s = {state} parameter(0)", "ROOT %go = pred[] constant(true)"]
     texts = [
-        f"%{name} (s: {state}) -> {state} {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
-        for name, lines in (("body", body), ("condition", condition))
+        f"%{role}_{name} (s: {state}) -> {state} {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
+        for role, lines in (("body", body), ("condition", condition))
     ]
     loop = [
         "%zero = s32[] constant(0)",
         f"%init = {state} tuple(%zero, %shard, %a, %b)",
-        f"%w = {state} while(%init), condition=%condition, body=%body, "
+        f"%{name} = {state} while(%init), condition=%condition_{name}, body=%body_{name}, "
         f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}',
     ]
     return loop, texts
@@ -212,7 +212,21 @@ def test_loops_are_told_from_the_rest_of_the_step():
     assert report.collectives[0].overlapped_flops == FLOPS, "of each run"
     assert report.hidden() == hlo.Hidden(hidden=5 * 2 * GATHERED, exposed=2 * GATHERED)
     assert report.hidden().fraction == pytest.approx(5 / 6)
-    assert report.hidden(loops_only=True) == hlo.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
+    assert report.hidden(layers_only=True) == hlo.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
+
+
+def test_a_loop_without_products_is_none_over_layers():
+    """Gathering a stack row by row is no layer's work, but in a loop with products it is."""
+    gathering, texts = loop_of(gather("g"), trips=5)
+    report = audited(schedule(gathering, *texts))
+    assert [(c.runs, c.in_layers) for c in report.collectives] == [(5, False)]
+    assert report.hidden(layers_only=True) == hlo.Hidden(0, 0)
+    assert report.hidden().exposed == 5 * 2 * GATHERED
+
+    rows, row_texts = loop_of(gather("g"), trips=5, name="rows")
+    layers, layer_texts = loop_of([*rows, product("y")], trips=3)
+    (c,) = hlo.collectives(schedule(layers, *row_texts, *layer_texts))
+    assert (c.runs, c.in_layers) == (3 * 5, True)
 
 
 def test_the_products_of_a_loop_are_left_to_its_own_collectives():
@@ -275,12 +289,11 @@ def loops_on_a_cube(outer, middle, inner):
 
 def test_three_nested_loops_along_several_axes():
     found = {c.axis: c for c in hlo.collectives(loops_on_a_cube(5, 3, 2), dict(cube().shape))}
-    runs = {axis: (c.kind, c.runs, c.group_size, c.in_loop) for axis, c in found.items()}
-    assert runs == {
-        "model": ("all-reduce", 5 * 3 * 2, 2, True),
-        "data": ("all-gather", 5 * 3, 2, True),
-        "replica+model": ("reduce-scatter", 5, 4, True),
-        "replica+data": ("all-reduce", 1, 4, False),
+    assert {axis: (c.kind, c.runs, c.group_size) for axis, c in found.items()} == {
+        "model": ("all-reduce", 5 * 3 * 2, 2),
+        "data": ("all-gather", 5 * 3, 2),
+        "replica+model": ("reduce-scatter", 5, 4),
+        "replica+data": ("all-reduce", 1, 4),
     }
     assert found["model"].words == 5 * 3 * 2 * 2 * 12
     assert found["data"].words == 5 * 3 * 2 * 12
@@ -292,7 +305,7 @@ def test_a_branch_in_a_loop_counts_as_taken_each_time():
         return jax.lax.cond(x[0] > 0, lambda: jnp.sin(jax.lax.psum(x, "data")), lambda: -x)
 
     (c,) = hlo.collectives(compile_on_8(lambda x: jax.lax.fori_loop(0, 7, body, x), jnp.ones(4)))
-    assert (c.runs, c.conditional, c.in_loop) == (7, True, True)
+    assert (c.runs, c.conditional) == (7, True)
 
 
 @pytest.mark.parametrize("known", ["outer", "inner"])
@@ -309,7 +322,7 @@ def test_one_unknown_loop_makes_the_count_unknown(known):
     outer, inner = (four_times, unknown) if known == "outer" else (unknown, four_times)
     program = compile_on_8(lambda x: outer(lambda s: inner(send, s), x), jnp.ones(4))
     (c,) = hlo.collectives(program)
-    assert c.runs is None and c.in_loop
+    assert c.runs is None
 
 
 def test_a_computation_that_is_called_twice_sends_twice():

@@ -174,10 +174,21 @@ class _Step:
         if self.settings.stage == 3:
             return shards, [None] * len(shards)
         pairs = list(zip(shards, self.cuts, strict=True))
-        copies = [collectives.gather(x, c, self.settings.wire) for x, c in pairs]
+        copies = [self._copy(x, c) for x, c in pairs]
         doors = [self._has_door(c) for c in self.cuts]
         values = [s if d else c for s, c, d in zip(shards, copies, doors, strict=True)]
         return values, [c if d else None for c, d in zip(copies, doors, strict=True)]
+
+    def _copy(self, shard: jax.Array, cut: layout.Split) -> jax.Array:
+        """A gathered leaf. Stacked matrices are gathered layer by layer."""
+
+        def gather(x: jax.Array) -> jax.Array:
+            return collectives.gather(x, cut, self.settings.wire)
+
+        # Gathered as a whole, XLA lays them out with the split dim outermost; jax 0.10's compiler
+        # then keeps a second, transposed copy of all layers for one of the two loops over them.
+        matrices = cut.dim is not None and cut.stacked and cut.layer_rank > 1
+        return jax.lax.map(gather, shard) if matrices else gather(shard)
 
     def _loss(self, values: list[jax.Array], copies: list[Any], micro: PyTree, extras: Any) -> Any:
         doors = [self._has_door(c) for c in self.cuts]

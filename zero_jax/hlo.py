@@ -72,11 +72,11 @@ class Audit:
         """All words divided by Ψ = `num_params`: 2 for stages 0 to 2, 3 for stage 3."""
         return sum(self.words.values()) / num_params
 
-    def hidden(self, *, loops_only: bool = False) -> Hidden:
-        """How much of what is sent is covered by matrix products, of the step or of its loops."""
+    def hidden(self, *, layers_only: bool = False) -> Hidden:
+        """How much of what is sent matrix products cover, in the step or in its layers alone."""
         sent = {True: 0, False: 0}
         for c in self.collectives:
-            if c.in_loop or not loops_only:
+            if c.in_layers or not layers_only:
                 sent[c.hidden] += c.sent_bytes
         return Hidden(sent[True], sent[False])
 

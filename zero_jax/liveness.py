@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from zero_jax.hlo_text import Computation, Instruction, Program, bits
+from zero_jax.hlo_text import Computation, Instruction, Program
 
 _VIEWS = frozenset(
     ("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple", "async-update")
@@ -61,12 +61,6 @@ class _Buffer:
     @property
     def shape(self) -> str:
         return self.made_by.array_shapes[self.position]
-
-    @property
-    def elements(self) -> tuple[int, int]:
-        """How many, and bits of one."""
-        dtype, count = self.made_by.arrays[self.position]
-        return count, bits(dtype)
 
 
 _Flags: TypeAlias = "tuple[bool, ...] | None"  # for each array; None: all True
@@ -262,7 +256,7 @@ class _Liveness:
                     (b, operand) for b, part in zip(out, parts, strict=True) if part in reached
                 ]
         direct = [(b, operand) for b, operand in pairs if operand.made_by.name in i.operands]
-        return [(b, operand) for b, operand in direct if b.elements == operand.elements]
+        return [(b, operand) for b, operand in direct if b.bytes == operand.bytes]
 
 
 def _worst(

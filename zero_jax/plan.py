@@ -175,7 +175,7 @@ def _case(parsed: argparse.Namespace) -> Case:
         stage="auto" if parsed.auto else parsed.stage,
         precision=Precision(parsed.compute, reduce=parsed.reduce),
         micro_batches=parsed.micro_batches,
-        remat=parsed.remat,
+        remat=parsed.remat or ("none" if parsed.auto else "block"),
         memory_limit=parsed.memory_limit * 1e9 if parsed.memory_limit else None,
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
@@ -308,7 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batches", type=int, default=1, help="k, parts in which those are worked off")
     add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
     add("--vocab", type=int, default=50304)
-    add("--remat", default="block", help="one of " + ", ".join(POLICIES))
+    add(
+        "--remat", help=f"one of {', '.join(POLICIES)}; block unless given, or the least for --auto"
+    )
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
     add("--reduce", default="fp32", help="fp32 or bf16")

@@ -27,7 +27,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     """What the compiled program says, and what it cannot say."""
     audit = plan.compiled
     assert audit is not None
-    total, loops = audit.hidden(), audit.hidden(loops_only=True)
+    total, loops = audit.hidden(), audit.hidden(layers_only=True)
     name = plan.target.name if plan.target else "these devices"
     fits = ""
     if memory_bytes:

@@ -134,7 +134,7 @@ class Plan:
             "error": self.error,
             "compiled": _compiled_dict(self.compiled),
             "hidden_fraction": {
-                "layer_loop": self.compiled.hidden(loops_only=True).fraction,
+                "layer_loop": self.compiled.hidden(layers_only=True).fraction,
                 "step": self.compiled.hidden().fraction,
             },
             "collectives": [_collective_dict(c) for c in self.compiled.collectives],

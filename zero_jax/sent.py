@@ -40,7 +40,8 @@ class Collective:
     conditional: bool  # in a branch: `runs` counts every branch as taken, an upper bound
     asynchronous: bool  # has a start and a done, between which the device can compute
     overlapped_flops: int  # of the matrix products scheduled between those two, each run
-    in_loop: bool  # stands in a loop: the layers of a model that scans over them
+    in_loop: bool
+    in_layers: bool  # in a loop with matrix products: the layers of a model that scans over them
 
     @property
     def hidden(self) -> bool:
@@ -148,9 +149,17 @@ class _Walk:
         inner = [(c, 0) for c in self.run(body)]
         inner += [(c, 1) for c in self.run(condition)]  # which has one run more
         trips = trip_count(self.program, computation, loop) if inner else None
+        computes = bool(inner) and self._computes(body)
         for c, extra in inner:
             runs = None if trips is None or c.runs is None else c.runs * (trips + extra)
-            yield dataclasses.replace(c, runs=runs, in_loop=True)
+            yield dataclasses.replace(c, runs=runs, in_loop=True, in_layers=c.in_layers or computes)
+
+    def _computes(self, name: str) -> bool:
+        """Whether a computation has matrix products; one that cannot be counted has."""
+        try:
+            return self.flops.computation(name) > 0
+        except ValueError:
+            return True
 
     def _collective(self, computation: Computation, i: Instruction, kind: str) -> Collective:
         # Operands look alike everywhere; results differ between plain, start and wrapped forms.
@@ -176,6 +185,7 @@ class _Walk:
             asynchronous=asynchronous,
             overlapped_flops=self._between(computation, i) if asynchronous else 0,
             in_loop=False,
+            in_layers=False,
         )
 
     def _between(self, computation: Computation, start: Instruction) -> int:
