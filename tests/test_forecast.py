@@ -136,6 +136,14 @@ def test_logits_are_the_loss():
     assert LONG.forecast(3).terms["loss"] == 0
 
 
+def test_a_gradient_that_only_waits_to_be_summed_is_computed_last():
+    """That of the head, by the schedule that XLA makes; logits and their gradient are the worst."""
+    net = Network(L=6, D=64, B=4, T=16, V=1000)
+    found = net.forecast(3)
+    assert found.terms["gradients"] == 0
+    assert found.bytes > 2 * (4 * net.B * net.T * net.V)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_half_a_batch_at_a_time_saves_half(stage):
     whole, halves = LONG.forecast(stage), LONG.forecast(stage, micro_batches=2)

@@ -6,8 +6,8 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "traced", "_version"},
-    {"layout", "micro_batch", "trips", "groups", "liveness", "forecast", "scaling"},
-    {"flops"},
+    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"},
+    {"flops", "forecast"},
     {"sent"},
     {"hlo"},
     {"prove", "roofline"},

@@ -25,34 +25,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_jax.spans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
 from zero_jax.traced import Body, Flat, Operation, Value, device_part, flatten
 
 TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
-
-# Other views of the same bytes.
-_VIEWS = frozenset(
-    (
-        *("reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pcast"),
-        *("name", "stop_gradient", "bitcast_convert_type"),
-    )
-)
-_SUMS_OVER_DEVICES = frozenset(("reduce_scatter", "psum", "psum_invariant"))
-# Their results are in memory; what they read is fused into them.
-_REDUCTIONS = frozenset(
-    (
-        "gather",
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        *("argmax", "argmin"),
-    )
-)
-# Their operands and results are in memory; everything not named here or above is fused.
-_SOLID = _SUMS_OVER_DEVICES | frozenset(
-    (
-        *("dot_general", "conv_general_dilated", "scan", "while", "cond", "all_gather"),
-        *("all_to_all", "ppermute", "scatter", "scatter-add", "sort", "cumsum"),
-        *("dynamic_update_slice", "rng_bit_generator", "top_k", "pallas_call", "ffi_call"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -123,7 +99,7 @@ class _Walk:
         self.operations = self._scheduled(flat.operations)
         self.end = len(self.operations)
         self.weights = _copies_of(weights, self.operations)
-        self.spans = _spans(self.operations, self.outputs, self.end)
+        self.spans = spans_of(self.operations, self.outputs, self.end)
         layers = [at for at, o in enumerate(self.operations) if self._is_layers(o)]
         backward = [at for at, o in enumerate(self.operations) if o.backward]
         self.backward = backward[0] if backward else self.end
@@ -132,8 +108,8 @@ class _Walk:
         self.gradients = self._only_summed()
 
     def _is_layers(self, operation: Operation) -> bool:
-        """Whether it is a loop that slices parameters, one layer at a time."""
-        return any(
+        """Whether it is a loop that slices parameters and computes, one layer at a time."""
+        return not self.weights.issuperset(operation.outputs) and any(
             theirs in self.weights and len(mine.shape) < len(theirs.shape)
             for body in operation.bodies
             for mine, theirs in body.given
@@ -141,13 +117,13 @@ class _Walk:
 
     def _scheduled(self, operations: Sequence[Operation]) -> list[Operation]:
         """Puts last what only feeds a sum of gradients over devices, that sum, what follows it."""
-        readers = _readers(operations)
+        readers = readers_of(operations)
         finishes, waits = set[int](), set[int]()
         for at in range(len(operations) - 1, -1, -1):
             operation = operations[at]
             reads = [r for o in operation.outputs for r in readers.get(o, ())]
-            sums = operation.name in _SUMS_OVER_DEVICES
-            if (sums or operation.name not in _SOLID) and finishes.issuperset(reads):
+            sums = operation.name in SUMS_OVER_DEVICES
+            if (sums or operation.name not in SOLID) and finishes.issuperset(reads):
                 finishes.add(at)
             feeds = bool(reads) and self.outputs.isdisjoint(operation.outputs)
             if (sums and at in finishes) or (feeds and waits.issuperset(reads)):
@@ -193,13 +169,13 @@ class _Walk:
             return "pass"
         return "loss" if self.loss < at < self.backward else "layer"
 
-    def _held(self, span: "_Span") -> Held:
+    def _held(self, span: Span) -> Held:
         value, operation = span.value, self.operations[span.made_at]
         what = f"{value.dtype}{list(value.shape)}".replace(" ", "")
         made_by = f"{operation.context}/{operation.name}".lstrip("/")
         return Held(value.bytes, self._term(span), what, made_by)
 
-    def _term(self, span: "_Span") -> str:
+    def _term(self, span: Span) -> str:
         if span.value in self.weights:
             return "copy"
         if span.value in self.gradients:
@@ -213,13 +189,13 @@ class _Walk:
     def _only_summed(self) -> set[Value]:
         """Values from which nothing is made but gradients: sums over devices and results."""
         found = set[Value]()
-        readers = _readers(self.operations)
+        readers = readers_of(self.operations)
         for at in range(self.end - 1, -1, -1):
             operation = self.operations[at]
             for value in operation.outputs:
                 reads = [self.operations[r] for r in readers.get(value, ())]
                 ends = all(
-                    (o.name not in _SOLID or o.name in _SUMS_OVER_DEVICES)
+                    (o.name not in SOLID or o.name in SUMS_OVER_DEVICES)
                     and found.issuperset(o.outputs)
                     for o in reads
                 )
@@ -240,88 +216,24 @@ class _Walk:
         ]
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A value in memory, from `start` to `stop` (operations, both included)."""
-
-    value: Value
-    made_at: int
-    start: int
-    stop: int
-
-
 def _total(held: Iterable[Held]) -> int:
     return sum(h.bytes for h in held)
-
-
-def _readers(operations: Sequence[Operation]) -> dict[Value, list[int]]:
-    readers: dict[Value, list[int]] = {}
-    for at, operation in enumerate(operations):
-        for value in operation.inputs:
-            readers.setdefault(value, []).append(at)
-    return readers
 
 
 def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Value]:
     """The weights, and what is made of weights alone without computing: casts and gathers."""
     weights = set(weights)
     for operation in operations:
-        moves = operation.name not in _SOLID | _REDUCTIONS or operation.name == "all_gather"
+        moves = operation.name not in SOLID | REDUCTIONS or operation.name == "all_gather"
+        moves = moves or (
+            bool(operation.bodies) and all(_moves(b, weights) for b in operation.bodies)
+        )
         if moves and operation.inputs and weights.issuperset(operation.inputs):
             weights.update(operation.outputs)
     return weights
 
 
-def _spans(operations: Sequence[Operation], results: set[Value], end: int) -> list[_Span]:
-    """When each value is in memory; fused values and views are not, and prolong what they read.
-
-    Args:
-      operations: in the order in which they run.
-      results: what is handed on at the end; the optimizer, or the loop's own state, takes them
-        as they are computed, so fused ones need no memory of their own.
-      end: the time after the last operation.
-    """
-    readers = _readers(operations)
-    times: dict[Value, tuple[int, int]] = {}  # first and last time something reads it
-    stored: dict[Value, bool] = {}
-    needed: dict[Value, bool] = {}
-    for at in range(end - 1, -1, -1):
-        operation = operations[at]
-        solid = operation.name in _SOLID or operation.name in _REDUCTIONS
-        for value in operation.outputs:
-            reads = [(end, end)] if value in results else []
-            needed[value] = False
-            for r in readers.get(value, ()):
-                reader = operations[r]
-                if reader.name in _SOLID or reader.name in _REDUCTIONS:
-                    reads.append((r, r))
-                    needed[value] |= reader.name in _SOLID
-                elif reader.name in _VIEWS:
-                    reads.append(times[reader.outputs[0]])
-                    needed[value] |= needed[reader.outputs[0]]
-                else:
-                    reads += [(times[o][0],) * 2 if stored[o] else times[o] for o in reader.outputs]
-            times[value] = (
-                min((first for first, _ in reads), default=end),
-                max((last for _, last in reads), default=at),
-            )
-            stored[value] = solid or (needed[value] and operation.name not in _VIEWS)
-    spans = []
-    # What a loop updates in place is counted as its result, unless somebody still needs the old.
-    moved = {
-        given
-        for at, operation in enumerate(operations)
-        for given, _ in operation.carried
-        if times.get(given, (0, at))[1] == at
-    }
-    for at, operation in enumerate(operations):
-        solid = operation.name in _SOLID or operation.name in _REDUCTIONS
-        for value in operation.outputs:
-            if stored[value] and value.bytes:
-                first, last = times[value]
-                # What is fused is computed when it is first read, what is not, in its turn.
-                start = at if solid else min(first, last)
-                stop = last - 1 if value in moved else max(start, last)
-                if start <= stop:
-                    spans.append(_Span(value, at, start, stop))
-    return spans
+def _moves(body: Body, weights: set[Value]) -> bool:
+    """Whether a loop does nothing but cast and gather weights, a layer at a time."""
+    inside = {mine for mine, theirs in body.given if theirs in weights}
+    return _copies_of(inside, body.flat.operations).issuperset(body.flat.outputs)
