@@ -51,8 +51,8 @@ class Trainer:
             stage=config.stage,
             precision=zero_jax.Precision(config.compute, config.reduce),
             micro_batches=config.micro_batches,
-            remat=config.remat,
-            memory_limit=config.memory_limit and 1e9 * config.memory_limit,
+            remat=config.remat or ("none" if config.stage == "auto" else "block"),
+            memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,
         )
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._planned())

@@ -2,6 +2,8 @@
 the tables of plan.md are made from.
 
     python docs/proof.py                 # 36 programs, 10 to 20 minutes on two cores
+    python docs/proof.py --more          # other batches, fp32 reduction, micro-batches: 24 more
+    python docs/proof.py --stages 1 2    # these again, the others stay
     python docs/proof.py --tables        # prints the tables of what is there
 
 Needs the extra `prove`.
@@ -25,15 +27,36 @@ from zero_jax.plan import Case
 CASES = (("1.5b", 64), ("7.5b", 64), ("128b", 256))
 POLICIES = ("block", "dots", "none")
 ROWS = 4
+# Stage, remat, rows of a device, reduce dtype, micro-batches.
+MORE = (
+    *((s, "block", 1, "bf16", 1) for s in (1, 2, 3)),
+    *((s, "block", 4, "fp32", 1) for s in (1, 2, 3)),
+    *((s, "block", 8, "bf16", 2) for s in (1, 2, 3)),
+    (3, "none", 1, "bf16", 1),
+    (3, "block", 2, "fp32", 1),
+    (3, "block", 16, "bf16", 1),
+)
 FILE = pathlib.Path(__file__).parent / "proof.json"
 
 
-def prove(model: str, devices: int, stage: int, remat: str) -> dict:
+def prove(
+    model: str,
+    devices: int,
+    stage: int,
+    remat: str,
+    rows: int = ROWS,
+    reduce: str = "bf16",
+    micro_batches: int = 1,
+) -> dict:
     """One compiled program as plain data."""
     zero = Zero(
-        abstract_mesh(devices), stage, precision=Precision("bf16", reduce="bf16"), remat=remat
+        abstract_mesh(devices),
+        stage,
+        precision=Precision("bf16", reduce=reduce),
+        remat=remat,
+        micro_batches=micro_batches,
     )
-    case = Case(gpt.preset(model), zero, "adamw", ROWS * devices)
+    case = Case(gpt.preset(model), zero, "adamw", rows * devices)
     started = time.monotonic()
     plan = case.plan(stage, target="h100")
     known = plan.as_dict()
@@ -42,6 +65,9 @@ def prove(model: str, devices: int, stage: int, remat: str) -> dict:
     return row | {
         "model": model,
         "devices": devices,
+        "rows": rows,
+        "reduce": reduce,
+        "micro_batches": micro_batches,
         "predicted": known["predicted"],
         "compiled": {k: v for k, v in known["compiled"].items() if k != "largest_temporaries"},
         "hidden_bytes": dataclasses.asdict(total),
@@ -88,21 +114,23 @@ def tables(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", action="store_true", help="only print what is there")
-    if not parser.parse_args().tables:
+    parser.add_argument("--stages", nargs="+", type=int, default=range(4), help="only these")
+    parser.add_argument("--more", action="store_true", help="compile the variations instead")
+    parsed = parser.parse_args()
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    if not parsed.tables:
         jax.config.update("jax_platforms", "cpu")
-        rows = []
-        for remat in POLICIES:
-            for model, devices in CASES:
-                for stage in range(4):
-                    rows.append(prove(model, devices, stage, remat))
-                    print(model, devices, stage, remat, f"{rows[-1]['error']:+.1%}", flush=True)
-        header = {
-            "jax": jax.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "rows_per_device": ROWS,
-        }
-        FILE.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
-    print(tables(json.loads(FILE.read_text())["rows"]))
+        grid = [(*c, s, r) for r in POLICIES for c in CASES for s in parsed.stages]
+        more = [(*c, *v) for c in CASES[:2] for v in MORE]
+        kept = [] if parsed.more else known.get("rows", [])
+        rows = [row for row in kept if row["stage"] not in parsed.stages]
+        for case in more if parsed.more else grid:
+            rows.append(prove(*case))
+            print(*case, f"{rows[-1]['error']:+.1%}", flush=True)
+        known |= {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
+        known["more" if parsed.more else "rows"] = rows
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
+    print(tables(known["rows"]))
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def test_auto_decides_for_a_step_not_for_gradients_alone():
         auto(1e9).plan(lambda p, x: 0.0, TX, {}, jnp.ones(8))
 
 
-@pytest.mark.parametrize("limit", [0, -1.0])
+@pytest.mark.parametrize("limit", [0, -1.0, "60e9", float("inf"), True, 0.5])
 def test_a_limit_must_be_positive(limit):
     with pytest.raises(ValueError, match="memory_limit"):
         auto(limit)

@@ -292,3 +292,27 @@ def test_the_part_of_one_device_is_found_under_calls():
 def test_a_function_without_shard_map_is_refused():
     with pytest.raises(ValueError, match="no shard_map in it: give one made by zero.train_step"):
         forecast.forecast(jax.make_jaxpr(jax.jit(jnp.sin))(jnp.ones(3)), 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_arrays_that_a_loss_closes_over_are_no_parameters(stage):
+    """shard_map puts them before its inputs; the terms of the parameters stay what they were."""
+    mask = jnp.arange(16.0)
+
+    def planned(closed):
+        def loss(params, x):
+            def layer(x, w):
+                return jnp.tanh(x @ zero_jax.gather(w)), None
+
+            y = jax.lax.scan(layer, x, params["w"])[0]
+            return jnp.mean((y * mask if closed else y) ** 2)
+
+        zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat="block")
+        params = zero.abstract(lambda: {"w": jnp.zeros((6, 16, 16))})
+        batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+        return zero.plan(loss, optax.sgd(0.1), params, batch).predicted.terms
+
+    plain, closed = planned(False), planned(True)
+    assert {k: closed[k] for k in ("copy", "saved", "gradients")} == {
+        k: plain[k] for k in ("copy", "saved", "gradients")
+    }

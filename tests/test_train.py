@@ -131,7 +131,7 @@ def test_auto_says_what_it_chose_and_records_it(folder, capsys):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
     assert train.main(quiet) == 0
     said = capsys.readouterr().out
-    assert "chose stage 2, 1 micro-batches, remat block" in said and "stage 2, this run" in said
+    assert "chose stage 2, 1 micro-batches, remat none" in said and "stage 2, this run" in said
     assert json.loads(Path("runs/001/config.json").read_text())["stage"] == 2
 
 

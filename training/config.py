@@ -24,7 +24,7 @@ class Config:
     """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
     chooses that, micro-batches and remat, the fewest words that fit."""
     memory_limit: float | None = None
-    """GB (1e9 bytes) of a device that --stage auto may use; what the device has, less 8 %, unless
+    """GB (1e9 bytes) of a device that --stage auto may use; JAX's pool of its memory unless
     given."""
     devices: int | None = None
     """Devices of the whole run on a machine without GPUs, where they are slices of the CPU,
@@ -65,9 +65,9 @@ class Config:
     """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32."""
     reduce: str = "fp32"
     """Dtype in which gradients are summed over devices: fp32 or bf16."""
-    remat: str = "block"
+    remat: str | None = None
     """What is kept for the backward pass: none (everything is), dots (matrix products) or block
-    (the input of each layer)."""
+    (the input of each layer); block unless given, or what fits with --stage auto."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of

@@ -23,8 +23,8 @@ from zero_jax.targets import target as target_of
 
 # Part of a device's memory left to what no plan shows: the runtime, its libraries, NCCL.
 RESERVE = 0.08
-# A prediction this far above the limit is believed without compiling. The largest seen were 4 %
-# for GPUs and 21 % for a tiny model with padding on CPU devices.
+# A prediction this far above the limit is believed without compiling. The largest seen were 19 %
+# for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
 MARGIN = 0.25
 
 # FLOPs of a step by policy, forward and backward being 3: see `remat`.
@@ -67,12 +67,7 @@ class Choice:
     limit: int
 
     def __str__(self) -> str:
-        words = [c.candidate.cost[0] for c in self.considered]
-        rows = [
-            f"  {w:g}Ψ words  {c.candidate!s:44} {c.verdict}"
-            for w, c in zip(words, self.considered, strict=True)
-        ]
-        return "\n".join([f"for at most {gigabytes(self.limit)} a device:", *rows])
+        return _listed(self.considered, self.limit)
 
 
 def candidates(rows: int, *, micro_batches: int = 1, remat: str = "none") -> list[Candidate]:
@@ -115,10 +110,10 @@ def choose(
         planned = plan(candidate, False)
         size = planned.total_bytes
         if size <= limit * (1 + MARGIN):
-            planned = plan(candidate, True)
-            size = planned.total_bytes
-            fits = size <= limit
-            verdict = f"compiled {gigabytes(size)}: {'fits, taken' if fits else 'too much'}"
+            planned, verdict = _compiled(plan, candidate, planned)
+            fits = not verdict and planned.total_bytes <= limit
+            outcome = "fits, taken" if fits else "too much"
+            verdict = verdict or f"compiled {gigabytes(planned.total_bytes)}: {outcome}"
         else:
             fits, verdict = False, f"predicted {gigabytes(size)}: too much"
         considered.append(Considered(candidate, planned, verdict))
@@ -126,7 +121,25 @@ def choose(
             choice = Choice(considered[-1], tuple(considered), limit)
             report(f"chose {candidate}\n{choice}")
             return choice
+    report(_listed(considered, limit))
     raise ValueError(_nothing_fits(considered, limit))
+
+
+def _compiled(
+    plan: Callable[[Candidate, bool], Plan], candidate: Candidate, planned: Plan
+) -> tuple[Plan, str]:
+    """The compiled plan; the predicted one and a verdict where the compiler itself refuses."""
+    try:
+        return plan(candidate, True), ""
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return planned, "does not compile: out of memory"
+
+
+def _listed(considered: Sequence[Considered], limit: int) -> str:
+    rows = [f"  {c.candidate.cost[0]:g}Ψ words  {c.candidate!s:44} {c.verdict}" for c in considered]
+    return "\n".join([f"for at most {gigabytes(limit)} a device:", *rows])
 
 
 def choice(
@@ -167,8 +180,9 @@ def _limit(zero: Any, target: str | None) -> float:
         return default_limit(target_of(target).memory_bytes, target)
     if isinstance(zero.mesh, AbstractMesh):
         return default_limit(None, "a mesh without devices")
-    device = zero.mesh.devices.flat[0]
-    return default_limit((device.memory_stats() or {}).get("bytes_limit"), str(device))
+    device = zero.mesh.local_devices[0]
+    pool = (device.memory_stats() or {}).get("bytes_limit")  # what JAX itself leaves to others
+    return pool if pool else default_limit(None, str(device))
 
 
 def default_limit(memory_bytes: int | None, what: str) -> int:
@@ -180,7 +194,7 @@ def default_limit(memory_bytes: int | None, what: str) -> int:
     if not memory_bytes:
         raise ValueError(
             f"{what} does not say how much memory it has: give memory_limit= in bytes a device, "
-            "16e9 say"
+            "16e9 say (--memory-limit takes GB)"
         )
     return int(memory_bytes * (1 - RESERVE))
 

@@ -68,18 +68,20 @@ class Forecast:
         return {term: sum(h.bytes for h in self.held if h.term == term) for term in TERMS}
 
 
-def forecast(jaxpr: Any, params: int) -> Forecast:
+def forecast(jaxpr: Any, params: int, given: int | None = None) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
     Args:
       jaxpr: the step, `jax.jit(step).trace(...).jaxpr`, with a shard_map in it.
       params: how many of the first inputs of that shard_map are parameters.
+      given: how many inputs it was given; arrays that the loss closes over come before them.
 
     Raises:
       ValueError: there is no shard_map.
     """
-    flat = flatten(device_part(jaxpr))
-    held = _Walk(flat, set(flat.inputs[:params]), "step").worst()
+    part = device_part(jaxpr)
+    flat, first = flatten(part), len(part.invars) - (given or len(part.invars))
+    held = _Walk(flat, set(flat.inputs[first : first + params]), "step").worst()
     return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)))
 
 
@@ -200,7 +202,7 @@ class _Walk:
                     for o in reads
                 )
                 # A layer's carry is a result too; what it hands to the next is no gradient.
-                if ends and (reads or self.level != "layer" or at >= self.end):
+                if ends and (reads or self.level != "layer"):
                     found.add(value)
         return found
 

@@ -1,7 +1,6 @@
 """`python -m zero_jax.plan`: what a training run will hold and send, before hardware is rented.
 
     python -m zero_jax.plan --model 7.5b --stage 3 --devices 64 --batch-per-device 4 --compile
-    python -m zero_jax.plan --model 7.5b --devices 64 --batch-per-device 4 --auto
     python -m zero_jax.plan scaling --model 60b --devices 64,128,256,400 --device v100-32gb
     python -m zero_jax.plan tables
 
@@ -23,7 +22,7 @@ import optax
 from flax import nnx
 from optax import contrib
 
-from zero_jax import memory, paper, plan_text, planned, scaling, targets
+from zero_jax import choose, memory, paper, plan_text, planned, scaling, targets
 from zero_jax.mesh import abstract_mesh
 from zero_jax.precision import Precision
 from zero_jax.remat import POLICIES
@@ -120,7 +119,9 @@ def _plan(args: Sequence[str]) -> int:
     parsed = _parser().parse_args(args)
     target = targets.target(parsed.target)
     case = _case(parsed)
-    memory_bytes = int(parsed.memory_limit * 1e9) if parsed.memory_limit else target.memory_bytes
+    memory_bytes = int(parsed.memory_limit * 1e9) if parsed.memory_limit is not None else 0
+    if not memory_bytes and target.memory_bytes:
+        memory_bytes = choose.default_limit(target.memory_bytes, target.name)
     options = {"target": parsed.target, "topology": parsed.topology}
     if parsed.auto:
         case = _chosen(case, parsed)
@@ -153,6 +154,10 @@ def _case(parsed: argparse.Namespace) -> Case:
     gpt = _gpt()
     if parsed.optimizer not in _OPTIMIZERS:
         raise ValueError(_unknown("optimizer", parsed.optimizer, _OPTIMIZERS))
+    for name in ("replica", "model_parallel", "micro_batches"):
+        if getattr(parsed, name) < 1:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} {getattr(parsed, name)}: it must be at least 1")
     split = parsed.replica * parsed.model_parallel
     if parsed.devices < 1 or parsed.devices % split:
         raise ValueError(
@@ -176,7 +181,7 @@ def _case(parsed: argparse.Namespace) -> Case:
         precision=Precision(parsed.compute, reduce=parsed.reduce),
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
-        memory_limit=parsed.memory_limit * 1e9 if parsed.memory_limit else None,
+        memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
     return Case(gpt.preset(parsed.model, **shape), zero, parsed.optimizer, rows)
@@ -280,16 +285,9 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
 
 
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": parsed.model,
-        "devices": parsed.devices,
-        "batch_per_device": parsed.batch_per_device,
-        "seq": case.config.seq,
-        "compute": parsed.compute,
-        "reduce": parsed.reduce,
-        "optimizer": case.optimizer,
-        "jax": jax.__version__,
-    }
+    names = ("model", "devices", "batch_per_device", "compute", "reduce", "optimizer")
+    known = {name: getattr(parsed, name) for name in names}
+    return {**known, "seq": case.config.seq, "jax": jax.__version__}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ def format_stages(plans: Sequence[Plan]) -> str:
     if compiled:
         rows.append(["compiled", *(gigabytes(p.total_bytes) if p.compiled else "" for p in plans)])
         rows.append(["error", *(f"{p.error:+.1%}" if p.compiled else "" for p in plans)])
-    rows.append(["words / Ψ", *(f"{p.words_per_param:.3f}" for p in plans)])
+    rows.append(["words / Ψ", *(_words(p, 3) for p in plans)])
     return table([columns, *rows])
 
 
@@ -27,7 +27,6 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     """What the compiled program says, and what it cannot say."""
     audit = plan.compiled
     assert audit is not None
-    total, loops = audit.hidden(), audit.hidden(layers_only=True)
     name = plan.target.name if plan.target else "these devices"
     fits = ""
     if memory_bytes:
@@ -45,9 +44,9 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         ["  outputs not aliased", gigabytes(audit.output_bytes - audit.alias_bytes)],
         ["  host", gigabytes(audit.host_bytes)],
         ["predicted", f"{gigabytes(plan.predicted.total_bytes)} ({plan.error:+.1%})"],
-        ["words / Ψ", f"{plan.words_per_param:.4f}"],
-        ["sent", f"{gigabytes(total.hidden)} hidden, {gigabytes(total.exposed)} exposed"],
-        ["  in loops", f"{gigabytes(loops.hidden)} hidden, {gigabytes(loops.exposed)} exposed"],
+        ["words / Ψ", _words(plan, 4)],
+        ["sent", _sent(plan, layers_only=False)],
+        ["  in layers' loops", _sent(plan, layers_only=True)],
         ["matrix products", flops],
     ]
     if audit.uncounted:
@@ -68,6 +67,18 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
             *(f"- {line}" for line in prove.not_shown(plan.target)),
         ]
     return "\n".join(parts)
+
+
+def _words(plan: Plan, digits: int) -> str:
+    return f"{plan.words_per_param:.{digits}f}" if plan.countable else "?"
+
+
+def _sent(plan: Plan, *, layers_only: bool) -> str:
+    assert plan.compiled is not None
+    if not plan.countable:
+        return "unknown: a loop around a collective depends on data"
+    sent = plan.compiled.hidden(layers_only=layers_only)
+    return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -111,6 +111,12 @@ class Plan:
             return self.compiled.words_per_param(self.num_params)
         return words_per_param(self.stage, self.micro_batches)
 
+    @property
+    def countable(self) -> bool:
+        """Whether it is known how often each collective runs: no loop depends on data."""
+        found = () if self.compiled is None else self.compiled.collectives
+        return all(c.runs is not None or c.group_size == 1 for c in found)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: `predicted`, and where compiled all that was read from it."""
         known: dict[str, Any] = {
@@ -125,7 +131,7 @@ class Plan:
                 "alias_bytes": self.predicted.alias_bytes,
                 "terms": self.predicted.terms,
             },
-            "words_per_param": self.words_per_param,
+            "words_per_param": self.words_per_param if self.countable else None,
         }
         if self.compiled is None:
             return known
@@ -136,7 +142,9 @@ class Plan:
             "hidden_fraction": {
                 "layer_loop": self.compiled.hidden(layers_only=True).fraction,
                 "step": self.compiled.hidden().fraction,
-            },
+            }
+            if self.countable
+            else None,
             "collectives": [_collective_dict(c) for c in self.compiled.collectives],
             "flops": self.compiled.flops,
             "flops_not_counted": list(self.compiled.uncounted),
@@ -187,8 +195,11 @@ def of(
       ValueError: the target is unknown or cannot be compiled for here, or the mesh has no devices.
     """
     aim = None if target is None else target_of(target)
+    if topology is not None and aim is None:
+        raise ValueError(f"topology={topology!r} is that of a target: name it, target='h100' say")
     step = zero.train_step(loss_fn, tx, has_aux=has_aux)
-    shapes = jax.tree.map(_shape, params)
+    # As this Zero lays them out, wherever they come from.
+    shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
     wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
     args = (
         shapes,
@@ -208,7 +219,9 @@ def of(
 
 def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
     params, opt_state, batch, *extras = args
-    temporaries = forecast.forecast(step.trace(*args).jaxpr, len(jax.tree.leaves(params)))
+    counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
+    given = sum(counts) + 1  # the loss scale
+    temporaries = forecast.forecast(step.trace(*args).jaxpr, counts[0], given)
     full = jax.eval_shape(layout.logical, params)
     settings = step.settings
     return Plan(
@@ -242,15 +255,12 @@ def _compile(
     return hlo.audit(step.lower(*args).compile(), dict(mesh.shape))
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     placed = None if spec is None else NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    dtype = getattr(x, "dtype", None) or jax.dtypes.result_type(x)
+    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=placed)
 
 
 def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:

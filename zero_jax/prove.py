@@ -18,7 +18,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -186,7 +185,7 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
     leaves, treedef = jax.tree.flatten(tuple(args))
     count = len(jax.tree.leaves(tuple(args[:donated])))
     impls = [
-        str(jax.random.key_impl(x)) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+        _key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None
         for x in leaves
     ]
 
@@ -199,14 +198,28 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
 
     plain = [x if impl is None else _key_data(x) for x, impl in zip(leaves, impls, strict=True)]
     jitted = jax.jit(flat, donate_argnums=tuple(range(count)))
-    exported = jax.export.export(jitted, platforms=[target.platform])(*plain)
+    try:
+        exported = jax.export.export(jitted, platforms=[target.platform])(*plain)
+        program = bytes(exported.serialize())
+    except NotImplementedError as error:
+        raise ValueError(
+            "the step calls back to Python (jax.debug.print, a callback), which can't be compiled "
+            f"for another machine: take that out to prove it. JAX says: {error}"
+        ) from error
     request = {
         "shapes": [list(x.shape) for x in plain],
         "dtypes": [str(x.dtype) for x in plain],
         "specs": [_spec(x) for x in plain],
         "donated": count,
     }
-    return {"program": bytes(exported.serialize()), "request": request}
+    return {"program": program, "request": request}
+
+
+def _key_impl(key: Any) -> str:
+    """The name of a key's generator, which only an array tells."""
+    found: list[str] = []
+    jax.eval_shape(lambda k: found.append(str(jax.random.key_impl(k))), key)
+    return found[0]
 
 
 def _key_data(key: Any) -> jax.ShapeDtypeStruct:
@@ -279,13 +292,10 @@ def _child(here: pathlib.Path) -> None:
     ]
     exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
     jitted = jax.jit(exported.call, donate_argnums=tuple(range(request["donated"])))
-    started = time.monotonic()
     compiled = jitted.lower(*args).compile()
     memory = compiled.memory_analysis()
     numbers = {name: getattr(memory, name) for name in _MEMORY}
-    (here / "memory.json").write_text(
-        json.dumps({**numbers, "seconds": time.monotonic() - started})
-    )
+    (here / "memory.json").write_text(json.dumps(numbers))
     (here / "program.txt").write_text(compiled.as_text() or "")
 
 

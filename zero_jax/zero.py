@@ -41,8 +41,8 @@ class Zero:
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
       scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
-      memory_limit: bytes of a device that "auto" may use; by default what the device has, less
-        8 % for what no plan shows.
+      memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
+        memory, of a target that is not there all of it less 8 % for what no plan shows.
 
     Raises:
       ValueError: for a stage, mesh, precision, policy or count that can't be used.
@@ -73,8 +73,10 @@ class Zero:
                 "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
                 'or "auto" for the fewest words that fit'
             )
-        if self.memory_limit is not None and not self.memory_limit > 0:
-            raise ValueError(f"memory_limit={self.memory_limit!r}: give bytes a device, 80e9 say")
+        limit = self.memory_limit
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (number and 1 <= limit < float("inf")):
+            raise ValueError(f"memory_limit={limit!r}: give bytes a device, 80e9 say")
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
