@@ -59,7 +59,10 @@ class Audit:
 
     @property
     def fragmentation(self) -> float:
-        """Temporary memory over the largest set that lives at once; 1.0 is none."""
+        """Temporary memory over the largest set that lives at once; 1.0 is none.
+
+        Below 1.0 where XLA shares buffers in ways that `liveness` does not follow.
+        """
         return self.temp_bytes / self.peak.bytes if self.peak.bytes else 1.0
 
     @property
