@@ -150,6 +150,19 @@ def test_what_was_dropped_is_printed_with_its_bytes(capsys):
     assert chosen.stage in (1, 2, 3) and chosen != tight
 
 
+def test_the_topology_is_only_asked_of_what_is_compiled(monkeypatch):
+    """A prediction has no topology; the compile for the target gets the caller's."""
+    seen = []
+    monkeypatch.setattr(
+        choose, "choose", lambda tried, plan, *_: seen.append(plan(tried[0], False))
+    )
+    problem = gpt_problem()
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), "auto", memory_limit=1e9)
+    params = zero.abstract(problem.make)
+    zero.choice(problem.loss, TX, params, problem.batch, target="h100", topology="2x1x4")
+    assert seen[0].compiled is None
+
+
 def test_micro_batches_and_remat_are_the_least_that_may_be_chosen():
     found = choose.candidates(4, micro_batches=2, remat="dots")
     assert {c.micro_batches for c in found} == {2, 4}

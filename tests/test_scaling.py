@@ -237,7 +237,6 @@ def test_bad_input_is_refused(options, message):
 
 
 def test_the_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "scaling.png"
     scaling.plot_scaling(predict("60b", [400, 64, 128]), path)
     assert path.read_bytes().startswith(b"\x89PNG")

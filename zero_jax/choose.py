@@ -150,6 +150,7 @@ def choice(
     batch: Any,
     *extras: Any,
     target: str | None = None,
+    topology: str | None = None,
     report: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> Choice:
@@ -161,10 +162,8 @@ def choice(
 
     def plan(candidate: Candidate, compile: bool) -> Plan:
         settled = dataclasses.replace(zero, **dataclasses.asdict(candidate))
-        aim = target if compile else None
-        return settled.plan(
-            *(loss_fn, tx, params, batch, *extras), compile=compile, target=aim, **options
-        )
+        aim = {"compile": True, "target": target, "topology": topology} if compile else {}
+        return settled.plan(loss_fn, tx, params, batch, *extras, **aim, **options)
 
     rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(zero.mesh)
     tried = candidates(rows, micro_batches=zero.micro_batches, remat=zero.remat)
