@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 
 def chunked_cross_entropy(
@@ -57,11 +58,13 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 def _token_losses(
     x_KxD: jax.Array, embed_VxD: jax.Array, labels_K: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns one chunk's losses (K,) and log-probabilities (K, V), in fp32."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns one chunk's losses (K,), log-probabilities (K, V) in fp32, and where labels hit."""
     logits_KxV = jnp.einsum("kd,vd->kv", x_KxD, embed_VxD, preferred_element_type=jnp.float32)
-    logp_KxV = jax.nn.log_softmax(logits_KxV)
-    return -jnp.take_along_axis(logp_KxV, labels_K[:, None], axis=1)[:, 0], logp_KxV
+    logp_KxV = jax.nn.log_softmax(nn.with_logical_constraint(logits_KxV, (None, "vocab")))
+    # A sum, not a lookup: where the vocabulary is split, each part knows its own labels.
+    hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
+    return -jnp.sum(jnp.where(hit_KxV, logp_KxV, 0.0), axis=1), logp_KxV, hit_KxV
 
 
 @jax.custom_vjp
@@ -85,13 +88,13 @@ def _cross_entropy_fwd(
 
     def body(dembed_VxD: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
         x_KxD, labels_K, weights_K = chunk
-        losses_K, logp_KxV = _token_losses(x_KxD, embed_VxD, labels_K)
-        hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
+        losses_K, logp_KxV, hit_KxV = _token_losses(x_KxD, embed_VxD, labels_K)
         dlogits_KxV = (jnp.exp(logp_KxV) - hit_KxV) * (weights_K * scale)[:, None]
         dlogits_KxV = dlogits_KxV.astype(dtype)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)
-        return dembed_VxD + dot("kv,kd->vd", dlogits_KxV, x_KxD), (losses_K, dx_KxD)
+        dembed_VxD += dot("kv,kd->vd", dlogits_KxV, x_KxD)
+        return nn.with_logical_constraint(dembed_VxD, ("vocab", None)), (losses_K, dx_KxD)
 
     dembed_VxD, (losses_CxK, dx_CxKxD) = jax.lax.scan(
         body,

@@ -6,8 +6,13 @@ norm statistics, softmax and loss are fp32. Logits of a training batch never exi
 `chunked_cross_entropy` holds (loss_chunk, vocab) of them, and its gradients cost (V, D) + (M, D)
 words in fp32.
 
+The dims of parameters and activations carry names (heads, mlp, vocab, seq, embed). They mean
+nothing until Flax's logical axis rules map them to a mesh: heads, mlp and vocab split as Megatron
+does (columns of qkv and up, rows of proj and down, rows of the embedding and the logits), seq as
+its sequence parallelism does; `length` is a sequence that attention and matmuls need whole.
+
 Shapes: B batch, T tokens of a row, D width, N heads, H head dim, V vocab, L layers,
-M tokens of a batch, C chunks of K tokens (C * K >= M), S length of a text.
+F = 4·D, M tokens of a batch, C chunks of K tokens (C * K >= M), S length of a text.
 
 GPT-2: Radford et al., Language Models are Unsupervised Multitask Learners (2019). The shapes of
 the larger models follow Rajbhandari et al., arXiv:1910.02054.
@@ -18,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
 from models.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
@@ -35,13 +41,22 @@ def _keep_dtype(arrays: _Arrays, /, *, dtype: Any = None, inexact: bool = True) 
     return arrays
 
 
-def _embed(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
-    init = nnx.initializers.normal(0.02)
+def _named(init: Any, *names: str | None) -> Any:
+    # Not eager: Flax would want a mesh as soon as the model is built.
+    return nnx.with_partitioning(init, names, eager_sharding=False)
+
+
+def _embed(rows: int, width: int, name: str, rngs: nnx.Rngs) -> nnx.Embed:
+    init = _named(nnx.initializers.normal(0.02), name, "embed")
     return nnx.Embed(rows, width, embedding_init=init, promote_dtype=_keep_dtype, rngs=rngs)
 
 
-def _linear(inputs: int, outputs: int, stddev: float, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.normal(stddev), rngs=rngs)
+def _linear(
+    inputs: int, outputs: int, stddev: float, names: tuple[str, str], rngs: nnx.Rngs
+) -> nnx.Linear:
+    kernel_init = _named(nnx.initializers.normal(stddev), *names)
+    bias_init = _named(nnx.initializers.zeros, names[1])
+    return nnx.Linear(inputs, outputs, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs)
 
 
 def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -59,19 +74,33 @@ def _split(key: jax.Array | None, num: int) -> Any:
     return (None,) * num if key is None else jax.random.split(key, num)
 
 
+def _residual(x_BxTxD: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x_BxTxD, ("batch", "seq", "embed"))
+
+
+def _whole(x_BxTxD: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "embed"))
+
+
 class Attention(nnx.Module):
-    """Causal self-attention of `heads` heads, through `jax.nn.dot_product_attention`."""
+    """Causal self-attention of `heads` heads, through `jax.nn.dot_product_attention`.
+
+    The columns of `qkv` are ordered (heads, 3, H), so that a part of them is whole heads.
+    """
 
     def __init__(self, config: GPTConfig, out_stddev: float, rngs: nnx.Rngs):
         self.heads = config.heads
         self.implementation = config.attention
-        self.qkv = _linear(config.width, 3 * config.width, 0.02, rngs)
-        self.proj = _linear(config.width, config.width, out_stddev, rngs)
+        self.qkv = _linear(config.width, 3 * config.width, 0.02, ("embed", "heads"), rngs)
+        self.proj = _linear(config.width, config.width, out_stddev, ("heads", "embed"), rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         B, T, D = x_BxTxD.shape
-        qkv_Bx3xTxNxH = self.qkv(x_BxTxD).reshape(B, T, 3, self.heads, D // self.heads)
-        q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = jnp.unstack(qkv_Bx3xTxNxH, axis=2)
+        qkv_BxTxNx3xH = self.qkv(x_BxTxD).reshape(B, T, self.heads, 3, D // self.heads)
+        qkv_BxTxNx3xH = nn.with_logical_constraint(
+            qkv_BxTxNx3xH, ("batch", "length", "heads", None, None)
+        )
+        q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = jnp.unstack(qkv_BxTxNx3xH, axis=3)
         mixed_BxTxNxH = jax.nn.dot_product_attention(
             q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation=self._choose(q_BxTxNxH)
         )
@@ -89,11 +118,12 @@ class MLP(nnx.Module):
     """D to 4·D and back, with GELU between."""
 
     def __init__(self, config: GPTConfig, out_stddev: float, rngs: nnx.Rngs):
-        self.up = _linear(config.width, 4 * config.width, 0.02, rngs)
-        self.down = _linear(4 * config.width, config.width, out_stddev, rngs)
+        self.up = _linear(config.width, 4 * config.width, 0.02, ("embed", "mlp"), rngs)
+        self.down = _linear(4 * config.width, config.width, out_stddev, ("mlp", "embed"), rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        return self.down(nnx.gelu(self.up(x_BxTxD)))
+        up_BxTxF = nn.with_logical_constraint(self.up(x_BxTxD), ("batch", "length", "mlp"))
+        return self.down(nnx.gelu(up_BxTxF))
 
 
 class Block(nnx.Module):
@@ -110,8 +140,11 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
         attn_key, mlp_key = _split(key, 2)
-        x_BxTxD = x_BxTxD + _dropout(self.attn(self.ln1(x_BxTxD)), self.rate, attn_key)
-        return x_BxTxD + _dropout(self.mlp(self.ln2(x_BxTxD)), self.rate, mlp_key)
+        x_BxTxD = _residual(x_BxTxD)
+        mixed_BxTxD = _residual(self.attn(_whole(self.ln1(x_BxTxD))))
+        x_BxTxD = x_BxTxD + _dropout(mixed_BxTxD, self.rate, attn_key)
+        out_BxTxD = _residual(self.mlp(_whole(self.ln2(x_BxTxD))))
+        return _residual(x_BxTxD + _dropout(out_BxTxD, self.rate, mlp_key))
 
 
 class GPT(nnx.Module):
@@ -127,8 +160,8 @@ class GPT(nnx.Module):
             return Block(config, rngs)
 
         self.config = config
-        self.wte = _embed(config.vocab, config.width, rngs)
-        self.wpe = _embed(config.seq, config.width, rngs)
+        self.wte = _embed(config.vocab, config.width, "vocab", rngs)
+        self.wpe = _embed(config.seq, config.width, "positions", rngs)
         self.blocks = stacked(rngs)
         self.ln_f = _layer_norm(config.width, rngs)
 
@@ -151,7 +184,7 @@ class GPT(nnx.Module):
         key = dropout_key if config.dropout > 0.0 else None
         embed_key, blocks_key = _split(key, 2)
         key_L = None if blocks_key is None else jax.random.split(blocks_key, config.layers)
-        x_BxTxD = self.wte(tokens_BxT) + self.wpe(jnp.arange(T))
+        x_BxTxD = _residual(self.wte(tokens_BxT) + self.wpe(jnp.arange(T)))
         x_BxTxD = _dropout(x_BxTxD, config.dropout, embed_key)
         return self.ln_f(_apply_blocks(self.blocks, x_BxTxD, key_L))
 

@@ -6,6 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "traced", "_version"},
+    {"model_axis"},
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"},
     {"flops", "forecast"},
     {"sent"},
@@ -14,6 +15,7 @@ FLOORS = [
     {"collectives", "elementwise"},
     {"touch", "remat"},
     {"optimizer", "partitioned"},
+    {"settings"},
     {"grads", "memory"},
     {"step"},
     {"planned", "auto"},

@@ -264,8 +264,8 @@ def test_meshes_without_data_or_with_other_axes_are_refused():
     auto = (jax.sharding.AxisType.Auto,)
     with pytest.raises(ValueError, match=r"axes \('x',\).*make_mesh"):
         zero_jax.Zero(jax.make_mesh((8,), ("x",), axis_types=auto))
-    with pytest.raises(ValueError, match="axis 'model' of size 2"):
-        zero_jax.Zero(zero_jax.make_mesh(model=2))
+    with pytest.raises(ValueError, match="axis 'expert' of size 2"):
+        zero_jax.Zero(jax.make_mesh((4, 2), ("data", "expert"), axis_types=auto * 2))
     with pytest.raises(ValueError, match="needs Auto axes"):
         zero_jax.Zero(jax.make_mesh((8,), ("data",)))
     with pytest.raises(ValueError, match="replica=3 x data=2 x model=1 = 6, but there are 8"):

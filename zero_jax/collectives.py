@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.layout import Split, pad_dim, strip_dim
+from zero_jax.model_axis import on_pieces
 from zero_jax.precision import cast
 
 # Touches show under these names in a jaxpr, which is how remat.py finds them.
@@ -39,7 +40,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     if cut.dim is None:
         return full
     dim = cut.dim % full.ndim
-    full = jax.lax.all_gather(full, wire.axis, axis=dim, tiled=True)
+    full = _pieces(lambda x: jax.lax.all_gather(x, wire.axis, axis=dim, tiled=True), full, cut)
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 
@@ -48,12 +49,24 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     master = jnp.promote_types(full.dtype, jnp.float32)
     full = full.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
     if cut.dim is None:
-        return jax.lax.psum(full, wire.axis).astype(master)
+        return sum_over(full, cut, wire.axis).astype(master)
     dim = cut.dim % full.ndim
     if cut.padded:
         full = pad_dim(full, dim, cut.shard_size * cut.shards)
-    out = jax.lax.psum_scatter(full, wire.axis, scatter_dimension=dim, tiled=True)
-    return out.astype(master)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(x, wire.axis, scatter_dimension=dim, tiled=True)
+
+    return _pieces(scatter, full, cut).astype(master)
+
+
+def sum_over(x: jax.Array, cut: Split, axis: str) -> jax.Array:
+    """A gradient, or this device's shard of it, summed over a mesh axis."""
+    return _pieces(lambda x: jax.lax.psum(x, axis), x, cut)
+
+
+def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:
+    return on_pieces(fn, x, cut.model, cut.model_shards)
 
 
 def local_shard(full: jax.Array, cut: Split, axis: str) -> jax.Array:

@@ -21,38 +21,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from zero_jax import collectives, layout, micro_batch, paths, remat, touch
-from zero_jax.collectives import Wire
-from zero_jax.mesh import DATA, AnyMesh, batch_axes, batch_shards
-from zero_jax.optimizer import Frozen
-from zero_jax.precision import Precision
+from zero_jax.mesh import DATA, batch_axes, batch_shards
+from zero_jax.settings import Settings
 
 PyTree = Any
 LossFn = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a step is made from: the settings of a `Zero`, checked."""
-
-    mesh: AnyMesh
-    stage: int
-    precision: Precision
-    micro_batches: int
-    remat: str
-    frozen: Frozen
-    scanned: str | None
-
-    @property
-    def shards(self) -> int:
-        """N: into how many pieces a parameter is cut."""
-        return 1 if self.stage == 0 else self.mesh.shape[DATA]
-
-    @property
-    def wire(self) -> Wire:
-        return Wire(DATA, self.precision.compute, self.precision.reduce)
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +65,7 @@ def run(
 ) -> Result:
     """Evaluates a loss over the global batch, with or without its gradients."""
     full = jax.eval_shape(layout.logical, params)
-    cuts = layout.splits_for(full, settings.shards, settings.scanned)
+    cuts = layout.splits_for(full, settings.shards, settings.scanned, settings.model_axis)
     _check_params(params, cuts)
     micro_batch.check_batch(
         batch, batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
@@ -108,6 +85,8 @@ def run(
         mesh=settings.mesh,
         in_specs=(specs, PartitionSpec(batch_axes(settings.mesh)), whole, whole),
         out_specs=Result(whole, whole, whole, grad_specs, whole),
+        # `model` stays automatic: XLA splits the matmuls by what the weights are split over.
+        axis_names=set(batch_axes(settings.mesh)),
         # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
         # scan carries start replicated do not trace.
         check_vma=False,
@@ -197,7 +176,8 @@ class _Step:
         names += [n for n, c in zip(names, copies, strict=True) if c is not None]
 
         def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
-            out = self.loss_fn(self._tree(*arrays), micro, *extras)
+            with spmd.logical_axis_rules(self.settings.model_axis.rules):
+                out = self.loss_fn(self._tree(*arrays), micro, *extras)
             return micro_batch.sum_and_weight(out, self.has_aux, self._exponent(micro))
 
         return remat.apply(call, self.settings.remat, names)((values, copies), micro, extras)
@@ -226,7 +206,8 @@ class _Step:
         grads = self._reduce(grads, "once a step")
         for axis in batch_axes(self.settings.mesh):
             if axis != DATA:
-                grads = [jax.lax.psum(g, axis) for g in grads]
+                pairs = zip(grads, self._trained_cuts, strict=True)
+                grads = [collectives.sum_over(g, c, axis) for g, c in pairs]
         grads = [g * factor for g in grads]
         norm = self._norm(grads)
         it = iter(grads)

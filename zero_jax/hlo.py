@@ -71,6 +71,10 @@ class Audit:
         kinds = {c.kind: 0 for c in self.collectives}
         return {k: sum(c.words for c in self.collectives if c.kind == k) for k in kinds}
 
+    def words_along(self, axis: str) -> int:
+        """Words sent per device and step along one mesh axis, over several axes together too."""
+        return sum(c.words for c in self.collectives if axis in c.axis.split("+"))
+
     def words_per_param(self, num_params: int) -> float:
         """All words divided by Ψ = `num_params`: 2 for stages 0 to 2, 3 for stage 3."""
         return sum(self.words.values()) / num_params

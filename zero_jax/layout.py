@@ -4,7 +4,8 @@ A leaf keeps its logical shape and is split along one dim, chosen by a pure func
 shape: the first dim that N divides, because contiguous shards gather without transposes;
 otherwise the dim that wastes least when padded. A leaf with fewer than N elements stays whole.
 Padding exists only at rest, as a `Padded` node that knows its logical size; the model, the
-optimizer, norms and checkpoints see logical shapes.
+optimizer, norms and checkpoints see logical shapes. A dim that tensor parallelism splits over
+`model` is never the one that is cut, see model_axis.py.
 
 Cost at rest: ceil(d/N)/d of a leaf's bytes per device, d being the dim it is split along.
 Source: ZeRO (arXiv:1910.02054), section 5; per-leaf instead of flattened buffers.
@@ -21,6 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import paths
+from zero_jax.mesh import MODEL
+from zero_jax.model_axis import ModelAxis
 from zero_jax.paths import Padded
 
 PyTree = Any
@@ -36,12 +39,16 @@ class Split:
         off the layer dim), or None for a leaf that stays whole on every device.
       shards: N, the number of pieces.
       stacked: whether dim 0 stacks layers.
+      model: the dim that is split over `model`, counted from the end, or None.
+      model_shards: MP, the size of that axis.
     """
 
     shape: tuple[int, ...]
     dim: int | None
     shards: int
     stacked: bool = False
+    model: int | None = None
+    model_shards: int = 1
 
     @property
     def size(self) -> int:
@@ -76,23 +83,47 @@ class Split:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of one device's piece."""
+        """Shape of one of N pieces: what `shard_map` over `data` sees."""
         return self._with_size(self.shard_size)
 
+    @property
+    def device_shape(self) -> tuple[int, ...]:
+        """Shape of what one device holds at rest: the piece, split over `model`."""
+        shape = list(self.shard_shape)
+        if self.model is not None:
+            shape[self.model] //= self.model_shards
+        return tuple(shape)
+
     def spec(self, axis_name: str) -> PartitionSpec:
-        """The partition spec at rest."""
-        if self.dim is None:
-            return PartitionSpec()
-        return PartitionSpec(*([None] * (self.dim % len(self.shape))), axis_name)
+        """The partition spec over `data` alone, for `shard_map`."""
+        return self._spec({self.dim: axis_name})
+
+    def spec_at_rest(self, axis_name: str) -> PartitionSpec:
+        """The partition spec over `data` and `model`."""
+        return self._spec({self.model: MODEL, self.dim: axis_name})
+
+    def _spec(self, axes: dict[int | None, str]) -> PartitionSpec:
+        last = max((d % len(self.shape) for d in axes if d is not None), default=-1)
+        return PartitionSpec(*(axes.get(d - len(self.shape)) for d in range(last + 1)))
 
 
-def split(shape: Sequence[int], shards: int, *, stacked: bool = False) -> Split:
+def split(
+    shape: Sequence[int],
+    shards: int,
+    *,
+    stacked: bool = False,
+    model: int | None = None,
+    model_shards: int = 1,
+) -> Split:
     """Chooses the dim along which a leaf is cut.
 
     Args:
       shape: the logical shape.
       shards: N, the number of pieces.
       stacked: whether dim 0 stacks layers that the model scans over; it is then never cut.
+      model: the dim that is split over `model`, counted from the end; never cut either. Where the
+        other dims have fewer than N elements (a bias), `data` takes this dim and `model` none.
+      model_shards: MP.
 
     Returns:
       The split. `dim` is None where there are fewer than N elements (per layer) to hand out.
@@ -103,12 +134,15 @@ def split(shape: Sequence[int], shards: int, *, stacked: bool = False) -> Split:
     (12, 16, 64)
     """
     shape = tuple(shape)
-    dims = range(1 if stacked else 0, len(shape))
-    if shards == 1 or math.prod(shape[d] for d in dims) < max(shards, 1):
-        return Split(shape, None, shards, stacked)
+    dims = [d for d in range(stacked, len(shape)) if d - len(shape) != model]
+    enough = math.prod(shape[d] for d in dims) >= shards
+    if model is not None and not enough:
+        return split(shape, shards, stacked=stacked, model_shards=model_shards)
+    if shards == 1 or not enough:
+        return Split(shape, None, shards, stacked, model, model_shards)
     exact = [d for d in dims if shape[d] % shards == 0]
     dim = exact[0] if exact else min(dims, key=lambda d: -(-shape[d] // shards) / shape[d])
-    return Split(shape, dim - len(shape), shards, stacked)
+    return Split(shape, dim - len(shape), shards, stacked, model, model_shards)
 
 
 def _is_padded(node: Any) -> bool:
@@ -180,7 +214,9 @@ def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
     return max(len(s) for s in shapes) >= 3
 
 
-def splits_for(tree: PyTree, shards: int, scanned: str | None = None) -> list[Split]:
+def splits_for(
+    tree: PyTree, shards: int, scanned: str | None = None, model: ModelAxis = ModelAxis()
+) -> list[Split]:
     """The split of every leaf of a logical tree, in tree order.
 
     A lone leaf of rank 3 or more counts as stacked too, since it may be scanned over: where it
@@ -189,7 +225,10 @@ def splits_for(tree: PyTree, shards: int, scanned: str | None = None) -> list[Sp
     leaves = jax.tree.leaves(tree)
     lone = [scanned is None and len(x.shape) >= 3 and max(x.shape[1:]) >= shards for x in leaves]
     stacked = [a or b for a, b in zip(scanned_leaves(tree, scanned), lone, strict=True)]
-    return [split(x.shape, shards, stacked=s) for x, s in zip(leaves, stacked, strict=True)]
+    return [
+        split(x.shape, shards, stacked=s, model=dim, model_shards=model.size)
+        for x, s, dim in zip(leaves, stacked, model.dims(tree, stacked), strict=True)
+    ]
 
 
 def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:
@@ -217,7 +256,8 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
 def shardings(tree: PyTree, splits: Sequence[Split], mesh: Any, axis: str) -> PyTree:
     """NamedShardings for a tree at rest."""
     treedef = jax.tree.structure(tree)
-    return jax.tree.unflatten(treedef, [NamedSharding(mesh, s.spec(axis)) for s in splits])
+    placed = [NamedSharding(mesh, s.spec_at_rest(axis)) for s in splits]
+    return jax.tree.unflatten(treedef, placed)
 
 
 def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
@@ -230,7 +270,7 @@ def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
 def bytes_per_device(splits: Sequence[Split], leaves: Sequence[Any]) -> int:
     """Bytes that one device holds at rest, padding included."""
     pairs = zip(splits, leaves, strict=True)
-    return sum(math.prod(s.shard_shape) * np.dtype(x.dtype).itemsize for s, x in pairs)
+    return sum(math.prod(s.device_shape) * np.dtype(x.dtype).itemsize for s, x in pairs)
 
 
 def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
@@ -241,10 +281,11 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
     """
     for (name, leaf), cut in zip(paths.named_leaves(tree), splits, strict=True):
         for piece in leaf.addressable_shards:
-            if piece.data.shape != cut.shard_shape:
+            if piece.data.shape != cut.device_shape:
+                devices = cut.shards * cut.model_shards
                 raise ValueError(
                     f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
-                    f"{cut.shard_shape} ({leaf.shape} over {cut.shards} devices): it was not "
+                    f"{cut.device_shape} ({leaf.shape} over {devices} devices): it was not "
                     "partitioned. Make it with zero.init or zero.shard."
                 )
 

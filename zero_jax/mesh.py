@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
+MODEL = "model"
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 _BATCH_AXES = ("replica", "data")
 _SETTINGS_BYTES = 1 << 16
@@ -140,9 +141,9 @@ def check_mesh(mesh: AnyMesh) -> None:
             "named 'data': make the mesh with zero_jax.make_mesh()"
         )
     for axis, size in mesh.shape.items():
-        if size > 1 and axis not in _BATCH_AXES:
+        if size > 1 and axis not in (*_BATCH_AXES, MODEL):
             raise ValueError(
-                f"mesh axis {axis!r} of size {size}: Zero partitions over 'data' and 'replica' "
+                f"mesh axis {axis!r} of size {size}: Zero knows 'data', 'replica' and 'model' "
                 f"only. Give {axis!r} size 1."
             )
     if any(t != AxisType.Auto for t in mesh.axis_types):
@@ -155,6 +156,11 @@ def check_mesh(mesh: AnyMesh) -> None:
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The mesh axes that the batch is split over."""
     return tuple(a for a in _BATCH_AXES if a in mesh.shape)
+
+
+def model_size(mesh: AnyMesh) -> int:
+    """MP, the size of the `model` axis; 1 without one."""
+    return mesh.shape.get(MODEL, 1)
 
 
 def batch_shards(mesh: AnyMesh) -> int:

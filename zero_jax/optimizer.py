@@ -18,6 +18,7 @@ import optax
 
 from zero_jax import layout, paths
 from zero_jax.mesh import DATA, AnyMesh
+from zero_jax.model_axis import ModelAxis
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
 PyTree = Any
@@ -54,6 +55,7 @@ def partition(
     precision: Precision,
     frozen: Frozen = None,
     scanned: str | None = None,
+    model_axis: ModelAxis = ModelAxis(),
 ) -> ZeroTransform:
     """Wraps a transformation so that its state is born, kept and updated in shards.
 
@@ -64,6 +66,7 @@ def partition(
       precision: decides whether the guard drives a loss scale.
       frozen: leaves without state or update, as for `Zero`.
       scanned: leaves with a layer dim, as for `Zero`.
+      model_axis: how leaves are split over `model`.
 
     Returns:
       A transformation over parameters at rest. A step whose gradients are not finite changes
@@ -72,7 +75,7 @@ def partition(
     inner = without_frozen(tx, frozen)
 
     def cuts_of(params: PyTree) -> list[layout.Split]:
-        return layout.splits_for(params, shards, scanned)
+        return layout.splits_for(params, shards, scanned, model_axis)
 
     def state_cuts(state: PyTree, params: PyTree) -> list[layout.Split]:
         return layout.state_splits(state, params, cuts_of(params))
@@ -117,7 +120,7 @@ def partition(
         return _keep(updates, cuts_of(like), mesh), ZeroState(rest, guard)
 
     wrapped = ZeroTransform(init, update)
-    wrapped.made_for = (mesh, shards, precision, frozen, scanned)
+    wrapped.made_for = (mesh, shards, precision, frozen, scanned, model_axis)
     return wrapped
 
 

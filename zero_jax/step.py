@@ -10,6 +10,7 @@ import optax
 from zero_jax import grads, layout, paths
 from zero_jax.mesh import check_agreement
 from zero_jax.optimizer import ZeroState, ZeroTransform
+from zero_jax.settings import Settings
 
 PyTree = Any
 
@@ -52,7 +53,7 @@ class TrainStep:
 
     def __init__(
         self,
-        settings: grads.Settings,
+        settings: Settings,
         loss_fn: grads.LossFn,
         tx: ZeroTransform,
         *,

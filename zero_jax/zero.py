@@ -14,18 +14,18 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import choose, grads, layout, optimizer, paths, planned, remat
+from zero_jax import choose, grads, layout, optimizer, paths, planned
 from zero_jax.auto import AutoStep
-from zero_jax.mesh import DATA, AnyMesh, check_mesh
-from zero_jax.precision import Precision, cast
+from zero_jax.mesh import DATA
+from zero_jax.precision import cast
+from zero_jax.settings import AUTO, Settings
 from zero_jax.step import TrainStep
 
 PyTree = Any
-AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero:
+class Zero(Settings):
     """ZeRO at one stage on one mesh.
 
     Args:
@@ -41,6 +41,12 @@ class Zero:
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
       scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
+      model_specs: pairs or a mapping from patterns of paths to PartitionSpecs that name `model` for
+        the dim that tensor parallelism splits; None for what the model's own variables name.
+      axis_rules: what the names of dims in the model mean: (name, mesh axis or None) pairs, by
+        default Flax's rules in force (`nn.logical_axis_rules`); heads, mlp and vocab are split over
+        `model` unless a rule says otherwise.
+      sequence_parallel: splits the dim that a model names "seq" over `model` too, outside matmuls.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 
@@ -57,43 +63,15 @@ class Zero:
     0
     """
 
-    mesh: AnyMesh
-    stage: int | str = 3
-    precision: Precision | str = Precision()
-    micro_batches: int = 1
-    remat: str = "none"
-    frozen: optimizer.Frozen = None
-    scanned: str | None = None
-    memory_limit: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
-            raise ValueError(
-                f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
-                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
-                'or "auto" for the fewest words that fit'
-            )
-        limit = self.memory_limit
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (number and 1 <= limit < float("inf")):
-            raise ValueError(f"memory_limit={limit!r}: give bytes a device, 80e9 say")
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
-        check_mesh(self.mesh)
-        remat.check_policy(self.remat)
-        if not isinstance(self.precision, Precision):
-            object.__setattr__(self, "precision", Precision(self.precision))
-
     @property
-    def settings(self) -> grads.Settings:
+    def settings(self) -> Settings:
         """The same settings, as the gradient code takes them; "auto" rests as stage 3 does."""
-        names = [f.name for f in dataclasses.fields(grads.Settings)]
-        fields = {name: getattr(self, name) for name in names}
-        return grads.Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
+        return Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
 
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return layout.splits_for(params, self.settings.shards, self.scanned)
+        return layout.splits_for(params, self.settings.shards, self.scanned, self.model_axis)
 
     def _born(self, fn: Callable[..., PyTree], args: tuple[Any, ...]) -> tuple[Any, PyTree, Any]:
         """A function that makes parameters at rest, what it makes, and where that goes."""
@@ -175,7 +153,6 @@ class Zero:
         Its `init` gives a state that is born partitioned, its `update` takes gradients and
         parameters as they rest. A step whose gradients are not finite is skipped.
         """
-        assert isinstance(self.precision, Precision)
         return optimizer.partition(
             tx,
             self.mesh,
@@ -183,6 +160,7 @@ class Zero:
             precision=self.precision,
             frozen=self.frozen,
             scanned=self.scanned,
+            model_axis=self.model_axis,
         )
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:

@@ -1,0 +1,82 @@
+"""The settings of a run, checked once: what `Zero` is told, and all that a step is made from."""
+
+import dataclasses
+from typing import Any
+
+from flax.core import spmd
+
+from zero_jax import remat
+from zero_jax.collectives import Wire
+from zero_jax.mesh import DATA, AnyMesh, check_mesh, model_size
+from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis
+from zero_jax.optimizer import Frozen
+from zero_jax.precision import Precision
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run is made from; `Zero` explains each field.
+
+    Raises:
+      ValueError: for a stage, mesh, precision, policy or count that can't be used.
+    """
+
+    mesh: AnyMesh
+    stage: Any = 3
+    precision: Any = Precision()
+    micro_batches: int = 1
+    remat: str = "none"
+    frozen: Frozen = None
+    scanned: str | None = None
+    model_specs: Any = None
+    axis_rules: Any = None
+    sequence_parallel: bool = False
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
+            raise ValueError(
+                f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
+                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
+                'or "auto" for the fewest words that fit'
+            )
+        limit = self.memory_limit
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (number and 1 <= limit < float("inf")):
+            raise ValueError(f"memory_limit={limit!r}: give bytes a device, 80e9 say")
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
+        check_mesh(self.mesh)
+        remat.check_policy(self.remat)
+        if self.model_specs is not None:
+            object.__setattr__(self, "model_specs", tuple(dict(self.model_specs).items()))
+        if self.axis_rules is None:
+            object.__setattr__(self, "axis_rules", tuple(spmd.get_logical_axis_rules()))
+        if self.sequence_parallel and model_size(self.mesh) == 1:
+            raise ValueError(
+                "sequence_parallel=True splits sequences over the model axis, and this mesh has "
+                "none: make it with zero_jax.make_mesh(model=...)"
+            )
+        if not isinstance(self.precision, Precision):
+            object.__setattr__(self, "precision", Precision(self.precision))
+
+    @property
+    def shards(self) -> int:
+        """N: into how many pieces a parameter is cut."""
+        return 1 if self.stage == 0 else self.mesh.shape[DATA]
+
+    @property
+    def wire(self) -> Wire:
+        """What travels between devices of the `data` axis."""
+        return Wire(DATA, self.precision.compute, self.precision.reduce)
+
+    @property
+    def model_axis(self) -> ModelAxis:
+        """How leaves and named activations are split over `model`."""
+        size = model_size(self.mesh)
+        if size == 1:
+            return ModelAxis()
+        rules = (*self.axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
+        return ModelAxis(size, self.model_specs, rules)
