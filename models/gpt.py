@@ -104,6 +104,9 @@ class Attention(nnx.Module):
         mixed_BxTxNxH = jax.nn.dot_product_attention(
             q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation=self._choose(q_BxTxNxH)
         )
+        mixed_BxTxNxH = nn.with_logical_constraint(
+            mixed_BxTxNxH, ("batch", "length", "heads", None)
+        )
         return self.proj(mixed_BxTxNxH.reshape(B, T, D))
 
     def _choose(self, q_BxTxNxH: jax.Array) -> Any:
