@@ -73,7 +73,7 @@ PRESETS: dict[str, GPTConfig] = {
     "100b": _config(125, 8192, 64),
     "128b": _config(101, 10240, 80),
     "170b": _config(212, 8192, 64),
-    "1t": _config(128, 25600, 200),
+    "1t": _config(128, 25600, 160),
 }
 
 

@@ -5,8 +5,9 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
-    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "traced", "_version"},
-    {"model_axis"},
+    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"},
+    {"model_axis", "spread"},
+    {"traced"},
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"},
     {"flops", "forecast"},
     {"sent"},

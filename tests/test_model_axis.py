@@ -160,13 +160,17 @@ def test_without_a_data_axis_a_bias_is_split_over_model():
     assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
 
 
-def compiled(n, mp, **settings):
+def step_and_args(n, mp, **settings):
     zero = zero_jax.Zero(mesh_of(n, mp), **settings)
     tx = zero.optimizer(optax.adam(1e-3))
     params = zero.abstract(problem("gpt").make)
-    step = zero.train_step(problem("gpt").loss, tx)
     batch = jax.ShapeDtypeStruct(problem("gpt").batch.shape, jnp.int32)
-    return hlo.audit(step.lower(params, tx.init(params), batch).compile(), dict(zero.mesh.shape))
+    return zero.train_step(problem("gpt").loss, tx), (params, tx.init(params), batch)
+
+
+def compiled(n, mp, **settings):
+    step, args = step_and_args(n, mp, **settings)
+    return hlo.audit(step.lower(*args).compile(), {"data": n, "model": mp})
 
 
 # Loss and weight together, and the norm: all-reduces of three numbers.
@@ -224,6 +228,17 @@ def test_words_along_model_are_megatrons():
     in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == CONFIG.layers]
     assert {c.kind for c in in_layers} == {"all-reduce"}
     assert sum(c.words for c in in_layers) == CONFIG.layers * 4 * 2 * tokens * D
+
+
+def test_rules_of_one_run_do_not_leak_into_the_traces_of_another(fresh_traces):
+    def split_sequences(**settings):
+        step, args = step_and_args(2, 2, stage=3, **settings)
+        return str(step.trace(*args).jaxpr).count("spec=P(None, 'model', None)")
+
+    fresh = split_sequences(sequence_parallel=True)
+    jax.clear_caches()
+    assert split_sequences() == 0
+    assert split_sequences(sequence_parallel=True) == fresh > 2
 
 
 BAD_SPECS = [

@@ -68,19 +68,29 @@ class Forecast:
         return {term: sum(h.bytes for h in self.held if h.term == term) for term in TERMS}
 
 
-def forecast(jaxpr: Any, params: int, given: int | None = None) -> Forecast:
+def forecast(
+    jaxpr: Any,
+    params: int,
+    given: int | None = None,
+    *,
+    split: Sequence[int | None] = (),
+    parts: int = 1,
+) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
     Args:
       jaxpr: the step, `jax.jit(step).trace(...).jaxpr`, with a shard_map in it.
       params: how many of the first inputs of that shard_map are parameters.
       given: how many inputs it was given; arrays that the loss closes over come before them.
+      split: of each parameter, the dim that is split over `model`, or None.
+      parts: MP, the size of that axis.
 
     Raises:
       ValueError: there is no shard_map.
     """
     part = device_part(jaxpr)
-    flat, first = flatten(part), len(part.invars) - (given or len(part.invars))
+    first = len(part.invars) - (given or len(part.invars))
+    flat = flatten(part, [None] * first + list(split), parts)
     held = _Walk(flat, set(flat.inputs[first : first + params]), "step").worst()
     return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)))
 

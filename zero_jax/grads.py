@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from zero_jax import collectives, layout, micro_batch, paths, remat, touch
 from zero_jax.mesh import DATA, batch_axes, batch_shards
+from zero_jax.model_axis import named_activations
 from zero_jax.settings import Settings
 
 PyTree = Any
@@ -176,7 +176,7 @@ class _Step:
         names += [n for n, c in zip(names, copies, strict=True) if c is not None]
 
         def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
-            with spmd.logical_axis_rules(self.settings.model_axis.rules):
+            with named_activations(self.settings.model_axis.rules):
                 out = self.loss_fn(self._tree(*arrays), micro, *extras)
             return micro_batch.sum_and_weight(out, self.has_aux, self._exponent(micro))
 

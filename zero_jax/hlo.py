@@ -18,6 +18,7 @@ from jax.stages import Compiled
 from zero_jax import liveness, sent
 from zero_jax.flops import Flops
 from zero_jax.hlo_text import Program, parse
+from zero_jax.mesh import MODEL
 from zero_jax.paths import Padded
 from zero_jax.sent import Collective as Collective
 from zero_jax.sent import collectives as collectives
@@ -75,9 +76,10 @@ class Audit:
         """Words sent per device and step along one mesh axis, over several axes together too."""
         return sum(c.words for c in self.collectives if axis in c.axis.split("+"))
 
-    def words_per_param(self, num_params: int) -> float:
-        """All words divided by Ψ = `num_params`: 2 for stages 0 to 2, 3 for stage 3."""
-        return sum(self.words.values()) / num_params
+    def words_per_param(self, num_params: int, model_parallel: int = 1) -> float:
+        """Words over Ψ / MP, those along `model` alone left out: 2 at stages 0 to 2, 3 at 3."""
+        words = sum(c.words for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
+        return words / num_params * model_parallel
 
     def hidden(self, *, layers_only: bool = False) -> Hidden:
         """How much of what is sent matrix products cover, in the step or in its layers alone."""

@@ -1,7 +1,8 @@
 """Closed forms: what each stage holds on a device, from abstract shapes alone.
 
 Ψ is the number of parameters, N the size of the `data` axis, c and g the bytes of a word in the
-compute dtype and of a gradient (4 when micro-batches accumulate, c otherwise). Per device:
+compute dtype and of a gradient (4 when micro-batches accumulate, c otherwise). Per device (with
+tensor parallelism of degree MP, Ψ stands for Ψ/MP of the leaves that are split over it):
 
   stage   at rest           gathered copy   gradients
   0       4Ψ + state        cΨ (c < 4)      gΨ
@@ -24,6 +25,7 @@ import numpy as np
 import optax
 
 from zero_jax import layout, optimizer, paths
+from zero_jax.model_axis import ModelAxis
 from zero_jax.precision import Guard, Precision, init_guard
 
 PyTree = Any
@@ -75,6 +77,7 @@ def estimate(
     micro_batches: int = 1,
     frozen: optimizer.Frozen = None,
     scanned: str | None = None,
+    model_axis: ModelAxis = ModelAxis(),
 ) -> Estimate:
     """The closed form of one stage.
 
@@ -87,6 +90,7 @@ def estimate(
       micro_batches: as for `Zero`.
       frozen: as for `Zero`.
       scanned: as for `Zero`.
+      model_axis: how leaves are split over `model`, `Zero.model_axis`.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
     >>> estimate(shapes, shards=4, stage=3, tx=optax.adam(1e-3)).at_rest == 12 * 2**20 // 4 + 20
@@ -94,17 +98,16 @@ def estimate(
     """
     if not isinstance(precision, Precision):
         precision = Precision(precision)
-    cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned)
+    cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned, model_axis)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)
-    trained = [x for x, f in zip(leaves, flags, strict=True) if not f]
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
-    window = layer_elements(params, scanned)
-    copied = sum(math.prod(x.shape) for x in leaves)
+    window = layer_elements(params, scanned, model_axis)
+    copied = sum(map(_elements, cuts))
     word = precision.compute.itemsize
     grad_word = word if micro_batches == 1 else 4
-    full_grads = sum(math.prod(x.shape) for x in trained)
-    shard_grads = 4 * sum(math.prod(c.shard_shape) for c in trained_cuts)
+    full_grads = sum(map(_elements, trained_cuts))
+    shard_grads = 4 * sum(math.prod(c.device_shape) for c in trained_cuts)
     # A stage-0 master in the compute dtype is its own copy.
     copies = {0: 0 if word == 4 else word * copied, 3: word * window}
     gradients = {
@@ -121,15 +124,22 @@ def estimate(
     )
 
 
-def layer_elements(params: PyTree, scanned: str | None = None) -> int:
+def _elements(cut: layout.Split) -> int:
+    """Elements of a gathered leaf on one device."""
+    return math.prod(cut.shape) // (1 if cut.model is None else cut.model_shards)
+
+
+def layer_elements(
+    params: PyTree, scanned: str | None = None, model_axis: ModelAxis = ModelAxis()
+) -> int:
     """Elements of the largest thing that is gathered at once: a layer, or a leaf outside them."""
     flags = layout.scanned_leaves(params, scanned)
     layers: dict[int, int] = {}
     largest = 0
-    for leaf, in_layer in zip(jax.tree.leaves(params), flags, strict=True):
-        size = math.prod(leaf.shape)
+    for cut, in_layer in zip(layout.splits_for(params, 1, scanned, model_axis), flags, strict=True):
+        size = _elements(cut)
         if in_layer and size:
-            layers[leaf.shape[0]] = layers.get(leaf.shape[0], 0) + size // leaf.shape[0]
+            layers[cut.shape[0]] = layers.get(cut.shape[0], 0) + size // cut.shape[0]
         else:
             largest = max(largest, size)
     return max([largest, *layers.values()])

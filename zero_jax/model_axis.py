@@ -12,13 +12,14 @@ one; it gathers the operand over `model` first. So collectives over `data` run i
 Source: ZeRO (arXiv:1910.02054), section 1; Megatron-LM (arXiv:1909.08053), section 3.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from flax.core import meta
+from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
 from zero_jax import paths
@@ -31,6 +32,8 @@ MEGATRON = (("heads", MODEL), ("mlp", MODEL), ("vocab", MODEL))
 SEQUENCE = (("seq", MODEL),)
 # Where Flax keeps the names of a variable's dims, newest first.
 _NAMES = ("out_sharding", "sharding_names", "sharding")
+# JAX keeps traces of loop bodies, and does not know that Flax's rules are in them.
+_RULES_OF_TRACE = jax.make_user_context(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,13 @@ class ModelAxis:
                 + ", or another size of the model axis"
             )
         return dim - len(shape)
+
+
+@contextlib.contextmanager
+def named_activations(rules: tuple[tuple[str, Any], ...]) -> Iterator[None]:
+    """While a model is traced: `nn.with_logical_constraint` splits activations by these rules."""
+    with _RULES_OF_TRACE(rules), spmd.logical_axis_rules(rules):
+        yield
 
 
 def names_of_dims(tree: PyTree) -> list[tuple[Any, ...]]:

@@ -95,7 +95,12 @@ class Case:
         """Bytes of model states on N devices, in closed form."""
         shapes = jax.eval_shape(self.make)
         return memory.estimate(
-            shapes, shards=shards, stage=stage, tx=self.tx, precision=self.zero.precision
+            shapes,
+            shards=shards,
+            stage=stage,
+            tx=self.tx,
+            precision=self.zero.precision,
+            model_axis=self.zero.model_axis,
         ).total
 
 
@@ -128,11 +133,8 @@ def _plan(args: Sequence[str]) -> int:
         plans = [case.plan(int(case.zero.stage), **options)]
         shown = plans[0]
     else:
-        mp = parsed.model_parallel
         plans = [
-            _over_model(
-                case.plan(s, **(options if parsed.compile and s == parsed.stage else {})), mp
-            )
+            case.plan(s, **(options if parsed.compile and s == parsed.stage else {}))
             for s in range(4)
         ]
         shown = plans[parsed.stage]
@@ -164,11 +166,6 @@ def _case(parsed: argparse.Namespace) -> Case:
             f"--devices {parsed.devices} must be a multiple of replica {parsed.replica} x "
             f"model-parallel {parsed.model_parallel} = {split}"
         )
-    if parsed.model_parallel > 1 and (parsed.compile or parsed.auto):
-        raise ValueError(
-            f"--model-parallel {parsed.model_parallel} is planned in closed form only, since "
-            "tensor parallelism is not built yet: leave out --compile and --auto"
-        )
     if parsed.batch_per_device < 1 or parsed.batch_per_device % parsed.micro_batches:
         raise ValueError(
             f"--batch-per-device {parsed.batch_per_device} must be a multiple of "
@@ -176,11 +173,12 @@ def _case(parsed: argparse.Namespace) -> Case:
         )
     shape = {"vocab": parsed.vocab} | ({"seq": parsed.seq} if parsed.seq else {})
     zero = Zero(
-        abstract_mesh(parsed.devices // split, replica=parsed.replica),
+        abstract_mesh(parsed.devices // split, replica=parsed.replica, model=parsed.model_parallel),
         stage="auto" if parsed.auto else parsed.stage,
         precision=Precision(parsed.compute, reduce=parsed.reduce),
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
+        sequence_parallel=parsed.sequence_parallel,
         memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
@@ -195,27 +193,6 @@ def _chosen(case: Case, parsed: argparse.Namespace) -> Case:
         topology=parsed.topology,
     )
     return dataclasses.replace(case, zero=zero)
-
-
-def _over_model(plan: planned.Plan, model_parallel: int) -> planned.Plan:
-    """Splits a plan over MP as Megatron does: all but what runs along the residual stream.
-
-    Saved block inputs are whole on every device (P_a would split them); parameters, their
-    gradients, logits and the insides of a block are 1/MP. Source: ZeRO, sections 3.2 and 6.1.
-    """
-    if model_parallel == 1:
-        return plan
-    known = plan.predicted
-    whole = ("saved", "batch", "host")
-    parts = {k: v if k in whole else v // model_parallel for k, v in known.terms.items()}
-    predicted = planned.Predicted(
-        parameters=parts["parameters"],
-        optimizer_state=parts["optimizer_state"],
-        batch=parts["batch"],
-        temporaries={k: parts[k] for k in known.temporaries},
-    )
-    axes = {**plan.axes, "model": model_parallel}
-    return dataclasses.replace(plan, predicted=predicted, axes=axes)
 
 
 def _scaling(args: Sequence[str]) -> int:
@@ -301,8 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
     add("--devices", type=int, default=8, help="of the whole run")
     add("--replica", type=int, default=1, help="copies of the partitioned state")
-    add("--model-parallel", type=int, default=1, help="MP, in closed form only")
-    add("--batch-per-device", type=int, default=1, help="rows of a device and step")
+    add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
+    add("--sequence-parallel", action="store_true", help="split sequences over MP, between matmuls")
+    add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
     add("--micro-batches", type=int, default=1, help="k, parts in which those are worked off")
     add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
     add("--vocab", type=int, default=50304)

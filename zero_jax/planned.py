@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax import forecast, hlo, layout, prove, roofline
-from zero_jax.mesh import abstract_of, batch_sharding
+from zero_jax.mesh import MODEL, abstract_of, batch_sharding
 from zero_jax.optimizer import ZeroTransform
 from zero_jax.step import TrainStep
 from zero_jax.targets import Target
@@ -105,10 +105,16 @@ class Plan:
         return self.predicted.total_bytes / self.compiled.total_bytes - 1
 
     @property
+    def model_parallel(self) -> int:
+        """MP."""
+        return self.axes.get(MODEL, 1)
+
+    @property
     def words_per_param(self) -> float:
-        """Words sent per device, step and parameter: counted if compiled, else by the paper."""
+        """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
+        paper's. What tensor parallelism sends along `model` is not among them."""
         if self.compiled is not None:
-            return self.compiled.words_per_param(self.num_params)
+            return self.compiled.words_per_param(self.num_params, self.model_parallel)
         return words_per_param(self.stage, self.micro_batches)
 
     @property
@@ -221,9 +227,14 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
     params, opt_state, batch, *extras = args
     counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
     given = sum(counts) + 1  # the loss scale
-    temporaries = forecast.forecast(step.trace(*args).jaxpr, counts[0], given)
-    full = jax.eval_shape(layout.logical, params)
     settings = step.settings
+    full = jax.eval_shape(layout.logical, params)
+    cuts = layout.splits_for(full, settings.shards, settings.scanned, settings.model_axis)
+    temporaries = forecast.forecast(
+        *(step.trace(*args).jaxpr, counts[0], given),
+        split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
+        parts=settings.model_axis.size,
+    )
     return Plan(
         stage=settings.stage,
         micro_batches=settings.micro_batches,

@@ -13,6 +13,8 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zero_jax.spread import Dim, dim_of, spread
+
 _CALLS = frozenset(
     (
         *("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"),
@@ -27,7 +29,14 @@ class Value:
 
     shape: tuple[int, ...]
     dtype: str
-    bytes: int
+    full_bytes: int
+    split: Dim = None  # the dim that tensor parallelism splits over `model`
+    parts: int = 1  # the size of that axis
+
+    @property
+    def bytes(self) -> int:
+        """On one device."""
+        return self.full_bytes if self.split is None else self.full_bytes // self.parts
 
 
 @dataclass(eq=False)
@@ -55,11 +64,16 @@ class Operation:
 
 @dataclass
 class Flat:
-    """A flat program: operations in order, between inputs and outputs (literals left out)."""
+    """A flat program: operations in order, between inputs and results (None for a literal)."""
 
     inputs: list[Value]
-    outputs: list[Value]
+    results: list[Value | None]
     operations: list[Operation]
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The results without literals."""
+        return _present(self.results)
 
 
 @dataclass
@@ -75,11 +89,13 @@ class Body:
     given: list[tuple[Value, Value]]
 
 
-def flatten(jaxpr: Any) -> Flat:
+def flatten(jaxpr: Any, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
     """Writes a jaxpr out flat.
 
     Args:
       jaxpr: a jaxpr, open or closed.
+      split: of its first inputs, the dim that is split over `model`, or None.
+      parts: the size of that axis.
 
     >>> import jax
     >>> step = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) @ x)(jnp.ones((2, 2)))
@@ -87,12 +103,14 @@ def flatten(jaxpr: Any) -> Flat:
     ['sin', 'dot_general']
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    env = {var: _value(var) for var in (*jaxpr.invars, *jaxpr.constvars)}
+    env = {var: _value(var, parts) for var in (*jaxpr.invars, *jaxpr.constvars)}
     inputs = list(env.values())
+    for value, dim in zip(inputs, split, strict=False):
+        value.split = dim
     operations: list[Operation] = []
-    _append(jaxpr, env, operations)
-    outputs = _present(_read(env, atom) for atom in jaxpr.outvars)
-    return Flat(inputs, outputs, _used(operations, outputs))
+    _append(jaxpr, env, operations, parts)
+    results = [_read(env, atom) for atom in jaxpr.outvars]
+    return Flat(inputs, results, _used(operations, _present(results)))
 
 
 def device_part(jaxpr: Any) -> Any:
@@ -112,13 +130,13 @@ def device_part(jaxpr: Any) -> Any:
     raise ValueError("the function has no shard_map in it: give one made by zero.train_step")
 
 
-def _value(var: Any) -> Value:
+def _value(var: Any, parts: int, split: Dim = None) -> Value:
     aval = var.aval
     shape = tuple(getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
     # Keys and tokens have no itemsize of their own; they are small.
     size = dtype.itemsize if dtype is not None and jnp.issubdtype(dtype, jnp.generic) else 4
-    return Value(shape, str(dtype), math.prod(shape) * size)
+    return Value(shape, str(dtype), math.prod(shape) * size, split, parts)
 
 
 def _read(env: dict[Any, Value], atom: Any) -> Value | None:
@@ -131,12 +149,12 @@ def _called(eqn: Any) -> Any:
     return getattr(inner, "jaxpr", inner)
 
 
-def _bodies(eqn: Any, given: Sequence[Value | None]) -> list[Body]:
+def _bodies(eqn: Any, given: Sequence[Value | None], parts: int) -> list[Body]:
     if eqn.primitive.name == "cond":
-        return [_body(branch, given[1:]) for branch in eqn.params["branches"]]
+        return [_body(branch, given[1:], parts) for branch in eqn.params["branches"]]
     if eqn.primitive.name == "while":
-        return [_body(eqn.params["body_jaxpr"], given[eqn.params["cond_nconsts"] :])]
-    return [_body(eqn.params["jaxpr"], given)] if eqn.primitive.name == "scan" else []
+        return [_body(eqn.params["body_jaxpr"], given[eqn.params["cond_nconsts"] :], parts)]
+    return [_body(eqn.params["jaxpr"], given, parts)] if eqn.primitive.name == "scan" else []
 
 
 def _carried(
@@ -163,56 +181,134 @@ def _pairs(given: Sequence[Value | None], made: Sequence[Value]) -> list[tuple[V
     return [(g, m) for g, m in zip(given, made, strict=True) if g is not None]
 
 
-def _body(jaxpr: Any, given: Sequence[Value | None]) -> Body:
-    flat = flatten(jaxpr)
+def _body(jaxpr: Any, given: Sequence[Value | None], parts: int) -> Body:
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    split = [
+        None
+        if theirs is None or theirs.split is None
+        # A slice has lost the leading dim.
+        else theirs.split - (len(theirs.shape) - len(var.aval.shape))
+        for var, theirs in zip(inner.invars, given, strict=False)
+    ]
+    flat = flatten(jaxpr, split, parts)
     pairs = zip(flat.inputs, given, strict=False)  # after them come constants of the body's own
     return Body(flat, [(mine, theirs) for mine, theirs in pairs if theirs is not None])
 
 
-def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation]) -> None:
+def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation], parts: int) -> None:
     for eqn in jaxpr.eqns:
         name, given = eqn.primitive.name, [_read(env, atom) for atom in eqn.invars]
-        if name in _CALLS:
-            outs = _inline(_called(eqn), given, operations)
+        if name == "shard_map":
+            outs = _inline_pieces(eqn, given, operations, parts)
             env.update(zip(eqn.outvars, outs, strict=True))
             continue
-        made = [_value(var) for var in eqn.outvars]
+        if name in _CALLS:
+            outs = _inline(_called(eqn), given, operations, parts)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            continue
+        if name == "add_any":  # parts of one gradient are split alike
+            _split_alike(_present(given))
+        dims = spread(eqn, [None if v is None else v.split for v in given])
+        made = [_value(v, parts, d) for v, d in zip(eqn.outvars, dims, strict=True)]
         env.update(zip(eqn.outvars, made, strict=True))
         if name == "scan" and eqn.params["length"] == 1:
-            _append_once(eqn, given, made, operations)
+            _append_once(eqn, given, made, operations, parts)
             continue
-        context = str(eqn.source_info.name_stack)
-        backward = "transpose(" in context
-        bodies = _bodies(eqn, given)
+        bodies = _bodies(eqn, given, parts)
         carried = _carried(eqn, given, made)
-        operations.append(
-            Operation(name, _present(given), made, bodies, carried, backward, context)
-        )
+        if bodies:
+            bodies = _hand_out(eqn, bodies, given, made, carried, parts)
+        operations.append(_operation(eqn, name, _present(given), made, bodies, carried))
+
+
+def _split_alike(values: Sequence[Value]) -> None:
+    split = next((v.split for v in values if v.split is not None), None)
+    for value in values:
+        value.split = split
+
+
+def _operation(
+    eqn: Any,
+    name: str,
+    inputs: list[Value],
+    outputs: list[Value],
+    bodies: Sequence[Body] = (),
+    carried: Sequence[tuple[Value, Value]] = (),
+) -> Operation:
+    context = str(eqn.source_info.name_stack)
+    backward = "transpose(" in context
+    return Operation(name, inputs, outputs, list(bodies), list(carried), backward, context)
+
+
+def _hand_out(
+    eqn: Any,
+    bodies: list[Body],
+    given: Sequence[Value | None],
+    made: list[Value],
+    carried: list[tuple[Value, Value]],
+    parts: int,
+) -> list[Body]:
+    """Splits what a loop makes as its body's results are; what it carries, from the start on."""
+    for value, inside in zip(made, bodies[0].flat.results, strict=True):
+        if inside is not None and inside.split is not None:
+            value.split = inside.split + len(value.shape) - len(inside.shape)
+    late = [(start, end) for start, end in carried if start.split is None and end.split is not None]
+    if not late:
+        return bodies
+    for start, end in late:
+        start.split = end.split
+    return _bodies(eqn, given, parts)
 
 
 def _append_once(
-    eqn: Any, given: Sequence[Value | None], made: list[Value], operations: list[Operation]
+    eqn: Any,
+    given: Sequence[Value | None],
+    made: list[Value],
+    operations: list[Operation],
+    parts: int,
 ) -> None:
     """A loop of one iteration is none: its body, between views of slices in and out."""
-    context = str(eqn.source_info.name_stack)
-    backward = "transpose(" in context
     body = _called(eqn)
     inside: list[Value | None] = []
     for var, value in zip(body.invars, given, strict=True):
         piece = value
         if value is not None and len(var.aval.shape) < len(value.shape):
-            piece = _value(var)
-            operations.append(Operation("squeeze", [value], [piece], [], [], backward, context))
+            piece = _value(var, parts, None if value.split is None else value.split - 1)
+            operations.append(_operation(eqn, "squeeze", [value], [piece]))
         inside.append(piece)
-    for value, out in zip(_inline(body, inside, operations), made, strict=True):
-        operations.append(Operation("reshape", [value], [out], [], [], backward, context))
+    for value, out in zip(made, _inline(body, inside, operations, parts), strict=True):
+        shift = len(value.shape) - len(out.shape)
+        value.split = None if out.split is None else out.split + shift
+        operations.append(_operation(eqn, "reshape", [out], [value]))
 
 
-def _inline(jaxpr: Any, given: Sequence[Value | None], operations: list[Operation]) -> list[Value]:
-    inside = {var: _value(var) for var in jaxpr.constvars}
+def _inline_pieces(
+    eqn: Any, given: Sequence[Value | None], operations: list[Operation], parts: int
+) -> list[Value]:
+    """A part that is manual over `model`: inside, values are what one device has of them."""
+    body = _called(eqn)
+    inside = [_value(var, parts) for var in body.invars]
+    for own, value, spec in zip(inside, given, eqn.params["in_specs"], strict=True):
+        if value is not None:
+            value.split = dim_of(spec) if value.split is None else value.split
+            operations.append(_operation(eqn, "reshape", [value], [own]))
+    outs = _inline(body, inside, operations, parts)
+    made = [
+        _value(var, parts, dim_of(spec))
+        for var, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)
+    ]
+    for out, value in zip(outs, made, strict=True):
+        operations.append(_operation(eqn, "reshape", [out], [value]))
+    return made
+
+
+def _inline(
+    jaxpr: Any, given: Sequence[Value | None], operations: list[Operation], parts: int
+) -> list[Value]:
+    inside = {var: _value(var, parts) for var in jaxpr.constvars}
     for var, value in zip(jaxpr.invars, given, strict=True):
-        inside[var] = value or _value(var)
-    _append(jaxpr, inside, operations)
+        inside[var] = value or _value(var, parts)
+    _append(jaxpr, inside, operations, parts)
     return [_read(inside, atom) or Value((), "", 0) for atom in jaxpr.outvars]
 
 
