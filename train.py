@@ -6,6 +6,7 @@ and report are in `training/`, the model in `models/`; what ZeRO asks for is in 
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from flax import nnx
 import zero_jax
 from models import gpt
 from training import optimizers
-from training.config import Config, shared
+from training.config import Config, mesh_sizes, shared
 from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
@@ -42,8 +43,8 @@ class Trainer:
     def __init__(self, plan: Plan) -> None:
         config = plan.config
         self.plan = plan
-        self.mesh = zero_jax.make_mesh()
-        check_batch(config.batch, self.mesh.size, config.micro_batches)
+        self.mesh = zero_jax.make_mesh(**mesh_sizes(config.mesh))
+        check_batch(config.batch, zero_jax.mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
         self.zero = zero_jax.Zero(
@@ -52,6 +53,7 @@ class Trainer:
             precision=zero_jax.Precision(config.compute, config.reduce),
             micro_batches=config.micro_batches,
             remat=config.remat or ("none" if config.stage == "auto" else "block"),
+            sequence_parallel=config.sequence_parallel,
             memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,
         )
         if config.stage == "auto":
@@ -114,7 +116,8 @@ class Trainer:
     def _share(self) -> dict[str, int]:
         """The batches, and this process's part of each."""
         config = self.plan.config
-        share = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+        index, count = zero_jax.batch_share(self.mesh)
+        share = {"shard_index": index, "shard_count": count}
         return {"batch": config.batch, "seq": self.plan.model.seq, **share}
 
 
@@ -232,12 +235,14 @@ def run(config: Config) -> None:
 def join(config: Config) -> None:
     """Makes the devices of a machine without GPUs, and joins the other processes."""
     processes = config.num_processes or zero_jax.mesh.launched_processes()
-    if config.devices is not None and config.devices % processes:
+    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else None
+    devices = config.devices or named
+    if devices is not None and devices % processes:
         raise ValueError(
-            f"--devices {config.devices} must be a multiple of {processes} processes: take "
-            f"{(config.devices // processes + 1) * processes}"
+            f"{devices} devices must be a multiple of {processes} processes: take --devices "
+            f"{(devices // processes + 1) * processes}"
         )
-    jax.config.update("jax_num_cpu_devices", max(1, (config.devices or 4) // processes))
+    jax.config.update("jax_num_cpu_devices", max(1, (devices or 4) // processes))
     zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)
 
 

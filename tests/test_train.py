@@ -203,9 +203,20 @@ def test_ctrl_c_ends_a_run_with_all_its_files(folder):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_train_as_one_process_does(folder, one_process, count):
-    results = finish(start_many(count, [*TINY, "--out", "out"]))
+@pytest.mark.parametrize(
+    ("count", "more"),
+    [
+        (2, []),
+        (4, []),
+        (2, ["--mesh", "data=2,model=2"]),
+        # Each process has one device, and two of them share their rows.
+        (4, ["--mesh", "data=2,model=2", "--sequence-parallel"]),
+        (4, ["--mesh", "replica=2,data=1,model=2", "--stage", "2"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_processes_train_as_one_process_does(folder, one_process, count, more):
+    results = finish(start_many(count, [*TINY, "--out", "out", *more]))
     assert [code for code, _, _ in results] == [0] * count, results
     assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
     alone = losses(one_process[0] / "runs" / "001")
@@ -255,6 +266,9 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         (["--steps", "0"], ["--steps 0", "at least 1"]),
         (["--lr", "nan"], ["--lr nan", "at least 0"]),
         (["--warmup", "4"], ["--warmup 4", "--steps 4"]),
+        (["--mesh", "data=2,modle=4"], ["'modle=4'", "data=4,model=2"]),
+        (["--mesh", "data=2,model=2"], ["= 4, but there are 8 devices"]),
+        (["--sequence-parallel"], ["this mesh has none"]),
         (["--process-id", "0"], ["process_id=0", "give all three"]),
         (["--out", "text.txt"], ["text.txt", "--out needs a folder"]),
     ],
@@ -274,7 +288,9 @@ def test_input_of_no_use_is_refused_in_one_line_that_tells_what_is(folder, capsy
 def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
     group = ["--num-processes", "3", "--process-id", "0", "--coordinator", "127.0.0.1:1"]
     assert train.main([*TINY, *group, "--devices", "8"]) == 2
-    assert "--devices 8 must be a multiple of 3 processes: take 9" in capsys.readouterr().err
+    assert (
+        "8 devices must be a multiple of 3 processes: take --devices 9" in capsys.readouterr().err
+    )
 
 
 def test_debug_shows_where_an_error_came_from(folder):

@@ -28,7 +28,14 @@ class Config:
     given."""
     devices: int | None = None
     """Devices of the whole run on a machine without GPUs, where they are slices of the CPU,
-    shared out evenly to the processes; 4 unless given. GPUs are always all used."""
+    shared out evenly to the processes; those of --mesh, or 4, unless given. GPUs are always all
+    used."""
+    mesh: str | None = None
+    """Sizes of the mesh's axes, as data=4,model=2: replica (copies of the partitioned states), data
+    (what they are partitioned over) and model (tensor parallelism); all devices are on data unless
+    given."""
+    sequence_parallel: bool = False
+    """Split sequences over the model axis too, between the matrix products."""
 
     model: str = "nano"
     """Preset of models.gpt: nano, 124m, 1.5b and so on to 1t."""
@@ -109,6 +116,30 @@ _LEAST = {
     "num_processes": 1,
     "process_id": 0,
 }
+
+
+AXES = ("replica", "data", "model")
+
+
+def mesh_sizes(given: str | None) -> dict[str, int]:
+    """The sizes of axes that --mesh names.
+
+    Raises:
+        ValueError: It is not a list of axis=size.
+
+    >>> mesh_sizes("data=4,model=2")
+    {'data': 4, 'model': 2}
+    """
+    sizes = {}
+    for part in (given or "").split(",") if given is not None else ():
+        name, _, size = part.strip().partition("=")
+        if name not in AXES or not size.isdigit() or int(size) < 1 or name in sizes:
+            raise ValueError(
+                f"--mesh {given}: {part!r} is not one of replica, data and model with a size of at "
+                "least 1, each once: write data=4,model=2 say"
+            )
+        sizes[name] = int(size)
+    return sizes
 
 
 def flag(name: str) -> str:

@@ -116,6 +116,7 @@ def print_plan(
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
     shards = zero.mesh.shape["data"]
+    split = f" x {zero.model_axis.size} (model)" if zero.model_axis.size > 1 else ""
     stages = [
         zero_jax.memory.estimate(
             shapes,
@@ -124,6 +125,7 @@ def print_plan(
             tx=tx,
             precision=zero.precision,
             micro_batches=zero.micro_batches,
+            model_axis=zero.model_axis,
         )
         for stage in range(4)
     ]
@@ -132,7 +134,7 @@ def print_plan(
     table["in flight"] = [s.in_flight for s in stages]
     table["total"] = [s.total for s in stages]
     show.print_table(
-        f"Bytes per device on {shards}, by stage (activations are not included)",
+        f"Bytes per device on {shards}{split}, by stage (activations are not included)",
         ["", *(f"stage {n}{', this run' if n == zero.stage else ''}" for n in range(4))],
         [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
     )

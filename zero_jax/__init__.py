@@ -5,6 +5,7 @@ from zero_jax._version import __version__ as __version__
 from zero_jax.hlo import assert_communication as assert_communication
 from zero_jax.hlo import audit as audit
 from zero_jax.mesh import abstract_mesh as abstract_mesh
+from zero_jax.mesh import batch_share as batch_share
 from zero_jax.mesh import check_agreement as check_agreement
 from zero_jax.mesh import global_batch as global_batch
 from zero_jax.mesh import initialize as initialize

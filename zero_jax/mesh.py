@@ -173,12 +173,41 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+    """Which part of the global batch this process feeds: (index, count).
+
+    Processes that share rows, because a `model` axis runs across them, get the same index.
+
+    Raises:
+      ValueError: if this process's devices do not hold one even part of the batch.
+
+    >>> batch_share(make_mesh())
+    (0, 1)
+    """
+    shards = batch_shards(mesh)
+    names = [a for a in mesh.axis_names if a in _BATCH_AXES]
+    own = {d.id for d in mesh.local_devices}
+    sizes = [mesh.shape[a] for a in names]
+    held = {
+        int(np.ravel_multi_index([at[mesh.axis_names.index(a)] for a in names], sizes))
+        for at, device in np.ndenumerate(mesh.devices)
+        if device.id in own
+    }
+    first, count = min(held), len(held)
+    if held != set(range(first, first + count)) or first % count or shards % count:
+        raise ValueError(
+            f"process {jax.process_index()} holds rows {sorted(held)} of {shards} parts of the "
+            "batch, which is not one even share: order the devices of the mesh by process"
+        )
+    return first // count, shards // count
+
+
 def global_batch(mesh: Mesh, local: Any) -> Any:
     """Global arrays from each process's part of the batch.
 
     Args:
       mesh: the mesh.
-      local: a pytree of numpy arrays, this process's rows: (B / processes, ...).
+      local: a pytree of numpy arrays, this process's rows (see `batch_share`): (B / count, ...).
 
     Returns:
       The same tree of global arrays (B, ...), dim 0 split over the devices.
@@ -187,11 +216,11 @@ def global_batch(mesh: Mesh, local: Any) -> Any:
       ValueError: if this process's devices do not divide its rows.
     """
     sharding = batch_sharding(mesh)
-    pieces = batch_shards(mesh) // jax.process_count()
+    pieces = batch_shards(mesh) // batch_share(mesh)[1]
 
     def one(path: Any, x: Any) -> jax.Array:
         x = np.asarray(x)
-        if x.ndim == 0 or x.shape[0] % max(pieces, 1):
+        if x.ndim == 0 or x.shape[0] % pieces:
             raise ValueError(
                 f"batch leaf {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
                 f"process, but its {pieces} devices must divide dim 0: make the batch a multiple "
