@@ -5,7 +5,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
-    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"},
+    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version", "buckets"},
     {"model_axis", "spread"},
     {"traced"},
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"},

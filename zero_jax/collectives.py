@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax import buckets
 from zero_jax.layout import Split, pad_dim, strip_dim
 from zero_jax.model_axis import on_pieces
 from zero_jax.precision import cast
@@ -27,11 +28,13 @@ COPY_TOUCH = "zero_copy_touch"
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What travels: over which mesh axis, and in which dtypes (None: the leaf's own)."""
+    """What travels: over which mesh axis, in which dtypes (None: the leaf's own), and how much of
+    it at once, in bytes (None: a leaf)."""
 
     axis: str = "data"
     compute: Any = None
     reduce: Any = jnp.dtype("float32")
+    bucket: int | None = None
 
 
 def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
@@ -40,7 +43,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     if cut.dim is None:
         return full
     dim = cut.dim % full.ndim
-    full = _pieces(lambda x: jax.lax.all_gather(x, wire.axis, axis=dim, tiled=True), full, cut)
+    full = _pieces(lambda x: buckets.all_gather(x, wire.axis, dim, wire.bucket), full, cut)
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 
@@ -49,20 +52,17 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     master = jnp.promote_types(full.dtype, jnp.float32)
     full = full.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
     if cut.dim is None:
-        return sum_over(full, cut, wire.axis).astype(master)
+        return sum_over(full, cut, wire.axis, wire.bucket).astype(master)
     dim = cut.dim % full.ndim
     if cut.padded:
         full = pad_dim(full, dim, cut.shard_size * cut.shards)
-
-    def scatter(x: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(x, wire.axis, scatter_dimension=dim, tiled=True)
-
-    return _pieces(scatter, full, cut).astype(master)
+    out = _pieces(lambda x: buckets.psum_scatter(x, wire.axis, dim, wire.bucket), full, cut)
+    return out.astype(master)
 
 
-def sum_over(x: jax.Array, cut: Split, axis: str) -> jax.Array:
+def sum_over(x: jax.Array, cut: Split, axis: str, bucket: int | None) -> jax.Array:
     """A gradient, or this device's shard of it, summed over a mesh axis."""
-    return _pieces(lambda x: jax.lax.psum(x, axis), x, cut)
+    return _pieces(lambda x: buckets.psum(x, axis, bucket), x, cut)
 
 
 def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:

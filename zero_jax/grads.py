@@ -207,7 +207,8 @@ class _Step:
         for axis in batch_axes(self.settings.mesh):
             if axis != DATA:
                 pairs = zip(grads, self._trained_cuts, strict=True)
-                grads = [collectives.sum_over(g, c, axis) for g, c in pairs]
+                bucket = self.settings.bucket_bytes
+                grads = [collectives.sum_over(g, c, axis, bucket) for g, c in pairs]
         grads = [g * factor for g in grads]
         norm = self._norm(grads)
         it = iter(grads)

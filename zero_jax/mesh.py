@@ -158,6 +158,11 @@ def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(a for a in _BATCH_AXES if a in mesh.shape)
 
 
+def on_gpu(mesh: AnyMesh) -> bool:
+    """Whether the devices of a mesh are there, and are GPUs."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
+
+
 def model_size(mesh: AnyMesh) -> int:
     """MP, the size of the `model` axis; 1 without one."""
     return mesh.shape.get(MODEL, 1)

@@ -23,6 +23,7 @@ from flax import nnx
 from optax import contrib
 
 from zero_jax import choose, memory, paper, plan_text, planned, scaling, targets
+from zero_jax.buckets import BUCKET_BYTES
 from zero_jax.mesh import abstract_mesh
 from zero_jax.precision import Precision
 from zero_jax.remat import POLICIES
@@ -179,6 +180,7 @@ def _case(parsed: argparse.Namespace) -> Case:
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
         sequence_parallel=parsed.sequence_parallel,
+        bucket_bytes=parsed.bucket_bytes,
         memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
@@ -290,6 +292,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
     add("--reduce", default="fp32", help="fp32 or bf16")
+    add(
+        "--bucket-bytes",
+        type=int,
+        default=BUCKET_BYTES,
+        help="most that a collective moves at once",
+    )
     add("--target", default="h100", help="one of " + ", ".join(targets.COMPILED_FOR))
     add("--topology", help="8x1x8 for 8 hosts of 8 GPUs; full hosts with NVLink unless given")
     add("--compile", action="store_true", help="prove it on the compiled program")

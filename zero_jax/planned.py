@@ -256,7 +256,9 @@ def _compile(
     if target is not None:
         abstract = jax.tree.map(lambda x: _abstract(x, abstract_of(mesh)), args)
         return prove.compile_for(
-            target, step.function, abstract, abstract_of(mesh), given_topology=topology
+            *(target, step.function, abstract, abstract_of(mesh)),
+            given_topology=topology,
+            options=step.settings.compiler_options if target.platform == "cuda" else {},
         )
     if isinstance(mesh, AbstractMesh):
         raise ValueError(

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +107,7 @@ def compile_for(
     *,
     donated: int = 2,
     given_topology: str | None = None,
+    options: Mapping[str, Any] | None = None,
     timeout: float = 1800,
 ) -> hlo.Audit:
     """Compiles a step for a target and audits it.
@@ -118,6 +119,7 @@ def compile_for(
       mesh: an AbstractMesh (or a Mesh), for the sizes and names of its axes.
       donated: how many of the args are donated.
       given_topology: see `topology`.
+      options: of the compiler, as `jax.jit` takes them.
       timeout: seconds after which the child is ended.
 
     Raises:
@@ -141,6 +143,7 @@ def compile_for(
             "config": target.config_text if target.platform == "cuda" else "",
             "topology": shape,
             "axes": list(mesh.shape.items()),
+            "options": dict(options or {}),
         }
         (here / "request.json").write_text(json.dumps(request))
         _run_child(here, target, mesh.size, timeout)
@@ -292,7 +295,7 @@ def _child(here: pathlib.Path) -> None:
     ]
     exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
     jitted = jax.jit(exported.call, donate_argnums=tuple(range(request["donated"])))
-    compiled = jitted.lower(*args).compile()
+    compiled = jitted.lower(*args).compile(compiler_options=request["options"])
     memory = compiled.memory_analysis()
     numbers = {name: getattr(memory, name) for name in _MEMORY}
     (here / "memory.json").write_text(json.dumps(numbers))

@@ -6,6 +6,7 @@ from typing import Any
 from flax.core import spmd
 
 from zero_jax import remat
+from zero_jax.buckets import BUCKET_BYTES, check_bucket, combine_options
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, AnyMesh, check_mesh, model_size
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis
@@ -33,6 +34,7 @@ class Settings:
     model_specs: Any = None
     axis_rules: Any = None
     sequence_parallel: bool = False
+    bucket_bytes: int = BUCKET_BYTES
     memory_limit: float | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +51,7 @@ class Settings:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
+        check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
         remat.check_policy(self.remat)
         if self.model_specs is not None:
             object.__setattr__(self, "model_specs", tuple(dict(self.model_specs).items()))
@@ -70,7 +73,12 @@ class Settings:
     @property
     def wire(self) -> Wire:
         """What travels between devices of the `data` axis."""
-        return Wire(DATA, self.precision.compute, self.precision.reduce)
+        return Wire(DATA, self.precision.compute, self.precision.reduce, self.bucket_bytes)
+
+    @property
+    def compiler_options(self) -> dict[str, int]:
+        """What `jax.jit` of a step should be given as `compiler_options`, for GPUs."""
+        return combine_options(self.bucket_bytes, self.shards)
 
     @property
     def model_axis(self) -> ModelAxis:

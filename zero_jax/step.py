@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax import grads, layout, paths
-from zero_jax.mesh import check_agreement
+from zero_jax.mesh import check_agreement, on_gpu
 from zero_jax.optimizer import ZeroState, ZeroTransform
 from zero_jax.settings import Settings
 
@@ -71,7 +71,8 @@ class TrainStep:
         self._max_skips = max_skips
         self._pending: collections.deque[jax.Array] = collections.deque()
         self._agreed = False
-        self._jitted = jax.jit(self._step, donate_argnums=(0, 1))
+        options = settings.compiler_options if on_gpu(settings.mesh) else None
+        self._jitted = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=options)
         self._gradients = jax.jit(self._results)
 
     def _results(

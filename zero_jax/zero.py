@@ -47,6 +47,8 @@ class Zero(Settings):
         default Flax's rules in force (`nn.logical_axis_rules`); heads, mlp and vocab are split over
         `model` unless a rule says otherwise.
       sequence_parallel: splits the dim that a model names "seq" over `model` too, outside matmuls.
+      bucket_bytes: the most that a collective moves at once; a larger leaf travels in pieces,
+        smaller ones together.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 

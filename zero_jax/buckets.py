@@ -1,0 +1,83 @@
+"""Constant-size communication buffers: what is larger than a bucket travels in pieces.
+
+A model-sized fused buffer grows with the model: 12 GB for 3B parameters. Here no collective moves
+more than `bucket_bytes` at once, whatever the model's size. A leaf that is larger is gathered,
+scattered or summed piece by piece; leaves that are smaller are left to XLA, which sends those of a
+layer together up to the same size (`combine_options`).
+
+Costs one copy of a leaf that travels in pieces, on the device; sends not a word more.
+Source: ZeRO (arXiv:1910.02054), section 6.2, constant size buffers (CB).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+# Bytes of the largest buffer, on one device. See docs/memory.md for what other sizes cost.
+BUCKET_BYTES = 128 * 2**20
+
+
+def combine_options(bucket_bytes: int, devices: int) -> dict[str, int]:
+    """XLA's options for GPUs that let it merge small collectives up to a bucket, and no further.
+
+    Args:
+      bucket_bytes: of the full side of a collective.
+      devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
+    """
+    sizes = {"all_gather": 1, "all_reduce": 1, "reduce_scatter": devices}
+    return {
+        f"xla_gpu_{kind}_combine_threshold_bytes": bucket_bytes // parts
+        for kind, parts in sizes.items()
+    }
+
+
+def all_gather(shard: jax.Array, axis: str, dim: int, bucket_bytes: int | None) -> jax.Array:
+    """`jax.lax.all_gather(..., tiled=True)` along `dim`, at most a bucket at a time."""
+    parts = jax.lax.axis_size(axis)
+    runs = _runs(shard.size, parts * shard.dtype.itemsize, bucket_bytes)
+    if len(runs) == 1:
+        return jax.lax.all_gather(shard, axis, axis=dim, tiled=True)
+    flat = shard.reshape(-1)
+    pieces = [jax.lax.all_gather(flat[a:b], axis) for a, b in runs]
+    rows = jnp.concatenate(pieces, axis=1).reshape(parts, *shard.shape)
+    shape = (*shard.shape[:dim], parts * shard.shape[dim], *shard.shape[dim + 1 :])
+    return jnp.moveaxis(rows, 0, dim).reshape(shape)
+
+
+def psum_scatter(full: jax.Array, axis: str, dim: int, bucket_bytes: int | None) -> jax.Array:
+    """`jax.lax.psum_scatter(..., tiled=True)` along `dim`, at most a bucket at a time."""
+    parts = jax.lax.axis_size(axis)
+    runs = _runs(full.size // parts, parts * full.dtype.itemsize, bucket_bytes)
+    if len(runs) == 1:
+        return jax.lax.psum_scatter(full, axis, scatter_dimension=dim, tiled=True)
+    shape = (*full.shape[:dim], full.shape[dim] // parts, *full.shape[dim + 1 :])
+    rows = full.reshape(*full.shape[:dim], parts, *shape[dim:])
+    rows = jnp.moveaxis(rows, dim, 0).reshape(parts, -1)
+    pieces = [jax.lax.psum_scatter(rows[:, a:b], axis, tiled=True)[0] for a, b in runs]
+    return jnp.concatenate(pieces).reshape(shape)
+
+
+def psum(full: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:
+    """`jax.lax.psum`, at most a bucket at a time."""
+    runs = _runs(full.size, full.dtype.itemsize, bucket_bytes)
+    if len(runs) == 1:
+        return jax.lax.psum(full, axis)
+    flat = full.reshape(-1)
+    return jnp.concatenate([jax.lax.psum(flat[a:b], axis) for a, b in runs]).reshape(full.shape)
+
+
+def check_bucket(bucket_bytes: int, devices: int) -> None:
+    """Raises ValueError for a bucket that not even one number of every device fits in."""
+    least = 4 * devices
+    if isinstance(bucket_bytes, bool) or not bucket_bytes >= least or math.isinf(bucket_bytes):
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes!r}: one number of each of {devices} devices takes {least} "
+            f"bytes; the default is {BUCKET_BYTES}"
+        )
+
+
+def _runs(size: int, word_bytes: int, bucket_bytes: int | None) -> list[tuple[int, int]]:
+    """The pieces of `size` elements that each take `word_bytes` in the buffer."""
+    most = max(size if bucket_bytes is None else bucket_bytes // word_bytes, 1)
+    return [(start, min(start + most, size)) for start in range(0, max(size, 1), most)]
