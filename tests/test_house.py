@@ -5,14 +5,18 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
-    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "traced", "_version"},
-    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"},
+    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "traced", "_version"}
+    | {"policies", "jaxprs"},
+    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"}
+    | {"activations", "layers"},
     {"flops", "forecast"},
     {"sent"},
     {"hlo"},
     {"prove", "roofline"},
     {"collectives", "elementwise"},
-    {"touch", "remat"},
+    {"touch", "shards", "recompute"},
+    {"grouped"},
+    {"remat"},
     {"optimizer", "partitioned"},
     {"grads", "memory"},
     {"step"},

@@ -24,8 +24,8 @@ from optax import contrib
 
 from zero_jax import choose, memory, paper, plan_text, planned, scaling, targets
 from zero_jax.mesh import abstract_mesh
+from zero_jax.policies import POLICIES
 from zero_jax.precision import Precision
-from zero_jax.remat import POLICIES
 from zero_jax.zero import Zero
 
 _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import choose, grads, layout, optimizer, paths, planned, remat
+from zero_jax import choose, grads, layout, optimizer, paths, planned, policies
 from zero_jax.auto import AutoStep
 from zero_jax.mesh import DATA, AnyMesh, check_mesh
 from zero_jax.precision import Precision, cast
@@ -80,7 +80,7 @@ class Zero:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
-        remat.check_policy(self.remat)
+        policies.check(self.remat, self.mesh)
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
 

@@ -1,0 +1,93 @@
+"""Layers in groups of about √L, for `block_sqrt`: a group is run again as a whole, then its layers.
+
+From forward to backward the inputs of the groups are kept, and while a group runs backward those
+of its layers: 2·√L layer inputs at once in place of L, for one more forward pass.
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zero_jax import jaxprs, recompute
+from zero_jax.policies import Place
+
+
+def neighbours(layers: Sequence[range]) -> list[list[range]]:
+    """Groups of layers that are not scanned and follow on each other.
+
+    >>> [len(group) for group in neighbours([range(i, i + 1) for i in range(11)])]
+    [3, 3, 3, 2]
+    """
+    runs: list[list[range]] = []
+    for layer in layers:
+        if runs and runs[-1][-1].stop == layer.start:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    groups = []
+    for run in runs:
+        size = round(math.sqrt(len(run)))
+        groups += [run[i : i + size] for i in range(0, len(run), size)]
+    return groups
+
+
+def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Place) -> list[Any]:
+    """A scan over groups of layers, each a scan over its layers that is run again as a whole.
+
+    Args:
+      layer: the body, wrapped.
+      eqn: the scan over single layers.
+      values: what it is given.
+      place: where the input of a group is kept.
+    """
+    consts, carried = jaxprs.scan_parts(eqn)
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    size = size_of(length)
+
+    def group(args: Sequence[Any], _: Any) -> list[Any]:
+        fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        carry, ys = _loop(lambda c, x: layer(*fixed, *c, *x), carry, xs, size, reverse)
+        return [*carry, *ys]
+
+    places = {i: place for i in range(consts, consts + carried)}
+    wrapped = recompute.layer(group, places, barrier=False)
+    fixed, carry = values[:consts], values[consts : consts + carried]
+    groups = length // size
+    xs = [jax.lax.reshape(x, (groups, size, *x.shape[1:])) for x in values[consts + carried :]]
+    carry, ys = _loop(lambda c, x: wrapped(*fixed, *c, *x), carry, xs, groups, reverse)
+    return [*carry, *(jax.lax.reshape(y, (length, *y.shape[2:])) for y in ys)]
+
+
+def _loop(
+    step: Callable[[Any, Any], list[Any]], carry: Sequence[Any], xs: Any, length: int, reverse: bool
+) -> tuple[list[Any], list[Any]]:
+    """`jax.lax.scan` of a function that returns the carry and the results in one list."""
+
+    def body(carry: Any, xs: Any) -> Any:
+        outs = step(carry, xs)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    return jax.lax.scan(body, list(carry), list(xs), length=length, reverse=reverse)
+
+
+def size_of(length: int) -> int:
+    """How many of `length` scanned layers one group has; all groups are of one size.
+
+    Raises:
+      ValueError: it has no divisor, so that nothing would be gained.
+
+    >>> size_of(36), size_of(48), size_of(98)
+    (6, 6, 7)
+    """
+    if length < 4:  # two or three layers keep as little one by one
+        return 1
+    size = max(s for s in range(1, math.isqrt(length) + 1) if length % s == 0)
+    if size == 1:
+        raise ValueError(
+            f"remat='block_sqrt': a scan over {length} layers can't be cut into groups of one "
+            'size, since no number divides it: use "block", or another number of layers'
+        )
+    return size

@@ -1,0 +1,148 @@
+"""One layer whose forward pass keeps little, and whose backward pass runs it again.
+
+One `custom_vjp` for every policy, for scanned and unrolled layers. Its forward pass runs the layer
+and puts what is kept at its place: the layer's inputs, and the results of equations that are
+kept. Its backward pass fetches them, runs the layer again with each kept result in place of the
+one that is computed again, whose computation is then dead code as far as nothing else needs it, and
+takes the gradient. `jax.checkpoint` would split a partitioned value in the forward pass and
+gather it there too, since it splits one trace in two.
+
+Inputs that a scan hands over unchanged (weights, constants, keys) are kept as what they are: the
+scan does not stack them a second time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax import activations, jaxprs
+from zero_jax.policies import DEVICE, Place
+
+Arrays = Sequence[Any]
+# Runs a layer; its second argument is told each kept result, with its place, and gives another.
+Run = Callable[[Arrays, Callable[[Any, Place], Any]], list[Any]]
+
+
+def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[..., list[Any]]:
+    """Wraps a layer.
+
+    Args:
+      run: the layer.
+      places: where some of its inputs are kept, by position; the others stay as they are.
+      barrier: whether forward and backward stand in one computation. There XLA would merge the
+        two runs and keep what lies between; and it would send the gradients of all layers
+        together, which keeps them all alive. So the second run waits for the cotangents, and the
+        next layer's for this one's gradients.
+
+    Returns:
+      A function of the layer's inputs, flat, that returns its results.
+    """
+
+    def call(*args: Any) -> list[Any]:
+        likes = [jax.typeof(x) for x in args]
+        trained = [i for i, like in enumerate(likes) if _is_float(like)]
+
+        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+            results: list[Any] = []
+
+            def keep(x: Any, place: Place) -> Any:
+                results.append(activations.put(x, place))
+                return x
+
+            outs = run(args, keep)
+            inputs = [activations.put(x, places.get(i, DEVICE)) for i, x in enumerate(args)]
+            return outs, [*inputs, *results]
+
+        def gradients(kept: Arrays, cotangents: Arrays) -> Arrays:
+            inputs = [
+                activations.fetch(x, places.get(i, DEVICE), like)
+                for i, (x, like) in enumerate(zip(kept, likes, strict=False))
+            ]
+            results = iter(kept[len(inputs) :])
+
+            def again(*given: Any) -> list[Any]:
+                full = list(inputs)
+                for i, x in zip(trained, given, strict=True):
+                    full[i] = x
+                outs = run(full, lambda x, p: _instead(x, activations.fetch(next(results), p, x)))
+                return [x for x in outs if _is_float(x)]
+
+            return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
+
+        outs, kept_likes = jax.eval_shape(forward, *args)
+        float_outs = [x for x in outs if _is_float(x)]
+        read = jaxprs.read_inputs(jax.make_jaxpr(gradients)(kept_likes, float_outs).jaxpr)
+        pairs = list(zip(kept_likes, read, strict=False))
+
+        @jax.custom_vjp
+        def wrapped(*args: Any) -> list[Any]:
+            return run(args, lambda x, _: x)
+
+        def keep_what_is_read(*args: Any) -> tuple[list[Any], list[Any]]:
+            outs, kept = forward(*args)
+            return outs, [x for x, (like, r) in zip(kept, pairs, strict=True) if _kept(like, r)]
+
+        def backward(kept: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
+            cotangents = [c for c, x in zip(cotangents, outs, strict=True) if _is_float(x)]
+            if barrier:
+                kept, cotangents = _together((kept, cotangents))
+            it = iter(kept)
+            full = [
+                next(it) if _kept(like, r) else jnp.zeros(like.shape, like.dtype)
+                for like, r in pairs
+            ]
+            found = gradients(full, cotangents)
+            own = dict(zip(trained, _together(found) if barrier else found, strict=True))
+            return tuple(own.get(i) for i in range(len(args)))
+
+        wrapped.defvjp(keep_what_is_read, backward)
+        return wrapped(*args)
+
+    return call
+
+
+def _kept(like: Any, read: bool) -> bool:
+    """Whether a value goes from forward to backward: floats that nothing reads do not."""
+    return read or not _is_float(like)
+
+
+def _is_float(like: Any) -> bool:
+    return jnp.issubdtype(like.dtype, jnp.inexact)
+
+
+@jax.custom_vjp
+def tied(arrays: list[Any]) -> list[Any]:
+    """The same arrays; their gradients are there only when all of them are.
+
+    So that the gradients of a layer are sent before the layer before it runs backward, and not
+    those of all layers together.
+    """
+    return arrays
+
+
+tied.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (_together(cotangents),))
+
+
+@jax.custom_vjp
+def _instead(computed: Any, stored: Any) -> Any:
+    """The stored value; its gradient goes to the computed one."""
+    return stored
+
+
+_instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
+
+
+def _together(tree: Any) -> Any:
+    """Ties arrays together: none is there before all are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    tied = [i for i, x in enumerate(leaves) if _is_number(x)]
+    barred = jax.lax.optimization_barrier([leaves[i] for i in tied])
+    for i, x in zip(tied, barred, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_number(x: Any) -> bool:
+    return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
