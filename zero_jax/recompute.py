@@ -73,8 +73,10 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
 
         outs, kept_likes = jax.eval_shape(forward, *args)
         float_outs = [x for x in outs if _is_float(x)]
-        read = jaxprs.read_inputs(jax.make_jaxpr(gradients)(kept_likes, float_outs).jaxpr)
-        pairs = list(zip(kept_likes, read, strict=False))
+        traced = jax.make_jaxpr(gradients)(kept_likes, float_outs).jaxpr
+        pairs = list(zip(kept_likes, jaxprs.read_inputs(traced), strict=False))
+        # The gradient of a copy that was gathered beside its shard is zero: none is made.
+        moved = jaxprs.read_by_results(traced, traced.invars[len(kept_likes) :])
 
         @jax.custom_vjp
         def wrapped(*args: Any) -> list[Any]:
@@ -93,8 +95,9 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
                 next(it) if _kept(like, r) else jnp.zeros(like.shape, like.dtype)
                 for like, r in pairs
             ]
-            found = gradients(full, cotangents)
-            own = dict(zip(trained, _together(found) if barrier else found, strict=True))
+            found = [g for g, m in zip(gradients(full, cotangents), moved, strict=True) if m]
+            positions = [i for i, m in zip(trained, moved, strict=True) if m]
+            own = dict(zip(positions, _together(found) if barrier else found, strict=True))
             return tuple(own.get(i) for i in range(len(args)))
 
         wrapped.defvjp(keep_what_is_read, backward)
@@ -122,7 +125,17 @@ def tied(arrays: list[Any]) -> list[Any]:
     return arrays
 
 
-tied.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (_together(cotangents),))
+def _tied_forward(arrays: list[Any]) -> tuple[list[Any], None]:
+    return [x.value for x in arrays], None
+
+
+def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
+    known = [i for i, c in enumerate(cotangents) if isinstance(c, jax.Array)]
+    own = dict(zip(known, _together([cotangents[i] for i in known]), strict=True))
+    return ([own.get(i) for i in range(len(cotangents))],)
+
+
+tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp

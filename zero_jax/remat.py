@@ -191,7 +191,8 @@ def _unrolled(
     """
     flat, gather = _opened(values)
     if policy.kind == "none":
-        if len(flat) == len(values) and not any(isinstance(v, _Later) for v in values):
+        opens = jaxprs.calls(body.jaxpr, TOUCHES) or any(isinstance(v, _Later) for v in values)
+        if not opens:
             return _evaluate(body, values, weights, policy)
         it = iter(recompute.tied(flat))
         tied = [
