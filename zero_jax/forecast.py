@@ -54,9 +54,11 @@ class Forecast:
 
     Attributes:
       held: largest first.
+      host: bytes kept in host memory from forward to backward.
     """
 
     held: tuple[Held, ...]
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -82,7 +84,7 @@ def forecast(jaxpr: Any, params: int, given: int | None = None) -> Forecast:
     part = device_part(jaxpr)
     flat, first = flatten(part), len(part.invars) - (given or len(part.invars))
     held = _Walk(flat, set(flat.inputs[first : first + params]), "step").worst()
-    return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)))
+    return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)), _in_host(flat))
 
 
 class _Walk:
@@ -216,6 +218,15 @@ class _Walk:
             if o.name == "reduce_scatter"
             for v in o.inputs
         ]
+
+
+def _in_host(flat: Flat) -> int:
+    """Bytes put into host memory; of a loop its stack counts, not the slices it is made of."""
+    found = 0
+    for operation in flat.operations:
+        found += sum(v.host_bytes for v in operation.outputs if v not in flat.outputs)
+        found += max((_in_host(body.flat) for body in operation.bodies), default=0)
+    return found
 
 
 def _total(held: Iterable[Held]) -> int:

@@ -1,6 +1,6 @@
 """Small tools on jaxprs: what an equation runs, one equation as a function, calls written out."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -146,15 +146,6 @@ def read_inputs(jaxpr: Any) -> list[bool]:
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             needed.update(_variables([eqn]))
     return [var in needed for var in jaxpr.invars]
-
-
-def read_by_results(jaxpr: Any, inputs: Iterable[Any]) -> list[bool]:
-    """For each result of a jaxpr whether it depends on one of these inputs."""
-    made = set(inputs)
-    for eqn in jaxpr.eqns:
-        if not made.isdisjoint(_variables([eqn])):
-            made.update(eqn.outvars)
-    return [is_in(a, made) for a in jaxpr.outvars]
 
 
 def calls(jaxpr: Any, names: Sequence[str]) -> bool:

@@ -213,6 +213,7 @@ def _over_model(plan: planned.Plan, model_parallel: int) -> planned.Plan:
         optimizer_state=parts["optimizer_state"],
         batch=parts["batch"],
         temporaries={k: parts[k] for k in known.temporaries},
+        host=parts["host"],
     )
     axes = {**plan.axes, "model": model_parallel}
     return dataclasses.replace(plan, predicted=predicted, axes=axes)

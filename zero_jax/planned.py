@@ -32,7 +32,7 @@ class Predicted:
       optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes.
       batch: this device's rows, and the extra arguments.
       temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
-      host: in host memory, which nothing is offloaded to yet.
+      host: in host memory: what a remat policy keeps there.
     """
 
     parameters: int
@@ -235,6 +235,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
             optimizer_state=_bytes(opt_state),
             batch=_bytes(batch) + _bytes(extras),
             temporaries=temporaries.terms,
+            host=temporaries.host,
         ),
     )
 

@@ -11,6 +11,8 @@ Inputs that a scan hands over unchanged (weights, constants, keys) are kept as w
 scan does not stack them a second time.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +44,12 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
 
     def call(*args: Any) -> list[Any]:
         likes = [jax.typeof(x) for x in args]
-        trained = [i for i, like in enumerate(likes) if _is_float(like)]
 
-        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+        @jax.custom_vjp
+        def wrapped(*args: Any) -> list[Any]:
+            return run(args, lambda x, _: x)
+
+        def keep_all(*args: Any) -> tuple[list[Any], list[Any]]:
             results: list[Any] = []
 
             def keep(x: Any, place: Place) -> Any:
@@ -55,7 +60,7 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
             inputs = [activations.put(x, places.get(i, DEVICE)) for i, x in enumerate(args)]
             return outs, [*inputs, *results]
 
-        def gradients(kept: Arrays, cotangents: Arrays) -> Arrays:
+        def gradients(trained: Sequence[int], kept: Arrays, cotangents: Arrays) -> Arrays:
             inputs = [
                 activations.fetch(x, places.get(i, DEVICE), like)
                 for i, (x, like) in enumerate(zip(kept, likes, strict=False))
@@ -71,44 +76,52 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
 
             return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
 
-        outs, kept_likes = jax.eval_shape(forward, *args)
-        float_outs = [x for x in outs if _is_float(x)]
-        traced = jax.make_jaxpr(gradients)(kept_likes, float_outs).jaxpr
-        pairs = list(zip(kept_likes, jaxprs.read_inputs(traced), strict=False))
-        # The gradient of a copy that was gathered beside its shard is zero: none is made.
-        moved = jaxprs.read_by_results(traced, traced.invars[len(kept_likes) :])
+        def forward(*given: Any) -> tuple[list[Any], Any]:
+            args = [x.value for x in given]
+            # A copy that was gathered beside its shard has no gradient, nor has a frozen leaf.
+            trained = tuple(i for i, x in enumerate(given) if x.perturbed and _is_float(likes[i]))
+            outs, kept = keep_all(*args)
+            floats = [x for x in outs if _is_float(x)]
+            again = jax.make_jaxpr(functools.partial(gradients, trained))(kept, floats)
+            read = jaxprs.read_inputs(again.jaxpr)
+            # Keys and counts stay too: they have no zero to stand in for them.
+            stay = tuple(r or not _is_float(x) for r, x in zip(read, kept, strict=False))
+            shapes = tuple((x.shape, x.dtype) for x in kept)
+            held = [x for x, s in zip(kept, stay, strict=True) if s]
+            return outs, (_Known((trained, stay, shapes)), held)
 
-        @jax.custom_vjp
-        def wrapped(*args: Any) -> list[Any]:
-            return run(args, lambda x, _: x)
-
-        def keep_what_is_read(*args: Any) -> tuple[list[Any], list[Any]]:
-            outs, kept = forward(*args)
-            return outs, [x for x, (like, r) in zip(kept, pairs, strict=True) if _kept(like, r)]
-
-        def backward(kept: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
-            cotangents = [c for c, x in zip(cotangents, outs, strict=True) if _is_float(x)]
+        def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+            known, held = residuals
+            trained, stay, shapes = known.value
+            cotangents = [_made(c) for c in cotangents if _is_float(c)]
             if barrier:
-                kept, cotangents = _together((kept, cotangents))
-            it = iter(kept)
-            full = [
-                next(it) if _kept(like, r) else jnp.zeros(like.shape, like.dtype)
-                for like, r in pairs
+                held, cotangents = _together((held, cotangents))
+            it = iter(held)
+            kept = [
+                next(it) if s else jnp.zeros(*shape) for s, shape in zip(stay, shapes, strict=True)
             ]
-            found = [g for g, m in zip(gradients(full, cotangents), moved, strict=True) if m]
-            positions = [i for i, m in zip(trained, moved, strict=True) if m]
-            own = dict(zip(positions, _together(found) if barrier else found, strict=True))
+            found = gradients(trained, kept, cotangents)
+            own = dict(zip(trained, _together(found) if barrier else found, strict=True))
             return tuple(own.get(i) for i in range(len(args)))
 
-        wrapped.defvjp(keep_what_is_read, backward)
+        wrapped.defvjp(forward, backward, symbolic_zeros=True)
         return wrapped(*args)
 
     return call
 
 
-def _kept(like: Any, read: bool) -> bool:
-    """Whether a value goes from forward to backward: floats that nothing reads do not."""
-    return read or not _is_float(like)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What the backward pass is told beside arrays."""
+
+    value: Any
+
+
+def _made(cotangent: Any) -> Any:
+    """A cotangent as an array, also where it is a zero that nobody made."""
+    known = isinstance(cotangent, jax.Array)
+    return cotangent if known else jnp.zeros(cotangent.shape, cotangent.dtype)
 
 
 def _is_float(like: Any) -> bool:

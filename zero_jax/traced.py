@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
@@ -23,11 +24,19 @@ _CALLS = frozenset(
 
 @dataclass(eq=False)
 class Value:
-    """What an operation makes, told apart by identity."""
+    """What an operation makes, told apart by identity.
+
+    Attributes:
+      shape: of one device.
+      dtype: by name.
+      bytes: in the device's memory.
+      host_bytes: in host memory.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -118,7 +127,10 @@ def _value(var: Any) -> Value:
     dtype = getattr(aval, "dtype", None)
     # Keys and tokens have no itemsize of their own; they are small.
     size = dtype.itemsize if dtype is not None and jnp.issubdtype(dtype, jnp.generic) else 4
-    return Value(shape, str(dtype), math.prod(shape) * size)
+    size *= math.prod(shape)
+    if getattr(var.aval, "memory_space", None) == jax.memory.Space.Host:
+        return Value(shape, str(dtype), 0, size)
+    return Value(shape, str(dtype), size)
 
 
 def _read(env: dict[Any, Value], atom: Any) -> Value | None:
