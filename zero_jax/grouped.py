@@ -38,7 +38,7 @@ def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Pl
     """A scan over groups of layers, each a scan over its layers that is run again as a whole.
 
     Args:
-      layer: the body, wrapped.
+      layer: the body.
       eqn: the scan over single layers.
       values: what it is given.
       place: where the input of a group is kept.
@@ -46,19 +46,41 @@ def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Pl
     consts, carried = jaxprs.scan_parts(eqn)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
     size = size_of(length)
+    groups = length // size
+    slices = values[consts + carried :]
+    # The slices of a group would be copied out of the stacks for the inner loop to read. So each
+    # layer reads its own out of the whole stacks, and what the scan slices only takes gradients.
+    whole = [jax.lax.stop_gradient(x) for x in slices]
+    before = consts + len(whole)
+
+    def one(args: Sequence[Any], tap: Any) -> list[Any]:
+        fixed, stacks, (*rest, at) = args[:consts], args[consts:before], args[before:]
+        pairs = zip(rest[carried:], stacks, strict=True)
+        return layer([*fixed, *rest[:carried], *(_read(x, s, at) for x, s in pairs)], tap)
+
+    single = recompute.layer(one, {}, barrier=False)
 
     def group(args: Sequence[Any], _: Any) -> list[Any]:
-        fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
-        carry, ys = _loop(lambda c, x: layer(*fixed, *c, *x), carry, xs, size, reverse)
+        fixed, carry, xs = args[:before], args[before : before + carried], args[before + carried :]
+        carry, ys = _loop(lambda c, x: single(*fixed, *c, *x), carry, xs, size, reverse)
         return [*carry, *ys]
 
-    places = {i: place for i in range(consts, consts + carried)}
+    places = {i: place for i in range(before, before + carried)}
     wrapped = recompute.layer(group, places, barrier=False)
     fixed, carry = values[:consts], values[consts : consts + carried]
-    groups = length // size
-    xs = [jax.lax.reshape(x, (groups, size, *x.shape[1:])) for x in values[consts + carried :]]
-    carry, ys = _loop(lambda c, x: wrapped(*fixed, *c, *x), carry, xs, groups, reverse)
+    xs = [
+        jax.lax.reshape(x, (groups, size, *x.shape[1:]))
+        for x in [*slices, jax.numpy.arange(length)]
+    ]
+    carry, ys = _loop(lambda c, x: wrapped(*fixed, *whole, *c, *x), carry, xs, groups, reverse)
     return [*carry, *(jax.lax.reshape(y, (length, *y.shape[2:])) for y in ys)]
+
+
+def _read(own: Any, stack: Any, at: Any) -> Any:
+    """A layer's slice of a stack, whose gradient goes to a slice of its own."""
+    if not recompute.is_float(own):
+        return own
+    return recompute.instead(own, jax.lax.dynamic_index_in_dim(stack, at, keepdims=False))
 
 
 def _loop(

@@ -71,21 +71,21 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
                 full = list(inputs)
                 for i, x in zip(trained, given, strict=True):
                     full[i] = x
-                outs = run(full, lambda x, p: _instead(x, activations.fetch(next(results), p, x)))
-                return [x for x in outs if _is_float(x)]
+                outs = run(full, lambda x, p: instead(x, activations.fetch(next(results), p, x)))
+                return [x for x in outs if is_float(x)]
 
             return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
 
         def forward(*given: Any) -> tuple[list[Any], Any]:
             args = [x.value for x in given]
             # A copy that was gathered beside its shard has no gradient, nor has a frozen leaf.
-            trained = tuple(i for i, x in enumerate(given) if x.perturbed and _is_float(likes[i]))
+            trained = tuple(i for i, x in enumerate(given) if x.perturbed and is_float(likes[i]))
             outs, kept = keep_all(*args)
-            floats = [x for x in outs if _is_float(x)]
+            floats = [x for x in outs if is_float(x)]
             again = jax.make_jaxpr(functools.partial(gradients, trained))(kept, floats)
             read = jaxprs.read_inputs(again.jaxpr)
             # Keys and counts stay too: they have no zero to stand in for them.
-            stay = tuple(r or not _is_float(x) for r, x in zip(read, kept, strict=False))
+            stay = tuple(r or not is_float(x) for r, x in zip(read, kept, strict=False))
             shapes = tuple((x.shape, x.dtype) for x in kept)
             held = [x for x, s in zip(kept, stay, strict=True) if s]
             return outs, (_Known((trained, stay, shapes)), held)
@@ -93,7 +93,7 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             known, held = residuals
             trained, stay, shapes = known.value
-            cotangents = [_made(c) for c in cotangents if _is_float(c)]
+            cotangents = [_made(c) for c in cotangents if is_float(c)]
             if barrier:
                 held, cotangents = _together((held, cotangents))
             it = iter(held)
@@ -124,7 +124,7 @@ def _made(cotangent: Any) -> Any:
     return cotangent if known else jnp.zeros(cotangent.shape, cotangent.dtype)
 
 
-def _is_float(like: Any) -> bool:
+def is_float(like: Any) -> bool:
     return jnp.issubdtype(like.dtype, jnp.inexact)
 
 
@@ -152,12 +152,12 @@ tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
-def _instead(computed: Any, stored: Any) -> Any:
-    """The stored value; its gradient goes to the computed one."""
+def instead(computed: Any, stored: Any) -> Any:
+    """The stored value; its gradient goes to the computed one, which is dead code otherwise."""
     return stored
 
 
-_instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
+instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
 
 
 def _together(tree: Any) -> Any:

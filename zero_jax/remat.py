@@ -253,12 +253,13 @@ def _scan(eqn: Any, values: list[Any], touched: set[Any], policy: Policy) -> lis
     nested = (
         policy.kind == "block_sqrt" and over_layers and grouped.size_of(eqn.params["length"]) > 1
     )
-    place = policy.inputs if over_layers and not nested else DEVICE
+    run = _replay(body, weights, policy)
+    if nested:
+        return grouped.scan(run, eqn, values, policy.inputs)
+    place = policy.inputs if over_layers else DEVICE
     places = {i: place for i in range(consts, consts + carried)}
     # No barrier is needed: forward and backward of a scan are loops of their own.
-    layer = recompute.layer(_replay(body, weights, policy), places, barrier=False)
-    if nested:
-        return grouped.scan(layer, eqn, values, policy.inputs)
+    layer = recompute.layer(run, places, barrier=False)
     new = jax.make_jaxpr(layer)(*(v.aval for v in body.jaxpr.invars))
     return jaxprs.function(eqn.replace(params={**eqn.params, "jaxpr": new}))(*values)
 
