@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from zero_jax import policies
+from zero_jax.grouped import CannotGroup
 from zero_jax.mesh import batch_shards
 from zero_jax.planned import Plan, words_per_param
 from zero_jax.targets import target as target_of
@@ -39,7 +40,7 @@ class Candidate:
     @property
     def cost(self) -> tuple[float, float, int, int]:
         """What candidates are ordered by."""
-        words = words_per_param(self.stage, self.micro_batches)
+        words = words_per_param(self.stage, self.micro_batches, self.remat)
         return words, policies.parse(self.remat).passes, self.micro_batches, -self.stage
 
     def __str__(self) -> str:
@@ -105,7 +106,11 @@ def choose(
     limit = int(limit)
     considered: list[Considered] = []
     for candidate in tried:
-        planned = plan(candidate, False)
+        try:
+            planned = plan(candidate, False)
+        except CannotGroup as error:
+            report(f"left out {candidate}: {error}")
+            continue
         size = planned.total_bytes
         if size <= limit * (1 + MARGIN):
             planned, verdict = _compiled(plan, candidate, planned)

@@ -15,6 +15,10 @@ from zero_jax import jaxprs, recompute
 from zero_jax.policies import Place
 
 
+class CannotGroup(ValueError):
+    """Scanned layers of a number that nothing divides."""
+
+
 def neighbours(layers: Sequence[range]) -> list[list[range]]:
     """Groups of layers that are not scanned and follow on each other.
 
@@ -99,7 +103,7 @@ def size_of(length: int) -> int:
     """How many of `length` scanned layers one group has; all groups are of one size.
 
     Raises:
-      ValueError: it has no divisor, so that nothing would be gained.
+      CannotGroup: it has no divisor, so that nothing would be gained.
 
     >>> size_of(36), size_of(48), size_of(98)
     (6, 6, 7)
@@ -108,7 +112,7 @@ def size_of(length: int) -> int:
         return 1
     size = max(s for s in range(1, math.isqrt(length) + 1) if length % s == 0)
     if size == 1:
-        raise ValueError(
+        raise CannotGroup(
             f"remat='block_sqrt': a scan over {length} layers can't be cut into groups of one "
             'size, since no number divides it: use "block", or another number of layers'
         )

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from zero_jax import forecast, hlo, layout, prove, roofline
+from zero_jax import forecast, hlo, layout, policies, prove, roofline
 from zero_jax.mesh import abstract_of, batch_sharding
 from zero_jax.optimizer import ZeroTransform
 from zero_jax.step import TrainStep
@@ -109,7 +109,7 @@ class Plan:
         """Words sent per device, step and parameter: counted if compiled, else by the paper."""
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params)
-        return words_per_param(self.stage, self.micro_batches)
+        return words_per_param(self.stage, self.micro_batches, self.remat)
 
     @property
     def countable(self) -> bool:
@@ -153,13 +153,16 @@ class Plan:
         }
 
 
-def words_per_param(stage: int, micro_batches: int) -> float:
+def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> float:
     """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
+
+    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt.
 
     >>> [words_per_param(stage, 4) for stage in range(4)]
     [2, 2, 5, 12]
     """
-    return (2, 2, 1 + micro_batches, 3 * micro_batches)[stage]
+    runs = 4 if policies.parse(remat).kind == "block_sqrt" else 3
+    return (2, 2, 1 + micro_batches, runs * micro_batches)[stage]
 
 
 def of(
