@@ -25,6 +25,11 @@ def can_move(aval: Any) -> bool:
     return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
+def is_in_host(x: jax.Array) -> bool:
+    """Whether a value is in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
 def put(x: jax.Array, place: Place) -> jax.Array:
     """The value as it is kept at its place."""
     if not can_move(x):

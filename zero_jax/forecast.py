@@ -224,7 +224,8 @@ def _in_host(flat: Flat) -> int:
     """Bytes put into host memory; of a loop its stack counts, not the slices it is made of."""
     found = 0
     for operation in flat.operations:
-        found += sum(v.host_bytes for v in operation.outputs if v not in flat.outputs)
+        if operation.bodies or operation.name == "device_put":
+            found += sum(v.host_bytes for v in operation.outputs if v not in flat.outputs)
         found += max((_in_host(body.flat) for body in operation.bodies), default=0)
     return found
 

@@ -88,6 +88,10 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
             stay = tuple(r or not is_float(x) for r, x in zip(read, kept, strict=False))
             shapes = tuple((x.shape, x.dtype) for x in kept)
             held = [x for x, s in zip(kept, stay, strict=True) if s]
+            if barrier and any(map(activations.is_in_host, held)):
+                # On its way to the host while this layer computes, there before the next one does:
+                # else XLA's scheduler waits with it until the backward pass wants it back.
+                outs, held = _together((outs, held))
             return outs, (_Known((trained, stay, shapes)), held)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
