@@ -12,8 +12,9 @@ B sequences, T tokens, D width, H heads, c bytes of the compute dtype, r of the 
 
   copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
   gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N and one layer's
-  saved      from forward to backward: remat "block" L·B·T·D·c; "dots" the results of products,
-             for a GPT L·B·T·(10·D·c + 4·H·T); "none" all that the backward pass reads
+  saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
+             "dots" the results of products, for a GPT L·B·T·(10·D·c + 4·H·T);
+             "none" all that the backward pass reads
   loss       logits and their gradients, a chunk at a time
   buffers    a layer's gradients under way between devices, r times its parameters
   work       what one layer computes while it runs, forward or backward

@@ -308,7 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
     add("--vocab", type=int, default=50304)
     add(
-        "--remat", help=f"one of {', '.join(POLICIES)}; block unless given, or the least for --auto"
+        "--remat",
+        help=f"one of {', '.join(POLICIES)}, names:a,b, with a place: block@host; block unless "
+        "given, or the least for --auto",
     )
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
