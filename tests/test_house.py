@@ -5,16 +5,21 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
-    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version", "buckets"},
-    {"model_axis", "spread"},
+    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
+    | {"buckets", "jaxprs"},
+    {"model_axis", "spread", "policies"},
+    {"flat"},
     {"traced"},
-    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"},
+    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"}
+    | {"activations", "layers"},
     {"flops", "forecast"},
     {"sent"},
     {"hlo"},
     {"prove", "roofline"},
     {"collectives", "elementwise"},
-    {"touch", "remat"},
+    {"touch", "shards", "recompute"},
+    {"grouped"},
+    {"remat"},
     {"optimizer", "partitioned"},
     {"settings"},
     {"grads", "memory"},

@@ -73,8 +73,9 @@ class Config:
     reduce: str = "fp32"
     """Dtype in which gradients are summed over devices: fp32 or bf16."""
     remat: str | None = None
-    """What is kept for the backward pass: none (everything is), dots (matrix products) or block
-    (the input of each layer); block unless given, or what fits with --stage auto."""
+    """What is kept for the backward pass: none (everything is), dots (matrix products), block (the
+    input of each layer), block_sqrt (of each group of layers) or names:a,b (marked values), on the
+    device or @host, @partitioned; block unless given, or what fits with --stage auto."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from zero_jax import policies
+from zero_jax.grouped import CannotGroup
 from zero_jax.mesh import batch_shards
 from zero_jax.planned import Plan, words_per_param
-from zero_jax.remat import POLICIES
 from zero_jax.targets import target as target_of
 
 # Part of a device's memory left to what no plan shows: the runtime, its libraries, NCCL.
@@ -26,9 +27,6 @@ RESERVE = 0.08
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
 # for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
 MARGIN = 0.25
-
-# FLOPs of a step by policy, forward and backward being 3: see `remat`.
-_PASSES = {"none": 3.0, "dots": 3.0 + 1e-3, "block": 4.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Candidate:
     @property
     def cost(self) -> tuple[float, float, int, int]:
         """What candidates are ordered by."""
-        words = words_per_param(self.stage, self.micro_batches)
-        return words, _PASSES[self.remat], self.micro_batches, -self.stage
+        words = words_per_param(self.stage, self.micro_batches, self.remat)
+        return words, policies.parse(self.remat).passes, self.micro_batches, -self.stage
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.micro_batches} micro-batches, remat {self.remat}"
@@ -76,14 +74,15 @@ def candidates(rows: int, *, micro_batches: int = 1, remat: str = "none") -> lis
     Args:
       rows: rows of the batch on one device; k must divide them.
       micro_batches: the least k, a divisor of every k.
-      remat: the policy that keeps most.
+      remat: the policy that keeps most. One with places or names of its own is the only one.
 
     >>> [str(c) for c in candidates(1)][:2]
     ['stage 2, 1 micro-batches, remat none', 'stage 1, 1 micro-batches, remat none']
     """
     counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % micro_batches == 0]
-    policies = POLICIES[POLICIES.index(remat) :]
-    found = [Candidate(s, k, p) for s in (1, 2, 3) for k in counts for p in policies]
+    known = policies.POLICIES
+    tried = known[known.index(remat) :] if remat in known else (remat,)
+    found = [Candidate(s, k, p) for s in (1, 2, 3) for k in counts for p in tried]
     return sorted(found, key=lambda c: c.cost)
 
 
@@ -107,7 +106,11 @@ def choose(
     limit = int(limit)
     considered: list[Considered] = []
     for candidate in tried:
-        planned = plan(candidate, False)
+        try:
+            planned = plan(candidate, False)
+        except CannotGroup as error:
+            report(f"left out {candidate}: {error}")
+            continue
         size = planned.total_bytes
         if size <= limit * (1 + MARGIN):
             planned, verdict = _compiled(plan, candidate, planned)

@@ -24,6 +24,7 @@ from zero_jax.precision import cast
 # Touches show under these names in a jaxpr, which is how remat.py finds them.
 GATHER_TOUCH = "zero_gather_touch"
 COPY_TOUCH = "zero_copy_touch"
+TOUCHES = (GATHER_TOUCH, COPY_TOUCH)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ B sequences, T tokens, D width, H heads, c bytes of the compute dtype, r of the 
 
   copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
   gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N and one layer's
-  saved      from forward to backward: remat "block" L·B·T·D·c; "dots" the results of products,
-             for a GPT L·B·T·(10·D·c + 4·H·T); "none" all that the backward pass reads
+  saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
+             "dots" the results of products, for a GPT L·B·T·(10·D·c + 4·H·T);
+             "none" all that the backward pass reads
   loss       logits and their gradients, a chunk at a time
   buffers    a layer's gradients under way between devices, r times its parameters
   work       what one layer computes while it runs, forward or backward
@@ -25,8 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_jax.flat import Body, Flat, Operation, Value
 from zero_jax.spans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
-from zero_jax.traced import Body, Flat, Operation, Value, device_part, flatten
+from zero_jax.traced import device_part, flatten
 
 TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
 
@@ -54,9 +56,11 @@ class Forecast:
 
     Attributes:
       held: largest first.
+      host: bytes kept in host memory from forward to backward.
     """
 
     held: tuple[Held, ...]
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -92,7 +96,7 @@ def forecast(
     first = len(part.invars) - (given or len(part.invars))
     flat = flatten(part, [None] * first + list(split), parts)
     held = _Walk(flat, set(flat.inputs[first : first + params]), "step").worst()
-    return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)))
+    return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)), _in_host(flat))
 
 
 class _Walk:
@@ -226,6 +230,16 @@ class _Walk:
             if o.name == "reduce_scatter"
             for v in o.inputs
         ]
+
+
+def _in_host(flat: Flat) -> int:
+    """Bytes put into host memory; of a loop its stack counts, not the slices it is made of."""
+    found = 0
+    for operation in flat.operations:
+        if operation.bodies or operation.name == "device_put":
+            found += sum(v.host_bytes for v in operation.outputs if v not in flat.outputs)
+        found += max((_in_host(body.flat) for body in operation.bodies), default=0)
+    return found
 
 
 def _total(held: Iterable[Held]) -> int:

@@ -8,8 +8,8 @@
 
 Stages 0 and 1 differentiate with respect to full copies and reduce what they get at the end.
 Stage 3 differentiates with respect to shards, through the doors of touch.py. Stage 2 does so for
-layers that a model scans over; its other leaves are reduced when their gradient is complete, so
-one that is used twice (a tied embedding) is sent once. Everything else is shared.
+layers, scanned or not; its other leaves are reduced when their gradient is complete, so one that
+is used twice (a tied embedding) is sent once. Everything else is shared.
 Source: ZeRO, sections 5 and 7.
 """
 
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax import collectives, layout, micro_batch, paths, remat, touch
+from zero_jax import collectives, layers, layout, micro_batch, paths, remat, touch
 from zero_jax.mesh import DATA, batch_axes, batch_shards
 from zero_jax.model_axis import named_activations
 from zero_jax.settings import Settings
@@ -71,7 +71,9 @@ def run(
         batch, batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
     )
     frozen = paths.frozen_leaves(full, settings.frozen)
-    step = _Step(settings, loss_fn, has_aux, jax.tree.structure(full), cuts, frozen, full)
+    shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
+    numbers = layers.number_layers(shapes)
+    step = _Step(settings, loss_fn, has_aux, jax.tree.structure(full), cuts, frozen, full, numbers)
     rest = jax.tree.structure(params)
     specs = jax.tree.unflatten(rest, [c.spec(DATA) for c in cuts])
     # The gradient of a frozen leaf is a scalar zero.
@@ -105,16 +107,21 @@ class _Step:
     cuts: list[layout.Split]
     frozen: list[bool]
     full: PyTree
+    numbers: list[int | None]
 
-    def _has_door(self, cut: layout.Split) -> bool:
-        """Whether the model reaches this leaf through a box."""
-        return self.settings.stage == 3 or (self.settings.stage == 2 and cut.stacked)
+    @property
+    def _doors(self) -> list[bool]:
+        """For each leaf whether the model reaches it through a touch."""
+        if self.settings.stage < 2:
+            return [False] * len(self.cuts)
+        pairs = zip(self.cuts, self.numbers, strict=True)
+        return [self.settings.stage == 3 or c.stacked or n is not None for c, n in pairs]
 
-    def _reduced(self, cut: layout.Split) -> str:
-        """When this leaf's gradient is summed over devices."""
+    def _reduced(self, cut: layout.Split, door: bool) -> str:
+        """When a leaf's gradient is summed over devices."""
         if self.settings.stage < 2 or cut.dim is None:
             return "once a step"
-        return "at its touch" if self._has_door(cut) else "once a micro-batch"
+        return "at its touch" if door else "once a micro-batch"
 
     def run(
         self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array, differentiate: bool
@@ -154,7 +161,7 @@ class _Step:
             return shards, [None] * len(shards)
         pairs = list(zip(shards, self.cuts, strict=True))
         copies = [self._copy(x, c) for x, c in pairs]
-        doors = [self._has_door(c) for c in self.cuts]
+        doors = self._doors
         values = [s if d else c for s, c, d in zip(shards, copies, doors, strict=True)]
         return values, [c if d else None for c, d in zip(copies, doors, strict=True)]
 
@@ -170,35 +177,43 @@ class _Step:
         return jax.lax.map(gather, shard) if matrices else gather(shard)
 
     def _loss(self, values: list[jax.Array], copies: list[Any], micro: PyTree, extras: Any) -> Any:
-        doors = [self._has_door(c) for c in self.cuts]
-        named = zip(paths.named_leaves(self.full), doors, strict=True)
+        named = zip(paths.named_leaves(self.full), self._doors, strict=True)
         names = [name if door else None for (name, _), door in named]
-        names += [n for n, c in zip(names, copies, strict=True) if c is not None]
+        twice = [i for i, c in enumerate(copies) if c is not None]
+        names += [names[i] for i in twice]
+        numbers = self.numbers + [self.numbers[i] for i in twice]
 
         def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
             with named_activations(self.settings.model_axis.rules):
                 out = self.loss_fn(self._tree(*arrays), micro, *extras)
             return micro_batch.sum_and_weight(out, self.has_aux, self._exponent(micro))
 
-        return remat.apply(call, self.settings.remat, names)((values, copies), micro, extras)
+        wrapped = remat.apply(call, self.settings.remat, names, numbers)
+        return wrapped((values, copies), micro, extras)
 
     def _tree(self, values: list[jax.Array], copies: list[Any]) -> PyTree:
         """The parameters as the loss function gets them."""
-        wire = self.settings.wire
-        parts = zip(values, copies, self.cuts, strict=True)
-        leaves = [touch.Box(v, c, s, wire) if self._has_door(s) else v for v, c, s in parts]
+        parts = zip(values, copies, self.cuts, self._doors, strict=True)
+        leaves = [self._leaf(v, c, s) if door else v for v, c, s, door in parts]
         return touch.with_doors(self.treedef, leaves)
 
+    def _leaf(self, value: jax.Array, copy: Any, cut: layout.Split) -> Any:
+        """A leaf with a door: a box, or the copy itself where a layer has one of its own."""
+        box = touch.Box(value, copy, cut, self.settings.wire)
+        return box if copy is None or cut.stacked else box.unbox()
+
     @property
-    def _trained_cuts(self) -> list[layout.Split]:
-        return [c for c, f in zip(self.cuts, self.frozen, strict=True) if not f]
+    def _trained(self) -> list[tuple[layout.Split, str]]:
+        """Of each leaf that is trained, how it is cut and when its gradient is summed."""
+        parts = zip(self.cuts, self._doors, self.frozen, strict=True)
+        return [(c, self._reduced(c, door)) for c, door, frozen in parts if not frozen]
 
     def _reduce(self, grads: list[jax.Array], when: str) -> list[jax.Array]:
         """Sums those gradients over `data` whose time has come."""
         wire = self.settings.wire
         return [
-            collectives.reduce_scatter(g, c, wire) if self._reduced(c) == when else g
-            for g, c in zip(grads, self._trained_cuts, strict=True)
+            collectives.reduce_scatter(g, cut, wire) if due == when else g
+            for g, (cut, due) in zip(grads, self._trained, strict=True)
         ]
 
     def _finish(self, grads: list[jax.Array], factor: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -206,9 +221,9 @@ class _Step:
         grads = self._reduce(grads, "once a step")
         for axis in batch_axes(self.settings.mesh):
             if axis != DATA:
-                pairs = zip(grads, self._trained_cuts, strict=True)
+                pairs = zip(grads, self._trained, strict=True)
                 bucket = self.settings.bucket_bytes
-                grads = [collectives.sum_over(g, c, axis, bucket) for g, c in pairs]
+                grads = [collectives.sum_over(g, cut, axis, bucket) for g, (cut, _) in pairs]
         grads = [g * factor for g in grads]
         norm = self._norm(grads)
         it = iter(grads)
@@ -221,7 +236,7 @@ class _Step:
         """One scalar sum over devices; a leaf that every device holds counts on the first."""
         first = jax.lax.axis_index(DATA) == 0
         total = jnp.zeros((), jnp.float32)
-        for grad, cut in zip(grads, self._trained_cuts, strict=True):
+        for grad, (cut, _) in zip(grads, self._trained, strict=True):
             square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
             total += square if cut.dim is not None else jnp.where(first, square, 0.0)
         return jnp.sqrt(jax.lax.psum(total, DATA))

@@ -157,5 +157,14 @@ def on_pieces(fn: Callable[[Any], Any], x: Any, dim: int | None, size: int) -> A
     if size == 1:
         return fn(x)
     spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * (dim % x.ndim), MODEL)
-    run = jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names={MODEL}, check_vma=False)
-    return run(x)
+    return over_model(fn, x, spec, spec)
+
+
+def over_model(fn: Callable[[Any], Any], x: Any, given: PartitionSpec, made: PartitionSpec) -> Any:
+    """Runs `fn` with `model` as a manual axis: it gets and returns pieces by these specs."""
+    if MODEL in jax.sharding.get_abstract_mesh().manual_axes:
+        return fn(x)
+    mapped = jax.shard_map(
+        fn, in_specs=(given,), out_specs=made, axis_names={MODEL}, check_vma=False
+    )
+    return mapped(x)

@@ -25,8 +25,8 @@ from optax import contrib
 from zero_jax import choose, memory, paper, plan_text, planned, scaling, targets
 from zero_jax.buckets import BUCKET_BYTES
 from zero_jax.mesh import abstract_mesh
+from zero_jax.policies import POLICIES
 from zero_jax.precision import Precision
-from zero_jax.remat import POLICIES
 from zero_jax.zero import Zero
 
 _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
@@ -287,7 +287,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
     add("--vocab", type=int, default=50304)
     add(
-        "--remat", help=f"one of {', '.join(POLICIES)}; block unless given, or the least for --auto"
+        "--remat",
+        help=f"one of {', '.join(POLICIES)}, names:a,b, with a place: block@host; block unless "
+        "given, or the least for --auto",
     )
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")

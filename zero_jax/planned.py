@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from zero_jax import forecast, hlo, layout, prove, roofline
+from zero_jax import forecast, hlo, layout, policies, prove, roofline
 from zero_jax.mesh import MODEL, abstract_of, batch_sharding
 from zero_jax.optimizer import ZeroTransform
 from zero_jax.step import TrainStep
@@ -32,7 +32,7 @@ class Predicted:
       optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes.
       batch: this device's rows, and the extra arguments.
       temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
-      host: in host memory, which nothing is offloaded to yet.
+      host: in host memory: what a remat policy keeps there.
     """
 
     parameters: int
@@ -115,7 +115,7 @@ class Plan:
         paper's. What tensor parallelism sends along `model` is not among them."""
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
-        return words_per_param(self.stage, self.micro_batches)
+        return words_per_param(self.stage, self.micro_batches, self.remat)
 
     @property
     def countable(self) -> bool:
@@ -159,13 +159,16 @@ class Plan:
         }
 
 
-def words_per_param(stage: int, micro_batches: int) -> float:
+def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> float:
     """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
+
+    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt.
 
     >>> [words_per_param(stage, 4) for stage in range(4)]
     [2, 2, 5, 12]
     """
-    return (2, 2, 1 + micro_batches, 3 * micro_batches)[stage]
+    runs = 4 if policies.parse(remat).kind == "block_sqrt" else 3
+    return (2, 2, 1 + micro_batches, runs * micro_batches)[stage]
 
 
 def of(
@@ -246,6 +249,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
             optimizer_state=_bytes(opt_state),
             batch=_bytes(batch) + _bytes(extras),
             temporaries=temporaries.terms,
+            host=temporaries.host,
         ),
     )
 

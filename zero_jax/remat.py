@@ -1,73 +1,63 @@
-"""What the backward pass keeps and what it computes again, by named policy.
+"""What the backward pass keeps and what it computes again: a policy applied to a traced loss.
 
-  none    activations are kept
-  dots    in each scanned layer, only the results of matrix products are kept
-  block   of each scanned layer, only its input is kept (12x less for a GPT, for 1/3 more FLOPs)
+Layers are the scans over parameters, and the stretches that layers.py finds where a model does not
+scan. `policies.py` has the policies, `recompute.py` what becomes of a layer.
 
-No policy keeps a weight that a touch opens: each touch is fused with the operation that uses it
-under `jax.checkpoint`, so what is saved is the shard, and the backward pass gathers again: there
-the third Ψ of stage 3's 3Ψ words comes from (ZeRO, section 7.2.2). At stage 2 it reads the copy of
-the step again, instead of keeping a second one layer by layer. (A loop, a cond or a custom_vjp
-that is handed a gathered weight keeps it: see `_KEEP`.)
+No policy keeps a weight that a touch opens: each touch is fused with the operation that uses it,
+or with its layer, so what is saved is the shard, and the backward pass gathers again: there the
+third Ψ of stage 3's 3Ψ words comes from (ZeRO, section 7.2.2). At stage 2 it reads the copy of the
+step again, instead of keeping a second one layer by layer. (A loop, a cond or a custom_vjp outside
+of layers that is handed a gathered weight keeps it: see `_KEEP`.)
 
 Models do not know of any of this: their loss is traced, and its jaxpr evaluated with the layers
-(scans over parameters) and the touches wrapped. Layers that a model already wraps in
-`nn.remat` or `jax.checkpoint` are left as they are.
+and the touches wrapped. Layers that a model already wraps in `nn.remat` or `jax.checkpoint` are
+left as they are.
 """
 
-import dataclasses
-import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
-from zero_jax.collectives import COPY_TOUCH, GATHER_TOUCH
+from zero_jax import grouped, jaxprs, layers, policies, recompute
+from zero_jax.activations import can_move
+from zero_jax.collectives import TOUCHES
+from zero_jax.policies import DEVICE, Place, Policy
+from zero_jax.shards import check_shards
 
-POLICIES = ("none", "dots", "block")
-
-# Operations that only re-arrange a leaf: a touch slides past them to the operation that uses it.
-_LAYOUT = frozenset(
-    (
-        *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"),
-        *("slice", "dynamic_slice", "convert_element_type", "copy", "name"),
-    )
-)
-_JIT = frozenset(("jit", "pjit", "closed_call", "core_call"))
-_REMAT = frozenset(("remat2", "checkpoint", "remat"))
 # Operations that keep a gathered weight they are given: a loop over it would otherwise be run
 # again as a whole, and a custom_vjp (a chunked loss) decides for itself what it keeps.
 _KEEP = frozenset(("scan", "while", "cond", "custom_vjp_call"))
+_NONE = policies.parse("none")
+_BLOCK = policies.parse("block")
 
 
-def check_policy(name: str) -> str:
-    """Returns the name if it is a policy.
-
-    Raises:
-      ValueError: naming the nearest one.
-    """
-    if name not in POLICIES:
-        near = difflib.get_close_matches(str(name), POLICIES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"remat={name!r}: use one of {', '.join(POLICIES)}; nearest: {near!r}")
-    return name
-
-
-def apply(fun: Callable[..., Any], policy: str, shards: Sequence[str | None]) -> Callable[..., Any]:
+def apply(
+    fun: Callable[..., Any],
+    policy: str,
+    shards: Sequence[str | None],
+    numbers: Sequence[int | None] | None = None,
+) -> Callable[..., Any]:
     """Wraps a function of parameters so that its backward pass follows the policy.
 
     Args:
       fun: a function whose first argument is a tree of parameter arrays.
-      policy: one of `POLICIES`.
+      policy: see `policies.parse`.
       shards: for each array of that tree: its path if it is a shard, which only a touch may use,
         or None.
+      numbers: for each, the number of the layer that it belongs to, or None; for layers that are
+        not scanned.
 
     Returns:
       A function of the same signature and values.
 
     Raises:
-      ValueError: if a shard is used without being gathered.
+      ValueError: if a shard is used without being gathered; for names that mark nothing, or a
+        gathered weight; for layers that can't be grouped.
     """
+    parsed = policies.parse(policy)
 
     def wrapped(params: Any, *args: Any) -> Any:
         flat, treedef = jax.tree.flatten((params, args))
@@ -79,21 +69,25 @@ def apply(fun: Callable[..., Any], policy: str, shards: Sequence[str | None]) ->
         closed, shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
         params_vars = closed.jaxpr.invars[: len(shards)]
         pairs = zip(params_vars, shards, strict=True)
-        known = {var: name for var, name in pairs if name is not None}
-        outs = _check_shards(closed.jaxpr, known)
+        outs = check_shards(closed.jaxpr, {var: name for var, name in pairs if name is not None})
         returned = [name for name in outs if name is not None]
         if returned:
             raise ValueError(
                 f"parameter {returned[0]} is returned while it is only this device's shard: "
                 "return zero_jax.gather(...) of it, or read it with zero.full(params)"
             )
-        out = [_now(x) for x in _evaluate(closed, flat, set(params_vars), policy)]
+        _check_names(closed.jaxpr, parsed)
+        closed = jaxprs.written_out(closed, TOUCHES)
+        known = [layers.OTHER if n is None else n for n in numbers or [None] * len(shards)]
+        owner = dict(zip(params_vars, known, strict=True))
+        found = layers.segments(closed.jaxpr, owner, TOUCHES)
+        out = [_now(x) for x in _evaluate(closed, flat, set(params_vars), parsed, layers=found)]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Later:
     """A gathered leaf that is not gathered yet: it will be, together with what uses it."""
 
@@ -111,24 +105,36 @@ def _now(value: Any) -> Any:
     return value.now() if isinstance(value, _Later) else value
 
 
-def _inner(eqn: Any) -> Any:
-    """The jaxpr that a call-like equation runs on its inputs, one to one, or None."""
-    if eqn.primitive.name not in _JIT | _REMAT | {"scan"}:
-        return None
-    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-    return inner if inner is None or hasattr(inner, "jaxpr") else jex.ClosedJaxpr(inner, ())
+def _opened(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Values flat, with shards in place of leaves to gather, and what makes values of them."""
+    counts = [len(v.shards) if isinstance(v, _Later) else 1 for v in values]
+
+    def gather(flat: Sequence[Any]) -> list[Any]:
+        it = iter(flat)
+        given = [[next(it) for _ in range(count)] for count in counts]
+        pairs = zip(values, given, strict=True)
+        return [v.gather(*g) if isinstance(v, _Later) else g[0] for v, g in pairs]
+
+    return [x for v in values for x in (v.shards if isinstance(v, _Later) else [v])], gather
 
 
 def _evaluate(
-    closed: Any, args: Sequence[Any], touched: set[Any], policy: str, *, in_scan: bool = False
+    closed: Any,
+    args: Sequence[Any],
+    touched: set[Any],
+    policy: Policy,
+    *,
+    layers: Sequence[range] = (),
+    in_scan: bool = False,
 ) -> list[Any]:
     """Evaluates a jaxpr equation by equation, wrapping touches and layers.
 
     Args:
-      closed: the jaxpr.
+      closed: the jaxpr, its calls written out.
       args: its inputs, arrays or `_Later`.
       touched: its variables that are parameters.
       policy: what layers keep.
+      layers: those of its equations that are layers which are not scanned.
       in_scan: whether this is the body of a scan. Outside of one, forward and backward stand in
         one computation, where XLA would merge their two gathers and keep the copy in between:
         there `jax.checkpoint` puts a barrier between them.
@@ -136,146 +142,174 @@ def _evaluate(
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.invars, args, strict=True))
     env.update(zip(jaxpr.constvars, closed.consts, strict=True))
-    touched = set(touched)
+    touched, inputs = set(touched), set(env)
+    groups = grouped.neighbours(layers) if policy.kind == "block_sqrt" else [[r] for r in layers]
+    starts = {group[0].start: group for group in groups}
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
-    for eqn in jaxpr.eqns:
-        values = [read(a) for a in eqn.invars]
-        outs = _equation(eqn, values, touched, policy, in_scan)
+    at = 0
+    while at < len(jaxpr.eqns):
+        if at in starts:
+            group = starts[at]
+            part = range(at, group[-1].stop)
+            body = jaxprs.stretch(jaxpr, part)
+            given = body.jaxpr.invars
+            values = [read(v) for v in given]
+            own = set(given) - inputs - touched - jaxprs.read_from(jaxpr, part.stop)
+            weights = {v for v in given if v in touched or isinstance(env[v], _Later)}
+            inner = [range(r.start - at, r.stop - at) for r in group]
+            outs = _unrolled(body, values, weights, own, policy, inner)
+            env.update(zip(body.jaxpr.outvars, outs, strict=True))
+            at = part.stop
+            continue
+        eqn = jaxpr.eqns[at]
+        outs = _equation(eqn, [read(a) for a in eqn.invars], touched, policy, in_scan)
         env.update(zip(eqn.outvars, outs, strict=True))
+        at += 1
     return [read(a) for a in jaxpr.outvars]
 
 
+def _unrolled(
+    body: Any,
+    values: list[Any],
+    weights: set[Any],
+    own: set[Any],
+    policy: Policy,
+    layers: Sequence[range],
+) -> list[Any]:
+    """The results of one layer that is not scanned, or of a group of them.
+
+    Args:
+      body: its jaxpr.
+      values: what it is given.
+      weights: variables of those that are parameters.
+      own: variables of those that nothing reads after it: its input.
+      policy: what it keeps.
+      layers: the layers of a group.
+    """
+    flat, gather = _opened(values)
+    if policy.kind == "none":
+        opens = jaxprs.calls(body.jaxpr, TOUCHES) or any(isinstance(v, _Later) for v in values)
+        if not opens:
+            return _evaluate(body, values, weights, policy)
+        it = iter(recompute.tied(flat))
+        tied = [
+            _Later([next(it) for _ in v.shards], v.gather) if isinstance(v, _Later) else next(it)
+            for v in values
+        ]
+        return _evaluate(body, tied, weights, policy)
+    pairs = list(zip(body.jaxpr.invars, values, strict=True))
+    places, at = {}, 0
+    for var, value in pairs:
+        if var in own and can_move(var.aval):
+            places[at] = policy.inputs
+        at += len(value.shards) if isinstance(value, _Later) else 1
+    alone = _replay(body, weights, policy) if len(layers) == 1 else None
+
+    def run(args: Sequence[Any], tap: Any) -> list[Any]:
+        given = gather(args)
+        if alone is not None:
+            return alone(given, tap)
+        return [_now(x) for x in _evaluate(body, given, weights, _BLOCK, layers=layers)]
+
+    return recompute.layer(run, places, barrier=True)(*flat)
+
+
 def _equation(
-    eqn: Any, values: list[Any], touched: set[Any], policy: str, in_scan: bool
+    eqn: Any, values: list[Any], touched: set[Any], policy: Policy, in_scan: bool
 ) -> list[Any]:
     """The results of one equation; extends `touched` by re-arranged parameters."""
-    name, run = eqn.primitive.name, _function(eqn)
+    name, run = eqn.primitive.name, jaxprs.function(eqn)
     later = [v for v in values if isinstance(v, _Later)]
     if not eqn.outvars and not eqn.effects:  # jax 0.10 leaves emptied calls behind
         return []
-    if eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH):
+    if eqn.params.get("name") in TOUCHES:
         return [_Later(values, lambda *shards: run(*shards)[0])]
-    uses_params = any(_in(a, touched) for a in eqn.invars)
-    if name in _LAYOUT and len(later) == len(values) == 1:
+    uses_params = any(jaxprs.is_in(a, touched) for a in eqn.invars)
+    if name in jaxprs.LAYOUT and len(later) == len(values) == 1:
         return [later[0].then(lambda full: run(full)[0])]
-    if name in _LAYOUT and uses_params:
+    if name in jaxprs.LAYOUT and uses_params:
         touched.update(eqn.outvars)
-    if name in _JIT and (later or uses_params):
-        inner = _inner(eqn)
-        return _evaluate(inner, values, _inside(inner, eqn, touched), policy, in_scan=in_scan)
     if name == "scan" and uses_params:
-        eqn = _wrap_scan(eqn, touched, policy)
-        return _function(eqn)(*map(_now, values))
+        return _scan(eqn, list(map(_now, values)), touched, policy)
     if name in _KEEP or not later:
         return run(*map(_now, values))
-    return _gather_twice(run, values, prevent_cse=not in_scan)
+    flat, gather = _opened(values)
+    # Gathered again in the backward pass, with what uses it.
+    again = jax.checkpoint(lambda *flat: run(*gather(flat)), prevent_cse=not in_scan)
+    return again(*flat)
 
 
-def _function(eqn: Any) -> Callable[..., list[Any]]:
-    """One equation as a function of its inputs."""
-    invars = [jex.Var(a.aval) for a in eqn.invars]
-    outvars = [jex.Var(v.aval) for v in eqn.outvars]
-    alone = eqn.replace(invars=invars, outvars=outvars)
-    jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
+def _scan(eqn: Any, values: list[Any], touched: set[Any], policy: Policy) -> list[Any]:
+    """A scan over parameters with its layer, or the touches in it, wrapped."""
+    body = jaxprs.written_out(jaxprs.inner(eqn), TOUCHES)
+    weights = jaxprs.inside(body, eqn, touched)
+    consts, carried = jaxprs.scan_parts(eqn)
+    over_layers = jaxprs.slices_its_inputs(eqn, touched)
+    if policy.kind == "none" or jaxprs.has_remat(body.jaxpr):
+        return jaxprs.function(_gathering(eqn, touched))(*values)
+    nested = (
+        policy.kind == "block_sqrt" and over_layers and grouped.size_of(eqn.params["length"]) > 1
+    )
+    run = _replay(body, weights, policy)
+    if nested:
+        return grouped.scan(run, eqn, values, policy.inputs)
+    place = policy.inputs if over_layers else DEVICE
+    places = {i: place for i in range(consts, consts + carried)}
+    # No barrier is needed: forward and backward of a scan are loops of their own.
+    layer = recompute.layer(run, places, barrier=False)
+    new = jax.make_jaxpr(layer)(*(v.aval for v in body.jaxpr.invars))
+    return jaxprs.function(eqn.replace(params={**eqn.params, "jaxpr": new}))(*values)
 
 
-def _gather_twice(
-    run: Callable[..., list[Any]], values: list[Any], *, prevent_cse: bool
-) -> list[Any]:
-    """Runs an operation on gathered leaves so that its backward pass gathers them again."""
-    counts = [len(v.shards) if isinstance(v, _Later) else 1 for v in values]
+def _gathering(eqn: Any, touched: set[Any]) -> Any:
+    """A scan over parameters that gathers them again in its backward pass; or the equation."""
+    if eqn.primitive.name != "scan" or not any(jaxprs.is_in(a, touched) for a in eqn.invars):
+        return eqn
+    body = jaxprs.written_out(jaxprs.inner(eqn), TOUCHES)
+    weights = jaxprs.inside(body, eqn, touched)
 
-    def gather_and_run(*flat: Any) -> list[Any]:
-        it = iter(flat)
-        given = [[next(it) for _ in range(count)] for count in counts]
-        pairs = zip(values, given, strict=True)
-        return run(*(v.gather(*g) if isinstance(v, _Later) else g[0] for v, g in pairs))
+    def step(*args: Any) -> list[Any]:
+        return [_now(x) for x in _evaluate(body, args, weights, _NONE, in_scan=True)]
 
-    flat = [x for v in values for x in (v.shards if isinstance(v, _Later) else [v])]
-    return jax.checkpoint(gather_and_run, prevent_cse=prevent_cse)(*flat)
-
-
-def _wrap_scan(eqn: Any, touched: set[Any], policy: str) -> Any:
-    """A scan over parameters with its layer, or the touches in it, under `jax.checkpoint`."""
-    inner = _inner(eqn)
-    layered = policy != "none" and not _has_remat(inner.jaxpr)
-    inside = _inside(inner, eqn, touched)
-
-    def body(*args: Any) -> list[Any]:
-        if layered:
-            return jex.jaxpr_as_fun(inner)(*args)
-        return [_now(x) for x in _evaluate(inner, args, inside, policy, in_scan=True)]
-
-    if layered:
-        keep = jax.checkpoint_policies.dots_saveable if policy == "dots" else None
-        # No CSE barrier is needed: forward and backward of a scan are loops of their own.
-        body = jax.checkpoint(body, policy=keep, prevent_cse=False)
-    new = jax.make_jaxpr(body)(*(v.aval for v in inner.jaxpr.invars))
+    new = jax.make_jaxpr(step)(*(v.aval for v in body.jaxpr.invars))
     return eqn.replace(params={**eqn.params, "jaxpr": new})
 
 
-def _inside(inner: Any, eqn: Any, touched: set[Any]) -> set[Any]:
-    """The parameters as the variables of the jaxpr that an equation runs."""
-    pairs = zip(inner.jaxpr.invars, eqn.invars, strict=True)
-    return {var for var, atom in pairs if _in(atom, touched)}
+def _replay(body: Any, weights: set[Any], policy: Policy) -> recompute.Run:
+    """A layer as a function of its inputs that tells which of its results are kept."""
+    jaxpr, pure = body.jaxpr, jaxprs.made_of(body.jaxpr, weights)
+    kept = {i: place for i, e in enumerate(jaxpr.eqns) if (place := _place(e, pure, policy))}
+    eqns = [_gathering(e, pure) for e in jaxpr.eqns]
+    body = jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), body.consts)
+    return jaxprs.in_pieces(body, kept)
 
 
-def _in(atom: Any, variables: Any) -> bool:
-    return not isinstance(atom, jex.Literal) and atom in variables
+def _place(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:
+    """Where the result of an equation of a layer is kept, or None."""
+    name = eqn.primitive.name
+    weight = any(v in pure for v in eqn.outvars)
+    if policy.kind == "dots":
+        return DEVICE if name == "dot_general" and not weight else None
+    place = policy.place_of(eqn.params["name"]) if name == "name" else None
+    if place is not None and weight:
+        raise ValueError(
+            f"remat={str(policy)!r} would keep a weight: the value marked {eqn.params['name']!r} "
+            "is made of parameters alone. A gathered weight is never kept, it is gathered again; "
+            "mark activations instead, or leave that name out"
+        )
+    return place
 
 
-def _has_remat(jaxpr: Any) -> bool:
-    """Whether the layer already decides for itself what its backward pass keeps."""
-    if any(e.primitive.name in _REMAT for e in jaxpr.eqns):
-        return True
-    return any((i := _inner(e)) is not None and _has_remat(i.jaxpr) for e in jaxpr.eqns)
-
-
-def _branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
-    """Every jaxpr that an equation runs, with the inputs it gets."""
-    if eqn.primitive.name == "cond":
-        return [(b, eqn.invars[1:]) for b in eqn.params["branches"]]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return [(eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"], eqn.invars)]
-    inner = _inner(eqn)
-    return [] if inner is None else [(inner, eqn.invars)]
-
-
-def _check_shards(jaxpr: Any, shards: dict[Any, str]) -> list[str | None]:
-    """Raises if a shard reaches an operation that would take it for the full leaf.
-
-    Returns for each output the path of the parameter that it is a shard of, or None.
-    """
-    shards = dict(shards)
-    for eqn in jaxpr.eqns:
-        used = [a for a in eqn.invars if _in(a, shards)]
-        touch = eqn.params.get("name") in (GATHER_TOUCH, COPY_TOUCH)
-        if touch and eqn.outvars and not used:  # the transpose of a touch has its name
+def _check_names(jaxpr: Any, policy: Policy) -> None:
+    """Raises if a name marks nothing."""
+    marked = jaxprs.names_in(jaxpr) if policy.names else set()
+    for name, _ in policy.names:
+        if name not in marked:
+            known = ", ".join(sorted(marked)) or "none"
             raise ValueError(
-                "the loss function differentiates with respect to parameters that it has not "
-                "gathered, whose gradients are shards already summed over devices. Gather first: "
-                "w = zero_jax.gather(params); jax.grad(f)(w)"
+                f"remat={str(policy)!r}: no value of the loss is marked {name!r}; names that are: "
+                f"{known}. Mark values by jax.ad_checkpoint.checkpoint_name(x, {name!r})"
             )
-        branches = _branches(eqn)
-        if touch or not (used or branches):
-            continue
-        if eqn.primitive.name in _LAYOUT:
-            shards.update((v, shards[used[0]]) for v in eqn.outvars)
-            continue
-        if not branches:
-            raise ValueError(
-                f"parameter {shards[used[0]]} is used by {eqn.primitive.name!r} while it is only "
-                "this device's shard, which would give a wrong result. Open it first: "
-                "w = zero_jax.gather(params), then use w (Flax modules do so by themselves)."
-            )
-        for inner, given in branches:
-            pairs = zip(inner.jaxpr.invars, given, strict=True)
-            inside = {v: shards[a] for v, a in pairs if _in(a, shards)}
-            outs = _check_shards(inner.jaxpr, inside)
-            made = zip(eqn.outvars, outs, strict=True)
-            shards.update((var, name) for var, name in made if name is not None)
-    return [shards[a] if _in(a, shards) else None for a in jaxpr.outvars]

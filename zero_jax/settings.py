@@ -5,7 +5,7 @@ from typing import Any
 
 from flax.core import spmd
 
-from zero_jax import remat
+from zero_jax import policies
 from zero_jax.buckets import BUCKET_BYTES, check_bucket, combine_options
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, AnyMesh, check_mesh, model_size
@@ -52,7 +52,12 @@ class Settings:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
         check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
-        remat.check_policy(self.remat)
+        policy = policies.check(self.remat, self.mesh)
+        if self.sequence_parallel and policy.partitioned:
+            raise ValueError(
+                f"remat={self.remat!r} with sequence_parallel=True: what is kept is split over the "
+                "model axis by sequence already, leave out partitioned"
+            )
         if self.model_specs is not None:
             object.__setattr__(self, "model_specs", tuple(dict(self.model_specs).items()))
         if self.axis_rules is None:

@@ -8,7 +8,7 @@ in memory from the operation that makes them to the last that reads them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_jax.traced import Operation, Value
+from zero_jax.flat import Operation, Value
 
 # Other views of the same bytes.
 VIEWS = frozenset(
@@ -30,7 +30,7 @@ REDUCTIONS = frozenset(
 SOLID = SUMS_OVER_DEVICES | frozenset(
     (
         *("dot_general", "conv_general_dilated", "scan", "while", "cond", "all_gather"),
-        *("all_to_all", "ppermute", "scatter", "scatter-add", "sort", "cumsum"),
+        *("all_to_all", "ppermute", "scatter", "scatter-add", "sort", "cumsum", "device_put"),
         *("dynamic_update_slice", "rng_bit_generator", "top_k", "pallas_call", "ffi_call"),
     )
 )
@@ -53,6 +53,12 @@ def readers_of(operations: Sequence[Operation]) -> dict[Value, list[int]]:
         for value in operation.inputs:
             readers.setdefault(value, []).append(at)
     return readers
+
+
+def _view_of(value: Value, operation: Operation) -> Value:
+    """What an operation that only shows its operands in another way makes of one of them."""
+    same = len(operation.inputs) == len(operation.outputs)
+    return operation.outputs[operation.inputs.index(value) if same else 0]
 
 
 def spans_of(operations: Sequence[Operation], results: set[Value], end: int) -> list[Span]:
@@ -80,8 +86,9 @@ def spans_of(operations: Sequence[Operation], results: set[Value], end: int) -> 
                     reads.append((r, r))
                     needed[value] |= reader.name in SOLID
                 elif reader.name in VIEWS:
-                    reads.append(times[reader.outputs[0]])
-                    needed[value] |= needed[reader.outputs[0]]
+                    view = _view_of(value, reader)
+                    reads.append(times[view])
+                    needed[value] |= needed[view]
                 else:
                     reads += [(times[o][0],) * 2 if stored[o] else times[o] for o in reader.outputs]
             times[value] = (

@@ -5,14 +5,12 @@ each, with a body of their own. What is left is the program as the compiler meet
 fuses and schedules, small enough to be walked in a fraction of a second for any size of model.
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
-import jax.numpy as jnp
 
+from zero_jax.flat import Body, Flat, Operation, Value, present, value_of
 from zero_jax.spread import Dim, dim_of, spread
 
 _CALLS = frozenset(
@@ -21,72 +19,6 @@ _CALLS = frozenset(
         *("custom_jvp_call", "custom_vjp_call", "shard_map"),
     )
 )
-
-
-@dataclass(eq=False)
-class Value:
-    """What an operation makes, told apart by identity."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    full_bytes: int
-    split: Dim = None  # the dim that tensor parallelism splits over `model`
-    parts: int = 1  # the size of that axis
-
-    @property
-    def bytes(self) -> int:
-        """On one device."""
-        return self.full_bytes if self.split is None else self.full_bytes // self.parts
-
-
-@dataclass(eq=False)
-class Operation:
-    """One equation of the flat program.
-
-    Attributes:
-      name: the primitive.
-      inputs: values it reads; literals are left out.
-      outputs: values it makes.
-      bodies: what a loop or a branch runs, with what it is given; empty for the rest.
-      carried: for a loop, (input, output) of each part of the state that it updates in place.
-      backward: whether it belongs to the transposed (backward) part.
-      context: where it stands in the traced function.
-    """
-
-    name: str
-    inputs: list[Value]
-    outputs: list[Value]
-    bodies: list["Body"]
-    carried: list[tuple[Value, Value]]
-    backward: bool
-    context: str
-
-
-@dataclass
-class Flat:
-    """A flat program: operations in order, between inputs and results (None for a literal)."""
-
-    inputs: list[Value]
-    results: list[Value | None]
-    operations: list[Operation]
-
-    @property
-    def outputs(self) -> list[Value]:
-        """The results without literals."""
-        return _present(self.results)
-
-
-@dataclass
-class Body:
-    """What a loop or a branch runs.
-
-    Attributes:
-      flat: the program of one iteration.
-      given: (inside, outside) pairs; a loop hands a slice to an inside of fewer dims.
-    """
-
-    flat: Flat
-    given: list[tuple[Value, Value]]
 
 
 def flatten(jaxpr: Any, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
@@ -103,14 +35,14 @@ def flatten(jaxpr: Any, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
     ['sin', 'dot_general']
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    env = {var: _value(var, parts) for var in (*jaxpr.invars, *jaxpr.constvars)}
+    env = {var: value_of(var, parts) for var in (*jaxpr.invars, *jaxpr.constvars)}
     inputs = list(env.values())
     for value, dim in zip(inputs, split, strict=False):
         value.split = dim
     operations: list[Operation] = []
     _append(jaxpr, env, operations, parts)
     results = [_read(env, atom) for atom in jaxpr.outvars]
-    return Flat(inputs, results, _used(operations, _present(results)))
+    return Flat(inputs, results, _used(operations, present(results)))
 
 
 def device_part(jaxpr: Any) -> Any:
@@ -128,15 +60,6 @@ def device_part(jaxpr: Any) -> Any:
             except ValueError:
                 continue
     raise ValueError("the function has no shard_map in it: give one made by zero.train_step")
-
-
-def _value(var: Any, parts: int, split: Dim = None) -> Value:
-    aval = var.aval
-    shape = tuple(getattr(aval, "shape", ()))
-    dtype = getattr(aval, "dtype", None)
-    # Keys and tokens have no itemsize of their own; they are small.
-    size = dtype.itemsize if dtype is not None and jnp.issubdtype(dtype, jnp.generic) else 4
-    return Value(shape, str(dtype), math.prod(shape) * size, split, parts)
 
 
 def _read(env: dict[Any, Value], atom: Any) -> Value | None:
@@ -207,9 +130,9 @@ def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation], part
             env.update(zip(eqn.outvars, outs, strict=True))
             continue
         if name == "add_any":  # parts of one gradient are split alike
-            _split_alike(_present(given))
+            _split_alike(present(given))
         dims = spread(eqn, [None if v is None else v.split for v in given])
-        made = [_value(v, parts, d) for v, d in zip(eqn.outvars, dims, strict=True)]
+        made = [value_of(v, parts, d) for v, d in zip(eqn.outvars, dims, strict=True)]
         env.update(zip(eqn.outvars, made, strict=True))
         if name == "scan" and eqn.params["length"] == 1:
             _append_once(eqn, given, made, operations, parts)
@@ -218,7 +141,7 @@ def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation], part
         carried = _carried(eqn, given, made)
         if bodies:
             bodies = _hand_out(eqn, bodies, given, made, carried, parts)
-        operations.append(_operation(eqn, name, _present(given), made, bodies, carried))
+        operations.append(_operation(eqn, name, present(given), made, bodies, carried))
 
 
 def _split_alike(values: Sequence[Value]) -> None:
@@ -273,7 +196,7 @@ def _append_once(
     for var, value in zip(body.invars, given, strict=True):
         piece = value
         if value is not None and len(var.aval.shape) < len(value.shape):
-            piece = _value(var, parts, None if value.split is None else value.split - 1)
+            piece = value_of(var, parts, None if value.split is None else value.split - 1)
             operations.append(_operation(eqn, "squeeze", [value], [piece]))
         inside.append(piece)
     for value, out in zip(made, _inline(body, inside, operations, parts), strict=True):
@@ -287,14 +210,14 @@ def _inline_pieces(
 ) -> list[Value]:
     """A part that is manual over `model`: inside, values are what one device has of them."""
     body = _called(eqn)
-    inside = [_value(var, parts) for var in body.invars]
+    inside = [value_of(var, parts) for var in body.invars]
     for own, value, spec in zip(inside, given, eqn.params["in_specs"], strict=True):
         if value is not None:
             value.split = dim_of(spec) if value.split is None else value.split
             operations.append(_operation(eqn, "reshape", [value], [own]))
     outs = _inline(body, inside, operations, parts)
     made = [
-        _value(var, parts, dim_of(spec))
+        value_of(var, parts, dim_of(spec))
         for var, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)
     ]
     for out, value in zip(outs, made, strict=True):
@@ -305,15 +228,11 @@ def _inline_pieces(
 def _inline(
     jaxpr: Any, given: Sequence[Value | None], operations: list[Operation], parts: int
 ) -> list[Value]:
-    inside = {var: _value(var, parts) for var in jaxpr.constvars}
+    inside = {var: value_of(var, parts) for var in jaxpr.constvars}
     for var, value in zip(jaxpr.invars, given, strict=True):
-        inside[var] = value or _value(var, parts)
+        inside[var] = value or value_of(var, parts)
     _append(jaxpr, inside, operations, parts)
     return [_read(inside, atom) or Value((), "", 0) for atom in jaxpr.outvars]
-
-
-def _present(values: Iterable[Value | None]) -> list[Value]:
-    return [value for value in values if value is not None]
 
 
 def _used(operations: list[Operation], outputs: Sequence[Value]) -> list[Operation]:

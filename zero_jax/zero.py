@@ -36,7 +36,8 @@ class Zero(Settings):
         the least it may choose.
       precision: a `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
       micro_batches: k; the batch is worked off in k parts, gradients accumulate in fp32.
-      remat: "none", "dots" or "block": what the backward pass keeps of scanned layers.
+      remat: what the backward pass keeps of layers, and where: "none", "dots", "block",
+        "block_sqrt", "names:a,b", "block@host", "block@partitioned"; see `policies`.
       frozen: leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.

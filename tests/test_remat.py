@@ -1,0 +1,456 @@
+"""What each remat policy keeps, where, and that no policy changes a value.
+
+fp32 tolerance of gradients: 64 ulps of a leaf's largest element after three steps of SGD. The
+recomputed forward pass runs the same operations in the same order, but XLA fuses them differently.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from problems import Problem, gpt_problem, train_plain, train_zero, ulps
+
+import zero_jax
+from zero_jax import activations, hlo, layers, policies, remat, traced
+
+TX = optax.sgd(1e-1)
+ULPS = 64
+WIDTH, ROWS, DEPTH = 16, 24, 5
+X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+POLICIES = ["none", "dots", "block", "block_sqrt", "names:h"]
+HOST = ["block@host", "block_sqrt@host", "names@host:h@host"]
+
+
+class Block(nn.Module):
+    """A pre-norm layer, whose input is not what its first parameter is used with."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))
+        return x + nn.Dense(WIDTH)(nn.tanh(checkpoint_name(h, "h")))
+
+
+class Unrolled(nn.Module):
+    depth: int = DEPTH
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.depth):
+            x = Block()(x)
+        return nn.Dense(3)(nn.LayerNorm()(x))
+
+
+def linen_problem():
+    model = Unrolled()
+    return Problem(
+        lambda: model.init(jax.random.key(0), X[:1]),
+        lambda params, x: jnp.mean(model.apply(params, x) ** 2),
+        X,
+    )
+
+
+def plain_problem():
+    """A list of layers, opened all at once before the first is used."""
+
+    def make():
+        keys = jax.random.split(jax.random.key(0), DEPTH)
+        return [{"w": jax.random.normal(k, (WIDTH, WIDTH)) / 4, "b": jnp.ones(WIDTH)} for k in keys]
+
+    def loss(params, x):
+        for p in zero_jax.gather(params):
+            x = x + jnp.tanh(checkpoint_name(x @ p["w"] + p["b"], "h"))
+        return jnp.mean(x**2)
+
+    return Problem(make, loss, X)
+
+
+def scanned_problem():
+    """Six scanned layers, each with a key of its own, and a count in the carry."""
+
+    def make():
+        w = jax.random.normal(jax.random.key(0), (6, WIDTH, WIDTH)) / 4
+        return {"w": w, "b": jnp.ones((6, WIDTH))}
+
+    def loss(params, x):
+        def layer(carry, given):
+            (x, count), (p, key) = carry, given
+            p = zero_jax.gather(p)
+            h = checkpoint_name(x @ p["w"] + p["b"], "h")
+            noise = jax.random.normal(key, (WIDTH,))
+            return (x + jnp.tanh(h + 0.1 * noise), count + 1), jnp.mean(x**2)
+
+        keys = jax.random.split(jax.random.key(3), 6)
+        (x, count), sizes = jax.lax.scan(layer, (x, 0), (params, keys))
+        return jnp.mean(x**2) / count + 1e-3 * jnp.mean(sizes)
+
+    return Problem(make, loss, X)
+
+
+PROBLEMS = {
+    "linen": linen_problem,
+    "plain": plain_problem,
+    "scanned": scanned_problem,
+    "gpt": gpt_problem,
+}
+
+
+@functools.cache
+def problem(name):
+    return PROBLEMS[name]()
+
+
+@functools.cache
+def plain(name):
+    return train_plain(problem(name), TX, 3)
+
+
+def assert_same(name, stage, remat):
+    losses, params, _ = train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat)
+    want = plain(name)
+    assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
+    assert ulps(params, want[1]) < ULPS
+    assert want[0][-1] < want[0][0]
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["linen", "plain", "scanned"])
+def test_no_policy_changes_a_value(name, stage, remat):
+    assert_same(name, stage, remat)
+
+
+@pytest.mark.parametrize("remat", HOST)
+@pytest.mark.parametrize("name", ["linen", "plain", "scanned"])
+def test_no_place_changes_a_value(name, remat):
+    assert_same(name, 3, remat)
+
+
+@pytest.mark.parametrize("remat", ["block_sqrt", "block@host"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_policy_changes_a_gpt(stage, remat):
+    assert_same("gpt", stage, remat)
+
+
+def over_model(name, policy, manual):
+    """Gradients on a mesh of 2 x 4, of a loss whose values are whole on the `model` axis."""
+    p, auto = problem(name), jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
+    leaves = jax.tree_util.tree_flatten_with_path(p.start)[0]
+    paths = [(jax.tree_util.keystr(k, simple=True, separator="/"), x.shape) for k, x in leaves]
+    loss = remat.apply(p.loss, policy, [None] * len(paths), layers.number_layers(paths))
+
+    def step(params, batch):
+        return jax.tree.map(lambda g: jax.lax.psum(g, "data"), jax.grad(loss)(params, batch))
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P("data")),
+        out_specs=jax.P(),
+        axis_names=manual,
+        check_vma=False,
+    )
+    compiled = jax.jit(mapped).lower(p.start, p.batch).compile()
+    gathers = [c for c in hlo.audit(compiled, dict(mesh.shape)).collectives if "gather" in c.kind]
+    return compiled(p.start, p.batch), sum(c.elements * c.runs for c in gathers)
+
+
+@pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("name", "policy", "gathered"),
+    [
+        ("scanned", "block@partitioned", 6),
+        ("scanned", "block_sqrt@partitioned+host", 3),
+        ("scanned", "names:h@partitioned", 6),
+        ("plain", "block@partitioned", DEPTH - 1),
+    ],
+)
+def test_partitioned_values_are_gathered_once_and_change_nothing(name, policy, gathered, manual):
+    """And only in the backward pass. An unrolled first layer's input is the batch, which stays."""
+    want, none = over_model(name, "block", manual)
+    got, words = over_model(name, policy, manual)
+    assert none == 0
+    assert words == gathered * (ROWS // 2) * WIDTH
+    assert ulps(got, want) < ULPS
+
+
+def test_a_value_that_mp_does_not_divide_is_padded_and_comes_back():
+    x = jnp.arange(15.0).reshape(5, 3)
+    place = policies.parse("block@partitioned").inputs
+
+    def there_and_back(x):
+        kept = activations.put(x, place)
+        assert kept.shape == (4,)
+        return activations.fetch(kept, place, x)
+
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(
+        there_and_back, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    assert (mapped(x) == x).all()
+
+
+# What is kept.
+
+
+def step_of(name, remat, stage=3, **mesh):
+    """A traced step of four devices, and its count of parameters."""
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4, **mesh), stage, remat=remat)
+    p = problem(name)
+    params = zero.abstract(p.make)
+    batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
+    args = (params, zero.optimizer(TX).init(params), batch)
+    return zero.train_step(p.loss, TX).trace(*args)
+
+
+def stacks(jaxpr):
+    """Shapes of what forward loops over layers hand to the backward pass, with their places."""
+    part = traced.device_part(jaxpr)
+    found = []
+    for eqn in part.eqns:
+        if eqn.primitive.name == "scan" and "transpose(" not in str(eqn.source_info.name_stack):
+            # Of rank 3 or more: not the loss and the sizes that the loop returns.
+            found += [v.aval for v in eqn.outvars if v.aval.ndim > 2]
+    return found
+
+
+SHARE = (6, ROWS // 4, WIDTH)  # what each of six layers keeps of a value, on one of four devices
+
+
+@pytest.mark.parametrize(
+    ("remat", "shapes"),
+    [
+        ("block", [SHARE]),
+        ("names:h", [SHARE, SHARE]),
+        ("dots", [SHARE, SHARE]),
+        ("block_sqrt", [(3, *SHARE[1:])]),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_scanned_layers_keep_what_the_policy_says(remat, shapes, stage):
+    assert [v.shape for v in stacks(step_of("scanned", remat, stage).jaxpr)] == shapes
+
+
+@pytest.mark.parametrize(
+    ("remat", "where"),
+    [
+        ("block@host", [True]),
+        ("names:h@host", [False, True]),
+        ("names@host:h", [True, False]),
+        ("block_sqrt@host", [True]),
+    ],
+)
+def test_kept_values_are_where_the_policy_says(remat, where):
+    found = stacks(step_of("scanned", remat).jaxpr)
+    assert [v.memory_space == jax.memory.Space.Host for v in found] == where
+
+
+def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
+    """The second product of an MLP is only added to its input."""
+
+    def loss(params, x):
+        def layer(x, w):
+            up, down = zero_jax.gather(w)
+            return x + jnp.tanh(x @ up) @ down, None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat="dots")
+    params = zero.abstract(lambda: (jnp.zeros((6, WIDTH, 40)), jnp.zeros((6, 40, WIDTH))))
+    args = (params, zero.optimizer(TX).init(params), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    found = stacks(zero.train_step(loss, TX).trace(*args).jaxpr)
+    assert [v.shape for v in found] == [SHARE, (6, ROWS // 4, 40)]
+
+
+# Layers that are not scanned.
+
+
+def norm_and_product(params, x):
+    """Two pre-norm layers and a head."""
+    for scale, w in params["layers"]:
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x + jnp.tanh((centred * scale) @ w)
+    return jnp.sum(x @ params["head"])
+
+
+def traced_layers(loss, params, x):
+    closed = jax.make_jaxpr(loss)(params, x)
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    shapes = [(jax.tree_util.keystr(p, simple=True, separator="/"), v.shape) for p, v in paths]
+    numbers = [layers.OTHER if n is None else n for n in layers.number_layers(shapes)]
+    owner = dict(zip(closed.jaxpr.invars, numbers, strict=False))
+    return closed.jaxpr, layers.segments(closed.jaxpr, owner, ())
+
+
+def test_a_layer_starts_where_least_is_alive():
+    """Before the norm, of which the first half comes before its first parameter is used."""
+    pair = (jnp.ones(WIDTH), jnp.ones((WIDTH, WIDTH)))
+    params = {"layers": [pair, pair], "head": jnp.ones((WIDTH, 3))}
+    jaxpr, (first, second) = traced_layers(norm_and_product, params, X)
+    assert [e.primitive.name for e in jaxpr.eqns[second.start : second.stop]] == [
+        e.primitive.name for e in jaxpr.eqns[first.start : first.stop]
+    ]
+    assert jaxpr.eqns[second.start].primitive.name == "reduce_sum"
+    assert jaxpr.eqns[second.stop - 1].primitive.name == "add"
+    assert first.start == 0 and first.stop == second.start
+
+
+@pytest.mark.parametrize(
+    ("leaves", "numbers"),
+    [
+        ({"b_0/w": (4, 4), "b_1/w": (4, 4), "b_2/w": (4, 5)}, [0, 1, None]),
+        ({f"b_{i}/d_{j}/w": (4, 4) for i in range(3) for j in range(2)}, [0, 0, 1, 1, 2, 2]),
+        ({f"t_{i}/b_{j}/w": (4, 4) for i in range(2) for j in range(3)}, [0, 1, 2, 3, 4, 5]),
+        ({"q/w": (4, 4), "k/w": (4, 4), "bias1": (4,), "bias2": (4,)}, [None] * 4),
+    ],
+    ids=["alike", "blocks of two products", "towers of three blocks", "none"],
+)
+def test_layers_are_numbered_siblings_of_the_same_shapes(leaves, numbers):
+    assert layers.number_layers(list(leaves.items())) == numbers
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "block", "block_sqrt"])
+def test_layers_that_the_model_wraps_itself_stay_as_they_are(remat):
+    """sin(cos(x)): forward both once, backward cos(x) again, and cos and sin for the derivative."""
+
+    def loss(params, x):
+        for w in zero_jax.gather(params):
+            x = x + jax.checkpoint(lambda x, w: jnp.sin(jnp.cos(x @ w)))(x, w)
+        return jnp.mean(x**2)
+
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat=remat)
+    params = zero.abstract(lambda: [jnp.zeros((WIDTH, WIDTH))] * 4)
+    args = (params, zero.optimizer(TX).init(params), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    text = str(zero.train_step(loss, TX).trace(*args).jaxpr)
+    assert (text.count(" sin "), text.count(" cos ")) == (2 * 4, 3 * 4)
+
+
+# FLOPs, of compiled programs. Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler
+# takes the barriers out and merges what it finds twice.
+
+
+@functools.cache
+def flops(remat, stage):
+    """Of a step of `scanned_problem` on four devices."""
+    zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), stage, remat=remat)
+    p = problem("scanned")
+    return zero.plan(p.loss, TX, zero.abstract(p.make), p.batch, compile=True).compiled.flops
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("remat", "forwards"), [("dots", 0), ("names:h", 0), ("block", 1), ("block_sqrt", 2)]
+)
+def test_layers_run_forward_as_often_as_the_policy_says(remat, forwards, stage):
+    one = 6 * 2 * (ROWS // 4) * WIDTH * WIDTH
+    assert flops("none", stage) == 3 * one
+    assert flops(remat, stage) - flops("none", stage) == forwards * one
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("remat", "said"),
+    [
+        ("blok", "nearest: 'block'"),
+        ("block@hosst", "no place is called 'hosst'.*nearest: 'host'"),
+        ("dots@host", "dots keeps its values on the device"),
+        ("names", "followed by a colon"),
+        ("block:h", "followed by a colon"),
+        ("names:", "write each name once"),
+        ("names:a,a@host", "write each name once"),
+        ("block@partitioned", r"only data.*make_mesh\(model=2\)"),
+        ("names:a@partitioned+host", r"only data.*make_mesh\(model=2\)"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(remat, said):
+    with pytest.raises(ValueError, match=said):
+        zero_jax.Zero(zero_jax.make_mesh(), remat=remat)
+
+
+def test_host_needs_pinned_host_memory():
+    class Kind:
+        kind = "device"
+
+    class Device:
+        def addressable_memories(self):
+            return [Kind()]
+
+    class Mesh:
+        axis_names = ("data",)
+        local_devices = [Device()]
+
+    with pytest.raises(ValueError, match="has only device: leave out host"):
+        policies.check("block@host", Mesh())
+    policies.check("block", Mesh())
+
+
+@pytest.mark.parametrize("name", ["linen", "scanned"])
+def test_a_name_that_marks_nothing_is_refused_with_those_that_do(name):
+    with pytest.raises(ValueError, match="no value of the loss is marked 'g'; names that are: h"):
+        step_of(name, "names:h,g")
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("mark", ["gathered", "transposed", "computed"])
+def test_a_marked_weight_is_refused(mark, scanned):
+    def layer(x, w):
+        w = zero_jax.gather(w)
+        w = {"gathered": w, "transposed": w.T, "computed": w @ w.T}[mark]
+        return jnp.tanh(x @ checkpoint_name(w, "weight")), None
+
+    def loss(params, x):
+        if scanned:
+            return jnp.mean(jax.lax.scan(layer, x, params)[0])
+        for w in params:
+            x = layer(x, w)[0]
+        return jnp.mean(x)
+
+    def make():
+        stack = jnp.zeros((4, WIDTH, WIDTH))
+        return stack if scanned else list(stack)
+
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="names:weight")
+    with pytest.raises(ValueError, match="would keep a weight.*'weight'.*parameters alone"):
+        zero.plan(loss, TX, zero.abstract(make), X)
+
+
+def prime_problem():
+    def loss(params, x):
+        layer = lambda x, w: (jnp.tanh(x @ zero_jax.gather(w)), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    return (lambda: jnp.zeros((7, WIDTH, WIDTH))), loss
+
+
+def test_a_prime_number_of_scanned_layers_cannot_be_grouped():
+    make, loss = prime_problem()
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat="block_sqrt")
+    with pytest.raises(ValueError, match='scan over 7 layers.*use "block"'):
+        zero.plan(loss, TX, zero.abstract(make), X)
+
+
+def test_auto_leaves_out_what_cannot_be_grouped_and_says_so():
+    make, loss = prime_problem()
+    zero = zero_jax.Zero(zero_jax.make_mesh(), "auto", remat="block_sqrt", memory_limit=1e9)
+    said = []
+    with pytest.raises(ValueError, match="no candidate"):
+        zero.choice(loss, TX, zero.abstract(make), X, report=said.append)
+    assert any("left out" in line and "7 layers" in line for line in said)
+
+
+def test_no_policy_gathers_a_third_time_or_keeps_a_gathered_weight():
+    """Words at stage 3: 2 gathers, but for block_sqrt 3, and 1 reduction. Biases (1 of 17 words)
+    are not gathered again where what they are added to is kept."""
+    p = problem("scanned")
+    for policy, gathers in (("dots", 2), ("names:h", 2), ("block", 2), ("block_sqrt", 3)):
+        zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), 3, remat=policy)
+        plan = zero.plan(p.loss, TX, zero.abstract(p.make), p.batch, compile=True)
+        words = {k: v / plan.num_params for k, v in plan.compiled.words.items()}
+        assert words["all-gather"] == pytest.approx(gathers, abs=0.06), policy
+        assert words["reduce-scatter"] == pytest.approx(1, abs=0.05), policy

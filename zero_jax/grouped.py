@@ -1,0 +1,119 @@
+"""Layers in groups of about √L, for `block_sqrt`: a group is run again as a whole, then its layers.
+
+From forward to backward the inputs of the groups are kept, and while a group runs backward those
+of its layers: 2·√L layer inputs at once in place of L, for one more forward pass.
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zero_jax import jaxprs, recompute
+from zero_jax.policies import Place
+
+
+class CannotGroup(ValueError):
+    """Scanned layers of a number that nothing divides."""
+
+
+def neighbours(layers: Sequence[range]) -> list[list[range]]:
+    """Groups of layers that are not scanned and follow on each other.
+
+    >>> [len(group) for group in neighbours([range(i, i + 1) for i in range(11)])]
+    [3, 3, 3, 2]
+    """
+    runs: list[list[range]] = []
+    for layer in layers:
+        if runs and runs[-1][-1].stop == layer.start:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    groups = []
+    for run in runs:
+        size = round(math.sqrt(len(run)))
+        groups += [run[i : i + size] for i in range(0, len(run), size)]
+    return groups
+
+
+def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Place) -> list[Any]:
+    """A scan over groups of layers, each a scan over its layers that is run again as a whole.
+
+    Args:
+      layer: the body.
+      eqn: the scan over single layers.
+      values: what it is given.
+      place: where the input of a group is kept.
+    """
+    consts, carried = jaxprs.scan_parts(eqn)
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    size = size_of(length)
+    groups = length // size
+    slices = values[consts + carried :]
+    # The slices of a group would be copied out of the stacks for the inner loop to read. So each
+    # layer reads its own out of the whole stacks, and what the scan slices only takes gradients.
+    whole = [jax.lax.stop_gradient(x) for x in slices]
+    before = consts + len(whole)
+
+    def one(args: Sequence[Any], tap: Any) -> list[Any]:
+        fixed, stacks, (*rest, at) = args[:consts], args[consts:before], args[before:]
+        pairs = zip(rest[carried:], stacks, strict=True)
+        return layer([*fixed, *rest[:carried], *(_read(x, s, at) for x, s in pairs)], tap)
+
+    single = recompute.layer(one, {}, barrier=False)
+
+    def group(args: Sequence[Any], _: Any) -> list[Any]:
+        fixed, carry, xs = args[:before], args[before : before + carried], args[before + carried :]
+        carry, ys = _loop(lambda c, x: single(*fixed, *c, *x), carry, xs, size, reverse)
+        return [*carry, *ys]
+
+    places = {i: place for i in range(before, before + carried)}
+    wrapped = recompute.layer(group, places, barrier=False)
+    fixed, carry = values[:consts], values[consts : consts + carried]
+    xs = [
+        jax.lax.reshape(x, (groups, size, *x.shape[1:]))
+        for x in [*slices, jax.numpy.arange(length)]
+    ]
+    carry, ys = _loop(lambda c, x: wrapped(*fixed, *whole, *c, *x), carry, xs, groups, reverse)
+    return [*carry, *(jax.lax.reshape(y, (length, *y.shape[2:])) for y in ys)]
+
+
+def _read(own: Any, stack: Any, at: Any) -> Any:
+    """A layer's slice of a stack, whose gradient goes to a slice of its own."""
+    if not recompute.is_float(own):
+        return own
+    return recompute.instead(own, jax.lax.dynamic_index_in_dim(stack, at, keepdims=False))
+
+
+def _loop(
+    step: Callable[[Any, Any], list[Any]], carry: Sequence[Any], xs: Any, length: int, reverse: bool
+) -> tuple[list[Any], list[Any]]:
+    """`jax.lax.scan` of a function that returns the carry and the results in one list."""
+
+    def body(carry: Any, xs: Any) -> Any:
+        outs = step(carry, xs)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    return jax.lax.scan(body, list(carry), list(xs), length=length, reverse=reverse)
+
+
+def size_of(length: int) -> int:
+    """How many of `length` scanned layers one group has; all groups are of one size.
+
+    Raises:
+      CannotGroup: it has no divisor, so that nothing would be gained.
+
+    >>> size_of(36), size_of(48), size_of(98)
+    (6, 6, 7)
+    """
+    if length < 4:  # two or three layers keep as little one by one
+        return 1
+    size = max(s for s in range(1, math.isqrt(length) + 1) if length % s == 0)
+    if size == 1:
+        raise CannotGroup(
+            f"remat='block_sqrt': a scan over {length} layers can't be cut into groups of one "
+            'size, since no number divides it: use "block", or another number of layers'
+        )
+    return size
