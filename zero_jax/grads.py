@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax import collectives, layout, micro_batch, paths, remat, touch
+from zero_jax import collectives, layout, micro_batch, paths, remat, tiers, touch
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, AnyMesh, batch_axes, batch_shards
 from zero_jax.optimizer import Frozen
@@ -44,6 +44,7 @@ class Settings:
     remat: str
     frozen: Frozen
     scanned: str | None
+    offload: tiers.Offload = tiers.NONE
 
     @property
     def shards(self) -> int:
@@ -87,6 +88,8 @@ def run(
     loss_scale: jax.Array | float = 1.0,
 ) -> Result:
     """Evaluates a loss over the global batch, with or without its gradients."""
+    if settings.offload.params:
+        params = tiers.to_device(params)
     full = jax.eval_shape(layout.logical, params)
     cuts = layout.splits_for(full, settings.shards, settings.scanned)
     _check_params(params, cuts)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax import layout, paths
+from zero_jax import layout, paths, streamed, tiers
 from zero_jax.mesh import DATA, AnyMesh
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
@@ -41,9 +41,11 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 
     Attributes:
       made_for: the settings it was made for, which those of the step must equal.
+      apply: as `update`, but returns (parameters, state): what `optax.apply_updates` would give.
     """
 
     made_for: Any
+    apply: Callable[..., tuple[Any, ZeroState]]
 
 
 def partition(
@@ -54,6 +56,7 @@ def partition(
     precision: Precision,
     frozen: Frozen = None,
     scanned: str | None = None,
+    offload: tiers.Offload = tiers.NONE,
 ) -> ZeroTransform:
     """Wraps a transformation so that its state is born, kept and updated in shards.
 
@@ -64,6 +67,7 @@ def partition(
       precision: decides whether the guard drives a loss scale.
       frozen: leaves without state or update, as for `Zero`.
       scanned: leaves with a layer dim, as for `Zero`.
+      offload: what rests in host memory, as for `Zero`.
 
     Returns:
       A transformation over parameters at rest. A step whose gradients are not finite changes
@@ -79,7 +83,7 @@ def partition(
 
     def init(params: PyTree) -> ZeroState:
         def born(params: PyTree) -> ZeroState:
-            full = layout.logical(params)
+            full = layout.logical(tiers.to_device(params) if offload.params else params)
             state = ZeroState(inner.init(full), init_guard(precision))
             return layout.at_rest(state, state_cuts(state, full))
 
@@ -87,6 +91,10 @@ def partition(
         abstract = jax.eval_shape(born, params)
         state = jax.eval_shape(layout.logical, abstract)
         placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
+        if offload.streams:
+            still = paths.frozen_leaves(full, frozen)
+            streamed.require_piecewise(inner, full, cuts_of(full), still, offload.params)
+            placed = streamed.placed_on_host(placed, state, full, cuts_of(full))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
         return jax.jit(born, out_shardings=placed)(params)
@@ -97,6 +105,7 @@ def partition(
         params: PyTree | None = None,
         *,
         grad_norm: jax.Array | None = None,
+        apply: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, ZeroState]:
         if not isinstance(state, ZeroState):
@@ -104,20 +113,37 @@ def partition(
                 f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
                 "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
             )
-        full_grads, full_state = layout.logical(grads), layout.logical(state.inner)
-        full_params = None if params is None else layout.logical(params)
+        full_grads = layout.logical(grads)
         finite = jnp.isfinite(global_norm(full_grads) if grad_norm is None else grad_norm)
+        guard = next_guard(state.guard, finite, precision)
+        if offload.streams:
+            made = in_pieces(grads, state.inner, params, finite, extra, apply=apply)
+            return made[0], ZeroState(made[1], guard)
+        full_state = layout.logical(state.inner)
+        full_params = None if params is None else layout.logical(params)
         updates, new_state = inner.update(full_grads, full_state, full_params, **extra)
         # -0.0 is the addend that changes no bit of any number, -0.0 included.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)
         new_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new_state, full_state)
         like = full_grads if full_params is None else full_params
         rest = _keep(new_state, state_cuts(new_state, like), mesh)
-        guard = next_guard(state.guard, finite, precision)
-        return _keep(updates, cuts_of(like), mesh), ZeroState(rest, guard)
+        updates = _keep(updates, cuts_of(like), mesh)
+        return optax.apply_updates(params, updates) if apply else updates, ZeroState(rest, guard)
+
+    def in_pieces(grads: PyTree, state: PyTree, params: PyTree, *args: Any, apply: bool) -> Any:
+        shapes = jax.eval_shape(layout.logical, (grads if params is None else params, state))
+        cuts = cuts_of(shapes[0])
+        frozen_leaves = paths.frozen_leaves(shapes[0], frozen)
+        own = layout.state_splits(shapes[1], shapes[0], cuts)
+        job = streamed.Update(inner, mesh, cuts, own, frozen_leaves, offload)
+        return job.run(grads, state, params, *args, apply=apply)
+
+    def apply(grads: PyTree, state: ZeroState, params: PyTree, **extra: Any) -> Any:
+        return update(grads, state, params, apply=True, **extra)
 
     wrapped = ZeroTransform(init, update)
-    wrapped.made_for = (mesh, shards, precision, frozen, scanned)
+    wrapped.made_for = (mesh, shards, precision, frozen, scanned, offload)
+    wrapped.apply = apply
     return wrapped
 
 

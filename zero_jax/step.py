@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zero_jax import grads, layout, paths
 from zero_jax.mesh import check_agreement
@@ -93,10 +92,9 @@ class TrainStep:
         scale = opt_state.guard.loss_scale
         out = self._results(params, scale, batch, extras)
         norm = out.grad_norm
-        updates, opt_state = self._tx.update(
+        params, opt_state = self._tx.apply(
             out.grads, opt_state, params, grad_norm=norm, value=out.loss
         )
-        params = optax.apply_updates(params, updates)
         guard = opt_state.guard
         metrics = Metrics(
             loss=out.loss,

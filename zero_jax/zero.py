@@ -5,6 +5,7 @@ in one program just work.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import choose, grads, layout, optimizer, paths, planned, remat
+from zero_jax import choose, grads, layout, optimizer, paths, planned, remat, streamed, tiers
 from zero_jax.auto import AutoStep
 from zero_jax.mesh import DATA, AnyMesh, check_mesh
 from zero_jax.precision import Precision, cast
@@ -41,6 +42,9 @@ class Zero:
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
       scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
+      offload: what rests in host memory and is updated in pieces: "optimizer", or
+        "optimizer,params" for the fp32 masters too, with ":auto" only where the devices can; or an
+        `Offload`. See docs/offload.md.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 
@@ -65,6 +69,7 @@ class Zero:
     frozen: optimizer.Frozen = None
     scanned: str | None = None
     memory_limit: float | None = None
+    offload: tiers.Offload | str | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
@@ -80,6 +85,10 @@ class Zero:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
+        offload, said = tiers.settle(tiers.parse(self.offload), self.mesh)
+        object.__setattr__(self, "offload", offload)
+        if said:
+            warnings.warn(said, stacklevel=3)
         remat.check_policy(self.remat)
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
@@ -111,7 +120,10 @@ class Zero:
             return layout.at_rest(jax.tree.unflatten(treedef, masters), cuts)
 
         abstract = jax.eval_shape(born, *args)
-        return born, abstract, layout.shardings(abstract, cuts, self.mesh, DATA)
+        placed = layout.shardings(abstract, cuts, self.mesh, DATA)
+        if self.settings.offload.params:
+            placed = tiers.on_host(placed, abstract)
+        return born, abstract, placed
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """Makes parameters that are born partitioned: no device ever holds the whole.
@@ -183,7 +195,20 @@ class Zero:
             precision=self.precision,
             frozen=self.frozen,
             scanned=self.scanned,
+            offload=self.settings.offload,
         )
+
+    def apply_updates(self, params: PyTree, updates: PyTree) -> PyTree:
+        """`optax.apply_updates`, which can't add to masters in host memory; the same elsewhere.
+
+        Args:
+          params: at rest.
+          updates: from the `update` of this Zero's optimizer.
+        """
+        if not self.settings.offload.params:
+            return optax.apply_updates(params, updates)
+        cuts = self.splits(jax.eval_shape(layout.logical, params))
+        return streamed.apply_updates(params, updates, cuts, self.mesh, self.settings.offload)
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
         """The global loss and its partitioned gradients.
@@ -252,7 +277,8 @@ class Zero:
     def full(self, params: PyTree) -> PyTree:
         """Logical arrays, whole on every device: for a sample, an export, a look."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(layout.logical, out_shardings=whole)(params)
+        full = jax.jit(lambda p: layout.logical(tiers.to_device(p)), out_shardings=whole)
+        return full(params)
 
     def train_step(
         self,
