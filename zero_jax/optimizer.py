@@ -93,7 +93,7 @@ def partition(
         placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
         if offload.streams:
             still = paths.frozen_leaves(full, frozen)
-            streamed.require_piecewise(inner, full, cuts_of(full), still, offload.params)
+            streamed.require_piecewise(tx, inner, full, cuts_of(full), still, offload.params)
             placed = streamed.placed_on_host(placed, state, full, cuts_of(full))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)

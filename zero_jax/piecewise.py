@@ -175,7 +175,7 @@ class Program:
                 needed.update(a for a in operation.inputs if isinstance(a, Slot))
                 continue
             if not self._streamed.isdisjoint(wanted):
-                raise NotPiecewise(operation.name)
+                raise NotPiecewise(self._culprit())
             (wholes if wanted[0].shape == shape else scalars).extend(wanted)
         made = set(self._made_by)
         for slot in (s for s in self.inputs if s in needed and s not in made):
@@ -208,6 +208,15 @@ class Program:
         if operation.name == "broadcast_in_dim":
             return shapes == {()}
         return operation.name in _ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
+
+    def _culprit(self) -> str:
+        """The first operation that makes something else than pieces of streamed state."""
+        return next(
+            o.name
+            for o in self.operations
+            if not self._streamed.isdisjoint(o.inputs)
+            and not all(self._runs_on_pieces(o, slot.shape) for slot in o.outputs)
+        )
 
     def evaluate(self, slots: Sequence[Atom], given: Mapping[Slot, Any]) -> list[Any]:
         """Global values, from the whole arrays that are given for inputs."""

@@ -258,7 +258,8 @@ def _compile(
 def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-    placed = None if spec is None else NamedSharding(mesh, spec)
+    kind = getattr(sharding, "memory_kind", None)
+    placed = None if spec is None else NamedSharding(mesh, spec, memory_kind=kind)
     dtype = getattr(x, "dtype", None) or jax.dtypes.result_type(x)
     return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=placed)
 

@@ -50,6 +50,7 @@ def placed_on_host(
 
 def require_piecewise(
     tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     params: PyTree,
     cuts: Sequence[Split],
     frozen: Sequence[bool],
@@ -58,7 +59,8 @@ def require_piecewise(
     """Raises unless `tx` can be updated in pieces.
 
     Args:
-      tx: the transformation.
+      tx: the user's transformation.
+      inner: the same, on trained leaves only.
       params: logical parameters, abstract.
       cuts: how they are split.
       frozen: which of them are not trained.
@@ -75,13 +77,14 @@ def require_piecewise(
             return str(error)
         return ""
 
-    found = why(tx)
+    found = why(inner)
     if found:
         name = blame(tx, lambda part: bool(why(part)))
         raise ValueError(
-            f"{name} can't be updated in pieces: it needs {found} over a state that rests in host "
-            "memory. Transformations of gradients (clip_by_global_norm) go before those with a "
-            'state. Else leave offload="optimizer" out, or use an elementwise one, as adamw'
+            f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
+            "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
+            'transformation with a state; else leave offload out, or use an elementwise one, adamw'
+            " say"
         )
 
 
@@ -117,7 +120,9 @@ def _program(
     params_held: Sequence[bool],
 ) -> Program:
     """The update as a program of (gradients, state, parameters) to (updates, state)."""
-    avals, treedef = jax.tree.flatten(trees)
+    leaves, treedef = jax.tree.flatten(trees)
+    # As on the device, wherever they rest.
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     count = len(jax.tree.leaves(trees[0]))
 
     def flat(*leaves: Any) -> list[Any]:
