@@ -52,6 +52,7 @@ class Trainer:
             precision=zero_jax.Precision(config.compute, config.reduce),
             micro_batches=config.micro_batches,
             remat=config.remat or ("none" if config.stage == "auto" else "block"),
+            offload=config.offload,
             memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,
         )
         if config.stage == "auto":

@@ -68,6 +68,9 @@ class Config:
     remat: str | None = None
     """What is kept for the backward pass: none (everything is), dots (matrix products) or block
     (the input of each layer); block unless given, or what fits with --stage auto."""
+    offload: str | None = None
+    """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
+    fp32 masters too; with :auto only where the devices can."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of

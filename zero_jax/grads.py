@@ -88,7 +88,7 @@ def run(
     loss_scale: jax.Array | float = 1.0,
 ) -> Result:
     """Evaluates a loss over the global batch, with or without its gradients."""
-    if settings.offload.params:
+    if settings.offload.streams_params:
         params = tiers.to_device(params)
     full = jax.eval_shape(layout.logical, params)
     cuts = layout.splits_for(full, settings.shards, settings.scanned)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax import layout, paths, streamed, tiers
+from zero_jax import hosted, layout, paths, streamed, tiers
 from zero_jax.mesh import DATA, AnyMesh
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
@@ -83,7 +83,7 @@ def partition(
 
     def init(params: PyTree) -> ZeroState:
         def born(params: PyTree) -> ZeroState:
-            full = layout.logical(tiers.to_device(params) if offload.params else params)
+            full = layout.logical(tiers.to_device(params) if offload.streams_params else params)
             state = ZeroState(inner.init(full), init_guard(precision))
             return layout.at_rest(state, state_cuts(state, full))
 
@@ -93,8 +93,8 @@ def partition(
         placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
         if offload.streams:
             still = paths.frozen_leaves(full, frozen)
-            streamed.require_piecewise(tx, inner, full, cuts_of(full), still, offload.params)
-            placed = streamed.placed_on_host(placed, state, full, cuts_of(full))
+            hosted.require_piecewise(tx, inner, full, cuts_of(full), still, offload.streams_params)
+            placed = hosted.placed_on_host(placed, state, full, cuts_of(full))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
         return jax.jit(born, out_shardings=placed)(params)
@@ -112,6 +112,12 @@ def partition(
             raise ValueError(
                 f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
                 "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
+            )
+        if offload.streams_params and not apply:
+            raise ValueError(
+                'with offload="optimizer,params" nothing can be added to masters in host memory as '
+                "a whole: write params, opt_state = tx.apply(grads, opt_state, params) for "
+                "tx.update and optax.apply_updates"
             )
         full_grads = layout.logical(grads)
         finite = jnp.isfinite(global_norm(full_grads) if grad_norm is None else grad_norm)

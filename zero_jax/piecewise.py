@@ -16,79 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 
 from zero_jax.elementwise import name_of, parts_of
+from zero_jax.operations import ELEMENTWISE, Atom, Constant, Operation, Slot, flatten
 
 PyTree = Any
-
-_CALLS = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"),
-        *("custom_jvp_call", "custom_vjp_call"),
-    )
-)
-_ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "rem", "neg", "sign", "abs", "square", "max"),
-        *("min", "pow", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "log", "log1p"),
-        *("expm1", "tanh", "logistic", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-        *("sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv", "floor", "ceil"),
-        *("round", "clamp", "select_n", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "and"),
-        *("or", "xor", "not", "nextafter", "reduce_precision", "convert_element_type", "copy"),
-        *("real", "imag", "conj", "complex", "stop_gradient", "population_count", "shift_left"),
-        *("shift_right_logical", "shift_right_arithmetic"),
-    )
-)
 
 
 class NotPiecewise(ValueError):
     """An operation needs the whole of a streamed state."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """A value of the flat program, told apart by identity."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-@dataclass(eq=False)
-class Constant:
-    """A value that is known when the program is traced, or closed over."""
-
-    value: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(jnp.shape(self.value))
-
-    @property
-    def dtype(self) -> Any:
-        return jax.dtypes.result_type(self.value)
-
-
-Atom = Slot | Constant
-
-
-@dataclass(eq=False)
-class Operation:
-    """One equation, calls and branches written out."""
-
-    name: str
-    inputs: list[Atom]
-    outputs: list[Slot]
-    run: Callable[..., Sequence[Any]]
-
-    def on_piece(self, values: Sequence[Any], shape: tuple[int, ...]) -> Sequence[Any]:
-        """The results for one piece; scalars among the operands stand for whole leaves."""
-        if self.name == "broadcast_in_dim":
-            return [jnp.broadcast_to(values[0], shape)]
-        return self.run(*(jnp.broadcast_to(v, shape) for v in values))
 
 
 @dataclass(frozen=True)
@@ -144,11 +82,8 @@ class Program:
         leaf_of: Sequence[int | None],
         streamed: Sequence[bool],
     ):
-        closed = jax.make_jaxpr(fn)(*avals)
-        self.inputs = [_slot(v.aval) for v in closed.jaxpr.invars]
-        self.operations: list[Operation] = []
-        consts = [Constant(c) for c in closed.consts]
-        self.outputs = _inline(closed.jaxpr, self.inputs, consts, self.operations)
+        flat = flatten(fn, avals)
+        self.inputs, self.outputs, self.operations = flat.inputs, flat.outputs, flat.operations
         self._leaf_of = dict(zip(self.inputs, leaf_of, strict=True))
         self._streamed = {s for s, held in zip(self.inputs, streamed, strict=True) if held}
         for operation in self.operations:
@@ -207,7 +142,7 @@ class Program:
         shapes = {atom.shape for atom in operation.inputs}
         if operation.name == "broadcast_in_dim":
             return shapes == {()}
-        return operation.name in _ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
+        return operation.name in ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
 
     def _culprit(self) -> str:
         """The first operation that makes something else than pieces of streamed state."""
@@ -218,7 +153,7 @@ class Program:
             and not all(self._runs_on_pieces(o, slot.shape) for slot in o.outputs)
         )
 
-    def evaluate(self, slots: Sequence[Atom], given: Mapping[Slot, Any]) -> list[Any]:
+    def evaluate(self, slots: Sequence[Atom], given: Mapping[Atom, Any]) -> list[Any]:
         """Global values, from the whole arrays that are given for inputs."""
         needed = {s for s in slots if isinstance(s, Slot)}
         kept = list[Operation]()
@@ -258,66 +193,3 @@ def _fails(tx: optax.GradientTransformation, fails: Callable[..., bool]) -> bool
 
 def _value(env: Mapping[Atom, Any], atom: Atom) -> Any:
     return atom.value if isinstance(atom, Constant) else env[atom]
-
-
-def _inline(
-    jaxpr: Any, given: Sequence[Atom], consts: Sequence[Atom], out: list[Operation]
-) -> list[Atom]:
-    """Appends a jaxpr's operations, calls and branches written out; returns its results."""
-    env: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
-    env.update(zip(jaxpr.constvars, consts, strict=True))
-
-    def read(atom: Any) -> Atom:
-        return Constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, [read(a) for a in eqn.invars]
-        if name in _CALLS:
-            params = eqn.params
-            inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
-            results = _inline_closed(inner, inputs, out)
-        elif name == "cond":
-            cases = [_inline_closed(b, inputs[1:], out) for b in eqn.params["branches"]]
-            results = [_select(inputs[0], list(case), out) for case in zip(*cases, strict=True)]
-        else:
-            results = [_slot(v.aval) for v in eqn.outvars]
-            out.append(Operation(name, inputs, list(results), _function(eqn)))
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(a) for a in jaxpr.outvars]
-
-
-def _slot(aval: Any) -> Slot:
-    return Slot(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None))
-
-
-def _inline_closed(inner: Any, inputs: Sequence[Atom], out: list[Operation]) -> list[Atom]:
-    consts = [Constant(c) for c in getattr(inner, "consts", ())]
-    return _inline(getattr(inner, "jaxpr", inner), inputs, consts, out)
-
-
-def _select(index: Atom, cases: list[Atom], out: list[Operation]) -> Slot:
-    """A branch's result: both branches are computed, which changes no value."""
-
-    def select(index: Any, *cases: Any) -> list[Any]:
-        which = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(cases) - 1)
-        return [jax.lax.select_n(jnp.broadcast_to(which, jnp.shape(cases[0])), *cases)]
-
-    slot = Slot(cases[0].shape, cases[0].dtype)
-    out.append(Operation("select_n", [index, *cases], [slot], select))
-    return slot
-
-
-def _function(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """One equation as a function of its inputs, which for elementwise ones may be pieces."""
-    if eqn.primitive.name in _ELEMENTWISE:
-
-        def run(*values: Any) -> Sequence[Any]:
-            return [eqn.primitive.bind(*values, **eqn.params)]
-
-        return run
-    invars = [jex.Var(a.aval) for a in eqn.invars]
-    outvars = [jex.Var(v.aval) for v in eqn.outvars]
-    alone = eqn.replace(invars=invars, outvars=outvars)
-    jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
-    function: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
-    return function

@@ -181,6 +181,7 @@ def _case(parsed: argparse.Namespace) -> Case:
         precision=Precision(parsed.compute, reduce=parsed.reduce),
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
+        offload=parsed.offload,
         memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
@@ -206,13 +207,14 @@ def _over_model(plan: planned.Plan, model_parallel: int) -> planned.Plan:
     if model_parallel == 1:
         return plan
     known = plan.predicted
-    whole = ("saved", "batch", "host")
+    whole = ("saved", "batch")
     parts = {k: v if k in whole else v // model_parallel for k, v in known.terms.items()}
     predicted = planned.Predicted(
         parameters=parts["parameters"],
         optimizer_state=parts["optimizer_state"],
         batch=parts["batch"],
         temporaries={k: parts[k] for k in known.temporaries},
+        host=parts["host"],
     )
     axes = {**plan.axes, "model": model_parallel}
     return dataclasses.replace(plan, predicted=predicted, axes=axes)
@@ -309,6 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--remat", help=f"one of {', '.join(POLICIES)}; block unless given, or the least for --auto"
     )
+    add("--offload", help="what rests in host memory: optimizer or optimizer,params")
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
     add("--reduce", default="fp32", help="fp32 or bf16")

@@ -19,6 +19,7 @@ from zero_jax.optimizer import ZeroTransform
 from zero_jax.step import TrainStep
 from zero_jax.targets import Target
 from zero_jax.targets import target as target_of
+from zero_jax.tiers import HOST, is_on_host
 
 PyTree = Any
 
@@ -28,11 +29,13 @@ class Predicted:
     """Bytes of one device at the worst instant of a step, by what they are for.
 
     Attributes:
-      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ).
-      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes.
+      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ); on the device.
+      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes;
+        on the device.
       batch: this device's rows, and the extra arguments.
-      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
-      host: in host memory, which nothing is offloaded to yet.
+      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
+        also fetched (masters while the model uses them) and pieces (two, of what streams).
+      host: arguments that rest in host memory: 8Ψ/N of Adam's state, and 4Ψ/N with masters.
     """
 
     parameters: int
@@ -224,6 +227,13 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
     temporaries = forecast.forecast(step.trace(*args).jaxpr, counts[0], given)
     full = jax.eval_shape(layout.logical, params)
     settings = step.settings
+    host = _bytes(params, HOST) + _bytes(opt_state, HOST)
+    streams = {}
+    if host:
+        # Stages 1 and 2 are done with the masters once they have gathered them.
+        fetched = _bytes(params, HOST) if settings.stage in (0, 3) else 0
+        pieces = min(2 * settings.offload.piece_bytes, host)
+        streams = {"fetched": fetched, "pieces": pieces}
     return Plan(
         stage=settings.stage,
         micro_batches=settings.micro_batches,
@@ -234,7 +244,8 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
             parameters=_bytes(params),
             optimizer_state=_bytes(opt_state),
             batch=_bytes(batch) + _bytes(extras),
-            temporaries=temporaries.terms,
+            temporaries=temporaries.terms | streams,
+            host=host,
         ),
     )
 
@@ -272,9 +283,9 @@ def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
     )
 
 
-def _bytes(tree: PyTree) -> int:
-    """Bytes of one device's pieces."""
-    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree))
+def _bytes(tree: PyTree, kind: str = "device") -> int:
+    """Bytes of one device's pieces in one kind of memory."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
 
 
 def _leaf_bytes(leaf: Any) -> int:

@@ -302,11 +302,9 @@ def _child(here: pathlib.Path) -> None:
     ]
     args = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype, sharding in zip(
-            request["shapes"], request["dtypes"], placed, strict=True
-        )
+        for shape, dtype, sharding in zip(request["shapes"], request["dtypes"], placed, strict=True)
     ]
-    options = {}
+    options: dict[str, Any] = {}
     if hosted:  # the donated arguments come back as the first results, and the rest is small
         small = NamedSharding(own, PartitionSpec(), memory_kind="device")
         count = len(exported.out_avals) - donated

@@ -5,154 +5,26 @@ schedule, a step counter); all others are refused by name. Per device during the
 gradients, into whose memory the updates go, and two pieces.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 
-from zero_jax import layout, paths
+from zero_jax import layout
+from zero_jax.hosted import owners
+from zero_jax.hosted import program as traced
+from zero_jax.hosted import recipes as recipes_of
 from zero_jax.layout import Split
 from zero_jax.mesh import DATA, AnyMesh
-from zero_jax.piecewise import NotPiecewise, Program, Recipe, blame
+from zero_jax.operations import Atom
+from zero_jax.piecewise import Program, Recipe
 from zero_jax.streaming import Leaf, stream
-from zero_jax.tiers import HOST, Offload, is_on_host
+from zero_jax.tiers import Offload, is_on_host
 
 PyTree = Any
-
-
-def owners(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[int | None]:
-    """For each leaf of a state, which parameter it mirrors."""
-    # layout.state_splits hands out a mirrored parameter's own Split, so identity tells.
-    index = {id(cut): at for at, cut in enumerate(cuts)}
-    return [index.get(id(cut)) for cut in state_cuts]
-
-
-def offloaded(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[bool]:
-    """Which leaves of a state rest in host memory: those that mirror a parameter of rank 1 up."""
-    pairs = zip(state_cuts, owners(state_cuts, cuts), strict=True)
-    return [owner is not None and bool(cut.shape) for cut, owner in pairs]
-
-
-def placed_on_host(
-    placed: PyTree, state: PyTree, params: PyTree, cuts: Sequence[Split]
-) -> PyTree:
-    """The state's shardings, in host memory for the leaves that rest there."""
-    shardings, treedef = jax.tree.flatten(placed)
-    flags = offloaded(layout.state_splits(state, params, cuts), cuts)
-    pairs = zip(shardings, flags, strict=True)
-    moved = [s.with_memory_kind(HOST) if flag else s for s, flag in pairs]
-    return jax.tree.unflatten(treedef, moved)
-
-
-def require_piecewise(
-    tx: optax.GradientTransformation,
-    inner: optax.GradientTransformation,
-    params: PyTree,
-    cuts: Sequence[Split],
-    frozen: Sequence[bool],
-    masters: bool,
-) -> None:
-    """Raises unless `tx` can be updated in pieces.
-
-    Args:
-      tx: the user's transformation.
-      inner: the same, on trained leaves only.
-      params: logical parameters, abstract.
-      cuts: how they are split.
-      frozen: which of them are not trained.
-      masters: whether they rest in host memory too.
-
-    Raises:
-      ValueError: naming the transformation, within a chain the one that is to blame.
-    """
-
-    def why(part: optax.GradientTransformation) -> str:
-        try:
-            _try(part, params, cuts, frozen, masters)
-        except NotPiecewise as error:
-            return str(error)
-        return ""
-
-    found = why(inner)
-    if found:
-        name = blame(tx, lambda part: bool(why(part)))
-        raise ValueError(
-            f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
-            "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
-            'transformation with a state; else leave offload out, or use an elementwise one, adamw'
-            " say"
-        )
-
-
-def _try(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    cuts: Sequence[Split],
-    frozen: Sequence[bool],
-    masters: bool,
-) -> None:
-    tx = optax.with_extra_args_support(tx)
-    leaves, treedef = jax.tree.flatten(params)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)  # the gradient of a frozen leaf
-    flat = [scalar if f else x for x, f in zip(leaves, frozen, strict=True)]
-    state = jax.eval_shape(tx.init, params)
-    state_cuts = layout.state_splits(state, params, cuts)
-    owner, held = owners(state_cuts, cuts), offloaded(state_cuts, cuts)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
-        return tx.update(grads, state, params, value=jnp.float32(1.0))
-
-    own = [masters and bool(cut.shape) for cut in cuts]
-    trees = (jax.tree.unflatten(treedef, flat), state, params)
-    program = _program(update, trees, owner, held, own)
-    _recipes(program, cuts, owner, held, frozen, own)
-
-
-def _program(
-    update: Callable[..., Any],
-    trees: tuple[PyTree, PyTree, PyTree],
-    owner: Sequence[int | None],
-    state_held: Sequence[bool],
-    params_held: Sequence[bool],
-) -> Program:
-    """The update as a program of (gradients, state, parameters) to (updates, state)."""
-    leaves, treedef = jax.tree.flatten(trees)
-    # As on the device, wherever they rest.
-    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    count = len(jax.tree.leaves(trees[0]))
-
-    def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(update(*jax.tree.unflatten(treedef, leaves)))
-
-    own = list(range(count))
-    leaf_of = [*own, *owner, *own[: len(params_held)]]
-    return Program(flat, avals, leaf_of, [*[False] * count, *state_held, *params_held])
-
-
-def _recipes(
-    program: Program,
-    cuts: Sequence[Split],
-    owner: Sequence[int | None],
-    held: Sequence[bool],
-    frozen: Sequence[bool],
-    masters: Sequence[bool],
-) -> dict[int, Recipe]:
-    """A recipe for each leaf that has something in host memory."""
-    found = {}
-    for at, cut in enumerate(cuts):
-        states = [j for j, (o, h) in enumerate(zip(owner, held, strict=True)) if o == at and h]
-        if cut.shape and not frozen[at] and (states or masters[at]):
-            outputs = [at, *(len(cuts) + j for j in states)]
-            found[at] = program.recipe(at, outputs, cut.shape)
-    for output in range(len(cuts) + len(held)):
-        made = any(output in recipe.outputs for recipe in found.values())
-        if not made and not program.is_global(output):
-            raise NotPiecewise("a value that is no part of one leaf")
-    return found
 
 
 @dataclass(frozen=True)
@@ -197,8 +69,8 @@ class Update:
 
         shapes = tuple(jax.eval_shape(layout.logical, tree) for tree in trees)
         masters = hosted[len(g) + len(s) :] or [False] * count
-        program = _program(update, shapes, owner, held, hosted[len(g) + len(s) :])
-        recipes = _recipes(program, self.cuts, owner, held, self.frozen, masters)
+        program = traced(update, shapes, owner, held, hosted[len(g) + len(s) :])
+        recipes = recipes_of(program, self.cuts, owner, held, self.frozen, masters)
         rest = [*g, *s, *p]
         values = self._globals(program, recipes, trees, hosted)
         jobs = {
@@ -230,7 +102,7 @@ class Update:
         """Everything that is computed first, on logical arrays, by its place in the program."""
         rest = jax.tree.leaves(trees)
         cuts = [*self.cuts, *self.state_cuts, *self.cuts][: len(rest)]
-        given = {
+        given: dict[Atom, Any] = {
             slot: _logical(x, cut)
             for slot, x, cut, host in zip(program.inputs, rest, cuts, hosted, strict=True)
             if not host
@@ -257,7 +129,9 @@ class Update:
         # gradients and states are the same.
         own = [len(hosted) - apply + at] if apply else []
         places = sorted({at, *recipe.inputs, *states, *own})
-        arrays = [rest[i] for i in places] + [_rest(values[w], cut, self.mesh) for w in recipe.wholes]
+        arrays = [rest[i] for i in places] + [
+            _rest(values[w], cut, self.mesh) for w in recipe.wholes
+        ]
         dtype = program.outputs[at].dtype
         target = places.index(own[0] if apply else at)
         if arrays[target].dtype != dtype and not apply:
@@ -293,27 +167,6 @@ class Update:
 class _Job:
     leaf: Leaf
     writes: dict[int, int]  # outputs of the program to arrays of the leaf
-
-
-def apply_updates(
-    params: PyTree, updates: PyTree, cuts: Sequence[Split], mesh: AnyMesh, offload: Offload
-) -> PyTree:
-    """`optax.apply_updates` where masters rest in host memory: in pieces, in place."""
-    old, new = jax.tree.leaves(params), jax.tree.leaves(updates)
-    streams = [is_on_host(p) and p.shape == u.shape for p, u in zip(old, new, strict=True)]
-
-    def run(pieces: Sequence[jax.Array], _: Any) -> list[Any]:
-        return [_applied(*pieces), None]
-
-    leaves = [
-        Leaf([p, u], [True, False], cut.spec(DATA), [], run)
-        for p, u, cut, streamed in zip(old, new, cuts, streams, strict=True)
-        if streamed
-    ]
-    done = iter(stream(leaves, mesh, offload.piece_bytes))
-    # What is left are frozen leaves, whose update is a scalar -0.0.
-    out = [next(done)[0] if streamed else p for p, streamed in zip(old, streams, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(params), out)
 
 
 def _applied(param: jax.Array, update: jax.Array) -> jax.Array:

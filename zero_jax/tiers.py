@@ -11,6 +11,7 @@ step); piecewise updates as in ZeRO-Offload (arXiv:2101.06840), section 5.
 
 import dataclasses
 import difflib
+import warnings
 from typing import Any
 
 import jax
@@ -72,6 +73,11 @@ class Offload:
         """Whether states rest in host memory and are updated in a stream inside the step."""
         return self.states and self.tier == "host"
 
+    @property
+    def streams_params(self) -> bool:
+        """Whether the masters do too."""
+        return self.params and self.tier == "host"
+
     def __str__(self) -> str:
         words = [word for word in STATES if getattr(self, word)]
         place = {"nvme": f":nvme={self.directory}"}.get(self.tier, ":auto" if self.auto else "")
@@ -122,17 +128,17 @@ def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
     return f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}"
 
 
-def settle(offload: Offload, mesh: Any) -> tuple[Offload, str | None]:
-    """What can be had on a mesh's devices: the setting, and what has to be said about it.
+def settle(offload: Offload, mesh: Any) -> Offload:
+    """What can be had on a mesh's devices; says so if "auto" leaves the states there.
 
     Raises:
       ValueError: the devices have no host memory kind, and the setting is not "auto".
     """
     if not offload.streams or isinstance(mesh, AbstractMesh):
-        return offload, None
+        return offload
     kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
     if HOST in kinds:
-        return offload, None
+        return offload
     device = mesh.devices.flat[0]
     lacks = f"{device.device_kind} has no {HOST} memory in this JAX (it has {', '.join(kinds)})"
     if not offload.auto:
@@ -141,20 +147,23 @@ def settle(offload: Offload, mesh: Any) -> tuple[Offload, str | None]:
             f'offload="{offload}:auto" to offload only where it can be done'
         )
     stays = dataclasses.replace(offload, optimizer=False, params=False)
-    return stays, f'offload="{offload}": {lacks}, so the states stay on the device'
+    warnings.warn(f'offload="{offload}": {lacks}, so states stay on the device', stacklevel=4)
+    return stays
 
 
-def on_host(placed: PyTree, leaves: PyTree) -> PyTree:
-    """The same shardings, in host memory for the leaves of rank 1 and more."""
+def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
+    """Shardings of masters: in host memory if they are to rest there, from rank 1 on."""
+    if not offload.streams_params:
+        return placed
     return jax.tree.map(lambda s, x: s.with_memory_kind(HOST) if x.shape else s, placed, leaves)
 
 
 def is_on_host(leaf: Any) -> bool:
     """Whether an array, a traced value or a ShapeDtypeStruct rests in host memory."""
-    sharding = getattr(leaf, "sharding", None)
-    if getattr(sharding, "memory_kind", None) == HOST:
-        return True
-    return getattr(jax.typeof(leaf), "memory_space", None) == jax.memory.Space.Host
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    if kind is None and isinstance(leaf, jax.core.Tracer):
+        return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)
+    return kind == HOST
 
 
 def to_device(tree: PyTree) -> PyTree:

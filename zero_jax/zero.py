@@ -5,7 +5,6 @@ in one program just work.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import choose, grads, layout, optimizer, paths, planned, remat, streamed, tiers
+from zero_jax import choose, grads, layout, optimizer, paths, planned, remat, selfcheck, tiers
 from zero_jax.auto import AutoStep
 from zero_jax.mesh import DATA, AnyMesh, check_mesh
 from zero_jax.precision import Precision, cast
@@ -42,9 +41,7 @@ class Zero:
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
       scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
-      offload: what rests in host memory and is updated in pieces: "optimizer", or
-        "optimizer,params" for the fp32 masters too, with ":auto" only where the devices can; or an
-        `Offload`. See docs/offload.md.
+      offload: what rests in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 
@@ -85,10 +82,7 @@ class Zero:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
-        offload, said = tiers.settle(tiers.parse(self.offload), self.mesh)
-        object.__setattr__(self, "offload", offload)
-        if said:
-            warnings.warn(said, stacklevel=3)
+        object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
         remat.check_policy(self.remat)
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
@@ -121,9 +115,7 @@ class Zero:
 
         abstract = jax.eval_shape(born, *args)
         placed = layout.shardings(abstract, cuts, self.mesh, DATA)
-        if self.settings.offload.params:
-            placed = tiers.on_host(placed, abstract)
-        return born, abstract, placed
+        return born, abstract, tiers.place(placed, abstract, self.settings.offload)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """Makes parameters that are born partitioned: no device ever holds the whole.
@@ -188,6 +180,7 @@ class Zero:
         parameters as they rest. A step whose gradients are not finite is skipped.
         """
         assert isinstance(self.precision, Precision)
+        selfcheck.ensure(self.mesh, self.settings.offload)
         return optimizer.partition(
             tx,
             self.mesh,
@@ -197,18 +190,6 @@ class Zero:
             scanned=self.scanned,
             offload=self.settings.offload,
         )
-
-    def apply_updates(self, params: PyTree, updates: PyTree) -> PyTree:
-        """`optax.apply_updates`, which can't add to masters in host memory; the same elsewhere.
-
-        Args:
-          params: at rest.
-          updates: from the `update` of this Zero's optimizer.
-        """
-        if not self.settings.offload.params:
-            return optax.apply_updates(params, updates)
-        cuts = self.splits(jax.eval_shape(layout.logical, params))
-        return streamed.apply_updates(params, updates, cuts, self.mesh, self.settings.offload)
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
         """The global loss and its partitioned gradients.
