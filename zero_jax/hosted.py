@@ -103,12 +103,20 @@ def _try(
 
 def program(
     update: Callable[..., Any],
-    trees: tuple[PyTree, PyTree, PyTree],
+    trees: tuple[PyTree, ...],
     owner: Sequence[int | None],
     state_held: Sequence[bool],
     params_held: Sequence[bool],
 ) -> Program:
-    """The update as a program of (gradients, state, parameters) to (updates, state)."""
+    """The update as a program of (gradients, state, parameters, ...) to (updates, state).
+
+    Args:
+      update: of those trees.
+      trees: what it is called with, abstract; all after the first three is global.
+      owner: which parameter each leaf of the state mirrors.
+      state_held: which leaves of the state come in pieces only.
+      params_held: which parameters do.
+    """
     leaves, treedef = jax.tree.flatten(trees)
     # As on the device, wherever they rest.
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -118,8 +126,10 @@ def program(
         return jax.tree.leaves(update(*jax.tree.unflatten(treedef, leaves)))
 
     own = list(range(count))
-    leaf_of = [*own, *owner, *own[: len(params_held)]]
-    return Program(flat, avals, leaf_of, [*[False] * count, *state_held, *params_held])
+    more = len(avals) - count - len(state_held) - len(params_held)
+    leaf_of = [*own, *owner, *own[: len(params_held)], *[None] * more]
+    held = [*[False] * count, *state_held, *params_held, *[False] * more]
+    return Program(flat, avals, leaf_of, held)
 
 
 def recipes(

@@ -9,6 +9,7 @@ State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp3
 parameter itself). Source: ZeRO, section 5.1.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax import hosted, layout, paths, streamed, tiers
+from zero_jax import hosted, layout, nvme, paths, streamed, tiers
 from zero_jax.mesh import DATA, AnyMesh
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
@@ -42,10 +43,15 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
     Attributes:
       made_for: the settings it was made for, which those of the step must equal.
       apply: as `update`, but returns (parameters, state): what `optax.apply_updates` would give.
+      resume: of the nvme tier: takes parameters at rest, returns (parameters, state) as of the
+        last whole step.
+      plain: the transformation that was wrapped.
     """
 
     made_for: Any
     apply: Callable[..., tuple[Any, ZeroState]]
+    resume: Callable[..., tuple[Any, ZeroState]]
+    plain: Any
 
 
 def partition(
@@ -91,13 +97,28 @@ def partition(
         abstract = jax.eval_shape(born, params)
         state = jax.eval_shape(layout.logical, abstract)
         placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
-        if offload.streams:
+        if offload.states:
             still = paths.frozen_leaves(full, frozen)
             hosted.require_piecewise(tx, inner, full, cuts_of(full), still, offload.streams_params)
+        if offload.streams:
             placed = hosted.placed_on_host(placed, state, full, cuts_of(full))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
+        if offload.in_files:
+            guard = init_guard(precision)
+            return ZeroState(nvme.begin(files_for(params), inner, params, guard), guard)
         return jax.jit(born, out_shardings=placed)(params)
+
+    def files_for(params: PyTree) -> Callable[..., nvme.Files]:
+        cuts = cuts_of(jax.eval_shape(layout.logical, params))
+        guard = init_guard(precision)
+        return functools.partial(nvme.Files, inner, mesh, params, guard, cuts, offload)
+
+    def resume(params: PyTree) -> tuple[PyTree, ZeroState]:
+        if not offload.in_files:
+            raise ValueError('only a state in files is resumed: Zero(offload="optimizer:nvme=DIR")')
+        made = nvme.resume(files_for(params), inner, params, init_guard(precision))
+        return made[0], ZeroState(*made[1:])
 
     def update(
         grads: PyTree,
@@ -112,6 +133,10 @@ def partition(
             raise ValueError(
                 f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
                 "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
+            )
+        if offload.in_files:
+            raise ValueError(
+                "a state in files is updated by the host, not inside jit: use zero.train_step"
             )
         if offload.streams_params and not apply:
             raise ValueError(
@@ -149,7 +174,7 @@ def partition(
 
     wrapped = ZeroTransform(init, update)
     wrapped.made_for = (mesh, shards, precision, frozen, scanned, offload)
-    wrapped.apply = apply
+    wrapped.apply, wrapped.resume, wrapped.plain = apply, resume, tx
     return wrapped
 
 

@@ -89,7 +89,7 @@ class Update:
         if apply:
             for at in range(count):
                 if at not in jobs:
-                    new[at] = p[at] if self.frozen[at] else _applied(p[at], new[at])
+                    new[at] = p[at] if self.frozen[at] else applied(p[at], new[at])
         first = jax.tree.structure(params if apply else grads)
         return (
             jax.tree.unflatten(first, [new[at] for at in range(count)]),
@@ -103,7 +103,7 @@ class Update:
         rest = jax.tree.leaves(trees)
         cuts = [*self.cuts, *self.state_cuts, *self.cuts][: len(rest)]
         given: dict[Atom, Any] = {
-            slot: _logical(x, cut)
+            slot: logical_of(x, cut)
             for slot, x, cut, host in zip(program.inputs, rest, cuts, hosted, strict=True)
             if not host
         }
@@ -130,13 +130,13 @@ class Update:
         own = [len(hosted) - apply + at] if apply else []
         places = sorted({at, *recipe.inputs, *states, *own})
         arrays = [rest[i] for i in places] + [
-            _rest(values[w], cut, self.mesh) for w in recipe.wholes
+            rest_of(values[w], cut, self.mesh) for w in recipe.wholes
         ]
         dtype = program.outputs[at].dtype
         target = places.index(own[0] if apply else at)
         if arrays[target].dtype != dtype and not apply:
             target = len(arrays)
-            arrays.append(_rest(jnp.zeros(cut.shape, dtype), cut, self.mesh))
+            arrays.append(rest_of(jnp.zeros(cut.shape, dtype), cut, self.mesh))
 
         def run(pieces: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[Any]:
             finite, *others = scalars
@@ -149,7 +149,7 @@ class Update:
             results: list[Any] = [None] * len(arrays)
             for state, value in zip(states, new, strict=True):
                 results[places.index(state)] = jnp.where(finite, value, named[state])
-            results[target] = _applied(pieces[target], update) if apply else update
+            results[target] = applied(pieces[target], update) if apply else update
             return results
 
         scalars = [finite, *(values[s] for s in recipe.scalars)]
@@ -159,8 +159,8 @@ class Update:
 
     def _settled(self, value: Any, old: Any, cut: Split, finite: jax.Array) -> jax.Array:
         """A global result at rest; the old state, or no update, if the step is skipped."""
-        before = jnp.full_like(value, -0.0) if old is None else _logical(old, cut)
-        return _rest(jnp.where(finite, value, before), cut, self.mesh)
+        before = jnp.full_like(value, -0.0) if old is None else logical_of(old, cut)
+        return rest_of(jnp.where(finite, value, before), cut, self.mesh)
 
 
 @dataclass(frozen=True)
@@ -169,18 +169,18 @@ class _Job:
     writes: dict[int, int]  # outputs of the program to arrays of the leaf
 
 
-def _applied(param: jax.Array, update: jax.Array) -> jax.Array:
+def applied(param: jax.Array, update: jax.Array) -> jax.Array:
     return (param + update).astype(param.dtype)
 
 
-def _logical(x: jax.Array, cut: Split) -> jax.Array:
+def logical_of(x: jax.Array, cut: Split) -> jax.Array:
     if not cut.padded or x.ndim == 0:
         return x
     assert cut.dim is not None
     return layout.strip_dim(x, cut.dim, cut.size)
 
 
-def _rest(x: jax.Array, cut: Split, mesh: AnyMesh) -> jax.Array:
+def rest_of(x: jax.Array, cut: Split, mesh: AnyMesh) -> jax.Array:
     """A logical array as it rests; the update of a frozen leaf is a scalar and stays one."""
     own = cut if cut.shape == x.shape else layout.split(x.shape, 1)
     (padded,) = jax.tree.leaves(layout.at_rest([x], [own]))

@@ -1,7 +1,8 @@
 """Which states rest outside the device, and where: `Zero(mesh, offload="optimizer,params")`.
 
   optimizer    the optimizer state, 8Ψ/N bytes for Adam
-  params       the fp32 masters, 4Ψ/N bytes; they come with the optimizer state
+  params       the fp32 masters, 4Ψ/N bytes; they come with the optimizer state (on nvme a copy of
+               them, see nvme.py)
   activations  what remat saves; that is decided by the remat policy and only read here
 
 The host tier is JAX's `pinned_host` memory: the devices read and write it themselves. The third
@@ -38,6 +39,8 @@ class Offload:
       auto: keep the states on the device, with a warning, where there is no host memory kind.
       piece_bytes: most bytes of state, update and masters that one piece of the update has; two
         pieces are on the device at once.
+      host_bytes: most bytes of pieces that a process of the nvme tier has in host memory; None
+        for what `piece_bytes` makes of it.
 
     Raises:
       ValueError: for a piece of less than 4 KiB, or masters without their optimizer state.
@@ -50,6 +53,7 @@ class Offload:
     directory: str | None = None
     auto: bool = False
     piece_bytes: int = PIECE_BYTES
+    host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_bytes, int) or self.piece_bytes < 4096:
@@ -57,6 +61,8 @@ class Offload:
                 f"piece_bytes={self.piece_bytes!r}: a piece of the update has at least 4096 bytes; "
                 f"the default is {PIECE_BYTES} (64 MiB)"
             )
+        if self.host_bytes is not None and self.host_bytes < 1 << 14:
+            raise ValueError(f"host_bytes={self.host_bytes!r}: give it at least 16384 bytes")
         if self.params and not self.optimizer:
             raise ValueError(
                 'offload="params" alone: masters are only read by the update, so offload the '
@@ -72,6 +78,11 @@ class Offload:
     def streams(self) -> bool:
         """Whether states rest in host memory and are updated in a stream inside the step."""
         return self.states and self.tier == "host"
+
+    @property
+    def in_files(self) -> bool:
+        """Whether states rest in files and are updated by the host."""
+        return self.states and self.tier == "nvme"
 
     @property
     def streams_params(self) -> bool:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax import choose, grads, layout, optimizer, paths, planned, remat, selfcheck, tiers
 from zero_jax.auto import AutoStep
 from zero_jax.mesh import DATA, AnyMesh, check_mesh
+from zero_jax.nvme_step import NvmeStep
 from zero_jax.precision import Precision, cast
 from zero_jax.step import TrainStep
 
@@ -298,7 +299,8 @@ class Zero:
                 return step
 
             return AutoStep(decide)
-        return TrainStep(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
+        kind = NvmeStep if self.settings.offload.in_files else TrainStep
+        return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
     def plan(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> planned.Plan:
         """What a step will hold and send: predicted from its shapes, proven by compiling it.
