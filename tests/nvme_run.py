@@ -12,6 +12,7 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+# ruff: noqa: E402
 
 import conftest  # noqa: F401  the same flags as in every test
 import jax

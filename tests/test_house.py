@@ -15,6 +15,7 @@ FLOORS = [
         "traced",
         "tiers",
         "operations",
+        "store",
         "_version",
     },
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling", "streaming"},

@@ -5,6 +5,7 @@ Tolerance: 4 ulps of a leaf's largest element, as for the host tier.
 
 import dataclasses
 import errno
+import math
 import os
 import pathlib
 import signal
@@ -29,7 +30,8 @@ SCRIPT = pathlib.Path(__file__).parent / "nvme_run.py"
 
 
 def on(folder, words="optimizer", **options):
-    return dataclasses.replace(parse(f"{words}:nvme={folder}"), piece_bytes=4096, **options)
+    small = {"piece_bytes": 4096, **options}
+    return dataclasses.replace(parse(f"{words}:nvme={folder}"), **small)
 
 
 def zero_on(n, offload):
@@ -67,18 +69,21 @@ def test_other_optimizers_too(make, tmp_path):
 
 @pytest.mark.parametrize("words", ["optimizer", "optimizer,params"])
 def test_a_state_four_times_the_host_budget_trains(words, tmp_path):
-    budget = 1 << 14
-    zero = zero_on(2, dataclasses.replace(on(tmp_path, words), host_bytes=budget))
-    made = zoo_problem()
-    params, tx = zero.shard(made.start), zero.optimizer(ADAMW)
-    state, step = tx.init(params), zero.train_step(made.loss, tx)
-    whole = 8 * sum(x.size for x in jax.tree.leaves(made.start))
-    # The zoo is small, so the budget is a share of its largest leaf too.
-    assert whole >= budget / 1.2
+    shape, budget = (128, 256), 1 << 16
+    whole = 8 * math.prod(shape)  # in this one process, over its two devices
+    assert whole == 4 * budget
+    zero = zero_on(2, on(tmp_path, words, host_bytes=budget, piece_bytes=1 << 26))
+    params = zero.init(lambda: {"w": jnp.ones(shape)})
+    tx = zero.optimizer(ADAMW)
+
+    def loss(params, x):
+        return jnp.mean((x @ zero_jax.gather(params)["w"] - 1.0) ** 2)
+
+    state, step = tx.init(params), zero.train_step(loss, tx)
     for _ in range(2):
-        params, state, metrics = step(params, state, made.batch)
+        params, state, metrics = step(params, state, jnp.ones((4, shape[0])))
     files = state.inner.files
-    assert budget / 4 < files.peak_bytes <= budget and files.live_bytes == 0
+    assert budget / 2 < files.peak_bytes <= budget and files.live_bytes == 0
     assert np.isfinite(metrics.loss)
 
 
@@ -121,7 +126,7 @@ def assert_same(a, b):
 def test_killed_in_the_middle_of_a_step_it_resumes_with_nothing_lost(tmp_path, processes):
     whole, broken = tmp_path / "whole.npz", tmp_path / "broken.npz"
     assert run(tmp_path / "a", whole, 5, processes=processes) == 0
-    writes = 130 if processes == 1 else 70
+    writes = 130 if processes == 1 else 110
     assert run(tmp_path / "b", broken, 5, writes, processes) == -signal.SIGKILL
     assert not broken.exists()
     assert run(tmp_path / "b", broken, 5, 0, processes) == 0

@@ -70,7 +70,7 @@ class Config:
     (the input of each layer); block unless given, or what fits with --stage auto."""
     offload: str | None = None
     """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
-    fp32 masters too; with :auto only where the devices can."""
+    fp32 masters too; with :auto only where the devices can, with :nvme=DIR in files."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of

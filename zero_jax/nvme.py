@@ -216,7 +216,8 @@ def resume(
     step = files.store.step
     if jax.process_count() > 1:
         step = int(np.min(multihost_utils.process_allgather(np.int32(step))))
-    files.store.step = step
+    if step != files.store.step:  # the slot of the later one is written again
+        files.store.commit(step)
     like = jax.jit(lambda p: _small(inner.init(layout.logical(p)), files.held))(params)
     others = [j for j, held in enumerate(files.held) if not held]
     pairs = zip(others, like, strict=True)
