@@ -166,6 +166,7 @@ class TrainStep:
                 "precision": s.precision,
                 "micro_batches": s.micro_batches,
                 "remat": s.remat,
+                "offload": s.offload,
                 "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
                 "batch shapes": shapes,
                 "jax version": jax.__version__,
