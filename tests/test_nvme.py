@@ -38,6 +38,7 @@ def zero_on(n, offload):
     return zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), stage=3, offload=offload)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("n", "stage", "words"),
     [(1, 3, "optimizer"), (3, 2, "optimizer,params"), (4, 3, "optimizer"), (4, 0, "optimizer")],
@@ -50,6 +51,7 @@ def test_a_state_in_files_changes_no_value(n, stage, words, tmp_path):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "make",
     [

@@ -22,6 +22,7 @@ from zero_jax import hosted, layout, offload, selfcheck, streaming, tiers
 from zero_jax.tiers import Offload, parse
 
 STEPS, ULPS = 4, 4
+FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Pieces of a page: every leaf of more than 256 parameters on a device is cut.
 STATE = Offload(optimizer=True, piece_bytes=4096)
@@ -202,6 +203,32 @@ def test_frozen_leaves_rest_with_the_masters_and_do_not_change():
     got = train_zero(made, ADAMW, STEPS, 3, offload=MASTERS, **settings)[1]
     assert ulps(got, want) <= ULPS
     np.testing.assert_array_equal(got["giant_13x101"], made.start["giant_13x101"])
+
+
+@pytest.mark.parametrize("settings", [{"replica": 2}, {"precision": FP16}, {"micro_batches": 2}])
+def test_replicas_loss_scales_and_micro_batches_change_nothing(settings):
+    def run(setting):
+        made, more = problem("zoo"), dict(settings)
+        mesh = zero_jax.make_mesh(replica=more.pop("replica", 1), devices=jax.devices()[:4])
+        zero = zero_jax.Zero(mesh, stage=3, offload=setting, **more)
+        params, tx = zero.shard(made.start), zero.optimizer(ADAMW)
+        state, step = tx.init(params), zero.train_step(made.loss, tx)
+        for _ in range(2):
+            params, state, metrics = step(params, state, made.batch)
+        assert int(metrics.skipped) == 0
+        return zero.full(params)
+
+    assert ulps(run(MASTERS), run(None)) <= ULPS
+
+
+def test_the_chosen_stage_keeps_the_setting():
+    made = problem("zoo")
+    zero = zero_on(4, stage="auto", offload="optimizer", memory_limit=1e9)
+    shapes = zero.abstract(made.make)
+    chosen = zero.choice(made.loss, ADAMW, shapes, made.batch, report=lambda _: None).chosen
+    leaves = [x for x in jax.tree.leaves(jax.eval_shape(made.make)) if x.ndim]
+    assert chosen.plan.predicted.host >= 8 * sum(x.size for x in leaves) / 4
+    assert chosen.plan.predicted.optimizer_state < 100
 
 
 # Pieces.
