@@ -74,6 +74,7 @@ class Files:
         self.state, self.full = state, full
         self.state_leaves = jax.tree.leaves(state)
         self.live_bytes = self.peak_bytes = 0
+        self._known: dict[str, dict[Any, str]] = {}
         single = layout.split((), 1)
         kept = self.cuts if offload.params else []
         groups = {
@@ -107,12 +108,15 @@ class Files:
 
     def _places(self, name: str) -> dict[Any, str]:
         """For each device of this process, what its shard is called; equal shards share a name."""
+        if name in self._known:
+            return self._known[name]
         shape = self._rest_shape(name)
         found = self.sharding(name).addressable_devices_indices_map(shape)
-        return {
+        self._known[name] = {
             device: "-".join(str(s.indices(d)[0]) for s, d in zip(index or (), shape, strict=True))
             for device, index in found.items()
         }
+        return self._known[name]
 
     def local_shards(self, name: str) -> int:
         """How many different shards this process keeps."""
