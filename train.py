@@ -6,6 +6,7 @@ and report are in `training/`, the model in `models/`; what ZeRO asks for is in 
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -54,6 +55,7 @@ class Trainer:
             micro_batches=config.micro_batches,
             remat=config.remat or ("none" if config.stage == "auto" else "block"),
             sequence_parallel=config.sequence_parallel,
+            offload=config.offload,
             memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,
         )
         if config.stage == "auto":
@@ -70,8 +72,10 @@ class Trainer:
         return self.loss, self.plain_tx, params, batch
 
     def predict(self) -> zero_jax.Plan:
-        """What a step will hold on each device."""
-        return self.zero.plan(*self._planned())
+        """What a step will hold on each device; what is in files is shown as in host memory."""
+        known = self.zero.settings.offload
+        zero = dataclasses.replace(self.zero, offload="optimizer") if known.in_files else self.zero
+        return zero.plan(*self._planned())
 
     def _build(self, key: jax.Array) -> gpt.GPT:
         return gpt.GPT(self.plan.model, rngs=nnx.Rngs(key))

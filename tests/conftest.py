@@ -1,6 +1,7 @@
 """Eight fake devices on the CPU for every test; tests that need more start a process."""
 
 import os
+import tempfile
 
 # Tests compile hundreds of small programs and run each for a moment: without LLVM's expensive
 # passes they compile in half the time. What XLA itself does to a program stays as it is.
@@ -8,6 +9,9 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+
+# The check of offload is remembered beside the tests' own files, and not in the user's cache.
+os.environ.setdefault("ZERO_JAX_CACHE", os.path.join(tempfile.gettempdir(), "zero_jax_tests"))
 
 import jax
 

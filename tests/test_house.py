@@ -6,27 +6,27 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
-    | {"buckets", "jaxprs"},
+    | {"buckets", "jaxprs", "tiers", "operations", "store"},
     {"model_axis", "spread", "policies"},
     {"flat"},
     {"traced"},
-    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling"}
+    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling", "streaming"}
     | {"activations", "layers"},
     {"flops", "forecast"},
     {"sent"},
     {"hlo"},
     {"prove", "roofline"},
     {"collectives", "elementwise"},
-    {"touch", "shards", "recompute"},
-    {"grouped"},
-    {"remat"},
+    {"touch", "shards", "recompute", "piecewise"},
+    {"grouped", "hosted"},
+    {"remat", "streamed", "nvme"},
     {"optimizer", "partitioned"},
     {"settings"},
     {"grads", "memory"},
     {"step"},
-    {"planned", "auto"},
+    {"planned", "auto", "selfcheck", "nvme_step"},
     {"choose"},
-    {"zero", "plan_text"},
+    {"zero", "plan_text", "offload"},
     {"plan"},
     {"__init__"},
 ]

@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/plan.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/plan.md", "docs/offload.md"])
 def test_code_blocks_run(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
@@ -18,6 +18,8 @@ def test_code_blocks_run(page, capsys):
         assert re.search(r"loss \d\.\d{3}", printed)
     elif page == "docs/guide.md":
         assert "zero_jax.gather(params)" in printed
+    elif page == "docs/offload.md":
+        assert "pinned_host" in printed and "step 3" in printed
     else:
         assert "'optimizer_state'" in printed
 
@@ -25,6 +27,6 @@ def test_code_blocks_run(page, capsys):
 def test_every_name_in_the_readme_exists():
     import zero_jax
 
-    for page in ("README.md", "docs/guide.md", "docs/plan.md"):
+    for page in ("README.md", "docs/guide.md", "docs/plan.md", "docs/offload.md"):
         for name in re.findall(r"zero_jax\.(\w+)", (ROOT / page).read_text()):
-            assert hasattr(zero_jax, name) or name in ("hlo", "plan"), name
+            assert hasattr(zero_jax, name) or name in ("hlo", "plan", "offload"), name

@@ -76,6 +76,9 @@ class Config:
     """What is kept for the backward pass: none (everything is), dots (matrix products), block (the
     input of each layer), block_sqrt (of each group of layers) or names:a,b (marked values), on the
     device or @host, @partitioned; block unless given, or what fits with --stage auto."""
+    offload: str | None = None
+    """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
+    fp32 masters too; with :auto only where the devices can, with :nvme=DIR in files."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of

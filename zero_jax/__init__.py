@@ -18,6 +18,7 @@ from zero_jax.step import Metrics as Metrics
 from zero_jax.step import NonFiniteError as NonFiniteError
 from zero_jax.step import TrainStep as TrainStep
 from zero_jax.step import first_nonfinite as first_nonfinite
+from zero_jax.tiers import Offload as Offload
 from zero_jax.touch import gather as gather
 from zero_jax.touch import shard as shard
 from zero_jax.zero import Zero as Zero

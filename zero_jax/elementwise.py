@@ -138,14 +138,14 @@ def _fault(tx: optax.GradientTransformation, trial: Sequence[Trial]) -> _Fault |
     own, moved = None, False
     try:
         why, moved = _try(tx, trial)
-        own = _Fault(_name(tx), why, False) if why else None
+        own = _Fault(name_of(tx), why, False) if why else None
     except Exception as error:
         said = str(error).partition("\n")[0]
-        own = _Fault(_name(tx), f"it raised {type(error).__name__}: {said}", True)
+        own = _Fault(name_of(tx), f"it raised {type(error).__name__}: {said}", True)
     if own is None and moved:
         return None
     # To name the one to blame; and where nothing moved yet (it accumulates, say), to see more.
-    faults = (_fault(part, trial) for part in _parts(tx))
+    faults = (_fault(part, trial) for part in parts_of(tx))
     raised = []
     for fault in faults:
         if fault and not fault.raised:
@@ -227,7 +227,7 @@ def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
-def _parts(tx: Any) -> list[Any]:
+def parts_of(tx: Any) -> list[Any]:
     """The transformations that `tx` was made of, as far as its closures tell."""
     # Names of optax's own variables: where they change, an error names less, and nothing else.
     init, update = _held(tx.init), _held(tx.update)
@@ -257,10 +257,10 @@ def _transforms_in(value: Any) -> Iterator[Any]:
 
 
 def _unwrapped(tx: Any) -> Any:
-    return _held(tx.update).get("tx", tx) if _name(tx) == "with_extra_args_support" else tx
+    return _held(tx.update).get("tx", tx) if name_of(tx) == "with_extra_args_support" else tx
 
 
-def _name(tx: Any) -> str:
+def name_of(tx: Any) -> str:
     """The function that made `tx`, as 'clip_by_global_norm'."""
     name = getattr(tx.update, "__qualname__", type(tx).__name__).split(".<locals>")[0]
     held = _held(tx.update)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax import collectives, layers, layout, micro_batch, paths, remat, touch
+from zero_jax import collectives, layers, layout, micro_batch, paths, remat, tiers, touch
 from zero_jax.mesh import DATA, batch_axes, batch_shards
 from zero_jax.model_axis import named_activations
 from zero_jax.settings import Settings
@@ -64,6 +64,8 @@ def run(
     loss_scale: jax.Array | float = 1.0,
 ) -> Result:
     """Evaluates a loss over the global batch, with or without its gradients."""
+    if settings.offload.streams_params:
+        params = tiers.to_device(params)
     full = jax.eval_shape(layout.logical, params)
     cuts = layout.splits_for(full, settings.shards, settings.scanned, settings.model_axis)
     _check_params(params, cuts)

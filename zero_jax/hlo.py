@@ -9,7 +9,7 @@ parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ of all-gather and Ψ 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -80,6 +80,15 @@ class Audit:
         """Words over Ψ / MP, those along `model` alone left out: 2 at stages 0 to 2, 3 at 3."""
         words = sum(c.words for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
         return words / num_params * model_parallel
+
+    def as_dict(self) -> dict[str, Any]:
+        """The bytes as plain data, for JSON."""
+        names = ("argument", "output", "alias", "temp", "host", "total")
+        return {
+            **{f"{name}_bytes": getattr(self, f"{name}_bytes") for name in names},
+            "fragmentation": self.fragmentation,
+            "largest_temporaries": [asdict(t) for t in self.peak.temporaries[:10]],
+        }
 
     def hidden(self, *, layers_only: bool = False) -> Hidden:
         """How much of what is sent matrix products cover, in the step or in its layers alone."""

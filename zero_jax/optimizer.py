@@ -9,6 +9,7 @@ State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp3
 parameter itself). Source: ZeRO, section 5.1.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax import layout, paths
+from zero_jax import hosted, layout, nvme, paths, streamed, tiers
 from zero_jax.mesh import DATA, AnyMesh
 from zero_jax.model_axis import ModelAxis
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
@@ -42,9 +43,16 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 
     Attributes:
       made_for: the settings it was made for, which those of the step must equal.
+      apply: as `update`, but returns (parameters, state): what `optax.apply_updates` would give.
+      resume: of the nvme tier: takes parameters at rest, returns (parameters, state) as of the
+        last whole step.
+      plain: the transformation that was wrapped.
     """
 
     made_for: Any
+    apply: Callable[..., tuple[Any, ZeroState]]
+    resume: Callable[..., tuple[Any, ZeroState]]
+    plain: Any
 
 
 def partition(
@@ -56,6 +64,7 @@ def partition(
     frozen: Frozen = None,
     scanned: str | None = None,
     model_axis: ModelAxis = ModelAxis(),
+    offload: tiers.Offload = tiers.NONE,
 ) -> ZeroTransform:
     """Wraps a transformation so that its state is born, kept and updated in shards.
 
@@ -67,6 +76,7 @@ def partition(
       frozen: leaves without state or update, as for `Zero`.
       scanned: leaves with a layer dim, as for `Zero`.
       model_axis: how leaves are split over `model`.
+      offload: what rests in host memory, as for `Zero`.
 
     Returns:
       A transformation over parameters at rest. A step whose gradients are not finite changes
@@ -82,7 +92,7 @@ def partition(
 
     def init(params: PyTree) -> ZeroState:
         def born(params: PyTree) -> ZeroState:
-            full = layout.logical(params)
+            full = layout.logical(tiers.to_device(params) if offload.streams_params else params)
             state = ZeroState(inner.init(full), init_guard(precision))
             return layout.at_rest(state, state_cuts(state, full))
 
@@ -90,9 +100,28 @@ def partition(
         abstract = jax.eval_shape(born, params)
         state = jax.eval_shape(layout.logical, abstract)
         placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
+        if offload.states:
+            still = paths.frozen_leaves(full, frozen)
+            hosted.require_piecewise(tx, inner, full, cuts_of(full), still, offload.streams_params)
+        if offload.streams:
+            placed = hosted.placed_on_host(placed, state, full, cuts_of(full))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
+        if offload.in_files:
+            guard = init_guard(precision)
+            return ZeroState(nvme.begin(files_for(params), inner, params, guard), guard)
         return jax.jit(born, out_shardings=placed)(params)
+
+    def files_for(params: PyTree) -> Callable[..., nvme.Files]:
+        cuts = cuts_of(jax.eval_shape(layout.logical, params))
+        guard = init_guard(precision)
+        return functools.partial(nvme.Files, inner, mesh, params, guard, cuts, offload)
+
+    def resume(params: PyTree) -> tuple[PyTree, ZeroState]:
+        if not offload.in_files:
+            raise ValueError('only a state in files is resumed: Zero(offload="optimizer:nvme=DIR")')
+        made = nvme.resume(files_for(params), inner, params, init_guard(precision))
+        return made[0], ZeroState(*made[1:])
 
     def update(
         grads: PyTree,
@@ -100,6 +129,7 @@ def partition(
         params: PyTree | None = None,
         *,
         grad_norm: jax.Array | None = None,
+        apply: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, ZeroState]:
         if not isinstance(state, ZeroState):
@@ -107,20 +137,47 @@ def partition(
                 f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
                 "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
             )
-        full_grads, full_state = layout.logical(grads), layout.logical(state.inner)
-        full_params = None if params is None else layout.logical(params)
+        if offload.in_files:
+            raise ValueError(
+                "a state in files is updated by the host, not inside jit: use zero.train_step"
+            )
+        if offload.streams_params and not apply:
+            raise ValueError(
+                'with offload="optimizer,params" nothing can be added to masters in host memory as '
+                "a whole: write params, opt_state = tx.apply(grads, opt_state, params) for "
+                "tx.update and optax.apply_updates"
+            )
+        full_grads = layout.logical(grads)
         finite = jnp.isfinite(global_norm(full_grads) if grad_norm is None else grad_norm)
+        guard = next_guard(state.guard, finite, precision)
+        if offload.streams:
+            made = in_pieces(grads, state.inner, params, finite, extra, apply=apply)
+            return made[0], ZeroState(made[1], guard)
+        full_state = layout.logical(state.inner)
+        full_params = None if params is None else layout.logical(params)
         updates, new_state = inner.update(full_grads, full_state, full_params, **extra)
         # -0.0 is the addend that changes no bit of any number, -0.0 included.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)
         new_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new_state, full_state)
         like = full_grads if full_params is None else full_params
         rest = _keep(new_state, state_cuts(new_state, like), mesh)
-        guard = next_guard(state.guard, finite, precision)
-        return _keep(updates, cuts_of(like), mesh), ZeroState(rest, guard)
+        updates = _keep(updates, cuts_of(like), mesh)
+        return optax.apply_updates(params, updates) if apply else updates, ZeroState(rest, guard)
+
+    def in_pieces(grads: PyTree, state: PyTree, params: PyTree, *args: Any, apply: bool) -> Any:
+        shapes = jax.eval_shape(layout.logical, (grads if params is None else params, state))
+        cuts = cuts_of(shapes[0])
+        frozen_leaves = paths.frozen_leaves(shapes[0], frozen)
+        own = layout.state_splits(shapes[1], shapes[0], cuts)
+        job = streamed.Update(inner, mesh, cuts, own, frozen_leaves, offload)
+        return job.run(grads, state, params, *args, apply=apply)
+
+    def apply(grads: PyTree, state: ZeroState, params: PyTree, **extra: Any) -> Any:
+        return update(grads, state, params, apply=True, **extra)
 
     wrapped = ZeroTransform(init, update)
-    wrapped.made_for = (mesh, shards, precision, frozen, scanned, model_axis)
+    wrapped.made_for = (mesh, shards, precision, frozen, scanned, model_axis, offload)
+    wrapped.apply, wrapped.resume, wrapped.plain = apply, resume, tx
     return wrapped
 
 

@@ -181,6 +181,7 @@ def _case(parsed: argparse.Namespace) -> Case:
         remat=parsed.remat or ("none" if parsed.auto else "block"),
         sequence_parallel=parsed.sequence_parallel,
         bucket_bytes=parsed.bucket_bytes,
+        offload=parsed.offload,
         memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
@@ -291,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one of {', '.join(POLICIES)}, names:a,b, with a place: block@host; block unless "
         "given, or the least for --auto",
     )
+    add("--offload", help="what rests in host memory: optimizer or optimizer,params")
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
     add("--reduce", default="fp32", help="fp32 or bf16")

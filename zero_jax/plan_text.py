@@ -60,6 +60,9 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     if plan.time is not None:
         parts += ["", "Step time", roofline.format_step_time(plan.time)]
         parts += [f"- {line}" for line in plan.time.assumptions]
+        if audit.host_bytes:
+            crossing = gigabytes(2 * audit.host_bytes)
+            parts += [f"- The link to host memory is free; up to {crossing} cross it a step."]
     if plan.target is not None:
         parts += [
             "",
@@ -141,7 +144,7 @@ def plot(
 def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
     bottom = [0.0] * len(plans)
     labels = [f"stage {plan.stage}" for plan in plans]
-    for name in plans[0].predicted.terms:
+    for name in (n for n in plans[0].predicted.terms if n != "host"):
         heights = [_term(plan, name) / 1e9 for plan in plans]
         if max(heights) < 0.002 * max(plan.predicted.total_bytes for plan in plans) / 1e9:
             continue  # would not be seen

@@ -19,6 +19,7 @@ from zero_jax.optimizer import ZeroTransform
 from zero_jax.step import TrainStep
 from zero_jax.targets import Target
 from zero_jax.targets import target as target_of
+from zero_jax.tiers import HOST, is_on_host
 
 PyTree = Any
 
@@ -28,11 +29,14 @@ class Predicted:
     """Bytes of one device at the worst instant of a step, by what they are for.
 
     Attributes:
-      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ).
-      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes.
+      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ); on the device.
+      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes;
+        on the device.
       batch: this device's rows, and the extra arguments.
-      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
-      host: in host memory: what a remat policy keeps there.
+      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
+        also fetched (masters while the model uses them) and pieces (two, of what streams).
+      host: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there, and what a
+        remat policy keeps there.
     """
 
     parameters: int
@@ -144,14 +148,14 @@ class Plan:
         return known | {
             "target": self.target.name if self.target else None,
             "error": self.error,
-            "compiled": _compiled_dict(self.compiled),
+            "compiled": self.compiled.as_dict(),
             "hidden_fraction": {
                 "layer_loop": self.compiled.hidden(layers_only=True).fraction,
                 "step": self.compiled.hidden().fraction,
             }
             if self.countable
             else None,
-            "collectives": [_collective_dict(c) for c in self.compiled.collectives],
+            "collectives": [c.as_dict() for c in self.compiled.collectives],
             "flops": self.compiled.flops,
             "flops_not_counted": list(self.compiled.uncounted),
             "step_time": dataclasses.asdict(self.time) if self.time else None,
@@ -238,6 +242,13 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
     )
+    host = _bytes(params, HOST) + _bytes(opt_state, HOST)
+    streams = {}
+    if host:
+        # Stages 1 and 2 are done with the masters once they have gathered them.
+        fetched = _bytes(params, HOST) if settings.stage in (0, 3) else 0
+        pieces = min(2 * settings.offload.piece_bytes, host)
+        streams = {"fetched": fetched, "pieces": pieces}
     return Plan(
         stage=settings.stage,
         micro_batches=settings.micro_batches,
@@ -248,8 +259,8 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
             parameters=_bytes(params),
             optimizer_state=_bytes(opt_state),
             batch=_bytes(batch) + _bytes(extras),
-            temporaries=temporaries.terms,
-            host=temporaries.host,
+            temporaries=temporaries.terms | streams,
+            host=host + temporaries.host,
         ),
     )
 
@@ -275,7 +286,8 @@ def _compile(
 def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-    placed = None if spec is None else NamedSharding(mesh, spec)
+    kind = getattr(sharding, "memory_kind", None)
+    placed = None if spec is None else NamedSharding(mesh, spec, memory_kind=kind)
     dtype = getattr(x, "dtype", None) or jax.dtypes.result_type(x)
     return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=placed)
 
@@ -288,9 +300,9 @@ def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
     )
 
 
-def _bytes(tree: PyTree) -> int:
-    """Bytes of one device's pieces."""
-    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree))
+def _bytes(tree: PyTree, kind: str = "device") -> int:
+    """Bytes of one device's pieces in one kind of memory."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
 
 
 def _leaf_bytes(leaf: Any) -> int:
@@ -301,30 +313,3 @@ def _leaf_bytes(leaf: Any) -> int:
     if isinstance(sharding, NamedSharding):
         shape = sharding.shard_shape(shape)
     return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize
-
-
-def _compiled_dict(compiled: hlo.Audit) -> dict[str, Any]:
-    return {
-        "argument_bytes": compiled.argument_bytes,
-        "output_bytes": compiled.output_bytes,
-        "alias_bytes": compiled.alias_bytes,
-        "temp_bytes": compiled.temp_bytes,
-        "host_bytes": compiled.host_bytes,
-        "total_bytes": compiled.total_bytes,
-        "fragmentation": compiled.fragmentation,
-        "largest_temporaries": [dataclasses.asdict(t) for t in compiled.peak.temporaries[:10]],
-    }
-
-
-def _collective_dict(c: hlo.Collective) -> dict[str, Any]:
-    return {
-        "kind": c.kind,
-        "dtype": c.dtype,
-        "bytes": c.bytes,
-        "axis": c.axis,
-        "runs": c.runs,
-        "asynchronous": c.asynchronous,
-        "hidden": c.hidden,
-        "in_loop": c.in_loop,
-        "from": c.op_name,
-    }

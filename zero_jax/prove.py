@@ -10,6 +10,7 @@ libdevice is missing.
 What such a compile cannot show is listed by `not_shown`.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -213,6 +214,7 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
         "shapes": [list(x.shape) for x in plain],
         "dtypes": [str(x.dtype) for x in plain],
         "specs": [_spec(x) for x in plain],
+        "kinds": [_kind(x) for x in plain],
         "donated": count,
     }
     return {"program": program, "request": request}
@@ -232,6 +234,11 @@ def _key_data(key: Any) -> jax.ShapeDtypeStruct:
 def _spec(leaf: Any) -> list[Any]:
     sharding = getattr(leaf, "sharding", None)
     return [list(e) if isinstance(e, tuple) else e for e in sharding.spec] if sharding else []
+
+
+def _kind(leaf: Any) -> str:
+    """The memory in which an argument rests."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "device"
 
 
 def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float) -> None:
@@ -285,17 +292,29 @@ def _child(here: pathlib.Path) -> None:
     names, sizes = zip(*request["axes"], strict=True)
     devices = np.array(_devices(request, int(np.prod(sizes)))).reshape(sizes)
     mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
-    args = [
-        jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*map(_entry, spec)))
-        )
-        for shape, dtype, spec in zip(
-            request["shapes"], request["dtypes"], request["specs"], strict=True
-        )
-    ]
     exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
-    jitted = jax.jit(exported.call, donate_argnums=tuple(range(request["donated"])))
-    compiled = jitted.lower(*args).compile(compiler_options=request["options"])
+    donated, hosted = request["donated"], "pinned_host" in request["kinds"]
+    # With a concrete mesh of devices that are not there, JAX drops memory kinds without a word;
+    # with an abstract one every argument and result needs a kind.
+    own = mesh.abstract_mesh if hosted else mesh
+    placed = [
+        NamedSharding(
+            own, PartitionSpec(*map(_entry, spec)), **({"memory_kind": kind} if hosted else {})
+        )
+        for spec, kind in zip(request["specs"], request["kinds"], strict=True)
+    ]
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype, sharding in zip(request["shapes"], request["dtypes"], placed, strict=True)
+    ]
+    options: dict[str, Any] = {}
+    if hosted:  # the donated arguments come back as the first results, and the rest is small
+        small = NamedSharding(own, PartitionSpec(), memory_kind="device")
+        count = len(exported.out_avals) - donated
+        options = {"out_shardings": (*placed[:donated], *[small] * count)}
+    jitted = jax.jit(exported.call, donate_argnums=tuple(range(donated)), **options)
+    with jax.set_mesh(mesh) if hosted else contextlib.nullcontext():
+        compiled = jitted.lower(*args).compile(compiler_options=request["options"])
     memory = compiled.memory_analysis()
     numbers = {name: getattr(memory, name) for name in _MEMORY}
     (here / "memory.json").write_text(json.dumps(numbers))

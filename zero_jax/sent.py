@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jax.stages import Compiled
 
@@ -42,6 +43,11 @@ class Collective:
     overlapped_flops: int  # of the matrix products scheduled between those two, each run
     in_loop: bool
     in_layers: bool  # in a loop with matrix products: the layers of a model that scans over them
+
+    def as_dict(self) -> dict[str, Any]:
+        """What matters of it as plain data, for JSON."""
+        names = ("kind", "dtype", "bytes", "axis", "runs", "asynchronous", "hidden", "in_loop")
+        return {**{name: getattr(self, name) for name in names}, "from": self.op_name}
 
     @property
     def hidden(self) -> bool:

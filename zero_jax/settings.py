@@ -5,7 +5,7 @@ from typing import Any
 
 from flax.core import spmd
 
-from zero_jax import policies
+from zero_jax import policies, tiers
 from zero_jax.buckets import BUCKET_BYTES, check_bucket, combine_options
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, AnyMesh, check_mesh, model_size
@@ -36,6 +36,7 @@ class Settings:
     sequence_parallel: bool = False
     bucket_bytes: int = BUCKET_BYTES
     memory_limit: float | None = None
+    offload: Any = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
@@ -52,6 +53,7 @@ class Settings:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
         check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
+        object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
         policy = policies.check(self.remat, self.mesh)
         if self.sequence_parallel and policy.partitioned:
             raise ValueError(

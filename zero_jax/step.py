@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zero_jax import grads, layout, paths
 from zero_jax.mesh import check_agreement, on_gpu
@@ -95,10 +94,9 @@ class TrainStep:
         scale = opt_state.guard.loss_scale
         out = self._results(params, scale, batch, extras)
         norm = out.grad_norm
-        updates, opt_state = self._tx.update(
+        params, opt_state = self._tx.apply(
             out.grads, opt_state, params, grad_norm=norm, value=out.loss
         )
-        params = optax.apply_updates(params, updates)
         guard = opt_state.guard
         metrics = Metrics(
             loss=out.loss,
@@ -170,6 +168,7 @@ class TrainStep:
                 "precision": s.precision,
                 "micro_batches": s.micro_batches,
                 "remat": s.remat,
+                "offload": s.offload,
                 "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
                 "batch shapes": shapes,
                 "jax version": jax.__version__,

@@ -30,7 +30,8 @@ def flatten(jaxpr: Any, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
       parts: the size of that axis.
 
     >>> import jax
-    >>> step = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) @ x)(jnp.ones((2, 2)))
+    >>> sin = jax.jit(jax.numpy.sin)
+    >>> step = jax.make_jaxpr(lambda x: sin(x) @ x)(jax.numpy.ones((2, 2)))
     >>> [operation.name for operation in flatten(step).operations]
     ['sin', 'dot_general']
     """

@@ -14,9 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import choose, grads, layout, optimizer, paths, planned
+from zero_jax import choose, grads, layout, optimizer, paths, planned, selfcheck, tiers
 from zero_jax.auto import AutoStep
 from zero_jax.mesh import DATA
+from zero_jax.nvme_step import NvmeStep
 from zero_jax.precision import cast
 from zero_jax.settings import AUTO, Settings
 from zero_jax.step import TrainStep
@@ -50,6 +51,7 @@ class Zero(Settings):
       sequence_parallel: splits the dim that a model names "seq" over `model` too, outside matmuls.
       bucket_bytes: the most that a collective moves at once; a larger leaf travels in pieces,
         smaller ones together.
+      offload: what rests in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 
@@ -92,7 +94,8 @@ class Zero(Settings):
             return layout.at_rest(jax.tree.unflatten(treedef, masters), cuts)
 
         abstract = jax.eval_shape(born, *args)
-        return born, abstract, layout.shardings(abstract, cuts, self.mesh, DATA)
+        placed = layout.shardings(abstract, cuts, self.mesh, DATA)
+        return born, abstract, tiers.place(placed, abstract, self.settings.offload)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """Makes parameters that are born partitioned: no device ever holds the whole.
@@ -156,6 +159,7 @@ class Zero(Settings):
         Its `init` gives a state that is born partitioned, its `update` takes gradients and
         parameters as they rest. A step whose gradients are not finite is skipped.
         """
+        selfcheck.ensure(self.mesh, self.settings.offload)
         return optimizer.partition(
             tx,
             self.mesh,
@@ -164,6 +168,7 @@ class Zero(Settings):
             frozen=self.frozen,
             scanned=self.scanned,
             model_axis=self.model_axis,
+            offload=self.settings.offload,
         )
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -233,7 +238,8 @@ class Zero(Settings):
     def full(self, params: PyTree) -> PyTree:
         """Logical arrays, whole on every device: for a sample, an export, a look."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(layout.logical, out_shardings=whole)(params)
+        full = jax.jit(lambda p: layout.logical(tiers.to_device(p)), out_shardings=whole)
+        return full(params)
 
     def train_step(
         self,
@@ -272,7 +278,8 @@ class Zero(Settings):
                 return step
 
             return AutoStep(decide)
-        return TrainStep(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
+        kind = NvmeStep if self.settings.offload.in_files else TrainStep
+        return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
     def plan(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> planned.Plan:
         """What a step will hold and send: predicted from its shapes, proven by compiling it.

@@ -1,0 +1,190 @@
+"""Is offload right on this machine? A small step with and without it, compared.
+
+Host memory is the youngest part of XLA's GPU backend: releases of 2026 gave wrong gradients from
+offloaded scan residuals, without a word. So before a `Zero` offloads for the first time on a
+version of jaxlib and a kind of device, two small computations are run both ways: a training step
+whose states stream, and the gradient of a scan whose residuals rest in host memory. A difference
+refuses offload. What passed is remembered by an empty file, so the next run starts at once:
+
+    python -m zero_jax.offload --check
+
+runs it again and prints the outcome. The file is in $ZERO_JAX_CACHE, by default in zero_jax in
+the user's cache folder; where that can't be written, nothing is, and each process checks anew.
+ZERO_JAX_OFFLOAD_CHECK=off trusts the machine.
+"""
+
+import functools
+import importlib.metadata
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh
+
+from zero_jax import layout, optimizer, tiers
+from zero_jax._version import __version__
+from zero_jax.mesh import AnyMesh, make_mesh
+from zero_jax.precision import Precision
+from zero_jax.settings import Settings
+from zero_jax.step import TrainStep
+from zero_jax.touch import gather
+
+PyTree = Any
+# Of a leaf's largest element: what another order of fused operations moves in a few steps. A lost
+# or a torn piece moves a leaf by its own size.
+TOLERANCE = 1e-4
+_STEPS, _LAYERS, _WIDTH = 3, 6, 64
+_SAVED = "zero_offload_check"
+
+
+class Outcome(NamedTuple):
+    """One comparison: how far apart, as a share of the largest element, or what it raised."""
+
+    what: str
+    gap: float
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and self.gap <= TOLERANCE
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        return f"{verdict}: {self.what}: {self.error or f'off by {self.gap:.2g}'}"
+
+
+def ensure(mesh: AnyMesh, offload: tiers.Offload) -> None:
+    """Checks offload, if any is asked for, the first time that it is used here.
+
+    Raises:
+      ValueError: a result differs; names the versions and the device.
+    """
+    if not offload.streams or isinstance(mesh, AbstractMesh):
+        return
+    if os.environ.get("ZERO_JAX_OFFLOAD_CHECK") == "off":
+        return
+    failed = _checked(mesh.local_devices[0])
+    if failed:
+        raise ValueError(
+            f"offload gives wrong results with {versions(mesh.local_devices[0])}: {failed}. Known "
+            "causes are faults of XLA's host offload in single releases: install another jaxlib, "
+            "or leave offload out. python -m zero_jax.offload --check runs this again; "
+            "ZERO_JAX_OFFLOAD_CHECK=off goes on regardless"
+        )
+
+
+@functools.cache
+def _checked(device: jax.Device) -> str:
+    """What failed, "" if nothing; remembered here, and in a file if it passed."""
+    marker = marker_of(device)
+    if marker.exists():
+        return ""
+    failed = "; ".join(str(o) for o in check(device) if not o.passed)
+    if not failed:
+        remember(marker)
+    return failed
+
+
+def versions(device: jax.Device) -> str:
+    """What a check is good for."""
+    jaxlib = importlib.metadata.version("jaxlib")
+    return f"jax {jax.__version__}, jaxlib {jaxlib}, {device.device_kind}"
+
+
+def marker_of(device: jax.Device) -> pathlib.Path:
+    """The file that says that a check passed."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = pathlib.Path(os.environ.get("ZERO_JAX_CACHE") or os.path.join(base, "zero_jax"))
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{__version__} {versions(device)}")
+    return folder / f"offload-{name}.passed"
+
+
+def remember(marker: pathlib.Path) -> None:
+    """Writes the file, if that can be done."""
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError:
+        pass
+
+
+def check(device: jax.Device) -> list[Outcome]:
+    """Runs every comparison on one device."""
+    # A thread of its own, since a caller may be tracing.
+    with ThreadPoolExecutor(1) as thread:
+        named = (("a step whose states stream", _states), ("saved activations", _residuals))
+        return [thread.submit(_compare, what, run, device).result() for what, run in named]
+
+
+def _compare(what: str, run: Callable[[jax.Device, bool], PyTree], device: jax.Device) -> Outcome:
+    try:
+        pairs = zip(*(jax.tree.leaves(run(device, on)) for on in (False, True)), strict=True)
+        return Outcome(what, max(_gap(*map(np.asarray, pair)) for pair in pairs))
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        return Outcome(what, float("inf"), f"it raised {type(error).__name__}: {said}")
+
+
+def _gap(want: np.ndarray, got: np.ndarray) -> float:
+    if not np.isfinite(got).all():
+        return float("inf")
+    return float(np.abs(want - got).max() / max(np.abs(want).max(), 1e-30))
+
+
+def _states(device: jax.Device, offloaded: bool) -> PyTree:
+    """Parameters and moments after a few steps of clipped AdamW, in some ten pieces."""
+    offload = tiers.Offload(offloaded, offloaded, piece_bytes=1 << 16)
+    mesh = make_mesh(devices=[device])
+    settings = Settings(mesh, stage=3, offload=offload)
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    tx = optimizer.partition(plain, mesh, shards=1, precision=Precision(), offload=offload)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((_LAYERS, _WIDTH, _WIDTH), (_WIDTH, 3), (_WIDTH,))
+    pairs = zip(keys, shapes, strict=True)
+    params = {f"p{i}": jax.random.normal(*pair) / 8 for i, pair in enumerate(pairs)}
+    cuts = layout.splits_for(params, 1)
+    placed = layout.shardings(params, cuts, mesh, "data")
+    params = jax.device_put(params, tiers.place(placed, params, offload))
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        p = gather(p)
+        h = functools.reduce(lambda h, w: jnp.tanh(h @ w), p["p0"], x + p["p2"])
+        return jnp.mean((h @ p["p1"] - 1.0) ** 2)
+
+    step = TrainStep(settings, loss, tx, has_aux=False, max_skips=1)
+    state, batch = tx.init(params), jnp.cos(jnp.arange(8.0 * _WIDTH)).reshape(8, _WIDTH)
+    for _ in range(_STEPS):
+        params, state, _ = step(params, state, jax.device_put(batch, device))
+    return params, state.inner
+
+
+def _residuals(device: jax.Device, offloaded: bool) -> PyTree:
+    """Gradients through a scan whose saved activations rest in host memory, by plain JAX."""
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_SAVED],
+        offload_src="device",
+        offload_dst=tiers.HOST,
+    )
+
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        h = checkpoint_name(jnp.sin(h @ w), _SAVED)
+        return jnp.tanh(h @ w.T) + h, None
+
+    body = jax.checkpoint(layer, policy=named) if offloaded else layer
+
+    @jax.jit
+    def gradients(ws: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda ws: jnp.mean(jax.lax.scan(body, x, ws)[0] ** 2))(ws)
+
+    key = jax.random.key(1)
+    ws = jax.device_put(jax.random.normal(key, (_LAYERS, _WIDTH, _WIDTH)) / 8, device)
+    return gradients(ws, jax.device_put(jnp.ones((16, _WIDTH)), device))
