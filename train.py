@@ -23,7 +23,7 @@ from flax import nnx
 import zero_jax
 from models import gpt
 from training import optimizers
-from training.config import Config, mesh_sizes, shared
+from training.config import Config, mesh_sizes, shared, stage_and_remat
 from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
@@ -50,10 +50,9 @@ class Trainer:
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
         self.zero = zero_jax.Zero(
             self.mesh,
-            stage=config.stage,
+            **stage_and_remat(config),
             precision=zero_jax.Precision(config.compute, config.reduce),
             micro_batches=config.micro_batches,
-            remat=config.remat or ("none" if config.stage == "auto" else "block"),
             sequence_parallel=config.sequence_parallel,
             offload=config.offload,
             memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,

@@ -67,10 +67,16 @@ def test_training_in_pieces_equals_plain_optax(stage):
     assert ulps(params, want[1]) < ULPS
 
 
-def test_xla_merges_up_to_a_bucket():
-    options = buckets.combine_options(2**20, 64)
-    assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 2**20
-    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 2**14
+def test_xla_merges_no_more_than_a_bucket():
+    small = buckets.combine_options(2**20, 64)
+    assert small["xla_gpu_all_gather_combine_threshold_bytes"] == 2**20
+    assert small["xla_gpu_all_reduce_combine_threshold_bytes"] == 2**20
+    assert small["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 2**14
+    # Where XLA's own limit is the lower one, it stays.
+    assert list(buckets.combine_options(2**27, 64)) == [
+        "xla_gpu_reduce_scatter_combine_threshold_bytes"
+    ]
+    assert buckets.combine_options(2**30, 2) == {}
 
 
 @pytest.mark.parametrize("bucket", [4 * 8 - 1, 0, -1, float("nan"), float("inf"), True])

@@ -6,7 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
-    | {"buckets", "jaxprs", "tiers", "operations", "store"},
+    | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"},
     {"model_axis", "spread", "policies"},
     {"flat"},
     {"traced"},

@@ -211,7 +211,7 @@ def test_ctrl_c_ends_a_run_with_all_its_files(folder):
         (2, ["--mesh", "data=2,model=2"]),
         # Each process has one device, and two of them share their rows.
         (4, ["--mesh", "data=2,model=2", "--sequence-parallel"]),
-        (4, ["--mesh", "replica=2,data=1,model=2", "--stage", "2"]),
+        (4, ["--mesh", "replica=2,data=1,model=2", "--config", "c5"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -269,6 +269,10 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         (["--mesh", "data=2,modle=4"], ["'modle=4'", "data=4,model=2"]),
         (["--mesh", "data=2,model=2"], ["= 4, but there are 8 devices"]),
         (["--sequence-parallel"], ["this mesh has none"]),
+        (["--config", "c6"], ["'c6'", "c1, c2, c3"]),
+        (["--config", "c1", "--remat", "dots"], ["--config c1 decides --stage and --remat"]),
+        (["--config", "c4"], ["block@partitioned", "make_mesh(model=2)"]),
+        (["--offload", "activations", "--remat", "none"], ["remat='none'", '"block"']),
         (["--process-id", "0"], ["process_id=0", "give all three"]),
         (["--out", "text.txt"], ["text.txt", "--out needs a folder"]),
     ],

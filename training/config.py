@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import zero_jax
+
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
 
@@ -23,6 +25,9 @@ class Config:
     stage: int | Literal["auto"] = 3
     """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
     chooses that, micro-batches and remat, the fewest words that fit."""
+    config: str | None = None
+    """A configuration of the ZeRO paper, which decides stage and remat: c1, c2, c3, c4, c5 or
+    zero-100b; c2, c4, c5 and zero-100b need a model axis in --mesh."""
     memory_limit: float | None = None
     """GB (1e9 bytes) of a device that --stage auto may use; JAX's pool of its memory unless
     given."""
@@ -78,7 +83,8 @@ class Config:
     device or @host, @partitioned; block unless given, or what fits with --stage auto."""
     offload: str | None = None
     """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
-    fp32 masters too; with :auto only where the devices can, with :nvme=DIR in files."""
+    fp32 masters too, and activations for what remat keeps; with :auto only where the devices can,
+    with :nvme=DIR in files."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of
@@ -144,6 +150,25 @@ def mesh_sizes(given: str | None) -> dict[str, int]:
             )
         sizes[name] = int(size)
     return sizes
+
+
+def stage_and_remat(config: Config) -> Mapping[str, Any]:
+    """What is partitioned and what is kept: as given, or as the named configuration says.
+
+    Raises:
+        ValueError: No configuration has that name, or it was given beside --stage or --remat.
+
+    >>> dict(stage_and_remat(Config(config="c1")))
+    {'stage': 1, 'remat': 'block'}
+    """
+    if config.config is None:
+        least = "none" if config.stage == "auto" else "block"
+        return {"stage": config.stage, "remat": config.remat or least}
+    if config.stage != Config.stage or config.remat is not None:
+        raise ValueError(
+            f"--config {config.config} decides --stage and --remat: leave those out, or --config"
+        )
+    return zero_jax.configuration(config.config)
 
 
 def flag(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from zero_jax import memory as memory
 from zero_jax._version import __version__ as __version__
+from zero_jax.configurations import CONFIGURATIONS as CONFIGURATIONS
+from zero_jax.configurations import configuration as configuration
 from zero_jax.hlo import assert_communication as assert_communication
 from zero_jax.hlo import audit as audit
 from zero_jax.mesh import abstract_mesh as abstract_mesh

@@ -132,6 +132,26 @@ def parse(text: str) -> Policy:
     return Policy(kind, place, names)
 
 
+def on_host(text: str) -> str:
+    """The policy with all that it keeps in host memory: what `offload="activations"` makes of it.
+
+    Raises:
+      ValueError: for a policy that keeps everything, or products, on the device.
+
+    >>> on_host("block"), on_host("names@partitioned:a,b")
+    ('block@host', 'names@partitioned+host:a@host,b@host')
+    """
+    policy = parse(text)
+    if policy.kind in ("none", "dots"):
+        raise ValueError(
+            f'offload="activations" with remat={text!r}: it moves what remat keeps of layers to '
+            'the host, and this keeps too much to move: use remat="block"'
+        )
+    names = tuple((name, dataclasses.replace(at, host=True)) for name, at in policy.names)
+    inputs = dataclasses.replace(policy.inputs, host=True)
+    return str(dataclasses.replace(policy, inputs=inputs, names=names))
+
+
 def check(text: str, mesh: Any) -> Policy:
     """Reads a policy and checks that the mesh has what it needs.
 

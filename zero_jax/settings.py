@@ -54,6 +54,8 @@ class Settings:
         check_mesh(self.mesh)
         check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
         object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
+        if self.offload.activations:
+            self._move_activations()
         policy = policies.check(self.remat, self.mesh)
         if self.sequence_parallel and policy.partitioned:
             raise ValueError(
@@ -71,6 +73,14 @@ class Settings:
             )
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
+
+    def _move_activations(self) -> None:
+        if self.stage == AUTO or self.offload.tier != "host":
+            raise ValueError(
+                f'offload="{self.offload}" with stage={self.stage!r}: activations go to host '
+                'memory, of a stage that is named: remat="block@host" says the same'
+            )
+        object.__setattr__(self, "remat", policies.on_host(self.remat))
 
     @property
     def shards(self) -> int:
