@@ -36,7 +36,7 @@ def test_states_and_temporaries_are_foretold(mp):
         found = planned(mp=mp, stage=stage)
         assert found.predicted.argument_bytes == found.compiled.argument_bytes
         assert found.predicted.alias_bytes == found.compiled.alias_bytes
-        assert abs(found.error) < 0.05
+        assert abs(found.error) < 0.08
 
 
 def test_everything_rests_on_one_part_in_n_times_mp():
@@ -101,7 +101,7 @@ def test_partitioned_activations_take_saved_inputs_to_one_part_in_mp(mp):
     more = split.compiled.words_along("model") - whole.compiled.words_along("model")
     assert more == L * RESIDUAL, "one gather a layer, in the backward pass"
     assert more < 0.1 * whole.compiled.words_along("model")
-    assert abs(split.error) < 0.05
+    assert abs(split.error) < 0.08
 
 
 def test_partitioned_activations_in_host_memory_are_not_on_the_device():

@@ -8,7 +8,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/plan.md", "docs/offload.md"])
+PAGES = ("README.md", *(f"docs/{n}.md" for n in ("guide", "plan", "offload", "parallelism")))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
@@ -20,6 +23,8 @@ def test_code_blocks_run(page, capsys):
         assert "zero_jax.gather(params)" in printed
     elif page == "docs/offload.md":
         assert "pinned_host" in printed and "step 3" in printed
+    elif page == "docs/parallelism.md":
+        assert "'model'" in printed and "block@partitioned" in printed
     else:
         assert "'optimizer_state'" in printed
 
@@ -27,6 +32,6 @@ def test_code_blocks_run(page, capsys):
 def test_every_name_in_the_readme_exists():
     import zero_jax
 
-    for page in ("README.md", "docs/guide.md", "docs/plan.md", "docs/offload.md"):
+    for page in PAGES:
         for name in re.findall(r"zero_jax\.(\w+)", (ROOT / page).read_text()):
             assert hasattr(zero_jax, name) or name in ("hlo", "plan", "offload"), name
