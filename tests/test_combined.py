@@ -64,6 +64,26 @@ def test_each_device_keeps_its_piece_of_both_axes_in_host_memory():
         assert a.addressable_shards[0].data.shape == b.addressable_shards[0].data.shape
 
 
+@pytest.mark.parametrize("offload", [None, PIECES], ids=["on the device", "in pieces"])
+def test_fifty_steps_hold_no_byte_more_than_two_and_donated_states_are_gone(offload):
+    zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", offload=offload)
+    params = zero.shard(problem("gpt").start)
+    tx = zero.optimizer(ADAM)
+    state, step = tx.init(params), zero.train_step(problem("gpt").loss, ADAM)
+
+    def live():
+        jax.block_until_ready((params, state))
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    sizes = []
+    for _ in range(50):
+        before = jax.tree.leaves((params, state))
+        params, state, _ = step(params, state, problem("gpt").batch)
+        sizes.append(live())
+        assert all(x.is_deleted() for x in before)
+    assert len(set(sizes[2:])) == 1
+
+
 def test_what_can_not_be_together_is_refused():
     with pytest.raises(ValueError, match="split over the model axis by sequence already"):
         zero_jax.Zero(mesh_of(2, 2), sequence_parallel=True, remat="block@partitioned")

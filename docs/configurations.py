@@ -1,0 +1,94 @@
+"""The largest model that each configuration of the paper trains on 32 GB devices.
+
+    python docs/configurations.py        # five programs compiled for H100, some minutes
+
+As in the paper: 400 devices, MP 16, 16 sequences of 1024 for each 16 devices. Layers of one width
+are added while the predicted step fits; then the step is compiled, and layers are taken away until
+that fits too. Writes configurations.json, and prints the table of parallelism.md. Needs the extra
+`prove`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+
+from models import gpt
+from zero_jax import Precision, Zero, abstract_mesh, configuration
+from zero_jax.plan import Case
+
+DEVICES, MP, ROWS = 400, 16, 16
+# The largest model of the paper, in billions, and the width of the layers.
+PAPER = {"c1": 40, "c2": 60, "c3": 50, "c4": 140, "c5": 150}
+WIDTH = 8192
+# A V100 of 32 GB has 34.1e9 bytes: this leaves 6 % to what no program shows.
+LIMIT = 32_000_000_000
+FILE = pathlib.Path(__file__).parent / "configurations.json"
+
+
+def case_of(name: str, layers: int) -> Case:
+    """A model of that many layers under a configuration."""
+    config = gpt.GPTConfig(layers=layers, width=WIDTH, heads=WIDTH // 128)
+    mesh = abstract_mesh(DEVICES // MP, model=MP)
+    zero = Zero(mesh, precision=Precision("bf16", reduce="bf16"), **configuration(name))
+    return Case(config, zero, "adamw", ROWS * DEVICES // MP)
+
+
+def most_layers(name: str, limit: int) -> int:
+    """The most layers whose predicted step fits."""
+    low, high = 1, 1024
+    while low < high:
+        middle = (low + high + 1) // 2
+        case = case_of(name, middle)
+        fits = case.plan(case.zero.stage).total_bytes <= limit
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def largest(name: str, limit: int) -> dict:
+    """The largest model under a configuration, predicted and compiled."""
+    foretold = layers = most_layers(name, limit)
+    while True:
+        case = case_of(name, layers)
+        plan = case.plan(case.zero.stage, target="h100")
+        if plan.total_bytes <= limit:
+            break
+        layers -= max(1, round(layers * (plan.total_bytes / limit - 1)))
+    return {
+        "configuration": name,
+        "layers": layers,
+        "width": case.config.width,
+        "params": gpt.num_params(case.config),
+        "predicted_params": gpt.num_params(case_of(name, foretold).config),
+        "compiled_bytes": plan.total_bytes,
+        "host_bytes": plan.compiled.host_bytes,
+        "error": plan.error,
+        "jax": jax.__version__,
+    }
+
+
+def main() -> None:
+    """Compiles, writes the data and prints the table."""
+    jax.config.update("jax_platforms", "cpu")
+    rows = []
+    for name in PAPER:
+        rows.append(largest(name, LIMIT))
+        print(dataclasses.asdict(case_of(name, rows[-1]["layers"]).config), flush=True)
+        FILE.write_text(json.dumps({"limit": LIMIT, "rows": rows}, indent=1) + "\n")
+    print("| | paper | predicted | compiled | layers x width | GB | host GB |")
+    print("|---|---|---|---|---|---|---|")
+    for r in rows:
+        print(
+            f"| `{r['configuration']}` | {PAPER[r['configuration']]}B "
+            f"| {r['predicted_params'] / 1e9:.0f}B | {r['params'] / 1e9:.0f}B "
+            f"| {r['layers']} x {r['width']} | {r['compiled_bytes'] / 1e9:.1f} "
+            f"| {r['host_bytes'] / 1e9:.1f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
