@@ -64,7 +64,10 @@ def _token_losses(
     logp_KxV = jax.nn.log_softmax(nn.with_logical_constraint(logits_KxV, (None, "vocab")))
     # A sum, not a lookup: where the vocabulary is split, each part knows its own labels.
     hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
-    return -jnp.sum(jnp.where(hit_KxV, logp_KxV, 0.0), axis=1), logp_KxV, hit_KxV
+    # A label that is none would cost nothing, and train on nothing.
+    known_K = (labels_K >= 0) & (labels_K < embed_VxD.shape[0])
+    losses_K = jnp.where(known_K, -jnp.sum(jnp.where(hit_KxV, logp_KxV, 0.0), axis=1), jnp.nan)
+    return losses_K, jnp.where(known_K[:, None], logp_KxV, jnp.nan), hit_KxV
 
 
 @jax.custom_vjp

@@ -79,7 +79,7 @@ def test_xla_merges_no_more_than_a_bucket():
     assert buckets.combine_options(2**30, 2) == {}
 
 
-@pytest.mark.parametrize("bucket", [4 * 8 - 1, 0, -1, float("nan"), float("inf"), True])
+@pytest.mark.parametrize("bucket", [4 * 8 - 1, 0, -1, float("nan"), float("inf"), True, "1", None])
 def test_a_bucket_that_holds_no_number_of_every_device_is_refused(bucket):
     with pytest.raises(ValueError, match="one number of each of 8 devices takes 32 bytes"):
         zero_jax.Zero(zero_jax.make_mesh(), bucket_bytes=bucket)

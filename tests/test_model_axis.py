@@ -292,6 +292,60 @@ def test_flax_metadata_names_the_dims():
     assert specs["params/Dense_1/kernel"] == P("data")
 
 
+BAD_RULES = [
+    ({"axis_rules": ("ab",)}, "axis_rules has 'ab': write pairs"),
+    ({"axis_rules": (("a", "b", "c"),)}, "axis_rules has .*: write pairs"),
+    ({"model_specs": {"w": None}}, "'w' the spec None: write a jax.sharding.PartitionSpec"),
+    ({"model_specs": {"w": "model"}}, "'w' the spec 'model'"),
+    ({"sequence_parallel": True, "axis_rules": {"seq": None}}, "keep 'seq' off the model axis"),
+    ({"axis_rules": {"seq": "model"}, "remat": "block@partitioned"}, "kept is split already"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_RULES)
+def test_rules_and_specs_of_no_use_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        zero_jax.Zero(mesh_of(2, 2), **settings)
+
+
+def test_specs_are_looked_at_without_a_model_axis_too():
+    for specs in ({"wte": P("modle")}, {"nothing": P("model")}):
+        with pytest.raises(ValueError, match=r"'modle'|matches none"):
+            zero_jax.Zero(mesh_of(2, 1), model_specs=specs).abstract(problem("gpt").make)
+
+
+def test_a_model_axis_that_splits_only_what_data_takes_is_refused():
+    make = lambda: {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}  # noqa: E731
+    with pytest.raises(ValueError, match="no parameter is split over it"):
+        zero_jax.Zero(mesh_of(2, 2), stage=2, model_specs={"^b$": P("model")}).abstract(make)
+
+
+def test_rules_for_axes_that_the_step_is_manual_over_do_no_harm():
+    rules = (("batch", "data"), ("hidden", ("model",)))
+    zero = zero_jax.Zero(mesh_of(2, 2), model_specs={"up": P(None, "model")}, axis_rules=rules)
+
+    def loss(params, x):
+        h = jnp.tanh(x @ zero_jax.gather(params)["up"])
+        return jnp.mean(nn.with_logical_constraint(h, ("batch", "hidden")))
+
+    params = zero.init(lambda: {"up": jnp.ones((8, 16))})
+    assert jnp.isfinite(zero.value_and_grad(loss)(params, jnp.ones((8, 8)))[0])
+
+
+def test_an_nnx_model_that_names_its_dims_as_flax_says_needs_nothing_else():
+    class Named(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.initializers.lecun_normal()
+            self.up = nnx.Linear(
+                8, 16, kernel_init=nnx.with_partitioning(init, (None, "mlp")), rngs=rngs
+            )
+
+    zero = zero_jax.Zero(mesh_of(2, 2))
+    params = zero.init(lambda: nnx.state(Named(nnx.Rngs(0)), nnx.Param))
+    specs = {n: x.sharding.spec for n, x in paths.named_leaves(params)}
+    assert specs["up/kernel"] == P("data", "model")
+
+
 def test_values_are_the_same_at_birth_on_every_mesh():
     want = jax.tree.leaves(problem("gpt").start)
     for n_mp in MESHES:

@@ -511,3 +511,17 @@ def test_resnet_preset_has_its_depth_and_size(make, weight_layers, params):
     assert len(layers) == weight_layers
     if params is not None:
         assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == params
+
+
+@pytest.mark.parametrize("label", [5, 100, -1, -100])
+def test_a_label_that_is_no_token_makes_the_loss_and_its_gradient_nan(label):
+    """Not zero: the run would go on, and learn nothing from such rows."""
+    x, embed = jax.random.normal(jax.random.key(0), (2, 5, 4))
+    labels, weights = jnp.array([0, 1, 2, 3, label]), jnp.ones(5)
+
+    def loss(x):
+        return gpt.chunked_cross_entropy(x, embed, labels, weights, 2)[0]
+
+    value, grad = jax.value_and_grad(loss)(x)
+    assert jnp.isnan(value) and jnp.isnan(loss(x)) and jnp.isnan(grad[4]).all()
+    assert jnp.isfinite(grad[:4]).all()

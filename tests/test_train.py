@@ -271,6 +271,7 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         (["--sequence-parallel"], ["this mesh has none"]),
         (["--config", "c6"], ["'c6'", "c1, c2, c3"]),
         (["--config", "c1", "--remat", "dots"], ["--config c1 decides --stage and --remat"]),
+        (["--config", "c1", "--stage", "3"], ["--config c1 decides --stage and --remat"]),
         (["--config", "c4"], ["block@partitioned", "make_mesh(model=2)"]),
         (["--offload", "activations", "--remat", "none"], ["remat='none'", '"block"']),
         (["--process-id", "0"], ["process_id=0", "give all three"]),

@@ -22,9 +22,9 @@ LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
 class Config:
     """Trains a GPT on text, with the model states partitioned over the devices by ZeRO."""
 
-    stage: int | Literal["auto"] = 3
+    stage: int | Literal["auto"] | None = None
     """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
-    chooses that, micro-batches and remat, the fewest words that fit."""
+    chooses that, micro-batches and remat, the fewest words that fit; 3 unless given."""
     config: str | None = None
     """A configuration of the ZeRO paper, which decides stage and remat: c1, c2, c3, c4, c5 or
     zero-100b; c2, c4, c5 and zero-100b need a model axis in --mesh."""
@@ -163,8 +163,9 @@ def stage_and_remat(config: Config) -> Mapping[str, Any]:
     """
     if config.config is None:
         least = "none" if config.stage == "auto" else "block"
-        return {"stage": config.stage, "remat": config.remat or least}
-    if config.stage != Config.stage or config.remat is not None:
+        stage = 3 if config.stage is None else config.stage
+        return {"stage": stage, "remat": config.remat or least}
+    if config.stage is not None or config.remat is not None:
         raise ValueError(
             f"--config {config.config} decides --stage and --remat: leave those out, or --config"
         )
@@ -211,4 +212,5 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
 
 def shared(config: Config) -> dict[str, Any]:
     """The settings that must be equal in all processes of a run."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if k not in LOCAL}
+    given = {**dataclasses.asdict(config), **stage_and_remat(config)}
+    return {k: v for k, v in given.items() if k not in LOCAL}

@@ -1,8 +1,9 @@
 """Where a kept activation lives between forward and backward: device, host, 1/MP of it, or both.
 
 `put` stores a value that every device of the `model` axis holds whole, `fetch` brings it back.
-P_a sends nothing when it stores, and one all-gather over `model` when it fetches: the value's
-bytes, once a layer, where Megatron's tensor parallelism sends 12 times as much.
+P_a sends nothing when it stores a value that is whole on every device of `model`, and one
+all-gather when it fetches: once a layer, where Megatron's five all-reduces send 10 times as much.
+(One that is split already would be gathered to be stored: leave such names on the device.)
 
 All functions run inside `shard_map`.
 Source: ZeRO (arXiv:1910.02054), section 6.1.

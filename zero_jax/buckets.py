@@ -9,8 +9,6 @@ Costs one copy of a leaf that travels in pieces, on the device; sends not a word
 Source: ZeRO (arXiv:1910.02054), section 6.2, constant size buffers (CB).
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -73,14 +71,23 @@ def psum(full: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:
     return jnp.concatenate([jax.lax.psum(flat[a:b], axis) for a, b in runs]).reshape(full.shape)
 
 
-def check_bucket(bucket_bytes: int, devices: int) -> None:
-    """Raises ValueError for a bucket that not even one number of every device fits in."""
+def check_bucket(bucket_bytes: float, devices: int) -> int:
+    """The bucket as a whole number of bytes.
+
+    Raises:
+      ValueError: not even one number of every device fits in.
+
+    >>> check_bucket(128e6, 8)
+    128000000
+    """
     least = 4 * devices
-    if isinstance(bucket_bytes, bool) or not bucket_bytes >= least or math.isinf(bucket_bytes):
+    number = isinstance(bucket_bytes, (int, float)) and not isinstance(bucket_bytes, bool)
+    if not number or not least <= bucket_bytes < float("inf"):
         raise ValueError(
             f"bucket_bytes={bucket_bytes!r}: one number of each of {devices} devices takes {least} "
             f"bytes; the default is {BUCKET_BYTES}"
         )
+    return int(bucket_bytes)
 
 
 def _runs(size: int, word_bytes: int, bucket_bytes: int | None) -> list[tuple[int, int]]:

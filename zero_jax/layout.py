@@ -225,10 +225,12 @@ def splits_for(
     leaves = jax.tree.leaves(tree)
     lone = [scanned is None and len(x.shape) >= 3 and max(x.shape[1:]) >= shards for x in leaves]
     stacked = [a or b for a, b in zip(scanned_leaves(tree, scanned), lone, strict=True)]
-    return [
+    cuts = [
         split(x.shape, shards, stacked=s, model=dim, model_shards=model.size)
         for x, s, dim in zip(leaves, stacked, model.dims(tree, stacked), strict=True)
     ]
+    model.check_split([cut.model for cut in cuts])
+    return cuts
 
 
 def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:

@@ -198,7 +198,7 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
         for at, device in np.ndenumerate(mesh.devices)
         if device.id in own
     }
-    first, count = min(held), len(held)
+    first, count = min(held, default=0), max(len(held), 1)
     if held != set(range(first, first + count)) or first % count or shards % count:
         raise ValueError(
             f"process {jax.process_index()} holds rows {sorted(held)} of {shards} parts of the "
@@ -228,8 +228,8 @@ def global_batch(mesh: Mesh, local: Any) -> Any:
         if x.ndim == 0 or x.shape[0] % pieces:
             raise ValueError(
                 f"batch leaf {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
-                f"process, but its {pieces} devices must divide dim 0: make the batch a multiple "
-                f"of {batch_shards(mesh)}"
+                f"process, but it feeds {pieces} parts of the batch, which must divide dim 0: make "
+                f"the batch a multiple of {batch_shards(mesh)}"
             )
         return jax.make_array_from_process_local_data(sharding, x)
 

@@ -14,7 +14,7 @@ Source: ZeRO (arXiv:1910.02054), section 1; Megatron-LM (arXiv:1909.08053), sect
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class ModelAxis:
     Attributes:
       size: MP, the size of the axis.
       specs: (pattern of paths, PartitionSpec) pairs; None for the names the model itself carries.
-      rules: (name of a dim, mesh axis or None) pairs; the first that has a name counts.
+      rules: (name of a dim, "model" or None) pairs; the first that has a name counts.
     """
 
     size: int = 1
@@ -59,36 +59,39 @@ class ModelAxis:
 
         Raises:
           ValueError: a spec names another axis, more dims than there are, or a dim that MP does
-            not divide; or nothing is split at all.
+            not divide.
         """
         leaves = paths.named_leaves(tree)
-        if self.size == 1:
+        if self.size == 1 and self.specs is None:
             return [None] * len(leaves)
         named = zip(leaves, stacked, self._specs(tree, [name for name, _ in leaves]), strict=True)
+        # Specs are looked at without a model axis too, so that a slip shows before the cluster.
         dims = [self._dim(name, tuple(leaf.shape), s, spec) for (name, leaf), s, spec in named]
-        if all(dim is None for dim in dims):
+        return dims if self.size > 1 else [None] * len(leaves)
+
+    def check_split(self, dims: Sequence[int | None]) -> None:
+        """Raises ValueError if a model axis splits no leaf at all."""
+        if self.size > 1 and dims and all(dim is None for dim in dims):
             raise ValueError(
                 f"the mesh has a model axis of {self.size}, but no parameter is split over it, so "
                 "each would be held and worked on that many times: give model_specs={'pattern of "
                 "paths': PartitionSpec(None, 'model')}, name the dims in the model "
                 "(nnx.with_partitioning), or make the mesh with model=1"
             )
-        return dims
+
+    def axis_of(self, name: Any) -> Any:
+        """What a dim's own name means: `model`, or None."""
+        return MODEL if dict(reversed(self.rules)).get(name, name) == MODEL else None
 
     def _specs(self, tree: PyTree, names: list[str]) -> list[tuple[Any, ...]]:
         """For each leaf the mesh axis of every dim, as far as they are given."""
         if self.specs is None:
-            return [tuple(map(self._axis, given)) for given in names_of_dims(tree)]
+            return [tuple(map(self.axis_of, given)) for given in names_of_dims(tree)]
         found: list[tuple[Any, ...]] = [()] * len(names)
         for pattern, spec in self.specs:
             hits = paths.matches(pattern, names, "model_specs")
             found = [tuple(spec) if hit else old for hit, old in zip(hits, found, strict=True)]
         return found
-
-    def _axis(self, name: Any) -> Any:
-        """What a dim's own name means: `model`, or nothing to us."""
-        rules = dict(reversed(self.rules))
-        return MODEL if rules.get(name, name) == MODEL else None
 
     def _dim(
         self, name: str, shape: tuple[int, ...], stacked: bool, spec: tuple[Any, ...]
@@ -120,10 +123,50 @@ class ModelAxis:
         return dim - len(shape)
 
 
+def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Model specs as pairs.
+
+    Raises:
+      ValueError: one is not a PartitionSpec.
+    """
+    specs = tuple(dict(given).items())
+    for pattern, spec in specs:
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f"model_specs gives {pattern!r} the spec {spec!r}: write a "
+                f"jax.sharding.PartitionSpec, PartitionSpec(None, {MODEL!r}) say"
+            )
+    return specs
+
+
+def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
+    """Rules for the names of dims as pairs of a name and `model` or None.
+
+    Axes that the step is manual over (a batch over `data`) are nothing to split by inside it.
+
+    Raises:
+      ValueError: one is not a pair of a name and a mesh axis.
+
+    >>> check_rules({"batch": "data", "mlp": ("model",)})
+    (('batch', None), ('mlp', 'model'))
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+    rules = []
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(
+                f"axis_rules has {pair!r}: write pairs of a dim's name and a mesh axis or None, "
+                f"(('mlp', {MODEL!r}), ('embed', None)) say"
+            )
+        axes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
+        rules.append((pair[0], MODEL if MODEL in axes else None))
+    return tuple(rules)
+
+
 @contextlib.contextmanager
 def named_activations(rules: tuple[tuple[str, Any], ...]) -> Iterator[None]:
     """While a model is traced: `nn.with_logical_constraint` splits activations by these rules."""
-    with _RULES_OF_TRACE(rules), spmd.logical_axis_rules(rules):
+    with _RULES_OF_TRACE(rules), spmd.logical_axis_rules(rules), nnx.use_eager_sharding(False):
         yield
 
 

@@ -8,8 +8,8 @@ from flax.core import spmd
 from zero_jax import policies, tiers
 from zero_jax.buckets import BUCKET_BYTES, check_bucket, combine_options
 from zero_jax.collectives import Wire
-from zero_jax.mesh import DATA, AnyMesh, check_mesh, model_size
-from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis
+from zero_jax.mesh import DATA, MODEL, AnyMesh, check_mesh, model_size
+from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
 
@@ -52,24 +52,31 @@ class Settings:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
-        check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
+        bucket = check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
+        object.__setattr__(self, "bucket_bytes", bucket)
         object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
         if self.offload.activations:
             self._move_activations()
         policy = policies.check(self.remat, self.mesh)
-        if self.sequence_parallel and policy.partitioned:
-            raise ValueError(
-                f"remat={self.remat!r} with sequence_parallel=True: what is kept is split over the "
-                "model axis by sequence already, leave out partitioned"
-            )
         if self.model_specs is not None:
-            object.__setattr__(self, "model_specs", tuple(dict(self.model_specs).items()))
-        if self.axis_rules is None:
-            object.__setattr__(self, "axis_rules", tuple(spmd.get_logical_axis_rules()))
+            object.__setattr__(self, "model_specs", check_specs(self.model_specs))
+        rules = spmd.get_logical_axis_rules() if self.axis_rules is None else self.axis_rules
+        object.__setattr__(self, "axis_rules", check_rules(rules))
         if self.sequence_parallel and model_size(self.mesh) == 1:
             raise ValueError(
                 "sequence_parallel=True splits sequences over the model axis, and this mesh has "
                 "none: make it with zero_jax.make_mesh(model=...)"
+            )
+        by_sequence = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
+        if self.sequence_parallel and not by_sequence:
+            raise ValueError(
+                f"sequence_parallel=True, but axis_rules={self.axis_rules} keep "
+                f"{SEQUENCE[0][0]!r} off the model axis: leave one of the two out"
+            )
+        if by_sequence and policy.partitioned:
+            raise ValueError(
+                f"remat={self.remat!r} with sequences that are split over the model axis: what is "
+                "kept is split already, leave out partitioned"
             )
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
@@ -102,6 +109,6 @@ class Settings:
         """How leaves and named activations are split over `model`."""
         size = model_size(self.mesh)
         if size == 1:
-            return ModelAxis()
+            return ModelAxis(1, self.model_specs)
         rules = (*self.axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
         return ModelAxis(size, self.model_specs, rules)

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import choose, grads, layout, optimizer, paths, planned, selfcheck, tiers
 from zero_jax.auto import AutoStep
-from zero_jax.mesh import DATA
+from zero_jax.mesh import DATA, on_gpu
 from zero_jax.nvme_step import NvmeStep
 from zero_jax.precision import cast
 from zero_jax.settings import AUTO, Settings
@@ -74,12 +75,24 @@ class Zero(Settings):
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
         return Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
 
+    def _jit(self, fn: Callable[..., Any]) -> Any:
+        options = self.compiler_options if on_gpu(self.mesh) else None
+        return jax.jit(fn, compiler_options=options)
+
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
         return layout.splits_for(params, self.settings.shards, self.scanned, self.model_axis)
 
-    def _born(self, fn: Callable[..., PyTree], args: tuple[Any, ...]) -> tuple[Any, PyTree, Any]:
+    def _born(
+        self, user_fn: Callable[..., PyTree], args: tuple[Any, ...]
+    ) -> tuple[Any, PyTree, Any]:
         """A function that makes parameters at rest, what it makes, and where that goes."""
+
+        def fn(*args: Any) -> PyTree:
+            # Variables that name their dims would be placed by Flax as soon as they are made.
+            with nnx.use_eager_sharding(False):
+                return user_fn(*args)
+
         full = jax.eval_shape(fn, *args)
         layout.check_leaves(full)
         cuts = self.splits(full)
@@ -194,7 +207,7 @@ class Zero(Settings):
             )
         settings = self.settings
 
-        @jax.jit
+        @self._jit
         def value_and_grad(
             params: PyTree, batch: PyTree, *extras: Any, loss_scale: Any = None
         ) -> Any:
@@ -226,7 +239,7 @@ class Zero(Settings):
         """
         settings = self.settings
 
-        @jax.jit
+        @self._jit
         def evaluate(params: PyTree, batch: PyTree, *extras: Any) -> Any:
             out = grads.run(
                 settings, loss_fn, params, batch, extras, has_aux=has_aux, differentiate=False
