@@ -275,9 +275,10 @@ def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_pa
     known = compiled_for_h100(tmp_path, *args)
     assert known["compiled"]["total_bytes"] < 80e9
     assert known["words_per_param"] == pytest.approx(3, rel=0.01)
-    assert known["predicted"]["total_bytes"] == pytest.approx(
-        known["compiled"]["total_bytes"], rel=0.1
-    )
+    # Weights of 5 GB travel in pieces, which XLA frees earlier than foretold.
+    assert 0 < known["error"] < 0.15
+    whole = compiled_for_h100(tmp_path, *args, "--bucket-bytes", str(2**34))
+    assert abs(whole["error"]) < 0.1
     printed = capsys.readouterr().out
     assert "fits in 78.15 GB" in printed and "Largest temporaries" in printed
 
