@@ -42,9 +42,11 @@ class Problem:
         return bool(self.extras)
 
 
-def gpt_problem() -> Problem:
+ODD_GPT = gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8, loss_chunk=16)
+
+
+def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
     """Two scanned layers, odd widths, a tied embedding of a prime number of rows."""
-    config = gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8, loss_chunk=16)
 
     def model() -> gpt.GPT:
         return gpt.GPT(config, rngs=nnx.Rngs(0))

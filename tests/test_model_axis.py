@@ -16,7 +16,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from problems import ROWS, Problem, train_plain, ulps
+from problems import ROWS, Problem, gpt_problem, train_plain, ulps
 
 import zero_jax
 from models import gpt
@@ -28,19 +28,6 @@ ULPS = 1024
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 MESHES = [(1, 2), (2, 2), (4, 2), (2, 4)]
 CONFIG = gpt.GPTConfig(layers=2, width=16, heads=4, vocab=24, seq=8, loss_chunk=16)
-
-
-def gpt_problem() -> Problem:
-    def model():
-        return gpt.GPT(CONFIG, rngs=nnx.Rngs(0))
-
-    graphdef, _ = nnx.split(nnx.eval_shape(model))
-    tokens = jax.random.randint(jax.random.key(1), (ROWS, CONFIG.seq + 1), 0, CONFIG.vocab)
-    return Problem(
-        lambda: nnx.state(model(), nnx.Param),
-        lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows),
-        tokens,
-    )
 
 
 class Net(nn.Module):
@@ -67,7 +54,7 @@ LINEN_SPECS = {
     "Dense_[02]/bias": P("model"),
     "Dense_[13]/kernel": P("model"),
 }
-PROBLEMS = {"gpt": (gpt_problem, None), "linen": (linen_problem, LINEN_SPECS)}
+PROBLEMS = {"gpt": (lambda: gpt_problem(CONFIG), None), "linen": (linen_problem, LINEN_SPECS)}
 
 
 @functools.cache
