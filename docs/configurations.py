@@ -3,12 +3,11 @@
     python docs/configurations.py        # five programs compiled for H100, some minutes
 
 As in the paper: 400 devices, MP 16, 16 sequences of 1024 for each 16 devices. Layers of one width
-are added while the predicted step fits; then the step is compiled, and layers are taken away until
-that fits too. Writes configurations.json, and prints the table of parallelism.md. Needs the extra
-`prove`.
+are added while the predicted step fits; then the step is compiled, and layers are added or taken
+away until the compiled step fits and is within 1 % of the limit. Writes configurations.json, and
+prints the table of parallelism.md. Needs the extra `prove`.
 """
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -52,15 +51,25 @@ def most_layers(name: str, limit: int) -> int:
 def largest(name: str, limit: int) -> dict:
     """The largest model under a configuration, predicted and compiled."""
     foretold = layers = most_layers(name, limit)
+    too_many = None
     while True:
-        case = case_of(name, layers)
-        plan = case.plan(case.zero.stage, target="h100")
-        if plan.total_bytes <= limit:
+        tried = case_of(name, layers)
+        compiled = tried.plan(tried.zero.stage, target="h100")
+        room = limit / compiled.total_bytes
+        print(name, layers, compiled.total_bytes, flush=True)
+        if room < 1:
+            too_many = layers
+            layers -= max(1, round(layers * (1 - room)))
+            continue
+        case, plan = tried, compiled
+        # Half a percent less than what would fill it, since a layer less costs a whole compile.
+        more = int(layers * (room * 0.995 - 1))
+        if room < 1.01 or more < 1 or too_many is not None:
             break
-        layers -= max(1, round(layers * (plan.total_bytes / limit - 1)))
+        layers += more
     return {
         "configuration": name,
-        "layers": layers,
+        "layers": case.config.layers,
         "width": case.config.width,
         "params": gpt.num_params(case.config),
         "predicted_params": gpt.num_params(case_of(name, foretold).config),
@@ -77,7 +86,6 @@ def main() -> None:
     rows = []
     for name in PAPER:
         rows.append(largest(name, LIMIT))
-        print(dataclasses.asdict(case_of(name, rows[-1]["layers"]).config), flush=True)
         FILE.write_text(json.dumps({"limit": LIMIT, "rows": rows}, indent=1) + "\n")
     print("| | paper | predicted | compiled | layers x width | GB | host GB |")
     print("|---|---|---|---|---|---|---|")

@@ -1,25 +1,28 @@
-"""Picks the stage, the number of micro-batches and the remat policy that a memory limit allows.
+"""Picks the stage, micro-batches, remat policy and host tiers that a memory limit allows.
 
-Candidates are tried from the cheapest on: fewest words sent, then least recomputation, then fewest
-micro-batches, then the higher stage, whose reductions can hide behind the backward pass. One that
-is predicted to need clearly more than the limit is dropped; any other is compiled, and the first
-whose compiled program fits is taken. Stage 0 is never one: stage 1 sends the same words and holds
-less. Stages 1 to 3 rest alike, so the choice can be made after parameters were born.
+Candidates are tried from the cheapest on (candidates.py). One that is predicted to need clearly
+more than the limit is dropped; any other is compiled, and the first whose compiled program fits is
+taken. Stages 1 to 3 rest alike, so the choice can be made after parameters were born; where they
+and the optimizer state rest is then no part of it.
 """
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from zero_jax import policies
+from zero_jax import candidates
+from zero_jax.candidates import Candidate
 from zero_jax.grouped import CannotGroup
+from zero_jax.hosted import CannotStream
 from zero_jax.mesh import batch_shards
-from zero_jax.planned import Plan, words_per_param
+from zero_jax.planned import Plan
+from zero_jax.selfcheck import WrongHere
 from zero_jax.targets import target as target_of
 
 # Part of a device's memory left to what no plan shows: the runtime, its libraries, NCCL.
@@ -30,30 +33,13 @@ MARGIN = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One way to run the step."""
-
-    stage: int
-    micro_batches: int
-    remat: str
-
-    @property
-    def cost(self) -> tuple[float, float, int, int]:
-        """What candidates are ordered by."""
-        words = words_per_param(self.stage, self.micro_batches, self.remat)
-        return words, policies.parse(self.remat).passes, self.micro_batches, -self.stage
-
-    def __str__(self) -> str:
-        return f"stage {self.stage}, {self.micro_batches} micro-batches, remat {self.remat}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Considered:
     """A candidate with its plan and what became of it."""
 
     candidate: Candidate
     plan: Plan
     verdict: str
+    fits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,36 +54,20 @@ class Choice:
         return _listed(self.considered, self.limit)
 
 
-def candidates(rows: int, *, micro_batches: int = 1, remat: str = "none") -> list[Candidate]:
-    """All candidates, cheapest first.
-
-    Args:
-      rows: rows of the batch on one device; k must divide them.
-      micro_batches: the least k, a divisor of every k.
-      remat: the policy that keeps most. One with places or names of its own is the only one.
-
-    >>> [str(c) for c in candidates(1)][:2]
-    ['stage 2, 1 micro-batches, remat none', 'stage 1, 1 micro-batches, remat none']
-    """
-    counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % micro_batches == 0]
-    known = policies.POLICIES
-    tried = known[known.index(remat) :] if remat in known else (remat,)
-    found = [Candidate(s, k, p) for s in (1, 2, 3) for k in counts for p in tried]
-    return sorted(found, key=lambda c: c.cost)
-
-
 def choose(
     tried: Sequence[Candidate],
     plan: Callable[[Candidate, bool], Plan],
     limit: float,
     report: Callable[[str], Any] = print,
+    host_limit: float = math.inf,
 ) -> Choice:
-    """Takes the first candidate whose compiled program fits.
+    """Takes the cheapest candidate whose compiled program fits.
 
     Args:
-      tried: in the order in which to try them.
+      tried: the candidates.
       plan: plans a candidate; the second argument says whether to compile it.
       limit: bytes of one device that may be used.
+      host_limit: bytes of host memory that may be used for one device.
       report: is told the outcome, and of each candidate why it was dropped.
 
     Raises:
@@ -105,27 +75,64 @@ def choose(
     """
     limit = int(limit)
     considered: list[Considered] = []
-    for candidate in tried:
-        try:
-            planned = plan(candidate, False)
-        except CannotGroup as error:
-            report(f"left out {candidate}: {error}")
-            continue
-        size = planned.total_bytes
-        if size <= limit * (1 + MARGIN):
-            planned, verdict = _compiled(plan, candidate, planned)
-            fits = not verdict and planned.total_bytes <= limit
-            outcome = "fits, taken" if fits else "too much"
-            verdict = verdict or f"compiled {gigabytes(planned.total_bytes)}: {outcome}"
-        else:
-            fits, verdict = False, f"predicted {gigabytes(size)}: too much"
-        considered.append(Considered(candidate, planned, verdict))
-        if fits:
+    for candidate, planned in _by_cost(tried, plan, report):
+        considered.append(_judged(candidate, planned, plan, limit, host_limit))
+        if considered[-1].fits:
             choice = Choice(considered[-1], tuple(considered), limit)
             report(f"chose {candidate}\n{choice}")
             return choice
     report(_listed(considered, limit))
     raise ValueError(_nothing_fits(considered, limit))
+
+
+def _by_cost(
+    tried: Sequence[Candidate],
+    plan: Callable[[Candidate, bool], Plan],
+    report: Callable[[str], Any],
+) -> Iterator[tuple[Candidate, Plan]]:
+    """Candidates with their predicted plans, cheapest first.
+
+    What crosses to host memory is known once a candidate was planned. Until then it stands where
+    it would if that were free; after, it waits for its true turn.
+    """
+    queue: list[tuple[Any, int, Plan | None]] = [(c.cost(), i, None) for i, c in enumerate(tried)]
+    heapq.heapify(queue)
+    while queue:
+        _, at, planned = heapq.heappop(queue)
+        candidate = tried[at]
+        if planned is None:
+            try:
+                planned = plan(candidate, False)
+            except (CannotGroup, CannotStream, WrongHere) as error:
+                report(f"left out {candidate}: {error}")
+                continue
+            if candidate.uses_host:
+                heapq.heappush(queue, (candidate.cost(planned), at, planned))
+                continue
+        yield candidate, planned
+
+
+def _judged(
+    candidate: Candidate,
+    planned: Plan,
+    plan: Callable[[Candidate, bool], Plan],
+    limit: float,
+    host_limit: float,
+) -> Considered:
+    size, host = planned.total_bytes, planned.predicted.host
+    beside = f", {gigabytes(host)} in host memory" if host else ""
+    if size > limit * (1 + MARGIN):
+        return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
+    if host > host_limit:
+        verdict = f"predicted{beside[1:]}: too much, a device's part is {gigabytes(host_limit)}"
+        return Considered(candidate, planned, verdict)
+    planned, verdict = _compiled(plan, candidate, planned)
+    if verdict:
+        return Considered(candidate, planned, verdict)
+    fits = planned.total_bytes <= limit
+    outcome = "fits, taken" if fits else "too much"
+    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}: {outcome}"
+    return Considered(candidate, planned, verdict, fits)
 
 
 def _compiled(
@@ -141,7 +148,11 @@ def _compiled(
 
 
 def _listed(considered: Sequence[Considered], limit: int) -> str:
-    rows = [f"  {c.candidate.cost[0]:g}Ψ words  {c.candidate!s:44} {c.verdict}" for c in considered]
+    wide = max((len(str(c.candidate)) for c in considered), default=0)
+    rows = [
+        f"  {c.candidate.cost(c.plan)[0]:.3g}Ψ words  {c.candidate!s:{wide}} {c.verdict}"
+        for c in considered
+    ]
     return "\n".join([f"for at most {gigabytes(limit)} a device:", *rows])
 
 
@@ -155,24 +166,33 @@ def choice(
     target: str | None = None,
     topology: str | None = None,
     report: Callable[[str], Any] | None = None,
+    born: bool | None = None,
     **options: Any,
 ) -> Choice:
     """Chooses for a `Zero`; what `Zero.choice` calls. Arguments as for `planned.of`.
+
+    Args:
+      report: is told the outcome; by default printed by the first process.
+      born: parameters and optimizer state are there already, and stay in the memory they are in;
+        by default whether `params` are arrays.
 
     Raises:
       ValueError: nothing fits, or the device does not say how much memory it has.
     """
 
     def plan(candidate: Candidate, compile: bool) -> Plan:
-        settled = dataclasses.replace(zero, **dataclasses.asdict(candidate))
+        settled = dataclasses.replace(zero, **candidate.settings)
         aim = {"compile": True, "target": target, "topology": topology} if compile else {}
         return settled.plan(loss_fn, tx, params, batch, *extras, **aim, **options)
 
     rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(zero.mesh)
-    tried = candidates(rows, micro_batches=zero.micro_batches, remat=zero.remat)
+    if born is None:
+        born = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    tried = candidates.of(zero, rows, target, born)
     if report is None:
         report = print if jax.process_index() == 0 else lambda _: None
-    return choose(tried, plan, _limit(zero, target), report)
+    host = candidates.host_memory(zero, target) or math.inf
+    return choose(tried, plan, _limit(zero, target), report, host)
 
 
 def _limit(zero: Any, target: str | None) -> float:

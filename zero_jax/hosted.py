@@ -15,6 +15,10 @@ from zero_jax.tiers import HOST
 PyTree = Any
 
 
+class CannotStream(ValueError):
+    """A transformation that can't be updated in pieces."""
+
+
 def owners(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[int | None]:
     """For each leaf of a state, which parameter it mirrors."""
     # layout.state_splits hands out a mirrored parameter's own Split, so identity tells.
@@ -56,7 +60,7 @@ def require_piecewise(
       masters: whether they rest in host memory too.
 
     Raises:
-      ValueError: naming the transformation, within a chain the one that is to blame.
+      CannotStream: naming the transformation, within a chain the one that is to blame.
     """
 
     def why(part: optax.GradientTransformation) -> str:
@@ -69,7 +73,7 @@ def require_piecewise(
     found = why(inner)
     if found:
         name = blame(tx, lambda part: bool(why(part)))
-        raise ValueError(
+        raise CannotStream(
             f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
             "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
             "transformation with a state; else leave offload out, or use an elementwise one, adamw"

@@ -22,6 +22,7 @@ from zero_jax.targets import target as target_of
 from zero_jax.tiers import HOST, is_on_host
 
 PyTree = Any
+_WORD_BYTES = 2  # as the paper counts: bf16 or fp16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +36,21 @@ class Predicted:
       batch: this device's rows, and the extra arguments.
       temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
         also fetched (masters while the model uses them) and pieces (two, of what streams).
-      host: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there, and what a
-        remat policy keeps there.
+      host_states: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there.
+      host_saved: in host memory, from forward to backward: what a remat policy keeps there.
     """
 
     parameters: int
     optimizer_state: int
     batch: int
     temporaries: Mapping[str, int]
-    host: int = 0
+    host_states: int = 0
+    host_saved: int = 0
+
+    @property
+    def host(self) -> int:
+        """All that is in host memory."""
+        return self.host_states + self.host_saved
 
     @property
     def terms(self) -> dict[str, int]:
@@ -120,6 +127,13 @@ class Plan:
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
         return words_per_param(self.stage, self.micro_batches, self.remat)
+
+    @property
+    def host_words_per_param(self) -> float:
+        """Words that go to host memory and back per device and step, over Ψ / MP, predicted."""
+        predicted = self.predicted
+        crossing = 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
+        return crossing / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
 
     @property
     def countable(self) -> bool:
@@ -260,7 +274,8 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
             optimizer_state=_bytes(opt_state),
             batch=_bytes(batch) + _bytes(extras),
             temporaries=temporaries.terms | streams,
-            host=host + temporaries.host,
+            host_states=host,
+            host_saved=temporaries.host,
         ),
     )
 

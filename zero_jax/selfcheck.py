@@ -2,9 +2,9 @@
 
 Host memory is the youngest part of XLA's GPU backend: releases of 2026 gave wrong gradients from
 offloaded scan residuals, without a word. So before a `Zero` offloads for the first time on a
-version of jaxlib and a kind of device, two small computations are run both ways: a training step
-whose states stream, and the gradient of a scan whose residuals rest in host memory. A difference
-refuses offload. What passed is remembered by an empty file, so the next run starts at once:
+version of jaxlib and a kind of device, two small trainings are run both ways: one whose states
+stream, and one whose layers keep their inputs in host memory. A difference refuses offload. What
+passed is remembered by an empty file, so the next run starts at once:
 
     python -m zero_jax.offload --check
 
@@ -26,12 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from zero_jax import layout, optimizer, tiers
+from zero_jax import layout, optimizer, policies, tiers
 from zero_jax._version import __version__
-from zero_jax.mesh import AnyMesh, make_mesh
+from zero_jax.mesh import DATA, make_mesh
 from zero_jax.precision import Precision
 from zero_jax.settings import Settings
 from zero_jax.step import TrainStep
@@ -42,7 +41,6 @@ PyTree = Any
 # or a torn piece moves a leaf by its own size.
 TOLERANCE = 1e-4
 _STEPS, _LAYERS, _WIDTH = 3, 6, 64
-_SAVED = "zero_offload_check"
 
 
 class Outcome(NamedTuple):
@@ -61,19 +59,28 @@ class Outcome(NamedTuple):
         return f"{verdict}: {self.what}: {self.error or f'off by {self.gap:.2g}'}"
 
 
-def ensure(mesh: AnyMesh, offload: tiers.Offload) -> None:
+class WrongHere(ValueError):
+    """Offload gives wrong results on this machine."""
+
+
+def ensure(settings: Settings) -> None:
     """Checks offload, if any is asked for, the first time that it is used here.
 
+    Args:
+      settings: whose states, or whose remat policy, may use host memory.
+
     Raises:
-      ValueError: a result differs; names the versions and the device.
+      WrongHere: a result differs; names the versions and the device.
     """
-    if not offload.streams or isinstance(mesh, AbstractMesh):
+    mesh = settings.mesh
+    saves = any(place.host for place in policies.parse(settings.remat).places)
+    if not (settings.offload.streams or saves) or isinstance(mesh, AbstractMesh):
         return
     if os.environ.get("ZERO_JAX_OFFLOAD_CHECK") == "off":
         return
     failed = _checked(mesh.local_devices[0])
     if failed:
-        raise ValueError(
+        raise WrongHere(
             f"offload gives wrong results with {versions(mesh.local_devices[0])}: {failed}. Known "
             "causes are faults of XLA's host offload in single releases: install another jaxlib, "
             "or leave offload out. python -m zero_jax.offload --check runs this again; "
@@ -140,51 +147,48 @@ def _gap(want: np.ndarray, got: np.ndarray) -> float:
 
 
 def _states(device: jax.Device, offloaded: bool) -> PyTree:
-    """Parameters and moments after a few steps of clipped AdamW, in some ten pieces."""
+    """After some steps whose optimizer state and masters stream, in some ten pieces."""
+
+    def model(p: PyTree, x: jax.Array) -> jax.Array:
+        p = gather(p)
+        return functools.reduce(lambda h, w: jnp.tanh(h @ w), p["layers"], x + p["bias"]) @ p["out"]
+
     offload = tiers.Offload(offloaded, offloaded, piece_bytes=1 << 16)
-    mesh = make_mesh(devices=[device])
-    settings = Settings(mesh, stage=3, offload=offload)
+    return _trained(model, Settings(make_mesh(devices=[device]), offload=offload))
+
+
+def _residuals(device: jax.Device, offloaded: bool) -> PyTree:
+    """After some steps whose saved activations go to host memory and back, layer by layer."""
+
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ gather(w)) + h, None
+
+    def model(p: PyTree, x: jax.Array) -> jax.Array:
+        rest = gather({name: p[name] for name in ("bias", "out")})
+        return jax.lax.scan(layer, x + rest["bias"], p["layers"])[0] @ rest["out"]
+
+    remat = "block@host" if offloaded else "block"
+    return _trained(model, Settings(make_mesh(devices=[device]), remat=remat))
+
+
+def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Settings) -> PyTree:
+    """Parameters and moments after a few steps of clipped AdamW."""
+    mesh, offload = settings.mesh, settings.offload
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     tx = optimizer.partition(plain, mesh, shards=1, precision=Precision(), offload=offload)
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = ((_LAYERS, _WIDTH, _WIDTH), (_WIDTH, 3), (_WIDTH,))
-    pairs = zip(keys, shapes, strict=True)
-    params = {f"p{i}": jax.random.normal(*pair) / 8 for i, pair in enumerate(pairs)}
+    shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    named = zip(shapes.items(), keys, strict=True)
+    params = {name: jax.random.normal(key, shape) / 8 for (name, shape), key in named}
     cuts = layout.splits_for(params, 1)
-    placed = layout.shardings(params, cuts, mesh, "data")
+    placed = layout.shardings(params, cuts, mesh, DATA)
     params = jax.device_put(params, tiers.place(placed, params, offload))
 
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        p = gather(p)
-        h = functools.reduce(lambda h, w: jnp.tanh(h @ w), p["p0"], x + p["p2"])
-        return jnp.mean((h @ p["p1"] - 1.0) ** 2)
+    def loss(p: PyTree, x: jax.Array) -> jax.Array:
+        return jnp.mean((model(p, x) - 1.0) ** 2)
 
     step = TrainStep(settings, loss, tx, has_aux=False, max_skips=1)
     state, batch = tx.init(params), jnp.cos(jnp.arange(8.0 * _WIDTH)).reshape(8, _WIDTH)
     for _ in range(_STEPS):
-        params, state, _ = step(params, state, jax.device_put(batch, device))
+        params, state, _ = step(params, state, jax.device_put(batch, mesh.devices.flat[0]))
     return params, state.inner
-
-
-def _residuals(device: jax.Device, offloaded: bool) -> PyTree:
-    """Gradients through a scan whose saved activations rest in host memory, by plain JAX."""
-    named = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_SAVED],
-        offload_src="device",
-        offload_dst=tiers.HOST,
-    )
-
-    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        h = checkpoint_name(jnp.sin(h @ w), _SAVED)
-        return jnp.tanh(h @ w.T) + h, None
-
-    body = jax.checkpoint(layer, policy=named) if offloaded else layer
-
-    @jax.jit
-    def gradients(ws: jax.Array, x: jax.Array) -> Any:
-        return jax.grad(lambda ws: jnp.mean(jax.lax.scan(body, x, ws)[0] ** 2))(ws)
-
-    key = jax.random.key(1)
-    ws = jax.device_put(jax.random.normal(key, (_LAYERS, _WIDTH, _WIDTH)) / 8, device)
-    return gradients(ws, jax.device_put(jnp.ones((16, _WIDTH)), device))

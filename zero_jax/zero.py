@@ -172,7 +172,7 @@ class Zero(Settings):
         Its `init` gives a state that is born partitioned, its `update` takes gradients and
         parameters as they rest. A step whose gradients are not finite is skipped.
         """
-        selfcheck.ensure(self.mesh, self.settings.offload)
+        selfcheck.ensure(self.settings)
         return optimizer.partition(
             tx,
             self.mesh,
@@ -285,7 +285,7 @@ class Zero(Settings):
         if self.stage == AUTO:
 
             def decide(params: PyTree, _: PyTree, batch: PyTree, *extras: Any) -> TrainStep:
-                zero = self.choose(loss_fn, tx, params, batch, *extras, has_aux=has_aux)
+                zero = self.choose(loss_fn, tx, params, batch, *extras, has_aux=has_aux, born=True)
                 step = zero.train_step(loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
                 assert isinstance(step, TrainStep)
                 return step
@@ -310,13 +310,15 @@ class Zero(Settings):
         return planned.of(self, loss_fn, tx, *args, **options)
 
     def choice(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> choose.Choice:
-        """Which stage, micro-batches and remat fit in `memory_limit` at the least cost.
+        """Which stage, micro-batches, remat and host tiers fit in `memory_limit` at least cost.
 
-        Arguments as for `plan`; what was considered, and why it was dropped, is printed.
+        Arguments as for `plan`, and `born`, whether parameters and optimizer state are there
+        already and stay where they are: by default, whether params are arrays. What was
+        considered, and why it was dropped, is printed.
         """
         return choose.choice(self, loss_fn, tx, *args, **options)
 
     def choose(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> "Zero":
-        """This Zero with stage, micro-batches and remat chosen; arguments as for `choice`."""
+        """This Zero with all of that chosen; arguments as for `choice`."""
         chosen = self.choice(loss_fn, tx, *args, **options).chosen.candidate
-        return dataclasses.replace(self, **dataclasses.asdict(chosen))
+        return dataclasses.replace(self, **chosen.settings)

@@ -1,0 +1,62 @@
+"""stage="auto" with host memory: what it picks for H100 is what a search over all programs picks."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+import zero_jax
+from models import gpt
+from zero_jax import candidates as ways
+from zero_jax import choose
+from zero_jax.plan import Case
+
+pytestmark = pytest.mark.prove
+
+# Wide layers, so that states are larger than the pieces they stream in.
+CONFIG = gpt.GPTConfig(layers=4, width=4096, heads=32, vocab=256, seq=512)
+N, ROWS = 16, 4
+REMAT = ("block", "block@host")
+STATES = ("none", "optimizer,params")
+
+
+@functools.cache
+def plan(candidate, compile):
+    zero = zero_jax.Zero(
+        zero_jax.abstract_mesh(N),
+        candidate.stage,
+        precision=zero_jax.Precision("bf16", reduce="bf16"),
+        remat=candidate.remat,
+        offload=candidate.offload,
+    )
+    case = Case(CONFIG, zero, "adamw", ROWS * N)
+    return case.plan(candidate.stage, target="h100" if compile else None)
+
+
+def by_search(tried, limit):
+    """Fewest words, those that the compiled program has in host memory counted out and back."""
+
+    def cost(candidate):
+        found = plan(candidate, True)
+        crossing = 2 * found.compiled.host_bytes / jnp.bfloat16.dtype.itemsize
+        return {2: 2, 3: 3}[candidate.stage] + crossing / found.num_params, -candidate.stage
+
+    return min((c for c in tried if plan(c, True).total_bytes <= limit), key=cost)
+
+
+def test_auto_picks_what_a_search_over_all_h100_programs_picks():
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(N), "auto", remat="block")
+    tried = [
+        c
+        for c in ways.of(zero, 1, "h100", born=False)
+        if c.stage > 1 and c.remat in REMAT and str(c.offload) in STATES
+    ]
+    assert len(tried) == 8
+    limits = sorted({plan(c, True).total_bytes for c in tried})
+    picked = set()
+    for limit in limits:
+        choice = choose.choose(tried, plan, limit, report=lambda _: None)
+        assert choice.chosen.candidate == by_search(tried, limit)
+        picked.add(choice.chosen.candidate)
+    assert len(limits) == 8 and len(picked) >= 4
+    assert any(c.offload.states for c in picked) and any("host" in c.remat for c in picked)
