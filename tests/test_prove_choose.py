@@ -1,4 +1,4 @@
-"""stage="auto" with host memory: what it picks for H100 is what a search over all programs picks."""
+"""stage="auto" with host memory: it picks for H100 what a search over all programs picks."""
 
 import functools
 

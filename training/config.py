@@ -24,7 +24,8 @@ class Config:
 
     stage: int | Literal["auto"] | None = None
     """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
-    chooses that, micro-batches and remat, the fewest words that fit; 3 unless given."""
+    chooses that, micro-batches, remat and, on GPUs, what rests in host memory, the fewest words
+    that fit; 3 unless given."""
     config: str | None = None
     """A configuration of the ZeRO paper, which decides stage and remat: c1, c2, c3, c4, c5 or
     zero-100b; c2, c4, c5 and zero-100b need a model axis in --mesh."""

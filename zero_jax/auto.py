@@ -9,6 +9,8 @@ from zero_jax.step import TrainStep
 class AutoStep:
     """A `TrainStep` whose stage, micro-batches and remat are chosen when it first meets arrays.
 
+    By then these have their place, so whether states rest in host memory is not chosen here.
+
     It has all that a `TrainStep` has. Made by `Zero.train_step`.
     """
 

@@ -305,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", default="h100", help="one of " + ", ".join(targets.COMPILED_FOR))
     add("--topology", help="8x1x8 for 8 hosts of 8 GPUs; full hosts with NVLink unless given")
     add("--compile", action="store_true", help="prove it on the compiled program")
-    add("--auto", action="store_true", help="choose stage, micro-batches and remat, and prove it")
+    add("--auto", action="store_true", help="choose all of that, and prove it")
     add("--memory-limit", type=float, help="GB (1e9 bytes) of a device; the target's unless given")
     add("--json", help="file for all of it as data")
     add("--plot", help="file for a picture")

@@ -34,8 +34,8 @@ class Zero(Settings):
       mesh: a mesh with a `data` axis, from `make_mesh`; from `abstract_mesh` to plan only.
       stage: 0 nothing is partitioned, 1 optimizer state (and masters), 2 and gradients,
         3 and parameters. Stages 1 to 3 share the same arrays at rest. "auto" chooses stage,
-        micro-batches and remat at the first step, see `choose`; micro_batches and remat are then
-        the least it may choose.
+        micro-batches and remat at the first step, with `choose` also what rests in host memory;
+        micro_batches and remat are then the least it may choose.
       precision: a `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
       micro_batches: k; the batch is worked off in k parts, gradients accumulate in fp32.
       remat: what the backward pass keeps of layers, and where: "none", "dots", "block",
