@@ -25,6 +25,7 @@ FLOORS = [
     {"grads", "memory"},
     {"step"},
     {"planned", "auto", "selfcheck", "nvme_step"},
+    {"candidates"},
     {"choose"},
     {"zero", "plan_text", "offload"},
     {"plan"},
