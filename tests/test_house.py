@@ -6,7 +6,12 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
-    | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"},
+    | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"}
+    | {"checksum", "lock"},
+    {"arrays", "leaves"},
+    {"manifest"},
+    {"writing", "comparing"},
+    {"checkpoints"},
     {"model_axis", "spread", "policies"},
     {"flat"},
     {"traced"},

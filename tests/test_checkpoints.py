@@ -1,0 +1,397 @@
+"""Checkpoints: equal on any mesh and stage, whole or refused."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import ODD_GPT, Problem, gpt_problem, ulps, zoo_problem, zoo_without_empty
+from test_parity import OPTIMIZERS
+
+import zero_jax
+from zero_jax import arrays, leaves
+from zero_jax.arrays import Damaged
+from zero_jax.checkpoints import Checkpoints
+from zero_jax.manifest import Manifest
+
+# eps: as in test_parity, so that no rounding becomes a full step.
+ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
+# Sums over other devices come in another order: as in test_parity.
+ULPS = 256
+ROOT = pathlib.Path(__file__).parent.parent
+EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
+
+
+@functools.cache
+def problem(name: str) -> Problem:
+    return (
+        zoo_problem() if name == "zoo" else gpt_problem(EVEN_GPT if name == "even gpt" else ODD_GPT)
+    )
+
+
+def zero_on(n, stage=3, model=1, **settings):
+    mesh = zero_jax.make_mesh(model=model, devices=jax.devices()[: n * model])
+    return zero_jax.Zero(mesh, stage, **settings)
+
+
+def trained(zero, made, tx=ADAMW, steps=2):
+    """Parameters and state after some steps, and the step."""
+    wrapped = zero.optimizer(tx)
+    params = zero.shard(made.start)
+    state, step = wrapped.init(params), zero.train_step(made.loss, wrapped)
+    for _ in range(steps):
+        params, state, _ = step(params, state, made.batch)
+    return params, state, step
+
+
+def like(zero, made, tx=ADAMW):
+    params = zero.abstract(made.make)
+    return params, zero.optimizer(tx).init(params)
+
+
+def whole(tree):
+    """Every leaf as one logical numpy array, by path; all devices are in this process."""
+    found = {}
+    for leaf in leaves.leaves(tree):
+        out = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
+        for starts, piece in leaf.pieces():
+            out[tuple(slice(a, a + n) for a, n in zip(starts, piece.shape, strict=True))] = piece
+        found[leaf.name] = out
+    return found
+
+
+def assert_bitwise(a, b):
+    a, b = whole(a), whole(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Saved at N = 4, stage 3: the directory, the tree and the loss of the next step."""
+    made = {}
+    for name in ("gpt", "even gpt", "zoo"):
+        folder = tmp_path_factory.mktemp(name)
+        params, state, step = trained(zero_on(4), problem(name))
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(2, (params, state), config={"a": 1}, extra={"sample": 240})
+        tree = jax.tree.map(jnp.copy, (params, state))
+        made[name] = folder, tree, step(params, state, problem(name).batch)
+    return made
+
+
+PLACES = [
+    *((n, stage, 1, None) for n in (1, 2, 3, 8) for stage in (0, 1, 2, 3)),
+    (2, 1, 1, "optimizer"),
+    (3, 3, 1, "optimizer,params"),
+]
+SPLIT = [
+    *((n, stage, 2, None) for n in (1, 2, 4) for stage in (0, 1, 3)),
+    (4, 2, 2, "optimizer,params"),
+    (2, 3, 4, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "stage", "model", "offload"),
+    [
+        *((name, *place) for name in ("gpt", "zoo") for place in PLACES),
+        *(("even gpt", *place) for place in SPLIT),
+    ],
+)
+def test_bits_are_the_same_on_any_mesh_and_stage_and_back(
+    saved, tmp_path, name, n, stage, model, offload
+):
+    folder, tree, _ = saved[name]
+    elsewhere = zero_on(n, stage, model, offload=offload)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        there = checkpoints.restore(like(elsewhere, problem(name)), say=lambda _: None)
+    assert (there.step, there.config, there.extra) == (2, {"a": 1}, {"sample": 240})
+    assert_bitwise(there.tree, tree)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, there.tree)
+        back = checkpoints.restore(like(zero_on(4), problem(name)), say=lambda _: None)
+    assert_bitwise(back.tree, tree)
+
+
+@pytest.mark.parametrize(
+    ("n", "stage", "offload"), [(4, 3, None), (1, 0, None), (3, 2, "optimizer"), (8, 1, None)]
+)
+@pytest.mark.parametrize("name", ["gpt", "zoo"])
+def test_the_next_step_is_that_of_the_run_that_never_stopped(saved, name, n, stage, offload):
+    folder, _, (params, state, metrics) = saved[name]
+    zero = zero_on(n, stage, offload=offload)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        tree = checkpoints.restore(like(zero, problem(name)), say=lambda _: None).tree
+    step = zero.train_step(problem(name).loss, zero.optimizer(ADAMW))
+    mine = step(*tree, problem(name).batch)
+    if n == 4:
+        assert_bitwise(mine[:2], (params, state))
+        assert mine[2].loss == metrics.loss
+    else:
+        np.testing.assert_allclose(mine[2].loss, metrics.loss, rtol=ULPS * 2**-23)
+        assert ulps(zero.full(mine[0]), zero_on(4).full(params)) <= ULPS
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_every_optimizer_comes_back(tmp_path, optimizer):
+    tx = OPTIMIZERS[optimizer]()
+    made = zoo_without_empty() if optimizer == "muon" else problem("zoo")
+    params, state, step = trained(zero_on(3), made, tx, steps=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, (params, state))
+        away = checkpoints.restore(like(zero_on(2, 1), made, tx), say=lambda _: None).tree
+        checkpoints.save(2, away)
+        back = checkpoints.restore(like(zero_on(3), made, tx), say=lambda _: None).tree
+    assert_bitwise(back, (params, state))
+    want = step(params, state, made.batch)
+    assert_bitwise(step(*back, made.batch)[:2], want[:2])
+
+
+def test_numbers_keys_and_other_dtypes_come_back(tmp_path):
+    tree = {
+        "count": 7,
+        "rate": 0.25,
+        "done": np.array(True),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4), 3),
+        "bf16": jnp.arange(5, dtype=jnp.bfloat16),
+        "fp8": jnp.arange(5, dtype=jnp.float8_e4m3fn),
+        "empty": jnp.zeros((0, 3)),
+        "zero": jnp.zeros(()),
+        "host": np.arange(6).reshape(2, 3),
+    }
+    other = jax.tree.map(lambda x: x, tree) | {"count": 0, "rate": 0.0, "key": jax.random.key(0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, tree)
+        back = checkpoints.restore(other, say=lambda _: None).tree
+    assert (back["count"], back["rate"], type(back["count"])) == (7, 0.25, int)
+    assert jax.random.key_impl(back["key"]) == jax.random.key_impl(tree["key"])
+    assert_bitwise(back, tree)
+
+
+def test_chunks_are_even_parts_of_a_shard():
+    for shape, shard in itertools.product(
+        [(36, 4096, 4096), (50304, 4096), (101,), (3, 50021, 999), (1 << 28,), (7, 5)], [1, 2, 3, 8]
+    ):
+        cut = int(np.argmax(shape))
+        held = [-(-n // shard) if d == cut else n for d, n in enumerate(shape)]
+        chunk = arrays.chunk_shape(shape, held, 4)
+        assert all(c <= h for c, h in zip(chunk, held, strict=True))
+        assert shard == 1 or held[cut] % chunk[cut] == 0, "or two processes write one chunk"
+        assert np.prod(chunk) * 4 <= 1.2 * arrays.CHUNK_BYTES
+
+
+# What does not match, or is not there.
+
+
+def small(value=1.0):
+    return {"a": jnp.full((4, 3), value), "b": {"c": jnp.arange(5.0)}, "n": 3}
+
+
+@pytest.fixture
+def one(tmp_path):
+    with Checkpoints(tmp_path / "one") as checkpoints:
+        checkpoints.save(5, small())
+    return tmp_path / "one"
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (small() | {"d": jnp.ones(2)}, "d is missing"),
+        ({"a": jnp.ones((4, 3)), "n": 3}, "b/c was not asked for"),
+        (small() | {"a": jnp.ones((3, 4))}, r"a is float32\[4, 3\], not float32\[3, 4\]"),
+        (small() | {"a": jnp.ones((4, 3), jnp.int32)}, r"a is float32\[4, 3\], not int32"),
+        (small() | {"a": "text"}, "a is a str"),
+    ],
+)
+def test_what_does_not_match_is_refused_with_its_path(one, tree, words):
+    with Checkpoints(one, read_only=True) as checkpoints:
+        with pytest.raises(ValueError, match=words):
+            checkpoints.restore(tree)
+
+
+def test_what_may_differ_keeps_its_value_and_is_told(one):
+    said = []
+    tree = {"a": jnp.full((2, 2), 9.0), "n": 0, "new": jnp.ones(2)}
+    with Checkpoints(one, read_only=True) as checkpoints:
+        back = checkpoints.restore(tree, may_differ="^(a|new|b/c)$", say=said.append)
+        with pytest.raises(ValueError, match="new is missing"):
+            checkpoints.restore(tree, may_differ="^(a|b)")
+        with pytest.raises(ValueError, match="no value in `like`"):
+            abstract = tree | {"new": jax.ShapeDtypeStruct((2,), jnp.float32)}
+            checkpoints.restore(abstract, may_differ=".")
+    assert (back.missing, back.extra_arrays, back.changed) == (("new",), ("b/c",), ("a",))
+    assert back.tree["n"] == 3 and float(back.tree["a"][0, 0]) == 9.0
+    assert said == [
+        "step 5: restored 1 arrays; missing: new; extra: b/c; of another shape or dtype: a"
+    ]
+
+
+def test_a_folder_without_checkpoints_says_what_there_is(tmp_path, one):
+    with Checkpoints(tmp_path / "none", read_only=True) as checkpoints:
+        assert checkpoints.steps == [] and checkpoints.latest is None
+        with pytest.raises(ValueError, match="does not hold a checkpoint: there are none"):
+            checkpoints.restore(small())
+    with Checkpoints(one, read_only=True) as checkpoints:
+        with pytest.raises(ValueError, match="step 4: there are steps 5"):
+            checkpoints.restore(small(), step=4)
+        with pytest.raises(ValueError, match="read_only"):
+            checkpoints.save(6, small())
+
+
+def test_a_later_format_is_refused(one):
+    path = one / "5" / "state" / "manifest.json"
+    known = dataclasses.asdict(Manifest.read(path.parent)) | {"format": 99}
+    text = json.dumps(known)
+    path.write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
+    (one / "5" / "seal.json").unlink()
+    with Checkpoints(one, read_only=True) as checkpoints:
+        with pytest.raises(ValueError, match="later zero_jax"):
+            checkpoints.restore(small())
+
+
+def test_the_latest_and_every_kth_are_kept(tmp_path):
+    with Checkpoints(tmp_path, keep=2, keep_every=4) as checkpoints:
+        for step in range(1, 9):
+            checkpoints.save(step, {"w": jnp.full(3, step)})
+        assert checkpoints.steps == [4, 7, 8]
+        with pytest.raises(ValueError, match="holds step 8 already"):
+            checkpoints.save(8, {"w": jnp.ones(3)})
+        assert float(checkpoints.restore({"w": jnp.ones(3, int)}, 7).tree["w"][0]) == 7
+
+
+@pytest.mark.parametrize("given", [{"keep": 0}, {"keep": "3"}, {"keep_every": -1}])
+def test_counts_are_checked(tmp_path, given):
+    with pytest.raises(ValueError, match="at least 1"):
+        Checkpoints(tmp_path, **given)
+
+
+def test_no_space_and_no_folder_are_said_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="can't be written to"):
+        Checkpoints(tmp_path / "file" / "inside")
+    with Checkpoints(tmp_path / "full") as checkpoints:
+        checkpoints.save(1, small())
+        usage = shutil.disk_usage(tmp_path)._replace(free=10)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(OSError, match="make room"):
+            checkpoints.save(2, small())
+        assert checkpoints.steps == [1]
+        checkpoints.restore(small())
+
+
+def test_a_write_that_fails_is_told_and_leaves_the_one_before(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, small())
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(arrays.Array, "write", broken)
+            checkpoints.save(2, small())
+            with pytest.raises(OSError, match="saving to .* failed: disk on fire"):
+                checkpoints.wait()
+        assert checkpoints.steps == [1]
+        checkpoints.save(2, small(2.0))
+        assert float(checkpoints.restore(small()).tree["a"][0, 0]) == 2.0
+
+
+def broken(*_):
+    raise OSError("disk on fire")
+
+
+def test_what_is_saved_is_what_it_was_when_save_was_called(tmp_path):
+    """The step that follows reuses its memory while files are still being written."""
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        x = jnp.zeros(1 << 20)
+        checkpoints.save(1, {"x": x})
+        for _ in range(50):
+            x = add(x)
+        back = checkpoints.restore({"x": jnp.ones(1 << 20)}).tree["x"]
+    assert float(jnp.abs(back).max()) == 0.0
+
+
+# Two runs, and runs that are killed.
+
+HOLD = """
+import sys, time
+from zero_jax.checkpoints import Checkpoints
+held = Checkpoints(sys.argv[1])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    assert first.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"another run writes .*process {first.pid} on"):
+        Checkpoints(tmp_path)
+    Checkpoints(tmp_path, read_only=True).close()
+    first.kill()
+    first.communicate()
+    Checkpoints(tmp_path).close()
+
+
+# Damage.
+
+
+def files_of(folder):
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
+    mesh = zero_jax.make_mesh(devices=jax.devices()[:3])
+    zero = zero_jax.Zero(mesh, 3)
+    params = zero.init(lambda: {"w": jnp.arange(21.0).reshape(7, 3), "b": jnp.ones(3)})
+    state = zero.optimizer(optax.sgd(0.1, momentum=0.9)).init(params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, (params, state), config={"width": 3})
+    folder, rng = tmp_path / "1", np.random.default_rng(0)
+    files = files_of(folder)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        quiet = functools.partial(checkpoints.restore, (params, state), say=lambda _: None)
+        quiet()
+        for trial in range(240):
+            path = files[trial % len(files)]
+            good = path.read_bytes()
+            at = int(rng.integers(len(good)))
+            bad = bytearray(good)
+            bad[at] ^= 1 << int(rng.integers(8))
+            path.write_bytes(good[:at] if trial % 3 == 0 else bad)
+            with pytest.raises((Damaged, ValueError)):
+                quiet()
+                pytest.fail(f"{path}, byte {at} of {len(good)}: not noticed")
+            path.write_bytes(good)
+        for path in files:
+            good = path.read_bytes()
+            path.unlink()
+            if path.name != "seal.json":  # a run can be killed before it is written
+                with pytest.raises((Damaged, ValueError)):
+                    quiet()
+            path.write_bytes(good)
+        assert_bitwise(quiet().tree, (params, state))
+
+
+def test_what_reaches_the_device_is_what_was_checked(one, monkeypatch):
+    """A fault between the disk and the device: chunks are right, the array is not."""
+    read = arrays.Array.read
+    monkeypatch.setattr(arrays.Array, "read", lambda *a: read(*a) + np.float32(1))
+    with Checkpoints(one, read_only=True) as checkpoints:
+        with pytest.raises(Damaged, match="a is not as it was saved"):
+            checkpoints.restore(small())

@@ -1,0 +1,35 @@
+"""A lock on a directory that ends with the process that holds it, however that ends."""
+
+import fcntl
+import os
+import pathlib
+import socket
+
+NAME = ".lock"
+
+
+def locked(directory: pathlib.Path) -> int:
+    """Takes the lock of a directory, which is made if need be; returns a file to be closed.
+
+    Raises:
+      ValueError: another process has it, or the directory can't be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(
+            f"checkpoints can't be written to {directory}: {error.strerror}"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(lock, 200).decode("utf-8", "replace").strip()
+        os.close(lock)
+        raise ValueError(
+            f"another run writes checkpoints to {directory} ({holder}): end it, or take another "
+            "directory"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock

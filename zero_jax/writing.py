@@ -1,0 +1,155 @@
+"""Writes a checkpoint beside the training, in the place and at the time that Orbax says."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_args
+
+from zero_jax._version import __version__
+from zero_jax.arrays import Damaged, chunk_shape
+from zero_jax.checksum import MODULUS, checksum
+from zero_jax.leaves import Leaf, Piece
+from zero_jax.manifest import Entry, Manifest
+
+SEAL = "seal.json"
+
+
+def entries(found: Sequence[Leaf]) -> dict[str, Entry]:
+    return {
+        leaf.name: Entry(
+            folder=f"arrays/{at:04d}",
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            stored=leaf.stored_dtype,
+            chunk=chunk_shape(leaf.shape, leaf.shard_shape, jnp.dtype(leaf.stored_dtype).itemsize),
+        )
+        for at, leaf in enumerate(found)
+    }
+
+
+def snapshot(found: Sequence[Leaf]) -> dict[str, list[Piece]]:
+    for leaf in found:
+        leaf.fetch()
+    return {leaf.name: leaf.pieces() for leaf in found}
+
+
+def total(pieces: Sequence[Piece]) -> int:
+    return sum(checksum(piece, starts) for starts, piece in pieces) % MODULUS
+
+
+def versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
+    return {"zero_jax": __version__, **{name: importlib.metadata.version(name) for name in names}}
+
+
+class Handler(ocp.AsyncCheckpointHandler):
+    """Writes and finishes one checkpoint, when Orbax says so."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._manifest: Manifest | None = None
+
+    async def async_save(self, directory: Any, args: "Save") -> list[Future[None]]:
+        self._manifest = args.manifest
+        return [self._thread.submit(_write, pathlib.Path(os.fspath(directory)), args)]
+
+    def save(self, directory: Any, args: "Save") -> None:
+        self._manifest = args.manifest
+        _write(pathlib.Path(os.fspath(directory)), args)
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        raise NotImplementedError("see Checkpoints.restore")
+
+    def finalize(self, directory: Any) -> None:
+        """Once every process has written: adds up the checksums."""
+        assert self._manifest is not None
+        folder = pathlib.Path(os.fspath(directory))
+        sums: dict[str, int] = dict.fromkeys(self._manifest.arrays, 0)
+        for part in sorted(folder.glob("part-*.json")):
+            for name, value in json.loads(part.read_text()).items():
+                sums[name] = (sums[name] + value) % MODULUS
+            part.unlink()
+        arrays = {
+            name: dataclasses.replace(entry, checksum=sums[name])
+            for name, entry in self._manifest.arrays.items()
+        }
+        dataclasses.replace(self._manifest, arrays=arrays).write(folder)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+@checkpoint_args.register_with_handler(Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class Save(ocp.args.CheckpointArgs):
+    """What one process saves."""
+
+    manifest: Manifest
+    pieces: dict[str, list[Piece]]
+
+
+def _write(folder: pathlib.Path, args: Save) -> None:
+    sums = {}
+    for name, entry in args.manifest.arrays.items():
+        array = entry.array(folder)
+        if jax.process_index() == 0:
+            array.create()
+        pieces = args.pieces.pop(name)  # its memory is free as soon as it is written
+        array.write(pieces)
+        sums[name] = total(pieces)
+    part = folder / f"part-{jax.process_index():05d}.json"
+    part.write_text(json.dumps(sums))
+
+
+def seal(folder: pathlib.Path) -> None:
+    """Notes the SHA-256 of every file of a finished checkpoint that is no chunk.
+
+    Orbax writes its own last, so this can only be done after it. A process that is killed in
+    between leaves a checkpoint that is whole, without its seal.
+    """
+    sums = {name: _sha256(folder / name) for name in _others(folder)}
+    beside = folder / f"{SEAL}.tmp"
+    beside.write_text(json.dumps(sums, indent=1))
+    beside.rename(folder / SEAL)
+
+
+def check_seal(folder: pathlib.Path) -> None:
+    """Compares those files with the seal.
+
+    Raises:
+      Damaged: naming the first that differs.
+    """
+    if not (folder / SEAL).exists():
+        return
+    try:
+        sums = json.loads((folder / SEAL).read_bytes())
+        found = {name: _sha256(folder / name) for name in _others(folder)}
+    except (ValueError, OSError) as error:
+        raise Damaged(f"{folder / SEAL} is damaged: {error}") from error
+    for name in sorted({*sums, *found}):
+        if sums.get(name) != found.get(name):
+            raise Damaged(f"{folder / name} is not as it was written")
+
+
+def _others(folder: pathlib.Path) -> list[str]:
+    """Names of the files that are no chunks; those, `c/0/1` in an array, have their own sums."""
+    found = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
+    return [str(p) for p in found if p.name != SEAL and not _is_chunk(p)]
+
+
+def _is_chunk(path: pathlib.PurePath) -> bool:
+    return len(path.parts) > 3 and path.parts[1] == "arrays" and path.parts[3] == "c"
+
+
+def _sha256(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
