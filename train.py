@@ -7,9 +7,9 @@ and report are in `training/`, the model in `models/`; what ZeRO asks for is in 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,13 +28,15 @@ from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
 from training.report import RunLog, next_folder
+from training.saving import Saver, goes_on
 from training.show import Show, Speed, progress
+from training.stop import INTERRUPTED, Stop, Stopped
 from training.text import decode
+from zero_jax import nvme
 
 PyTree = Any
 T = TypeVar("T")
 
-STOPPED = 130  # exit code of a shell's Ctrl-C
 PROMPT = 16  # held-out tokens that a sample begins with
 
 
@@ -90,14 +92,24 @@ class Trainer:
         """The logical parameters, not allocated."""
         return jax.eval_shape(self._fresh, jax.random.key(0))
 
+    def like(self) -> tuple[PyTree, PyTree]:
+        """Parameters and optimizer state as they will rest; not allocated, but for files."""
+        offload = self.zero.settings.offload
+        if offload.in_files:  # whatever is there, the checkpoint takes its place
+            nvme.discard(offload.directory)
+            return self.init()
+        params = self.zero.abstract(self._fresh, jax.random.key(self.plan.config.seed))
+        return params, self.tx.init(params)
+
     def init(self) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, born partitioned."""
         params = self.zero.init(self._fresh, jax.random.key(self.plan.config.seed))
         return params, self.tx.init(params)
 
-    def batches(self) -> Iterator[tuple[jax.Array, ...]]:
-        """Global batches to train on, without end."""
-        rows = batches(self.plan.train, seed=self.plan.config.seed, **self._share())
+    def batches(self, start: int = 0) -> Iterator[tuple[jax.Array, ...]]:
+        """Global batches to train on, from that sample on, without end."""
+        seed = self.plan.config.seed
+        rows = batches(self.plan.train, seed=seed, start=start, **self._share())
         return (zero_jax.global_batch(self.mesh, (tokens,)) for tokens in rows)
 
     def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
@@ -134,34 +146,21 @@ def one_late(results: Iterable[T]) -> Iterator[T]:
     yield from held
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Yields what raises KeyboardInterrupt if Ctrl-C was pressed, to be called between steps.
-
-    Raised wherever the program happens to be, it can fall into a callback of JAX's and be lost.
-    A second Ctrl-C does not wait for the step to end.
-    """
-    pressed: list[int] = []
-
-    def press(number: int, _: Any) -> None:
-        pressed.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def look() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield look
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def fit(
-    trainer: Trainer, log: RunLog, show: Show, say: Callable[..., None], look: Callable[[], None]
+    trainer: Trainer,
+    log: RunLog,
+    saver: Saver,
+    states: tuple[PyTree, PyTree],
+    done: int,
+    show: Show,
+    say: Callable[..., None],
+    stop: Stop,
 ) -> PyTree:
-    """Runs all steps and returns the parameters; calls `look` before each."""
+    """Runs the steps after `done` and returns the parameters.
+
+    Raises:
+        Stopped: The run was asked to end; what it had is saved.
+    """
     config = trainer.plan.config
     speed = Speed(config.batch * trainer.plan.model.seq)
 
@@ -175,18 +174,23 @@ def fit(
             tokens_per_second=tokens_per_second,
             skipped=int(metrics.skipped_in_a_row) > 0,
         )
-        if number == 1:  # it was compiled
+        if number == done + 1:  # it was compiled
             speed.restart()
 
-    params, opt_state = trainer.init()
-    rows = trainer.batches()
+    params, opt_state = states
+    rows = trainer.batches(saver.sample(done))
     waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
-    for number in range(1, config.steps + 1):
-        look()
+    for number in range(done + 1, config.steps + 1):
+        if code := stop():
+            while waiting:
+                report(*waiting.pop(0))
+            saver.save(number - 1, (params, opt_state), now=True)
+            raise Stopped(code)
         params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
         waiting.append((number, metrics))
-        if len(waiting) > 1 or number == 1:
+        if len(waiting) > 1 or number == done + 1:
             report(*waiting.pop(0))
+        saver.save(number, (params, opt_state), now=number == config.steps)
         if config.eval_every and number % config.eval_every == 0 and number < config.steps:
             while waiting:
                 report(*waiting.pop(0))
@@ -215,13 +219,21 @@ def run(config: Config) -> None:
         marks["bigram entropy"] = bigram_entropy(plan.held_out, plan.model.vocab)
 
     def open_log() -> RunLog:
+        resume = lead and goes_on(config.out, config.fresh)
         out = config.out or (next_folder("runs") if lead else "runs")
-        return RunLog(out, {**known, **marks, "out": str(out)}, lead, levels=marks)
+        facts = {**known, **marks, "out": str(out)}
+        return RunLog(out, facts, lead, levels=marks, resume=resume)
 
-    with together(settings, "out", open_log) as log:
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(together(settings, "out", open_log))
+        kept = (config.checkpoint_every, config.keep, config.keep_every)
+        open_saver = functools.partial(Saver, log.out_dir, *kept, known)
+        saver = stack.enter_context(together(settings, "checkpoints", open_saver))
+        stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
         say(f"Writing to {log.out_dir}", flush=True)
-        with progress(config.steps, enabled=lead) as show, interruptible() as look:
-            params = fit(trainer, log, show, say, look)
+        states, done = saver.resume(trainer.like, say) or (trainer.init(), 0)
+        show = stack.enter_context(progress(config.steps, start=done, enabled=lead))
+        params = fit(trainer, log, saver, states, done, show, say, stop)
         loss = trainer.evaluate(params)
         log.evaluation(config.steps, val_loss=loss)
     unit = "byte" if plan.corpus.byte_level else "token"
@@ -269,9 +281,12 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         join(config)
         run(config)
-    except KeyboardInterrupt:
+    except Stopped as asked:
         print("stopped", file=sys.stderr)
-        return STOPPED
+        return asked.code
+    except KeyboardInterrupt:
+        print("stopped at once, nothing saved", file=sys.stderr)
+        return INTERRUPTED
     except (ValueError, OSError, zero_jax.NonFiniteError) as error:
         if config.debug:
             raise
@@ -282,7 +297,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    if code == STOPPED and jax.distributed.is_initialized():
+    if code == INTERRUPTED and jax.distributed.is_initialized():
         sys.stdout.flush()
         os._exit(code)  # a usual exit waits for the other processes, which wait for this one
     sys.exit(code)

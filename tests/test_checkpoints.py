@@ -145,6 +145,28 @@ def test_the_next_step_is_that_of_the_run_that_never_stopped(saved, name, n, sta
         assert ulps(zero.full(mine[0]), zero_on(4).full(params)) <= ULPS
 
 
+@pytest.mark.parametrize("words", ["optimizer", "optimizer,params"])
+@pytest.mark.parametrize("name", ["gpt", "zoo"])
+def test_a_state_in_files_is_saved_and_restored_like_any_other(saved, tmp_path, name, words):
+    folder, tree, (params, _, _) = saved[name]
+    made = problem(name)
+    filed = zero_on(4, offload=f"{words}:nvme={tmp_path / 'nvme'}")
+    tx = filed.optimizer(ADAMW)
+    born = filed.init(made.make)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        there = checkpoints.restore((born, tx.init(born)), say=lambda _: None).tree
+    with pytest.raises(ValueError, match="no state to go on from"):
+        tx.resume(there[0])  # what was in the files is no longer what was committed
+    assert_bitwise(there, tree)
+    there = filed.train_step(made.loss, tx)(*there, made.batch)[:2]
+    with Checkpoints(tmp_path / "new") as checkpoints:
+        checkpoints.save(3, there)
+        back = checkpoints.restore(like(zero_on(3, 1), made), say=lambda _: None).tree
+    assert_bitwise(back, there)
+    assert ulps(zero_on(3, 1).full(back[0]), zero_on(4).full(params)) <= ULPS
+    tx.resume(there[0])
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_state_of_every_optimizer_comes_back(tmp_path, optimizer):
     tx = OPTIMIZERS[optimizer]()

@@ -94,6 +94,17 @@ class Config:
     """Steps between looks at held-out text; 0 looks at the end only."""
     eval_batches: int = 64
     """Most held-out batches of such a look; the one at the end takes in all."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints, in `checkpoints` of --out, from which the same command goes on;
+    one is made at the end too, and when the run is stopped. 0 makes none."""
+    keep: int = 3
+    """How many of the latest checkpoints stay."""
+    keep_every: int | None = None
+    """Steps whose multiples stay for ever; none unless given."""
+    fresh: bool = False
+    """Refuse to go on from checkpoints in --out."""
+    max_hours: float | None = None
+    """Save and end after so many hours; no end unless given."""
     sample_length: int = 256
     """Tokens of the sample that is shown at the end; 0 for none. It needs the whole model on one
     device."""
@@ -124,6 +135,10 @@ _LEAST = {
     "eval_every": 0,
     "eval_batches": 1,
     "sample_length": 0,
+    "checkpoint_every": 0,
+    "keep": 1,
+    "keep_every": 1,
+    "max_hours": 0.0,
     "num_processes": 1,
     "process_id": 0,
 }

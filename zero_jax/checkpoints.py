@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from zero_jax.arrays import Damaged
 from zero_jax.checksum import MODULUS
 from zero_jax.comparing import matched
-from zero_jax.leaves import Leaf, leaves, rebuilt
+from zero_jax.leaves import leaves, rebuilt
 from zero_jax.lock import locked
 from zero_jax.manifest import NAME as MANIFEST
 from zero_jax.manifest import Manifest
@@ -106,9 +106,7 @@ class Checkpoints:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
         self.directory = pathlib.Path(directory).absolute()
-        self._lock = None
-        if not read_only and jax.process_index() == 0:
-            self._lock = locked(self.directory)
+        self._lock = None if read_only else _locked_by_the_first(self.directory)
         self._unsealed: int | None = None
         self._manager = None if read_only else _manager(self.directory, keep, keep_every)
 
@@ -156,6 +154,8 @@ class Checkpoints:
         args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
         self._manager.save(step, args=args)
         self._unsealed = step
+        if any(leaf.in_files for leaf in found):
+            self.wait()  # the next step writes to those files
 
     def wait(self) -> None:
         """Waits until the last save is on the disk.
@@ -238,8 +238,7 @@ class Checkpoints:
                 continue
             entry = manifest.arrays[leaf.name]
             nodes.append(leaf.build(entry.array(folder).read))
-            made = Leaf(leaf.name, nodes[-1]).pieces()
-            sums.append(total(made))
+            sums.append(total(dataclasses.replace(leaf, node=nodes[-1]).pieces()))
         names = [leaf.name for leaf in wanted if leaf.name in outcome["restored"]]
         for name, found in zip(names, _over_processes(sums), strict=True):
             if found != manifest.arrays[name].checksum:
@@ -264,6 +263,23 @@ def _manager(
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
     return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
+
+
+def _locked_by_the_first(directory: pathlib.Path) -> int | None:
+    """The lock in the first process; if that fails, all processes raise."""
+    trouble, lock = None, None
+    if jax.process_index() == 0:
+        try:
+            lock = locked(directory)
+        except ValueError as error:
+            trouble = error
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.int32(trouble is not None))
+        if np.any(failed) and trouble is None:
+            trouble = ValueError(f"process 0 can't write checkpoints to {directory}: see its error")
+    if trouble is not None:
+        raise trouble
+    return lock
 
 
 def _over_processes(sums: Sequence[int]) -> list[int]:

@@ -6,8 +6,10 @@ is saved, what each of its devices wants when it is restored. A piece that sever
 saved by the first.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax import paths
+from zero_jax.arrays import chunk_shape
 from zero_jax.paths import Padded
+from zero_jax.stored import InFiles, Stored
 
 PyTree = Any
 Piece = tuple[tuple[int, ...], np.ndarray]
 # A function that reads the part of the logical array between starts and stops.
 Read = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
 _KEY = "key<"
+_KINDS = (jax.Array, jax.ShapeDtypeStruct, InFiles, np.ndarray, np.generic, int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +91,18 @@ class Leaf:
         """Bytes of the logical array."""
         return int(np.prod(self.shape)) * jnp.dtype(self.stored_dtype).itemsize
 
+    @property
+    def in_files(self) -> bool:
+        return isinstance(self.node, InFiles)
+
     def pieces(self) -> list[Piece]:
         """Copies, in host memory, of what this process saves of it."""
         value = jax.random.key_data(self.value) if self.is_key else self.value
         if not isinstance(value, jax.Array):
             mine = [((0,) * np.ndim(value), np.array(value))]
             return mine if jax.process_index() == 0 else []
+        if value.is_fully_addressable and jax.process_index() != 0:
+            return []  # each process has an equal one of its own
         shards = [s for s in value.addressable_shards if s.replica_id == 0]
         found = []
         for shard in shards:
@@ -126,6 +137,8 @@ class Leaf:
         if self.is_key:
             words = jax.make_array_from_callback(whole, _replicated(self.value), piece)
             return jax.random.wrap_key_data(words, impl=self.dtype[len(_KEY) : -1])
+        if isinstance(self.value, jax.Array) and not self.value.committed:
+            return jnp.asarray(read((0,) * len(whole), whole))
         made = jax.make_array_from_callback(whole, self.value.sharding, piece)
         if isinstance(self.node, Padded):
             return dataclasses.replace(self.node, value=made)
@@ -142,23 +155,70 @@ class Leaf:
         return out
 
 
+@dataclasses.dataclass(frozen=True)
+class FileLeaf(Leaf):
+    """A leaf whose values are in files (`offload="optimizer:nvme=DIR"`)."""
+
+    node: InFiles
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.node.shape
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self.node.cut.device_shape
+
+    def pieces(self) -> list[Piece]:
+        return [
+            (starts, self.node.read(name, inner, stops))
+            for name, first, is_first in self.node.shards()
+            for starts, inner, stops in self._boxes(first)
+            if is_first
+        ]
+
+    def build(self, read: Read) -> InFiles:
+        for name, first, _ in self.node.shards():
+            for starts, inner, stops in self._boxes(first):
+                sizes = [b - a for a, b in zip(inner, stops, strict=True)]
+                ends = tuple(a + n for a, n in zip(starts, sizes, strict=True))
+                self.node.write(name, inner, read(starts, ends))
+        return self.node
+
+    def _boxes(self, first: tuple[int, ...]) -> Any:
+        """The parts of a shard without its padding, a chunk each: where it starts in the logical
+        array, and its starts and stops in the shard."""
+        itemsize = jnp.dtype(self.stored_dtype).itemsize
+        chunk = chunk_shape(self.shape, self.shard_shape, itemsize)
+        limits = [
+            min(s, n - a) for s, n, a in zip(self.shard_shape, self.shape, first, strict=True)
+        ]
+        for inner in itertools.product(
+            *(range(0, n, c) for n, c in zip(limits, chunk, strict=True))
+        ):
+            stops = [min(a + c, n) for a, c, n in zip(inner, chunk, limits, strict=True)]
+            yield tuple(a + b for a, b in zip(first, inner, strict=True)), inner, stops
+
+
 def leaves(tree: PyTree) -> list[Leaf]:
-    """The leaves of a tree at rest, in tree order.
+    """The leaves of a tree at rest, in tree order; a state in files is like any other.
 
     Raises:
       ValueError: two leaves have the same path, or one is no array or number.
     """
+    tree = _unfolded(tree)
     nodes = jax.tree.leaves(tree, is_leaf=_is_padded)
-    found = [Leaf(name, x) for (name, _), x in zip(paths.named_leaves(tree), nodes, strict=True)]
-    names = set()
+    names = [name for name, _ in paths.named_leaves(tree)]
+    found = [
+        (FileLeaf if isinstance(x, InFiles) else Leaf)(name, x)
+        for name, x in zip(names, nodes, strict=True)
+    ]
+    times = collections.Counter(names)
     for leaf in found:
-        if leaf.name in names:
+        if times[leaf.name] > 1:
             raise ValueError(f"two leaves are called {leaf.name!r}: give them paths of their own")
-        names.add(leaf.name)
         kind = leaf.value
-        if not isinstance(
-            kind, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
-        ):
+        if not isinstance(kind, _KINDS):
             raise ValueError(
                 f"{leaf.name} is a {type(kind).__name__}: a checkpoint holds arrays and numbers; "
                 "put other things into `extra`"
@@ -168,12 +228,20 @@ def leaves(tree: PyTree) -> list[Leaf]:
 
 def rebuilt(tree: PyTree, nodes: list[Any]) -> PyTree:
     """The tree with these nodes in the places of its leaves."""
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_is_padded), nodes)
+    made = jax.tree.unflatten(jax.tree.structure(_unfolded(tree), is_leaf=_is_padded), nodes)
+
+    def folded(old: Any, new: Any) -> Any:
+        return old.folded(new) if _is_stored(old) else new
+
+    return jax.tree.map(folded, tree, made, is_leaf=_is_stored)
 
 
-def owned(leaf: Leaf, made: Any) -> Iterator[Piece]:
-    """What this process holds of a restored leaf, as `pieces` of it."""
-    yield from Leaf(leaf.name, made).pieces()
+def _unfolded(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.unfolded() if _is_stored(x) else x, tree, is_leaf=_is_stored)
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, Stored)
 
 
 def _is_padded(node: Any) -> bool:

@@ -6,7 +6,6 @@ from; the device keeps its copy of them in any case, because the next step reads
 memory holds two pieces, each once as read and once as it will be written.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,25 +19,12 @@ from jax.sharding import NamedSharding
 from zero_jax import hosted, layout
 from zero_jax.layout import Split
 from zero_jax.mesh import DATA
-from zero_jax.store import Store, committed
+from zero_jax.store import RECORD, Store, committed
+from zero_jax.stored import Stored
 from zero_jax.streaming import boxes
 from zero_jax.tiers import Offload
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The state of an optimizer whose larger part is in files.
-
-    Attributes:
-      resident: the leaves that are no moments (counters, rates), on the device.
-      files: the rest.
-    """
-
-    resident: list[Any]
-    files: "Files" = dataclasses.field(metadata={"static": True})
 
 
 class Files:
@@ -117,6 +103,27 @@ class Files:
             for device, index in found.items()
         }
         return self._known[name]
+
+    def split_of(self, name: str) -> Split:
+        """How a leaf is cut."""
+        return self._leaves[name][1]
+
+    def dtype_of(self, name: str) -> Any:
+        return self._leaves[name][0].dtype
+
+    def shards(self, name: str) -> list[tuple[str, tuple[int, ...], bool]]:
+        """For each different shard of this process: its name, where it starts, and whether no
+        device of an earlier process has it too."""
+        shape = self._rest_shape(name)
+        first: dict[tuple[int, ...], int] = {}
+        for device, index in self.sharding(name).devices_indices_map(shape).items():
+            process = device.process_index  # type: ignore[attr-defined]
+            starts = tuple(s.indices(n)[0] for s, n in zip(index, shape, strict=True))
+            first[starts] = min(process, first.get(starts, process))
+        places = sorted(set(self._places(name).values()))
+        named = {place: tuple(map(int, place.split("-"))) for place in places}
+        own = jax.process_index()
+        return [(place, starts, first[starts] == own) for place, starts in named.items()]
 
     def local_shards(self, name: str) -> int:
         """How many different shards this process keeps."""
@@ -235,6 +242,12 @@ def resume(
         read = [files.fetch_whole(step, f"param{k}", leaf) for k, leaf in enumerate(given)]
         params = jax.tree.unflatten(structure, read)
     return params, Stored(resident, files), jax.tree.unflatten(treedef, kept)
+
+
+def discard(directory: str) -> None:
+    """Gives up what this process has there, so that a state can be begun anew."""
+    record = pathlib.Path(directory) / f"process-{jax.process_index():05d}" / RECORD
+    record.unlink(missing_ok=True)
 
 
 def steps_stored(directory: str) -> int:

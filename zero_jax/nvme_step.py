@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec
 
 from zero_jax import hosted, paths
 from zero_jax.mesh import DATA
-from zero_jax.nvme import Files, Stored
+from zero_jax.nvme import Files
 from zero_jax.operations import Atom
 from zero_jax.optimizer import ZeroState, without_frozen
 from zero_jax.piecewise import Recipe
 from zero_jax.precision import next_guard
 from zero_jax.step import Metrics, TrainStep
+from zero_jax.stored import Stored
 from zero_jax.streamed import applied, logical_of, rest_of
 from zero_jax.streaming import boxes
 

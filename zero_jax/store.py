@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-_RECORD = "step.json"
+RECORD = "step.json"
 _ALIGN = 4096
 
 
@@ -57,7 +57,7 @@ class Store:
         return self.folder / f"slot{slot}.bin"
 
     def _create(self) -> None:
-        if (self.folder / _RECORD).exists():
+        if (self.folder / RECORD).exists():
             raise ValueError(
                 f"{self.folder} holds the state of step {committed(self.folder)}: go on from it "
                 "with tx.resume(params), or give an empty directory"
@@ -83,11 +83,11 @@ class Store:
         return f"{self.folder} can't be written ({why}): give a directory that can; {need}"
 
     def _open(self) -> int:
-        if not (self.folder / _RECORD).exists():
+        if not (self.folder / RECORD).exists():
             raise ValueError(
                 f"{self.folder} holds no state to go on from: start with tx.init(params)"
             )
-        record = json.loads((self.folder / _RECORD).read_text())
+        record = json.loads((self.folder / RECORD).read_text())
         if record["arrays"] != self._layout:
             raise ValueError(
                 f"{self.folder} holds the state of another model, optimizer or mesh: resume with "
@@ -124,12 +124,12 @@ class Store:
     def commit(self, step: int) -> None:
         """Makes a step the one that a process resumes from."""
         self._maps[step % 2].flush()
-        fresh = self.folder / (_RECORD + ".new")
+        fresh = self.folder / (RECORD + ".new")
         with open(fresh, "w") as file:
             json.dump({"step": step, "arrays": self._layout}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(fresh, self.folder / _RECORD)
+        os.replace(fresh, self.folder / RECORD)
         handle = os.open(self.folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -137,7 +137,11 @@ class Store:
             os.close(handle)
         self.step = step
 
+    def forget(self) -> None:
+        """Takes the record away: until the next commit there is nothing to resume from."""
+        (self.folder / RECORD).unlink(missing_ok=True)
+
 
 def committed(folder: pathlib.Path) -> int:
     """The step that a store's record names."""
-    return int(json.loads((folder / _RECORD).read_text())["step"])
+    return int(json.loads((folder / RECORD).read_text())["step"])

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ from zero_jax.leaves import Leaf, Piece
 from zero_jax.manifest import Entry, Manifest
 
 SEAL = "seal.json"
+Pieces = list[Piece] | Callable[[], list[Piece]]
 
 
 def entries(found: Sequence[Leaf]) -> dict[str, Entry]:
@@ -37,10 +38,11 @@ def entries(found: Sequence[Leaf]) -> dict[str, Entry]:
     }
 
 
-def snapshot(found: Sequence[Leaf]) -> dict[str, list[Piece]]:
+def snapshot(found: Sequence[Leaf]) -> dict[str, Pieces]:
+    """Copies of what this process saves; of a leaf in files what will make them."""
     for leaf in found:
         leaf.fetch()
-    return {leaf.name: leaf.pieces() for leaf in found}
+    return {leaf.name: leaf.pieces if leaf.in_files else leaf.pieces() for leaf in found}
 
 
 def total(pieces: Sequence[Piece]) -> int:
@@ -95,7 +97,7 @@ class Save(ocp.args.CheckpointArgs):
     """What one process saves."""
 
     manifest: Manifest
-    pieces: dict[str, list[Piece]]
+    pieces: dict[str, Pieces]
 
 
 def _write(folder: pathlib.Path, args: Save) -> None:
@@ -105,6 +107,7 @@ def _write(folder: pathlib.Path, args: Save) -> None:
         if jax.process_index() == 0:
             array.create()
         pieces = args.pieces.pop(name)  # its memory is free as soon as it is written
+        pieces = pieces() if callable(pieces) else pieces
         array.write(pieces)
         sums[name] = total(pieces)
     part = folder / f"part-{jax.process_index():05d}.json"

@@ -1,0 +1,195 @@
+"""Runs of `train.py` that end early and go on: as if they had never stopped."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_train import HERE, TINY, finish, folder, metrics, start, start_many
+
+import train
+from training.saving import goes_on
+from training.stop import GO_ON_LATER, Stop
+
+__all__ = ["folder"]  # a fixture
+
+# Adam has a state; the rate is small, so that sums in another order stay near.
+RUN = [*TINY, "--optimizer", "adamw", "--sample-length", "0", "--eval-every", "0", "--lr", "1e-3"]
+OWN = ["--checkpoint-every", "3", "--out", "out"]
+
+
+def train_here(*args):
+    return train.main([*RUN, *HERE, *args])
+
+
+def curve(out):
+    """The loss of each step, as written last."""
+    found = {}
+    for line in metrics(out):
+        if "loss" in line:
+            found[line["step"]] = line["loss"]
+    return [found[step] for step in sorted(found)]
+
+
+def last_loss(out):
+    return [line["val_loss"] for line in metrics(out) if "val_loss" in line][-1]
+
+
+class StopAfterFour(Stop):
+    """Asks to end before the fifth step."""
+
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return GO_ON_LATER if self.calls == 5 else 0
+
+
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkeypatch):
+    assert train_here("--steps", "8", "--out", "whole", "--warmup", "2") == 0
+    # The rate falls over all steps, so the first half must know of the second.
+    args = ["--steps", "8", "--warmup", "2", *OWN]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Stop", StopAfterFour)
+        assert train_here(*args) == GO_ON_LATER
+    assert [line["step"] for line in metrics("out")] == [1, 2, 3, 4]
+    capsys.readouterr()
+    assert train_here(*args) == 0
+    said = capsys.readouterr().out
+    assert "Going on from" in said and "restored" in said and "missing: none" in said
+    assert curve("out") == curve("whole")
+    assert last_loss("out") == last_loss("whole")
+    assert sorted(p.name for p in Path("out/checkpoints").glob("[0-9]*")) == ["4", "6", "8"]
+
+
+def test_hours_end_a_run(folder):
+    assert train_here("--steps", "8", "--max-hours", "0", "--out", "out") == GO_ON_LATER
+    assert train_here("--steps", "8", "--out", "out") == 0
+
+
+def test_a_finished_run_has_nothing_left_to_do(folder, capsys):
+    assert train_here("--steps", "4", *OWN) == 0
+    before = last_loss("out")
+    capsys.readouterr()
+    assert train_here("--steps", "4", *OWN) == 0
+    assert "step 4: restored" in capsys.readouterr().out
+    assert last_loss("out") == before
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--fresh"], ["--fresh asks for a new run", "another --out"]),
+        (["--seq", "8"], ["trained with seq 16", "this run has 8"]),
+        (["--seed", "7"], ["trained with seed 0", "this run has 7"]),
+        (["--optimizer", "lion"], ["does not match", "may_differ"]),
+        (["--model", "124m"], ["does not match"]),
+    ],
+)
+def test_what_a_checkpoint_does_not_fit_is_refused(folder, capsys, args, words):
+    assert train_here("--steps", "4", *OWN) == 0
+    assert train_here("--steps", "8", *OWN, *args) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_no_checkpoints_if_none_are_wanted(folder):
+    assert train_here("--steps", "4", "--checkpoint-every", "0", "--out", "out") == 0
+    assert not Path("out/checkpoints").exists()
+    assert not goes_on("out", fresh=True)
+
+
+def wait_for(condition, run, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+
+
+def trained_until(step):
+    path = Path("out/metrics.jsonl")
+    return path.exists() and any(line["step"] >= step for line in metrics("out"))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_signal_saves_and_ends_a_run(folder, number, code):
+    args = [*RUN, "--steps", "100000", "--warmup", "2", "--checkpoint-every", "50000"]
+    (run,) = running = [start(*args, "--out", "out")]
+    wait_for(lambda: trained_until(3), run)
+    run.send_signal(number)
+    ((got, _, error),) = finish(running, seconds=60)
+    assert (got, error.strip()) == (code, "stopped")
+    saved = [int(p.name) for p in Path("out/checkpoints").glob("[0-9]*")]
+    assert saved == [max(line["step"] for line in metrics("out"))]
+
+
+@pytest.mark.heavy
+def test_processes_stop_at_the_same_step_and_go_on_in_another_number(folder):
+    args = [*RUN, "--steps", "400", "--warmup", "2", "--checkpoint-every", "40"]
+    (whole,) = finish([start(*args, "--out", "whole")])
+    assert whole[0] == 0, whole
+    running = start_many(2, [*args, "--out", "out"])
+    wait_for(lambda: trained_until(30), running[0])
+    running[1].send_signal(signal.SIGTERM)  # one of them is told
+    results = finish(running, seconds=120)
+    assert [code for code, _, _ in results] == [75, 75], results
+    (again,) = finish([start(*args, "--out", "out")])
+    assert again[0] == 0 and "Going on from" in again[1], again
+    assert len(curve("out")) == 400
+    np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-3)
+
+
+@pytest.mark.heavy
+def test_a_killed_run_loses_at_most_what_lies_after_its_last_checkpoint(folder):
+    args = [*RUN, "--steps", "300", "--warmup", "2", "--checkpoint-every", "20", "--out", "out"]
+    (whole,) = finish([start(*args[:-1], "whole")])
+    assert whole[0] == 0, whole
+    (run,) = [start(*args)]
+    wait_for(lambda: trained_until(50), run)
+    run.kill()
+    run.communicate()
+    reached = max(line["step"] for line in metrics("out"))
+    (again,) = finish([start(*args)])
+    assert again[0] == 0, again
+    kept = int(again[1].split(", step ")[1].split(":")[0])
+    assert reached - 2 * 20 <= kept <= reached
+    assert curve("out") == curve("whole")
+
+
+@pytest.mark.heavy
+def test_two_runs_in_one_folder_are_refused_in_every_process(folder):
+    (first,) = [start(*RUN, "--steps", "100000", "--out", "out")]
+    wait_for(lambda: trained_until(1), first)
+    results = finish(start_many(2, [*RUN, "--steps", "4", "--out", "out"]), seconds=120)
+    first.kill()
+    first.communicate()
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert "another run writes checkpoints" in results[0][2]
+
+
+def test_the_settings_of_the_run_are_in_the_checkpoint(folder):
+    assert train_here("--steps", "4", *OWN) == 0
+    text = Path("out/checkpoints/4/state/manifest.json").read_text()
+    known = json.loads(text.rpartition("\n{")[0] or text.rstrip().rpartition("\n")[0])
+    assert known["config"]["steps"] == 4 and known["extra"]["sample"] == 32
+    assert os.fspath(folder) not in text, "it can be moved"
+
+
+def test_a_state_in_files_goes_on_from_a_checkpoint(folder, monkeypatch):
+    args = ["--steps", "6", "--warmup", "2", "--offload", "optimizer:nvme=nvme"]
+    assert train_here(*args, "--out", "whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Stop", StopAfterFour)
+        assert train_here("--steps", "6", "--warmup", "2", *OWN) == GO_ON_LATER
+    args = [*args[:-1], "optimizer:nvme=other"]
+    assert train_here(*args, *OWN) == 0, "from the device to files"
+    np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-5)
+    assert train_here(*args[:1], "8", *args[2:], *OWN) == 0, "files that are there are begun anew"
+    assert len(curve("out")) == 8

@@ -1,0 +1,124 @@
+"""The checkpoints of a run, in `checkpoints` of its folder: when they are made, and going on.
+
+Beside the parameters and the optimizer's state a checkpoint has the global index of the next
+sample, so that a run that goes on, in however many processes, sees every sample of an epoch once.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zero_jax.checkpoints import Checkpoints
+
+PyTree = Any
+FOLDER = "checkpoints"
+# Settings that decide which sample has which index.
+_ORDER = ("corpus", "train_tokens", "seq", "seed")
+
+
+def goes_on(out: str | pathlib.Path | None, fresh: bool) -> bool:
+    """Whether a folder belongs to a run that may go on there, finished or killed.
+
+    Raises:
+        ValueError: It does, and the run is to be a fresh one.
+    """
+    there = out is not None and pathlib.Path(out, FOLDER).is_dir()
+    if there and fresh:
+        raise ValueError(
+            f"--fresh asks for a new run, and {out} holds the checkpoints of one: take another "
+            "--out, or leave --fresh out to go on from them"
+        )
+    return there
+
+
+def same_everywhere(path: pathlib.Path) -> pathlib.Path:
+    """The first process's path, as an absolute one: checkpoints are on storage that all share."""
+    if jax.process_count() == 1:
+        return path.absolute()
+    letters = np.zeros(4096, np.uint8)
+    given = np.frombuffer(str(path.absolute()).encode(), np.uint8)
+    letters[: given.size] = given
+    shared = multihost_utils.broadcast_one_to_all(letters)
+    return pathlib.Path(bytes(np.asarray(shared)).rstrip(b"\0").decode())
+
+
+class Saver:
+    """Saves every so many steps; all processes make one and call it alike.
+
+    Args:
+        out: Folder of the run.
+        every: Steps between checkpoints; 0 makes none, and goes on from none.
+        keep: How many of the latest stay.
+        keep_every: Steps whose multiples stay for ever.
+        known: What the run was started with, from `plan.facts`.
+    """
+
+    def __init__(
+        self,
+        out: pathlib.Path,
+        every: int,
+        keep: int,
+        keep_every: int | None,
+        known: Mapping[str, Any],
+    ):
+        self._every, self._known = every, dict(known)
+        self._start, self._first_sample = 0, 0
+        self._checkpoints = None
+        if every:
+            folder = same_everywhere(out / FOLDER)
+            self._checkpoints = Checkpoints(folder, keep=keep, keep_every=keep_every)
+        self._saved = 0
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    def sample(self, step: int) -> int:
+        """Global index of the sample that comes after `step` steps."""
+        return self._first_sample + (step - self._start) * int(self._known["batch"])
+
+    def resume(
+        self, like: Callable[[], PyTree], say: Callable[[str], Any]
+    ) -> tuple[PyTree, int] | None:
+        """The tree and the step of the latest checkpoint; None if there is none.
+
+        Args:
+            like: Makes a tree like the one that was saved.
+            say: Is told what was restored.
+
+        Raises:
+            ValueError: It belongs to another model, optimizer or data.
+        """
+        if self._checkpoints is None or self._checkpoints.latest is None:
+            return None
+        before = self._checkpoints.manifest().extra["order"]
+        for name in _ORDER:
+            if before[name] != self._known[name]:
+                raise ValueError(
+                    f"{self._checkpoints.directory} was trained with {name} {before[name]}, and "
+                    f"this run has {self._known[name]}: samples would come in another order. Take "
+                    "the same, or another --out"
+                )
+        found = self._checkpoints.restore(like(), say=lambda _: None)
+        say(f"Going on from {self._checkpoints.directory}, {found}")
+        self._start = self._saved = found.step
+        self._first_sample = int(found.extra["sample"])
+        return found.tree, found.step
+
+    def save(self, step: int, tree: PyTree, *, now: bool = False) -> None:
+        """Saves if it is time to, or `now`, unless this step is saved already."""
+        if self._checkpoints is None or step == self._saved:
+            return
+        if now or step % self._every == 0:
+            extra = {"sample": self.sample(step), "order": {n: self._known[n] for n in _ORDER}}
+            self._checkpoints.save(step, tree, config=self._known, extra=extra)
+            self._saved = step

@@ -1,0 +1,91 @@
+"""When a run is asked to end early: by a signal or by the clock, in all processes at the same step.
+
+Ctrl-C, SIGTERM (a scheduler that takes the machine back) and SIGUSR1 (SLURM's warning, with
+`--signal=USR1@120`) are looked at between steps: the run saves and exits. A second Ctrl-C does not
+wait. Exit codes: INTERRUPTED after Ctrl-C, GO_ON_LATER else: the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+INTERRUPTED = 130  # of a shell's Ctrl-C
+GO_ON_LATER = 75  # EX_TEMPFAIL
+CODES = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGTERM: GO_ON_LATER,
+    signal.SIGUSR1: GO_ON_LATER,
+}
+
+
+class Stopped(Exception):
+    """The run was asked to end; its code is for `sys.exit`."""
+
+    def __init__(self, code: int):
+        super().__init__("stopped")
+        self.code = code
+
+
+class Stop:
+    """Whether to end, asked once a step by every process; use it in a `with`.
+
+    Args:
+        mesh: The devices of the run.
+        hours: Ends the run after so long; None for never.
+    """
+
+    def __init__(self, mesh: Mesh, hours: float | None = None):
+        self._code = 0
+        self._end = None if hours is None else time.monotonic() + 3600 * hours
+        self._before: dict[int, Any] = {}
+        self._votes = _Votes(mesh) if jax.process_count() > 1 else None
+
+    def __enter__(self) -> Stop:
+        # Noted only: an exception raised wherever the program happens to be can fall into a
+        # callback of JAX's and be lost.
+        self._before = {number: signal.signal(number, self._note) for number in CODES}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._code = max(self._code, CODES[signal.Signals(number)])
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __call__(self) -> int:
+        """The exit code to end with, the same in every process; 0 to go on."""
+        if self._end is not None and time.monotonic() > self._end:
+            self._code = max(self._code, GO_ON_LATER)
+        return self._code if self._votes is None else self._votes.cast(self._code)
+
+
+class _Votes:
+    """The largest number that any process cast in the round before.
+
+    A round is one small program among those of the training steps. Its outcome is read a step
+    later, when it is long there, so that nobody waits.
+    """
+
+    def __init__(self, mesh: Mesh):
+        flat = Mesh(mesh.devices.reshape(-1), ("all",))
+        self._split = NamedSharding(flat, PartitionSpec("all"))
+        self._local = np.zeros(len(flat.local_devices), np.int32)
+        whole = NamedSharding(flat, PartitionSpec())
+        self._max = jax.jit(lambda x: x.max(), out_shardings=whole)
+        self._outcome: jax.Array | None = None
+
+    def cast(self, number: int) -> int:
+        before = self._outcome
+        mine = jax.make_array_from_process_local_data(self._split, self._local + number)
+        self._outcome = self._max(mine)
+        return 0 if before is None else int(before)
