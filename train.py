@@ -28,11 +28,13 @@ from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
 from training.report import RunLog, next_folder
-from training.saving import Saver, goes_on
+from training.saving import Saver, goes_on, same_everywhere
 from training.show import Show, Speed, progress
 from training.stop import INTERRUPTED, Stop, Stopped
+from training.supervise import supervise
 from training.text import decode
 from zero_jax import nvme
+from zero_jax.watchdog import Watchdog
 
 PyTree = Any
 T = TypeVar("T")
@@ -155,6 +157,7 @@ def fit(
     show: Show,
     say: Callable[..., None],
     stop: Stop,
+    watchdog: Watchdog,
 ) -> PyTree:
     """Runs the steps after `done` and returns the parameters.
 
@@ -190,11 +193,14 @@ def fit(
         waiting.append((number, metrics))
         if len(waiting) > 1 or number == done + 1:
             report(*waiting.pop(0))
-        saver.save(number, (params, opt_state), now=number == config.steps)
+        watchdog.step(number)
+        with watchdog.pause():
+            saver.save(number, (params, opt_state), now=number == config.steps)
         if config.eval_every and number % config.eval_every == 0 and number < config.steps:
             while waiting:
                 report(*waiting.pop(0))
-            loss = trainer.evaluate(params, config.eval_batches)
+            with watchdog.pause():
+                loss = trainer.evaluate(params, config.eval_batches)
             log.evaluation(number, val_loss=loss)
             say(f"step {number}/{config.steps}  validation loss {loss:.4f}", flush=True)
             speed.restart()
@@ -230,11 +236,15 @@ def run(config: Config) -> None:
         open_saver = functools.partial(Saver, log.out_dir, *kept, known)
         saver = stack.enter_context(together(settings, "checkpoints", open_saver))
         stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
+        alive = same_everywhere(log.out_dir / "alive")
+        watchdog = stack.enter_context(Watchdog(alive, dead_after=config.dead_after))
         say(f"Writing to {log.out_dir}", flush=True)
         states, done = saver.resume(trainer.like, say) or (trainer.init(), 0)
         show = stack.enter_context(progress(config.steps, start=done, enabled=lead))
-        params = fit(trainer, log, saver, states, done, show, say, stop)
-        loss = trainer.evaluate(params)
+        with explained(watchdog):
+            params = fit(trainer, log, saver, states, done, show, say, stop, watchdog)
+            with watchdog.pause():
+                loss = trainer.evaluate(params)
         log.evaluation(config.steps, val_loss=loss)
     unit = "byte" if plan.corpus.byte_level else "token"
     say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
@@ -245,6 +255,18 @@ def run(config: Config) -> None:
         if lead:
             text = trainer.sample(whole)
             say("sample:", decode(text) if plan.corpus.byte_level else text.tolist(), sep="\n")
+
+
+@contextlib.contextmanager
+def explained(watchdog: Watchdog) -> Iterator[None]:
+    """When a collective fails, finds out whose fault it is."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
+        watchdog.explain()
 
 
 def join(config: Config) -> None:
@@ -259,6 +281,26 @@ def join(config: Config) -> None:
         )
     jax.config.update("jax_num_cpu_devices", max(1, (devices or 4) // processes))
     zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)
+
+
+def supervised(config: Config, given: Sequence[str]) -> int:
+    """Starts this command again, in as many processes as asked for."""
+    own = list(given)
+    at = next(i for i, word in enumerate(own) if word.partition("=")[0] == "--supervise")
+    del own[at : at + (1 if "=" in own[at] else 2)]
+    assert config.supervise is not None
+    if config.out is None:
+        print("error: --supervise needs --out, the folder to go on in", file=sys.stderr)
+        return 2
+    command = [sys.executable, os.path.abspath(__file__), *own]
+    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else 4
+    return supervise(
+        command,
+        config.supervise,
+        restarts=config.restarts,
+        grace=3 * config.dead_after + 10,
+        divides=config.devices or named,
+    )
 
 
 def together(settings: Mapping[str, Any], what: str, attempt: Callable[[], T]) -> T:
@@ -277,7 +319,10 @@ def together(settings: Mapping[str, Any], what: str, attempt: Callable[[], T]) -
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs with these arguments, by default those of the command line; returns the exit code."""
-    config = tyro.cli(Config, args=args)
+    given = list(sys.argv[1:] if args is None else args)
+    config = tyro.cli(Config, args=given)
+    if config.supervise is not None:
+        return supervised(config, given)
     try:
         join(config)
         run(config)

@@ -103,6 +103,13 @@ class Config:
     """Steps whose multiples stay for ever; none unless given."""
     fresh: bool = False
     """Refuse to go on from checkpoints in --out."""
+    supervise: int | None = None
+    """Start so many processes here, and start them again from the last checkpoint when some fail;
+    one process drives all GPUs of a machine."""
+    restarts: int = 10
+    """How often at most --supervise starts them again."""
+    dead_after: float = 60.0
+    """Seconds without a sign of life after which a process counts as dead, and the run ends."""
     max_hours: float | None = None
     """Save and end after so many hours; no end unless given."""
     sample_length: int = 256
@@ -138,6 +145,9 @@ _LEAST = {
     "checkpoint_every": 0,
     "keep": 1,
     "keep_every": 1,
+    "supervise": 1,
+    "restarts": 0,
+    "dead_after": 0.1,
     "max_hours": 0.0,
     "num_processes": 1,
     "process_id": 0,

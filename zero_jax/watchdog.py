@@ -1,0 +1,209 @@
+"""Ends a run of several processes when one of them is gone or stuck, and says which.
+
+A collective waits for ever for a process that is stopped, and for long for one that is dead. So
+every process writes a counter to a file of a folder that all share, once a second, and looks at
+those of the others; a process whose counter stands still is dead or stopped. A step that takes far
+longer than those before it is stuck, though its process is alive: every process is told to print
+its stacks. In each case all processes that still can end with exit code ENDED, for whatever
+restarts them.
+
+    with Watchdog(folder, dead_after=60) as watchdog:
+        for number, batch in enumerate(batches):
+            params, opt_state, metrics = step(params, opt_state, batch)
+            watchdog.step(number)
+"""
+
+import collections
+import contextlib
+import faulthandler
+import json
+import os
+import pathlib
+import shutil
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+ENDED = 76
+_STUCK = "stuck.json"
+_LEAST_STEPS = 3
+_LEFT = 0  # the counter of a process that is done
+
+
+class Watchdog:
+    """Watches this run's processes from a thread; use it in a `with`.
+
+    Args:
+      folder: on storage that all processes share; is made.
+      dead_after: seconds without a sign of life after which a process counts as dead.
+      slow_factor: a step is stuck when it takes this many times the median of those before it.
+      slow_after: and at least so many seconds.
+
+    Raises:
+      ValueError: a number is not positive.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        dead_after: float = 60.0,
+        slow_factor: float = 20.0,
+        slow_after: float = 120.0,
+    ):
+        limits = {"dead_after": dead_after, "slow_factor": slow_factor, "slow_after": slow_after}
+        for name, value in limits.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}: give a positive number")
+        # A name of its own for each start: what an earlier one left says nothing about this one.
+        self._folder = pathlib.Path(folder).absolute() / str(_agreed(time.time_ns()))
+        self._dead_after, self._slow = dead_after, (slow_factor, slow_after)
+        self._rank, self._count = jax.process_index(), jax.process_count()
+        self._others = {
+            rank: _Other(time.monotonic()) for rank in range(self._count) if rank != self._rank
+        }
+        self._durations: collections.deque[float] = collections.deque(maxlen=100)
+        self._last: float | None = None
+        self._number: int | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+
+    def __enter__(self) -> "Watchdog":
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0:
+            for old in self._folder.parent.iterdir():
+                if old != self._folder:
+                    shutil.rmtree(old, ignore_errors=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            self._beat(_LEFT)
+
+    def step(self, number: int) -> None:
+        """Tells that a step is done; its time is held against those before it."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._durations.append(now - self._last)
+        self._last, self._number = now, number
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For what takes its time and is no step: evaluation, a compilation, waiting for a save."""
+        self._last = None
+        yield
+        self._last = time.monotonic() if self._number is not None else None
+
+    def explain(self) -> None:
+        """After a collective failed: waits for who is dead, says so and ends this process."""
+        end = time.monotonic() + 2 * self._dead_after
+        while self._others and time.monotonic() < end:
+            time.sleep(0.1)  # the thread ends the process when it knows
+        self._end("a collective failed, and every process is alive")
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds after which the step that runs now counts as stuck; None where none is timed."""
+        if self._last is None or len(self._durations) < _LEAST_STEPS:
+            return None
+        factor, least = self._slow
+        return max(least, factor * statistics.median(self._durations))
+
+    def _watch(self) -> None:
+        interval = min(1.0, self._dead_after / 5)
+        counter = 0
+        while not self._ended.wait(interval):
+            counter += 1
+            try:
+                self._beat(counter)
+                self._look()
+            except OSError as error:  # storage that is away for a moment says nothing of anyone
+                print(f"watchdog: {self._folder}: {error}", file=sys.stderr)
+
+    def _beat(self, counter: int) -> None:
+        known = {"counter": counter, "step": self._number, "process": _name(self._rank)}
+        path = self._path(self._rank)
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(known))
+        beside.rename(path)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        told = _read(self._folder / _STUCK)
+        if told is not None:
+            self._end(told["why"])
+        for rank, other in self._others.items():
+            other.look(_read(self._path(rank)), now)
+            if now - other.since > self._dead_after and other.counter != _LEFT:
+                at = f", last seen at step {other.step}" if other.step is not None else ""
+                self._end(
+                    f"{other.name or _name(rank, host=False)} has given no sign of life for "
+                    f"{now - other.since:.0f} s{at}: it is dead or stopped"
+                )
+        limit, last = self.limit, self._last
+        if limit is not None and last is not None and now - last > limit:
+            median = statistics.median(self._durations)
+            why = (
+                f"{_name(self._rank)} has been in one step for {now - last:.0f} s, after step "
+                f"{self._number}; the median is {median:.2g} s"
+            )
+            with contextlib.suppress(OSError):
+                (self._folder / _STUCK).write_text(json.dumps({"why": why}))
+            self._end(why)
+
+    def _path(self, rank: int) -> pathlib.Path:
+        return self._folder / f"{rank:05d}.json"
+
+    def _end(self, why: str) -> None:
+        """Prints why, and the stacks of all threads of this process, and ends it."""
+        if self._ended.is_set():
+            return
+        print(f"watchdog of {_name(self._rank)}: {why}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(ENDED)  # a usual exit waits for the other processes
+
+
+class _Other:
+    """What is known of another process, and since when it has not changed."""
+
+    def __init__(self, now: float):
+        self.since, self.counter = now, -1
+        self.step: int | None = None
+        self.name = ""
+
+    def look(self, told: dict[str, Any] | None, now: float) -> None:
+        if told is not None and told["counter"] != self.counter:
+            self.since, self.counter = now, told["counter"]
+            self.step, self.name = told["step"], told["process"]
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _name(rank: int, host: bool = True) -> str:
+    return f"process {rank}" + (f" (pid {os.getpid()} on {socket.gethostname()})" if host else "")
+
+
+def _agreed(number: int) -> int:
+    """The first process's number."""
+    if jax.process_count() == 1:
+        return number
+    halves = np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
+    high, low = np.asarray(multihost_utils.broadcast_one_to_all(halves)).tolist()
+    return (high << 32) + low
