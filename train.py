@@ -34,6 +34,7 @@ from training.stop import INTERRUPTED, Stop, Stopped
 from training.supervise import supervise
 from training.text import decode
 from zero_jax import nvme
+from zero_jax.replicas import check_replicas
 from zero_jax.watchdog import Watchdog
 
 PyTree = Any
@@ -195,6 +196,8 @@ def fit(
             report(*waiting.pop(0))
         watchdog.step(number)
         with watchdog.pause():
+            if config.check_replicas_every and number % config.check_replicas_every == 0:
+                check_replicas((params, opt_state))
             saver.save(number, (params, opt_state), now=number == config.steps)
         if config.eval_every and number % config.eval_every == 0 and number < config.steps:
             while waiting:

@@ -24,7 +24,7 @@ FLOORS = [
     {"grouped", "hosted"},
     {"remat", "streamed", "nvme"},
     {"optimizer", "partitioned", "leaves"},
-    {"writing", "comparing"},
+    {"writing", "comparing", "replicas"},
     {"checkpoints"},
     {"settings"},
     {"grads", "memory"},

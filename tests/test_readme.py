@@ -8,7 +8,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-PAGES = ("README.md", *(f"docs/{n}.md" for n in ("guide", "plan", "offload", "parallelism")))
+NAMES = ("guide", "plan", "offload", "parallelism", "checkpoints")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -23,6 +24,8 @@ def test_code_blocks_run(page, capsys):
         assert "zero_jax.gather(params)" in printed
     elif page == "docs/offload.md":
         assert "pinned_host" in printed and "step 3" in printed
+    elif page == "docs/checkpoints.md":
+        assert "step 4: restored" in printed and "{'sample': 32}" in printed
     elif page == "docs/parallelism.md":
         assert "'model'" in printed and "block@partitioned" in printed
     else:

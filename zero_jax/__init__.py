@@ -2,6 +2,7 @@
 
 from zero_jax import memory as memory
 from zero_jax._version import __version__ as __version__
+from zero_jax.checkpoints import Checkpoints as Checkpoints
 from zero_jax.configurations import CONFIGURATIONS as CONFIGURATIONS
 from zero_jax.configurations import configuration as configuration
 from zero_jax.hlo import assert_communication as assert_communication
@@ -23,4 +24,5 @@ from zero_jax.step import first_nonfinite as first_nonfinite
 from zero_jax.tiers import Offload as Offload
 from zero_jax.touch import gather as gather
 from zero_jax.touch import shard as shard
+from zero_jax.watchdog import Watchdog as Watchdog
 from zero_jax.zero import Zero as Zero

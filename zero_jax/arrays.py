@@ -36,7 +36,7 @@ def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tu
       itemsize: bytes of an element.
 
     >>> chunk_shape((36, 4096, 4096), (36, 512, 4096), 4)
-    (6, 512, 4096)
+    (8, 512, 4096)
     """
     chunk = [max(1, min(a, b)) for a, b in zip(shape, shard, strict=True)]
     cut = [a < b for a, b in zip(chunk, shape, strict=True)]
