@@ -35,7 +35,7 @@ from training.supervise import supervise
 from training.text import decode
 from zero_jax import nvme
 from zero_jax.replicas import check_replicas
-from zero_jax.watchdog import Watchdog
+from zero_jax.watchdog import ENDED, Watchdog
 
 PyTree = Any
 T = TypeVar("T")
@@ -149,67 +149,101 @@ def one_late(results: Iterable[T]) -> Iterator[T]:
     yield from held
 
 
-def fit(
-    trainer: Trainer,
-    log: RunLog,
-    saver: Saver,
-    states: tuple[PyTree, PyTree],
-    done: int,
-    show: Show,
-    say: Callable[..., None],
-    stop: Stop,
-    watchdog: Watchdog,
-) -> PyTree:
-    """Runs the steps after `done` and returns the parameters.
+@dataclasses.dataclass
+class Run:
+    """A training run with what surrounds it.
 
-    Raises:
-        Stopped: The run was asked to end; what it had is saved.
+    Attributes:
+        log: What it leaves behind.
+        saver: Its checkpoints.
+        stop: Whether it is asked to end.
+        watchdog: Looks after all processes.
+        lead: Whether this is the process that shows how far it is.
     """
-    config = trainer.plan.config
-    speed = Speed(config.batch * trainer.plan.model.seq)
 
-    def report(number: int, metrics: zero_jax.Metrics) -> None:
-        loss, tokens_per_second = float(metrics.loss), speed.tick()
-        show(number, loss, tokens_per_second)
-        log.step(
-            number,
-            loss=loss,
-            grad_norm=float(metrics.grad_norm),
-            tokens_per_second=tokens_per_second,
-            skipped=int(metrics.skipped_in_a_row) > 0,
-        )
-        if number == done + 1:  # it was compiled
-            speed.restart()
+    trainer: Trainer
+    log: RunLog
+    saver: Saver
+    stop: Stop
+    watchdog: Watchdog
+    lead: bool
 
-    params, opt_state = states
-    rows = trainer.batches(saver.sample(done))
-    waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
-    for number in range(done + 1, config.steps + 1):
-        if code := stop():
-            while waiting:
-                report(*waiting.pop(0))
-            saver.save(number - 1, (params, opt_state), now=True)
-            raise Stopped(code)
-        params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
-        waiting.append((number, metrics))
-        if len(waiting) > 1 or number == done + 1:
-            report(*waiting.pop(0))
-        watchdog.step(number)
-        with watchdog.pause():
-            if config.check_replicas_every and number % config.check_replicas_every == 0:
-                check_replicas((params, opt_state))
-            saver.save(number, (params, opt_state), now=number == config.steps)
-        if config.eval_every and number % config.eval_every == 0 and number < config.steps:
-            while waiting:
-                report(*waiting.pop(0))
-            with watchdog.pause():
-                loss = trainer.evaluate(params, config.eval_batches)
-            log.evaluation(number, val_loss=loss)
-            say(f"step {number}/{config.steps}  validation loss {loss:.4f}", flush=True)
-            speed.restart()
-    while waiting:
-        report(*waiting.pop(0))
-    return params
+    def say(self, *words: Any) -> None:
+        if self.lead:
+            print(*words, flush=True)
+
+    def train(self) -> PyTree:
+        """Goes on from the last checkpoint, or begins; returns the parameters after the last step.
+
+        Raises:
+            Stopped: The run was asked to end; what it had is saved.
+            NonFiniteError: Gradients were not finite too often.
+        """
+        config, like = self.trainer.plan.config, self.trainer.like
+        states, done = self.saver.resume(like, self.say) or (self.trainer.init(), 0)
+        for left in range(config.rollbacks, -1, -1):
+            try:
+                with progress(config.steps, start=done, enabled=self.lead) as show:
+                    return self._steps(states, done, show)
+            except zero_jax.NonFiniteError as error:
+                found = self.saver.go_back(like, self.say) if left else None
+                if found is None:
+                    raise
+                self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
+                states, done = found
+        raise AssertionError("unreachable")
+
+    def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
+        """Held-out loss in nats per token; the watchdog does not count the time."""
+        with self.watchdog.pause():
+            return self.trainer.evaluate(params, max_batches)
+
+    def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> PyTree:
+        trainer, config = self.trainer, self.trainer.plan.config
+        speed = Speed(config.batch * trainer.plan.model.seq)
+        params, opt_state = states
+        rows = trainer.batches(self.saver.sample(done))
+        waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
+
+        def report(most: int) -> None:
+            """Writes down all steps but so many."""
+            while len(waiting) > most:
+                number, metrics = waiting.pop(0)
+                loss, rate = float(metrics.loss), speed.tick()
+                show(number, loss, rate)
+                skipped, norm = int(metrics.skipped_in_a_row) > 0, float(metrics.grad_norm)
+                self.log.step(
+                    number, loss=loss, grad_norm=norm, tokens_per_second=rate, skipped=skipped
+                )
+
+        for number in range(done + 1, config.steps + 1):
+            if code := self.stop():
+                report(0)
+                self.saver.save(number - 1, (params, opt_state), now=True)
+                raise Stopped(code)
+            params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
+            waiting.append((number, metrics))
+            if number == done + 1:
+                report(0)
+                speed.restart()  # it was compiled
+            report(1)
+            self.watchdog.step(number)
+            with self.watchdog.pause():
+                self._between(number, params, opt_state)
+            if config.eval_every and number % config.eval_every == 0 and number < config.steps:
+                report(0)
+                loss = self.evaluate(params, config.eval_batches)
+                self.log.evaluation(number, val_loss=loss)
+                self.say(f"step {number}/{config.steps}  validation loss {loss:.4f}")
+                speed.restart()
+        report(0)
+        return params
+
+    def _between(self, number: int, params: PyTree, opt_state: PyTree) -> None:
+        config = self.trainer.plan.config
+        if config.check_replicas_every and number % config.check_replicas_every == 0:
+            check_replicas((params, opt_state))
+        self.saver.save(number, (params, opt_state), now=number == config.steps)
 
 
 def run(config: Config) -> None:
@@ -242,12 +276,10 @@ def run(config: Config) -> None:
         alive = same_everywhere(log.out_dir / "alive")
         watchdog = stack.enter_context(Watchdog(alive, dead_after=config.dead_after))
         say(f"Writing to {log.out_dir}", flush=True)
-        states, done = saver.resume(trainer.like, say) or (trainer.init(), 0)
-        show = stack.enter_context(progress(config.steps, start=done, enabled=lead))
         with explained(watchdog):
-            params = fit(trainer, log, saver, states, done, show, say, stop, watchdog)
-            with watchdog.pause():
-                loss = trainer.evaluate(params)
+            job = Run(trainer, log, saver, stop, watchdog, lead)
+            params = job.train()
+            loss = job.evaluate(params)
         log.evaluation(config.steps, val_loss=loss)
     unit = "byte" if plan.corpus.byte_level else "token"
     say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
@@ -266,10 +298,10 @@ def explained(watchdog: Watchdog) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
-        watchdog.explain()
+        if jax.process_count() > 1:
+            print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
+            watchdog.explain()
+        raise
 
 
 def join(config: Config) -> None:
@@ -335,6 +367,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped at once, nothing saved", file=sys.stderr)
         return INTERRUPTED
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
+        os._exit(ENDED)  # a usual exit waits for the other processes, and one of them is gone
     except (ValueError, OSError, zero_jax.NonFiniteError) as error:
         if config.debug:
             raise

@@ -11,6 +11,7 @@ import pytest
 from test_train import HERE, TINY, finish, folder, metrics, start, start_many
 
 import train
+import zero_jax
 from training.saving import goes_on
 from training.stop import GO_ON_LATER, Stop
 
@@ -176,8 +177,8 @@ def test_two_runs_in_one_folder_are_refused_in_every_process(folder):
 
 def test_the_settings_of_the_run_are_in_the_checkpoint(folder):
     assert train_here("--steps", "4", *OWN) == 0
-    text = Path("out/checkpoints/4/state/manifest.json").read_text()
-    known = json.loads(text.rpartition("\n{")[0] or text.rstrip().rpartition("\n")[0])
+    text = text_of("out/checkpoints/4/state/manifest.json")
+    known = json.loads(text)
     assert known["config"]["steps"] == 4 and known["extra"]["sample"] == 32
     assert os.fspath(folder) not in text, "it can be moved"
 
@@ -193,3 +194,30 @@ def test_a_state_in_files_goes_on_from_a_checkpoint(folder, monkeypatch):
     np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-5)
     assert train_here(*args[:1], "8", *args[2:], *OWN) == 0, "files that are there are begun anew"
     assert len(curve("out")) == 8
+
+
+def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, monkeypatch, capsys):
+    seen = []
+    step = zero_jax.TrainStep.__call__
+
+    def broken(self, params, opt_state, batch, *extras):
+        seen.append(np.asarray(batch[0]).tobytes())
+        if len(seen) in (5, 9):
+            raise zero_jax.NonFiniteError("8 steps in a row were skipped")
+        return step(self, params, opt_state, batch, *extras)
+
+    args = ["--steps", "6", "--warmup", "2", *OWN]
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
+    assert train_here(*args) == 1, "not asked to go back"
+    assert "8 steps in a row" in capsys.readouterr().err
+    first, _ = seen[:4], seen.clear()
+    assert train_here(*args[:-1], "other", "--rollbacks", "2") == 0
+    assert "Went back to step 3, 1 more times at most" in capsys.readouterr().out
+    assert len(curve("other")) == 6
+    assert seen[:4] == first and len(set(seen)) == len(seen) == 11, "no batch comes twice"
+    manifest = json.loads(text_of("other/checkpoints/6/state/manifest.json"))
+    assert manifest["extra"]["sample"] == 8 * 11
+
+
+def text_of(path):
+    return Path(path).read_text().rstrip().rpartition("\n")[0]

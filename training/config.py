@@ -97,6 +97,9 @@ class Config:
     checkpoint_every: int = 200
     """Steps between checkpoints, in `checkpoints` of --out, from which the same command goes on;
     one is made at the end too, and when the run is stopped. 0 makes none."""
+    rollbacks: int = 0
+    """How often to go back to the last checkpoint, past the batches since, when gradients are not
+    finite too often in a row; 0 ends the run."""
     check_replicas_every: int = 0
     """Steps between comparisons of what several devices hold alike, by the bit; 0 for never."""
     keep: int = 3
@@ -145,6 +148,7 @@ _LEAST = {
     "eval_batches": 1,
     "sample_length": 0,
     "checkpoint_every": 0,
+    "rollbacks": 0,
     "check_replicas_every": 0,
     "keep": 1,
     "keep_every": 1,

@@ -73,7 +73,7 @@ class Saver:
         if every:
             folder = same_everywhere(out / FOLDER)
             self._checkpoints = Checkpoints(folder, keep=keep, keep_every=keep_every)
-        self._saved = 0
+        self._saved = self._reached = 0
 
     def __enter__(self) -> Saver:
         return self
@@ -110,12 +110,22 @@ class Saver:
                 )
         found = self._checkpoints.restore(like(), say=lambda _: None)
         say(f"Going on from {self._checkpoints.directory}, {found}")
-        self._start = self._saved = found.step
+        self._start = self._saved = self._reached = found.step
         self._first_sample = int(found.extra["sample"])
         return found.tree, found.step
 
+    def go_back(
+        self, like: Callable[[], PyTree], say: Callable[[str], Any]
+    ) -> tuple[PyTree, int] | None:
+        """As `resume`, but the batches up to now, the one that failed among them, are skipped."""
+        sample = self.sample(self._reached + 1)
+        found = self.resume(like, say)
+        self._first_sample = sample
+        return found
+
     def save(self, step: int, tree: PyTree, *, now: bool = False) -> None:
         """Saves if it is time to, or `now`, unless this step is saved already."""
+        self._reached = step
         if self._checkpoints is None or step == self._saved:
             return
         if now or step % self._every == 0:
