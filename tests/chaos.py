@@ -48,7 +48,7 @@ class Outcome:
                 *("| killed while | times |", "|---|---|", *rows),
                 f"| in all | {sum(self.kills.values())} |",
                 "",
-                f"{self.finished} runs got through; {self.checked} checkpoints were read back, all of them",
+                f"{self.finished} runs got through; {self.checked} checkpoints were read back, all",
                 f"whole; at most {max(self.lost, default=0)} steps were lost; losses differ",
                 f"from those of the undisturbed run by {self.worst:.1e} at most",
             ]
