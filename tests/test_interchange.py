@@ -99,10 +99,10 @@ def saved(tmp_path_factory):
     made = {}
     for name, config in CONFIGS.items():
         folder, zero = tmp_path_factory.mktemp("checkpoint"), zero_on(4)
-        params = zero.init(functools.partial(make, config))
-        state = zero.optimizer(optax.adamw(1e-3)).init(params)
+        params = zero.shard(jax.jit(functools.partial(make, config))())
+        moments = jax.tree.map(jnp.zeros_like, params)
         with Checkpoints(folder) as checkpoints:
-            checkpoints.save(3, (params, state), config={"heads": config.heads})
+            checkpoints.save(3, (params, {"mu": moments}), config={"heads": config.heads})
         made[name] = folder, params, our_logits(config, zero.full(params))
     return made
 
@@ -155,6 +155,8 @@ def test_exported_weights_give_the_same_logits_in_pytorch(saved, exported, name)
     model = loaded(exported[name])
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.dtype == torch.float32
+    known = model.config
+    assert (known.activation_function, known.layer_norm_epsilon) == ("gelu_new", 1e-5)
     got, want = their_logits(model, CONFIGS[name]), saved[name][2]
     assert np.abs(want).max() > 1, "or nothing is compared"
     np.testing.assert_allclose(got, want, atol=ATOL, rtol=ATOL)
@@ -253,8 +255,8 @@ def without(params, path):
     ("tree", "words"),
     [
         (lambda p: {"w": jnp.ones((3, 3))}, "no parameters of models/gpt.py"),
-        (lambda p: without(p, "ln_f"), "ln_f/bias is missing"),
-        (lambda p: {**p, "head": jnp.ones((3, 3))}, "head is not part of it"),
+        (lambda p: without(p, "ln_f"), r"ln_f/bias \[12\] is missing"),
+        (lambda p: {**p, "head": jnp.ones((3, 3))}, r"head \[3, 3\] is not part of it"),
         (lambda p: {**p, "wpe": {"embedding": jnp.ones((8, 13))}}, r"wpe/embedding is \[8, 13\]"),
         (lambda p: {**p, "wpe": {"embedding": jnp.ones((8, 12), int)}}, "int32"),
         (lambda p: {**p, "wpe": {"embedding": jnp.ones((0, 12))}}, "seq=0"),
@@ -292,6 +294,8 @@ def test_the_command_refuses_and_says_why(saved, tmp_path, capsys):
         ((tmp_path / "none", tmp_path / "out"), "does not hold a checkpoint"),
         ((folder, tmp_path / "out", "--max-file-bytes", 0), "at least 1"),
         ((folder, tmp_path / "out", "--heads", 0), "heads=0"),
+        ((folder, tmp_path / "out", "--max-file-bytes", "nan"), "at least 1"),
+        ((folder, tmp_path / "out", "--max-file-bytes", "inf"), "at least 1"),
     ):
         assert run("export", *args) == 2
         assert words in capsys.readouterr().err
@@ -369,7 +373,7 @@ def test_only_what_devices_hold_is_read(exported, monkeypatch):
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, monkeypatch, heads):
-    """Columns split by devices that do not respect heads: what is read is rounded up to heads."""
+    """Columns split over devices in the midst of heads: what is read is rounded up to heads."""
     config = gpt.GPTConfig(layers=1, width=8, heads=heads, vocab=5, seq=3)
     params = make(config)
     with Checkpoints(tmp_path / "in") as checkpoints:
@@ -384,7 +388,18 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, monkeypatch, 
         ),
         params,
     )
+    wide, read = [], tensorfiles.Folder.read
+
+    def reading(self, name, starts, stops):
+        if name.endswith("c_attn.weight"):
+            wide.append(stops[1] - starts[1])
+        return read(self, name, starts, stops)
+
+    monkeypatch.setattr(tensorfiles.Folder, "read", reading)
     assert_bitwise(interchange.load(tmp_path / "out", like), params)
+    head = 8 // heads
+    touched = [-(-(3 * d + 3) // (3 * head)) - 3 * d // (3 * head) for d in range(8)]
+    assert sorted(wide) == sorted(3 * [n * head for n in touched])
 
 
 SAVED = {
@@ -527,7 +542,7 @@ def test_a_model_of_other_shape_is_refused_with_what_to_build(exported, other):
     like = zero_on(1).abstract(functools.partial(make, CONFIGS[other]))
     with pytest.raises(ValueError, match="wte/embedding is.*zero_jax.interchange.config"):
         interchange.load(exported["odd"], like)
-    with pytest.raises(ValueError, match="wte/embedding is missing"):
+    with pytest.raises(ValueError, match=r"wte/embedding \[17, 12\] is missing"):
         interchange.load(exported["odd"], {"w": jnp.ones(3)})
 
 
@@ -628,8 +643,11 @@ def test_training_starts_from_an_imported_checkpoint(tmp_path):
     np.testing.assert_allclose(got, our_logits(config, zero.full(params)), atol=ATOL, rtol=ATOL)
 
 
-def test_import_does_not_touch_a_folder_with_checkpoints(saved, exported, capsys):
+def test_import_does_not_touch_a_folder_with_checkpoints(saved, exported, tmp_path, capsys):
     folder = saved["odd"][0]
     assert run("import", exported["odd"], folder) == 2
     assert "holds checkpoints already" in capsys.readouterr().err
     assert Checkpoints(folder, read_only=True).steps == [3]
+    assert run("import", exported["odd"], tmp_path / "new", "--step", -1) == 2
+    assert "step=-1" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -78,7 +78,7 @@ def _export(args: argparse.Namespace) -> int:
         args.dir,
         args.out,
         step=args.step,
-        max_file_bytes=int(args.max_file_bytes),
+        max_file_bytes=args.max_file_bytes,
         heads=args.heads,
         prefix=args.prefix,
     )
@@ -90,6 +90,8 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from flax import nnx
 
+    if args.step < 0:
+        raise ValueError(f"step={args.step}: give 0 or more")
     config = interchange.config(args.folder)
     if args.dir.is_dir() and Checkpoints(args.dir, read_only=True).steps:
         raise ValueError(f"{args.dir} holds checkpoints already: choose another folder")

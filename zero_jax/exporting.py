@@ -40,7 +40,7 @@ def export(
     out: Path,
     *,
     step: int | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: float = MAX_FILE_BYTES,
     heads: int | None = None,
     prefix: str | None = None,
 ) -> list[pathlib.Path]:
@@ -62,8 +62,8 @@ def export(
       Damaged: something in the checkpoint is not as it was written.
       ValueError: there is no such checkpoint, it is no GPT of models/gpt.py, or `out` is in use.
     """
-    if max_file_bytes < 1:
-        raise ValueError(f"max_file_bytes={max_file_bytes}: give at least 1")
+    if not 1 <= max_file_bytes < math.inf:
+        raise ValueError(f"max_file_bytes={max_file_bytes}: give a number of at least 1")
     target = pathlib.Path(out).absolute()
     _check_free(target)
     with Checkpoints(directory, read_only=True) as checkpoints:
@@ -73,7 +73,7 @@ def export(
     arrays = _parameters(manifest, prefix, str(folder))
     config = _config_of(manifest, arrays, heads, str(folder))
     with _beside(target) as beside:
-        _stream(folder, arrays, config, beside, max_file_bytes)
+        _stream(folder, arrays, config, beside, int(max_file_bytes))
     return sorted(target.iterdir())
 
 
@@ -162,8 +162,9 @@ def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
 
 def _of_preset(name: Any, arrays: Mapping[str, Entry]) -> int | None:
     preset = mapping("gpt_config").PRESETS.get(name) if isinstance(name, str) else None
-    same = _EMBEDDING in arrays and preset and arrays[_EMBEDDING].shape[-1] == preset.width
-    return preset.heads if same else None
+    if preset is None or _EMBEDDING not in arrays:
+        return None
+    return preset.heads if arrays[_EMBEDDING].shape[-1:] == (preset.width,) else None
 
 
 def _stream(
