@@ -175,23 +175,23 @@ def full_name(name: str) -> str | None:
     return PREFIX + name if name.startswith(known) else name
 
 
-def by_kind(qkv: np.ndarray, heads: int) -> np.ndarray:
-    """Ours to theirs: the last dim from (heads, 3, H) to (3, heads, H).
+def positions(heads: int, width: int) -> np.ndarray:
+    """Where each column of our qkv is in theirs.
 
-    >>> by_kind(np.array(["q0", "k0", "v0", "q1", "k1", "v1"]), heads=2).tolist()
-    ['q0', 'q1', 'k0', 'k1', 'v0', 'v1']
+    >>> positions(heads=2, width=2).tolist()  # q0 k0 v0 q1 k1 v1 of q0 q1 k0 k1 v0 v1
+    [0, 2, 4, 1, 3, 5]
     """
-    return _swapped(qkv, heads, 3)
+    return by_head(np.arange(3 * width), heads)
 
 
 def by_head(qkv: np.ndarray, heads: int) -> np.ndarray:
-    """Theirs to ours: the last dim from (3, heads, H) to (heads, 3, H)."""
-    return _swapped(qkv, 3, heads)
+    """Theirs to ours: the last dim from (3, heads, H) to (heads, 3, H).
 
-
-def _swapped(x: np.ndarray, outer: int, inner: int) -> np.ndarray:
-    split = x.reshape(*x.shape[:-1], outer, inner, -1)
-    return split.swapaxes(-3, -2).reshape(x.shape)
+    >>> by_head(np.array(["q0", "q1", "k0", "k1", "v0", "v1"]), heads=2).tolist()
+    ['q0', 'k0', 'v0', 'q1', 'k1', 'v1']
+    """
+    split = qkv.reshape(*qkv.shape[:-1], 3, heads, -1)
+    return split.swapaxes(-3, -2).reshape(qkv.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """A checkpoint as a model of Hugging Face's transformers: `export(checkpoint, folder)`.
 
-Streams the parameters, leaf by leaf and some layers at a time, into safetensors files. Which tensor
-is which, and the order of columns in qkv, is in models/hf_gpt2.py. Every bit that is exported has
-been compared with the checksums of the checkpoint.
+Streams the parameters, chunk by chunk, to their places in safetensors files. Which tensor is which,
+and the order of columns in qkv, is in models/hf_gpt2.py. Every bit that is exported has been
+compared with the checksums of the checkpoint.
 
-Host memory: SLAB_BYTES of one array, or a matrix of one layer if that is larger, and never more
-than an output file holds.
+Host memory: one chunk, of about 64 MiB, whatever the size of the model and of the files.
 """
 
 import contextlib
@@ -17,18 +16,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.arrays import Damaged
 from zero_jax.checkpoints import ITEM, Checkpoints
-from zero_jax.checksum import MODULUS, checksum
+from zero_jax.inspecting import Chunk, read_checked
 from zero_jax.manifest import Entry, Manifest
 from zero_jax.tensorfiles import DTYPES, Writer
 from zero_jax.writing import check_seal
 
 Path = str | os.PathLike[str]
-SLAB_BYTES = 256 * 2**20
 MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
 PREFIXES = ("0/", "", "params/")
@@ -179,40 +175,30 @@ def _stream(
     places = hf_gpt2.places(config)
     files = Writer(out, {place.name: (place.shape, dtype) for place in places}, max_file_bytes)
     names = {(place.path, place.layer): place.name for place in places}
+    positions = hf_gpt2.positions(config.heads, config.width)
     for path, entry in arrays.items():
-        rows = _rows(entry, min(SLAB_BYTES, max_file_bytes))
-        for start, part in _checked(folder, path, entry, rows):
-            if hf_gpt2.QKV in path:
-                part = hf_gpt2.by_kind(part, config.heads)
-            if (path, None) in names:
-                files.write(names[path, None], start, part)
-                continue
-            for at, layer in enumerate(part, start=start):
-                files.write(names[path, at], 0, layer)
+        for chunk, part in read_checked(folder, path, entry):
+            for at, starts, tensor in _tensors(chunk, part, stacked=(path, None) not in names):
+                box: list[Any] = [
+                    slice(a, a + n) for a, n in zip(starts, tensor.shape, strict=True)
+                ]
+                if hf_gpt2.QKV in path:
+                    box[-1] = positions[box[-1]]
+                files.write(names[path, at], tuple(box), tensor)
     files.finish()
     text = json.dumps(hf_gpt2.to_json(config, dtype), indent=2)
     (out / "config.json").write_text(text + "\n")
 
 
-def _rows(entry: Entry, limit: int) -> int:
-    """How many rows of dim 0 are read at once: whole chunks of them, where they fit."""
-    row = math.prod(entry.shape[1:]) * jnp.dtype(entry.stored).itemsize
-    rows, chunk = max(1, limit // row), entry.chunk[0]
-    return rows // chunk * chunk if rows > chunk else rows
-
-
-def _checked(
-    folder: pathlib.Path, path: str, entry: Entry, rows: int
-) -> Iterator[tuple[int, np.ndarray]]:
-    """An array by rows; after the last, compares its checksum."""
-    array, found, rest = entry.array(folder), 0, entry.shape[1:]
-    for start in range(0, entry.shape[0], rows):
-        starts = (start, *(0 for _ in rest))
-        part = array.read(starts, (min(start + rows, entry.shape[0]), *rest))
-        found += checksum(part, starts)
-        yield start, part
-    if found % MODULUS != entry.checksum:
-        raise Damaged(f"{folder}: {path} is not as it was saved: its checksum differs")
+def _tensors(
+    chunk: Chunk, part: np.ndarray, stacked: bool
+) -> Iterator[tuple[int | None, tuple[int, ...], np.ndarray]]:
+    """A chunk as parts of tensors: which layer, where it begins there, and the part."""
+    if not stacked:
+        yield None, chunk.starts, part
+        return
+    for at, tensor in enumerate(part, start=chunk.starts[0]):
+        yield at, chunk.starts[1:], tensor
 
 
 def differences(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+import numpy as np
 
 from zero_jax.arrays import Damaged
 from zero_jax.checkpoints import ITEM
@@ -129,13 +130,30 @@ def damage(folder: pathlib.Path) -> list[str]:
 
 
 def _damage(folder: pathlib.Path, name: str, entry: Entry) -> str | None:
-    array, total = entry.array(folder), 0
     try:
-        for chunk in chunks(entry):
-            total += checksum(array.read(chunk.starts, chunk.stops), chunk.starts)
+        for _ in read_checked(folder, name, entry):
+            pass
     except (Damaged, OSError) as error:
         return f"{name}: {error}"
-    return None if total % MODULUS == entry.checksum else f"{name}: its checksum differs"
+    return None
+
+
+def read_checked(
+    folder: pathlib.Path, name: str, entry: Entry
+) -> Iterator[tuple[Chunk, np.ndarray]]:
+    """Reads an array chunk by chunk, each once; after the last compares its checksum.
+
+    Raises:
+      Damaged: it is not as it was written.
+    """
+    array, total = entry.array(folder), 0
+    for chunk in chunks(entry):
+        part = array.read(chunk.starts, chunk.stops)
+        total += checksum(part, chunk.starts)
+        yield chunk, part
+        del part  # or two chunks would be held while the next is read
+    if total % MODULUS != entry.checksum:
+        raise Damaged(f"{folder}: {name} is not as it was saved: its checksum differs")
 
 
 def _sizes(folder: pathlib.Path, name: str, entry: Entry) -> Iterator[str]:

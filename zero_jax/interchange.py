@@ -12,12 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.exporting import SLAB_BYTES, Path, differences, few, mapping
+from zero_jax.exporting import Path, differences, few, mapping
 from zero_jax.exporting import export as export
 from zero_jax.leaves import Leaf, Read, leaves, rebuilt
 from zero_jax.tensorfiles import DTYPES, Folder
 
 PyTree = Any
+_AT_ONCE = 1 << 24  # elements of two tensors that are compared
 
 
 def config(folder: Path) -> Any:
@@ -105,7 +106,7 @@ class _Model:
         if tied is None or self._files.kinds[name] != self._files.kinds[tied]:
             raise ValueError(f"{self._where}: {name} differs from wte.weight, to which it is tied")
         rows, width = self._files.kinds[name][0]
-        at_once = max(1, SLAB_BYTES // (8 * max(1, width)))
+        at_once = max(1, _AT_ONCE // max(1, width))
         for start in range(0, rows, at_once):
             box = (start, 0), (min(start + at_once, rows), width)
             a, b = (self._files.read(n, *box) for n in (name, tied))

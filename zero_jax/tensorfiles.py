@@ -1,8 +1,8 @@
 """A folder of safetensors files: written in any order and in parts, read in parts.
 
 A file is the length of its header (8 bytes), the header (JSON: dtype, shape and place of each
-tensor), and the tensors one after the other. All sizes are known before the first byte, so parts
-go straight to their place, and host memory holds no more than one part.
+tensor), and the tensors one after the other. All sizes are known before the first byte, so files
+are made at once in full size, and parts go straight to their place through mapped memory.
 
     DIR/model-00001-of-00003.safetensors
     DIR/model.safetensors.index.json        which tensor is in which file
@@ -12,6 +12,7 @@ The format: https://github.com/huggingface/safetensors.
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,7 +76,9 @@ class Writer:
                 for name in names:
                     self._places[name] = (files[-1], len(header) + begin)
                     begin += self._left[name]
-                out.truncate(len(header) + begin)
+                # Mapped memory without space on the disk would end the process.
+                out.flush()
+                os.posix_fallocate(out.fileno(), 0, len(header) + begin)
         return files
 
     def _header(self, names: Sequence[str]) -> bytes:
@@ -94,14 +97,13 @@ class Writer:
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
         return len(text).to_bytes(8, "little") + text
 
-    def write(self, name: str, row: int, part: np.ndarray) -> None:
-        """Writes rows of a tensor, from `row` of its dim 0 on."""
+    def write(self, name: str, box: Any, part: np.ndarray) -> None:
+        """Writes a part of a tensor to `tensor[box]`; no element twice."""
         shape, dtype = self._kinds[name]
-        assert str(part.dtype) == dtype and part.shape[1:] == tuple(shape[1:]), name
+        assert str(part.dtype) == dtype, f"{name} is {dtype}, not {part.dtype}"
         path, begin = self._places[name]
-        with open(path, "r+b") as out:
-            out.seek(begin + row * _nbytes(shape[1:], dtype))
-            out.write(words(part).data)
+        value = words(part)
+        np.memmap(path, value.dtype, mode="r+", offset=begin, shape=tuple(shape))[box] = value
         self._left[name] -= part.nbytes
 
     def finish(self) -> None:
