@@ -134,7 +134,7 @@ def _damage(folder: pathlib.Path, name: str, entry: Entry) -> str | None:
         for _ in read_checked(folder, name, entry):
             pass
     except (Damaged, OSError) as error:
-        return f"{name}: {error}"
+        return str(error)
     return None
 
 
@@ -148,12 +148,15 @@ def read_checked(
     """
     array, total = entry.array(folder), 0
     for chunk in chunks(entry):
-        part = array.read(chunk.starts, chunk.stops)
+        try:
+            part = array.read(chunk.starts, chunk.stops)
+        except Damaged as error:
+            raise Damaged(f"{name}: {error}") from error
         total += checksum(part, chunk.starts)
         yield chunk, part
         del part  # or two chunks would be held while the next is read
     if total % MODULUS != entry.checksum:
-        raise Damaged(f"{folder}: {name} is not as it was saved: its checksum differs")
+        raise Damaged(f"{name}: its checksum differs ({folder / entry.folder})")
 
 
 def _sizes(folder: pathlib.Path, name: str, entry: Entry) -> Iterator[str]:
