@@ -3,7 +3,11 @@
 import functools
 import json
 import os
+import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 
 # No test may look for anything on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -388,6 +392,47 @@ def test_only_what_devices_hold_is_read(exported, monkeypatch):
     assert max(sizes) == max(config.width * 4 * config.width, config.vocab * config.width) // n
 
 
+@pytest.mark.heavy
+def test_each_of_two_processes_reads_what_its_devices_hold(saved, exported, tmp_path):
+    config = CONFIGS["even"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [sys.executable, str(pathlib.Path(__file__).parent / "interchange_run.py")]
+    runs = [
+        subprocess.Popen(
+            [
+                *script,
+                str(exported["even"]),
+                str(tmp_path / f"{rank}.npz"),
+                str(port),
+                "2",
+                str(rank),
+            ]
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [run.wait(timeout=300) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    want = whole(saved["even"][1])
+    got = {name: np.zeros_like(value) for name, value in want.items()}
+    for rank in range(2):
+        with np.load(tmp_path / f"{rank}.npz") as found:
+            pieces = dict(found)
+        assert pieces.pop("read") == gpt.num_params(config) // 2
+        for key, piece in pieces.items():
+            name, _, starts = key.partition("@")
+            corner = map(int, starts.split(","))
+            box = tuple(slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True))
+            assert not got[name][box].any(), "no piece twice"
+            got[name][box] = piece
+    assert all(got[name].tobytes() == want[name].tobytes() for name in want)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, monkeypatch, heads):
     """Columns split over devices in the midst of heads: what is read is rounded up to heads."""
@@ -625,7 +670,7 @@ def test_a_damaged_folder_is_refused_with_the_file(exported, tmp_path, what, wor
 
 
 def test_without_safetensors_the_error_says_what_to_install(exported, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"pip install safetensors"):
         interchange.load(exported["odd"], zero_on(1).abstract(lambda: make(CONFIGS["odd"])))
 
