@@ -8,7 +8,7 @@ FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
     | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"}
     | {"checksum", "lock", "watchdog"},
-    {"arrays"},
+    {"arrays", "tensorfiles"},
     {"manifest"},
     {"model_axis", "spread", "policies"},
     {"flat"},
@@ -26,6 +26,9 @@ FLOORS = [
     {"optimizer", "partitioned", "leaves"},
     {"writing", "comparing", "replicas"},
     {"checkpoints"},
+    {"inspecting"},
+    {"exporting"},
+    {"interchange"},
     {"settings"},
     {"grads", "memory"},
     {"step"},
@@ -33,7 +36,7 @@ FLOORS = [
     {"candidates"},
     {"choose"},
     {"zero", "plan_text", "offload"},
-    {"plan"},
+    {"plan", "checkpoint"},
     {"__init__"},
 ]
 

@@ -8,8 +8,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-NAMES = ("guide", "plan", "offload", "parallelism", "checkpoints")
+NAMES = ("guide", "plan", "offload", "parallelism", "checkpoints", "interchange")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
+MODULES = ("hlo", "plan", "offload", "interchange", "checkpoint", "checkpoints")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -28,6 +29,8 @@ def test_code_blocks_run(page, capsys):
         assert "step 4: restored" in printed and "{'sample': 32}" in printed
     elif page == "docs/parallelism.md":
         assert "'model'" in printed and "block@partitioned" in printed
+    elif page == "docs/interchange.md":
+        assert "'model-00001-of-00003.safetensors'" in printed
     else:
         assert "'optimizer_state'" in printed
 
@@ -37,4 +40,4 @@ def test_every_name_in_the_readme_exists():
 
     for page in PAGES:
         for name in re.findall(r"zero_jax\.(\w+)", (ROOT / page).read_text()):
-            assert hasattr(zero_jax, name) or name in ("hlo", "plan", "offload"), name
+            assert hasattr(zero_jax, name) or name in MODULES, name

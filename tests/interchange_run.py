@@ -1,0 +1,50 @@
+"""Imports a model in one process of several, and notes what it read and what it then holds.
+
+python interchange_run.py FOLDER OUT PORT PROCESSES PROCESS
+"""
+
+import functools
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+# ruff: noqa: E402
+
+import conftest  # noqa: F401  the same flags as in every test
+import jax
+import numpy as np
+from flax import nnx
+
+import zero_jax
+from models import gpt
+from zero_jax import interchange, leaves, tensorfiles
+
+
+def main(folder: str, out: str, port: str, count: str, index: str) -> None:
+    """Writes, by leaf, the pieces that this process would save, and how much was read."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    zero_jax.initialize(f"localhost:{port}", int(count), int(index))
+    config = interchange.config(folder)
+    make = functools.partial(gpt.GPT, config)
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
+    like = zero.abstract(lambda: nnx.state(make(rngs=nnx.Rngs(0)), nnx.Param))
+    held, read = [0], tensorfiles.Folder.read
+
+    def reading(*args):
+        part = read(*args)
+        held[0] += part.size
+        return part
+
+    tensorfiles.Folder.read = reading
+    params = interchange.load(folder, like)
+    found = {
+        f"{leaf.name}@{','.join(map(str, starts))}": piece
+        for leaf in leaves.leaves(params)
+        for starts, piece in leaf.pieces()
+    }
+    np.savez(out, read=held[0], **found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
