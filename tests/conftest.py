@@ -19,6 +19,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out what needs PyTorch, which is an extra, unless -m asks for it."""
+    wanted = "interchange" in config.option.markexpr
+    return True if collection_path.name == "test_interchange.py" and not wanted else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out what compiles for GPUs, which needs an extra, unless -m asks for it."""
     if "prove" in config.option.markexpr:

@@ -29,6 +29,8 @@ from zero_jax.arrays import Damaged
 from zero_jax.checkpoint import main
 from zero_jax.checkpoints import Checkpoints
 
+pytestmark = pytest.mark.interchange
+
 # Logits of fp32 models, whose sums come in another order.
 ATOL = 1e-4
 
