@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-STEPS, EVERY = 600, 20
+STEPS, EVERY = 120, 10
 SETTINGS = ["--steps", str(STEPS), "--batch", "8", "--seq", "16", "--warmup", "5", "--lr", "1e-3"]
 SETTINGS += ["--eval-every", "0", "--sample-length", "0", "--checkpoint-every", str(EVERY)]
 SETTINGS += ["--data", "text.txt", "--dead-after", "3"]
@@ -60,9 +60,13 @@ def start(folder: Path, out: str, count: int) -> list[subprocess.Popen]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, str(ROOT / "train.py"), *SETTINGS, "--out", out]
+    command += ["--devices", str(count)]
     own = [["--coordinator", address, "--num-processes", str(count), "--process-id", str(rank)]
            for rank in range(count)] if count > 1 else [[]]  # fmt: skip
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    # Compiled once for all starts, so that less time passes before there is something to disturb.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **cache}
     return [
         subprocess.Popen(
             [*command, *more],
@@ -137,7 +141,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
         out = f"run{number}"
         processes = start(folder, out, rng.choice(counts))
         # Starting takes some seconds, and a step milliseconds.
-        wait = rng.uniform(1, 20) if sum(outcome.kills.values()) < kills else 600
+        wait = rng.uniform(1, 30) if sum(outcome.kills.values()) < kills else 600
         limit = time.monotonic() + wait
         while time.monotonic() < limit and any(p.poll() is None for p in processes):
             time.sleep(0.02)
