@@ -417,3 +417,48 @@ def test_what_reaches_the_device_is_what_was_checked(one, monkeypatch):
     with Checkpoints(one, read_only=True) as checkpoints:
         with pytest.raises(Damaged, match="a is not as it was saved"):
             checkpoints.restore(small())
+
+
+# Memory.
+
+PEAK = """
+import resource, sys
+import jax, jax.numpy as jnp
+from zero_jax.checkpoints import Checkpoints
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def make(value):
+    return {f"w{i}": jnp.full((5 << 18,), value) for i in range(40)}  # 40 leaves of 5 MiB
+
+folder, what = sys.argv[1:]
+with Checkpoints(folder) as checkpoints:
+    if what == "save":
+        tree = jax.block_until_ready(make(1.0))
+        checkpoints.save(1, {"small": jnp.ones(3)})
+        checkpoints.wait()
+        before = peak()
+        checkpoints.save(2, tree)
+    else:
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        one = jax.ShapeDtypeStruct((5 << 18,), jnp.float32, sharding=place)
+        like = {name: one for name in jax.eval_shape(lambda: make(1.0))}
+        checkpoints.restore({"small": jnp.ones(3)}, 1)
+        before = peak()
+        kept = checkpoints.restore(like, 2)
+    checkpoints.wait()
+    print((peak() - before) / 2**20)
+"""
+
+
+@pytest.mark.heavy
+def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path):
+    """Of a state of 200 MiB: `save` holds it once more, `restore` makes it and a leaf beside it."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    for what in ("save", "restore"):
+        command = [sys.executable, "-c", PEAK, str(tmp_path), what]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        more = float(done.stdout)
+        assert 190 < more < 200 + 60, f"{what}: {more} MiB, or nothing was measured"
