@@ -262,46 +262,59 @@ def run(config: Config) -> None:
         marks["bigram entropy"] = bigram_entropy(plan.held_out, plan.model.vocab)
 
     def open_log() -> RunLog:
-        resume = lead and goes_on(config.out, config.fresh)
+        resume = lead and config.checkpoint_every > 0 and goes_on(config.out, config.fresh)
         out = config.out or (next_folder("runs") if lead else "runs")
         facts = {**known, **marks, "out": str(out)}
         return RunLog(out, facts, lead, levels=marks, resume=resume)
 
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(together(settings, "out", open_log))
-        kept = (config.checkpoint_every, config.keep, config.keep_every)
-        open_saver = functools.partial(Saver, log.out_dir, *kept, known)
-        saver = stack.enter_context(together(settings, "checkpoints", open_saver))
-        stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
-        alive = same_everywhere(log.out_dir / "alive")
-        watchdog = stack.enter_context(Watchdog(alive, dead_after=config.dead_after))
-        say(f"Writing to {log.out_dir}", flush=True)
-        with explained(watchdog):
+    log = together(settings, "out", open_log)
+    alive = same_everywhere(log.out_dir / "alive")
+    with Watchdog(alive, dead_after=config.dead_after) as watchdog, leaving_together(watchdog):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(log)
+            kept = (config.checkpoint_every, config.keep, config.keep_every)
+            open_saver = functools.partial(Saver, log.out_dir, *kept, known)
+            saver = stack.enter_context(together(settings, "checkpoints", open_saver))
+            stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
+            say(f"Writing to {log.out_dir}", flush=True)
             job = Run(trainer, log, saver, stop, watchdog, lead)
             params = job.train()
             loss = job.evaluate(params)
-        log.evaluation(config.steps, val_loss=loss)
-    unit = "byte" if plan.corpus.byte_level else "token"
-    say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
-    for name, entropy in marks.items():
-        say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
-    if config.sample_length:
-        whole = trainer.zero.full(params)
-        if lead:
-            text = trainer.sample(whole)
-            say("sample:", decode(text) if plan.corpus.byte_level else text.tolist(), sep="\n")
+            log.evaluation(config.steps, val_loss=loss)
+        unit = "byte" if plan.corpus.byte_level else "token"
+        say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
+        for name, entropy in marks.items():
+            say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
+        if config.sample_length:
+            whole = trainer.zero.full(params)
+            if lead:
+                text = trainer.sample(whole)
+                say("sample:", decode(text) if plan.corpus.byte_level else text.tolist(), sep="\n")
 
 
 @contextlib.contextmanager
-def explained(watchdog: Watchdog) -> Iterator[None]:
-    """When a collective fails, finds out whose fault it is."""
+def leaving_together(watchdog: Watchdog) -> Iterator[None]:
+    """Leaves the group while the watchdog looks on: who leaves waits for all others.
+
+    When a collective fails, finds out whose fault it is.
+    """
     try:
-        yield
+        try:
+            yield
+        except Stopped:
+            _leave()
+            raise
+        _leave()
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() > 1:
             print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
             watchdog.explain()
         raise
+
+
+def _leave() -> None:
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
 
 
 def join(config: Config) -> None:
