@@ -81,7 +81,7 @@ def start(folder: Path, out: str, count: int) -> list[subprocess.Popen]:
     ]
 
 
-def end(processes: list[subprocess.Popen], seconds: float) -> None:
+def end(processes: list[subprocess.Popen], seconds: float, log: Path) -> None:
     """Waits for all; what has not ended then did not notice, which is an error."""
     limit = time.monotonic() + seconds
     for process in processes:
@@ -90,7 +90,10 @@ def end(processes: list[subprocess.Popen], seconds: float) -> None:
         except subprocess.TimeoutExpired:
             for other in processes:
                 other.kill()
-            raise AssertionError("a process did not notice that another one was dead") from None
+            raise AssertionError(
+                f"process {processes.index(process)} of {len(processes)} has not ended, the others "
+                f"with {[p.returncode for p in processes]}; {log.read_text()[-3000:]}"
+            ) from None
 
 
 def curve(folder: Path, out: str) -> dict[int, float]:
@@ -135,7 +138,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
     """Runs until so many kills are done, and the run they disturbed is through."""
     (folder / "text.txt").write_text(TEXT)
     rng, outcome = random.Random(seed), Outcome()
-    end(start(folder, "whole", 1), 600)
+    end(start(folder, "whole", 1), 600, folder / "whole.log")
     want = curve(folder, "whole")
     assert len(want) == STEPS
     number = 0
@@ -165,7 +168,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
         alone = what != "starting" and rng.random() < 0.5
         for process in [rng.choice(processes)] if alone else processes:
             process.kill()
-        end(processes, 60)
+        end(processes, 60, folder / f"{out}.log")
         if (folder / out / "checkpoints").exists():
             count, latest = check_all(folder, out)
             outcome.checked += count
