@@ -47,6 +47,15 @@ def test_what_is_no_step_may_take_its_time(tmp_path):
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
 
 
+def test_a_start_leaves_no_more_than_its_own_folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    for _ in range(2):
+        with Watchdog(tmp_path):
+            pass
+    data, own = sorted(p.name for p in tmp_path.iterdir())
+    assert data == "data" and own.startswith("start-")
+
+
 def test_nothing_is_timed_before_there_is_something_to_compare_with(tmp_path):
     watchdog = Watchdog(tmp_path, slow_factor=2, slow_after=1e-9)
     for number in range(3):

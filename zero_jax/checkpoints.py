@@ -125,8 +125,11 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The last of them."""
-        return max(self.steps, default=None)
+        """The last of them; the first process's, where storage shows it late to others."""
+        last = max(self.steps, default=-1)
+        if jax.process_count() > 1:
+            last = int(multihost_utils.broadcast_one_to_all(np.int32(last)))
+        return None if last < 0 else last
 
     def save(self, step: int, tree: PyTree, *, config: Any = None, extra: Any = None) -> None:
         """Copies what this process holds and writes it while training goes on.
@@ -185,7 +188,7 @@ class Checkpoints:
                 self._lock = None
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """What a checkpoint says about itself; of the latest by default.
+        """What a checkpoint says about itself; of the latest by default. Every process calls it.
 
         Raises:
           ValueError: there is none.
@@ -194,8 +197,7 @@ class Checkpoints:
 
     def _folder(self, step: int | None) -> pathlib.Path:
         steps = self.steps
-        if step is None and steps:
-            step = steps[-1]
+        step = self.latest if step is None else step
         if step not in steps:
             there = f"steps {', '.join(map(str, steps))}" if steps else "none"
             wanted = "a checkpoint" if step is None else f"step {step}"

@@ -2,10 +2,10 @@
 
 A collective waits for ever for a process that is stopped, and for long for one that is dead. So
 every process writes a counter to a file of a folder that all share, once a second, and looks at
-those of the others; a process whose counter stands still is dead or stopped. A step that takes far
-longer than those before it is stuck, though its process is alive: every process is told to print
-its stacks. In each case all processes that still can end with exit code ENDED, for whatever
-restarts them.
+those of the next few ranks; a process whose counter stands still is dead or stopped. A step that
+takes far longer than those before it is stuck, though its process is alive. In each case a file
+tells all others, and every process that still can prints its stacks and ends with exit code ENDED,
+for whatever restarts them.
 
     with Watchdog(folder, dead_after=60) as watchdog:
         for number, batch in enumerate(batches):
@@ -33,7 +33,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 ENDED = 76
-_STUCK = "stuck.json"
+_OWN = "start-"
+_VERDICT = "verdict.json"
+# How many of the ranks after its own a process watches: a host that dies as a whole is watched by
+# the ranks before it, and the load on the storage does not grow with the square of their number.
+_WATCHED = 3
 _LEAST_STEPS = 3
 _LEFT = 0  # the counter of a process that is done
 
@@ -42,7 +46,7 @@ class Watchdog:
     """Watches this run's processes from a thread; use it in a `with`.
 
     Args:
-      folder: on storage that all processes share; is made.
+      folder: on storage that all processes share; is made. In it each start has a folder.
       dead_after: seconds without a sign of life after which a process counts as dead.
       slow_factor: a step is stuck when it takes this many times the median of those before it.
       slow_after: and at least so many seconds.
@@ -64,12 +68,12 @@ class Watchdog:
             if not value > 0:
                 raise ValueError(f"{name}={value!r}: give a positive number")
         # A name of its own for each start: what an earlier one left says nothing about this one.
-        self._folder = pathlib.Path(folder).absolute() / str(_agreed(time.time_ns()))
+        own = f"{_OWN}{_agreed(time.time_ns())}"
+        self._folder = pathlib.Path(folder).absolute() / own
         self._dead_after, self._slow = dead_after, (slow_factor, slow_after)
         self._rank, self._count = jax.process_index(), jax.process_count()
-        self._others = {
-            rank: _Other(time.monotonic()) for rank in range(self._count) if rank != self._rank
-        }
+        nexts = {(self._rank + d) % self._count for d in range(1, _WATCHED + 1)} - {self._rank}
+        self._others = {rank: _Other(time.monotonic()) for rank in sorted(nexts)}
         self._durations: collections.deque[float] = collections.deque(maxlen=100)
         self._last: float | None = None
         self._number: int | None = None
@@ -79,7 +83,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._rank == 0:
-            for old in self._folder.parent.iterdir():
+            for old in self._folder.parent.glob(f"{_OWN}*"):
                 if old != self._folder:
                     shutil.rmtree(old, ignore_errors=True)
         self._thread.start()
@@ -140,30 +144,34 @@ class Watchdog:
 
     def _look(self) -> None:
         now = time.monotonic()
-        told = _read(self._folder / _STUCK)
+        told = _read(self._folder / _VERDICT)
         if told is not None:
             self._end(told["why"])
         for rank, other in self._others.items():
             other.look(_read(self._path(rank)), now)
             if now - other.since > self._dead_after and other.counter != _LEFT:
                 at = f", last seen at step {other.step}" if other.step is not None else ""
-                self._end(
+                self._tell(
                     f"{other.name or _name(rank, host=False)} has given no sign of life for "
                     f"{now - other.since:.0f} s{at}: it is dead or stopped"
                 )
         limit, last = self.limit, self._last
         if limit is not None and last is not None and now - last > limit:
             median = statistics.median(self._durations)
-            why = (
+            self._tell(
                 f"{_name(self._rank)} has been in one step for {now - last:.0f} s, after step "
                 f"{self._number}; the median is {median:.2g} s"
             )
-            with contextlib.suppress(OSError):
-                (self._folder / _STUCK).write_text(json.dumps({"why": why}))
-            self._end(why)
 
     def _path(self, rank: int) -> pathlib.Path:
         return self._folder / f"{rank:05d}.json"
+
+    def _tell(self, why: str) -> None:
+        with contextlib.suppress(OSError):
+            beside = self._folder / f"{self._rank:05d}.{_VERDICT}"
+            beside.write_text(json.dumps({"why": why}))
+            beside.rename(self._folder / _VERDICT)
+        self._end(why)
 
     def _end(self, why: str) -> None:
         """Prints why, and the stacks of all threads of this process, and ends it."""
