@@ -431,7 +431,7 @@ def peak():  # of this program alone; getrusage remembers the process that start
     return 1024 * int(next(x for x in lines if x.startswith("VmHWM")).split()[1])
 
 def make(value):
-    return {f"w{i}": jnp.full((5 << 18,), value) for i in range(40)}  # 40 leaves of 5 MiB
+    return {f"w{i}": jnp.full((5 << 18,), value) for i in range(80)}  # 80 leaves of 5 MiB
 
 folder, what = sys.argv[1:]
 with Checkpoints(folder) as checkpoints:
@@ -455,11 +455,14 @@ with Checkpoints(folder) as checkpoints:
 
 @pytest.mark.heavy
 def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path):
-    """Of a state of 200 MiB: `save` holds it once more, `restore` makes it and a leaf beside it."""
+    """Of a state of 400 MiB: `save` holds it once more, `restore` makes it and a leaf beside it.
+
+    What is beyond that (up to 80 MiB were seen) is threads, code and what the allocator keeps.
+    """
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     for what in ("save", "restore"):
         command = [sys.executable, "-c", PEAK, str(tmp_path), what]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         more = float(done.stdout)
-        assert 190 < more < 200 + 60, f"{what}: {more} MiB, or nothing was measured"
+        assert 390 < more < 400 + 150, f"{what}: {more} MiB, or nothing was measured"
