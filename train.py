@@ -40,6 +40,7 @@ from zero_jax.watchdog import ENDED, Watchdog
 PyTree = Any
 T = TypeVar("T")
 
+DEVICES = 4  # of a machine without GPUs, unless it is asked for others
 PROMPT = 16  # held-out tokens that a sample begins with
 
 
@@ -317,17 +318,22 @@ def _leave() -> None:
         jax.distributed.shutdown()
 
 
+def cpu_devices(config: Config) -> int | None:
+    """How many devices a machine without GPUs is asked to have."""
+    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else None
+    return config.devices or named
+
+
 def join(config: Config) -> None:
     """Makes the devices of a machine without GPUs, and joins the other processes."""
     processes = config.num_processes or zero_jax.mesh.launched_processes()
-    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else None
-    devices = config.devices or named
+    devices = cpu_devices(config)
     if devices is not None and devices % processes:
         raise ValueError(
             f"{devices} devices must be a multiple of {processes} processes: take --devices "
             f"{(devices // processes + 1) * processes}"
         )
-    jax.config.update("jax_num_cpu_devices", max(1, (devices or 4) // processes))
+    jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // processes))
     zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)
 
 
@@ -341,13 +347,12 @@ def supervised(config: Config, given: Sequence[str]) -> int:
         print("error: --supervise needs --out, the folder to go on in", file=sys.stderr)
         return 2
     command = [sys.executable, os.path.abspath(__file__), *own]
-    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else 4
     return supervise(
         command,
         config.supervise,
         restarts=config.restarts,
         grace=3 * config.dead_after + 10,
-        divides=config.devices or named,
+        divides=cpu_devices(config) or DEVICES,
     )
 
 

@@ -24,6 +24,7 @@ from zero_jax import arrays, leaves
 from zero_jax.arrays import Damaged
 from zero_jax.checkpoints import Checkpoints
 from zero_jax.manifest import Manifest
+from zero_jax.writing import Handler
 
 # eps: as in test_parity, so that no rounding becomes a full step.
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
@@ -118,6 +119,8 @@ def test_bits_are_the_same_on_any_mesh_and_stage_and_back(
     elsewhere = zero_on(n, stage, model, offload=offload)
     with Checkpoints(folder, read_only=True) as checkpoints:
         there = checkpoints.restore(like(elsewhere, problem(name)), say=lambda _: None)
+    manifest = Handler().restore(folder / "2" / "state")  # what Orbax alone can read
+    assert manifest.step == 2 and manifest.arrays.keys() == whole(tree).keys()
     assert (there.step, there.config, there.extra) == (2, {"a": 1}, {"sample": 240})
     assert_bitwise(there.tree, tree)
     with Checkpoints(tmp_path) as checkpoints:
@@ -332,6 +335,23 @@ def test_a_write_that_fails_is_told_and_leaves_the_one_before(tmp_path, monkeypa
 
 def broken(*_):
     raise OSError("disk on fire")
+
+
+def test_a_process_whose_part_is_not_there_fails_the_save(tmp_path, monkeypatch):
+    """Each would write to a disk of its own: found at the save, not at the restore."""
+    with Checkpoints(tmp_path) as checkpoints:
+        finalize = Handler.finalize
+
+        def alone(self, directory):
+            for part in pathlib.Path(directory).glob("part-*.json"):
+                part.unlink()
+            finalize(self, directory)
+
+        monkeypatch.setattr(Handler, "finalize", alone)
+        checkpoints.save(1, small())
+        with pytest.raises(OSError, match="checksums of 0 of 1 processes"):
+            checkpoints.wait()
+        assert checkpoints.steps == []
 
 
 def test_what_is_saved_is_what_it_was_when_save_was_called(tmp_path):

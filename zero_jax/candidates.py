@@ -42,7 +42,7 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields by name, for `dataclasses.replace` of a `Zero`."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(vars(self))
 
     @property
     def uses_host(self) -> bool:

@@ -69,15 +69,22 @@ class Handler(ocp.AsyncCheckpointHandler):
         self._manifest = args.manifest
         _write(pathlib.Path(os.fspath(directory)), args)
 
-    def restore(self, directory: Any, args: Any = None) -> Any:
-        raise NotImplementedError("see Checkpoints.restore")
+    def restore(self, directory: Any, args: Any = None) -> Manifest:
+        """What the checkpoint says about itself; its arrays need the places they go to."""
+        return Manifest.read(pathlib.Path(os.fspath(directory)))
 
     def finalize(self, directory: Any) -> None:
         """Once every process has written: adds up the checksums."""
         assert self._manifest is not None
         folder = pathlib.Path(os.fspath(directory))
         sums: dict[str, int] = dict.fromkeys(self._manifest.arrays, 0)
-        for part in sorted(folder.glob("part-*.json")):
+        parts = sorted(folder.glob("part-*.json"))
+        if len(parts) != jax.process_count():
+            raise OSError(
+                f"{folder} has the checksums of {len(parts)} of {jax.process_count()} processes: "
+                "is it on storage that all of them share?"
+            )
+        for part in parts:
             for name, value in json.loads(part.read_text()).items():
                 sums[name] = (sums[name] + value) % MODULUS
             part.unlink()
