@@ -126,9 +126,8 @@ class Checkpoints:
     @property
     def latest(self) -> int | None:
         """The last of them; the first process's, where storage shows it late to others."""
-        last = max(self.steps, default=-1)
-        if jax.process_count() > 1:
-            last = int(multihost_utils.broadcast_one_to_all(np.int32(last)))
+        mine = np.int32(max(self.steps, default=-1))
+        last = int(multihost_utils.broadcast_one_to_all(mine))
         return None if last < 0 else last
 
     def save(self, step: int, tree: PyTree, *, config: Any = None, extra: Any = None) -> None:
