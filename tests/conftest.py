@@ -19,10 +19,16 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_configure(config):
+    """Fixtures that need PyTorch, which is an extra, if -m asks for it."""
+    if "interchange" in config.option.markexpr:
+        config.pluginmanager.import_plugin("gpt2_models")
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out what needs PyTorch, which is an extra, unless -m asks for it."""
-    wanted = "interchange" in config.option.markexpr
-    return True if collection_path.name == "test_interchange.py" and not wanted else None
+    """Leaves out what needs PyTorch, unless -m asks for it."""
+    torch = collection_path.name in ("test_export.py", "test_import.py")
+    return True if torch and "interchange" not in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config, items):
