@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,12 +29,11 @@ from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
 from training.report import RunLog, next_folder
-from training.saving import Saver, goes_on, same_everywhere
+from training.saving import Saver, goes_on, same_everywhere, state_files
 from training.show import Show, Speed, progress
 from training.stop import INTERRUPTED, Stop, Stopped
 from training.supervise import supervise
 from training.text import decode
-from zero_jax import nvme
 from zero_jax.replicas import check_replicas
 from zero_jax.watchdog import ENDED, Watchdog
 
@@ -50,6 +50,7 @@ class Trainer:
     def __init__(self, plan: Plan) -> None:
         config = plan.config
         self.plan = plan
+        self.out = pathlib.Path()  # folder of the run
         self.mesh = zero_jax.make_mesh(**mesh_sizes(config.mesh))
         check_batch(config.batch, zero_jax.mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
@@ -98,17 +99,19 @@ class Trainer:
 
     def like(self) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state as they will rest; not allocated, but for files."""
-        offload = self.zero.settings.offload
-        if offload.in_files:  # whatever is there, the checkpoint takes its place
-            nvme.discard(offload.directory)
+        if self.zero.settings.offload.in_files:
             return self.init()
         params = self.zero.abstract(self._fresh, jax.random.key(self.plan.config.seed))
         return params, self.tx.init(params)
 
     def init(self) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state, born partitioned."""
+        """Parameters and optimizer state, born partitioned.
+
+        State files of the same run give way; those of another are refused.
+        """
         params = self.zero.init(self._fresh, jax.random.key(self.plan.config.seed))
-        return params, self.tx.init(params)
+        with state_files(self.zero.settings.offload.directory, self.out):
+            return params, self.tx.init(params)
 
     def batches(self, start: int = 0) -> Iterator[tuple[jax.Array, ...]]:
         """Global batches to train on, from that sample on, without end."""
@@ -269,12 +272,15 @@ def run(config: Config) -> None:
         return RunLog(out, facts, lead, levels=marks, resume=resume)
 
     log = together(settings, "out", open_log)
-    alive = same_everywhere(log.out_dir / "alive")
-    with Watchdog(alive, dead_after=config.dead_after) as watchdog, leaving_together(watchdog):
+    trainer.out = same_everywhere(log.out_dir)
+    with (
+        Watchdog(trainer.out / "alive", dead_after=config.dead_after) as watchdog,
+        leaving_together(watchdog),
+    ):
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
             kept = (config.checkpoint_every, config.keep, config.keep_every)
-            open_saver = functools.partial(Saver, log.out_dir, *kept, known)
+            open_saver = functools.partial(Saver, trainer.out, *kept, known)
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
             say(f"Writing to {log.out_dir}", flush=True)

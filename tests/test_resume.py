@@ -211,6 +211,24 @@ def test_a_state_goes_from_the_device_to_files(done):
     assert last_loss("out") == before
 
 
+def test_state_files_give_way_to_their_own_run_only(folder, monkeypatch, capsys):
+    """Killed before the first checkpoint, it begins anew; another run is refused."""
+    step = zero_jax.TrainStep.__call__
+
+    def killed(*args):
+        raise RuntimeError("as if by a signal")
+
+    args = ["--steps", "2", "--offload", "optimizer:nvme=nvme", *OWN]
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", killed)
+    with pytest.raises(RuntimeError, match="as if"):
+        train_here(*args)
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", step)
+    assert train_here(*args[:-1], "other") == 2
+    assert "nvme/process-00000 holds the state of step 0" in capsys.readouterr().err
+    assert train_here(*args) == 0
+    assert len(curve("out")) == 2
+
+
 def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, monkeypatch, capsys):
     seen = []
     step = zero_jax.TrainStep.__call__

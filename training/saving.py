@@ -6,13 +6,16 @@ sample, so that a run that goes on, in however many processes, sees every sample
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zero_jax import nvme
 from zero_jax.checkpoints import Checkpoints
 
 PyTree = Any
@@ -45,11 +48,32 @@ def same_everywhere(path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(bytes(np.asarray(shared)).rstrip(b"\0").decode())
 
 
+@contextlib.contextmanager
+def state_files(directory: str | None, out: pathlib.Path) -> Iterator[None]:
+    """While a state begins in files: those that a run in `out` began before are given up.
+
+    A checkpoint takes their place, or the beginning if there is none yet. Those of another run
+    stay, and the library refuses to begin there.
+
+    Args:
+        directory: That of `Offload`; None if no state is in files.
+        out: Folder of the run.
+    """
+    if directory is None:
+        yield
+        return
+    owner = pathlib.Path(directory, f"process-{jax.process_index():05d}", "run.txt")
+    if owner.is_file() and owner.read_text() == str(out):
+        nvme.discard(directory)
+    yield
+    owner.write_text(str(out))
+
+
 class Saver:
     """Saves every so many steps; all processes make one and call it alike.
 
     Args:
-        out: Folder of the run.
+        out: Folder of the run, the same in all processes.
         every: Steps between checkpoints; 0 makes none, and goes on from none.
         keep: How many of the latest stay.
         keep_every: Steps whose multiples stay for ever.
@@ -68,8 +92,7 @@ class Saver:
         self._start, self._first_sample = 0, 0
         self._checkpoints = None
         if every:
-            folder = same_everywhere(out / FOLDER)
-            self._checkpoints = Checkpoints(folder, keep=keep, keep_every=keep_every)
+            self._checkpoints = Checkpoints(out / FOLDER, keep=keep, keep_every=keep_every)
         self._saved = self._reached = 0
 
     def __enter__(self) -> Saver:
