@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from problems import gpt_problem, train_plain, train_zero, ulps
@@ -12,7 +13,7 @@ import zero_jax
 from zero_jax import buckets, hlo
 
 N = 4
-SHAPES = [((8, 6), 0), ((6, 8), 1), ((3, 12, 5), 1), ((4,), 0)]
+SHAPES = [((8, 6), 0), ((6, 8), 1), ((3, 4, 5), 1), ((4,), 0)]
 
 
 def on_mesh(fn, x, spec_in, spec_out):
@@ -65,6 +66,25 @@ def test_training_in_pieces_equals_plain_optax(stage):
     losses, params, _ = train_zero(problem, ADAM, 5, 3, stage=stage, bucket_bytes=3 * 4 * 50)
     assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
     assert ulps(params, want[1]) < ULPS
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_more_layers_are_no_larger_program(stage):
+    def instructions(layers):
+        def loss(params, x):
+            def layer(h, w):
+                return jnp.tanh(h @ zero_jax.gather(w)), None
+
+            return jnp.mean(jax.lax.scan(layer, x, params)[0])
+
+        zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, bucket_bytes=8 * 4 * 20)
+        params = zero.abstract(lambda: jnp.ones((layers, 24, 24)))
+        tx = zero.optimizer(optax.sgd(0.1))
+        batch = jax.ShapeDtypeStruct((8, 24), jnp.float32)
+        lowered = zero.train_step(loss, tx).lower(params, tx.init(params), batch)
+        return lowered.as_text().count("stablehlo.")
+
+    assert instructions(3) == instructions(30)
 
 
 def test_xla_merges_no_more_than_a_bucket():

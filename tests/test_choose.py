@@ -52,17 +52,21 @@ def mlp_case():
     return make, loss, lambda rows: (rows, 96), jnp.float32
 
 
-CASES = {"gpt on 8": (gpt_case, 8), "gpt on 3": (gpt_case, 3), "mlp on 4": (mlp_case, 4)}
-ROWS = 2  # on each device
+# Devices, and rows on each.
+CASES = {
+    "gpt on 8": (gpt_case, 8, 1),
+    "gpt on 3": (gpt_case, 3, 1),
+    "mlp on 4": (mlp_case, 4, 2),
+}
 
 
 @functools.cache
 def compiled(name):
     """The case as a planner that compiles each candidate once, and all of its candidates."""
-    case, devices = CASES[name]
+    case, devices, rows = CASES[name]
     make, loss, shape, dtype = case()
     mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
-    batch = jax.ShapeDtypeStruct(shape(ROWS * devices), dtype)
+    batch = jax.ShapeDtypeStruct(shape(rows * devices), dtype)
 
     @functools.cache
     def plan(candidate, compile):
@@ -71,7 +75,7 @@ def compiled(name):
         )
         return zero.plan(loss, TX, zero.abstract(make), batch, compile=compile)
 
-    return plan, ways.candidates(ROWS)
+    return plan, ways.candidates(rows)
 
 
 def cheapest_that_fits(plan, candidates, limit):

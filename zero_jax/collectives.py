@@ -51,6 +51,8 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
     master = jnp.promote_types(full.dtype, jnp.float32)
+    if _in_layers(full, cut, wire.bucket):
+        return jax.lax.map(lambda x: reduce_scatter(x, cut, wire), full)
     full = full.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
     if cut.dim is None:
         return sum_over(full, cut, wire.axis, wire.bucket).astype(master)
@@ -63,7 +65,15 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 
 def sum_over(x: jax.Array, cut: Split, axis: str, bucket: int | None) -> jax.Array:
     """A gradient, or this device's shard of it, summed over a mesh axis."""
+    if _in_layers(x, cut, bucket):
+        return jax.lax.map(lambda x: sum_over(x, cut, axis, bucket), x)
     return _pieces(lambda x: buckets.psum(x, axis, bucket), x, cut)
+
+
+def _in_layers(x: jax.Array, cut: Split, bucket: int | None) -> bool:
+    """Whether a leaf goes layer by layer: written out, a trillion parameters are thousands of
+    pieces, which take XLA minutes."""
+    return bucket is not None and cut.stacked and x.ndim == len(cut.shape) and x.nbytes > bucket
 
 
 def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:
