@@ -26,10 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 STEPS, EVERY = 120, 10
 # Momentum is a state; Adam would also divide small sums by small sums, whose order of summation is
-# another one in another number of processes.
+# another one in another number of processes, and at a large learning rate any rounding grows to a
+# curve of its own. So it stays below 1e-5, and a batch left out or taken twice does not.
 SETTINGS = ["--steps", str(STEPS), "--batch", "8", "--seq", "16", "--optimizer", "sgd"]
 SETTINGS += ["--eval-every", "0", "--sample-length", "0", "--checkpoint-every", str(EVERY)]
-SETTINGS += ["--data", "text.txt", "--dead-after", "3"]
+SETTINGS += ["--data", "text.txt", "--dead-after", "3", "--lr", "0.03"]
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
 
 
@@ -146,7 +147,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
         out = f"run{number}"
         processes = start(folder, out, rng.choice(counts))
         # Starting takes some seconds, and a step milliseconds.
-        wait = rng.uniform(1, 30) if sum(outcome.kills.values()) < kills else 600
+        wait = rng.uniform(1, 15) if sum(outcome.kills.values()) < kills else 600
         limit = time.monotonic() + wait
         while time.monotonic() < limit and any(p.poll() is None for p in processes):
             time.sleep(0.02)
@@ -154,7 +155,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
             got = curve(folder, out)
             assert got.keys() == want.keys()
             gap = max(abs(got[s] / want[s] - 1) for s in want)
-            assert gap < 1e-3, gap
+            assert gap < 1e-4, gap
             outcome.worst, outcome.finished = max(outcome.worst, gap), outcome.finished + 1
             if sum(outcome.kills.values()) >= kills:
                 return outcome

@@ -54,12 +54,23 @@ def psum_scatter(full: jax.Array, axis: str, dim: int, bucket_bytes: int | None)
     parts = jax.lax.axis_size(axis)
     runs = _runs(full.size // parts, parts * full.dtype.itemsize, bucket_bytes)
     if len(runs) == 1:
-        return jax.lax.psum_scatter(full, axis, scatter_dimension=dim, tiled=True)
+        return _scatter(full, axis, dim)
     shape = (*full.shape[:dim], full.shape[dim] // parts, *full.shape[dim + 1 :])
     rows = full.reshape(*full.shape[:dim], parts, *shape[dim:])
     rows = jnp.moveaxis(rows, dim, 0).reshape(parts, -1)
-    pieces = [jax.lax.psum_scatter(rows[:, a:b], axis, tiled=True)[0] for a, b in runs]
+    pieces = [_scatter(rows[:, a:b], axis, 0)[0] for a, b in runs]
     return jnp.concatenate(pieces).reshape(shape)
+
+
+def _scatter(full: jax.Array, axis: str, dim: int) -> jax.Array:
+    # In a group of processes on CPUs XLA leaves it to gloo, which in jaxlib 0.10 to 0.12 sends from
+    # a buffer that it writes to already: the end of the first device's shard comes out wrong
+    # (jax-ml/jax#40830). The parts sent to their owners and summed there are as many words.
+    if not (jax.distributed.is_initialized() and jax.default_backend() == "cpu"):
+        return jax.lax.psum_scatter(full, axis, scatter_dimension=dim, tiled=True)
+    parts = jax.lax.axis_size(axis)
+    rows = full.reshape(*full.shape[:dim], parts, full.shape[dim] // parts, *full.shape[dim + 1 :])
+    return jax.lax.all_to_all(rows, axis, dim, dim).sum(dim)
 
 
 def psum(full: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:

@@ -52,15 +52,18 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
     master = jnp.promote_types(full.dtype, jnp.float32)
     if _in_layers(full, cut, wire.bucket):
-        return jax.lax.map(lambda x: reduce_scatter(x, cut, wire), full)
+        return jax.lax.map(lambda x: _reduced(x, cut, wire), full).astype(master)
+    return _reduced(full, cut, wire).astype(master)
+
+
+def _reduced(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     full = full.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
     if cut.dim is None:
-        return sum_over(full, cut, wire.axis, wire.bucket).astype(master)
+        return sum_over(full, cut, wire.axis, wire.bucket)
     dim = cut.dim % full.ndim
     if cut.padded:
         full = pad_dim(full, dim, cut.shard_size * cut.shards)
-    out = _pieces(lambda x: buckets.psum_scatter(x, wire.axis, dim, wire.bucket), full, cut)
-    return out.astype(master)
+    return _pieces(lambda x: buckets.psum_scatter(x, wire.axis, dim, wire.bucket), full, cut)
 
 
 def sum_over(x: jax.Array, cut: Split, axis: str, bucket: int | None) -> jax.Array:

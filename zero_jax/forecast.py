@@ -138,7 +138,7 @@ class _Walk:
         for at in range(len(operations) - 1, -1, -1):
             operation = operations[at]
             reads = [r for o in operation.outputs for r in readers.get(o, ())]
-            sums = operation.name in SUMS_OVER_DEVICES
+            sums = _sums(operation)
             if (sums or operation.name not in SOLID) and finishes.issuperset(reads):
                 finishes.add(at)
             feeds = bool(reads) and self.outputs.isdisjoint(operation.outputs)
@@ -211,9 +211,7 @@ class _Walk:
             for value in operation.outputs:
                 reads = [self.operations[r] for r in readers.get(value, ())]
                 ends = all(
-                    (o.name not in SOLID or o.name in SUMS_OVER_DEVICES)
-                    and found.issuperset(o.outputs)
-                    for o in reads
+                    (o.name not in SOLID or _sums(o)) and found.issuperset(o.outputs) for o in reads
                 )
                 # A layer's carry is a result too; what it hands to the next is no gradient.
                 if ends and (reads or self.level != "layer"):
@@ -230,6 +228,13 @@ class _Walk:
             if o.name == "reduce_scatter"
             for v in o.inputs
         ]
+
+
+def _sums(operation: Operation) -> bool:
+    """Whether it sums over devices, or is a loop that does nothing else, a layer at a time."""
+    inside = [o for body in operation.bodies for o in body.flat.operations]
+    alone = all(o.name not in SOLID or _sums(o) for o in inside)
+    return operation.name in SUMS_OVER_DEVICES or (alone and any(map(_sums, inside)))
 
 
 def _in_host(flat: Flat) -> int:

@@ -1,0 +1,46 @@
+"""Gradients of a GPT over all devices of some processes, as process 0 sees them.
+
+    python process_gradients.py OUT [ADDRESS COUNT RANK]
+
+A process of its own: how processes find each other is settled when JAX starts.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+import numpy as np
+from flax import nnx
+
+import zero_jax
+from models import gpt
+from zero_jax.paths import named_leaves
+
+ROWS = 8
+CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
+
+
+def main(out: str, address: str = "", count: int = 1, rank: int = 0) -> None:
+    """Writes the gradients by path to OUT-0.npz and, computed again, OUT-1.npz and OUT-2.npz."""
+    jax.config.update("jax_num_cpu_devices", 2 // count)
+    if count > 1:
+        zero_jax.initialize(address, count, rank)
+    zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block")
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))))
+    params = zero.init(lambda: nnx.state(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param))
+    index, parts = zero_jax.batch_share(zero.mesh)
+    rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
+    batch = zero_jax.global_batch(zero.mesh, (rows[index].astype(np.int32),))
+    loss = lambda params, tokens: gpt.loss(nnx.merge(graphdef, params), tokens)  # noqa: E731
+    grad = jax.jit(zero.value_and_grad(lambda params, batch: loss(params, *batch)))
+    for number in range(3):
+        whole = zero.full(grad(params, batch)[1])
+        if rank == 0:
+            named = {n: np.asarray(x.addressable_data(0)) for n, x in named_leaves(whole)}
+            np.savez(f"{out}-{number}.npz", **named)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -1,0 +1,44 @@
+"""What several processes compute together is what one process computes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parent / "process_gradients.py"
+
+
+def run(out, *groups):
+    # XLA's settings are those of users: how the program is scheduled matters here.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    commands = [[sys.executable, str(SCRIPT), str(out), *map(str, group)] for group in groups]
+    processes = [subprocess.Popen(command, env=environment) for command in commands]
+    try:
+        assert [p.wait(timeout=300) for p in processes] == [0] * len(groups)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.heavy
+def test_gradients_of_two_processes_are_those_of_one(tmp_path):
+    """To rounding, each time: sums that go wrong now and then do so for a few numbers."""
+    run(tmp_path / "one", ())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    run(tmp_path / "two", (address, 2, 0), (address, 2, 1))
+    want = np.load(tmp_path / "one-0.npz")
+    for number in range(3):
+        got = np.load(tmp_path / f"two-{number}.npz")
+        assert want.keys() == got.keys()
+        for name in want:
+            largest = np.abs(want[name]).max()
+            np.testing.assert_allclose(
+                got[name], want[name], rtol=0, atol=1e-5 * largest + 1e-9, err_msg=name
+            )
