@@ -1,6 +1,6 @@
 """Kills runs of `train.py` at random moments and lets them go on, until they are done.
 
-    python tests/chaos.py --kills 50        # prints the table of docs/checkpoints.md, ~15 minutes
+    python tests/chaos.py --kills 50        # prints the table of docs/checkpoints.md, 10 minutes
 
 A run is started in one, two or four processes; after a random time one of them, or all, get
 SIGKILL: in steps, in saves, in restores, while compiling. The others have to end by themselves
@@ -127,10 +127,10 @@ def check_all(folder: Path, out: str) -> tuple[int, int]:
 
 
 def doing(log: str, step: int) -> str:
-    last = log.rpartition("Writing to")[2] if "Writing to" in log else ""
-    if not last:
+    """What a start does, from what it has written by now and its last step."""
+    if "Writing to" not in log:
         return "starting"
-    if "Going on from" not in last and step == 0:
+    if "Going on from" not in log and step == 0:
         return "beginning or restoring"
     return "saving" if step % EVERY <= 1 else "training"
 
@@ -145,6 +145,8 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
     number = 0
     while True:
         out = f"run{number}"
+        log = folder / f"{out}.log"
+        written = log.stat().st_size if log.exists() else 0
         processes = start(folder, out, rng.choice(counts))
         # Starting takes some seconds, and a step milliseconds.
         wait = rng.uniform(1, 15) if sum(outcome.kills.values()) < kills else 600
@@ -161,15 +163,15 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
                 return outcome
             number += 1
             continue
-        assert all(p.poll() is None for p in processes), (folder / f"{out}.log").read_text()[-2000:]
+        assert all(p.poll() is None for p in processes), log.read_text()[-2000:]
         metrics = folder / out / "metrics.jsonl"
         step = max(curve(folder, out), default=0) if metrics.exists() else 0
-        what = doing((folder / f"{out}.log").read_text(), step)
+        what = doing(log.read_bytes()[written:].decode(), step)
         outcome.kills[what] += 1
         alone = what != "starting" and rng.random() < 0.5
         for process in [rng.choice(processes)] if alone else processes:
             process.kill()
-        end(processes, 60, folder / f"{out}.log")
+        end(processes, 60, log)
         if (folder / out / "checkpoints").exists():
             count, latest = check_all(folder, out)
             outcome.checked += count
