@@ -1,6 +1,6 @@
 """Every mesh with every stage and every remat policy: ten steps equal those of one device.
 
-    python tests/cross_product.py [gpt|linen ...]      # 268 trainings, some 15 minutes
+    python tests/cross_product.py [gpt|linen ...]      # 264 trainings, some 15 minutes
 
 The test suite takes a part of this product: every mesh with every stage, every policy with every
 stage, and some of all together. This is all of it; it prints the worst difference of each mesh.
