@@ -70,16 +70,11 @@ def start(folder: Path, out: str, count: int) -> list[subprocess.Popen]:
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **cache}
-    return [
-        subprocess.Popen(
-            [*command, *more],
-            cwd=folder,
-            env=environment,
-            stdout=open(folder / f"{out}.log", "a"),
-            stderr=subprocess.STDOUT,
-        )
-        for more in own
-    ]
+    with open(folder / f"{out}.log", "a") as log:
+        said = {"stdout": log, "stderr": subprocess.STDOUT}
+        return [
+            subprocess.Popen([*command, *more], cwd=folder, env=environment, **said) for more in own
+        ]
 
 
 def end(processes: list[subprocess.Popen], seconds: float, log: Path) -> None:
