@@ -154,6 +154,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
             gap = max(abs(got[s] / want[s] - 1) for s in want)
             assert gap < 1e-4, gap
             outcome.worst, outcome.finished = max(outcome.worst, gap), outcome.finished + 1
+            outcome.checked += check_all(folder, out)[0]
             if sum(outcome.kills.values()) >= kills:
                 return outcome
             number += 1
