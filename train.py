@@ -275,7 +275,7 @@ def run(config: Config) -> None:
     trainer.out = same_everywhere(log.out_dir)
     with (
         Watchdog(trainer.out / "alive", dead_after=config.dead_after) as watchdog,
-        leaving_together(watchdog),
+        leaving_together(),
     ):
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
@@ -300,23 +300,14 @@ def run(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def leaving_together(watchdog: Watchdog) -> Iterator[None]:
-    """Leaves the group while the watchdog looks on: who leaves waits for all others.
-
-    When a collective fails, finds out whose fault it is.
-    """
+def leaving_together() -> Iterator[None]:
+    """Leaves the group while the watchdog looks on: who leaves waits for all others."""
     try:
-        try:
-            yield
-        except Stopped:
-            _leave()
-            raise
+        yield
+    except Stopped:
         _leave()
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() > 1:
-            print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
-            watchdog.explain()
         raise
+    _leave()
 
 
 def _leave() -> None:

@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from training.supervise import free_address  # noqa: E402
 
 STEPS, EVERY = 120, 10
 # Momentum is a state; Adam would also divide small sums by small sums, whose order of summation is
@@ -59,9 +60,7 @@ class Outcome:
 
 
 def start(folder: Path, out: str, count: int) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, str(ROOT / "train.py"), *SETTINGS, "--out", out]
     command += ["--devices", str(count)]
     own = [["--coordinator", address, "--num-processes", str(count), "--process-id", str(rank)]

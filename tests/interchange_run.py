@@ -1,6 +1,6 @@
 """Imports a model in one process of several, and notes what it read and what it then holds.
 
-python interchange_run.py FOLDER OUT PORT PROCESSES PROCESS
+python interchange_run.py FOLDER OUT ADDRESS PROCESSES PROCESS
 """
 
 import functools
@@ -21,10 +21,10 @@ from models import gpt
 from zero_jax import interchange, leaves, tensorfiles
 
 
-def main(folder: str, out: str, port: str, count: str, index: str) -> None:
+def main(folder: str, out: str, address: str, count: str, index: str) -> None:
     """Writes, by leaf, the pieces that this process would save, and how much was read."""
     jax.config.update("jax_num_cpu_devices", 2)
-    zero_jax.initialize(f"localhost:{port}", int(count), int(index))
+    zero_jax.initialize(address, int(count), int(index))
     config = interchange.config(folder)
     make = functools.partial(gpt.GPT, config)
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)

@@ -1,6 +1,6 @@
 """Trains with its optimizer state in files, from the start or from where it was; prints the loss.
 
-    python nvme_run.py FOLDER OUT STEPS KILL_AT_WRITE [PORT PROCESSES PROCESS]
+    python nvme_run.py FOLDER OUT STEPS KILL_AT_WRITE [ADDRESS PROCESSES PROCESS]
 
 A process of its own, so that it can be killed in the middle of a step.
 """
@@ -29,9 +29,9 @@ from zero_jax.tiers import Offload
 def main(folder: str, out: str, steps: str, kill_at: str, *processes: str) -> None:
     """Runs until so many steps are done in all, or dies at the so-manieth write."""
     if processes:
-        port, count, index = processes
+        address, count, index = processes
         jax.config.update("jax_num_cpu_devices", 4 // int(count))
-        zero_jax.initialize(f"localhost:{port}", int(count), int(index))
+        zero_jax.initialize(address, int(count), int(index))
     mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
     offload = Offload(True, True, tier="nvme", directory=folder, piece_bytes=4096)
     zero = zero_jax.Zero(mesh, stage=3, offload=offload)

@@ -9,10 +9,12 @@ import pytest
 from test_resume import RUN, curve, last_loss, trained_until, wait_for
 from test_train import finish, folder, metrics, start, start_many
 
+from zero_jax.checkpoints import Checkpoints
 from zero_jax.watchdog import ENDED
 
 __all__ = ["folder"]  # a fixture
 
+FAILING = str(Path(__file__).parent / "failing_run.py")
 MANY = [*RUN, "--devices", "2", "--warmup", "2", "--out", "out", "--dead-after", "3"]
 
 
@@ -31,6 +33,33 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, number):
     assert f"process 1 (pid {gone.pid} on" in error, error
     assert "has given no sign of life" in error and "at step" in error
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_alone_ends_the_run(folder, rank):
+    args = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
+    running = start_many(2, args, script=[FAILING, str(rank), "step"])
+    results = finish(running, seconds=60)
+    assert [code for code, _, _ in results] == [ENDED] * 2, results
+    said = f"process {rank} (pid {running[rank].pid} on"
+    for _, _, error in results:
+        assert said in error and "an error that the others do not have" in error, error
+        assert "this host's disk is gone" in error, error
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_in_one_process_fails_in_all(folder, rank):
+    args = [*MANY, "--steps", "100000", "--checkpoint-every", "5", "--keep", "1"]
+    running = start_many(2, args, script=[FAILING, str(rank), "save"])
+    results = finish(running, seconds=60)
+    assert [code for code, _, _ in results] == [2, 2], results
+    errors = [error for _, _, error in results]
+    assert "checkpoints failed: this host's disk is gone" in errors[rank], errors
+    assert "see" in errors[1 - rank] and "error" in errors[1 - rank], errors
+    with Checkpoints("out/checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps == [5]
 
 
 @pytest.mark.heavy

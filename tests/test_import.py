@@ -4,7 +4,6 @@ import functools
 import json
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -31,6 +30,7 @@ from gpt2_models import (
 from test_checkpoints import assert_bitwise, whole, zero_on
 
 from models import gpt
+from training.supervise import free_address
 from zero_jax import interchange, tensorfiles
 from zero_jax.checkpoints import Checkpoints
 
@@ -78,9 +78,7 @@ def test_only_what_devices_hold_is_read(exported, monkeypatch):
 @pytest.mark.heavy
 def test_each_of_two_processes_reads_what_its_devices_hold(saved, exported, tmp_path):
     config = CONFIGS["even"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    address = free_address()
     script = [sys.executable, str(pathlib.Path(__file__).parent / "interchange_run.py")]
     runs = [
         subprocess.Popen(
@@ -88,7 +86,7 @@ def test_each_of_two_processes_reads_what_its_devices_hold(saved, exported, tmp_
                 *script,
                 str(exported["even"]),
                 str(tmp_path / f"{rank}.npz"),
-                str(port),
+                address,
                 "2",
                 str(rank),
             ]

@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -21,6 +20,7 @@ import pytest
 from problems import train_zero, ulps, zoo_problem
 
 import zero_jax
+from training.supervise import free_address
 from zero_jax.store import Store
 from zero_jax.tiers import Offload, parse
 
@@ -93,12 +93,12 @@ def test_a_state_four_times_the_host_budget_trains(words, tmp_path):
 
 
 def run(folder, out, steps, kill_at=0, processes=1):
-    port = _free_port()
+    address = free_address()
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     started = []
     for index in range(processes):
-        more = [str(port), str(processes), str(index)] if processes > 1 else []
+        more = [address, str(processes), str(index)] if processes > 1 else []
         kill = kill_at if index == processes - 1 else 0  # the last one
         args = [str(folder), str(out), str(steps), str(kill), *more]
         started.append(subprocess.Popen([sys.executable, str(SCRIPT), *args], env=env))
@@ -108,12 +108,6 @@ def run(folder, out, steps, kill_at=0, processes=1):
             process.kill()  # it waits for the one that died
         codes.append(process.wait(timeout=300))
     return codes[0]
-
-
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 def assert_same(a, b):

@@ -1,13 +1,14 @@
 """What several processes compute together is what one process computes."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from training.supervise import free_address
 
 SCRIPT = Path(__file__).parent / "process_gradients.py"
 
@@ -29,9 +30,7 @@ def run(out, *groups):
 def test_gradients_of_two_processes_are_those_of_one(tmp_path):
     """To rounding, each time: sums that go wrong now and then do so for a few numbers."""
     run(tmp_path / "one", ())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     run(tmp_path / "two", (address, 2, 0), (address, 2, 1))
     want = np.load(tmp_path / "one-0.npz")
     for number in range(3):

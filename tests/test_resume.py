@@ -162,7 +162,7 @@ def test_processes_stop_at_the_same_step_and_go_on_in_another_number(folder):
     (again,) = finish([start(*args, "--out", "out")])
     assert again[0] == 0 and "Going on from" in again[1], again
     assert len(curve("out")) == 40
-    np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-3)
+    np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-5)
 
 
 @pytest.mark.heavy

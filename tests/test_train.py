@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from models import gpt
 from training import optimizers
 from training.config import Config, resolve
 from training.plan import check_batch, load
+from training.supervise import free_address
 
 SCRIPT = Path(train.__file__).resolve()
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes
@@ -37,10 +37,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def start(*args, cwd=None):
+def start(*args, cwd=None, script=(str(SCRIPT),)):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *args],
+        [sys.executable, *script, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -61,15 +61,13 @@ def finish(processes, seconds=300):
     return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
-def start_many(count, common, own=None, folders=None):
+def start_many(count, common, own=None, folders=None, **how):
     """Processes of one run; `own` holds further arguments by rank, `folders` where they run."""
     own, folders = own or {}, folders or {}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     group = ["--coordinator", address, "--num-processes", str(count), *common]
     return [
-        start(*group, "--process-id", str(rank), *own.get(rank, []), cwd=folders.get(rank))
+        start(*group, "--process-id", str(rank), *own.get(rank, []), cwd=folders.get(rank), **how)
         for rank in range(count)
     ]
 

@@ -65,15 +65,20 @@ def supervise(
     raise AssertionError("unreachable")
 
 
+def free_address() -> str:
+    """Where processes of one machine can find each other, a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 class _Group:
     """The processes of one start."""
 
     def __init__(self, command: Sequence[str], count: int):
         self.asked = False
         self.own: list[int] = []  # exit codes of those that ended by themselves
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = free_address()
         names = ("--coordinator", address, "--num-processes", str(count), "--process-id")
         group = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
         self._processes = [subprocess.Popen([*command, *own]) for own in group]

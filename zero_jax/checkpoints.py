@@ -19,7 +19,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from zero_jax.manifest import Manifest
 from zero_jax.writing import Handler, Save, check_seal, entries, seal, snapshot, total, versions
 
 PyTree = Any
+T = TypeVar("T")
 ITEM = "state"
 
 
@@ -106,7 +107,7 @@ class Checkpoints:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
         self.directory = pathlib.Path(directory).absolute()
-        self._lock = None if read_only else _locked_by_the_first(self.directory)
+        self._lock = None if read_only else _by_the_first(lambda: locked(self.directory))
         self._unsealed: int | None = None
         self._manager = None if read_only else _manager(self.directory, keep, keep_every)
 
@@ -151,7 +152,8 @@ class Checkpoints:
             raise ValueError(f"{self.directory} holds step {step} already")
         json.dumps([config, extra])
         found = leaves(tree)
-        _check_space(self.directory, sum(leaf.nbytes for leaf in found))
+        needed = sum(leaf.nbytes for leaf in found)
+        _by_the_first(lambda: _check_space(self.directory, needed))
         manifest = Manifest(int(step), entries(found), versions(), config, extra)
         args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
         self._manager.save(step, args=args)
@@ -266,21 +268,21 @@ def _manager(
     return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
 
 
-def _locked_by_the_first(directory: pathlib.Path) -> int | None:
-    """The lock in the first process; if that fails, all processes raise."""
-    trouble, lock = None, None
+def _by_the_first(work: Callable[[], T]) -> T | None:
+    """The first process's result, there; if it fails, all processes raise."""
+    trouble, result = None, None
     if jax.process_index() == 0:
         try:
-            lock = locked(directory)
-        except ValueError as error:
+            result = work()
+        except (ValueError, OSError) as error:
             trouble = error
     if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.int32(trouble is not None))
-        if np.any(failed) and trouble is None:
-            trouble = ValueError(f"process 0 can't write checkpoints to {directory}: see its error")
+        failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(trouble is not None)))
+        if failed and trouble is None:
+            trouble = OSError("process 0 can't write checkpoints: see its error")
     if trouble is not None:
         raise trouble
-    return lock
+    return result
 
 
 def _over_processes(sums: Sequence[int]) -> list[int]:

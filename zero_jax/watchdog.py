@@ -3,9 +3,10 @@
 A collective waits for ever for a process that is stopped, and for long for one that is dead. So
 every process writes a counter to a file of a folder that all share, once a second, and looks at
 those of the next few ranks; a process whose counter stands still is dead or stopped. A step that
-takes far longer than those before it is stuck, though its process is alive. In each case a file
-tells all others, and every process that still can prints its stacks and ends with exit code ENDED,
-for whatever restarts them.
+takes far longer than those before it is stuck, though its process is alive. A process with an error
+that the others do not have leaves them waiting for it. In each case a file tells all others, and
+every process that still can prints its stacks and ends with exit code ENDED, for whatever restarts
+them.
 
     with Watchdog(folder, dead_after=60) as watchdog:
         for number, batch in enumerate(batches):
@@ -25,6 +26,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +46,10 @@ _LEFT = 0  # the counter of a process that is done
 
 class Watchdog:
     """Watches this run's processes from a thread; use it in a `with`.
+
+    An error that leaves the `with` in one process is held there until the processes after it have
+    one too, and then goes on as always. If they have none after twice `dead_after`, the run is
+    ended with this error.
 
     Args:
       folder: on storage that all processes share; is made. In it each start has a folder.
@@ -77,6 +83,8 @@ class Watchdog:
         self._durations: collections.deque[float] = collections.deque(maxlen=100)
         self._last: float | None = None
         self._number: int | None = None
+        self._error: Exception | None = None
+        self._interval = min(1.0, dead_after / 5)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
@@ -89,11 +97,15 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if isinstance(error, Exception) and self._others and jax.distributed.is_initialized():
+            self._hold(error)
+            return  # the thread goes on: a usual exit waits for processes that may be dead
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(OSError):
-            self._beat(_LEFT)
+        if error is None or not jax.distributed.is_initialized():
+            with contextlib.suppress(OSError):
+                self._beat(_LEFT)
 
     def step(self, number: int) -> None:
         """Tells that a step is done; its time is held against those before it."""
@@ -109,12 +121,19 @@ class Watchdog:
         yield
         self._last = time.monotonic() if self._number is not None else None
 
-    def explain(self) -> None:
-        """After a collective failed: waits for who is dead, says so and ends this process."""
+    def _hold(self, error: Exception) -> None:
+        """Returns when the others have an error too; ends the run if they have none."""
+        self._error = error
         end = time.monotonic() + 2 * self._dead_after
-        while self._others and time.monotonic() < end:
-            time.sleep(0.1)  # the thread ends the process when it knows
-        self._end("a collective failed, and every process is alive")
+        while time.monotonic() < end:
+            time.sleep(self._interval / 10)  # the thread ends the process if one is dead
+            if all(other.failed for other in self._others.values()):
+                return
+        said = str(error).partition("\n")[0]
+        self._tell(
+            f"{_name(self._rank)} has an error that the others do not have: "
+            f"{type(error).__name__}: {said}"
+        )
 
     @property
     def limit(self) -> float | None:
@@ -125,18 +144,24 @@ class Watchdog:
         return max(least, factor * statistics.median(self._durations))
 
     def _watch(self) -> None:
-        interval = min(1.0, self._dead_after / 5)
         counter = 0
-        while not self._ended.wait(interval):
+        while not self._ended.wait(self._interval):
             counter += 1
             try:
                 self._beat(counter)
                 self._look()
             except OSError as error:  # storage that is away for a moment says nothing of anyone
+                if self._error is not None:
+                    return  # a later start has taken the folder
                 print(f"watchdog: {self._folder}: {error}", file=sys.stderr)
 
     def _beat(self, counter: int) -> None:
-        known = {"counter": counter, "step": self._number, "process": _name(self._rank)}
+        known = {
+            "counter": counter,
+            "step": self._number,
+            "process": _name(self._rank),
+            "failed": self._error is not None,
+        }
         path = self._path(self._rank)
         beside = path.with_suffix(".new")
         beside.write_text(json.dumps(known))
@@ -149,7 +174,9 @@ class Watchdog:
             self._end(told["why"])
         for rank, other in self._others.items():
             other.look(_read(self._path(rank)), now)
-            if now - other.since > self._dead_after and other.counter != _LEFT:
+            both_failed = other.failed and self._error is not None
+            gone = other.counter != _LEFT and now - other.since > self._dead_after
+            if gone and not both_failed:
                 at = f", last seen at step {other.step}" if other.step is not None else ""
                 self._tell(
                     f"{other.name or _name(rank, host=False)} has given no sign of life for "
@@ -178,8 +205,12 @@ class Watchdog:
         if self._ended.is_set():
             return
         print(f"watchdog of {_name(self._rank)}: {why}", file=sys.stderr, flush=True)
+        if self._error is not None:
+            traceback.print_exception(self._error)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         sys.stderr.flush()
+        if self._rank == 0:
+            time.sleep(2 * self._interval)  # JAX aborts the others, unheard, when this one goes
         os._exit(ENDED)  # a usual exit waits for the other processes
 
 
@@ -190,11 +221,12 @@ class _Other:
         self.since, self.counter = now, -1
         self.step: int | None = None
         self.name = ""
+        self.failed = False
 
     def look(self, told: dict[str, Any] | None, now: float) -> None:
         if told is not None and told["counter"] != self.counter:
             self.since, self.counter = now, told["counter"]
-            self.step, self.name = told["step"], told["process"]
+            self.step, self.name, self.failed = told["step"], told["process"], told["failed"]
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:

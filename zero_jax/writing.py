@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -14,14 +15,18 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from zero_jax._version import __version__
 from zero_jax.arrays import Damaged, chunk_shape
 from zero_jax.checksum import MODULUS, checksum
 from zero_jax.leaves import Leaf, Piece
+from zero_jax.manifest import NAME as MANIFEST
 from zero_jax.manifest import Entry, Manifest
 
 SEAL = "seal.json"
+_LONGEST_WAIT_MS = 1_200_000  # as long as Orbax waits
+_saves = itertools.count()  # alike in all processes
 Pieces = list[Piece] | Callable[[], list[Piece]]
 
 
@@ -55,44 +60,20 @@ def versions() -> dict[str, str]:
 
 
 class Handler(ocp.AsyncCheckpointHandler):
-    """Writes and finishes one checkpoint, when Orbax says so."""
+    """Writes one checkpoint, when Orbax says so."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
-        self._manifest: Manifest | None = None
 
     async def async_save(self, directory: Any, args: "Save") -> list[Future[None]]:
-        self._manifest = args.manifest
-        return [self._thread.submit(_write, pathlib.Path(os.fspath(directory)), args)]
+        return [self._thread.submit(self.save, directory, args)]
 
     def save(self, directory: Any, args: "Save") -> None:
-        self._manifest = args.manifest
-        _write(pathlib.Path(os.fspath(directory)), args)
+        _write_together(pathlib.Path(os.fspath(directory)), args)
 
     def restore(self, directory: Any, args: Any = None) -> Manifest:
         """What the checkpoint says about itself; its arrays need the places they go to."""
         return Manifest.read(pathlib.Path(os.fspath(directory)))
-
-    def finalize(self, directory: Any) -> None:
-        """Once every process has written: adds up the checksums."""
-        assert self._manifest is not None
-        folder = pathlib.Path(os.fspath(directory))
-        sums: dict[str, int] = dict.fromkeys(self._manifest.arrays, 0)
-        parts = sorted(folder.glob("part-*.json"))
-        if len(parts) != jax.process_count():
-            raise OSError(
-                f"{folder} has the checksums of {len(parts)} of {jax.process_count()} processes: "
-                "is it on storage that all of them share?"
-            )
-        for part in parts:
-            for name, value in json.loads(part.read_text()).items():
-                sums[name] = (sums[name] + value) % MODULUS
-            part.unlink()
-        arrays = {
-            name: dataclasses.replace(entry, checksum=sums[name])
-            for name, entry in self._manifest.arrays.items()
-        }
-        dataclasses.replace(self._manifest, arrays=arrays).write(folder)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -107,7 +88,33 @@ class Save(ocp.args.CheckpointArgs):
     pieces: dict[str, Pieces]
 
 
-def _write(folder: pathlib.Path, args: Save) -> None:
+def _write_together(folder: pathlib.Path, args: Save) -> None:
+    """Writes this process's part; the first adds the manifest when all parts are there.
+
+    It fails in every process if it does in one: Orbax would leave the others waiting.
+    """
+    trouble: Exception | None = None
+    number = next(_saves)
+
+    def attempt(work: Callable[[pathlib.Path, Save], None]) -> None:
+        nonlocal trouble
+        try:
+            if trouble is None:
+                work(folder, args)
+        except Exception as error:
+            trouble = error
+        wait = get_barrier_sync_fn()
+        wait(key=f"zero_jax.{work.__name__}.{number}", timeout_ms=_LONGEST_WAIT_MS)
+
+    attempt(_write_part)
+    attempt(_write_manifest)
+    if trouble is None and not (folder / MANIFEST).exists():
+        trouble = OSError(f"another process could not write its part of {folder}: see its error")
+    if trouble is not None:
+        raise trouble
+
+
+def _write_part(folder: pathlib.Path, args: Save) -> None:
     sums = {}
     for name, entry in args.manifest.arrays.items():
         array = entry.array(folder)
@@ -119,6 +126,28 @@ def _write(folder: pathlib.Path, args: Save) -> None:
         sums[name] = total(pieces)
     part = folder / f"part-{jax.process_index():05d}.json"
     part.write_text(json.dumps(sums))
+
+
+def _write_manifest(folder: pathlib.Path, args: Save) -> None:
+    """In the first process: adds up the checksums."""
+    if jax.process_index() != 0:
+        return
+    sums: dict[str, int] = dict.fromkeys(args.manifest.arrays, 0)
+    parts = sorted(folder.glob("part-*.json"))
+    if len(parts) != jax.process_count():
+        raise OSError(
+            f"{folder} has the parts of {len(parts)} of {jax.process_count()} processes: see the "
+            "errors of the others; is it on storage that all of them share?"
+        )
+    for part in parts:
+        for name, value in json.loads(part.read_text()).items():
+            sums[name] = (sums[name] + value) % MODULUS
+        part.unlink()
+    arrays = {
+        name: dataclasses.replace(entry, checksum=sums[name])
+        for name, entry in args.manifest.arrays.items()
+    }
+    dataclasses.replace(args.manifest, arrays=arrays).write(folder)
 
 
 def seal(folder: pathlib.Path) -> None:
