@@ -51,14 +51,17 @@ def start(*args, cwd=None, script=(str(SCRIPT),)):
 
 def finish(processes, seconds=300):
     """(exit code, stdout, stderr) of each; all are killed when the time is over."""
-    end = time.monotonic() + seconds
-    try:
-        outputs = [p.communicate(timeout=max(1, end - time.monotonic())) for p in processes]
-    finally:
-        for process in processes:
+    end, late = time.monotonic() + seconds, False
+    results = []
+    for process in processes:
+        try:
+            output = process.communicate(timeout=max(1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-    return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+            output, late = process.communicate(), True
+        results.append((process.returncode, *output))
+    assert not late, results
+    return results
 
 
 def start_many(count, common, own=None, folders=None, **how):

@@ -11,6 +11,8 @@ again. On a cluster the scheduler does this.
 from __future__ import annotations
 
 import collections
+import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -66,10 +68,15 @@ def supervise(
 
 
 def free_address() -> str:
-    """Where processes of one machine can find each other, a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """Where processes of one machine can find each other.
+
+    Not a port that the system picks: any connection that begins meanwhile could be given it.
+    """
+    while True:
+        address = "127.0.0.1", random.randrange(20000, 32000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(address)
+            return f"{address[0]}:{address[1]}"
 
 
 class _Group:
