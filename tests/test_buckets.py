@@ -87,18 +87,6 @@ def test_more_layers_are_no_larger_program(stage):
     assert instructions(3) == instructions(30)
 
 
-def test_xla_merges_no_more_than_a_bucket():
-    small = buckets.combine_options(2**20, 64)
-    assert small["xla_gpu_all_gather_combine_threshold_bytes"] == 2**20
-    assert small["xla_gpu_all_reduce_combine_threshold_bytes"] == 2**20
-    assert small["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 2**14
-    # Where XLA's own limit is the lower one, it stays.
-    assert list(buckets.combine_options(2**27, 64)) == [
-        "xla_gpu_reduce_scatter_combine_threshold_bytes"
-    ]
-    assert buckets.combine_options(2**30, 2) == {}
-
-
 @pytest.mark.parametrize("bucket", [4 * 8 - 1, 0, -1, float("nan"), float("inf"), True, "1", None])
 def test_a_bucket_that_holds_no_number_of_every_device_is_refused(bucket):
     with pytest.raises(ValueError, match="one number of each of 8 devices takes 32 bytes"):

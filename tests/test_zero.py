@@ -222,7 +222,7 @@ def test_a_second_step_does_not_recompile_and_leaks_nothing():
     state = zero.optimizer(optax.adam(1e-2)).init(params)
     params, state, _ = step(params, state, X)
     with jax.log_compiles(False), jax.transfer_guard("allow"):
-        compiled = step._jitted._cache_size()
+        compiled = step._jitted._within._cache_size()
         live = None
         for _ in range(50):
             old = jax.tree.leaves((params, state))
@@ -231,7 +231,7 @@ def test_a_second_step_does_not_recompile_and_leaks_nothing():
             now = sum(x.nbytes for x in jax.live_arrays())
             assert live is None or now <= live + 64
             live = now if live is None else live
-    assert step._jitted._cache_size() == compiled
+    assert step._jitted._within._cache_size() == compiled
 
 
 def test_after_an_exception_the_step_goes_on():

@@ -3,7 +3,7 @@
 A model-sized fused buffer grows with the model: 12 GB for 3B parameters. Here no collective moves
 more than `bucket_bytes` at once, whatever the model's size. A leaf that is larger is gathered,
 scattered or summed piece by piece; leaves that are smaller are left to XLA, which sends those of a
-layer together as it finds best, but never more than a bucket (`combine_options`).
+layer together, but never more than a bucket (compiler.py).
 
 Costs one copy of a leaf that travels in pieces, on the device; sends not a word more.
 Source: ZeRO (arXiv:1910.02054), section 6.2, constant size buffers (CB).
@@ -14,26 +14,6 @@ import jax.numpy as jnp
 
 # Bytes of the largest buffer, on one device. docs/parallelism.md has what other sizes cost.
 BUCKET_BYTES = 2**30
-# Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
-_XLA_MERGES = 30 * 2**20
-
-
-def combine_options(bucket_bytes: int, devices: int) -> dict[str, int]:
-    """XLA's options for GPUs that keep it from merging collectives into more than a bucket.
-
-    Args:
-      bucket_bytes: of the full side of a collective.
-      devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
-
-    >>> combine_options(2**30, 64)
-    {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
-    """
-    sizes = {"all_gather": 1, "all_reduce": 1, "reduce_scatter": devices}
-    return {
-        f"xla_gpu_{kind}_combine_threshold_bytes": bucket_bytes // parts
-        for kind, parts in sizes.items()
-        if bucket_bytes // parts < _XLA_MERGES
-    }
 
 
 def all_gather(shard: jax.Array, axis: str, dim: int, bucket_bytes: int | None) -> jax.Array:

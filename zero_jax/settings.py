@@ -5,8 +5,8 @@ from typing import Any
 
 from flax.core import spmd
 
-from zero_jax import policies, tiers
-from zero_jax.buckets import BUCKET_BYTES, check_bucket, combine_options
+from zero_jax import compiler, policies, tiers
+from zero_jax.buckets import BUCKET_BYTES, check_bucket
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, MODEL, AnyMesh, check_mesh, model_size
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
@@ -102,7 +102,7 @@ class Settings:
     @property
     def compiler_options(self) -> dict[str, int]:
         """What `jax.jit` of a step should be given as `compiler_options`, for GPUs."""
-        return combine_options(self.bucket_bytes, self.shards)
+        return compiler.options(self.bucket_bytes, self.shards)
 
     @property
     def model_axis(self) -> ModelAxis:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax import grads, layout, paths
+from zero_jax.compiler import Program
 from zero_jax.mesh import check_agreement, on_gpu
 from zero_jax.optimizer import ZeroState, ZeroTransform
 from zero_jax.settings import Settings
@@ -71,7 +72,7 @@ class TrainStep:
         self._pending: collections.deque[jax.Array] = collections.deque()
         self._agreed = False
         options = settings.compiler_options if on_gpu(settings.mesh) else None
-        self._jitted = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=options)
+        self._jitted = Program(self._step, options, donate_argnums=(0, 1))
         self._gradients = jax.jit(self._results)
 
     def _results(

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import choose, grads, layout, optimizer, paths, planned, selfcheck, tiers
 from zero_jax.auto import AutoStep
+from zero_jax.compiler import Program
 from zero_jax.mesh import DATA, on_gpu
 from zero_jax.nvme_step import NvmeStep
 from zero_jax.precision import cast
@@ -76,8 +77,7 @@ class Zero(Settings):
         return Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
 
     def _jit(self, fn: Callable[..., Any]) -> Any:
-        options = self.compiler_options if on_gpu(self.mesh) else None
-        return jax.jit(fn, compiler_options=options)
+        return Program(fn, self.compiler_options if on_gpu(self.mesh) else None)
 
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
