@@ -28,6 +28,7 @@ from training.config import Config, mesh_sizes, shared, stage_and_remat
 from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
+from training.profile import Profile
 from training.report import RunLog, next_folder
 from training.saving import Saver, goes_on, same_everywhere, state_files
 from training.show import Show, Speed, progress
@@ -162,6 +163,7 @@ class Run:
         saver: Its checkpoints.
         stop: Whether it is asked to end.
         watchdog: Looks after all processes.
+        profile: Traces a few steps, in the process that shows.
         lead: Whether this is the process that shows how far it is.
     """
 
@@ -170,6 +172,7 @@ class Run:
     saver: Saver
     stop: Stop
     watchdog: Watchdog
+    profile: Profile
     lead: bool
 
     def say(self, *words: Any) -> None:
@@ -225,6 +228,7 @@ class Run:
                 report(0)
                 self.saver.save(number - 1, (params, opt_state), now=True)
                 raise Stopped(code)
+            self.profile.before(number - done, params)
             params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
             waiting.append((number, metrics))
             if number == done + 1:
@@ -284,7 +288,9 @@ def run(config: Config) -> None:
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
             say(f"Writing to {log.out_dir}", flush=True)
-            job = Run(trainer, log, saver, stop, watchdog, lead)
+            traced = trainer.out / "profile" if config.profile and lead else None
+            profile = stack.enter_context(Profile(traced))
+            job = Run(trainer, log, saver, stop, watchdog, profile, lead)
             params = job.train()
             loss = job.evaluate(params)
             log.evaluation(config.steps, val_loss=loss)

@@ -144,10 +144,12 @@ class Block(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
         attn_key, mlp_key = _split(key, 2)
         x_BxTxD = _residual(x_BxTxD)
-        mixed_BxTxD = _residual(self.attn(_whole(self.ln1(x_BxTxD))))
-        x_BxTxD = x_BxTxD + _dropout(mixed_BxTxD, self.rate, attn_key)
-        out_BxTxD = _residual(self.mlp(_whole(self.ln2(x_BxTxD))))
-        return _residual(x_BxTxD + _dropout(out_BxTxD, self.rate, mlp_key))
+        with jax.named_scope("attention"):
+            mixed_BxTxD = _residual(self.attn(_whole(self.ln1(x_BxTxD))))
+            x_BxTxD = x_BxTxD + _dropout(mixed_BxTxD, self.rate, attn_key)
+        with jax.named_scope("mlp"):
+            out_BxTxD = _residual(self.mlp(_whole(self.ln2(x_BxTxD))))
+            return _residual(x_BxTxD + _dropout(out_BxTxD, self.rate, mlp_key))
 
 
 class GPT(nnx.Module):
@@ -187,7 +189,8 @@ class GPT(nnx.Module):
         key = dropout_key if config.dropout > 0.0 else None
         embed_key, blocks_key = _split(key, 2)
         key_L = None if blocks_key is None else jax.random.split(blocks_key, config.layers)
-        x_BxTxD = _residual(self.wte(tokens_BxT) + self.wpe(jnp.arange(T)))
+        with jax.named_scope("embed"):
+            x_BxTxD = _residual(self.wte(tokens_BxT) + self.wpe(jnp.arange(T)))
         x_BxTxD = _dropout(x_BxTxD, config.dropout, embed_key)
         return self.ln_f(_apply_blocks(self.blocks, x_BxTxD, key_L))
 
@@ -231,13 +234,14 @@ def loss(
         )
     x_BxTxD = model.hidden(tokens_BxT1[:, :-1], dropout_key)
     weights_BxT = jnp.ones(labels_BxT.shape) if mask is None else mask
-    return chunked_cross_entropy(
-        x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),
-        model.wte.embedding[...],
-        labels_BxT.reshape(-1),
-        weights_BxT.reshape(-1),
-        model.config.loss_chunk,
-    )
+    with jax.named_scope("loss"):
+        return chunked_cross_entropy(
+            x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),
+            model.wte.embedding[...],
+            labels_BxT.reshape(-1),
+            weights_BxT.reshape(-1),
+            model.config.loss_chunk,
+        )
 
 
 def generate(

@@ -1,5 +1,6 @@
 """`train.py` from the outside: what it writes, what it refuses, and that processes agree."""
 
+import gzip
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from flax import nnx
 
 import train
+import zero_jax
 from models import gpt
 from training import optimizers
 from training.config import Config, resolve
@@ -243,6 +245,43 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         assert all(word in error for word in words), error
 
 
+def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
+    traced, started = [], jax.profiler.start_trace
+    monkeypatch.setattr(
+        *(jax.profiler, "start_trace"),
+        lambda path, **how: (traced.append(path), started(path, **how)),
+    )
+    step = zero_jax.TrainStep.__call__
+
+    def counted(*args):
+        traced.append(len(traced))
+        return step(*args)
+
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", counted)
+    args = ["--steps", "14", "--checkpoint-every", "0", "--sample-length", "0"]
+    assert train.main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
+    assert traced.index(Path.cwd() / "out" / "profile") == 9, "before step 10"
+    (trace,) = Path("out/profile").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    assert any("gather" in name for name in names), "what a viewer shows"
+    assert not any(name.startswith("$") for name in names), "the host's own code is left out"
+    assert list(Path("out/profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_runs_is_named(folder, stage):
+    trainer = train.Trainer(load(Config(stage=stage, data="text.txt", devices=8, seq=16)))
+    text = trainer.step.lower(*trainer.like(), next(trainer.batches())).compile().as_text()
+    for name in ("embed", "attention", "mlp", "loss", "zero_update"):
+        assert f"/{name}" in text or f"({name})" in text, name
+    for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):
+        lines = [
+            line for line in text.splitlines() if f" {kind}(" in line or f"{kind}-start(" in line
+        ]
+        assert lines and all(name in line for line in lines), lines
+
+
 # What is refused.
 
 
@@ -254,6 +293,7 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         (["--seq", "500"], ["2160 to train on and 240 held out", "501", "--seq"]),
         (["--vocab", "100"], ["outside [0, 100)", "--vocab 120"]),
         (["--data", "ids.npy"], ["token 256", "outside [0, 256)", "--vocab 300"]),
+        (["--steps", "4", "--profile"], ["steps 10 to 12", "--steps 4"]),
         (["--batch", "12"], ["--batch 12", "8 devices x 1", "8 or 16"]),
         (["--batch", "8", "--micro-batches", "3"], ["8 devices x 3", "= 24", "take 24"]),
         (["--model", "nanno"], ["'nanno'", "'nano'"]),

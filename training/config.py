@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import zero_jax
+from training import profile
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
@@ -117,6 +118,8 @@ class Config:
     """Seconds without a sign of life after which a process counts as dead, and the run ends."""
     max_hours: float | None = None
     """Save and end after so many hours; no end unless given."""
+    profile: bool = False
+    """Write a trace of steps 10 to 12 to `profile` in --out, for TensorBoard, XProf or Perfetto."""
     sample_length: int = 256
     """Tokens of the sample that is shown at the end; 0 for none. It needs the whole model on one
     device."""
@@ -234,6 +237,11 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
         given = getattr(config, name)
         if given is not None and not (least <= given < math.inf):
             raise ValueError(f"{flag(name)} {given}: it must be at least {least}, and finite")
+    if config.profile and config.steps < profile.LAST:
+        raise ValueError(
+            f"--profile with --steps {config.steps}: it traces steps {profile.FIRST} to "
+            f"{profile.LAST}, take at least so many"
+        )
     warmup = config.steps // 10 if config.warmup is None else config.warmup
     if warmup >= config.steps:
         raise ValueError(

@@ -38,6 +38,7 @@ class Wire:
     bucket: int | None = None
 
 
+@jax.named_scope("zero_gather")
 def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """The full leaf in the compute dtype, from every device's shard."""
     full = shard if wire.compute is None else cast(shard, wire.compute)
@@ -48,6 +49,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 
+@jax.named_scope("zero_reduce_scatter")
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
     master = jnp.promote_types(full.dtype, jnp.float32)

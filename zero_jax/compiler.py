@@ -58,5 +58,7 @@ class Program:
         return self._chosen(args, named).lower(*args, **named)
 
     def _chosen(self, args: Any, named: Any) -> Any:
+        if self._outermost is None:
+            return self._within
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, named)))
-        return self._within if traced or self._outermost is None else self._outermost
+        return self._within if traced else self._outermost

@@ -95,9 +95,10 @@ class TrainStep:
         scale = opt_state.guard.loss_scale
         out = self._results(params, scale, batch, extras)
         norm = out.grad_norm
-        params, opt_state = self._tx.apply(
-            out.grads, opt_state, params, grad_norm=norm, value=out.loss
-        )
+        with jax.named_scope("zero_update"):
+            params, opt_state = self._tx.apply(
+                out.grads, opt_state, params, grad_norm=norm, value=out.loss
+            )
         guard = opt_state.guard
         metrics = Metrics(
             loss=out.loss,

@@ -1,0 +1,77 @@
+"""The same step without zero_jax: arrays that are split over devices, and XLA finds the rest.
+
+What an expert writes by hand: masters and Adam's state split over `data` along the dims that
+zero_jax splits (what N does not divide stays whole: `jit` takes nothing else), parameters cast
+before they are gathered, layers rematerialised, and activations held to the batch dim, so that
+XLA gathers weights and not activations. Without those constraints: `constrained=False`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models import gpt
+from zero_jax import remat
+from zero_jax.mesh import DATA, abstract_of
+from zero_jax.plan import Case
+from zero_jax.precision import cast
+
+PyTree = Any
+
+
+def step_of(
+    case: Case, policy: str, *, constrained: bool = True
+) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+    """The step, to be jitted with two donated arguments, and shapes of its arguments."""
+    mesh = case.zero.mesh
+    shapes = jax.eval_shape(case.make)
+    cuts = case.zero.splits(shapes)
+    leaves, treedef = jax.tree.flatten(shapes)
+    specs = [PartitionSpec() if cut.padded else cut.spec(DATA) for cut in cuts]
+    placed = [_like(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
+    params = jax.tree.unflatten(treedef, placed)
+    tx = case.tx
+    state = optax.tree_utils.tree_map_params(
+        tx,
+        lambda own, param: jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=param.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda x: _like(x, mesh, PartitionSpec()),
+    )
+    rules = (("batch", DATA),) if constrained else ()
+    saving = remat.apply(_mean_loss(case), policy, [None] * len(leaves))
+
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)
+        with jax.sharding.use_abstract_mesh(abstract_of(mesh)), nn.logical_axis_rules(rules):
+            return saving(compute, batch)
+
+    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step, (params, state, _like(case.batch, mesh, PartitionSpec(DATA)))
+
+
+def _mean_loss(case: Case) -> Callable[[PyTree, jax.Array], jax.Array]:
+    """On whole logits: chunks of tokens would be chunks of all devices' tokens, and be gathered."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(case.config, rngs=nnx.Rngs(0))))
+
+    def mean_loss(params: PyTree, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        logits = nn.with_logical_constraint(logits, ("batch", None, None))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.mean(losses)
+
+    return mean_loss
+
+
+def _like(x: Any, mesh: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

@@ -1,0 +1,45 @@
+"""A trace of a few steps, for TensorBoard, XProf or Perfetto: what runs when, by name."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+
+# Of a start: the first steps compile and warm up.
+FIRST, LAST = 10, 12
+
+
+class Profile:
+    """Traces steps FIRST to LAST of this start; use it in a `with`.
+
+    Args:
+        folder: Where to, `profile` in the run's folder; None traces nothing.
+    """
+
+    def __init__(self, folder: pathlib.Path | None):
+        self._folder, self._on = folder, False
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def before(self, step: int, results: Any) -> None:
+        """To be called before each step, counted from 1, with the results of the one before."""
+        if self._folder is None or step not in (FIRST, LAST + 1):
+            return
+        jax.block_until_ready(results)  # what was queued earlier is no part of it
+        self._stop()
+        if step == FIRST:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # a hundred thousand calls of the host's own code
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._on = True
+
+    def _stop(self) -> None:
+        if self._on:
+            self._on = False
+            jax.profiler.stop_trace()
