@@ -289,9 +289,10 @@ def run(config: Config) -> None:
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
             say(f"Writing to {log.out_dir}", flush=True)
             traced = trainer.out / "profile" if config.profile and lead else None
-            profile = stack.enter_context(Profile(traced))
+            profile = Profile(traced)
             job = Run(trainer, log, saver, stop, watchdog, profile, lead)
-            params = job.train()
+            with profile:
+                params = job.train()
             loss = job.evaluate(params)
             log.evaluation(config.steps, val_loss=loss)
         unit = "byte" if plan.corpus.byte_level else "token"

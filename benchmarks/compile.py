@@ -52,7 +52,7 @@ def measure(layers: int, devices: int) -> dict[str, float]:
 def alone(layers: int, devices: int) -> dict[str, float]:
     """The same in a process of its own."""
     command = [sys.executable, __file__, "--one", str(layers), str(devices)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     return json.loads(out.splitlines()[-1])
 

@@ -44,7 +44,8 @@ def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
     grad_fn = ours.value_and_grad(loss)
     alone, _ = grad_fn(params, batch)
     within, _ = jit(lambda p, x: grad_fn(p, x))(params, batch)
-    assert alone == within == 64.0
+    closed, _ = jit(lambda: grad_fn(params, batch))()
+    assert alone == within == closed == 64.0
     tx = ours.optimizer(optax.sgd(0.1))
     assert ours.train_step(loss, tx)(params, tx.init(params), batch)[2].loss == 64.0
     assert seen == [ours.compiler_options] * 2, "the gradient and the step"

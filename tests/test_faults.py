@@ -40,7 +40,7 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, number):
 def test_an_error_of_one_process_alone_ends_the_run(folder, rank):
     args = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
     running = start_many(2, args, script=[FAILING, str(rank), "step"])
-    results = finish(running, seconds=60)
+    results = finish(running, seconds=200)
     assert [code for code, _, _ in results] == [ENDED] * 2, results
     said = f"process {rank} (pid {running[rank].pid} on"
     for _, _, error in results:
@@ -53,7 +53,7 @@ def test_an_error_of_one_process_alone_ends_the_run(folder, rank):
 def test_a_save_that_fails_in_one_process_fails_in_all(folder, rank):
     args = [*MANY, "--steps", "100000", "--checkpoint-every", "5", "--keep", "1"]
     running = start_many(2, args, script=[FAILING, str(rank), "save"])
-    results = finish(running, seconds=60)
+    results = finish(running, seconds=200)
     assert [code for code, _, _ in results] == [2, 2], results
     errors = [error for _, _, error in results]
     assert "checkpoints failed: this host's disk is gone" in errors[rank], errors

@@ -181,7 +181,9 @@ def test_each_device_sends_its_part_of_the_words_along_data(stage, mp):
         # Gathered again by the backward pass: matrices and scales of the layers. The tied
         # embedding is reduced at both of its uses.
         words += L * (12 * D * D // mp + 2 * D) + CONFIG.vocab * D // mp
-    assert compiled(2, mp, stage=stage).words_along("data") == words
+    # Outside of loops XLA may merge the last norm's two gathers, or not (jax 0.12 on CPU).
+    more = compiled(2, mp, stage=stage).words_along("data") - words
+    assert more == 0 or (stage == 3 and more == D)
 
 
 @pytest.fixture

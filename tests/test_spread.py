@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from zero_jax import abstract_mesh
 from zero_jax.spread import spread
 from zero_jax.traced import flatten
 
@@ -66,7 +67,7 @@ def test_a_loop_that_starts_whole_and_becomes_split_is_split():
 
 
 def test_a_part_that_is_manual_over_model_sees_pieces():
-    mesh = jax.sharding.AbstractMesh((2, M), ("data", "model"))
+    mesh = abstract_mesh(2, model=M)
     spec = jax.sharding.PartitionSpec(None, "model")
 
     def f(x):
@@ -87,7 +88,7 @@ def test_a_part_that_is_manual_over_model_sees_pieces():
 
 
 def test_a_spec_says_what_a_constraint_splits():
-    mesh = jax.sharding.AbstractMesh((2, M), ("data", "model"))
+    mesh = abstract_mesh(2, model=M)
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
     traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(jnp.ones((6, 8)))
     assert spread(traced.eqns[0], [0]) == [1]

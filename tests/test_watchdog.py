@@ -1,8 +1,10 @@
 """The watchdog of one process: what counts as stuck, and what is said of it."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,13 +59,13 @@ def test_a_start_leaves_no_more_than_its_own_folder(tmp_path):
 
 
 def test_nothing_is_timed_before_there_is_something_to_compare_with(tmp_path):
-    watchdog = Watchdog(tmp_path, slow_factor=2, slow_after=1e-9)
+    watchdog = Watchdog(tmp_path, dead_after=0.1, slow_factor=2, slow_after=1e-9)
     for number in range(3):
         assert watchdog.limit is None
         watchdog.step(number)
     assert watchdog.limit is None
     watchdog.step(3)
-    assert 0 < watchdog.limit < 1
+    assert 0.2 <= watchdog.limit < 1, "twice dead_after: who waits for a dead one is not stuck"
     with watchdog.pause():
         assert watchdog.limit is None
 
@@ -72,3 +74,42 @@ def test_nothing_is_timed_before_there_is_something_to_compare_with(tmp_path):
 def test_numbers_are_checked(tmp_path, given):
     with pytest.raises(ValueError, match="positive number"):
         Watchdog(tmp_path, **given)
+
+
+def holding(watchdog, count):
+    """Has the first of so many processes meet an error; what it tells, when it is through."""
+    told = []
+    watchdog._count, watchdog._tell = count, told.append
+    held = threading.Thread(target=watchdog._hold, args=(OSError("gone"),))
+    held.start()
+    return told, held
+
+
+def others(watchdog, **how):
+    for rank, known in how.items():
+        known = {"counter": 5, "step": 1, "process": rank, "failed": False} | known
+        watchdog._path(int(rank[1:])).write_text(json.dumps(known))
+
+
+def test_an_error_goes_on_when_all_others_have_one_or_are_done(tmp_path):
+    """All of them, not those alone that this one watches."""
+    with Watchdog(tmp_path, dead_after=2) as watchdog:
+        alike = {key: {"failed": True} for key in ("r1", "r2", "r3", "r4")}
+        others(watchdog, **alike, r5={})
+        told, held = holding(watchdog, 6)
+        held.join(1.5)
+        assert held.is_alive(), "one has none yet"
+        assert json.loads(watchdog._path(0).read_text())["failed"], "it is told"
+        others(watchdog, r5={"counter": 0})
+        held.join(20)
+        assert not held.is_alive() and not told
+
+
+def test_an_error_that_one_other_does_not_have_ends_the_run(tmp_path):
+    with Watchdog(tmp_path, dead_after=0.5) as watchdog:
+        others(watchdog, r1={"failed": True}, r2={})
+        told, held = holding(watchdog, 3)
+        held.join(20)
+        assert not held.is_alive()
+    (why,) = told
+    assert "process 0 (pid" in why and why.endswith("do not have: OSError: gone")

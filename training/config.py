@@ -119,7 +119,8 @@ class Config:
     max_hours: float | None = None
     """Save and end after so many hours; no end unless given."""
     profile: bool = False
-    """Write a trace of steps 10 to 12 to `profile` in --out, for TensorBoard, XProf or Perfetto."""
+    """Write a trace of steps 10 to 12 of this start to `profile` in --out, for TensorBoard, XProf
+    or Perfetto."""
     sample_length: int = 256
     """Tokens of the sample that is shown at the end; 0 for none. It needs the whole model on one
     device."""

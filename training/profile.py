@@ -19,13 +19,15 @@ class Profile:
     """
 
     def __init__(self, folder: pathlib.Path | None):
-        self._folder, self._on = folder, False
+        self._folder, self._on, self._traced = folder, False, False
 
     def __enter__(self) -> Profile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        if self._folder is not None and not self._traced:
+            print(f"--profile: this start had fewer than {FIRST} steps left, nothing is traced")
 
     def before(self, step: int, results: Any) -> None:
         """To be called before each step, counted from 1, with the results of the one before."""
@@ -37,7 +39,7 @@ class Profile:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # a hundred thousand calls of the host's own code
             jax.profiler.start_trace(self._folder, profiler_options=options)
-            self._on = True
+            self._on = self._traced = True
 
     def _stop(self) -> None:
         if self._on:

@@ -85,7 +85,8 @@ class Checkpoints:
       read_only: takes no lock, writes and deletes nothing.
 
     Raises:
-      ValueError: another run writes there, or it can't be written.
+      ValueError: another run writes there, or it can't be written; in all processes but the
+        first an OSError that says so.
 
     >>> import tempfile, jax.numpy as jnp
     >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
@@ -175,7 +176,10 @@ class Checkpoints:
         except Exception as error:
             raise OSError(f"saving to {self.directory} failed: {error}") from error
         if step is not None and jax.process_index() == 0:
-            seal(self.directory / str(step))
+            try:
+                seal(self.directory / str(step))
+            except OSError as error:  # it is whole without
+                _to_stderr(f"checkpoint {step} was saved, but not sealed: {error}")
 
     def close(self) -> None:
         """Waits, and lets other runs write here."""

@@ -47,18 +47,18 @@ class Program:
         self._outermost = jax.jit(fn, compiler_options=dict(options), **how) if options else None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._chosen(args, named)(*args, **named)
+        if self._outermost is not None:
+            try:
+                return self._outermost(*args, **named)
+            except ValueError as error:
+                if "top-level `jax.jit`" not in str(error):
+                    raise
+        return self._within(*args, **named)
 
     def trace(self, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
-        return self._chosen(args, named).trace(*args, **named)
+        return (self._outermost or self._within).trace(*args, **named)
 
     def lower(self, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
-        return self._chosen(args, named).lower(*args, **named)
-
-    def _chosen(self, args: Any, named: Any) -> Any:
-        if self._outermost is None:
-            return self._within
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, named)))
-        return self._within if traced else self._outermost
+        return (self._outermost or self._within).lower(*args, **named)

@@ -42,20 +42,22 @@ _VERDICT = "verdict.json"
 _WATCHED = 3
 _LEAST_STEPS = 3
 _LEFT = 0  # the counter of a process that is done
+# In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one.
+_HELD, _STUCK = 1.5, 2.0
 
 
 class Watchdog:
     """Watches this run's processes from a thread; use it in a `with`.
 
-    An error that leaves the `with` in one process is held there until the processes after it have
-    one too, and then goes on as always. If they have none after twice `dead_after`, the run is
-    ended with this error.
+    An error that leaves the `with` in one process is held there until all others have one too or
+    are done, and then goes on as always. If that takes longer than one and a half `dead_after`, the
+    run is ended with this error.
 
     Args:
       folder: on storage that all processes share; is made. In it each start has a folder.
       dead_after: seconds without a sign of life after which a process counts as dead.
       slow_factor: a step is stuck when it takes this many times the median of those before it.
-      slow_after: and at least so many seconds.
+      slow_after: and at least so many seconds, and twice `dead_after`.
 
     Raises:
       ValueError: a number is not positive.
@@ -84,6 +86,7 @@ class Watchdog:
         self._last: float | None = None
         self._number: int | None = None
         self._error: Exception | None = None
+        self._ending = threading.Lock()
         self._interval = min(1.0, dead_after / 5)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
@@ -122,12 +125,18 @@ class Watchdog:
         self._last = time.monotonic() if self._number is not None else None
 
     def _hold(self, error: Exception) -> None:
-        """Returns when the others have an error too; ends the run if they have none."""
-        self._error = error
-        end = time.monotonic() + 2 * self._dead_after
+        """Returns when all others have an error too; ends the run if one has none."""
+        self._error, self._last = error, None
+        end = time.monotonic() + _HELD * self._dead_after
+        waited_for = [rank for rank in range(self._count) if rank != self._rank]
         while time.monotonic() < end:
-            time.sleep(self._interval / 10)  # the thread ends the process if one is dead
-            if all(other.failed for other in self._others.values()):
+            time.sleep(self._interval)  # the thread tells of this error, or that one is dead
+            while waited_for and self._is_through(waited_for[-1]):
+                waited_for.pop()
+            if not waited_for:
+                # What this one has told is to be read before it goes; JAX aborts all others when
+                # the first does.
+                time.sleep((4 if self._rank == 0 else 2) * self._interval)
                 return
         said = str(error).partition("\n")[0]
         self._tell(
@@ -135,12 +144,21 @@ class Watchdog:
             f"{type(error).__name__}: {said}"
         )
 
+    def _is_through(self, rank: int) -> bool:
+        """Whether a process has an error, or is done."""
+        with contextlib.suppress(OSError):
+            told = _read(self._path(rank))
+            return told is not None and (told["failed"] or told["counter"] == _LEFT)
+        return False
+
     @property
     def limit(self) -> float | None:
         """Seconds after which the step that runs now counts as stuck; None where none is timed."""
         if self._last is None or len(self._durations) < _LEAST_STEPS:
             return None
         factor, least = self._slow
+        # Whose step takes long because another is dead or has an error is not stuck itself.
+        least = max(least, _STUCK * self._dead_after)
         return max(least, factor * statistics.median(self._durations))
 
     def _watch(self) -> None:
@@ -151,9 +169,8 @@ class Watchdog:
                 self._beat(counter)
                 self._look()
             except OSError as error:  # storage that is away for a moment says nothing of anyone
-                if self._error is not None:
-                    return  # a later start has taken the folder
-                print(f"watchdog: {self._folder}: {error}", file=sys.stderr)
+                if self._error is None:  # else a later start may have taken the folder
+                    print(f"watchdog: {self._folder}: {error}", file=sys.stderr)
 
     def _beat(self, counter: int) -> None:
         known = {
@@ -204,6 +221,7 @@ class Watchdog:
         """Prints why, and the stacks of all threads of this process, and ends it."""
         if self._ended.is_set():
             return
+        self._ending.acquire()  # for good: one thread tells, and ends the process
         print(f"watchdog of {_name(self._rank)}: {why}", file=sys.stderr, flush=True)
         if self._error is not None:
             traceback.print_exception(self._error)
