@@ -3,7 +3,7 @@
 What an expert writes by hand: masters and Adam's state split over `data` along the dims that
 zero_jax splits (what N does not divide stays whole: `jit` takes nothing else), parameters cast
 before they are gathered, layers rematerialised, and activations held to the batch dim, so that
-XLA gathers weights and not activations. Without those constraints: `constrained=False`.
+XLA gathers weights and not activations.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,7 @@ from zero_jax.precision import cast
 PyTree = Any
 
 
-def step_of(
-    case: Case, policy: str, *, constrained: bool = True
-) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+def step_of(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
     """The step, to be jitted with two donated arguments, and shapes of its arguments."""
     mesh = case.zero.mesh
     shapes = jax.eval_shape(case.make)
@@ -44,12 +42,14 @@ def step_of(
         params,
         transform_non_params=lambda x: _like(x, mesh, PartitionSpec()),
     )
-    rules = (("batch", DATA),) if constrained else ()
     saving = remat.apply(_mean_loss(case), policy, [None] * len(leaves))
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)
-        with jax.sharding.use_abstract_mesh(abstract_of(mesh)), nn.logical_axis_rules(rules):
+        with (
+            jax.sharding.use_abstract_mesh(abstract_of(mesh)),
+            nn.logical_axis_rules((("batch", DATA),)),
+        ):
             return saving(compute, batch)
 
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
