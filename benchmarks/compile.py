@@ -2,7 +2,8 @@
 
     python benchmarks/compile.py            # 7 steps, 3 times each, 3 minutes
 
-Stage 3 of a GPT of width 1600 in bf16, on forced CPU devices. Prints the medians and writes docs/compile.json. Peak is the host memory of the process that compiles, jax included.
+Stage 3 of a GPT of width 1600 in bf16, on forced CPU devices. Prints the medians and writes
+docs/compile.json. Peak is the host memory of the process that compiles, jax included.
 """
 
 import argparse

@@ -23,6 +23,7 @@ from zero_jax.plan import Case
 from zero_jax.precision import cast
 
 PyTree = Any
+RULES = (("batch", DATA),)
 
 
 def step_of(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
@@ -48,7 +49,7 @@ def step_of(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[PyTree, 
         compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)
         with (
             jax.sharding.use_abstract_mesh(abstract_of(mesh)),
-            nn.logical_axis_rules((("batch", DATA),)),
+            nn.logical_axis_rules(RULES),
         ):
             return saving(compute, batch)
 

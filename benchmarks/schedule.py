@@ -1,8 +1,8 @@
 """Memory and overlap of stage 3 on H100s that need not be there, beside GSPMD's program.
 
-    python benchmarks/schedule.py                       # 9 pairs of programs, 5 minutes on two cores
+    python benchmarks/schedule.py                # 9 pairs of programs, 5 minutes on two cores
     python benchmarks/schedule.py --models 7.5b --devices 64
-    python benchmarks/schedule.py --tables              # prints the table of what is there
+    python benchmarks/schedule.py --tables       # prints the table of what is there
 
 Both programs of a pair train the same GPT by AdamW on 4 rows of 1024 tokens a device, in bf16 with
 bf16 reduction, each layer rematerialised; gspmd.py has the other one. Writes docs/schedule.json.
