@@ -8,6 +8,7 @@ manifest (manifest.py). No file of it is executed when it is read.
     DIR/120/state/manifest.json
     DIR/120/state/arrays/0007/c/0/3      a chunk
     DIR/.lock                            of the run that writes here
+    DIR/.discarded                       what is being deleted (discarded.py)
 
 Host memory: `save` copies this process's shards and returns; `restore` takes one leaf at a time.
 """
@@ -18,6 +19,7 @@ import os
 import pathlib
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from zero_jax import discarded
 from zero_jax.arrays import Damaged
 from zero_jax.checksum import MODULUS
 from zero_jax.comparing import matched
@@ -108,8 +111,9 @@ class Checkpoints:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
         self.directory = pathlib.Path(directory).absolute()
-        self._lock = None if read_only else _by_the_first(lambda: locked(self.directory))
+        self._lock = None if read_only else _by_the_first(lambda: _taken(self.directory))
         self._unsealed: int | None = None
+        self._clearing: threading.Thread | None = None
         self._manager = None if read_only else _manager(self.directory, keep, keep_every)
 
     def __enter__(self) -> "Checkpoints":
@@ -159,6 +163,9 @@ class Checkpoints:
         args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
         self._manager.save(step, args=args)
         self._unsealed = step
+        if jax.process_index() == 0:
+            busy = self._manager.is_saving_in_progress
+            self._clearing = discarded.clear_after(busy, self.directory)
         if any(leaf.in_files for leaf in found):
             self.wait()  # the next step writes to those files
 
@@ -175,6 +182,9 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             raise OSError(f"saving to {self.directory} failed: {error}") from error
+        finally:
+            if self._clearing is not None:
+                self._clearing.join()
         if step is not None and jax.process_index() == 0:
             try:
                 seal(self.directory / str(step))
@@ -265,11 +275,19 @@ def _manager(
         max_to_keep=keep,
         keep_period=keep_every,
         cleanup_tmp_directories=True,
+        todelete_subdir=discarded.FOLDER,
         save_root_metadata=False,
         # Else files could be written before their folder is made.
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
     return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
+
+
+def _taken(directory: pathlib.Path) -> int:
+    """Locks the directory for this run, and deletes what one that was killed left behind."""
+    lock = locked(directory)
+    discarded.clear(directory)
+    return lock
 
 
 def _by_the_first(work: Callable[[], T]) -> T | None:
