@@ -3,7 +3,8 @@
 What an expert writes by hand: masters and Adam's state split over `data` along the dims that
 zero_jax splits (what N does not divide stays whole: `jit` takes nothing else), parameters cast
 before they are gathered, layers rematerialised, and activations held to the batch dim, so that
-XLA gathers weights and not activations.
+XLA gathers weights and not activations. `held=False` is the same without that hold, as one writes
+it first; `split=False` is plain data parallelism, every array whole on every device.
 """
 
 from collections.abc import Callable
@@ -23,16 +24,18 @@ from zero_jax.plan import Case
 from zero_jax.precision import cast
 
 PyTree = Any
-RULES = (("batch", DATA),)
 
 
-def step_of(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+def step_of(
+    case: Case, policy: str, *, split: bool = True, held: bool = True
+) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
     """The step, to be jitted with two donated arguments, and shapes of its arguments."""
     mesh = case.zero.mesh
     shapes = jax.eval_shape(case.make)
     cuts = case.zero.splits(shapes)
     leaves, treedef = jax.tree.flatten(shapes)
-    specs = [PartitionSpec() if cut.padded else cut.spec(DATA) for cut in cuts]
+    whole = PartitionSpec()
+    specs = [cut.spec(DATA) if split and not cut.padded else whole for cut in cuts]
     placed = [_like(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
     params = jax.tree.unflatten(treedef, placed)
     tx = case.tx
@@ -41,16 +44,14 @@ def step_of(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[PyTree, 
         lambda own, param: jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=param.sharding),
         jax.eval_shape(tx.init, params),
         params,
-        transform_non_params=lambda x: _like(x, mesh, PartitionSpec()),
+        transform_non_params=lambda x: _like(x, mesh, whole),
     )
+    rules = (("batch", DATA),) if held else ()
     saving = remat.apply(_mean_loss(case), policy, [None] * len(leaves))
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)
-        with (
-            jax.sharding.use_abstract_mesh(abstract_of(mesh)),
-            nn.logical_axis_rules(RULES),
-        ):
+        with jax.sharding.use_abstract_mesh(abstract_of(mesh)), nn.logical_axis_rules(rules):
             return saving(compute, batch)
 
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:

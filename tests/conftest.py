@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Leaves out what needs PyTorch, unless -m asks for it."""
-    torch = collection_path.name in ("test_export.py", "test_import.py")
+    torch = collection_path.name in ("test_export.py", "test_import.py", "test_peers.py")
     return True if torch and "interchange" not in config.option.markexpr else None
 
 

@@ -18,14 +18,28 @@ from zero_jax.plan import Case
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a script as if it had been started: what lies beside it can be imported."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def by_name(name):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return by_name
 
 
-def test_gspmd_trains_as_zero_jax_does():
+def run(name, *args):
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, args)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}])
+def test_gspmd_trains_as_zero_jax_does(load, how):
     zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat="block")
     config = gpt.GPTConfig(layers=2, width=32, heads=2, vocab=96, seq=16)
     case = Case(config, zero, "adamw", 16)
@@ -34,7 +48,7 @@ def test_gspmd_trains_as_zero_jax_does():
     tx = zero.optimizer(case.tx)
     train, state = zero.train_step(case.loss_fn, tx), tx.init(params)
     full = jax.tree.map(np.asarray, zero.full(params))
-    step, likes = load("gspmd").step_of(case, "block")
+    step, likes = load("gspmd").step_of(case, "block", **how)
 
     def placed(tree, like):
         leaves, treedef = jax.tree.flatten(like)
@@ -49,10 +63,66 @@ def test_gspmd_trains_as_zero_jax_does():
         np.testing.assert_allclose(loss, metrics.loss, rtol=2e-6)
 
 
+def test_plain_data_parallelism_is_whole_on_every_device(load):
+    zero = zero_jax.Zero(zero_jax.make_mesh(), 3)
+    case = Case(gpt.GPTConfig(layers=2, width=32, heads=2, vocab=96, seq=16), zero, "adamw", 16)
+    _, (params, state, _) = load("gspmd").step_of(case, "none", split=False)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((params, state)))
+    _, (params, state, _) = load("gspmd").step_of(case, "none")
+    assert not any(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+
+
+@pytest.mark.heavy
+def test_stages_are_measured_beside_the_others(tmp_path):
+    out = tmp_path / "stages.json"
+    given = ("--model", "nano", "--devices", 2, "--seq", 16, "--rounds", 1, "--json", out)
+    printed = run("stages", *given)
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["data parallel", "gspmd", "gspmd held", *(f"stage {s}" for s in range(4))]
+    assert rows["data parallel"]["ratio"] == 1
+    assert rows["stage 3"]["total_bytes"] < rows["data parallel"]["total_bytes"]
+    assert all(f"| {name} |" in printed for name in rows)
+
+
+@pytest.mark.heavy
+def test_a_peer_that_is_absent_is_named_and_the_others_go_on(load, tmp_path, monkeypatch, capsys):
+    peers = load("peers")
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("peer.py", "peer_jax.py"):
+        (tmp_path / "benchmarks" / name).symlink_to(FOLDER / name)
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    monkeypatch.setattr(peers, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.setattr(peers, "FILE", tmp_path / "peers.json")
+    sizes = {"layers": 2, "width": 32, "heads": 2, "vocab": 96, "seq": 16}
+    monkeypatch.setattr(peers, "PROBLEM", sizes)
+    peers.main(["--processes", "2", "--rounds", "1", "--steps", "2"])
+    rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [f"stage-{s}" for s in range(4)]
+    assert all(row["loss_error"] < 1e-5 and row["peak_bytes"] > 1e8 for row in rows)
+    said = capsys.readouterr().err
+    for library, install in peers.INSTALL.items():
+        assert f"{library} is left out: python3 -m venv .venv-{library}" in said
+        assert f"pip install {install}" in said
+
+
+@pytest.mark.heavy
+def test_every_kind_of_row_is_measured_at_toy_size(load, tmp_path, monkeypatch):
+    gpu = load("gpu")
+    monkeypatch.setattr(gpu, "python_with_torch", lambda: None)
+    kinds = {own["kind"]: own for own in gpu.cases(True)}
+    wrong = {"kind": "train", "model": "nano", "rows": 1, "remat": "most"}
+    monkeypatch.setattr(gpu, "cases", lambda toy: [*kinds.values(), wrong])
+    out = tmp_path / "gpu.json"
+    gpu.main(["--toy", "--json", str(out)])
+    rows = {row["case"]["kind"]: row for row in json.loads(out.read_text())["rows"][:-1]}
+    assert 0 < rows["train"]["mfu"] < 2 and rows["train"]["tokens_per_second"] > 0
+    assert rows["update"]["of_copy"] > 0 and rows["largest"]["layers"] > 4
+    assert rows["torch"] == {"case": kinds["torch"], "missing": gpu.TORCH}
+    failed = json.loads(out.read_text())["rows"][-1]
+    assert "remat='most'" in failed["error"] and "tokens_per_second" not in failed
+
+
 @pytest.mark.heavy
 def test_the_time_of_a_compilation_is_measured():
-    command = [sys.executable, str(FOLDER / "compile.py"), "--one", "1", "2"]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run("compile", "--one", 1, 2).splitlines()[-1])
     assert min(found.values()) > 0 and 1e8 < found["peak_bytes"] < 4e9

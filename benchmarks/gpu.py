@@ -1,0 +1,282 @@
+"""How fast zero_jax is on the GPU that is here. No network, under 10 minutes.
+
+    python benchmarks/gpu.py                    # one GPU; writes docs/gpu.json, prints a table
+    python benchmarks/gpu.py --toy --json FILE  # every measurement at toy size, on a CPU too
+
+Rates are tokens per second and MFU: the model's FLOPs, recomputation not counted and attention
+counted whole, over the device's dense peak (of a device without a data sheet here, over the rate of
+a large matrix product). An optimizer's step is bytes read and written over the bandwidth of a copy
+measured in the same process. Every row is a process of its own, so that one that does not fit ends
+nothing else, and memory peaks are its own; rows for which no time is left are named.
+
+PyTorch, compiled by torch.compile, trains the same models where this Python has it, or that of
+.venv-torch; else the line that brings it is printed.
+"""
+
+import argparse
+import bisect
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zero_jax
+from models import gpt
+from zero_jax import targets
+from zero_jax.plan import Case
+
+FOLDER = pathlib.Path(__file__).parent
+FILE = FOLDER.parent / "docs" / "gpu.json"
+MINUTES = 10
+STEPS = 8
+LARGEST = 64  # layers at most, of the largest model that fits
+TORCH = "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch numpy"
+
+
+def cases(toy: bool) -> list[dict[str, Any]]:
+    """What is measured, in this order: what matters most comes first."""
+    small, large, wide = ("nano", "nano", "nano") if toy else ("124m", "1.5b", "7.5b")
+    few, many = (2, 2) if toy else (8, 16)
+    made: list[dict[str, Any]] = [
+        {"kind": "train", "model": large, "rows": many, "remat": "block"},
+        {"kind": "update", "model": large},
+        {"kind": "train", "model": small, "rows": many, "remat": "none"},
+        {"kind": "torch", "model": small, "rows": many, "remat": "none"},
+        {"kind": "torch", "model": large, "rows": many, "remat": "block"},
+    ]
+    made += [
+        {"kind": "train", "model": small, "rows": many, "remat": "none", "attention": kind}
+        for kind in ("xla", *(() if toy else ("cudnn",)))
+    ]
+    made += [
+        {"kind": "train", "model": large, "rows": few, "remat": remat}
+        for remat in ("none", "dots", "block")
+    ]
+    made += [
+        {"kind": "update", "model": large, "offload": "optimizer"},
+        {"kind": "largest", "model": wide, "rows": few},
+        {"kind": "largest", "model": wide, "rows": few, "offload": "optimizer,params"},
+    ]
+    return made
+
+
+def case_of(own: dict[str, Any], layers: int | None = None) -> Case:
+    """One model on one device, stage 3, bf16."""
+    config = gpt.preset(own["model"], attention=own.get("attention", "auto"))
+    if layers is not None:
+        config = dataclasses.replace(config, layers=layers)
+    zero = zero_jax.Zero(
+        zero_jax.make_mesh(devices=jax.devices()[:1]),
+        3,
+        precision=zero_jax.Precision("bf16"),
+        remat=own.get("remat", "block"),
+        offload=own.get("offload"),
+    )
+    return Case(config, zero, "adamw", own.get("rows", 1))
+
+
+def train(own: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
+    """Tokens per second of training steps, MFU, and the memory that they took."""
+    case = case_of(own, layers)
+    zero = case.zero
+    tokens = np.random.default_rng(0).integers(0, case.config.vocab, case.batch.shape, np.int32)
+    batch, tx = zero_jax.global_batch(zero.mesh, tokens), zero.optimizer(case.tx)
+    params = zero.init(case.make)
+    states: tuple[Any, ...] = (params, tx.init(params))
+    del params
+    step = zero.train_step(case.loss_fn, tx)
+
+    def once() -> None:
+        nonlocal states
+        *states, _ = step(*states, batch)
+        jax.block_until_ready(states)
+
+    seconds = median_seconds(once)
+    rate = tokens[:, 1:].size / seconds
+    peak, source = peak_flops()
+    return {
+        "params": gpt.num_params(case.config),
+        "seconds": seconds,
+        "tokens_per_second": rate,
+        "mfu": rate * gpt.flops_per_token(case.config) / peak,
+        "peak_flops": f"{peak / 1e12:.1f}e12, {source}",
+        "peak_bytes": held_bytes(),
+    }
+
+
+def update(own: dict[str, Any]) -> dict[str, Any]:
+    """Bytes per second of AdamW's step, beside a copy's."""
+    case = case_of(own)
+    zero, tx = case.zero, case.zero.optimizer(case.tx)
+    params = zero.init(case.make)
+    states: tuple[Any, ...] = (params, tx.init(params))
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 1e-3, dtype=jnp.float32), params)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    del params
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+
+    def once() -> None:
+        nonlocal states
+        states = jitted(*states, grads)
+        jax.block_until_ready(states)
+
+    # Reads gradient, master, both moments; writes master and both moments; all fp32.
+    speed, copy = 28 * count / median_seconds(once), copy_bandwidth()
+    return {"params": count, "bytes_per_second": speed, "copy": copy, "of_copy": speed / copy}
+
+
+def largest(own: dict[str, Any]) -> dict[str, Any]:
+    """The deepest model of this width that fits by the plan, trained."""
+    limit = memory_limit()
+
+    def total_bytes(layers: int) -> int:
+        return case_of(own, layers).plan(3, target=None).predicted.total_bytes
+
+    deepest = bisect.bisect_right(range(1, LARGEST + 1), 0.9 * limit, key=total_bytes)
+    if not deepest:
+        raise ValueError(f"not one layer of {own['model']} fits in {limit / 1e9:.1f} GB")
+    return {"layers": deepest, "memory_limit": limit, **train(own, deepest)}
+
+
+def peak_flops() -> tuple[float, str]:
+    """FLOP/s of this device, and where that figure is from."""
+    kind = jax.devices()[0].device_kind
+    for target in targets.TARGETS.values():
+        if target.description == kind:
+            return target.flops, "data sheet"
+    size = 8192 if jax.default_backend() == "gpu" else 1024
+    x = jnp.ones((size, size), jnp.bfloat16)
+    product = jax.jit(lambda x: x @ x)
+    seconds = median_seconds(lambda: product(x).block_until_ready())
+    return 2 * size**3 / seconds, f"a product of {size}"
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of the largest copy that is handy."""
+    words = 2**29 if jax.default_backend() == "gpu" else 2**24
+    x, add = jnp.zeros(words, jnp.float32), jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / median_seconds(lambda: add(x).block_until_ready())
+
+
+def median_seconds(once: Callable[[], Any]) -> float:
+    for _ in range(2):
+        once()
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def held_bytes() -> int | None:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def memory_limit() -> int:
+    """Bytes that this process may take of the device; of a CPU, enough for a toy."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 10**8)
+
+
+def alone(own: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """One row, in a process of its own."""
+    command = [sys.executable, __file__]
+    if own["kind"] == "torch":
+        python = python_with_torch()
+        if python is None:
+            return {"missing": TORCH}
+        config = dataclasses.asdict(gpt.preset(own["model"]))
+        own = {**own, **{k: config[k] for k in ("layers", "width", "heads", "vocab", "seq")}}
+        command = [python, str(FOLDER / "gpu_torch.py")]
+    try:
+        done = subprocess.run(
+            [*command, "--one", json.dumps(own)], capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after the {seconds:.0f} s that were left"}
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:300]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def python_with_torch() -> str | None:
+    for python in (sys.executable, str(FOLDER.parent / ".venv-torch" / "bin" / "python")):
+        if pathlib.Path(python).exists():
+            tried = subprocess.run([python, "-c", "import torch"], capture_output=True)
+            if tried.returncode == 0:
+                return python
+    return None
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| what | model | settings | result |", "|---|---|---|---|"]
+    for row in rows:
+        known = {k: v for k, v in row["case"].items() if k not in ("kind", "model")}
+        settings = ", ".join(f"{k} {v}" for k, v in known.items())
+        lines.append(
+            f"| {row['case']['kind']} | {row['case']['model']} | {settings} | {said(row)} |"
+        )
+    return "\n".join(lines)
+
+
+def said(row: dict[str, Any]) -> str:
+    if "of_copy" in row:
+        rates = (row["bytes_per_second"] / 1e9, row["copy"] / 1e9, row["of_copy"])
+        return "{:.0f} GB/s, a copy {:.0f}: {:.0%}".format(*rates)
+    if "tokens_per_second" in row:
+        peak = row.get("peak_bytes")
+        held = f", {peak / 1e9:.1f} GB" if peak else ""
+        size = f"{row['params'] / 1e9:.2f}B, " if "layers" in row else ""
+        mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        return f"{size}{row['tokens_per_second']:,.0f} tokens/s{mfu}{held}"
+    return row.get("error") or f"left out: {row['missing']}"
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--toy", action="store_true", help="small models, for a CPU")
+    parser.add_argument("--json", type=pathlib.Path, default=FILE)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parsed = parser.parse_args(args)
+    if parsed.one:
+        own = json.loads(parsed.one)
+        measured = {"train": train, "update": update, "largest": largest}[own["kind"]](own)
+        print(json.dumps(measured | {"device": jax.devices()[0].device_kind}))
+        return
+    deadline = time.monotonic() + 60 * MINUTES
+    rows: list[dict[str, Any]] = []
+    for own in cases(parsed.toy):
+        left = deadline - time.monotonic()
+        measured = alone(own, left) if left > 20 else {"error": "no time was left"}
+        rows.append({"case": own, **measured})
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+        known = {
+            "jax": jax.__version__,
+            "device": next((row["device"] for row in rows if "device" in row), None),
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": rows,
+        }
+        parsed.json.write_text(json.dumps(known, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

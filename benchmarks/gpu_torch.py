@@ -1,0 +1,63 @@
+"""One row of gpu.py in PyTorch: the same GPT, compiled, in bf16 with fp32 masters and AdamW."""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from peer_torch import GPT
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--one")
+    own = json.loads(parser.parse_args().one)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = GPT(argparse.Namespace(**own))
+    if own["remat"] == "block":
+        for block in model.blocks:
+            block.forward = _rematerialised(block.forward)
+    tx = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
+    rows = torch.randint(0, own["vocab"], (own["rows"], own["seq"] + 1), device=device)
+    compiled = torch.compile(model)
+
+    def once() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = compiled(rows)
+        loss.backward()
+        tx.step()
+        tx.zero_grad()
+        loss.item()
+
+    for _ in range(3):
+        once()
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        once()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    count = sum(x.numel() for x in model.parameters())
+    found = {
+        "params": count,
+        "seconds": statistics.median(seconds),
+        "tokens_per_second": rows[:, 1:].numel() / statistics.median(seconds),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    print(json.dumps(found))
+
+
+def _rematerialised(forward):
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+if __name__ == "__main__":
+    main()
