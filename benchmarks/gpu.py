@@ -5,9 +5,10 @@
 
 Rates are tokens per second and MFU: the model's FLOPs, recomputation not counted and attention
 counted whole, over the device's dense peak (of a device without a data sheet here, over the rate of
-a large matrix product). An optimizer's step is bytes read and written over the bandwidth of a copy
-measured in the same process. Every row is a process of its own, so that one that does not fit ends
-nothing else, and memory peaks are its own; rows for which no time is left are named.
+a large matrix product). An optimizer's step is what it must read and write, 28 bytes a parameter,
+over the bandwidth of a copy measured in the same process. Every row is a process of its own, so
+that one that does not fit ends nothing else, and memory peaks are its own; rows for which no time
+is left are named.
 
 PyTorch, compiled by torch.compile, trains the same models where this Python has it, or that of
 .venv-torch; else the line that brings it is printed.
@@ -17,7 +18,9 @@ import argparse
 import bisect
 import dataclasses
 import json
+import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -40,6 +43,7 @@ from zero_jax.plan import Case
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"
 MINUTES = 10
+ROW_SECONDS = 150  # of one row at most
 STEPS = 8
 LARGEST = 64  # layers at most, of the largest model that fits
 TORCH = "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch numpy"
@@ -147,7 +151,7 @@ def largest(own: dict[str, Any]) -> dict[str, Any]:
     limit = memory_limit()
 
     def total_bytes(layers: int) -> int:
-        return case_of(own, layers).plan(3, target=None).predicted.total_bytes
+        return case_of(own, layers).plan(3).predicted.total_bytes
 
     deepest = bisect.bisect_right(range(1, LARGEST + 1), 0.9 * limit, key=total_bytes)
     if not deepest:
@@ -162,7 +166,7 @@ def peak_flops() -> tuple[float, str]:
         if target.description == kind:
             return target.flops, "data sheet"
     size = 8192 if jax.default_backend() == "gpu" else 1024
-    x = jnp.ones((size, size), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)
     seconds = median_seconds(lambda: product(x).block_until_ready())
     return 2 * size**3 / seconds, f"a product of {size}"
@@ -195,24 +199,33 @@ def memory_limit() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 10**8)
 
 
-def alone(own: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """One row, in a process of its own."""
+def alone(own: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
+    """One row, in a process of its own; on "cuda" or "cpu"."""
     command = [sys.executable, __file__]
+    # What fits is to be seen, not what JAX takes by default; and what went wrong, not its frames.
+    known = {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    env = {**os.environ, **known, "JAX_TRACEBACK_FILTERING": "off"}
     if own["kind"] == "torch":
         python = python_with_torch()
         if python is None:
             return {"missing": TORCH}
         config = dataclasses.asdict(gpt.preset(own["model"]))
         own = {**own, **{k: config[k] for k in ("layers", "width", "heads", "vocab", "seq")}}
+        own["device"] = device
         command = [python, str(FOLDER / "gpu_torch.py")]
     try:
         done = subprocess.run(
-            [*command, "--one", json.dumps(own)], capture_output=True, text=True, timeout=seconds
+            [*command, "--one", json.dumps(own)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"stopped after the {seconds:.0f} s that were left"}
+        return {"error": f"stopped after {seconds:.0f} s"}
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1][:300]}
+        errors = re.findall(r"^\S*(?:Error|RESOURCE_EXHAUSTED)\b.*", done.stderr, re.MULTILINE)
+        return {"error": errors[-1][:300] if errors else f"exit code {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -261,11 +274,16 @@ def main(args: list[str] | None = None) -> None:
         measured = {"train": train, "update": update, "largest": largest}[own["kind"]](own)
         print(json.dumps(measured | {"device": jax.devices()[0].device_kind}))
         return
+    if parsed.toy and parsed.json == FILE:
+        parser.error("--toy needs --json FILE: docs/gpu.json is for figures of a GPU")
     deadline = time.monotonic() + 60 * MINUTES
     rows: list[dict[str, Any]] = []
     for own in cases(parsed.toy):
         left = deadline - time.monotonic()
-        measured = alone(own, left) if left > 20 else {"error": "no time was left"}
+        device = "cpu" if parsed.toy else "cuda"
+        measured = {"error": "no time was left"}
+        if left > 20:
+            measured = alone(own, min(left, ROW_SECONDS), device)
         rows.append({"case": own, **measured})
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
         known = {

@@ -16,7 +16,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--one")
     own = json.loads(parser.parse_args().one)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = own["device"]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} sees no GPU")
     with torch.device(device):
         model = GPT(argparse.Namespace(**own))
     if own["remat"] == "block":
@@ -51,6 +53,7 @@ def main() -> None:
         "torch": torch.__version__,
     }
     if device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     print(json.dumps(found))
 

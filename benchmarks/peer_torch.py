@@ -125,7 +125,7 @@ def _plain(model: nn.Module):
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        model.parameters(), lr=peer.LEARNING_RATE, weight_decay=peer.WEIGHT_DECAY
+        model.parameters(), lr=peer.LEARNING_RATE, weight_decay=peer.WEIGHT_DECAY, fused=True
     )
 
 
@@ -140,6 +140,9 @@ def deepspeed(model: nn.Module, parsed, stage: int):
             "reduce_bucket_size": 2 * words,
             "allgather_bucket_size": 2 * words,
             "stage3_prefetch_bucket_size": 2 * words,
+            # Else it keeps every weight of so small a model from forward to backward.
+            "stage3_max_live_parameters": 2 * words,
+            "stage3_max_reuse_distance": 2 * words,
         },
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)

@@ -4,16 +4,19 @@
     python benchmarks/peers.py --processes 2 --rounds 1
 
 All start from the same weights of a GPT of 51M parameters and train on the same tokens by AdamW in
-fp32, so that their losses must agree. Rounds alternate between them, since machines are noisy: time
-is the median over rounds of each one's median step. Bytes are the most that a process held while it
-trained, the slowest process's time and the largest's bytes count. Each process has its own share of
-the cores and as many threads. Writes docs/peers.json and prints a table.
+fp32, so that their losses must agree (else this raises). PyTorch runs eagerly, with the fused
+AdamW; DeepSpeed's and FSDP2's settings are those that give back a layer's weights after it, as
+zero_jax's stage 3 does. Rounds alternate between them, since machines are noisy: time is the
+median over rounds of the slowest process's median step, bytes are the most that the largest process
+held while it trained. Each process has its own share of the cores and as many threads; where there
+are fewer cores than processes, they take turns. Writes docs/peers.json and prints a table.
 
 Peers live in environments of their own; one that is absent is left out with the line that brings
 it.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -41,6 +44,8 @@ PEERS = {
     "deepspeed": ("torch", [f"deepspeed-{s}" for s in (1, 2, 3)]),
 }
 INSTALL = {"torch": "torch==2.13.0 numpy", "deepspeed": "torch==2.13.0 numpy deepspeed==0.19.8"}
+SECONDS = 900  # of one run
+AGREE = 1e-3  # relative; losses fall by far more
 PROBLEM = {"layers": 8, "width": 512, "heads": 8, "vocab": 50304, "seq": 256}
 
 
@@ -65,29 +70,38 @@ def train(python: str, library: str, name: str, world: int, sizes: dict[str, int
     command = [python, str(FOLDER / f"peer_{PEERS[library][0]}.py"), name, *given]
     env = os.environ | {"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": "lo"}
 
-    def start(rank: int) -> subprocess.Popen:
-        first = rank * share % len(cores)
-        os.sched_setaffinity(0, cores[first : first + share])  # children take it over
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        processes = []
         try:
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            return subprocess.Popen([*command, f"--rank={rank}"], env=env, **pipes)
+            for rank, log in enumerate(logs):
+                first = rank * share % len(cores)
+                os.sched_setaffinity(0, cores[first : first + share])  # the child takes it over
+                own = [*command, f"--rank={rank}"]
+                process = subprocess.Popen(own, env=env, stdout=log, stderr=subprocess.STDOUT)
+                processes.append(process)
+            limit = time.monotonic() + SECONDS
+            while any(p.poll() is None for p in processes) and time.monotonic() < limit:
+                if any(p.poll() for p in processes):
+                    break
+                time.sleep(0.1)
         finally:
             os.sched_setaffinity(0, cores)
-
-    processes = [start(rank) for rank in range(world)]
-    try:
-        outputs = [process.communicate(timeout=900) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{name}: {outputs[0][1][-3000:]}")
-    return [json.loads(_last(out)) for out, _ in outputs]
+            for process in processes:
+                process.kill()
+        outs = [(log.seek(0), log.read())[1] for log in logs]
+        for process, out in zip(processes, outs, strict=True):
+            if process.wait() > 0:
+                raise RuntimeError(f"{name}: {out[-3000:]}")
+        return [json.loads(_last(out)) for out in outs]
 
 
 def _last(out: str) -> str:
-    """DeepSpeed prints too."""
-    return [line for line in out.splitlines() if line.startswith('{"losses"')][-1]
+    """What was measured; libraries print too."""
+    found = [line for line in out.splitlines() if line.startswith('{"losses"')]
+    if not found:
+        raise RuntimeError(f"ended by its time of {SECONDS} s, or killed: {out[-3000:]}")
+    return found[-1]
 
 
 def compare(world: int, parsed: argparse.Namespace, weights: str) -> list[dict]:
@@ -100,11 +114,12 @@ def compare(world: int, parsed: argparse.Namespace, weights: str) -> list[dict]:
         for library, name in cases:
             found[name].append(train(pythons[library], library, name, world, sizes))
             print(world, name, [f"{p['seconds']:.3f}" for p in found[name][-1]], file=sys.stderr)
-    losses = found["stage-3"][0][0]["losses"]
+    losses = np.array(found["stage-3"][0][0]["losses"])
     rows = []
     for library, name in cases:
         runs = found[name]
         own = np.array([p["losses"] for run in runs for p in run])
+        np.testing.assert_allclose(own, np.broadcast_to(losses, own.shape), AGREE, err_msg=name)
         rows.append(
             {
                 "processes": world,

@@ -49,7 +49,8 @@ class Program:
             placed = jax.tree.map(lambda x: x.sharding, args)
             make = jax.jit(case.make, out_shardings=placed[0])
             init = jax.jit(case.tx.init, out_shardings=placed[1])
-            jitted: Any = jax.jit(step, donate_argnums=(0, 1))
+            outs = (*placed[:2], None)
+            jitted: Any = jax.jit(step, donate_argnums=(0, 1), out_shardings=outs)
             self.make: Callable[[], Any] = lambda: (params := make(), init(params))
         else:
             zero = dataclasses.replace(case.zero, stage=int(name.split()[-1]))
@@ -98,9 +99,14 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=FILE)
     parsed = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", parsed.devices)
+    if len(jax.devices()) < parsed.devices:
+        parser.error(f"--devices {parsed.devices}, but there are {len(jax.devices())}")
     mesh = zero_jax.make_mesh(devices=jax.devices()[: parsed.devices])
-    zero = zero_jax.Zero(mesh, 3, precision=zero_jax.Precision(parsed.compute), remat=parsed.remat)
-    config = dataclasses.replace(gpt.preset(parsed.model), seq=parsed.seq)
+    precision = zero_jax.Precision(parsed.compute, reduce=parsed.compute)
+    zero = zero_jax.Zero(mesh, 3, precision=precision, remat=parsed.remat)
+    # Logits of a device at once, as those of the programs without zero_jax are.
+    tokens_of_one = parsed.rows * parsed.seq
+    config = dataclasses.replace(gpt.preset(parsed.model), seq=parsed.seq, loss_chunk=tokens_of_one)
     case = Case(config, zero, "adamw", parsed.rows * parsed.devices)
     tokens = np.random.default_rng(0).integers(0, config.vocab, case.batch.shape, np.int32)
     batch = zero_jax.global_batch(mesh, tokens)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -29,19 +30,57 @@ def test_killed_while_deleting_it_leaves_whole_checkpoints(tmp_path, files):
             assert all(np.all(np.asarray(x) == step) for x in tree.values())
     # The next run ends the work, and can save and discard the same steps again.
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert not (tmp_path / discarded.FOLDER).exists()
         for step in range(checkpoints.latest + 1, 8):
             checkpoints.save(step, {name: jnp.full(3, step) for name in like})
         assert checkpoints.steps == [6, 7]
-    assert not (tmp_path / discarded.FOLDER).exists()
+    assert not list((tmp_path / discarded.FOLDER).iterdir())
 
 
-def test_what_cannot_be_deleted_is_said(tmp_path, monkeypatch, capsys):
-    def fails(path):
-        raise PermissionError(13, "not yours", str(path))
+def test_a_step_is_set_aside_twice(tmp_path):
+    """As by a run that goes back and comes to the same step again; the first is not gone yet."""
+    (tmp_path / discarded.FOLDER / "1" / "state").mkdir(parents=True)
+    (tmp_path / discarded.FOLDER / "1" / "state" / "left").write_text("by a run that was killed")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": jnp.ones(3)})
+        assert checkpoints.steps == [2]
+    assert not list((tmp_path / discarded.FOLDER).iterdir())
 
-    discarded.clear(tmp_path)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(discarded.shutil, "rmtree", fails)
-    discarded.clear(tmp_path)
-    assert "still there: [Errno 13] not yours" in capsys.readouterr().err
+
+def test_what_cannot_be_deleted_is_said_once_and_the_rest_goes(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / discarded.FOLDER
+    for name in ("1/a", "1/b", "2/a"):
+        (folder / name).mkdir(parents=True)
+    real = os.rmdir
+
+    def fails(path, **kwargs):
+        if Path(path).name == "a" and ("1." in str(path) or "dir_fd" in kwargs):
+            raise PermissionError(13, "not yours", str(path))
+        real(path, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", fails)
+    monkeypatch.setattr(discarded, "_INTERVAL", 0.01)
+    sweeper = discarded.Sweeper(tmp_path)
+    time.sleep(0.1)
+    sweeper.close()
+    assert capsys.readouterr().err.count("is discarded, but can't be deleted") == 2
+    assert not list(folder.glob("*/b"))
+    monkeypatch.undo()
+    discarded.Sweeper(tmp_path).close()
+    assert not list(folder.iterdir())
+
+
+def test_a_save_that_fails_is_told_and_not_waited_for(tmp_path, monkeypatch):
+    """What Orbax says of a save in progress stays true when processes can't agree that it ended."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)})
+        checkpoints.wait()
+
+        def fails():
+            raise RuntimeError("another process is gone")
+
+        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fails)
+        monkeypatch.setattr(checkpoints._manager, "is_saving_in_progress", lambda: True)
+        with pytest.raises(OSError, match="another process is gone"):
+            checkpoints.save(2, {"w": jnp.ones(3)})
+        monkeypatch.undo()

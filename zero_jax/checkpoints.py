@@ -19,7 +19,6 @@ import os
 import pathlib
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -111,10 +110,10 @@ class Checkpoints:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
         self.directory = pathlib.Path(directory).absolute()
-        self._lock = None if read_only else _by_the_first(lambda: _taken(self.directory))
+        self._lock = None if read_only else _by_the_first(lambda: locked(self.directory))
         self._unsealed: int | None = None
-        self._clearing: threading.Thread | None = None
         self._manager = None if read_only else _manager(self.directory, keep, keep_every)
+        self._sweeper = None if self._lock is None else discarded.Sweeper(self.directory)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -163,9 +162,6 @@ class Checkpoints:
         args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
         self._manager.save(step, args=args)
         self._unsealed = step
-        if jax.process_index() == 0:
-            busy = self._manager.is_saving_in_progress
-            self._clearing = discarded.clear_after(busy, self.directory)
         if any(leaf.in_files for leaf in found):
             self.wait()  # the next step writes to those files
 
@@ -182,9 +178,6 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             raise OSError(f"saving to {self.directory} failed: {error}") from error
-        finally:
-            if self._clearing is not None:
-                self._clearing.join()
         if step is not None and jax.process_index() == 0:
             try:
                 seal(self.directory / str(step))
@@ -198,6 +191,8 @@ class Checkpoints:
         finally:
             if self._manager is not None:
                 self._manager.close()
+            if self._sweeper is not None:
+                self._sweeper.close()
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
@@ -281,13 +276,6 @@ def _manager(
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
     return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
-
-
-def _taken(directory: pathlib.Path) -> int:
-    """Locks the directory for this run, and deletes what one that was killed left behind."""
-    lock = locked(directory)
-    discarded.clear(directory)
-    return lock
 
 
 def _by_the_first(work: Callable[[], T]) -> T | None:

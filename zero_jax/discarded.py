@@ -1,4 +1,4 @@
-"""What retention takes away: set aside by a rename, then deleted.
+"""What retention takes away: set aside by a rename, then deleted beside training.
 
 A folder that is deleted file by file is half there when its process is killed, and still has the
 name of a checkpoint. Once it is set aside it has none.
@@ -8,30 +8,53 @@ import pathlib
 import shutil
 import sys
 import threading
-import time
-from collections.abc import Callable
+import uuid
 
 FOLDER = ".discarded"
+_INTERVAL = 1.0
 
 
-def clear(directory: pathlib.Path) -> None:
-    """Deletes what was set aside in the directory of a run; says so if it can't."""
+class Sweeper:
+    """Deletes what is set aside in the directory of a run, and what a killed run left there."""
+
+    def __init__(self, directory: pathlib.Path):
+        self._folder = directory / FOLDER
+        self._over = threading.Event()
+        self._told: set[str] = set()
+        # A daemon: what a process leaves that ends without `close`, the next run deletes.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Deletes what is still there."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            self._sweep()
+            over = self._over.wait(_INTERVAL)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        try:
+            found = list(self._folder.iterdir())
+        except OSError:  # nothing was ever set aside, or the storage does not answer now
+            return
+        for path in found:
+            beside = _renamed(path)
+            shutil.rmtree(beside, ignore_errors=True)  # goes on with the rest
+            step = path.name.partition(".")[0]
+            if beside.exists() and step not in self._told:
+                self._told.add(step)
+                print(f"{beside} is discarded, but can't be deleted", file=sys.stderr)
+
+
+def _renamed(path: pathlib.Path) -> pathlib.Path:
+    """Under a name of its own: the same step may be set aside again before this one is gone."""
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
-        shutil.rmtree(directory / FOLDER)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        print(f"checkpoints that were discarded are still there: {error}", file=sys.stderr)
-
-
-def clear_after(busy: Callable[[], bool], directory: pathlib.Path) -> threading.Thread:
-    """The same beside training, when a save is over and has set aside what it lets go."""
-
-    def work() -> None:
-        while busy():
-            time.sleep(0.05)
-        clear(directory)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+        return path.rename(beside) if path.name.isdigit() else path
+    except OSError:
+        return path
