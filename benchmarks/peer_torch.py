@@ -82,7 +82,7 @@ def main() -> None:
     load(model, parsed.weights)
     steps = {"ddp": ddp, "fsdp2": fsdp2}
     name, _, stage = parsed.name.partition("-")
-    step = deepspeed(model, parsed, int(stage)) if name == "deepspeed" else steps[name](model)
+    step = zero(model, parsed, int(stage)) if name == "deepspeed" else steps[name](model)
 
     def train(rows: np.ndarray) -> float:
         loss = step(torch.from_numpy(rows)).detach()
@@ -129,7 +129,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def deepspeed(model: nn.Module, parsed, stage: int):
+def zero(model: nn.Module, parsed, stage: int):
     deepspeed.init_distributed(dist_backend="gloo")
     words = 12 * parsed.width**2  # of a layer: what travels at once
     config = {
