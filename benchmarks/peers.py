@@ -45,7 +45,7 @@ PEERS = {
 }
 INSTALL = {"torch": "torch==2.13.0 numpy", "deepspeed": "torch==2.13.0 numpy deepspeed==0.19.8"}
 SECONDS = 900  # of one run
-AGREE = 1e-3  # relative; losses fall by far more
+AGREE = 1e-5  # relative; gradients that one of them clips differ by 2e-4
 PROBLEM = {"layers": 8, "width": 512, "heads": 8, "vocab": 50304, "seq": 256}
 
 
