@@ -28,7 +28,7 @@ import optax
 
 import zero_jax
 
-ROUNDS = 5
+ROUNDS = 7
 
 
 def problem(params: int, devices: int):
@@ -109,8 +109,9 @@ def main() -> None:
                 ratios["restore"].append((read / restored, size / restored))
                 del tree
     print(f"{size / 1e6:.0f} MB, {parsed.devices} devices, jax {jax.__version__}")
-    cost = statistics.median(b / a for a, b in zip(alone, saving, strict=True)) - 1
-    print(f"steps    {cost:+.1%} with one save in {parsed.steps} steps, "
+    costs = [b / a - 1 for a, b in zip(alone, saving, strict=True)]
+    print(f"steps    {statistics.median(costs):+.1%} ({min(costs):+.1%} to {max(costs):+.1%}) "
+          f"with one save in {parsed.steps} steps, "
           f"{statistics.median(alone) / parsed.steps * 1e3:.0f} ms each")  # fmt: skip
     for name, found in ratios.items():
         ratio, speed = (statistics.median(x) for x in zip(*found, strict=True))

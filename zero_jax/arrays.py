@@ -87,13 +87,17 @@ class Array:
         ts.open(self._spec, create=True, open=False).result()
 
     def write(self, pieces: Sequence[tuple[tuple[int, ...], np.ndarray]]) -> None:
-        """Writes pieces, each with where it starts; all of their chunks at once."""
+        """Writes pieces, each with where it starts; all of their chunks at once.
+
+        They are not copied, and must not change until this returns.
+        """
         store = self._open()
         known = jnp.dtype(self._stored)
         futures = []
         for starts, piece in pieces:
             value = piece if piece.dtype == known else words(piece)
-            futures.append(store[_box(starts, piece.shape)].write(value))
+            place = store[_box(starts, piece.shape)]
+            futures.append(place.write(value, can_reference_source_data_indefinitely=True))
         for future in futures:
             future.result()
 

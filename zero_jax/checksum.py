@@ -6,6 +6,8 @@ process adds what it holds. A single element that differs always changes the sum
 factor can be undone; any other difference goes unseen once in 2^64.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -34,17 +36,23 @@ def checksum(piece: np.ndarray, starts: tuple[int, ...]) -> int:
     >>> parts % 2**64 == checksum(whole, (0, 0))
     True
     """
-    if not piece.size:
-        return 0
-    factors = [_factors(d, a, n) for d, (a, n) in enumerate(zip(starts, piece.shape, strict=True))]
-    rows = words(piece).reshape(-1, piece.shape[-1] if piece.shape else 1)
-    last = factors.pop() if factors else np.ones(1, np.uint64)
-    step = max(1, _SLAB // rows.shape[1])
-    slabs = (rows[at : at + step].astype(np.uint64) @ last for at in range(0, len(rows), step))
-    total = np.concatenate(list(slabs))
-    for factor in reversed(factors):
-        total = total.reshape(-1, len(factor)) @ factor
-    return int(total.sum(dtype=np.uint64))
+    if piece.size > _SLAB:
+        return sum(checksum(part, at) for part, at in _slabs(piece, starts)) % MODULUS
+    total = words(piece).astype(np.uint64)
+    for dim in reversed(range(piece.ndim)):
+        total = total @ _factors(dim, starts[dim], piece.shape[dim])
+    return int(total)
+
+
+def _slabs(
+    piece: np.ndarray, starts: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
+    """Contiguous parts along the outermost dim that can be cut, and where each starts."""
+    dim = next(d for d, n in enumerate(piece.shape) if n > 1)
+    step = max(1, _SLAB * piece.shape[dim] // piece.size)
+    for at in range(0, piece.shape[dim], step):
+        part = piece[(slice(None),) * dim + (slice(at, at + step),)]
+        yield part, (*starts[:dim], starts[dim] + at, *starts[dim + 1 :])
 
 
 def _factors(dim: int, start: int, count: int) -> np.ndarray:
