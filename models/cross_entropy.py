@@ -113,12 +113,15 @@ def _cross_entropy_fwd(
 def _cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     dx_CxKxD, dembed_VxD, losses_CxK, scale, (x_like, embed_like) = residuals
     factor = cotangent / scale
-    return (
-        (dx_CxKxD * factor).astype(x_like.dtype),
-        (dembed_VxD * factor).astype(embed_like.dtype),
-        None,
-        losses_CxK * cotangent,
+    # Together: else the embedding's gradient is cast when the layers have run backward, and waits
+    # in fp32 until then.
+    dx_CxKxD, dembed_VxD = jax.lax.optimization_barrier(
+        (
+            (dx_CxKxD * factor).astype(x_like.dtype),
+            (dembed_VxD * factor).astype(embed_like.dtype),
+        )
     )
+    return dx_CxKxD, dembed_VxD, None, losses_CxK * cotangent
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)

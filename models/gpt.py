@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from models.attention import causal_attention
 from models.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from models.gpt_config import PRESETS as PRESETS
 from models.gpt_config import GPTConfig as GPTConfig
@@ -83,7 +84,7 @@ def _whole(x_BxTxD: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention of `heads` heads, through `jax.nn.dot_product_attention`.
+    """Causal self-attention of `heads` heads, by cuDNN's kernel or in blocks of queries.
 
     The columns of `qkv` are ordered (heads, 3, H), so that a part of them is whole heads.
     """
@@ -101,20 +102,20 @@ class Attention(nnx.Module):
             qkv_BxTxNx3xH, ("batch", "length", "heads", None, None)
         )
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = jnp.unstack(qkv_BxTxNx3xH, axis=3)
-        mixed_BxTxNxH = jax.nn.dot_product_attention(
-            q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation=self._choose(q_BxTxNxH)
-        )
+        mixed_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
         mixed_BxTxNxH = nn.with_logical_constraint(
             mixed_BxTxNxH, ("batch", "length", "heads", None)
         )
         return self.proj(mixed_BxTxNxH.reshape(B, T, D))
 
-    def _choose(self, q_BxTxNxH: jax.Array) -> Any:
-        if self.implementation != "auto":
-            return self.implementation
-        # What cuDNN's fused kernel takes; it alone keeps no (T, T) scores for the backward pass.
+    def _mix(self, *qkv: jax.Array) -> jax.Array:
+        q_BxTxNxH = qkv[0]
+        # What cuDNN's fused kernel takes.
         fits = q_BxTxNxH.dtype in (jnp.bfloat16, jnp.float16) and q_BxTxNxH.shape[-1] % 8 == 0
-        return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+        fused = fits and jax.default_backend() == "gpu"
+        if self.implementation == "cudnn" or (self.implementation == "auto" and fused):
+            return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
+        return causal_attention(*qkv)
 
 
 class MLP(nnx.Module):

@@ -21,6 +21,23 @@ def test_xla_merges_no_more_than_a_bucket():
     assert compiler.options(2**30, 2) == {}
 
 
+def test_stage_3_gathers_a_layer_ahead():
+    mesh = zero_jax.abstract_mesh(8)
+    assert zero_jax.Zero(mesh, 2).compiler_options == {}
+    known = zero_jax.Zero(mesh, 3).compiler_options
+    assert len(known) == 2 and any("all_gather" in name for name in known)
+    # XLA refuses what it does not know.
+    jax.jit(lambda: 0).lower().compile(compiler_options=known)
+
+
+def test_an_option_that_xla_does_not_know_is_named_and_left_out():
+    compiler._first_known.cache_clear()
+    known = ("xla_gpu_all_gather_combine_threshold_bytes", 1)
+    assert compiler._first_known((("xla_gpu_none", True), known)) == dict([known])
+    with pytest.warns(UserWarning, match="knows none of xla_gpu_none, xla_gpu_neither"):
+        assert compiler._first_known((("xla_gpu_none", 1), ("xla_gpu_neither", 2))) == {}
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
     """JAX refuses them in a jit within a jit, as in the step of one's own around `grad_fn`."""

@@ -58,18 +58,20 @@ def test_terms_follow_their_formulas(data):
     assert 1.99 * 36 * layer <= stages[2]["copy"] <= 2 * psi
     assert stages[3]["copy"] <= 2 * layer
     assert stages[3]["buffers"] == pytest.approx(2 * layer, rel=0.01)
-    assert 4 * psi / 64 <= stages[3]["gradients"] <= 4 * psi / 64 + 4 * 50304 * 4096 + 2 * layer
+    # Not all of 4Ψ/N: that of the embedding may be on its way.
+    layers = 4 * 36 * layer / 64
+    assert layers <= stages[3]["gradients"] <= layers + 4 * 50304 * 4096 + 2 * layer
 
 
 def test_products_saved_by_dots_and_weights_saved_by_no_policy(tmp_path):
-    """L·B·T·(10·D·c + 4·H·T) for dots; stages that open weights at a touch save no copies."""
+    """L·B·T·9·D·c for dots; stages that open weights at a touch save no copies."""
     saved = {}
     for remat in ("dots", "none"):
         path = tmp_path / f"{remat}.json"
         assert plan.main([*SCRIPT, "--remat", remat, "--json", str(path)]) == 0
         stages = json.loads(path.read_text())["stages"]
         saved[remat] = [stages[str(s)]["terms"]["saved"] for s in range(4)]
-    products = 36 * 4 * 1024 * (10 * 4096 * 2 + 4 * 32 * 1024)
+    products = 36 * 4 * 1024 * 9 * 4096 * 2  # of 3, 1, 4 and 1 times the width
     assert saved["dots"] == [pytest.approx(products, rel=0.01)] * 4
     assert saved["none"] == [pytest.approx(saved["none"][1], rel=0.001)] * 4
 

@@ -1,6 +1,7 @@
 """What XLA's GPU compiler is told of a step, and how `jax.jit` is told."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,24 +9,59 @@ import jax
 
 # Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
 _XLA_MERGES = 30 * 2**20
+# A loop over layers gathers the next one's weights while this one computes. By version of jaxlib:
+# from 0.12 on, before.
+_GATHER_AHEAD: tuple[tuple[str, Any], ...] = (
+    ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
+    ("xla_gpu_enable_pipelined_all_gather", True),
+)
+# By default one collective is under way at a time, and a layer's leaves wait for each other in the
+# open. docs/performance.md has what both options do.
+_AT_ONCE: tuple[tuple[str, Any], ...] = (
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", 4),
+)
 
 
-def options(bucket_bytes: int, devices: int) -> dict[str, int]:
-    """XLA's options for GPUs that keep it from merging collectives into more than a bucket.
+def options(bucket_bytes: int, devices: int, ahead: bool = False) -> dict[str, Any]:
+    """XLA's options for GPUs: what it may merge, and what it does ahead of time.
+
+    It merges collectives into no more than a bucket, measured on the full side.
 
     Args:
-      bucket_bytes: of the full side of a collective.
+      bucket_bytes: the most that a collective moves at once.
       devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
+      ahead: whether layers are gathered one by one (stage 3), and so one ahead of its use.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
     """
     sizes = {"all_gather": 1, "all_reduce": 1, "reduce_scatter": devices}
-    return {
+    merging = {
         f"xla_gpu_{kind}_combine_threshold_bytes": bucket_bytes // parts
         for kind, parts in sizes.items()
         if bucket_bytes // parts < _XLA_MERGES
     }
+    return merging | (_first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE) if ahead else {})
+
+
+@functools.cache
+def _first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The first of these options that the installed XLA has; a warning and none if it has none."""
+    for name, value in spellings:
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            return {name: value}
+    warnings.warn(
+        f"the XLA of jaxlib {jax.lib.__version__} knows none of "
+        f"{', '.join(name for name, _ in spellings)}: weights of a layer are gathered in the open, "
+        "not while the layer before it computes; use a jaxlib from 0.10 to 0.12",
+        stacklevel=2,
+    )
+    return {}
 
 
 class Program:

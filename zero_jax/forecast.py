@@ -8,12 +8,12 @@ they are summed one iteration later, while the next layer computes, so that one 
 always under way. Nothing is fitted: `docs/plan.md` has the error against the compiled program.
 
 What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
-B sequences, T tokens, D width, H heads, c bytes of the compute dtype, r of the reduce dtype:
+B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
 
   copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
   gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N and one layer's
   saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
-             "dots" the results of products, for a GPT L·B·T·(10·D·c + 4·H·T);
+             "dots" the results of products, for a GPT L·B·T·9·D·c;
              "none" all that the backward pass reads
   loss       logits and their gradients, a chunk at a time
   buffers    a layer's gradients under way between devices, r times its parameters

@@ -237,6 +237,10 @@ def _equation(
     if name in _KEEP or not later:
         return run(*map(_now, values))
     flat, gather = _opened(values)
+    if not in_scan and all(x.ndim < 2 for v in later for x in v.shards):
+        # The gradient of a vector, a sum over tokens, would be computed when layers have run
+        # backward, and what it sums kept until then.
+        flat = recompute.tied(flat)
     # Gathered again in the backward pass, with what uses it.
     again = jax.checkpoint(lambda *flat: run(*gather(flat)), prevent_cse=not in_scan)
     return again(*flat)

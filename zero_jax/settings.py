@@ -100,9 +100,9 @@ class Settings:
         return Wire(DATA, self.precision.compute, self.precision.reduce, self.bucket_bytes)
 
     @property
-    def compiler_options(self) -> dict[str, int]:
+    def compiler_options(self) -> dict[str, Any]:
         """What `jax.jit` of a step should be given as `compiler_options`, for GPUs."""
-        return compiler.options(self.bucket_bytes, self.shards)
+        return compiler.options(self.bucket_bytes, self.shards, ahead=self.stage == 3)
 
     @property
     def model_axis(self) -> ModelAxis:

@@ -1,0 +1,77 @@
+"""Attention in blocks of queries: the same numbers as at once, in a fraction of the memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zero_jax
+from models.attention import BLOCK, BLOCKS, causal_attention
+from zero_jax import prove, targets
+
+
+def at_once(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+def inputs(B, T, N, H, dtype):
+    keys = jax.random.split(jax.random.key(T), 4)
+    return [jax.random.normal(key, (B, T, N, H), jnp.bfloat16).astype(dtype) for key in keys]
+
+
+def results(attend, dtype, *shape):
+    q, k, v, dout = inputs(*shape, dtype)
+    out, back = jax.vjp(attend, q, k, v)
+    return [out, *back(dout)]
+
+
+# Up to a block, one token more, blocks that T fills and does not fill, more than BLOCKS of BLOCK.
+LENGTHS = [1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 7, BLOCKS * BLOCK + 100]
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+def test_blocks_equal_attention_at_once(T):
+    B, N = (2, 3) if T < 1000 else (1, 1)
+    found = results(causal_attention, jnp.float32, B, T, N, 8)
+    wanted = results(at_once, jnp.float32, B, T, N, 8)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.dtype == jnp.float32
+        assert jnp.max(jnp.abs(mine - theirs)) <= 5e-6 * jnp.max(jnp.abs(theirs))
+
+
+def test_in_bf16_blocks_are_as_near_to_fp32_as_attention_at_once():
+    shape = (2, 2 * BLOCK + 5, 3, 16)
+    exact = results(at_once, jnp.float32, *shape)  # of the same numbers, drawn in bf16
+    ours, theirs = (results(f, jnp.bfloat16, *shape) for f in (causal_attention, at_once))
+    for mine, other, truth in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        error, usual = (jnp.linalg.norm(x.astype(jnp.float32) - truth) for x in (mine, other))
+        assert 0 < error < 1.5 * usual  # what each block adds to keys and values is rounded once
+
+
+def test_a_position_sees_no_later_one():
+    q, k, v, _ = inputs(1, 2 * BLOCK, 1, 4, jnp.float32)
+    at = BLOCK + 3
+    before = causal_attention(q, k, v)
+    after = causal_attention(q, k.at[:, at:].add(9.0), v.at[:, at:].add(9.0))
+    assert jnp.array_equal(before[:, :at], after[:, :at])
+    assert not jnp.allclose(before[:, at:], after[:, at:])
+
+
+@pytest.mark.prove
+def test_scores_exist_for_a_block_at_a_time():
+    """In the program of an H100: the CPU's compiler takes the blocks apart."""
+    N, T = 8, 8 * BLOCK
+    shape = jax.ShapeDtypeStruct((1, T, N, 64), jnp.bfloat16)
+
+    def temporaries(attend):
+        def loss(q, k, v):
+            return jnp.sum(attend(q, k, v).astype(jnp.float32) ** 2)
+
+        step = jax.grad(loss, argnums=(0, 1, 2))
+        target = targets.target("h100")
+        mesh = zero_jax.abstract_mesh(1)
+        return prove.compile_for(target, step, (shape,) * 3, mesh, donated=0).temp_bytes
+
+    scores = N * T**2 * 4
+    assert temporaries(at_once) > scores
+    assert temporaries(causal_attention) < 0.4 * scores
