@@ -97,43 +97,53 @@ def local_shard(full: jax.Array, cut: Split, axis: str) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _touch(cut: Split, wire: Wire, shard: jax.Array, copy: jax.Array | None) -> jax.Array:
+def _touch(cut: Split, wire: Wire, shard: Any, copy: Any, slot: Any) -> jax.Array:
     return gather(shard, cut, wire) if copy is None else copy
 
 
-def _touch_fwd(
-    cut: Split, wire: Wire, shard: jax.Array, copy: jax.Array | None
-) -> tuple[jax.Array, None]:
-    return _touch(cut, wire, shard, copy), None
+def _touch_fwd(cut: Split, wire: Wire, shard: Any, copy: Any, slot: Any) -> tuple[jax.Array, Any]:
+    # An empty tuple says that there is a slot; nothing is kept.
+    return _touch(cut, wire, shard, copy, slot), None if slot is None else ()
 
 
-def _touch_bwd(cut: Split, wire: Wire, _: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+def _touch_bwd(cut: Split, wire: Wire, slot: Any, cotangent: jax.Array) -> tuple[Any, None, Any]:
     if cut.dim is None:  # summed over devices once, at the end of the step
-        return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None
-    return reduce_scatter(cotangent, cut, wire), None
+        return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None, None
+    grad = reduce_scatter(cotangent, cut, wire)
+    # The sum over devices is in that dtype already: this rounds nothing.
+    return (grad, None, None) if slot is None else (None, None, grad.astype(wire.reduce))
 
 
 _touch.defvjp(_touch_fwd, _touch_bwd)
 
 
 def _named_touch(name: str) -> Any:
-    def fun(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> jax.Array:
-        return _touch(cut, wire, shard, copy)
+    def fun(shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire) -> jax.Array:
+        return _touch(cut, wire, shard, copy, slot)
 
     fun.__name__ = name
-    return jax.jit(fun, static_argnums=(2, 3))
+    return jax.jit(fun, static_argnums=(3, 4))
 
 
 _gather_touch = _named_touch(GATHER_TOUCH)
 _copy_touch = _named_touch(COPY_TOUCH)
 
 
-def touch(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> jax.Array:
+def takes_slot(cut: Split, wire: Wire) -> bool:
+    """Whether a leaf's gradient is summed over devices in a smaller dtype than the master's."""
+    return cut.dim is not None and cut.layer_rank > 1 and wire.reduce.itemsize < 4
+
+
+def touch(shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire) -> jax.Array:
     """The full leaf, differentiable with respect to the shard.
 
     Args:
       shard: this device's piece, in the master dtype.
       copy: the full leaf where it was gathered before (stage 2), or None to gather now (stage 3).
+      slot: None; or an array of the shard's shape in the reduce dtype, whose values nobody reads
+        and which the gradient is taken with respect to instead, so that gradients of scanned
+        layers wait in the dtype in which they were summed over devices. Only for a leaf that
+        `takes_slot` and is touched once: gradients of several touches would be added in it.
       cut: how the leaf is split.
       wire: over which axis and in which dtypes.
 
@@ -150,4 +160,4 @@ def touch(shard: jax.Array, copy: jax.Array | None, cut: Split, wire: Wire) -> j
             "read: a layer dim was cut. Say which leaves stack layers along dim 0: "
             "Zero(..., scanned='pattern of their paths')"
         )
-    return (_gather_touch if copy is None else _copy_touch)(shard, copy, cut, wire)
+    return (_gather_touch if copy is None else _copy_touch)(shard, copy, slot, cut, wire)

@@ -17,13 +17,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax import collectives, layers, layout, micro_batch, paths, remat, tiers, touch
+from zero_jax import collectives, jaxprs, layers, layout, micro_batch, paths, remat, tiers, touch
 from zero_jax.mesh import DATA, batch_axes, batch_shards
 from zero_jax.model_axis import named_activations
 from zero_jax.settings import Settings
@@ -98,6 +98,14 @@ def run(
     return body(params, batch, extras, jnp.asarray(loss_scale, jnp.float32))
 
 
+class _Arrays(NamedTuple):
+    """Of each leaf what the loss is given, as far as there is one: see `touch.Box`."""
+
+    values: list[jax.Array]  # shards, or full leaves where there is no door
+    copies: list[Any]
+    slots: list[Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Step:
     """One device's part of the step; its methods run inside shard_map."""
@@ -131,22 +139,27 @@ class _Step:
         shards = jax.tree.leaves(params)
         k = self.settings.micro_batches if differentiate else 1
         values, copies = self._views(shards)
-        trained = [v for v, f in zip(values, self.frozen, strict=True) if not f]
-
-        def objective(trained: list[jax.Array], micro: PyTree, extras: Any) -> Any:
-            it = iter(trained)
-            merged = [v if f else next(it) for v, f in zip(values, self.frozen, strict=True)]
-            total, weight, aux = self._loss(merged, copies, micro, extras)
-            return total * scale, (total, weight, aux)
-
-        evaluate = jax.value_and_grad(objective, has_aux=True)
+        arrays = _Arrays(values, copies, [None] * len(values))
 
         def one(micro: PyTree, index: Any) -> Any:
             mine = micro_batch.fold_keys(extras, self._position() * k + index)
-            if differentiate:
-                (_, out), grads = evaluate(trained, micro, mine)
-                return out, self._reduce(grads, "once a micro-batch")
-            return objective(trained, micro, mine)[1], None
+            if not differentiate:
+                return self._loss(arrays, micro, mine), None
+            slots = self._slots(arrays, micro, mine)
+            leaves = list(zip(values, slots, self.frozen, strict=True))
+            # A frozen leaf is None here: there is nothing to differentiate.
+            trained = [None if f else v if s is None else s for v, s, f in leaves]
+
+            def objective(trained: list[Any]) -> Any:
+                own = list(zip(values, slots, trained, strict=True))
+                shards = [v if t is None or s is not None else t for v, s, t in own]
+                taken = [None if s is None else t for _, s, t in own]
+                out = self._loss(_Arrays(shards, copies, taken), micro, mine)
+                return out[0] * scale, out
+
+            (_, out), grads = jax.value_and_grad(objective, has_aux=True)(trained)
+            grads = [g for g in grads if g is not None]
+            return out, self._reduce(grads, "once a micro-batch")
 
         (total, weight, (aux, exponent)), grads = micro_batch.accumulate(one, batch, k)
         axes = batch_axes(self.settings.mesh)
@@ -178,30 +191,53 @@ class _Step:
         matrices = cut.dim is not None and cut.stacked and cut.layer_rank > 1
         return jax.lax.map(gather, shard) if matrices else gather(shard)
 
-    def _loss(self, values: list[jax.Array], copies: list[Any], micro: PyTree, extras: Any) -> Any:
+    def _loss(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> Any:
         named = zip(paths.named_leaves(self.full), self._doors, strict=True)
         names = [name if door else None for (name, _), door in named]
-        twice = [i for i, c in enumerate(copies) if c is not None]
-        names += [names[i] for i in twice]
-        numbers = self.numbers + [self.numbers[i] for i in twice]
+        leaves = list(zip(names, self.numbers, strict=True))
+        # The names and layers of all arrays, as the tree of them is flattened.
+        own = [leaf for leaf, copy in zip(leaves, arrays.copies, strict=True) if copy is not None]
+        own += [leaf for leaf, slot in zip(leaves, arrays.slots, strict=True) if slot is not None]
+        names, numbers = map(list, zip(*leaves, *own, strict=True))
+        wrapped = remat.apply(self._call, self.settings.remat, names, numbers)
+        return wrapped(arrays, micro, extras)
 
-        def call(arrays: Any, micro: PyTree, extras: Any) -> Any:
-            with named_activations(self.settings.model_axis.rules):
-                out = self.loss_fn(self._tree(*arrays), micro, *extras)
-            return micro_batch.sum_and_weight(out, self.has_aux, self._exponent(micro))
+    def _call(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> Any:
+        with named_activations(self.settings.model_axis.rules):
+            out = self.loss_fn(self._tree(arrays), micro, *extras)
+        return micro_batch.sum_and_weight(out, self.has_aux, self._exponent(micro))
 
-        wrapped = remat.apply(call, self.settings.remat, names, numbers)
-        return wrapped((values, copies), micro, extras)
+    def _slots(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> list[Any]:
+        """Of each leaf the slot that its gradient is taken with respect to, or None.
 
-    def _tree(self, values: list[jax.Array], copies: list[Any]) -> PyTree:
+        Only of stacks of layers, each read once in one scan: that is seen in the trace.
+        """
+        wire = self.settings.wire
+        parts = zip(self.cuts, self._doors, self.frozen, strict=True)
+        able = [
+            door and not frozen and cut.stacked and collectives.takes_slot(cut, wire)
+            for cut, door, frozen in parts
+        ]
+        if not any(able):
+            return [None] * len(able)
+        jaxpr = jax.make_jaxpr(self._call)(arrays, micro, extras).jaxpr
+        leaves = zip(able, arrays.values, jaxpr.invars, strict=False)
+        return [
+            jnp.zeros(x.shape, wire.reduce)
+            if able and jaxprs.touched_once(jaxpr, var, collectives.TOUCHES)
+            else None
+            for able, x, var in leaves
+        ]
+
+    def _tree(self, arrays: "_Arrays") -> PyTree:
         """The parameters as the loss function gets them."""
-        parts = zip(values, copies, self.cuts, self._doors, strict=True)
-        leaves = [self._leaf(v, c, s) if door else v for v, c, s, door in parts]
+        parts = zip(arrays.values, arrays.copies, arrays.slots, self.cuts, self._doors, strict=True)
+        leaves = [self._leaf(v, c, s, cut) if door else v for v, c, s, cut, door in parts]
         return touch.with_doors(self.treedef, leaves)
 
-    def _leaf(self, value: jax.Array, copy: Any, cut: layout.Split) -> Any:
+    def _leaf(self, value: jax.Array, copy: Any, slot: Any, cut: layout.Split) -> Any:
         """A leaf with a door: a box, or the copy itself where a layer has one of its own."""
-        box = touch.Box(value, copy, cut, self.settings.wire)
+        box = touch.Box(value, copy, slot, cut, self.settings.wire)
         return box if copy is None or cut.stacked else box.unbox()
 
     @property
@@ -221,6 +257,7 @@ class _Step:
     def _finish(self, grads: list[jax.Array], factor: jax.Array) -> tuple[PyTree, jax.Array]:
         """The mean gradient at rest and its norm, from sums over this device's micro-batches."""
         grads = self._reduce(grads, "once a step")
+        grads = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
         for axis in batch_axes(self.settings.mesh):
             if axis != DATA:
                 pairs = zip(grads, self._trained, strict=True)

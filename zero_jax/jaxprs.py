@@ -153,6 +153,31 @@ def calls(jaxpr: Any, names: Sequence[str]) -> bool:
     return any(e.params.get("name") in names for e in jaxpr.eqns)
 
 
+def touched_once(jaxpr: Any, var: Any, names: Sequence[str], scanned: bool = False) -> bool:
+    """Whether one scan reads a variable slice by slice and hands each slice to one of these calls.
+
+    Args:
+      jaxpr: what has the variable as an input.
+      var: the variable.
+      names: of the calls.
+      scanned: whether it is a slice already.
+    """
+    reads = [(e, i) for e in jaxpr.eqns for i, a in enumerate(e.invars) if a is var]
+    if len(reads) != 1 or any(a is var for a in jaxpr.outvars):
+        return False
+    eqn, at = reads[0]
+    if eqn.params.get("name") in names:
+        return scanned
+    body = inner(eqn)
+    if body is None or len(body.jaxpr.invars) != len(eqn.invars):
+        return False
+    own = body.jaxpr.invars[at]
+    if eqn.primitive.name == "scan":
+        sliced = len(own.aval.shape) < len(var.aval.shape)
+        return not scanned and sliced and touched_once(body.jaxpr, own, names, True)
+    return touched_once(body.jaxpr, own, names, scanned)
+
+
 def made_of(jaxpr: Any, inputs: set[Any]) -> set[Any]:
     """The variables that are made of these inputs and constants alone, and the inputs."""
     made, constant = set(inputs), set(jaxpr.constvars)

@@ -27,22 +27,26 @@ class Box(meta.AxisMetadata):
     Attributes:
       shard: this device's piece, fp32.
       copy: the full leaf gathered earlier (stage 2), or None.
+      slot: what the gradient is taken with respect to instead of the shard, or None; see
+        `collectives.touch`.
       cut: how the leaf is split.
       wire: axis and dtypes.
     """
 
-    def __init__(self, shard: Any, copy: Any, cut: Split, wire: Wire):
+    def __init__(self, shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire):
         self.shard = shard
         self.copy = copy
+        self.slot = slot
         self.cut = cut
         self.wire = wire
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        key = jax.tree_util.GetAttrKey
-        return ((key("shard"), self.shard), (key("copy"), self.copy)), (self.cut, self.wire)
+        names = map(jax.tree_util.GetAttrKey, ("shard", "copy", "slot"))
+        children, static = self.tree_flatten()
+        return tuple(zip(names, children, strict=True)), static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.shard, self.copy), (self.cut, self.wire)
+        return (self.shard, self.copy, self.slot), (self.cut, self.wire)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "Box":
@@ -50,7 +54,7 @@ class Box(meta.AxisMetadata):
 
     def unbox(self) -> jax.Array:
         """The full leaf, in the compute dtype."""
-        return collectives.touch(self.shard, self.copy, self.cut, self.wire)
+        return collectives.touch(self.shard, self.copy, self.slot, self.cut, self.wire)
 
     def replace_boxed(self, val: Any) -> Any:
         return val
@@ -170,7 +174,7 @@ def gather(
     wire = Wire(axis_name, compute and jax.numpy.dtype(compute), jax.numpy.dtype(reduce))
     cuts = splits_for(like, jax.lax.axis_size(axis_name))
     leaves, treedef = jax.tree.flatten(tree)
-    full = [collectives.touch(x, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
+    full = [collectives.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
     return jax.tree.unflatten(treedef, full)
 
 
