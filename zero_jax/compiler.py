@@ -15,22 +15,21 @@ _GATHER_AHEAD: tuple[tuple[str, Any], ...] = (
     ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
     ("xla_gpu_enable_pipelined_all_gather", True),
 )
-# By default one collective is under way at a time, and a layer's leaves wait for each other in the
-# open. docs/performance.md has what both options do.
+# By default one collective is under way at a time: the next layer's gather would wait for this
+# layer's gradients, in the open. docs/performance.md has what each option does.
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
-    ("xla_gpu_experimental_parallel_collective_overlap_limit", 4),
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", 3),
 )
 
 
 def options(bucket_bytes: int, devices: int, ahead: bool = False) -> dict[str, Any]:
     """XLA's options for GPUs: what it may merge, and what it does ahead of time.
 
-    It merges collectives into no more than a bucket, measured on the full side.
-
     Args:
-      bucket_bytes: the most that a collective moves at once.
+      bucket_bytes: the most that a collective moves at once, measured on the full side.
       devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
-      ahead: whether layers are gathered one by one (stage 3), and so one ahead of its use.
+      ahead: whether layers are gathered one by one (stage 3): each in one go, as far as a bucket
+        takes it, while the layer before it computes.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
@@ -41,7 +40,10 @@ def options(bucket_bytes: int, devices: int, ahead: bool = False) -> dict[str, A
         for kind, parts in sizes.items()
         if bucket_bytes // parts < _XLA_MERGES
     }
-    return merging | (_first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE) if ahead else {})
+    if not ahead:
+        return merging
+    whole_layers = {"xla_gpu_all_gather_combine_threshold_bytes": bucket_bytes}
+    return merging | whole_layers | _first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE)
 
 
 @functools.cache

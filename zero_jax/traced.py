@@ -142,7 +142,19 @@ def _append(jaxpr: Any, env: dict[Any, Value], operations: list[Operation], part
         carried = _carried(eqn, given, made)
         if bodies:
             bodies = _hand_out(eqn, bodies, given, made, carried, parts)
-        operations.append(_operation(eqn, name, present(given), made, bodies, carried))
+        reads = present(given)
+        if name == "scan":
+            unread = _unread(bodies[0]) - {start for start, _ in carried}
+            reads = [value for value in reads if value not in unread]
+        operations.append(_operation(eqn, name, reads, made, bodies, carried))
+
+
+def _unread(body: Body) -> set[Value]:
+    """What a loop is given and does not look at: it need not be there."""
+    read = {v for operation in body.flat.operations for v in operation.inputs}
+    read.update(body.flat.outputs)
+    pairs = [(theirs, mine in read) for mine, theirs in body.given]
+    return {theirs for theirs, _ in pairs} - {theirs for theirs, used in pairs if used}
 
 
 def _split_alike(values: Sequence[Value]) -> None:
