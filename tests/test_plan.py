@@ -277,8 +277,9 @@ def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_pa
     known = compiled_for_h100(tmp_path, *args)
     assert known["compiled"]["total_bytes"] < 80e9
     assert known["words_per_param"] == pytest.approx(3, rel=0.01)
-    # Weights of 5 GB travel in pieces, which XLA frees earlier than foretold.
-    assert 0 < known["error"] < 0.15
+    # The next layer's weights, gathered ahead, are not foretold: 16 GB more, less what XLA frees
+    # of those of 5 GB, that travel in pieces, earlier than foretold.
+    assert abs(known["error"]) < 0.1
     whole = compiled_for_h100(tmp_path, *args, "--bucket-bytes", str(2**34))
     assert abs(whole["error"]) < 0.1
     printed = capsys.readouterr().out
@@ -293,7 +294,7 @@ def test_auto_on_h100_proves_its_choice_and_says_what_it_dropped(tmp_path, capsy
     known, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert known["compiled"]["total_bytes"] <= 10e9
     assert "too much" in printed and "fits, taken" in printed
-    assert (known["stage"], known["remat"]) == (2, "block")
+    assert (known["stage"], known["remat"]) == (2, "dots")
 
 
 @pytest.mark.prove

@@ -15,10 +15,11 @@ _GATHER_AHEAD: tuple[tuple[str, Any], ...] = (
     ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
     ("xla_gpu_enable_pipelined_all_gather", True),
 )
-# By default one collective is under way at a time: the next layer's gather would wait for this
-# layer's gradients, in the open. docs/performance.md has what each option does.
+# By default one collective is under way at a time, and those of a layer wait for each other in the
+# open. (Merged into one they would not, but XLA would merge gathers of the forward and the backward
+# pass as well, and hold them for long.) docs/performance.md has what each option does.
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
-    ("xla_gpu_experimental_parallel_collective_overlap_limit", 3),
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", 4),
 )
 
 
@@ -28,8 +29,8 @@ def options(bucket_bytes: int, devices: int, ahead: bool = False) -> dict[str, A
     Args:
       bucket_bytes: the most that a collective moves at once, measured on the full side.
       devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
-      ahead: whether layers are gathered one by one (stage 3): each in one go, as far as a bucket
-        takes it, while the layer before it computes.
+      ahead: whether layers are gathered one by one (stage 3): then each while the one before it
+        computes.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
@@ -40,10 +41,7 @@ def options(bucket_bytes: int, devices: int, ahead: bool = False) -> dict[str, A
         for kind, parts in sizes.items()
         if bucket_bytes // parts < _XLA_MERGES
     }
-    if not ahead:
-        return merging
-    whole_layers = {"xla_gpu_all_gather_combine_threshold_bytes": bucket_bytes}
-    return merging | whole_layers | _first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE)
+    return merging | (_first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE) if ahead else {})
 
 
 @functools.cache

@@ -102,7 +102,10 @@ class Settings:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What `jax.jit` of a step should be given as `compiler_options`, for GPUs."""
-        return compiler.options(self.bucket_bytes, self.shards, ahead=self.stage == 3)
+        # XLA would fetch activations ahead too, and compute them twice for it.
+        gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
+        ahead = self.stage == 3 and not gathers_activations
+        return compiler.options(self.bucket_bytes, self.shards, ahead)
 
     @property
     def model_axis(self) -> ModelAxis:
