@@ -32,10 +32,19 @@ def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.
       k_BxTxNxH: keys, of the same shape.
       v_BxTxNxH: values, of the same shape.
 
+    Raises:
+      ValueError: shapes or dtypes differ.
+
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> bool(jnp.allclose(causal_attention(x, x, x), x))
     True
     """
+    kinds = [f"{x.dtype}{list(x.shape)}" for x in (q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)]
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"queries, keys and values are {', '.join(kinds)}: give all the same shape and dtype, "
+            "or use jax.nn.dot_product_attention"
+        )
     if q_BxTxNxH.shape[1] <= BLOCK:
         return jax.nn.dot_product_attention(
             q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation="xla"

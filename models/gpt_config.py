@@ -22,7 +22,8 @@ class GPTConfig:
       vocab: rows of the embedding, GPT-2's 50257 rounded up to a multiple of 128.
       seq: longest row of tokens, the number of learned positions.
       dropout: rate on the embedding and on both residual branches of a block, 0 for none.
-      attention: "cudnn", "xla", or "auto": cuDNN on a GPU where dtype and head dim allow it.
+      attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU where dtype and
+        head dim allow it.
       loss_chunk: tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
     """
 

@@ -57,6 +57,14 @@ def test_a_position_sees_no_later_one():
     assert not jnp.allclose(before[:, at:], after[:, at:])
 
 
+def test_fewer_keys_than_queries_are_refused():
+    q, k, v, _ = inputs(1, 2 * BLOCK, 1, 4, jnp.float32)
+    with pytest.raises(ValueError, match=r"float32\[1, 512, 1, 4\], float32\[1, 500, 1, 4\]"):
+        causal_attention(q, k[:, :500], v[:, :500])
+    with pytest.raises(ValueError, match="same shape and dtype"):
+        causal_attention(q.astype(jnp.bfloat16), k, v)
+
+
 @pytest.mark.prove
 def test_scores_exist_for_a_block_at_a_time():
     """In the program of an H100: the CPU's compiler takes the blocks apart."""

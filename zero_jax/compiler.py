@@ -57,8 +57,8 @@ def _first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
             return {name: value}
     warnings.warn(
         f"the XLA of jaxlib {jax.lib.__version__} knows none of "
-        f"{', '.join(name for name, _ in spellings)}: weights of a layer are gathered in the open, "
-        "not while the layer before it computes; use a jaxlib from 0.10 to 0.12",
+        f"{', '.join(name for name, _ in spellings)}: weights of layers are gathered more in the "
+        "open than they could be; use a jaxlib from 0.10 to 0.12",
         stacklevel=2,
     )
     return {}

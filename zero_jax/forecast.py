@@ -11,9 +11,11 @@ What lives at the worst instant is told apart by what it is for (`Forecast.terms
 B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
 
   copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
-  gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 shards, rΨ/N, and one layer's
+  gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N (of scanned
+             matrices rΨ/N, if there is one micro-batch) and one layer's
   saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
-             "dots" the results of products, for a GPT L·B·T·9·D·c;
+             "dots" the results of products, for a GPT L·B·T·9·D·c where
+             T > 256;
              "none" all that the backward pass reads
   loss       logits and their gradients, a chunk at a time
   buffers    a layer's gradients under way between devices, r times its parameters

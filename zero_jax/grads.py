@@ -192,15 +192,18 @@ class _Step:
         return jax.lax.map(gather, shard) if matrices else gather(shard)
 
     def _loss(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> Any:
+        wrapped = remat.apply(self._call, self.settings.remat, *self._described(arrays))
+        return wrapped(arrays, micro, extras)
+
+    def _described(self, arrays: "_Arrays") -> tuple[list[str | None], list[int | None]]:
+        """Of every array the path if it is a shard, and its layer, as the tree is flattened."""
         named = zip(paths.named_leaves(self.full), self._doors, strict=True)
         names = [name if door else None for (name, _), door in named]
         leaves = list(zip(names, self.numbers, strict=True))
-        # The names and layers of all arrays, as the tree of them is flattened.
-        own = [leaf for leaf, copy in zip(leaves, arrays.copies, strict=True) if copy is not None]
-        own += [leaf for leaf, slot in zip(leaves, arrays.slots, strict=True) if slot is not None]
-        names, numbers = map(list, zip(*leaves, *own, strict=True))
-        wrapped = remat.apply(self._call, self.settings.remat, names, numbers)
-        return wrapped(arrays, micro, extras)
+        beside = [*arrays.copies, *arrays.slots]
+        own = [leaf for leaf, x in zip(leaves * 2, beside, strict=True) if x is not None]
+        paths_of, numbers = map(list, zip(*leaves, *own, strict=True))
+        return paths_of, numbers
 
     def _call(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> Any:
         with named_activations(self.settings.model_axis.rules):
@@ -210,7 +213,8 @@ class _Step:
     def _slots(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> list[Any]:
         """Of each leaf the slot that its gradient is taken with respect to, or None.
 
-        Only of stacks of layers, each read once in one scan: that is seen in the trace.
+        Only of stacks of layers, each opened once in one scan: that is seen in the trace, of the
+        policy "none", under which every operation that uses a weight opens it.
         """
         wire = self.settings.wire
         parts = zip(self.cuts, self._doors, self.frozen, strict=True)
@@ -220,7 +224,8 @@ class _Step:
         ]
         if not any(able):
             return [None] * len(able)
-        jaxpr = jax.make_jaxpr(self._call)(arrays, micro, extras).jaxpr
+        opened = remat.apply(self._call, "none", *self._described(arrays))
+        jaxpr = jax.make_jaxpr(opened)(arrays, micro, extras).jaxpr
         leaves = zip(able, arrays.values, jaxpr.invars, strict=False)
         return [
             jnp.zeros(x.shape, wire.reduce)

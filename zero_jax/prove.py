@@ -34,7 +34,7 @@ _NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
-        "cuDNN's fused attention: without cuDNN XLA's own attention is compiled, with its scores",
+        "cuDNN's fused attention: without cuDNN what a model does elsewhere is compiled instead",
     ),
     "tpu": (
         "words: the compiler turns gathers and scatters into all-reduces",
