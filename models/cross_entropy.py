@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+# Of the embedding's gradient at once, at least, so that products are large.
+COLUMNS = 1024
+
 
 def chunked_cross_entropy(
     x_MxD: jax.Array, embed_VxD: jax.Array, labels_M: jax.Array, weights_M: jax.Array, chunk: int
@@ -70,6 +73,12 @@ def _token_losses(
     return losses_K, jnp.where(known_K[:, None], logp_KxV, jnp.nan), hit_KxV
 
 
+def _columns(D: int) -> list[slice]:
+    """Parts of the embedding's gradient that are added to it one by one: what is added exists
+    beside it, since XLA does not add within a matrix product."""
+    return [slice(start, min(start + COLUMNS, D)) for start in range(0, D, COLUMNS)]
+
+
 @jax.custom_vjp
 def _cross_entropy(
     x_CxKxD: jax.Array, embed_VxD: jax.Array, labels_CxK: jax.Array, weights_CxK: jax.Array
@@ -96,7 +105,8 @@ def _cross_entropy_fwd(
         dlogits_KxV = dlogits_KxV.astype(dtype)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)
-        dembed_VxD += dot("kv,kd->vd", dlogits_KxV, x_KxD)
+        for at in _columns(x_KxD.shape[1]):
+            dembed_VxD = dembed_VxD.at[:, at].add(dot("kv,kd->vd", dlogits_KxV, x_KxD[:, at]))
         return nn.with_logical_constraint(dembed_VxD, ("vocab", None)), (losses_K, dx_KxD)
 
     dembed_VxD, (losses_CxK, dx_CxKxD) = jax.lax.scan(

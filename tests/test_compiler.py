@@ -23,11 +23,56 @@ def test_xla_merges_no_more_than_a_bucket():
 
 def test_stage_3_gathers_a_layer_ahead():
     mesh = zero_jax.abstract_mesh(8)
-    assert zero_jax.Zero(mesh, 2).compiler_options == {}
-    known = zero_jax.Zero(mesh, 3).compiler_options
-    assert len(known) == 2 and any("all_gather" in name for name in known)
+    params = _shapes(layers=3, width=64)
+    assert zero_jax.Zero(mesh, 2).compiler_options(params) == {}
+    known = zero_jax.Zero(mesh, 3).compiler_options(params)
+    assert len(known) == 2 and any("pipeline" in name for name in known)
     # XLA refuses what it does not know.
     jax.jit(lambda: 0).lower().compile(compiler_options=known)
+
+
+def _shapes(layers, width):
+    return {
+        "embed": jax.ShapeDtypeStruct((5 * width, width), jnp.float32),
+        "conv": jax.ShapeDtypeStruct((3, 3, 3 * width, 9 * width), jnp.float32),  # is no stack
+        "blocks": {
+            "up": jax.ShapeDtypeStruct((layers, width, 4 * width), jnp.float32),
+            "bias": jax.ShapeDtypeStruct((layers, 4 * width), jnp.float32),
+        },
+    }
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_the_leaves_of_a_layer_travel_together_but_not_those_of_two(scanned):
+    params, words = _shapes(layers=3, width=4096), 4 * 4096**2 + 4 * 4096
+    if not scanned:
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params["blocks"])
+        params |= {"blocks": [one] * 3}
+    for given, size in (("fp32", 4), ("bf16", 2)):
+        ours = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, precision=given)
+        assert ours.compiler_options(params)[GATHER] == words * size
+    # On each of them a part of the layer.
+    spec = jax.P(*((None, None) if scanned else (None,)), "model")
+    ours = zero_jax.Zero(zero_jax.abstract_mesh(8, model=4), 3, model_specs={"up": spec})
+    assert ours.compiler_options(params)[GATHER] == 4 * (4096**2 + 4 * 4096)
+
+
+def test_layers_of_many_buckets_are_not_gathered_ahead():
+    # One more is held while this one computes.
+    params = _shapes(layers=3, width=4096)
+    for bucket, ahead in ((2**26, True), (2**25, False)):
+        ours = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, bucket_bytes=bucket, precision="bf16")
+        known = ours.compiler_options(params)
+        assert any("pipeline" in name for name in known) == ahead
+        assert known[GATHER] == bucket
+
+
+def test_parameters_of_other_shapes_get_options_of_their_own():
+    told = []
+    program = compiler.Program(jnp.sum, lambda x: told.append(x.shape) or {})
+    for x in (jnp.ones(2), jnp.ones(3), jnp.zeros(2)):
+        program(x)
+    assert told == [(2,), (3,)]
 
 
 def test_an_option_that_xla_does_not_know_is_named_and_left_out():
@@ -51,8 +96,9 @@ def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
         monkeypatch.setattr(module, "on_gpu", lambda mesh: True)
     monkeypatch.setattr(compiler.jax, "jit", spy)
     ours = zero_jax.Zero(zero_jax.make_mesh(), stage, bucket_bytes=2**20)
-    assert ours.compiler_options[REDUCE] == 2**20
     params = ours.init(lambda: {"w": jnp.ones((8, 8))})
+    known = ours.compiler_options(params)
+    assert known[REDUCE] == 2**20
     batch = jnp.ones((8, 8))
 
     def loss(params, x):
@@ -65,4 +111,4 @@ def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
     assert alone == within == closed == 64.0
     tx = ours.optimizer(optax.sgd(0.1))
     assert ours.train_step(loss, tx)(params, tx.init(params), batch)[2].loss == 64.0
-    assert seen == [ours.compiler_options] * 2, "the gradient and the step"
+    assert seen == [known] * 2, "the gradient and the step"

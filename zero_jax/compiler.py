@@ -15,33 +15,39 @@ _GATHER_AHEAD: tuple[tuple[str, Any], ...] = (
     ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
     ("xla_gpu_enable_pipelined_all_gather", True),
 )
-# By default one collective is under way at a time, and those of a layer wait for each other in the
-# open. (Merged into one they would not, but XLA would merge gathers of the forward and the backward
-# pass as well, and hold them for long.) docs/performance.md has what each option does.
+# Gathering ahead holds two layers: not where one is more than so many buckets.
+_AHEAD = 4
+# By default one collective is under way at a time, and those of a layer wait for those of another
+# in the open. docs/performance.md has what each option does.
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
     ("xla_gpu_experimental_parallel_collective_overlap_limit", 4),
 )
 
 
-def options(bucket_bytes: int, devices: int, ahead: bool = False) -> dict[str, Any]:
+def options(bucket_bytes: int, devices: int, layer_bytes: int = 0) -> dict[str, Any]:
     """XLA's options for GPUs: what it may merge, and what it does ahead of time.
 
     Args:
       bucket_bytes: the most that a collective moves at once, measured on the full side.
       devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
-      ahead: whether layers are gathered one by one (stage 3): then each while the one before it
-        computes.
+      layer_bytes: of the largest layer, if layers are gathered one by one (stage 3): its leaves
+        travel together, but not those of several, and while the layer before it computes.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
     """
     sizes = {"all_gather": 1, "all_reduce": 1, "reduce_scatter": devices}
-    merging = {
-        f"xla_gpu_{kind}_combine_threshold_bytes": bucket_bytes // parts
+    merged = {
+        kind: bucket_bytes // parts
         for kind, parts in sizes.items()
         if bucket_bytes // parts < _XLA_MERGES
     }
-    return merging | (_first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE) if ahead else {})
+    if layer_bytes > _XLA_MERGES:
+        merged["all_gather"] = min(bucket_bytes, layer_bytes)
+    known = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in merged.items()}
+    if not 0 < layer_bytes <= _AHEAD * bucket_bytes:
+        return known
+    return known | _first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE)
 
 
 @functools.cache
@@ -65,36 +71,49 @@ def _first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 
 class Program:
-    """A function jitted with compiler options. Inside another `jit` it takes that one's.
-
-    JAX refuses options in a `jit` within a `jit`, as in a step of the user's own around gradients.
+    """A function of parameters, jitted with compiler options for them. Inside another `jit` it
+    takes that one's: JAX refuses options in a `jit` within a `jit`, as in a step of the user's own.
 
     Args:
-      fn: the function.
-      options: of the compiler; None for none.
+      fn: the function; its first argument is the parameters.
+      options: the compiler's for such parameters; None for none.
       **how: as for `jax.jit`.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], options: Mapping[str, Any] | None = None, **how: Any
+        self,
+        fn: Callable[..., Any],
+        options: Callable[[Any], Mapping[str, Any]] | None = None,
+        **how: Any,
     ):
         functools.update_wrapper(self, fn)
         self._within = jax.jit(fn, **how)
-        self._outermost = jax.jit(fn, compiler_options=dict(options), **how) if options else None
+        self._options = options
+        self._jit = functools.partial(jax.jit, fn, **how)
+        self._outermost: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        if self._outermost is not None:
-            try:
-                return self._outermost(*args, **named)
-            except ValueError as error:
-                if "top-level `jax.jit`" not in str(error):
-                    raise
-        return self._within(*args, **named)
+    def _for(self, params: Any) -> Any:
+        """As it is jitted for parameters of these shapes."""
+        if self._options is None:
+            return self._within
+        leaves, treedef = jax.tree.flatten(params)
+        key = treedef, tuple(x.shape for x in leaves)
+        if key not in self._outermost:
+            self._outermost[key] = self._jit(compiler_options=dict(self._options(params)))
+        return self._outermost[key]
 
-    def trace(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, params: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return self._for(params)(params, *args, **named)
+        except ValueError as error:
+            if "top-level `jax.jit`" not in str(error):
+                raise
+        return self._within(params, *args, **named)
+
+    def trace(self, params: Any, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
-        return (self._outermost or self._within).trace(*args, **named)
+        return self._for(params).trace(params, *args, **named)
 
-    def lower(self, *args: Any, **named: Any) -> Any:
+    def lower(self, params: Any, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
-        return (self._outermost or self._within).lower(*args, **named)
+        return self._for(params).lower(params, *args, **named)

@@ -288,7 +288,7 @@ def _compile(
         return prove.compile_for(
             *(target, step.function, abstract, abstract_of(mesh)),
             given_topology=topology,
-            options=step.settings.compiler_options if target.platform == "cuda" else {},
+            options=step.settings.compiler_options(args[0]) if target.platform == "cuda" else {},
         )
     if isinstance(mesh, AbstractMesh):
         raise ValueError(

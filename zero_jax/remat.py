@@ -234,13 +234,15 @@ def _equation(
         touched.update(eqn.outvars)
     if name == "scan" and uses_params:
         return _scan(eqn, list(map(_now, values)), touched, policy)
-    if name in _KEEP or not later:
-        return run(*map(_now, values))
+    if not later:
+        return run(*values)
     flat, gather = _opened(values)
-    if not in_scan and all(x.ndim < 2 for v in later for x in v.shards):
-        # The gradient of a vector, a sum over tokens, would be computed when layers have run
-        # backward, and what it sums kept until then.
+    if not in_scan:
+        # Else the gradient is computed, and sent, when layers have run backward: it or what it is
+        # made of would wait until then.
         flat = recompute.tied(flat)
+    if name in _KEEP:
+        return run(*gather(flat))
     # Gathered again in the backward pass, with what uses it.
     again = jax.checkpoint(lambda *flat: run(*gather(flat)), prevent_cse=not in_scan)
     return again(*flat)

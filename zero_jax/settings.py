@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax.core import spmd
 
-from zero_jax import compiler, policies, tiers
+from zero_jax import compiler, layers, layout, paths, policies, tiers
 from zero_jax.buckets import BUCKET_BYTES, check_bucket
 from zero_jax.collectives import Wire
 from zero_jax.mesh import DATA, MODEL, AnyMesh, check_mesh, model_size
@@ -99,13 +101,38 @@ class Settings:
         """What travels between devices of the `data` axis."""
         return Wire(DATA, self.precision.compute, self.precision.reduce, self.bucket_bytes)
 
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """What `jax.jit` of a step should be given as `compiler_options`, for GPUs."""
+    def compiler_options(self, params: Any) -> dict[str, Any]:
+        """What `jax.jit` of a step should be given as `compiler_options`, for GPUs.
+
+        Args:
+          params: parameters at rest, or their shapes.
+        """
         # XLA would fetch activations ahead too, and compute them twice for it.
         gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
-        ahead = self.stage == 3 and not gathers_activations
-        return compiler.options(self.bucket_bytes, self.shards, ahead)
+        one_by_one = self.stage == 3 and not gathers_activations
+        layer = self._layer_bytes(params) if one_by_one else 0
+        return compiler.options(self.bucket_bytes, self.shards, layer)
+
+    def _layer_bytes(self, params: Any) -> int:
+        """Of the largest layer, as one device gathers it; 0 if there are none."""
+        full = jax.eval_shape(layout.logical, params)
+        cuts = layout.splits_for(full, self.shards, self.scanned, self.model_axis)
+        shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
+        found: dict[Any, int] = {}
+        stacks = layout.scanned_leaves(full, self.scanned)
+        numbers = layers.number_layers(shapes)
+        for leaf, cut, stacked, number in zip(
+            jax.tree.leaves(full), cuts, stacks, numbers, strict=True
+        ):
+            # Stacks of one length are taken to be of one loop.
+            owner = ("stack", leaf.shape[0]) if stacked else number
+            if owner is None:
+                continue
+            words = leaf.size // (leaf.shape[0] if stacked else 1)
+            words //= cut.model_shards if cut.model is not None else 1
+            dtype = jnp.dtype(self.precision.compute or leaf.dtype)
+            found[owner] = found.get(owner, 0) + words * dtype.itemsize
+        return max(found.values(), default=0)
 
     @property
     def model_axis(self) -> ModelAxis:
