@@ -106,15 +106,17 @@ def _attention_bwd(kept: Any, dout_BxTxNxH: jax.Array) -> tuple[jax.Array, ...]:
         q_BxKxNxH, k_BxSxNxH, v_BxSxNxH = _parts(given, at)
         out_BxKxNxH, dout_BxKxNxH = out_BxTxNxH[:, at], dout_BxTxNxH[:, at]
         shares_BxNxKxS = _shares(q_BxKxNxH, k_BxSxNxH)
+        # XLA's CPU code has no product of this kind whose result is fp32.
         dv_BxNxSxH = jnp.einsum("bnks,bknh->bnsh", shares_BxNxKxS.astype(dtype), dout_BxKxNxH)
         dshares_BxNxKxS = _dot("bknh,bsnh->bnks", dout_BxKxNxH, v_BxSxNxH)
         # What the softmax takes back: the sum over keys of shares * dshares, which is out · dout.
         mean_BxNxKx1 = _dot("bknh,bknh->bnk", out_BxKxNxH, dout_BxKxNxH)[..., None]
-        dscores_BxNxKxS = shares_BxNxKxS * (dshares_BxNxKxS - mean_BxNxKx1) * scale
-        dscores_BxNxKxS = dscores_BxNxKxS.astype(dtype)
+        # Before the scale of the scores, which in fp16 would take what is small below its range.
+        dscores_BxNxKxS = (shares_BxNxKxS * (dshares_BxNxKxS - mean_BxNxKx1)).astype(dtype)
         dk_BxNxSxH = jnp.einsum("bnks,bknh->bnsh", dscores_BxNxKxS, q_BxKxNxH)
-        dqs.insert(0, _dot("bnks,bsnh->bknh", dscores_BxNxKxS, k_BxSxNxH).astype(dtype))
-        found = dk_BxNxSxH.astype(jnp.float32), dv_BxNxSxH.astype(jnp.float32)
+        dq_BxKxNxH = _dot("bnks,bsnh->bknh", dscores_BxNxKxS, k_BxSxNxH) * scale
+        dqs.insert(0, dq_BxKxNxH.astype(dtype))
+        found = dk_BxNxSxH.astype(jnp.float32) * scale, dv_BxNxSxH.astype(jnp.float32)
         sums = found if sums is None else jax.tree.map(_add_first, sums, found)
         (dqs[0], sums), given = jax.lax.optimization_barrier(((dqs[0], sums), given))
     dk_BxTxNxH, dv_BxTxNxH = (jnp.moveaxis(x.astype(dtype), 1, 2) for x in sums)

@@ -1,6 +1,7 @@
 """Cross entropy of a tied head whose logits never exist for the whole batch at once.
 
-Shapes: D width, V vocab, M tokens of a batch, C chunks of K tokens (C * K >= M).
+Shapes: D width, V vocab, M tokens of a batch, C chunks of K tokens (C * K >= M), P columns of
+the embedding.
 Costs (V, D) + (M, D) words in fp32 for the gradients, and `chunk` x V for the logits.
 """
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-# Of the embedding's gradient at once, at least, so that products are large.
+# Of the embedding's gradient that a chunk of tokens makes at once.
 COLUMNS = 1024
 
 
@@ -73,12 +74,6 @@ def _token_losses(
     return losses_K, jnp.where(known_K[:, None], logp_KxV, jnp.nan), hit_KxV
 
 
-def _columns(D: int) -> list[slice]:
-    """Parts of the embedding's gradient that are added to it one by one: what is added exists
-    beside it, since XLA does not add within a matrix product."""
-    return [slice(start, min(start + COLUMNS, D)) for start in range(0, D, COLUMNS)]
-
-
 @jax.custom_vjp
 def _cross_entropy(
     x_CxKxD: jax.Array, embed_VxD: jax.Array, labels_CxK: jax.Array, weights_CxK: jax.Array
@@ -98,37 +93,44 @@ def _cross_entropy_fwd(
     _, exponent = jnp.frexp(jnp.max(jnp.abs(weights_CxK)))
     scale = jnp.ldexp(jnp.float32(1), 14 - exponent)
 
-    def body(dembed_VxD: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+    D = x_CxKxD.shape[-1]
+    columns = [slice(start, min(start + COLUMNS, D)) for start in range(0, D, COLUMNS)]
+
+    def body(dembed: list[jax.Array], chunk: Any) -> tuple[list[jax.Array], Any]:
         x_KxD, labels_K, weights_K = chunk
         losses_K, logp_KxV, hit_KxV = _token_losses(x_KxD, embed_VxD, labels_K)
         dlogits_KxV = (jnp.exp(logp_KxV) - hit_KxV) * (weights_K * scale)[:, None]
         dlogits_KxV = dlogits_KxV.astype(dtype)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)
-        for at in _columns(x_KxD.shape[1]):
-            dembed_VxD = dembed_VxD.at[:, at].add(dot("kv,kd->vd", dlogits_KxV, x_KxD[:, at]))
-        return nn.with_logical_constraint(dembed_VxD, ("vocab", None)), (losses_K, dx_KxD)
+        sums = []
+        # What is added exists beside the sum: a part at a time, one after the other.
+        for sum_VxP, at in zip(dembed, columns, strict=True):
+            sum_VxP += dot("kv,kp->vp", dlogits_KxV, x_KxD[:, at])
+            sum_VxP = nn.with_logical_constraint(sum_VxP, ("vocab", None))
+            sum_VxP, dlogits_KxV = jax.lax.optimization_barrier((sum_VxP, dlogits_KxV))
+            sums.append(sum_VxP)
+        return sums, (losses_K, dx_KxD)
 
-    dembed_VxD, (losses_CxK, dx_CxKxD) = jax.lax.scan(
-        body,
-        jnp.zeros_like(embed_VxD, dtype=jnp.float32),
-        (x_CxKxD, labels_CxK, weights_CxK),
+    zeros = jnp.zeros_like(embed_VxD, dtype=jnp.float32)
+    dembed, (losses_CxK, dx_CxKxD) = jax.lax.scan(
+        body, [zeros[:, at] for at in columns], (x_CxKxD, labels_CxK, weights_CxK)
     )
     # Empty arrays carry the dtypes of x and embed, which the backward pass must return.
     dtypes = jnp.zeros((0,), x_CxKxD.dtype), jnp.zeros((0,), embed_VxD.dtype)
-    residuals = dx_CxKxD, dembed_VxD, losses_CxK, scale, dtypes
+    residuals = dx_CxKxD, dembed, losses_CxK, scale, dtypes
     return jnp.sum(losses_CxK * weights_CxK), residuals
 
 
 def _cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    dx_CxKxD, dembed_VxD, losses_CxK, scale, (x_like, embed_like) = residuals
+    dx_CxKxD, dembed, losses_CxK, scale, (x_like, embed_like) = residuals
     factor = cotangent / scale
     # Together: else the embedding's gradient is cast when the layers have run backward, and waits
     # in fp32 until then.
     dx_CxKxD, dembed_VxD = jax.lax.optimization_barrier(
         (
             (dx_CxKxD * factor).astype(x_like.dtype),
-            (dembed_VxD * factor).astype(embed_like.dtype),
+            jnp.concatenate([(x * factor).astype(embed_like.dtype) for x in dembed], axis=1),
         )
     )
     return dx_CxKxD, dembed_VxD, None, losses_CxK * cotangent

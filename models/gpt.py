@@ -108,14 +108,15 @@ class Attention(nnx.Module):
         )
         return self.proj(mixed_BxTxNxH.reshape(B, T, D))
 
-    def _mix(self, *qkv: jax.Array) -> jax.Array:
-        q_BxTxNxH = qkv[0]
+    def _mix(self, q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.Array) -> jax.Array:
         # What cuDNN's fused kernel takes.
         fits = q_BxTxNxH.dtype in (jnp.bfloat16, jnp.float16) and q_BxTxNxH.shape[-1] % 8 == 0
         fused = fits and jax.default_backend() == "gpu"
         if self.implementation == "cudnn" or (self.implementation == "auto" and fused):
-            return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
-        return causal_attention(*qkv)
+            return jax.nn.dot_product_attention(
+                q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation="cudnn"
+            )
+        return causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
 
 
 class MLP(nnx.Module):

@@ -26,7 +26,9 @@ def test_stage_3_gathers_a_layer_ahead():
     params = _shapes(layers=3, width=64)
     assert zero_jax.Zero(mesh, 2).compiler_options(params) == {}
     known = zero_jax.Zero(mesh, 3).compiler_options(params)
-    assert len(known) == 2 and any("pipeline" in name for name in known)
+    assert any("pipeline" in name for name in known)
+    # Small layers travel together, as XLA has it.
+    assert known[GATHER] == 8 * known[SCATTER] == 30 * 2**20
     # XLA refuses what it does not know.
     jax.jit(lambda: 0).lower().compile(compiler_options=known)
 
@@ -50,11 +52,14 @@ def test_the_leaves_of_a_layer_travel_together_but_not_those_of_two(scanned):
         params |= {"blocks": [one] * 3}
     for given, size in (("fp32", 4), ("bf16", 2)):
         ours = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, precision=given)
-        assert ours.compiler_options(params)[GATHER] == words * size
+        known = ours.compiler_options(params)
+        assert words * size <= known[GATHER] < 1.1 * words * size
+        assert words * 4 <= 8 * known[SCATTER] < 1.1 * words * 4, "gradients are summed in fp32"
     # On each of them a part of the layer.
     spec = jax.P(*((None, None) if scanned else (None,)), "model")
     ours = zero_jax.Zero(zero_jax.abstract_mesh(8, model=4), 3, model_specs={"up": spec})
-    assert ours.compiler_options(params)[GATHER] == 4 * (4096**2 + 4 * 4096)
+    words = 4096**2 + 4 * 4096
+    assert 4 * words <= ours.compiler_options(params)[GATHER] < 1.1 * 4 * words
 
 
 def test_layers_of_many_buckets_are_not_gathered_ahead():

@@ -24,28 +24,33 @@ _AT_ONCE: tuple[tuple[str, Any], ...] = (
 )
 
 
-def options(bucket_bytes: int, devices: int, layer_bytes: int = 0) -> dict[str, Any]:
+def options(
+    bucket_bytes: int, devices: int, layer: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """XLA's options for GPUs: what it may merge, and what it does ahead of time.
 
     Args:
       bucket_bytes: the most that a collective moves at once, measured on the full side.
       devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
-      layer_bytes: of the largest layer, if layers are gathered one by one (stage 3): its leaves
-        travel together, but not those of several, and while the layer before it computes.
+      layer: bytes of the largest layer, as it is gathered and as its gradients are sent, if layers
+        are gathered one by one (stage 3). Its leaves travel together, those of several layers do
+        not, and it is gathered while the one before it computes.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
     """
-    sizes = {"all_gather": 1, "all_reduce": 1, "reduce_scatter": devices}
     merged = {
-        kind: bucket_bytes // parts
-        for kind, parts in sizes.items()
-        if bucket_bytes // parts < _XLA_MERGES
+        "all_gather": bucket_bytes,
+        "all_reduce": bucket_bytes,
+        "reduce_scatter": bucket_bytes // devices,
     }
-    if layer_bytes > _XLA_MERGES:
-        merged["all_gather"] = min(bucket_bytes, layer_bytes)
+    merged = {kind: size for kind, size in merged.items() if size < _XLA_MERGES}
+    if layer is not None:
+        # A little more, for what is padded.
+        gathered, reduced = (min(bucket_bytes, max(17 * x // 16, _XLA_MERGES)) for x in layer)
+        merged |= {"all_gather": gathered, "reduce_scatter": reduced // devices}
     known = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in merged.items()}
-    if not 0 < layer_bytes <= _AHEAD * bucket_bytes:
+    if layer is None or layer[0] > _AHEAD * bucket_bytes:
         return known
     return known | _first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE)
 

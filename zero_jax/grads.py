@@ -146,19 +146,18 @@ class _Step:
             if not differentiate:
                 return self._loss(arrays, micro, mine), None
             slots = self._slots(arrays, micro, mine)
-            leaves = list(zip(values, slots, self.frozen, strict=True))
-            # A frozen leaf is None here: there is nothing to differentiate.
-            trained = [None if f else v if s is None else s for v, s, f in leaves]
+            # None where there is nothing to differentiate: a frozen leaf, or one with a slot.
+            leaves = zip(values, slots, self.frozen, strict=True)
+            trained = [None if f or s is not None else v for v, s, f in leaves]
 
-            def objective(trained: list[Any]) -> Any:
-                own = list(zip(values, slots, trained, strict=True))
-                shards = [v if t is None or s is not None else t for v, s, t in own]
-                taken = [None if s is None else t for _, s, t in own]
-                out = self._loss(_Arrays(shards, copies, taken), micro, mine)
+            def objective(trained: list[Any], slots: list[Any]) -> Any:
+                own = [v if t is None else t for v, t in zip(values, trained, strict=True)]
+                out = self._loss(_Arrays(own, copies, slots), micro, mine)
                 return out[0] * scale, out
 
-            (_, out), grads = jax.value_and_grad(objective, has_aux=True)(trained)
-            grads = [g for g in grads if g is not None]
+            differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+            (_, out), found = differentiated(trained, slots)
+            grads = [g for pair in zip(*found, strict=True) for g in pair if g is not None]
             return out, self._reduce(grads, "once a micro-batch")
 
         (total, weight, (aux, exponent)), grads = micro_batch.accumulate(one, batch, k)
@@ -226,12 +225,11 @@ class _Step:
             return [None] * len(able)
         opened = remat.apply(self._call, "none", *self._described(arrays))
         jaxpr = jax.make_jaxpr(opened)(arrays, micro, extras).jaxpr
-        leaves = zip(able, arrays.values, jaxpr.invars, strict=False)
+        own = jaxpr.invars[: len(able)]
+        once = [jaxprs.touched_once(jaxpr, var, collectives.TOUCHES) for var in own]
         return [
-            jnp.zeros(x.shape, wire.reduce)
-            if able and jaxprs.touched_once(jaxpr, var, collectives.TOUCHES)
-            else None
-            for able, x, var in leaves
+            jnp.zeros(x.shape, wire.reduce) if can and alone else None
+            for can, alone, x in zip(able, once, arrays.values, strict=True)
         ]
 
     def _tree(self, arrays: "_Arrays") -> PyTree:

@@ -1,6 +1,7 @@
 """The settings of a run, checked once: what `Zero` is told, and all that a step is made from."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -109,29 +110,28 @@ class Settings:
         """
         # XLA would fetch activations ahead too, and compute them twice for it.
         gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
-        one_by_one = self.stage == 3 and not gathers_activations
-        layer = self._layer_bytes(params) if one_by_one else 0
+        if self.stage != 3 or gathers_activations:
+            return compiler.options(self.bucket_bytes, self.shards)
+        words = self._layer_words(params)
+        compute = jnp.dtype(self.precision.compute or jnp.float32)
+        layer = words * compute.itemsize, words * self.wire.reduce.itemsize
         return compiler.options(self.bucket_bytes, self.shards, layer)
 
-    def _layer_bytes(self, params: Any) -> int:
+    def _layer_words(self, params: Any) -> int:
         """Of the largest layer, as one device gathers it; 0 if there are none."""
         full = jax.eval_shape(layout.logical, params)
         cuts = layout.splits_for(full, self.shards, self.scanned, self.model_axis)
-        shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
-        found: dict[Any, int] = {}
         stacks = layout.scanned_leaves(full, self.scanned)
+        shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
         numbers = layers.number_layers(shapes)
-        for leaf, cut, stacked, number in zip(
-            jax.tree.leaves(full), cuts, stacks, numbers, strict=True
-        ):
+        found: dict[Any, int] = {}
+        for (_, shape), cut, stacked, number in zip(shapes, cuts, stacks, numbers, strict=True):
             # Stacks of one length are taken to be of one loop.
-            owner = ("stack", leaf.shape[0]) if stacked else number
-            if owner is None:
-                continue
-            words = leaf.size // (leaf.shape[0] if stacked else 1)
-            words //= cut.model_shards if cut.model is not None else 1
-            dtype = jnp.dtype(self.precision.compute or leaf.dtype)
-            found[owner] = found.get(owner, 0) + words * dtype.itemsize
+            owner = ("stack", shape[0]) if stacked else number
+            if owner is not None:
+                words = math.prod(shape[stacked:])
+                words //= cut.model_shards if cut.model is not None else 1
+                found[owner] = found.get(owner, 0) + words
         return max(found.values(), default=0)
 
     @property

@@ -153,8 +153,8 @@ def _unread(body: Body) -> set[Value]:
     """What a loop is given and does not look at: it need not be there."""
     read = {v for operation in body.flat.operations for v in operation.inputs}
     read.update(body.flat.outputs)
-    pairs = [(theirs, mine in read) for mine, theirs in body.given]
-    return {theirs for theirs, _ in pairs} - {theirs for theirs, used in pairs if used}
+    looked_at = {theirs for mine, theirs in body.given if mine in read}
+    return {theirs for _, theirs in body.given} - looked_at
 
 
 def _split_alike(values: Sequence[Value]) -> None:
