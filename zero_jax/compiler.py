@@ -20,7 +20,7 @@ _AHEAD = 4
 # By default one collective is under way at a time, and those of a layer wait for those of another
 # in the open. docs/performance.md has what each option does.
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
-    ("xla_gpu_experimental_parallel_collective_overlap_limit", 4),
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", 3),
 )
 
 
