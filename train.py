@@ -59,7 +59,7 @@ class Trainer:
         self.zero = zero_jax.Zero(
             self.mesh,
             **stage_and_remat(config),
-            precision=zero_jax.Precision(config.compute, config.reduce),
+            precision=zero_jax.Precision(config.compute, config.reduce, config.gather),
             micro_batches=config.micro_batches,
             sequence_parallel=config.sequence_parallel,
             offload=config.offload,

@@ -79,6 +79,9 @@ class Config:
     """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32."""
     reduce: str = "fp32"
     """Dtype in which gradients are summed over devices: fp32 or bf16."""
+    gather: str | None = None
+    """int8 sends weights in half the bytes of bf16, each within half of 1/127 of the largest of its
+    block; in the dtype of --compute unless given."""
     remat: str | None = None
     """What is kept for the backward pass: none (everything is), dots (matrix products), block (the
     input of each layer), block_sqrt (of each group of layers) or names:a,b (marked values), on the

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax import buckets
+from zero_jax import buckets, quantised
 from zero_jax.layout import Split, pad_dim, strip_dim
 from zero_jax.model_axis import on_pieces
 from zero_jax.precision import cast
@@ -29,13 +29,14 @@ TOUCHES = (GATHER_TOUCH, COPY_TOUCH)
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What travels: over which mesh axis, in which dtypes (None: the leaf's own), and how much of
-    it at once, in bytes (None: a leaf)."""
+    """What travels: over which mesh axis, in which dtypes (None: the leaf's own), how much of it at
+    once, in bytes (None: a leaf), and whether matrices are gathered as int8."""
 
     axis: str = "data"
     compute: Any = None
     reduce: Any = jnp.dtype("float32")
     bucket: int | None = None
+    quantised: bool = False
 
 
 @jax.named_scope("zero_gather")
@@ -45,7 +46,11 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     if cut.dim is None:
         return full
     dim = cut.dim % full.ndim
-    full = _pieces(lambda x: buckets.all_gather(x, wire.axis, dim, wire.bucket), full, cut)
+    if wire.quantised and cut.layer_rank > 1 and jnp.issubdtype(full.dtype, jnp.floating):
+        args = (wire.axis, dim, wire.bucket, full.dtype)
+        full = _pieces(lambda x: quantised.all_gather(x, *args), shard, cut)
+    else:
+        full = _pieces(lambda x: buckets.all_gather(x, wire.axis, dim, wire.bucket), full, cut)
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 

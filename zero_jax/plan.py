@@ -176,7 +176,7 @@ def _case(parsed: argparse.Namespace) -> Case:
     zero = Zero(
         abstract_mesh(parsed.devices // split, replica=parsed.replica, model=parsed.model_parallel),
         stage="auto" if parsed.auto else parsed.stage,
-        precision=Precision(parsed.compute, reduce=parsed.reduce),
+        precision=Precision(parsed.compute, parsed.reduce, parsed.gather),
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
         sequence_parallel=parsed.sequence_parallel,
@@ -265,7 +265,7 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
 
 
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "devices", "batch_per_device", "compute", "reduce", "optimizer")
+    names = ("model", "devices", "batch_per_device", "compute", "reduce", "gather", "optimizer")
     known = {name: getattr(parsed, name) for name in names}
     return {**known, "seq": case.config.seq, "jax": jax.__version__}
 
@@ -296,6 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
     add("--reduce", default="fp32", help="fp32 or bf16")
+    add("--gather", help="int8 sends weights in half the bytes of bf16")
     add(
         "--bucket-bytes",
         type=int,

@@ -47,6 +47,8 @@ class Precision:
     Attributes:
       compute: dtype of gathered parameters, hence of the model: fp32, bf16 or fp16.
       reduce: dtype in which gradients are summed over devices: fp32 or bf16.
+      gather: "int8" sends matrices as int8 with a scale a block, see `quantised`; None sends them
+        in `compute`.
       initial_scale: first loss scale (fp16 only).
       growth_interval: good steps after which the scale doubles.
 
@@ -56,6 +58,7 @@ class Precision:
 
     compute: Any = "fp32"
     reduce: Any = "fp32"
+    gather: str | None = None
     initial_scale: float = 2.0**16
     growth_interval: int = 2000
 
@@ -63,6 +66,10 @@ class Precision:
         compute = parse_dtype(self.compute, ("fp32", "bf16", "fp16"), "compute")
         object.__setattr__(self, "compute", compute)
         object.__setattr__(self, "reduce", parse_dtype(self.reduce, ("fp32", "bf16"), "reduce"))
+        if self.gather not in (None, "int8"):
+            raise ValueError(
+                f'gather={self.gather!r}: use "int8", or None for the dtype of compute'
+            )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(
                 f"initial_scale={self.initial_scale} and growth_interval={self.growth_interval} "

@@ -83,6 +83,12 @@ class Settings:
             )
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
+        if self.precision.gather is not None and (self.stage == 0 or self.mesh.shape[DATA] == 1):
+            raise ValueError(
+                f"gather={self.precision.gather!r} with stage={self.stage!r} on {DATA}="
+                f"{self.mesh.shape[DATA]}: nothing is gathered there; use stages 1 to 3 and 2 "
+                "devices or more, or leave it out"
+            )
 
     def _move_activations(self) -> None:
         if self.stage == AUTO or self.offload.tier != "host":
@@ -100,7 +106,9 @@ class Settings:
     @property
     def wire(self) -> Wire:
         """What travels between devices of the `data` axis."""
-        return Wire(DATA, self.precision.compute, self.precision.reduce, self.bucket_bytes)
+        known = self.precision
+        quantised = known.gather is not None
+        return Wire(DATA, known.compute, known.reduce, self.bucket_bytes, quantised)
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """What `jax.jit` of a step should be given as `compiler_options`, for GPUs.
