@@ -87,7 +87,9 @@ def spans_of(operations: Sequence[Operation], results: set[Value], end: int) -> 
                     needed[value] |= reader.name in SOLID
                 elif reader.name in VIEWS:
                     view = _view_of(value, reader)
-                    reads.append(times[view])
+                    # What a loop's state takes behind a barrier is computed there.
+                    now = not solid and reader.name == "optimization_barrier" and view in results
+                    reads.append((r, r) if now else times[view])
                     needed[value] |= needed[view]
                 else:
                     reads += [(times[o][0],) * 2 if stored[o] else times[o] for o in reader.outputs]
