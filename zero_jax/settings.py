@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax.core import spmd
 
 from zero_jax import compiler, layers, layout, paths, policies, tiers
@@ -120,9 +119,9 @@ class Settings:
         gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
         if self.stage != 3 or gathers_activations:
             return compiler.options(self.bucket_bytes, self.shards)
-        words = self._layer_words(params)
-        compute = jnp.dtype(self.precision.compute or jnp.float32)
-        layer = words * compute.itemsize, words * self.wire.reduce.itemsize
+        words, wire = self._layer_words(params), self.wire
+        gathered = 1 if wire.quantised else wire.compute.itemsize
+        layer = words * gathered, words * wire.reduce.itemsize
         return compiler.options(self.bucket_bytes, self.shards, layer)
 
     def _layer_words(self, params: Any) -> int:
