@@ -50,9 +50,14 @@ def options(
         gathered, reduced = (min(bucket_bytes, max(17 * x // 16, _XLA_MERGES)) for x in layer)
         merged |= {"all_gather": gathered, "reduce_scatter": reduced // devices}
     known = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in merged.items()}
-    if layer is None or layer[0] > _AHEAD * bucket_bytes:
+    if not gathers_ahead(bucket_bytes, layer):
         return known
     return known | _first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE)
+
+
+def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
+    """Whether a layer is gathered while the one before it computes; arguments as for `options`."""
+    return layer is not None and layer[0] <= _AHEAD * bucket_bytes
 
 
 @functools.cache

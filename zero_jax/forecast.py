@@ -81,6 +81,7 @@ def forecast(
     *,
     split: Sequence[int | None] = (),
     parts: int = 1,
+    ahead: bool = False,
 ) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
@@ -90,6 +91,7 @@ def forecast(
       given: how many inputs it was given; arrays that the loss closes over come before them.
       split: of each parameter, the dim that is split over `model`, or None.
       parts: MP, the size of that axis.
+      ahead: whether loops over layers gather the next one's weights while one computes.
 
     Raises:
       ValueError: there is no shard_map.
@@ -97,7 +99,7 @@ def forecast(
     part = device_part(jaxpr)
     first = len(part.invars) - (given or len(part.invars))
     flat = flatten(part, [None] * first + list(split), parts)
-    held = _Walk(flat, set(flat.inputs[first : first + params]), "step").worst()
+    held = _Walk(flat, set(flat.inputs[first : first + params]), "step", ahead).worst()
     return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)), _in_host(flat))
 
 
@@ -109,10 +111,11 @@ class _Walk:
       weights: its inputs that are parameters, or slices of them.
       level: "step" (the outermost, whose results the optimizer reads as they come), "pass" (a
         loop body that runs forward and backward), "layer", or "loss".
+      ahead: see `forecast`.
     """
 
-    def __init__(self, flat: Flat, weights: set[Value], level: str):
-        self.level = level
+    def __init__(self, flat: Flat, weights: set[Value], level: str, ahead: bool):
+        self.level, self.ahead = level, ahead
         self.outputs = set(flat.outputs)
         self.operations = self._scheduled(flat.operations)
         self.end = len(self.operations)
@@ -177,7 +180,8 @@ class _Walk:
         found = []
         for body in operation.bodies:
             weights = {mine for mine, theirs in body.given if theirs in self.weights}
-            found.append(_Walk(body.flat, weights, self._level_of(operation, body, at)).worst())
+            level = self._level_of(operation, body, at)
+            found.append(_Walk(body.flat, weights, level, self.ahead).worst())
         return max(found, key=_total, default=[])
 
     def _level_of(self, operation: Operation, body: Body, at: int) -> str:
@@ -221,15 +225,22 @@ class _Walk:
         return found
 
     def _under_way(self) -> list[Held]:
-        """Over layers, gradients of the last iteration are summed while this one computes."""
+        """Over layers, gradients of the last iteration are summed while this one computes, and
+        weights of the next one gathered."""
         if self.level != "layer":
             return []
-        return [
-            Held(v.bytes, "buffers", f"{v.dtype}{list(v.shape)}", f"{o.name} of the layer before")
+        found = [
+            (v, "buffers", f"{o.name} of the layer before")
             for o in self.operations
             if o.name == "reduce_scatter"
             for v in o.inputs
         ]
+        if self.ahead:
+            gathers = [o for o in self.operations if o.name == "all_gather"]
+            found += [
+                (v, "copy", "all_gather of the layer after") for o in gathers for v in o.outputs
+            ]
+        return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]
 
 
 def _sums(operation: Operation) -> bool:

@@ -115,14 +115,22 @@ class Settings:
         Args:
           params: parameters at rest, or their shapes.
         """
+        return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(params))
+
+    def gathers_ahead(self, params: Any) -> bool:
+        """Whether XLA for GPUs is told to gather a layer while the one before it computes."""
+        return compiler.gathers_ahead(self.bucket_bytes, self._layer_bytes(params))
+
+    def _layer_bytes(self, params: Any) -> tuple[int, int] | None:
+        """Of the largest layer, as it is gathered and as its gradients are sent; None if layers
+        are not gathered one by one."""
         # XLA would fetch activations ahead too, and compute them twice for it.
         gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
         if self.stage != 3 or gathers_activations:
-            return compiler.options(self.bucket_bytes, self.shards)
+            return None
         words, wire = self._layer_words(params), self.wire
         gathered = 1 if wire.quantised else wire.compute.itemsize
-        layer = words * gathered, words * wire.reduce.itemsize
-        return compiler.options(self.bucket_bytes, self.shards, layer)
+        return words * gathered, words * wire.reduce.itemsize
 
     def _layer_words(self, params: Any) -> int:
         """Of the largest layer, as one device gathers it; 0 if there are none."""
