@@ -27,8 +27,8 @@ def test_stage_3_gathers_a_layer_ahead():
     assert zero_jax.Zero(mesh, 2).compiler_options(params) == {}
     known = zero_jax.Zero(mesh, 3).compiler_options(params)
     assert any("pipeline" in name for name in known)
-    # Small layers travel together, as XLA has it.
-    assert known[GATHER] == 8 * known[SCATTER] == 30 * 2**20
+    # Small layers are left to XLA.
+    assert len(known) == 2
     # XLA refuses what it does not know.
     jax.jit(lambda: 0).lower().compile(compiler_options=known)
 

@@ -56,7 +56,8 @@ def test_terms_follow_their_formulas(data):
         assert 1.99 * 36 * layer <= stages[stage]["copy"] <= 2 * psi
         assert 1.99 * 36 * layer <= stages[stage]["gradients"] <= 2 * psi + 4 * 50304 * 4096
     assert 1.99 * 36 * layer <= stages[2]["copy"] <= 2 * psi
-    assert stages[3]["copy"] <= 2 * layer
+    # Of bf16, the layer that is gathered ahead, and what is left of the one that runs backward.
+    assert 2 * layer <= stages[3]["copy"] <= 2 * 2 * layer
     assert stages[3]["buffers"] == pytest.approx(2 * layer, rel=0.01)
     # In bf16 until the update, as they were sent; that of the embedding may be on its way.
     layers = 2 * 36 * 12 * 4096**2 / 64

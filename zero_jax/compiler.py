@@ -39,17 +39,18 @@ def options(
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
     """
-    merged = {
-        "all_gather": bucket_bytes,
-        "all_reduce": bucket_bytes,
-        "reduce_scatter": bucket_bytes // devices,
-    }
-    merged = {kind: size for kind, size in merged.items() if size < _XLA_MERGES}
-    if layer is not None:
-        # A little more, for what is padded.
-        gathered, reduced = (min(bucket_bytes, max(17 * x // 16, _XLA_MERGES)) for x in layer)
-        merged |= {"all_gather": gathered, "reduce_scatter": reduced // devices}
-    known = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in merged.items()}
+    gathered, reduced = layer or (0, 0)
+    known = {}
+    for kind, own, parts in (
+        ("all_gather", gathered, 1),
+        ("all_reduce", 0, 1),
+        ("reduce_scatter", reduced, devices),
+    ):
+        large = own > _XLA_MERGES
+        # A little more than a layer, for what is padded.
+        most = min(bucket_bytes, 17 * own // 16) if large else bucket_bytes
+        if large or most // parts < _XLA_MERGES:
+            known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
     if not gathers_ahead(bucket_bytes, layer):
         return known
     return known | _first_known(_GATHER_AHEAD) | _first_known(_AT_ONCE)
