@@ -18,10 +18,10 @@ def inputs(B, T, N, H, dtype):
     return [jax.random.normal(key, (B, T, N, H), jnp.bfloat16).astype(dtype) for key in keys]
 
 
-def results(attend, dtype, *shape):
+def results(attend, dtype, *shape, scale=1.0):
     q, k, v, dout = inputs(*shape, dtype)
     out, back = jax.vjp(attend, q, k, v)
-    return [out, *back(dout)]
+    return [out, *back((scale * dout).astype(dtype))]
 
 
 # Up to a block, one token more, blocks that T fills and does not fill, more than BLOCKS of BLOCK.
@@ -38,12 +38,14 @@ def test_blocks_equal_attention_at_once(T):
         assert jnp.max(jnp.abs(mine - theirs)) <= 5e-6 * jnp.max(jnp.abs(theirs))
 
 
-def test_in_bf16_blocks_are_as_near_to_fp32_as_attention_at_once():
-    shape = (2, 2 * BLOCK + 5, 3, 16)
-    exact = results(at_once, jnp.float32, *shape)  # of the same numbers, drawn in bf16
-    ours, theirs = (results(f, jnp.bfloat16, *shape) for f in (causal_attention, at_once))
+# A small loss scale leaves gradients of scores near the end of fp16's range.
+@pytest.mark.parametrize("dtype, scale", [(jnp.bfloat16, 1.0), (jnp.float16, 2.0**-9)])
+def test_blocks_are_as_near_to_fp32_as_attention_at_once(dtype, scale):
+    shape = (2, 2 * BLOCK + 5, 3, 64)
+    exact = results(at_once, jnp.float32, *shape, scale=scale)  # of the same numbers
+    ours, theirs = (results(f, dtype, *shape, scale=scale) for f in (causal_attention, at_once))
     for mine, other, truth in zip(ours, theirs, exact, strict=True):
-        assert mine.dtype == jnp.bfloat16
+        assert mine.dtype == dtype
         error, usual = (jnp.linalg.norm(x.astype(jnp.float32) - truth) for x in (mine, other))
         assert 0 < error < 1.5 * usual  # what each block adds to keys and values is rounded once
 
