@@ -228,12 +228,7 @@ def of(
     # As this Zero lays them out, wherever they come from.
     shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
     wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
-    args = (
-        shapes,
-        wrapped.init(shapes),
-        _placed(batch, batch_sharding(zero.mesh)),
-        *extras,
-    )
+    args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(zero.mesh)), *extras)
     plan = _predict(step, args)
     if not compile and aim is None:
         return plan
