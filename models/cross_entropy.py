@@ -65,13 +65,17 @@ def _token_losses(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns one chunk's losses (K,), log-probabilities (K, V) in fp32, and where labels hit."""
     logits_KxV = jnp.einsum("kd,vd->kv", x_KxD, embed_VxD, preferred_element_type=jnp.float32)
-    logp_KxV = jax.nn.log_softmax(nn.with_logical_constraint(logits_KxV, (None, "vocab")))
-    # A sum, not a lookup: where the vocabulary is split, each part knows its own labels.
-    hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
-    # A label that is none would cost nothing, and train on nothing.
+    logits_KxV = nn.with_logical_constraint(logits_KxV, (None, "vocab"))
+    logits_KxV -= jnp.max(logits_KxV, axis=1, keepdims=True)
+    total_K = jnp.log(jnp.sum(jnp.exp(logits_KxV), axis=1))
+    # A label that is none would cost nothing, and train on nothing. NaN here, in one number a
+    # token, it is in all that is made of it.
     known_K = (labels_K >= 0) & (labels_K < embed_VxD.shape[0])
-    losses_K = jnp.where(known_K, -jnp.sum(jnp.where(hit_KxV, logp_KxV, 0.0), axis=1), jnp.nan)
-    return losses_K, jnp.where(known_K[:, None], logp_KxV, jnp.nan), hit_KxV
+    total_K = jnp.where(known_K, total_K, jnp.nan)
+    hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
+    at_label_Kx1 = jnp.take_along_axis(logits_KxV, labels_K[:, None], axis=1, mode="clip")
+    losses_K = total_K - at_label_Kx1[:, 0]
+    return losses_K, logits_KxV - total_K[:, None], hit_KxV
 
 
 @jax.custom_vjp
@@ -112,7 +116,8 @@ def _cross_entropy_fwd(
             sums.append(sum_VxP)
         return sums, (losses_K, dx_KxD)
 
-    zeros = jnp.zeros_like(embed_VxD, dtype=jnp.float32)
+    # To add to -0.0 changes no number, which XLA knows: one chunk adds nothing.
+    zeros = jnp.full_like(embed_VxD, -0.0, dtype=jnp.float32)
     dembed, (losses_CxK, dx_CxKxD) = jax.lax.scan(
         body, [zeros[:, at] for at in columns], (x_CxKxD, labels_CxK, weights_CxK)
     )

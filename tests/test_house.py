@@ -6,7 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
-    | {"configurations", "buckets", "quantised", "jaxprs", "tiers", "operations", "store"}
+    | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"}
     | {"checksum", "lock", "discarded", "watchdog", "compiler"},
     {"arrays", "tensorfiles"},
     {"manifest"},
@@ -14,7 +14,7 @@ FLOORS = [
     {"flat"},
     {"traced"},
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling", "streaming"}
-    | {"activations", "layers"},
+    | {"activations", "layers", "quantised"},
     {"flops", "forecast"},
     {"sent"},
     {"hlo"},
