@@ -72,9 +72,9 @@ def _token_losses(
     # token, it is in all that is made of it.
     known_K = (labels_K >= 0) & (labels_K < embed_VxD.shape[0])
     total_K = jnp.where(known_K, total_K, jnp.nan)
+    # A sum, not a lookup: where the vocabulary is split, each part knows its own labels.
     hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
-    at_label_Kx1 = jnp.take_along_axis(logits_KxV, labels_K[:, None], axis=1, mode="clip")
-    losses_K = total_K - at_label_Kx1[:, 0]
+    losses_K = total_K - jnp.sum(jnp.where(hit_KxV, logits_KxV, 0.0), axis=1)
     return losses_K, logits_KxV - total_K[:, None], hit_KxV
 
 
