@@ -265,3 +265,13 @@ def test_loss_is_the_mean_of_plain_log_probabilities(tiny):
     np.testing.assert_allclose(total, jnp.sum(losses * mask), rtol=9e-7)
     with pytest.raises(ValueError, match=r"mask has shape \(3, 12\).*\(3, 11\)"):
         gpt.loss(tiny, tokens, jnp.ones((3, 12)))
+
+
+def test_gelu_keeps_its_input_alone_for_the_backward_pass():
+    mlp, x = gpt.MLP(TINY, 0.02, nnx.Rngs(0)), jnp.ones((2, 8, TINY.width))
+    kept = jax.tree.leaves(jax.vjp(lambda x: mlp(x), x)[1])
+    wide = {id(k) for k in kept if getattr(k, "shape", None) == (2, 8, 4 * TINY.width)}
+    assert len(wide) == 1  # of x; nothing is kept for the weights, which are not differentiated
+    points = jnp.linspace(-4, 4, 9)
+    ours, plain = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(points) for f in (gpt._gelu, nnx.gelu))
+    np.testing.assert_array_equal(ours, plain)
