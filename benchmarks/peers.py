@@ -9,7 +9,8 @@ AdamW; DeepSpeed's and FSDP2's settings are those that give back a layer's weigh
 zero_jax's stage 3 does. Rounds alternate between them, since machines are noisy: time is the
 median over rounds of the slowest process's median step, bytes are the most that the largest process
 held while it trained. Each process has its own share of the cores and as many threads; where there
-are fewer cores than processes, they take turns. Writes docs/peers.json and prints a table.
+are fewer cores than processes, they take turns. Writes docs/peers.json (unless `--only` leaves some
+out) and prints a table.
 
 Peers live in environments of their own; one that is absent is left out with the line that brings
 it.
@@ -46,6 +47,8 @@ PEERS = {
 INSTALL = {"torch": "torch==2.13.0 numpy", "deepspeed": "torch==2.13.0 numpy deepspeed==0.19.8"}
 SECONDS = 900  # of one run
 AGREE = 1e-5  # relative; gradients that one of them clips differ by 2e-4
+# For all: what a step allocates comes in large pages. XLA asks for its temporaries anew each step.
+PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PROBLEM = {"layers": 8, "width": 512, "heads": 8, "vocab": 50304, "seq": 256}
 
 
@@ -68,7 +71,7 @@ def train(python: str, library: str, name: str, world: int, sizes: dict[str, int
     given = [f"--{key}={value}" for key, value in sizes.items()]
     given += [f"--world={world}", f"--address={free_address()}", f"--threads={share}"]
     command = [python, str(FOLDER / f"peer_{PEERS[library][0]}.py"), name, *given]
-    env = os.environ | {"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": "lo"}
+    env = os.environ | {"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": "lo", **PAGES}
 
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
@@ -108,7 +111,10 @@ def compare(world: int, parsed: argparse.Namespace, weights: str) -> list[dict]:
     """Rows of the table for so many processes."""
     sizes = PROBLEM | {"rows": parsed.rows, "steps": parsed.steps, "weights": weights}
     pythons = {library: environment(library) for library in PEERS}
-    cases = [(lib, name) for lib, (_, names) in PEERS.items() if pythons[lib] for name in names]
+    known = [(lib, name) for lib, (_, names) in PEERS.items() if pythons[lib] for name in names]
+    cases = [(library, name) for library, name in known if name in parsed.only]
+    if not cases:
+        return []
     found: dict[str, list[list[dict]]] = {name: [] for _, name in cases}
     for _ in range(parsed.rounds):
         for library, name in list(cases):
@@ -120,7 +126,7 @@ def compare(world: int, parsed: argparse.Namespace, weights: str) -> list[dict]:
                 continue
             found[name].append(runs)
             print(world, name, [f"{p['seconds']:.3f}" for p in runs], file=sys.stderr)
-    losses = np.array(found["stage-3"][0][0]["losses"])
+    losses = np.array(found[cases[0][1]][0][0]["losses"])
     rows = []
     for library, name in cases:
         runs = found[name]
@@ -160,6 +166,8 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--processes", nargs="+", type=int, default=(2, 4))
+    names = [name for _, names in PEERS.values() for name in names]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--rows", type=int, default=2, help="of one process")
     parser.add_argument("--steps", type=int, default=5, help="timed, of each run")
     parser.add_argument("--rounds", type=int, default=3)
@@ -179,7 +187,8 @@ def main(args: list[str] | None = None) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
     }
-    FILE.write_text(json.dumps(known, indent=1) + "\n")
+    if parsed.only == names:
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
     print(table(rows))
 
 
