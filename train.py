@@ -62,6 +62,7 @@ class Trainer:
             precision=zero_jax.Precision(config.compute, config.reduce, config.gather),
             micro_batches=config.micro_batches,
             sequence_parallel=config.sequence_parallel,
+            hierarchical=config.hierarchical,
             offload=config.offload,
             memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,
         )

@@ -35,7 +35,7 @@ def step_of(
     cuts = case.zero.splits(shapes)
     leaves, treedef = jax.tree.flatten(shapes)
     whole = PartitionSpec()
-    specs = [cut.spec(DATA) if split and not cut.padded else whole for cut in cuts]
+    specs = [cut.spec if split and not cut.padded else whole for cut in cuts]
     placed = [_like(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
     params = jax.tree.unflatten(treedef, placed)
     tx = case.tx

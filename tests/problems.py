@@ -154,10 +154,16 @@ def train_plain(
 
 
 def train_zero(
-    problem: Problem, tx: optax.GradientTransformation, steps: int, n: int, **settings: Any
+    problem: Problem,
+    tx: optax.GradientTransformation,
+    steps: int,
+    n: int,
+    replica: int = 1,
+    **settings: Any,
 ) -> tuple[list[float], Any, zero_jax.Zero]:
-    """The same run under Zero on the first n devices."""
-    zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), **settings)
+    """The same run under Zero on the first n devices, of each replica."""
+    mesh = zero_jax.make_mesh(replica=replica, devices=jax.devices()[: n * replica])
+    zero = zero_jax.Zero(mesh, **settings)
     params = zero.shard(problem.start)
     step = zero.train_step(problem.loss_on_mesh or problem.loss, tx, has_aux=problem.has_aux)
     state, extras, losses = zero.optimizer(tx).init(params), problem.extras, []

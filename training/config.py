@@ -43,6 +43,8 @@ class Config:
     given."""
     sequence_parallel: bool = False
     """Split sequences over the model axis too, between the matrix products."""
+    hierarchical: bool = False
+    """At stage 3, cut states over replica too, and join what a replica needs once a step."""
 
     model: str = "nano"
     """Preset of models.gpt: nano, 124m, 1.5b and so on to 1t."""

@@ -73,6 +73,35 @@ def _reduced(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     return _pieces(lambda x: buckets.psum_scatter(x, wire.axis, dim, wire.bucket), full, cut)
 
 
+@jax.named_scope("zero_join")
+def join(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
+    """This device's shard in the compute dtype, of the parts that rest on the devices of `axis`."""
+    if cut.dim is None or cut.parts == 1:
+        return part
+    own = part if wire.compute is None else cast(part, wire.compute)
+    if _in_layers(own, cut, wire.bucket):
+        return jax.lax.map(lambda x: _joined(x, cut, wire, axis), own)
+    return _joined(own, cut, wire, axis)
+
+
+def _joined(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
+    assert cut.dim is not None
+    dim = cut.dim % part.ndim
+    return _pieces(lambda x: buckets.all_gather(x, axis, dim, wire.bucket), part, cut)
+
+
+def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
+    """A gradient's fp32 shard summed over the devices of `axis`; of it the part that rests here."""
+    if cut.dim is None or cut.parts == 1:
+        return sum_over(shard, cut, axis, wire.bucket)
+    if _in_layers(shard, cut, wire.bucket):
+        return jax.lax.map(lambda x: sum_parts(x, cut, wire, axis), shard)
+    sent = shard.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
+    dim = cut.dim % shard.ndim
+    part = _pieces(lambda x: buckets.psum_scatter(x, axis, dim, wire.bucket), sent, cut)
+    return part.astype(shard.dtype)
+
+
 def sum_over(x: jax.Array, cut: Split, axis: str, bucket: int | None) -> jax.Array:
     """A gradient, or this device's shard of it, summed over a mesh axis."""
     if _in_layers(x, cut, bucket):
@@ -101,22 +130,29 @@ def local_shard(full: jax.Array, cut: Split, axis: str) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(full, start, cut.shard_size, axis=dim)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """What the backward pass is told of a slot; nothing is kept."""
+
+    dtype: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _touch(cut: Split, wire: Wire, shard: Any, copy: Any, slot: Any) -> jax.Array:
     return gather(shard, cut, wire) if copy is None else copy
 
 
 def _touch_fwd(cut: Split, wire: Wire, shard: Any, copy: Any, slot: Any) -> tuple[jax.Array, Any]:
-    # An empty tuple says that there is a slot; nothing is kept.
-    return _touch(cut, wire, shard, copy, slot), None if slot is None else ()
+    return _touch(cut, wire, shard, copy, slot), None if slot is None else _Slot(slot.dtype)
 
 
 def _touch_bwd(cut: Split, wire: Wire, slot: Any, cotangent: jax.Array) -> tuple[Any, None, Any]:
     if cut.dim is None:  # summed over devices once, at the end of the step
         return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None, None
     grad = reduce_scatter(cotangent, cut, wire)
-    # The sum over devices is in that dtype already: this rounds nothing.
-    return (grad, None, None) if slot is None else (None, None, grad.astype(wire.reduce))
+    # A slot of fp32, or of the dtype in which the sum over devices is: this rounds nothing.
+    return (grad, None, None) if slot is None else (None, None, grad.astype(slot.dtype))
 
 
 _touch.defvjp(_touch_fwd, _touch_bwd)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zero_jax import collectives, jaxprs, layers, layout, micro_batch, paths, remat, tiers, touch
-from zero_jax.mesh import DATA, batch_axes, batch_shards
+from zero_jax.mesh import REPLICA, batch_axes, batch_shards
 from zero_jax.model_axis import named_activations
 from zero_jax.settings import Settings
 
@@ -67,7 +67,7 @@ def run(
     if settings.offload.streams_params:
         params = tiers.to_device(params)
     full = jax.eval_shape(layout.logical, params)
-    cuts = layout.splits_for(full, settings.shards, settings.scanned, settings.model_axis)
+    cuts = settings.splits(full)
     _check_params(params, cuts)
     micro_batch.check_batch(
         batch, batch_shards(settings.mesh), settings.micro_batches if differentiate else 1
@@ -77,12 +77,10 @@ def run(
     numbers = layers.number_layers(shapes)
     step = _Step(settings, loss_fn, has_aux, jax.tree.structure(full), cuts, frozen, full, numbers)
     rest = jax.tree.structure(params)
-    specs = jax.tree.unflatten(rest, [c.spec(DATA) for c in cuts])
+    specs = jax.tree.unflatten(rest, [c.spec for c in cuts])
     # The gradient of a frozen leaf is a scalar zero.
     grad_cuts = [layout.split((), 1) if f else c for c, f in zip(cuts, frozen, strict=True)]
-    grad_specs = (
-        jax.tree.unflatten(rest, [c.spec(DATA) for c in grad_cuts]) if differentiate else None
-    )
+    grad_specs = jax.tree.unflatten(rest, [c.spec for c in grad_cuts]) if differentiate else None
     whole: Any = PartitionSpec()
     body = jax.shard_map(
         functools.partial(step.run, differentiate=differentiate),
@@ -171,9 +169,11 @@ class _Step:
 
     def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
         """What is differentiated, and what was gathered beside it for the whole step."""
-        if self.settings.stage == 3:
-            return shards, [None] * len(shards)
         pairs = list(zip(shards, self.cuts, strict=True))
+        if self.settings.stage == 3:
+            wire = self.settings.wire
+            joined = [collectives.join(x, c, wire, REPLICA) for x, c in pairs]
+            return joined, [None] * len(shards)
         copies = [self._copy(x, c) for x, c in pairs]
         doors = self._doors
         values = [s if d else c for s, c, d in zip(shards, copies, doors, strict=True)]
@@ -212,25 +212,36 @@ class _Step:
     def _slots(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> list[Any]:
         """Of each leaf the slot that its gradient is taken with respect to, or None.
 
-        Only of stacks of layers, each opened once in one scan: that is seen in the trace, of the
-        policy "none", under which every operation that uses a weight opens it.
+        In the dtype in which gradients are sent: only of stacks of layers, each opened once in one
+        scan. In fp32: of shards that were joined in the compute dtype.
         """
-        wire = self.settings.wire
+        small = self._opened_once(arrays, micro, extras)
+        parts = zip(self.cuts, self.frozen, small, arrays.values, strict=True)
+        return [
+            None
+            if frozen or not (once or (cut.dim is not None and cut.parts > 1))
+            else jnp.zeros(x.shape, self.settings.wire.reduce if once else jnp.float32)
+            for cut, frozen, once, x in parts
+        ]
+
+    def _opened_once(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> list[bool]:
+        """Of which leaves the gradient may wait in a smaller dtype than the master's.
+
+        Seen in the trace, of the policy "none", under which every operation that uses a weight
+        opens it.
+        """
         parts = zip(self.cuts, self._doors, self.frozen, strict=True)
         able = [
-            door and not frozen and cut.stacked and collectives.takes_slot(cut, wire)
+            door and not frozen and cut.stacked and collectives.takes_slot(cut, self.settings.wire)
             for cut, door, frozen in parts
         ]
         if not any(able):
-            return [None] * len(able)
+            return able
         opened = remat.apply(self._call, "none", *self._described(arrays))
         jaxpr = jax.make_jaxpr(opened)(arrays, micro, extras).jaxpr
         own = jaxpr.invars[: len(able)]
         once = [jaxprs.touched_once(jaxpr, var, collectives.TOUCHES) for var in own]
-        return [
-            jnp.zeros(x.shape, wire.reduce) if can and alone else None
-            for can, alone, x in zip(able, once, arrays.values, strict=True)
-        ]
+        return [a and b for a, b in zip(able, once, strict=True)]
 
     def _tree(self, arrays: "_Arrays") -> PyTree:
         """The parameters as the loss function gets them."""
@@ -261,11 +272,10 @@ class _Step:
         """The mean gradient at rest and its norm, from sums over this device's micro-batches."""
         grads = self._reduce(grads, "once a step")
         grads = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
-        for axis in batch_axes(self.settings.mesh):
-            if axis != DATA:
-                pairs = zip(grads, self._trained, strict=True)
-                bucket = self.settings.bucket_bytes
-                grads = [collectives.sum_over(g, cut, axis, bucket) for g, (cut, _) in pairs]
+        if REPLICA in batch_axes(self.settings.mesh):
+            pairs = zip(grads, self._trained, strict=True)
+            wire = self.settings.wire
+            grads = [collectives.sum_parts(g, cut, wire, REPLICA) for g, (cut, _) in pairs]
         grads = [g * factor for g in grads]
         norm = self._norm(grads)
         it = iter(grads)
@@ -276,12 +286,13 @@ class _Step:
 
     def _norm(self, grads: list[jax.Array]) -> jax.Array:
         """One scalar sum over devices; a leaf that every device holds counts on the first."""
-        first = jax.lax.axis_index(DATA) == 0
+        axes = self.settings.rest_axes
+        first = jax.lax.axis_index(axes) == 0
         total = jnp.zeros((), jnp.float32)
         for grad, (cut, _) in zip(grads, self._trained, strict=True):
             square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
             total += square if cut.dim is not None else jnp.where(first, square, 0.0)
-        return jnp.sqrt(jax.lax.psum(total, DATA))
+        return jnp.sqrt(jax.lax.psum(total, axes))
 
     def _position(self) -> Any:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import paths
-from zero_jax.mesh import MODEL
+from zero_jax.mesh import DATA, MODEL, REPLICA
 from zero_jax.model_axis import ModelAxis
 from zero_jax.paths import Padded
 
@@ -41,6 +41,7 @@ class Split:
       stacked: whether dim 0 stacks layers.
       model: the dim that is split over `model`, counted from the end, or None.
       model_shards: MP, the size of that axis.
+      parts: R if a piece is cut further at rest, over `replica`; a step joins its parts first.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Split:
     stacked: bool = False
     model: int | None = None
     model_shards: int = 1
+    parts: int = 1
 
     @property
     def size(self) -> int:
@@ -57,8 +59,8 @@ class Split:
 
     @property
     def shard_size(self) -> int:
-        """Size of that dim on one device, padding included."""
-        return -(-self.size // self.shards)
+        """Size of that dim of one of N pieces, padding included."""
+        return -(-self.size // (self.shards * self.parts)) * self.parts
 
     @property
     def layer_rank(self) -> int:
@@ -88,21 +90,30 @@ class Split:
 
     @property
     def device_shape(self) -> tuple[int, ...]:
-        """Shape of what one device holds at rest: the piece, split over `model`."""
+        """Shape of what one device holds at rest: the piece, split over `replica` and `model`."""
         shape = list(self.shard_shape)
+        if self.dim is not None:
+            shape[self.dim] //= self.parts
         if self.model is not None:
             shape[self.model] //= self.model_shards
         return tuple(shape)
 
-    def spec(self, axis_name: str) -> PartitionSpec:
-        """The partition spec over `data` alone, for `shard_map`."""
-        return self._spec({self.dim: axis_name})
+    @property
+    def spec(self) -> PartitionSpec:
+        """The partition spec without `model`, for `shard_map`."""
+        return self._spec({self.dim: self._axes})
 
-    def spec_at_rest(self, axis_name: str) -> PartitionSpec:
-        """The partition spec over `data` and `model`."""
-        return self._spec({self.model: MODEL, self.dim: axis_name})
+    @property
+    def spec_at_rest(self) -> PartitionSpec:
+        """The partition spec over all axes."""
+        return self._spec({self.model: MODEL, self.dim: self._axes})
 
-    def _spec(self, axes: dict[int | None, str]) -> PartitionSpec:
+    @property
+    def _axes(self) -> Any:
+        """The axes of the dim that is cut: parts of one piece follow each other."""
+        return DATA if self.parts == 1 else (DATA, REPLICA)
+
+    def _spec(self, axes: dict[int | None, Any]) -> PartitionSpec:
         last = max((d % len(self.shape) for d in axes if d is not None), default=-1)
         return PartitionSpec(*(axes.get(d - len(self.shape)) for d in range(last + 1)))
 
@@ -114,6 +125,7 @@ def split(
     stacked: bool = False,
     model: int | None = None,
     model_shards: int = 1,
+    parts: int = 1,
 ) -> Split:
     """Chooses the dim along which a leaf is cut.
 
@@ -124,9 +136,10 @@ def split(
       model: the dim that is split over `model`, counted from the end; never cut either. Where the
         other dims have fewer than N elements (a bias), `data` takes this dim and `model` none.
       model_shards: MP.
+      parts: R, into how many parts a piece is cut at rest.
 
     Returns:
-      The split. `dim` is None where there are fewer than N elements (per layer) to hand out.
+      The split. `dim` is None where there are fewer than N·R elements (per layer) to hand out.
 
     >>> split((10, 8), 4).dim, split((10, 7), 4).dim, split((3,), 4).dim
     (-1, -1, None)
@@ -135,14 +148,15 @@ def split(
     """
     shape = tuple(shape)
     dims = [d for d in range(stacked, len(shape)) if d - len(shape) != model]
-    enough = math.prod(shape[d] for d in dims) >= shards
+    pieces = shards * parts
+    enough = math.prod(shape[d] for d in dims) >= pieces
     if model is not None and not enough:
-        return split(shape, shards, stacked=stacked, model_shards=model_shards)
-    if shards == 1 or not enough:
-        return Split(shape, None, shards, stacked, model, model_shards)
-    exact = [d for d in dims if shape[d] % shards == 0]
-    dim = exact[0] if exact else min(dims, key=lambda d: -(-shape[d] // shards) / shape[d])
-    return Split(shape, dim - len(shape), shards, stacked, model, model_shards)
+        return split(shape, shards, stacked=stacked, model_shards=model_shards, parts=parts)
+    if pieces == 1 or not enough:
+        return Split(shape, None, shards, stacked, model, model_shards, parts)
+    exact = [d for d in dims if shape[d] % pieces == 0]
+    dim = exact[0] if exact else min(dims, key=lambda d: -(-shape[d] // pieces) / shape[d])
+    return Split(shape, dim - len(shape), shards, stacked, model, model_shards, parts)
 
 
 def _is_padded(node: Any) -> bool:
@@ -215,7 +229,11 @@ def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
 
 
 def splits_for(
-    tree: PyTree, shards: int, scanned: str | None = None, model: ModelAxis = ModelAxis()
+    tree: PyTree,
+    shards: int,
+    scanned: str | None = None,
+    model: ModelAxis = ModelAxis(),
+    parts: int = 1,
 ) -> list[Split]:
     """The split of every leaf of a logical tree, in tree order.
 
@@ -226,7 +244,7 @@ def splits_for(
     lone = [scanned is None and len(x.shape) >= 3 and max(x.shape[1:]) >= shards for x in leaves]
     stacked = [a or b for a, b in zip(scanned_leaves(tree, scanned), lone, strict=True)]
     cuts = [
-        split(x.shape, shards, stacked=s, model=dim, model_shards=model.size)
+        split(x.shape, shards, stacked=s, model=dim, model_shards=model.size, parts=parts)
         for x, s, dim in zip(leaves, stacked, model.dims(tree, stacked), strict=True)
     ]
     model.check_split([cut.model for cut in cuts])
@@ -240,7 +258,7 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
     agree (moments, accumulators, averages). All others (factored moments, counters) follow
     `split` alone, so the state needs no table of its own.
     """
-    shards = param_splits[0].shards if param_splits else 1
+    shards, parts = (param_splits[0].shards, param_splits[0].parts) if param_splits else (1, 1)
     keys = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     known = dict(zip(keys, param_splits, strict=True))
     out = []
@@ -251,14 +269,14 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
             out.append(mirrored)
         else:
             whole = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            out.append(split(leaf.shape, 1 if whole else shards))
+            out.append(split(leaf.shape, 1) if whole else split(leaf.shape, shards, parts=parts))
     return out
 
 
-def shardings(tree: PyTree, splits: Sequence[Split], mesh: Any, axis: str) -> PyTree:
+def shardings(tree: PyTree, splits: Sequence[Split], mesh: Any) -> PyTree:
     """NamedShardings for a tree at rest."""
     treedef = jax.tree.structure(tree)
-    placed = [NamedSharding(mesh, s.spec_at_rest(axis)) for s in splits]
+    placed = [NamedSharding(mesh, s.spec_at_rest) for s in splits]
     return jax.tree.unflatten(treedef, placed)
 
 
@@ -284,7 +302,7 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
     for (name, leaf), cut in zip(paths.named_leaves(tree), splits, strict=True):
         for piece in leaf.addressable_shards:
             if piece.data.shape != cut.device_shape:
-                devices = cut.shards * cut.model_shards
+                devices = cut.shards * cut.parts * cut.model_shards
                 raise ValueError(
                     f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
                     f"{cut.device_shape} ({leaf.shape} over {devices} devices): it was not "

@@ -72,6 +72,7 @@ def estimate(
     *,
     shards: int,
     stage: int,
+    parts: int = 1,
     tx: optax.GradientTransformation | None = None,
     precision: Precision | str = Precision(),
     micro_batches: int = 1,
@@ -85,6 +86,7 @@ def estimate(
       params: the logical tree, of arrays or ShapeDtypeStructs.
       shards: N, the size of the `data` axis.
       stage: 0 to 3.
+      parts: R, where each piece is cut over `replica` too: `Zero(hierarchical=True)`.
       tx: the optax transformation; None counts no state.
       precision: as for `Zero`.
       micro_batches: as for `Zero`.
@@ -98,7 +100,7 @@ def estimate(
     """
     if not isinstance(precision, Precision):
         precision = Precision(precision)
-    cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned, model_axis)
+    cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned, model_axis, parts)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]

@@ -16,9 +16,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
+REPLICA = "replica"
 MODEL = "model"
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-_BATCH_AXES = ("replica", "data")
+_BATCH_AXES = (REPLICA, DATA)
 _SETTINGS_BYTES = 1 << 16
 
 

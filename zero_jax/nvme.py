@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding
 
 from zero_jax import hosted, layout
 from zero_jax.layout import Split
-from zero_jax.mesh import DATA
 from zero_jax.store import RECORD, Store, committed
 from zero_jax.stored import Stored
 from zero_jax.streaming import boxes
@@ -83,7 +82,7 @@ class Files:
         self.store = Store(folder, shapes, create=not resume)
 
     def sharding(self, name: str) -> NamedSharding:
-        return NamedSharding(self.mesh, self._leaves[name][1].spec_at_rest(DATA))
+        return NamedSharding(self.mesh, self._leaves[name][1].spec_at_rest)
 
     def _rest_shape(self, name: str) -> tuple[int, ...]:
         leaf, cut = self._leaves[name]
@@ -207,9 +206,7 @@ def begin(make: Callable[..., Files], inner: Any, params: PyTree, guard: PyTree)
             value = jax.tree.leaves(inner.init(layout.logical(params)))[j]
             return jax.tree.leaves(layout.at_rest([value], [cut]))[0]
 
-        value = jax.jit(leaf, out_shardings=NamedSharding(files.mesh, cut.spec_at_rest(DATA)))(
-            params
-        )
+        value = jax.jit(leaf, out_shardings=NamedSharding(files.mesh, cut.spec_at_rest))(params)
         if held:
             files.put_in_pieces(0, f"state{j}", value)
         else:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zero_jax import hosted, paths
-from zero_jax.mesh import DATA
 from zero_jax.nvme import Files
 from zero_jax.operations import Atom
 from zero_jax.optimizer import ZeroState, without_frozen
@@ -187,7 +186,7 @@ class _Update:
         """Updates a piece of one leaf, and its part of the parameter in place."""
         recipe, files = self.recipes[at], self.files
         count = len(files.cuts)
-        spec, whole = files.cuts[at].spec_at_rest(DATA), PartitionSpec()
+        spec, whole = files.cuts[at].spec_at_rest, PartitionSpec()
 
         def local(
             param: Any, starts: Any, scalars: Any, states: Any, grad: Any, wholes: Any

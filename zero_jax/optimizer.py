@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax import hosted, layout, nvme, paths, streamed, tiers
-from zero_jax.mesh import DATA, AnyMesh
+from zero_jax.mesh import AnyMesh
 from zero_jax.model_axis import ModelAxis
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
 
@@ -60,6 +60,7 @@ def partition(
     mesh: AnyMesh,
     *,
     shards: int,
+    parts: int = 1,
     precision: Precision,
     frozen: Frozen = None,
     scanned: str | None = None,
@@ -72,6 +73,7 @@ def partition(
       tx: any optax transformation.
       mesh: the mesh whose `data` axis the state is spread over.
       shards: N, or 1 for a state that is replicated (stage 0).
+      parts: R, where each piece is cut over `replica` too.
       precision: decides whether the guard drives a loss scale.
       frozen: leaves without state or update, as for `Zero`.
       scanned: leaves with a layer dim, as for `Zero`.
@@ -85,7 +87,7 @@ def partition(
     inner = without_frozen(tx, frozen)
 
     def cuts_of(params: PyTree) -> list[layout.Split]:
-        return layout.splits_for(params, shards, scanned, model_axis)
+        return layout.splits_for(params, shards, scanned, model_axis, parts)
 
     def state_cuts(state: PyTree, params: PyTree) -> list[layout.Split]:
         return layout.state_splits(state, params, cuts_of(params))
@@ -99,7 +101,7 @@ def partition(
         full = jax.eval_shape(layout.logical, params)
         abstract = jax.eval_shape(born, params)
         state = jax.eval_shape(layout.logical, abstract)
-        placed = layout.shardings(abstract, state_cuts(state, full), mesh, DATA)
+        placed = layout.shardings(abstract, state_cuts(state, full), mesh)
         if offload.states:
             still = paths.frozen_leaves(full, frozen)
             hosted.require_piecewise(tx, inner, full, cuts_of(full), still, offload.streams_params)
@@ -176,7 +178,7 @@ def partition(
         return update(grads, state, params, apply=True, **extra)
 
     wrapped = ZeroTransform(init, update)
-    wrapped.made_for = (mesh, shards, precision, frozen, scanned, model_axis, offload)
+    wrapped.made_for = (mesh, shards, parts, precision, frozen, scanned, model_axis, offload)
     wrapped.apply, wrapped.resume, wrapped.plain = apply, resume, tx
     return wrapped
 
@@ -219,4 +221,4 @@ def _keep(tree: PyTree, cuts: list[layout.Split], mesh: AnyMesh) -> PyTree:
     # The update of a frozen leaf is a scalar, whatever the leaf's shape.
     pairs = zip(cuts, jax.tree.leaves(tree), strict=True)
     placed = [c if c.shape == x.shape else layout.split(x.shape, 1) for c, x in pairs]
-    return jax.lax.with_sharding_constraint(rest, layout.shardings(rest, placed, mesh, DATA))
+    return jax.lax.with_sharding_constraint(rest, layout.shardings(rest, placed, mesh))

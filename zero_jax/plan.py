@@ -86,7 +86,8 @@ class Case:
         return gpt.flops_per_token(self.config) * self.config.seq * self.rows / self.zero.mesh.size
 
     def plan(self, stage: int, **options: Any) -> planned.Plan:
-        zero = dataclasses.replace(self.zero, stage=stage)
+        hierarchical = self.zero.hierarchical and stage == 3
+        zero = dataclasses.replace(self.zero, stage=stage, hierarchical=hierarchical)
         params = zero.abstract(self.make)
         return zero.plan(
             *(self.loss_fn, self.tx, params, self.batch), model_flops=self.model_flops, **options
@@ -99,6 +100,7 @@ class Case:
             shapes,
             shards=shards,
             stage=stage,
+            parts=self.zero.settings.parts if stage == 3 else 1,
             tx=self.tx,
             precision=self.zero.precision,
             model_axis=self.zero.model_axis,
@@ -180,6 +182,7 @@ def _case(parsed: argparse.Namespace) -> Case:
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
         sequence_parallel=parsed.sequence_parallel,
+        hierarchical=parsed.hierarchical,
         bucket_bytes=parsed.bucket_bytes,
         offload=parsed.offload,
         memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
@@ -281,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
     add("--devices", type=int, default=8, help="of the whole run")
     add("--replica", type=int, default=1, help="copies of the partitioned state")
+    add("--hierarchical", action="store_true", help="states are cut over replicas too")
     add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
     add("--sequence-parallel", action="store_true", help="split sequences over MP, between matmuls")
     add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")

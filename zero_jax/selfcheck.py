@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh
 
 from zero_jax import layout, optimizer, policies, tiers
 from zero_jax._version import __version__
-from zero_jax.mesh import DATA, make_mesh
+from zero_jax.mesh import make_mesh
 from zero_jax.precision import Precision
 from zero_jax.settings import Settings
 from zero_jax.step import TrainStep
@@ -181,7 +181,7 @@ def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Settings
     named = zip(shapes.items(), keys, strict=True)
     params = {name: jax.random.normal(key, shape) / 8 for (name, shape), key in named}
     cuts = layout.splits_for(params, 1)
-    placed = layout.shardings(params, cuts, mesh, DATA)
+    placed = layout.shardings(params, cuts, mesh)
     params = jax.device_put(params, tiers.place(placed, params, offload))
 
     def loss(p: PyTree, x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from flax.core import spmd
 from zero_jax import compiler, layers, layout, paths, policies, tiers
 from zero_jax.buckets import BUCKET_BYTES, check_bucket
 from zero_jax.collectives import Wire
-from zero_jax.mesh import DATA, MODEL, AnyMesh, check_mesh, model_size
+from zero_jax.mesh import DATA, MODEL, REPLICA, AnyMesh, check_mesh, model_size
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
@@ -39,6 +39,7 @@ class Settings:
     bucket_bytes: int = BUCKET_BYTES
     memory_limit: float | None = None
     offload: Any = None
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
@@ -89,6 +90,13 @@ class Settings:
                 "devices or more, or leave it out"
             )
 
+        if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
+            raise ValueError(
+                f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
+                f"are cut over {REPLICA!r} too and joined once a step; use stage=3 and "
+                "zero_jax.make_mesh(replica=...), or leave it out"
+            )
+
     def _move_activations(self) -> None:
         if self.stage == AUTO or self.offload.tier != "host":
             raise ValueError(
@@ -101,6 +109,20 @@ class Settings:
     def shards(self) -> int:
         """N: into how many pieces a parameter is cut."""
         return 1 if self.stage == 0 else self.mesh.shape[DATA]
+
+    @property
+    def parts(self) -> int:
+        """R: into how many parts a piece is cut at rest, over `replica`."""
+        return self.mesh.shape[REPLICA] if self.hierarchical else 1
+
+    @property
+    def rest_axes(self) -> Any:
+        """The axis, or axes, over which pieces rest."""
+        return (DATA, REPLICA) if self.hierarchical else DATA
+
+    def splits(self, full: Any) -> list[layout.Split]:
+        """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
+        return layout.splits_for(full, self.shards, self.scanned, self.model_axis, self.parts)
 
     @property
     def wire(self) -> Wire:
@@ -135,7 +157,7 @@ class Settings:
     def _layer_words(self, params: Any) -> int:
         """Of the largest layer, as one device gathers it; 0 if there are none."""
         full = jax.eval_shape(layout.logical, params)
-        cuts = layout.splits_for(full, self.shards, self.scanned, self.model_axis)
+        cuts = self.splits(full)
         stacks = layout.scanned_leaves(full, self.scanned)
         shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
         numbers = layers.number_layers(shapes)

@@ -171,6 +171,7 @@ class TrainStep:
                 "micro_batches": s.micro_batches,
                 "remat": s.remat,
                 "offload": s.offload,
+                "hierarchical": s.hierarchical,
                 "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
                 "batch shapes": shapes,
                 "jax version": jax.__version__,

@@ -18,7 +18,7 @@ from zero_jax.hosted import owners
 from zero_jax.hosted import program as traced
 from zero_jax.hosted import recipes as recipes_of
 from zero_jax.layout import Split
-from zero_jax.mesh import DATA, AnyMesh
+from zero_jax.mesh import AnyMesh
 from zero_jax.operations import Atom
 from zero_jax.piecewise import Program, Recipe
 from zero_jax.streaming import Leaf, stream
@@ -155,7 +155,7 @@ class Update:
         scalars = [finite, *(values[s] for s in recipe.scalars)]
         held = [i < len(places) and hosted[places[i]] for i in range(len(arrays))]
         writes = {at: target, **{state: places.index(state) for state in states}}
-        return _Job(Leaf(arrays, held, cut.spec_at_rest(DATA), scalars, run), writes)
+        return _Job(Leaf(arrays, held, cut.spec_at_rest, scalars, run), writes)
 
     def _settled(self, value: Any, old: Any, cut: Split, finite: jax.Array) -> jax.Array:
         """A global result at rest; the old state, or no update, if the step is skipped."""
@@ -186,4 +186,4 @@ def rest_of(x: jax.Array, cut: Split, mesh: AnyMesh) -> jax.Array:
     (padded,) = jax.tree.leaves(layout.at_rest([x], [own]))
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return padded
-    return jax.lax.with_sharding_constraint(padded, NamedSharding(mesh, own.spec_at_rest(DATA)))
+    return jax.lax.with_sharding_constraint(padded, NamedSharding(mesh, own.spec_at_rest))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax import choose, grads, layout, optimizer, paths, planned, selfcheck, tiers
 from zero_jax.auto import AutoStep
 from zero_jax.compiler import Program
-from zero_jax.mesh import DATA, on_gpu
+from zero_jax.mesh import on_gpu
 from zero_jax.nvme_step import NvmeStep
 from zero_jax.precision import cast
 from zero_jax.settings import AUTO, Settings
@@ -54,6 +54,8 @@ class Zero(Settings):
       bucket_bytes: the most that a collective moves at once; a larger leaf travels in pieces,
         smaller ones together.
       offload: what rests in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
+      hierarchical: at stage 3, states are cut over `replica` too: a device joins its shard of the
+        parameters once a step, in the compute dtype, and layers are gathered over `data` alone.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 
@@ -81,7 +83,7 @@ class Zero(Settings):
 
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return layout.splits_for(params, self.settings.shards, self.scanned, self.model_axis)
+        return self.settings.splits(params)
 
     def _born(
         self, user_fn: Callable[..., PyTree], args: tuple[Any, ...]
@@ -107,7 +109,7 @@ class Zero(Settings):
             return layout.at_rest(jax.tree.unflatten(treedef, masters), cuts)
 
         abstract = jax.eval_shape(born, *args)
-        placed = layout.shardings(abstract, cuts, self.mesh, DATA)
+        placed = layout.shardings(abstract, cuts, self.mesh)
         return born, abstract, tiers.place(placed, abstract, self.settings.offload)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
@@ -177,6 +179,7 @@ class Zero(Settings):
             tx,
             self.mesh,
             shards=self.settings.shards,
+            parts=self.settings.parts,
             precision=self.precision,
             frozen=self.frozen,
             scanned=self.scanned,
