@@ -1,6 +1,7 @@
 """Weights that travel as int8: how far they are off, what is sent, and that training works."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from problems import ODD_GPT, gpt_problem
 
 import zero_jax
-from zero_jax import layout, quantised
+from zero_jax import layout, plan, quantised
 
 INT8 = zero_jax.Precision("fp32", gather="int8")
 
@@ -132,3 +133,10 @@ def test_where_nothing_is_gathered_it_is_refused(stage, devices):
 def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match='use "int8", or None'):
         zero_jax.Precision("bf16", gather="int4")
+
+
+def test_a_plan_shows_it_beside_a_stage_that_gathers_nothing(capsys, tmp_path):
+    options = ["--model", "124m", "--devices", "8", "--seq", "64", "--gather", "int8", "--json"]
+    assert plan.main([*options, str(tmp_path / "plan.json")]) == 0
+    known = json.loads((tmp_path / "plan.json").read_text())
+    assert known["gather"] == "int8" and set(known["stages"]) == set("0123")

@@ -86,8 +86,12 @@ class Case:
         return gpt.flops_per_token(self.config) * self.config.seq * self.rows / self.zero.mesh.size
 
     def plan(self, stage: int, **options: Any) -> planned.Plan:
-        hierarchical = self.zero.hierarchical and stage == 3
-        zero = dataclasses.replace(self.zero, stage=stage, hierarchical=hierarchical)
+        # Stages are shown side by side, each with what it can have.
+        hierarchical, precision = self.zero.hierarchical and stage == 3, self.zero.precision
+        if stage == 0:
+            precision = dataclasses.replace(precision, gather=None)
+        changed = {"stage": stage, "hierarchical": hierarchical, "precision": precision}
+        zero = dataclasses.replace(self.zero, **changed)
         params = zero.abstract(self.make)
         return zero.plan(
             *(self.loss_fn, self.tx, params, self.batch), model_flops=self.model_flops, **options
