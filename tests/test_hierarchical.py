@@ -128,6 +128,17 @@ def test_checkpoints_of_one_mesh_come_back_bitwise(tmp_path, name):
     test_checkpoints.assert_bitwise(back, tree)
 
 
+def test_the_closed_form_counts_what_is_joined():
+    shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+    tx, words = optax.adam(1e-3), 1024 * 1024
+    flat, ours = (
+        zero_jax.memory.estimate(shapes, shards=4, parts=p, stage=3, tx=tx, precision="bf16")
+        for p in (1, 2)
+    )
+    assert flat.at_rest - ours.at_rest == 12 * words // 8
+    assert ours.copy - flat.copy == 2 * words // 4 and ours.gradients == flat.gradients
+
+
 @pytest.mark.prove
 def test_a_plan_foretells_the_program_for_gpus(tmp_path):
     options = "--model 1.5b --devices 64 --replica 8 --hierarchical --batch-per-device 4"

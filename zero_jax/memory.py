@@ -109,9 +109,10 @@ def estimate(
     word = precision.compute.itemsize
     grad_word = word if micro_batches == 1 else 4
     full_grads = sum(map(_elements, trained_cuts))
-    shard_grads = 4 * sum(math.prod(c.device_shape) for c in trained_cuts)
+    shard_grads = 4 * sum(map(_in_step, trained_cuts))
+    joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
     # A stage-0 master in the compute dtype is its own copy.
-    copies = {0: 0 if word == 4 else word * copied, 3: word * window}
+    copies = {0: 0 if word == 4 else word * copied, 3: word * window + joined}
     gradients = {
         0: grad_word * full_grads,
         1: grad_word * full_grads + shard_grads,
@@ -129,6 +130,11 @@ def estimate(
 def _elements(cut: layout.Split) -> int:
     """Elements of a gathered leaf on one device."""
     return math.prod(cut.shape) // (1 if cut.model is None else cut.model_shards)
+
+
+def _in_step(cut: layout.Split) -> int:
+    """Elements of a device's shard during a step, whose parts are joined."""
+    return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
 
 
 def layer_elements(
