@@ -45,10 +45,6 @@ def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.
             f"queries, keys and values are {', '.join(kinds)}: give all the same shape and dtype, "
             "or use jax.nn.dot_product_attention"
         )
-    if q_BxTxNxH.shape[1] <= BLOCK:
-        return jax.nn.dot_product_attention(
-            q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation="xla"
-        )
     return _attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
 
 

@@ -67,15 +67,15 @@ def _token_losses(
     logits_KxV = jnp.einsum("kd,vd->kv", x_KxD, embed_VxD, preferred_element_type=jnp.float32)
     logits_KxV = nn.with_logical_constraint(logits_KxV, (None, "vocab"))
     logits_KxV -= jnp.max(logits_KxV, axis=1, keepdims=True)
-    total_K = jnp.log(jnp.sum(jnp.exp(logits_KxV), axis=1))
+    logsum_K = jnp.log(jnp.sum(jnp.exp(logits_KxV), axis=1))
     # A label that is none would cost nothing, and train on nothing. NaN here, in one number a
     # token, it is in all that is made of it.
     known_K = (labels_K >= 0) & (labels_K < embed_VxD.shape[0])
-    total_K = jnp.where(known_K, total_K, jnp.nan)
+    logsum_K = jnp.where(known_K, logsum_K, jnp.nan)
     # A sum, not a lookup: where the vocabulary is split, each part knows its own labels.
     hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
-    losses_K = total_K - jnp.sum(jnp.where(hit_KxV, logits_KxV, 0.0), axis=1)
-    return losses_K, logits_KxV - total_K[:, None], hit_KxV
+    losses_K = logsum_K - jnp.sum(jnp.where(hit_KxV, logits_KxV, 0.0), axis=1)
+    return losses_K, logits_KxV - logsum_K[:, None], hit_KxV
 
 
 @jax.custom_vjp

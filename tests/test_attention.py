@@ -50,6 +50,14 @@ def test_blocks_are_as_near_to_fp32_as_attention_at_once(dtype, scale):
         assert 0 < error < 1.5 * usual  # what each block adds to keys and values is rounded once
 
 
+@pytest.mark.parametrize("T", [BLOCK, 2 * BLOCK])
+def test_no_scores_are_kept_for_the_backward_pass(T):
+    q, k, v, _ = inputs(2, T, 3, 8, jnp.float32)
+    kept = jax.tree.leaves(jax.vjp(causal_attention, q, k, v)[1])
+    assert [x.shape for x in kept] == [q.shape] * 4  # queries, keys, values, the result
+    assert max(x.size for x in jax.tree.leaves(jax.vjp(at_once, q, k, v)[1])) >= 2 * 3 * T**2
+
+
 def test_a_position_sees_no_later_one():
     q, k, v, _ = inputs(1, 2 * BLOCK, 1, 4, jnp.float32)
     at = BLOCK + 3

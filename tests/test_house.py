@@ -15,7 +15,7 @@ FLOORS = [
     {"traced"},
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling", "streaming"}
     | {"activations", "layers", "quantised"},
-    {"flops", "forecast"},
+    {"flops", "forecast", "splitter"},
     {"sent"},
     {"hlo"},
     {"prove", "roofline"},

@@ -9,12 +9,13 @@ import pytest
 
 import zero_jax
 from zero_jax import layout
+from zero_jax.splitter import Splitter
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 
 
 def cuts_of(tree, n):
-    return layout.splits_for(tree, n)
+    return Splitter(n)(tree)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 400])
@@ -42,18 +43,18 @@ def test_without_a_divisible_dim_the_least_padding_wins():
 def test_a_stacked_leaf_is_never_cut_along_its_layers():
     assert layout.split((8, 3, 16), 8, stacked=True).dim == -1
     tree = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 4)), "gain": jnp.zeros(8)}}
-    assert layout.scanned_leaves(tree) == [True, True, True]
+    assert Splitter(4).stacks(tree) == [True, True, True]
     assert [c.dim for c in cuts_of(tree, 4)] == [-1, None, -2]
 
 
 def test_plain_dense_layers_are_not_taken_for_a_stack():
     tree = {"a": {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}, "c": {"w": jnp.zeros((8, 8))}}
-    assert layout.scanned_leaves(tree) == [False, False, False]
+    assert Splitter(4).stacks(tree) == [False, False, False]
 
 
 def test_a_pattern_names_the_scanned_leaves():
     tree = {"gains": jnp.zeros((8, 4)), "w": jnp.zeros((8, 4))}
-    assert layout.scanned_leaves(tree, "gains") == [True, False]
+    assert Splitter(4, "gains").stacks(tree) == [True, False]
 
 
 @pytest.mark.parametrize("n", [3, 8])

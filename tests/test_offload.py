@@ -19,6 +19,7 @@ from problems import PROBLEMS, train_zero, ulps, zoo_without_empty
 
 import zero_jax
 from zero_jax import hosted, layout, offload, selfcheck, streaming, tiers
+from zero_jax.splitter import Splitter
 from zero_jax.tiers import Offload, parse
 
 STEPS, ULPS = 4, 4
@@ -250,7 +251,7 @@ def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape, most):
 
 def test_what_streams_are_the_leaves_that_mirror_a_parameter():
     params = jax.eval_shape(problem("zoo").make)
-    cuts = layout.splits_for(params, 4)
+    cuts = Splitter(4)(params)
     state = jax.eval_shape(ADAMW.init, params)
     flags = hosted.offloaded(layout.state_splits(state, params, cuts), cuts)
     moved = sum(x.size for x, f in zip(jax.tree.leaves(state), flags, strict=True) if f)

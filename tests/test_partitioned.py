@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
-from zero_jax import elementwise, hlo, layout, paths
+from zero_jax import elementwise, hlo, paths
 from zero_jax.partitioned import partition_specs, partitioned
+from zero_jax.splitter import Splitter
 from zero_jax.touch import shard
 
 P = PartitionSpec
@@ -318,7 +319,7 @@ LARGE = ONE | {"b": jax.ShapeDtypeStruct((9,), "float32")}
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_elementwise_transformations_are_accepted(name):
     tx, n = ACCEPTED[name], 2
-    elementwise.require_elementwise(tx, LARGE, layout.splits_for(LARGE, n))
+    elementwise.require_elementwise(tx, LARGE, Splitter(n)(LARGE))
     # And the specs fit, and no state leaf changes its type in a step, so that it can be carried.
     ztx, specs = partitioned(tx), partition_specs(tx, LARGE, n)
 
@@ -335,7 +336,7 @@ def test_elementwise_transformations_are_accepted(name):
 
 
 def rest_state(tx, n):
-    cuts = layout.splits_for(LARGE, n)
+    cuts = Splitter(n)(LARGE)
     padded = [jax.ShapeDtypeStruct(c.rest_shape, "float32") for c in cuts]
     return jax.eval_shape(tx.init, jax.tree.unflatten(jax.tree.structure(LARGE), padded))
 
@@ -344,7 +345,7 @@ def rest_state(tx, n):
 def test_others_are_refused_by_name(name):
     culprit, tx = REFUSED[name]
     with pytest.raises(ValueError, match=rf"^{culprit} .* elementwise.*zero\.optimizer\(tx\)"):
-        elementwise.require_elementwise(tx, ONE, layout.splits_for(ONE, 8))
+        elementwise.require_elementwise(tx, ONE, Splitter(8)(ONE))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -363,7 +364,7 @@ def test_a_row_norm_is_refused_only_where_rows_are_cut():
     tx = optax.stateless(by_rows)
     for shape, refused in (((8, 6), False), ((6, 8), True)):
         params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
-        cuts = layout.splits_for(params, 8)
+        cuts = Splitter(8)(params)
         if refused:
             with pytest.raises(ValueError, match=r"stateless\(by_rows\) is not elementwise"):
                 elementwise.require_elementwise(tx, params, cuts)

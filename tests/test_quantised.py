@@ -55,15 +55,20 @@ def as_gathered(zero, params):
     return jax.tree.unflatten(treedef, [one(x, c) for x, c in zip(leaves, cuts, strict=True)])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("sizes", [(8,), (3,), (4, 2)])
-def test_loss_and_gradients_are_those_of_the_rounded_weights(stage, sizes):
+@pytest.mark.parametrize(
+    "stage, sizes, hierarchical",
+    [
+        *[(stage, sizes, False) for stage in (1, 2, 3) for sizes in ((8,), (3,), (4, 2))],
+        *[(3, sizes, True) for sizes in ((4, 2), (2, 3))],
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_rounded_weights(stage, sizes, hierarchical):
     """(data,) or (data, replica); 3 devices do not divide a dim of this model."""
     problem = gpt_problem()
     count = int(np.prod(sizes))
     names = dict(zip(("data", "replica"), sizes, strict=False))
     mesh = zero_jax.make_mesh(replica=names.get("replica", 1), devices=jax.devices()[:count])
-    zero = zero_jax.Zero(mesh, stage, precision=INT8)
+    zero = zero_jax.Zero(mesh, stage, precision=INT8, hierarchical=hierarchical)
     rounded = as_gathered(zero, problem.start)
     changed = [
         not np.array_equal(a, b)

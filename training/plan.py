@@ -121,6 +121,7 @@ def print_plan(
         zero_jax.memory.estimate(
             shapes,
             shards=shards,
+            parts=zero.settings.parts,
             stage=stage,
             tx=tx,
             precision=zero.precision,

@@ -50,27 +50,23 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
         args = (wire.axis, dim, wire.bucket, full.dtype)
         full = _pieces(lambda x: quantised.all_gather(x, *args), shard, cut)
     else:
-        full = _pieces(lambda x: buckets.all_gather(x, wire.axis, dim, wire.bucket), full, cut)
+        full = _along(buckets.all_gather, full, cut, wire.axis, wire)
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 
 @jax.named_scope("zero_reduce_scatter")
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
-    master = jnp.promote_types(full.dtype, jnp.float32)
-    if _in_layers(full, cut, wire.bucket):
-        return jax.lax.map(lambda x: _reduced(x, cut, wire), full).astype(master)
-    return _reduced(full, cut, wire).astype(master)
 
+    def one(x: jax.Array) -> jax.Array:
+        x = x.astype(_sum_dtype(cut, wire))
+        if cut.dim is None:
+            return _summed(x, cut, wire.axis, wire)
+        if cut.padded:
+            x = pad_dim(x, cut.dim % x.ndim, cut.shard_size * cut.shards)
+        return _along(buckets.psum_scatter, x, cut, wire.axis, wire)
 
-def _reduced(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
-    full = full.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
-    if cut.dim is None:
-        return sum_over(full, cut, wire.axis, wire.bucket)
-    dim = cut.dim % full.ndim
-    if cut.padded:
-        full = pad_dim(full, dim, cut.shard_size * cut.shards)
-    return _pieces(lambda x: buckets.psum_scatter(x, wire.axis, dim, wire.bucket), full, cut)
+    return _by_layer(one, full, cut, wire).astype(jnp.promote_types(full.dtype, jnp.float32))
 
 
 @jax.named_scope("zero_join")
@@ -79,40 +75,42 @@ def join(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
     if cut.dim is None or cut.parts == 1:
         return part
     own = part if wire.compute is None else cast(part, wire.compute)
-    if _in_layers(own, cut, wire.bucket):
-        return jax.lax.map(lambda x: _joined(x, cut, wire, axis), own)
-    return _joined(own, cut, wire, axis)
-
-
-def _joined(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
-    assert cut.dim is not None
-    dim = cut.dim % part.ndim
-    return _pieces(lambda x: buckets.all_gather(x, axis, dim, wire.bucket), part, cut)
+    return _by_layer(lambda x: _along(buckets.all_gather, x, cut, axis, wire), own, cut, wire)
 
 
 def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
     """A gradient's fp32 shard summed over the devices of `axis`; of it the part that rests here."""
-    if cut.dim is None or cut.parts == 1:
-        return sum_over(shard, cut, axis, wire.bucket)
-    if _in_layers(shard, cut, wire.bucket):
-        return jax.lax.map(lambda x: sum_parts(x, cut, wire, axis), shard)
-    sent = shard.astype(jnp.float32 if cut.layer_rank < 2 else wire.reduce)
-    dim = cut.dim % shard.ndim
-    part = _pieces(lambda x: buckets.psum_scatter(x, axis, dim, wire.bucket), sent, cut)
-    return part.astype(shard.dtype)
+
+    def one(x: jax.Array) -> jax.Array:
+        if cut.dim is None or cut.parts == 1:
+            return _summed(x, cut, axis, wire)
+        return _along(buckets.psum_scatter, x.astype(_sum_dtype(cut, wire)), cut, axis, wire)
+
+    return _by_layer(one, shard, cut, wire).astype(shard.dtype)
 
 
-def sum_over(x: jax.Array, cut: Split, axis: str, bucket: int | None) -> jax.Array:
-    """A gradient, or this device's shard of it, summed over a mesh axis."""
-    if _in_layers(x, cut, bucket):
-        return jax.lax.map(lambda x: sum_over(x, cut, axis, bucket), x)
-    return _pieces(lambda x: buckets.psum(x, axis, bucket), x, cut)
+def _sum_dtype(cut: Split, wire: Wire) -> Any:
+    """In which gradients are summed over devices: vectors always in fp32."""
+    return jnp.float32 if cut.layer_rank < 2 else wire.reduce
 
 
-def _in_layers(x: jax.Array, cut: Split, bucket: int | None) -> bool:
-    """Whether a leaf goes layer by layer: written out, a trillion parameters are thousands of
+def _by_layer(fn: Any, x: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+    """A large stack goes layer by layer: written out, a trillion parameters are thousands of
     pieces, which take XLA minutes."""
-    return bucket is not None and cut.stacked and x.ndim == len(cut.shape) and x.nbytes > bucket
+    whole_stack = cut.stacked and x.ndim == len(cut.shape)
+    large = wire.bucket is not None and x.nbytes > wire.bucket
+    return jax.lax.map(fn, x) if whole_stack and large else fn(x)
+
+
+def _along(collective: Any, x: jax.Array, cut: Split, axis: str, wire: Wire) -> jax.Array:
+    """A collective over `axis` along the dim that is cut."""
+    assert cut.dim is not None
+    dim = cut.dim % x.ndim
+    return _pieces(lambda x: collective(x, axis, dim, wire.bucket), x, cut)
+
+
+def _summed(x: jax.Array, cut: Split, axis: str, wire: Wire) -> jax.Array:
+    return _pieces(lambda x: buckets.psum(x, axis, wire.bucket), x, cut)
 
 
 def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:

@@ -67,7 +67,7 @@ def run(
     if settings.offload.streams_params:
         params = tiers.to_device(params)
     full = jax.eval_shape(layout.logical, params)
-    cuts = settings.splits(full)
+    cuts = settings.splitter(full)
     _check_params(params, cuts)
     micro_batch.check_batch(
         batch, batch_shards(settings.mesh), settings.micro_batches if differentiate else 1

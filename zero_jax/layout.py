@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import paths
 from zero_jax.mesh import DATA, MODEL, REPLICA
-from zero_jax.model_axis import ModelAxis
 from zero_jax.paths import Padded
 
 PyTree = Any
@@ -200,55 +199,6 @@ def _pad(leaf: Any, cut: Split) -> Any:
     if leaf.ndim == 0:
         return Padded(leaf, cut.dim, cut.size)
     return Padded(pad_dim(leaf, cut.dim, cut.shard_size * cut.shards), cut.dim, cut.size)
-
-
-def scanned_leaves(tree: PyTree, scanned: str | None = None) -> list[bool]:
-    """Which leaves stack the layers that a model scans over along dim 0.
-
-    With a pattern, the leaves whose path it matches. Without one, by shape: the leaves of a
-    subtree that all share one leading size (two leaves or more, one of them of rank 3 or more).
-    """
-    entries = paths.named_leaves(tree)
-    if scanned is not None:
-        return paths.matches(scanned, [name for name, _ in entries], "scanned")
-    groups: dict[str, list[int]] = {}
-    for at, (name, _) in enumerate(entries):
-        parts = name.split("/")
-        for depth in range(len(parts)):
-            groups.setdefault("/".join(parts[:depth]), []).append(at)
-    shapes = [tuple(leaf.shape) for _, leaf in entries]
-    stacks = [group for group in groups.values() if _is_stack([shapes[at] for at in group])]
-    members = {at for group in stacks for at in group}
-    return [at in members for at in range(len(entries))]
-
-
-def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
-    if len(shapes) < 2 or any(not s for s in shapes) or len({s[0] for s in shapes}) > 1:
-        return False
-    return max(len(s) for s in shapes) >= 3
-
-
-def splits_for(
-    tree: PyTree,
-    shards: int,
-    scanned: str | None = None,
-    model: ModelAxis = ModelAxis(),
-    parts: int = 1,
-) -> list[Split]:
-    """The split of every leaf of a logical tree, in tree order.
-
-    A lone leaf of rank 3 or more counts as stacked too, since it may be scanned over: where it
-    is not, it is cut along its second dim, which costs a transpose and nothing else.
-    """
-    leaves = jax.tree.leaves(tree)
-    lone = [scanned is None and len(x.shape) >= 3 and max(x.shape[1:]) >= shards for x in leaves]
-    stacked = [a or b for a, b in zip(scanned_leaves(tree, scanned), lone, strict=True)]
-    cuts = [
-        split(x.shape, shards, stacked=s, model=dim, model_shards=model.size, parts=parts)
-        for x, s, dim in zip(leaves, stacked, model.dims(tree, stacked), strict=True)
-    ]
-    model.check_split([cut.model for cut in cuts])
-    return cuts
 
 
 def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:

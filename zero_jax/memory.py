@@ -27,6 +27,7 @@ import optax
 from zero_jax import layout, optimizer, paths
 from zero_jax.model_axis import ModelAxis
 from zero_jax.precision import Guard, Precision, init_guard
+from zero_jax.splitter import Splitter
 
 PyTree = Any
 
@@ -86,7 +87,7 @@ def estimate(
       params: the logical tree, of arrays or ShapeDtypeStructs.
       shards: N, the size of the `data` axis.
       stage: 0 to 3.
-      parts: R, where each piece is cut over `replica` too: `Zero(hierarchical=True)`.
+      parts: R, where stage 3 cuts each piece over `replica` too: `Zero(hierarchical=True)`.
       tx: the optax transformation; None counts no state.
       precision: as for `Zero`.
       micro_batches: as for `Zero`.
@@ -100,11 +101,13 @@ def estimate(
     """
     if not isinstance(precision, Precision):
         precision = Precision(precision)
-    cuts = layout.splits_for(params, 1 if stage == 0 else shards, scanned, model_axis, parts)
+    parts = parts if stage == 3 else 1
+    splitter = Splitter(1 if stage == 0 else shards, scanned, model_axis, parts)
+    cuts, stacks = splitter(params), splitter.stacks(params)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
-    window = layer_elements(params, scanned, model_axis)
+    window = _largest(cuts, stacks)
     copied = sum(map(_elements, cuts))
     word = precision.compute.itemsize
     grad_word = word if micro_batches == 1 else 4
@@ -137,14 +140,11 @@ def _in_step(cut: layout.Split) -> int:
     return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
 
 
-def layer_elements(
-    params: PyTree, scanned: str | None = None, model_axis: ModelAxis = ModelAxis()
-) -> int:
+def _largest(cuts: list[layout.Split], stacks: list[bool]) -> int:
     """Elements of the largest thing that is gathered at once: a layer, or a leaf outside them."""
-    flags = layout.scanned_leaves(params, scanned)
     layers: dict[int, int] = {}
     largest = 0
-    for cut, in_layer in zip(layout.splits_for(params, 1, scanned, model_axis), flags, strict=True):
+    for cut, in_layer in zip(cuts, stacks, strict=True):
         size = _elements(cut)
         if in_layer and size:
             layers[cut.shape[0]] = layers.get(cut.shape[0], 0) + size // cut.shape[0]

@@ -19,8 +19,8 @@ import optax
 
 from zero_jax import hosted, layout, nvme, paths, streamed, tiers
 from zero_jax.mesh import AnyMesh
-from zero_jax.model_axis import ModelAxis
 from zero_jax.precision import Guard, Precision, init_guard, next_guard
+from zero_jax.splitter import Splitter
 
 PyTree = Any
 Frozen = str | Callable[[str], bool] | None
@@ -58,13 +58,10 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 def partition(
     tx: optax.GradientTransformation,
     mesh: AnyMesh,
+    splitter: Splitter,
     *,
-    shards: int,
-    parts: int = 1,
-    precision: Precision,
+    precision: Precision = Precision(),
     frozen: Frozen = None,
-    scanned: str | None = None,
-    model_axis: ModelAxis = ModelAxis(),
     offload: tiers.Offload = tiers.NONE,
 ) -> ZeroTransform:
     """Wraps a transformation so that its state is born, kept and updated in shards.
@@ -72,12 +69,9 @@ def partition(
     Args:
       tx: any optax transformation.
       mesh: the mesh whose `data` axis the state is spread over.
-      shards: N, or 1 for a state that is replicated (stage 0).
-      parts: R, where each piece is cut over `replica` too.
+      splitter: how parameters are cut, and a state like them.
       precision: decides whether the guard drives a loss scale.
       frozen: leaves without state or update, as for `Zero`.
-      scanned: leaves with a layer dim, as for `Zero`.
-      model_axis: how leaves are split over `model`.
       offload: what rests in host memory, as for `Zero`.
 
     Returns:
@@ -86,11 +80,8 @@ def partition(
     """
     inner = without_frozen(tx, frozen)
 
-    def cuts_of(params: PyTree) -> list[layout.Split]:
-        return layout.splits_for(params, shards, scanned, model_axis, parts)
-
     def state_cuts(state: PyTree, params: PyTree) -> list[layout.Split]:
-        return layout.state_splits(state, params, cuts_of(params))
+        return layout.state_splits(state, params, splitter(params))
 
     def init(params: PyTree) -> ZeroState:
         def born(params: PyTree) -> ZeroState:
@@ -104,9 +95,9 @@ def partition(
         placed = layout.shardings(abstract, state_cuts(state, full), mesh)
         if offload.states:
             still = paths.frozen_leaves(full, frozen)
-            hosted.require_piecewise(tx, inner, full, cuts_of(full), still, offload.streams_params)
+            hosted.require_piecewise(tx, inner, full, splitter(full), still, offload.streams_params)
         if offload.streams:
-            placed = hosted.placed_on_host(placed, state, full, cuts_of(full))
+            placed = hosted.placed_on_host(placed, state, full, splitter(full))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
         if offload.in_files:
@@ -115,7 +106,7 @@ def partition(
         return jax.jit(born, out_shardings=placed)(params)
 
     def files_for(params: PyTree) -> Callable[..., nvme.Files]:
-        cuts = cuts_of(jax.eval_shape(layout.logical, params))
+        cuts = splitter(jax.eval_shape(layout.logical, params))
         guard = init_guard(precision)
         return functools.partial(nvme.Files, inner, mesh, params, guard, cuts, offload)
 
@@ -163,12 +154,12 @@ def partition(
         new_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new_state, full_state)
         like = full_grads if full_params is None else full_params
         rest = _keep(new_state, state_cuts(new_state, like), mesh)
-        updates = _keep(updates, cuts_of(like), mesh)
+        updates = _keep(updates, splitter(like), mesh)
         return optax.apply_updates(params, updates) if apply else updates, ZeroState(rest, guard)
 
     def in_pieces(grads: PyTree, state: PyTree, params: PyTree, *args: Any, apply: bool) -> Any:
         shapes = jax.eval_shape(layout.logical, (grads if params is None else params, state))
-        cuts = cuts_of(shapes[0])
+        cuts = splitter(shapes[0])
         frozen_leaves = paths.frozen_leaves(shapes[0], frozen)
         own = layout.state_splits(shapes[1], shapes[0], cuts)
         job = streamed.Update(inner, mesh, cuts, own, frozen_leaves, offload)
@@ -178,7 +169,7 @@ def partition(
         return update(grads, state, params, apply=True, **extra)
 
     wrapped = ZeroTransform(init, update)
-    wrapped.made_for = (mesh, shards, parts, precision, frozen, scanned, model_axis, offload)
+    wrapped.made_for = (mesh, splitter, precision, frozen, offload)
     wrapped.apply, wrapped.resume, wrapped.plain = apply, resume, tx
     return wrapped
 

@@ -21,6 +21,7 @@ from zero_jax import layout, paths
 from zero_jax.collectives import Wire, reduce_scatter
 from zero_jax.elementwise import require_elementwise
 from zero_jax.layout import Split
+from zero_jax.splitter import Splitter
 from zero_jax.touch import shard
 
 PyTree = Any
@@ -88,9 +89,9 @@ def partitioned(
     wire = Wire(axis_name)
 
     def init(params: PyTree) -> PyTree:
-        cuts = layout.splits_for(params, _axis_size(axis_name))
+        cuts = Splitter(_axis_size(axis_name))(params)
         # One device may be many tomorrow, so what is refused there is refused here.
-        trial = cuts if _axis_size(axis_name) > 1 else layout.splits_for(params, 2)
+        trial = cuts if _axis_size(axis_name) > 1 else Splitter(2)(params)
         require_elementwise(tx, params, trial)
         return inner.init(shard(params, axis_name=axis_name))
 
@@ -100,7 +101,7 @@ def partitioned(
         shards = _axis_size(axis_name)
         _refuse_summed(grads, axis_name)
         like = grads if params is None else params
-        cuts = layout.splits_for(like, shards)
+        cuts = Splitter(shards)(like)
         if stage == 1:
             grads = jax.lax.optimization_barrier(grads)
 
@@ -156,7 +157,7 @@ def partition_specs(
         dim = next((d for d, (a, b) in enumerate(sizes) if a != b), None)
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)
 
-    pieces = _map(piece, params, layout.splits_for(params, num_shards))
+    pieces = _map(piece, params, Splitter(num_shards)(params))
     return jax.tree.map(spec, jax.eval_shape(tx.init, params), jax.eval_shape(tx.init, pieces))
 
 

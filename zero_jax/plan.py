@@ -86,12 +86,7 @@ class Case:
         return gpt.flops_per_token(self.config) * self.config.seq * self.rows / self.zero.mesh.size
 
     def plan(self, stage: int, **options: Any) -> planned.Plan:
-        # Stages are shown side by side, each with what it can have.
-        hierarchical, precision = self.zero.hierarchical and stage == 3, self.zero.precision
-        if stage == 0:
-            precision = dataclasses.replace(precision, gather=None)
-        changed = {"stage": stage, "hierarchical": hierarchical, "precision": precision}
-        zero = dataclasses.replace(self.zero, **changed)
+        zero = self.zero.at_stage(stage)
         params = zero.abstract(self.make)
         return zero.plan(
             *(self.loss_fn, self.tx, params, self.batch), model_flops=self.model_flops, **options
@@ -104,7 +99,7 @@ class Case:
             shapes,
             shards=shards,
             stage=stage,
-            parts=self.zero.settings.parts if stage == 3 else 1,
+            parts=self.zero.settings.parts,
             tx=self.tx,
             precision=self.zero.precision,
             model_axis=self.zero.model_axis,

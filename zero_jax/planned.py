@@ -245,7 +245,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
     given = sum(counts) + 1  # the loss scale
     settings = step.settings
     full = jax.eval_shape(layout.logical, params)
-    cuts = settings.splits(full)
+    cuts = settings.splitter(full)
     temporaries = forecast.forecast(
         *(step.trace(*args).jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],

@@ -3,7 +3,8 @@
 Every device rounds its shard of the fp32 masters to 255 steps a block, sends steps and scales, and
 all of them multiply back. A weight is off by at most half a step, the largest magnitude of its
 block / 254, in forward and backward pass alike; masters and gradients are not touched, so errors
-do not add up over steps.
+do not add up over steps. Of hierarchical states the shard was joined in the compute dtype before,
+so a weight is off by that rounding too.
 
 Costs 1 + 4 / block bytes an element instead of 2 (bf16).
 Source: Wang et al., ZeRO++, arXiv:2306.10209, section 3.1 (quantised weight communication, qwZ).

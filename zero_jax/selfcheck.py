@@ -31,7 +31,6 @@ from jax.sharding import AbstractMesh
 from zero_jax import layout, optimizer, policies, tiers
 from zero_jax._version import __version__
 from zero_jax.mesh import make_mesh
-from zero_jax.precision import Precision
 from zero_jax.settings import Settings
 from zero_jax.step import TrainStep
 from zero_jax.touch import gather
@@ -175,12 +174,12 @@ def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Settings
     """Parameters and moments after a few steps of clipped AdamW."""
     mesh, offload = settings.mesh, settings.offload
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = optimizer.partition(plain, mesh, shards=1, precision=Precision(), offload=offload)
+    tx = optimizer.partition(plain, mesh, settings.splitter, offload=offload)
     shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     named = zip(shapes.items(), keys, strict=True)
     params = {name: jax.random.normal(key, shape) / 8 for (name, shape), key in named}
-    cuts = layout.splits_for(params, 1)
+    cuts = settings.splitter(params)
     placed = layout.shardings(params, cuts, mesh)
     params = jax.device_put(params, tiers.place(placed, params, offload))
 

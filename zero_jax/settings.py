@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax.core import spmd
@@ -14,6 +14,7 @@ from zero_jax.mesh import DATA, MODEL, REPLICA, AnyMesh, check_mesh, model_size
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
+from zero_jax.splitter import Splitter
 
 AUTO = "auto"
 
@@ -89,7 +90,6 @@ class Settings:
                 f"{self.mesh.shape[DATA]}: nothing is gathered there; use stages 1 to 3 and 2 "
                 "devices or more, or leave it out"
             )
-
         if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
                 f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
@@ -104,6 +104,16 @@ class Settings:
                 'memory, of a stage that is named: remat="block@host" says the same'
             )
         object.__setattr__(self, "remat", policies.on_host(self.remat))
+
+    def at_stage(self, stage: int) -> Self:
+        """The same at another stage, less what that one cannot have: to show them side by side."""
+        precision = self.precision
+        if stage == 0:
+            precision = dataclasses.replace(precision, gather=None)
+        hierarchical = self.hierarchical and stage == 3
+        return dataclasses.replace(
+            self, stage=stage, precision=precision, hierarchical=hierarchical
+        )
 
     @property
     def shards(self) -> int:
@@ -120,9 +130,10 @@ class Settings:
         """The axis, or axes, over which pieces rest."""
         return (DATA, REPLICA) if self.hierarchical else DATA
 
-    def splits(self, full: Any) -> list[layout.Split]:
-        """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return layout.splits_for(full, self.shards, self.scanned, self.model_axis, self.parts)
+    @property
+    def splitter(self) -> Splitter:
+        """Tells how each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
+        return Splitter(self.shards, self.scanned, self.model_axis, self.parts)
 
     @property
     def wire(self) -> Wire:
@@ -157,8 +168,7 @@ class Settings:
     def _layer_words(self, params: Any) -> int:
         """Of the largest layer, as one device gathers it; 0 if there are none."""
         full = jax.eval_shape(layout.logical, params)
-        cuts = self.splits(full)
-        stacks = layout.scanned_leaves(full, self.scanned)
+        cuts, stacks = self.splitter(full), self.splitter.stacks(full)
         shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
         numbers = layers.number_layers(shapes)
         found: dict[Any, int] = {}

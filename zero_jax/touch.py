@@ -15,7 +15,8 @@ from flax.core import meta
 
 from zero_jax import collectives
 from zero_jax.collectives import Wire
-from zero_jax.layout import Split, splits_for
+from zero_jax.layout import Split
+from zero_jax.splitter import Splitter
 
 PyTree = Any
 
@@ -172,7 +173,7 @@ def gather(
     if like is None:
         return jax.tree.map(lambda n: n.unbox() if _is_box(n) else n, tree, is_leaf=_is_box)
     wire = Wire(axis_name, compute and jax.numpy.dtype(compute), jax.numpy.dtype(reduce))
-    cuts = splits_for(like, jax.lax.axis_size(axis_name))
+    cuts = Splitter(jax.lax.axis_size(axis_name))(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [collectives.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
     return jax.tree.unflatten(treedef, full)
@@ -189,6 +190,6 @@ def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
       The same tree of shards, padded with zeros where N does not divide.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    cuts = splits_for(tree, jax.lax.axis_size(axis_name))
+    cuts = Splitter(jax.lax.axis_size(axis_name))(tree)
     pieces = [collectives.local_shard(x, c, axis_name) for x, c in zip(leaves, cuts, strict=True)]
     return jax.tree.unflatten(treedef, pieces)

@@ -83,7 +83,7 @@ class Zero(Settings):
 
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return self.settings.splits(params)
+        return self.settings.splitter(params)
 
     def _born(
         self, user_fn: Callable[..., PyTree], args: tuple[Any, ...]
@@ -178,12 +178,9 @@ class Zero(Settings):
         return optimizer.partition(
             tx,
             self.mesh,
-            shards=self.settings.shards,
-            parts=self.settings.parts,
+            self.settings.splitter,
             precision=self.precision,
             frozen=self.frozen,
-            scanned=self.scanned,
-            model_axis=self.model_axis,
             offload=self.settings.offload,
         )
 
