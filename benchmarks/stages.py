@@ -132,7 +132,8 @@ def main() -> None:
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "date": time.strftime("%Y-%m-%d"),
-        **{k: v for k, v in vars(parsed).items() if k != "json"},
+        "rows_per_device": parsed.rows,
+        **{k: v for k, v in vars(parsed).items() if k not in ("json", "rows")},
         "rows": rows,
     }
     parsed.json.write_text(json.dumps(known, indent=1) + "\n")
