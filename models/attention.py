@@ -32,6 +32,8 @@ def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.
       k_BxTxNxH: keys, of the same shape.
       v_BxTxNxH: values, of the same shape.
 
+    Differentiable once backward, not forward. The backward pass computes the scores again.
+
     Raises:
       ValueError: shapes or dtypes differ.
 
@@ -45,6 +47,8 @@ def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.
             f"queries, keys and values are {', '.join(kinds)}: give all the same shape and dtype, "
             "or use jax.nn.dot_product_attention"
         )
+    if q_BxTxNxH.shape[1] == 0:
+        return v_BxTxNxH
     return _attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
 
 

@@ -50,6 +50,12 @@ def test_blocks_are_as_near_to_fp32_as_attention_at_once(dtype, scale):
         assert 0 < error < 1.5 * usual  # what each block adds to keys and values is rounded once
 
 
+def test_rows_without_tokens_attend_to_nothing():
+    assert [x.shape for x in results(causal_attention, jnp.float32, 2, 0, 3, 8)] == [
+        (2, 0, 3, 8)
+    ] * 4
+
+
 @pytest.mark.parametrize("T", [BLOCK, 2 * BLOCK])
 def test_no_scores_are_kept_for_the_backward_pass(T):
     q, k, v, _ = inputs(2, T, 3, 8, jnp.float32)

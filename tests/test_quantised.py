@@ -36,6 +36,13 @@ def test_zeros_stay_zeros():
     assert not jnp.any(quantised.dequantise(steps, scales, jnp.bfloat16))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(bad):
+    x = jnp.ones((2, 64)).at[1, 3].set(bad)
+    found = quantised.dequantise(*quantised.quantise(x), jnp.float32)
+    assert jnp.array_equal(found[0], x[0]) and not jnp.isfinite(found[1, 3])
+
+
 def as_gathered(zero, params):
     """What the devices of `data` gather: every matrix rounded shard by shard, in numpy."""
     cuts = zero.splits(params)

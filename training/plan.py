@@ -116,12 +116,14 @@ def print_plan(
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
     shards = zero.mesh.shape["data"]
+    parts = zero.settings.parts
     split = f" x {zero.model_axis.size} (model)" if zero.model_axis.size > 1 else ""
+    split += f", at stage 3 x {parts} (replica)" if parts > 1 else ""
     stages = [
         zero_jax.memory.estimate(
             shapes,
             shards=shards,
-            parts=zero.settings.parts,
+            parts=parts,
             stage=stage,
             tx=tx,
             precision=zero.precision,

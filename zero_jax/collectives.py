@@ -110,7 +110,10 @@ def _along(collective: Any, x: jax.Array, cut: Split, axis: str, wire: Wire) -> 
 
 
 def _summed(x: jax.Array, cut: Split, axis: str, wire: Wire) -> jax.Array:
-    return _pieces(lambda x: buckets.psum(x, axis, wire.bucket), x, cut)
+    def one(x: jax.Array) -> jax.Array:
+        return _pieces(lambda x: buckets.psum(x, axis, wire.bucket), x, cut)
+
+    return _by_layer(one, x, cut, wire)  # for what the cast to fp32 made large
 
 
 def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:

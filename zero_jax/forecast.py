@@ -14,8 +14,7 @@ B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dt
   gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N (of scanned
              matrices rΨ/N, if there is one micro-batch) and one layer's
   saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
-             "dots" the results of products, for a GPT L·B·T·9·D·c where
-             T > 256;
+             "dots" the results of products, for a GPT L·B·T·9·D·c;
              "none" all that the backward pass reads
   loss       logits and their gradients, a chunk at a time
   buffers    a layer's gradients under way between devices, r times its parameters

@@ -60,7 +60,7 @@ def partition(
     mesh: AnyMesh,
     splitter: Splitter,
     *,
-    precision: Precision = Precision(),
+    precision: Precision,
     frozen: Frozen = None,
     offload: tiers.Offload = tiers.NONE,
 ) -> ZeroTransform:

@@ -50,7 +50,8 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     block = _block(x.shape[-1])
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
     largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-    scales = jnp.where(largest > 0, largest / _STEPS, 1.0)
+    # Not 1 where that is NaN: all of its block shall be NaN too, for the guard to see.
+    scales = jnp.where(largest == 0, 1.0, largest / _STEPS)
     return jnp.round(blocks / scales).astype(jnp.int8).reshape(x.shape), scales[..., 0]
 
 

@@ -174,7 +174,8 @@ def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Settings
     """Parameters and moments after a few steps of clipped AdamW."""
     mesh, offload = settings.mesh, settings.offload
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = optimizer.partition(plain, mesh, settings.splitter, offload=offload)
+    own = {"precision": settings.precision, "offload": offload}
+    tx = optimizer.partition(plain, mesh, settings.splitter, **own)
     shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     named = zip(shapes.items(), keys, strict=True)
