@@ -80,7 +80,7 @@ def forecast(
     *,
     split: Sequence[int | None] = (),
     parts: int = 1,
-    ahead: bool = False,
+    ahead: int = 0,
 ) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
@@ -90,7 +90,8 @@ def forecast(
       given: how many inputs it was given; arrays that the loss closes over come before them.
       split: of each parameter, the dim that is split over `model`, or None.
       parts: MP, the size of that axis.
-      ahead: whether loops over layers gather the next one's weights while one computes.
+      ahead: bytes of the next layer's weights that loops gather before one layer is done: at most
+        a bucket, since those of a later one take the place of weights that are not needed any more.
 
     Raises:
       ValueError: there is no shard_map.
@@ -113,7 +114,7 @@ class _Walk:
       ahead: see `forecast`.
     """
 
-    def __init__(self, flat: Flat, weights: set[Value], level: str, ahead: bool):
+    def __init__(self, flat: Flat, weights: set[Value], level: str, ahead: int):
         self.level, self.ahead = level, ahead
         self.outputs = set(flat.outputs)
         self.operations = self._scheduled(flat.operations)
@@ -224,22 +225,33 @@ class _Walk:
         return found
 
     def _under_way(self) -> list[Held]:
-        """Over layers, gradients of the last iteration are summed while this one computes, and
-        weights of the next one gathered."""
+        """Over layers, gradients of the last iteration are summed while this one computes (but
+        those that stand behind a barrier), and weights of the next one gathered."""
         if self.level != "layer":
             return []
+        readers = readers_of(self.operations)
         found = [
             (v, "buffers", f"{o.name} of the layer before")
             for o in self.operations
-            if o.name == "reduce_scatter"
+            if o.name == "reduce_scatter" and not self._behind_barrier(o.outputs[0], readers)
             for v in o.inputs
         ]
-        if self.ahead:
-            gathers = [o for o in self.operations if o.name == "all_gather"]
-            found += [
-                (v, "copy", "all_gather of the layer after") for o in gathers for v in o.outputs
-            ]
+        left = self.ahead
+        for value in (v for o in self.operations if o.name == "all_gather" for v in o.outputs):
+            left -= value.bytes
+            if left >= 0:
+                found.append((value, "copy", "all_gather of the layer after"))
         return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]
+
+
+    def _behind_barrier(self, value: Value, readers: dict[Value, list[int]]) -> bool:
+        """Whether it goes through a barrier, on its way out of the loop."""
+        reads = [self.operations[r] for r in readers.get(value, ())]
+        return any(
+            o.name == "optimization_barrier"
+            or (o.name not in SOLID and any(self._behind_barrier(v, readers) for v in o.outputs))
+            for o in reads
+        )
 
 
 def _sums(operation: Operation) -> bool:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zero_jax import collectives, jaxprs, layers, layout, micro_batch, paths, remat, tiers, touch
-from zero_jax.mesh import REPLICA, batch_axes, batch_shards
+from zero_jax.mesh import REPLICA, batch_axes, batch_shards, model_size
 from zero_jax.model_axis import named_activations
 from zero_jax.settings import Settings
 
@@ -191,7 +191,11 @@ class _Step:
         return jax.lax.map(gather, shard) if matrices else gather(shard)
 
     def _loss(self, arrays: "_Arrays", micro: PyTree, extras: Any) -> Any:
-        wrapped = remat.apply(self._call, self.settings.remat, *self._described(arrays))
+        # Sizes of a trace are those of all devices of `model`.
+        bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
+        wrapped = remat.apply(
+            self._call, self.settings.remat, *self._described(arrays), bucket_bytes=bucket
+        )
         return wrapped(arrays, micro, extras)
 
     def _described(self, arrays: "_Arrays") -> tuple[list[str | None], list[int | None]]:

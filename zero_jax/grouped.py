@@ -38,7 +38,13 @@ def neighbours(layers: Sequence[range]) -> list[list[range]]:
     return groups
 
 
-def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Place) -> list[Any]:
+def scan(
+    layer: Callable[..., list[Any]],
+    eqn: Any,
+    values: list[Any],
+    place: Place,
+    within: Sequence[int],
+) -> list[Any]:
     """A scan over groups of layers, each a scan over its layers that is run again as a whole.
 
     Args:
@@ -46,6 +52,7 @@ def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Pl
       eqn: the scan over single layers.
       values: what it is given.
       place: where the input of a group is kept.
+      within: inputs of the body whose gradients are finished with it, see `recompute.layer`.
     """
     consts, carried = jaxprs.scan_parts(eqn)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
@@ -62,7 +69,8 @@ def scan(layer: Callable[..., list[Any]], eqn: Any, values: list[Any], place: Pl
         pairs = zip(rest[carried:], stacks, strict=True)
         return layer([*fixed, *rest[:carried], *(_read(x, s, at) for x, s in pairs)], tap)
 
-    single = recompute.layer(one, {}, barrier=False)
+    moved = [i if i < consts else i + len(whole) for i in within]
+    single = recompute.layer(one, {}, barrier=False, within=moved)
 
     def group(args: Sequence[Any], _: Any) -> list[Any]:
         fixed, carry, xs = args[:before], args[before : before + carried], args[before + carried :]

@@ -250,7 +250,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
         *(step.trace(*args).jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
-        ahead=settings.gathers_ahead(params),
+        ahead=settings.bucket_bytes if settings.gathers_ahead(params) else 0,
     )
     host = _bytes(params, HOST) + _bytes(opt_state, HOST)
     streams = {}

@@ -27,7 +27,9 @@ Arrays = Sequence[Any]
 Run = Callable[[Arrays, Callable[[Any, Place], Any]], list[Any]]
 
 
-def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[..., list[Any]]:
+def layer(
+    run: Run, places: Mapping[int, Place], *, barrier: bool, within: Sequence[int] = ()
+) -> Callable[..., list[Any]]:
     """Wraps a layer.
 
     Args:
@@ -37,6 +39,8 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
         two runs and keep what lies between; and it would send the gradients of all layers
         together, which keeps them all alive. So the second run waits for the cotangents, and the
         next layer's for this one's gradients.
+      within: inputs, by position, whose gradients XLA must finish with the layer. Those that a loop
+        only writes into a stack it may hand to the next turn as they are before they are summed.
 
     Returns:
       A function of the layer's inputs, flat, that returns its results.
@@ -74,7 +78,9 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
                 outs = run(full, lambda x, p: instead(x, activations.fetch(next(results), p, x)))
                 return [x for x in outs if is_float(x)]
 
-            return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
+            found = jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
+            pairs = zip(trained, found, strict=True)
+            return [_together(x) if i in within else x for i, x in pairs]
 
         def forward(*given: Any) -> tuple[list[Any], Any]:
             args = [x.value for x in given]
@@ -112,6 +118,38 @@ def layer(run: Run, places: Mapping[int, Place], *, barrier: bool) -> Callable[.
         return wrapped(*args)
 
     return call
+
+
+def summed_within(jaxpr: Any, touches: Sequence[str], bucket_bytes: float) -> list[int]:
+    """Inputs of a layer whose gradients are summed over devices before its loop goes on.
+
+    XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
+    held that long. What fits in a bucket travels together, when the last of it is there. Of a
+    larger layer those of the matrices that are used last come first, with the rest of its own
+    backward pass to hide behind: up to half of the layer need not wait.
+
+    Args:
+      jaxpr: a scanned layer.
+      touches: names of the calls that open a parameter.
+      bucket_bytes: the most that collectives move at once.
+
+    Returns:
+      Positions among its inputs, for `layer`.
+    """
+    opened = [e for e in jaxpr.eqns if e.params.get("name") in touches]
+    sizes = [e.outvars[0].aval.size * e.outvars[0].aval.dtype.itemsize for e in opened]
+    if sum(sizes) <= bucket_bytes:
+        return []
+    positions = {var: i for i, var in enumerate(jaxpr.invars)}
+    pairs = list(zip(opened, sizes, strict=True))
+    matrices = [(e, size) for e, size in pairs if e.outvars[0].aval.ndim > 1]
+    left, found = sum(sizes) / 2, []
+    # Never that of the first: it comes last, and would be summed in the open.
+    for eqn, size in reversed(matrices[1:]):
+        if size <= left:
+            left -= size
+            found += [positions[a] for a in eqn.invars if jaxprs.is_in(a, positions)]
+    return found
 
 
 @jax.tree_util.register_static

@@ -14,8 +14,8 @@ and the touches wrapped. Layers that a model already wraps in `nn.remat` or `jax
 left as they are.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import jax.extend.core as jex
 from zero_jax import grouped, jaxprs, layers, policies, recompute
 from zero_jax.activations import can_move
 from zero_jax.collectives import TOUCHES
+from zero_jax.later import Later, now, opened
 from zero_jax.policies import DEVICE, Place, Policy
 from zero_jax.shards import check_shards
 
@@ -39,6 +40,7 @@ def apply(
     policy: str,
     shards: Sequence[str | None],
     numbers: Sequence[int | None] | None = None,
+    bucket_bytes: float = math.inf,
 ) -> Callable[..., Any]:
     """Wraps a function of parameters so that its backward pass follows the policy.
 
@@ -49,6 +51,8 @@ def apply(
         or None.
       numbers: for each, the number of the layer that it belongs to, or None; for layers that are
         not scanned.
+      bucket_bytes: the most that collectives move at once; a scanned layer of more does not hand
+        all of its gradients to the next one to be summed there.
 
     Returns:
       A function of the same signature and values.
@@ -81,41 +85,12 @@ def apply(
         known = [layers.OTHER if n is None else n for n in numbers or [None] * len(shards)]
         owner = dict(zip(params_vars, known, strict=True))
         found = layers.segments(closed.jaxpr, owner, TOUCHES)
-        out = [_now(x) for x in _evaluate(closed, flat, set(params_vars), parsed, layers=found)]
+        touched = set(params_vars)
+        outs = _evaluate(closed, flat, touched, parsed, layers=found, bucket_bytes=bucket_bytes)
+        out = [now(x) for x in outs]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
-
-
-@dataclass(frozen=True)
-class _Later:
-    """A gathered leaf that is not gathered yet: it will be, together with what uses it."""
-
-    shards: Sequence[Any]
-    gather: Callable[..., Any]
-
-    def then(self, fun: Callable[[Any], Any]) -> "_Later":
-        return _Later(self.shards, lambda *shards: fun(self.gather(*shards)))
-
-    def now(self) -> Any:
-        return self.gather(*self.shards)
-
-
-def _now(value: Any) -> Any:
-    return value.now() if isinstance(value, _Later) else value
-
-
-def _opened(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Values flat, with shards in place of leaves to gather, and what makes values of them."""
-    counts = [len(v.shards) if isinstance(v, _Later) else 1 for v in values]
-
-    def gather(flat: Sequence[Any]) -> list[Any]:
-        it = iter(flat)
-        given = [[next(it) for _ in range(count)] for count in counts]
-        pairs = zip(values, given, strict=True)
-        return [v.gather(*g) if isinstance(v, _Later) else g[0] for v, g in pairs]
-
-    return [x for v in values for x in (v.shards if isinstance(v, _Later) else [v])], gather
 
 
 def _evaluate(
@@ -126,18 +101,20 @@ def _evaluate(
     *,
     layers: Sequence[range] = (),
     in_scan: bool = False,
+    bucket_bytes: float = math.inf,
 ) -> list[Any]:
     """Evaluates a jaxpr equation by equation, wrapping touches and layers.
 
     Args:
       closed: the jaxpr, its calls written out.
-      args: its inputs, arrays or `_Later`.
+      args: its inputs, arrays or `Later`.
       touched: its variables that are parameters.
       policy: what layers keep.
       layers: those of its equations that are layers which are not scanned.
       in_scan: whether this is the body of a scan. Outside of one, forward and backward stand in
         one computation, where XLA would merge their two gathers and keep the copy in between:
         there `jax.checkpoint` puts a barrier between them.
+      bucket_bytes: see `apply`.
     """
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.invars, args, strict=True))
@@ -158,14 +135,15 @@ def _evaluate(
             given = body.jaxpr.invars
             values = [read(v) for v in given]
             own = set(given) - inputs - touched - jaxprs.read_from(jaxpr, part.stop)
-            weights = {v for v in given if v in touched or isinstance(env[v], _Later)}
+            weights = {v for v in given if v in touched or isinstance(env[v], Later)}
             inner = [range(r.start - at, r.stop - at) for r in group]
             outs = _unrolled(body, values, weights, own, policy, inner)
             env.update(zip(body.jaxpr.outvars, outs, strict=True))
             at = part.stop
             continue
         eqn = jaxpr.eqns[at]
-        outs = _equation(eqn, [read(a) for a in eqn.invars], touched, policy, in_scan)
+        values = [read(a) for a in eqn.invars]
+        outs = _equation(eqn, values, touched, policy, in_scan, bucket_bytes)
         env.update(zip(eqn.outvars, outs, strict=True))
         at += 1
     return [read(a) for a in jaxpr.outvars]
@@ -189,14 +167,14 @@ def _unrolled(
       policy: what it keeps.
       layers: the layers of a group.
     """
-    flat, gather = _opened(values)
+    flat, gather = opened(values)
     if policy.kind == "none":
-        opens = jaxprs.calls(body.jaxpr, TOUCHES) or any(isinstance(v, _Later) for v in values)
+        opens = jaxprs.calls(body.jaxpr, TOUCHES) or any(isinstance(v, Later) for v in values)
         if not opens:
             return _evaluate(body, values, weights, policy)
         it = iter(recompute.tied(flat))
         tied = [
-            _Later([next(it) for _ in v.shards], v.gather) if isinstance(v, _Later) else next(it)
+            Later([next(it) for _ in v.shards], v.gather) if isinstance(v, Later) else next(it)
             for v in values
         ]
         return _evaluate(body, tied, weights, policy)
@@ -205,38 +183,43 @@ def _unrolled(
     for var, value in pairs:
         if var in own and can_move(var.aval):
             places[at] = policy.inputs
-        at += len(value.shards) if isinstance(value, _Later) else 1
+        at += len(value.shards) if isinstance(value, Later) else 1
     alone = _replay(body, weights, policy) if len(layers) == 1 else None
 
     def run(args: Sequence[Any], tap: Any) -> list[Any]:
         given = gather(args)
         if alone is not None:
             return alone(given, tap)
-        return [_now(x) for x in _evaluate(body, given, weights, _BLOCK, layers=layers)]
+        return [now(x) for x in _evaluate(body, given, weights, _BLOCK, layers=layers)]
 
     return recompute.layer(run, places, barrier=True)(*flat)
 
 
 def _equation(
-    eqn: Any, values: list[Any], touched: set[Any], policy: Policy, in_scan: bool
+    eqn: Any,
+    values: list[Any],
+    touched: set[Any],
+    policy: Policy,
+    in_scan: bool,
+    bucket_bytes: float,
 ) -> list[Any]:
     """The results of one equation; extends `touched` by re-arranged parameters."""
     name, run = eqn.primitive.name, jaxprs.function(eqn)
-    later = [v for v in values if isinstance(v, _Later)]
+    later = [v for v in values if isinstance(v, Later)]
     if not eqn.outvars and not eqn.effects:  # jax 0.10 leaves emptied calls behind
         return []
     if eqn.params.get("name") in TOUCHES:
-        return [_Later(values, lambda *shards: run(*shards)[0])]
+        return [Later(values, lambda *shards: run(*shards)[0])]
     uses_params = any(jaxprs.is_in(a, touched) for a in eqn.invars)
     if name in jaxprs.LAYOUT and len(later) == len(values) == 1:
         return [later[0].then(lambda full: run(full)[0])]
     if name in jaxprs.LAYOUT and uses_params:
         touched.update(eqn.outvars)
     if name == "scan" and uses_params:
-        return _scan(eqn, list(map(_now, values)), touched, policy)
+        return _scan(eqn, list(map(now, values)), touched, policy, bucket_bytes)
     if not later:
         return run(*values)
-    flat, gather = _opened(values)
+    flat, gather = opened(values)
     if not in_scan:
         # Else the gradient is computed, and sent, when layers have run backward: it or what it is
         # made of would wait until then.
@@ -248,7 +231,9 @@ def _equation(
     return again(*flat)
 
 
-def _scan(eqn: Any, values: list[Any], touched: set[Any], policy: Policy) -> list[Any]:
+def _scan(
+    eqn: Any, values: list[Any], touched: set[Any], policy: Policy, bucket_bytes: float
+) -> list[Any]:
     """A scan over parameters with its layer, or the touches in it, wrapped."""
     body = jaxprs.written_out(jaxprs.inner(eqn), TOUCHES)
     weights = jaxprs.inside(body, eqn, touched)
@@ -260,12 +245,13 @@ def _scan(eqn: Any, values: list[Any], touched: set[Any], policy: Policy) -> lis
         policy.kind == "block_sqrt" and over_layers and grouped.size_of(eqn.params["length"]) > 1
     )
     run = _replay(body, weights, policy)
+    within = recompute.summed_within(body.jaxpr, TOUCHES, bucket_bytes)
     if nested:
-        return grouped.scan(run, eqn, values, policy.inputs)
+        return grouped.scan(run, eqn, values, policy.inputs, within)
     place = policy.inputs if over_layers else DEVICE
     places = {i: place for i in range(consts, consts + carried)}
     # No barrier is needed: forward and backward of a scan are loops of their own.
-    layer = recompute.layer(run, places, barrier=False)
+    layer = recompute.layer(run, places, barrier=False, within=within)
     new = jax.make_jaxpr(layer)(*(v.aval for v in body.jaxpr.invars))
     return jaxprs.function(eqn.replace(params={**eqn.params, "jaxpr": new}))(*values)
 
@@ -278,7 +264,7 @@ def _gathering(eqn: Any, touched: set[Any]) -> Any:
     weights = jaxprs.inside(body, eqn, touched)
 
     def step(*args: Any) -> list[Any]:
-        return [_now(x) for x in _evaluate(body, args, weights, _NONE, in_scan=True)]
+        return [now(x) for x in _evaluate(body, args, weights, _NONE, in_scan=True)]
 
     new = jax.make_jaxpr(step)(*(v.aval for v in body.jaxpr.invars))
     return eqn.replace(params={**eqn.params, "jaxpr": new})
