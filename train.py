@@ -59,7 +59,9 @@ class Trainer:
         self.zero = zero_jax.Zero(
             self.mesh,
             **stage_and_remat(config),
-            precision=zero_jax.Precision(config.compute, config.reduce, config.gather),
+            precision=zero_jax.Precision(
+                config.compute, config.reduce, config.gather, config.scatter
+            ),
             micro_batches=config.micro_batches,
             sequence_parallel=config.sequence_parallel,
             hierarchical=config.hierarchical,

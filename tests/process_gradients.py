@@ -1,6 +1,8 @@
 """Gradients of a GPT over all devices of some processes, as process 0 sees them.
 
-    python process_gradients.py OUT [ADDRESS COUNT RANK]
+    python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]
+
+SCATTER is a setting of `Precision`, or "none".
 
 A process of its own: how processes find each other is settled when JAX starts.
 """
@@ -22,12 +24,13 @@ ROWS = 8
 CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
-def main(out: str, address: str = "", count: int = 1, rank: int = 0) -> None:
+def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 0) -> None:
     """Writes the gradients by path to OUT-0.npz and, computed again, OUT-1.npz and OUT-2.npz."""
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
-    zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block")
+    precision = zero_jax.Precision(scatter=None if scatter == "none" else scatter)
+    zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=precision)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))))
     params = zero.init(lambda: nnx.state(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param))
     index, parts = zero_jax.batch_share(zero.mesh)
@@ -43,4 +46,4 @@ def main(out: str, address: str = "", count: int = 1, rank: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

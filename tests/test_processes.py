@@ -27,17 +27,18 @@ def run(out, *groups):
 
 
 @pytest.mark.heavy
-def test_gradients_of_two_processes_are_those_of_one(tmp_path):
+@pytest.mark.parametrize("scatter", ["none", "int4"])
+def test_gradients_of_two_processes_are_those_of_one(tmp_path, scatter):
     """To rounding, each time: sums that go wrong now and then do so for a few numbers."""
-    run(tmp_path / "one", ())
+    run(tmp_path / "one", (scatter,))
     address = free_address()
-    run(tmp_path / "two", (address, 2, 0), (address, 2, 1))
+    run(tmp_path / "two", (scatter, address, 2, 0), (scatter, address, 2, 1))
     want = np.load(tmp_path / "one-0.npz")
     for number in range(3):
         got = np.load(tmp_path / f"two-{number}.npz")
         assert want.keys() == got.keys()
         for name in want:
             largest = np.abs(want[name]).max()
-            np.testing.assert_allclose(
-                got[name], want[name], rtol=0, atol=1e-5 * largest + 1e-9, err_msg=name
-            )
+            off = np.abs(got[name] - want[name]) > 1e-5 * largest + 1e-9
+            # Where a number is half-way between two steps, an ulp decides which one it becomes.
+            assert off.mean() <= (0 if scatter == "none" else 1e-3), name

@@ -84,6 +84,10 @@ class Config:
     gather: str | None = None
     """int8 sends weights in half the bytes of bf16, each within half of 1/127 of the largest of its
     block; in the dtype of --compute unless given."""
+    scatter: str | None = None
+    """int8 or int4 sends gradients in half or a quarter of the bytes of bf16 and sums them in fp32,
+    each within half of 1/127 or 1/7 of the largest of its block; in the dtype of --reduce unless
+    given."""
     remat: str | None = None
     """What is kept for the backward pass: none (everything is), dots (matrix products), block (the
     input of each layer), block_sqrt (of each group of layers) or names:a,b (marked values), on the

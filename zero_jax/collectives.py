@@ -30,13 +30,15 @@ TOUCHES = (GATHER_TOUCH, COPY_TOUCH)
 @dataclasses.dataclass(frozen=True)
 class Wire:
     """What travels: over which mesh axis, in which dtypes (None: the leaf's own), how much of it at
-    once, in bytes (None: a leaf), and whether matrices are gathered as int8."""
+    once, in bytes (None: a leaf), and in how many bits of an integer matrices are gathered and
+    their gradients scattered (None: in those dtypes)."""
 
     axis: str = "data"
     compute: Any = None
     reduce: Any = jnp.dtype("float32")
     bucket: int | None = None
-    quantised: bool = False
+    gather_bits: int | None = None
+    scatter_bits: int | None = None
 
 
 @jax.named_scope("zero_gather")
@@ -46,7 +48,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     if cut.dim is None:
         return full
     dim = cut.dim % full.ndim
-    if wire.quantised and cut.layer_rank > 1 and jnp.issubdtype(full.dtype, jnp.floating):
+    if wire.gather_bits and cut.layer_rank > 1 and jnp.issubdtype(full.dtype, jnp.floating):
         args = (wire.axis, dim, wire.bucket, full.dtype)
         full = _pieces(lambda x: quantised.all_gather(x, *args), shard, cut)
     else:
@@ -58,12 +60,18 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
 
+    bits = wire.scatter_bits if cut.layer_rank > 1 else None
+
     def one(x: jax.Array) -> jax.Array:
-        x = x.astype(_sum_dtype(cut, wire))
+        x = x if bits else x.astype(_sum_dtype(cut, wire))
         if cut.dim is None:
-            return _summed(x, cut, wire.axis, wire)
+            return _summed(x.astype(_sum_dtype(cut, wire)), cut, wire.axis, wire)
         if cut.padded:
             x = pad_dim(x, cut.dim % x.ndim, cut.shard_size * cut.shards)
+        if bits:
+            return _along(
+                functools.partial(quantised.psum_scatter, bits=bits), x, cut, wire.axis, wire
+            )
         return _along(buckets.psum_scatter, x, cut, wire.axis, wire)
 
     return _by_layer(one, full, cut, wire).astype(jnp.promote_types(full.dtype, jnp.float32))

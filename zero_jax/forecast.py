@@ -243,7 +243,6 @@ class _Walk:
                 found.append((value, "copy", "all_gather of the layer after"))
         return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]
 
-
     def _behind_barrier(self, value: Value, readers: dict[Value, list[int]]) -> bool:
         """Whether it goes through a barrier, on its way out of the loop."""
         reads = [self.operations[r] for r in readers.get(value, ())]

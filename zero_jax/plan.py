@@ -177,7 +177,7 @@ def _case(parsed: argparse.Namespace) -> Case:
     zero = Zero(
         abstract_mesh(parsed.devices // split, replica=parsed.replica, model=parsed.model_parallel),
         stage="auto" if parsed.auto else parsed.stage,
-        precision=Precision(parsed.compute, parsed.reduce, parsed.gather),
+        precision=Precision(parsed.compute, parsed.reduce, parsed.gather, parsed.scatter),
         micro_batches=parsed.micro_batches,
         remat=parsed.remat or ("none" if parsed.auto else "block"),
         sequence_parallel=parsed.sequence_parallel,
@@ -267,8 +267,8 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
 
 
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "devices", "batch_per_device", "compute", "reduce", "gather", "optimizer")
-    known = {name: getattr(parsed, name) for name in names}
+    names = "model devices batch_per_device compute reduce gather scatter optimizer"
+    known = {name: getattr(parsed, name) for name in names.split()}
     return {**known, "seq": case.config.seq, "jax": jax.__version__}
 
 
@@ -300,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute", default="bf16", help="fp32, bf16 or fp16")
     add("--reduce", default="fp32", help="fp32 or bf16")
     add("--gather", help="int8 sends weights in half the bytes of bf16")
+    add("--scatter", help="int8 or int4 sends gradients in half or a quarter of them")
     add(
         "--bucket-bytes",
         type=int,

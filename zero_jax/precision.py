@@ -49,6 +49,8 @@ class Precision:
       reduce: dtype in which gradients are summed over devices: fp32 or bf16.
       gather: "int8" sends matrices as int8 with a scale a block, see `quantised`; None sends them
         in `compute`.
+      scatter: "int8" or "int4" sends gradients of matrices so, and sums them in fp32; None sends
+        and sums them in `reduce`.
       initial_scale: first loss scale (fp16 only).
       growth_interval: good steps after which the scale doubles.
 
@@ -59,6 +61,7 @@ class Precision:
     compute: Any = "fp32"
     reduce: Any = "fp32"
     gather: str | None = None
+    scatter: str | None = None
     initial_scale: float = 2.0**16
     growth_interval: int = 2000
 
@@ -69,6 +72,10 @@ class Precision:
         if self.gather not in (None, "int8"):
             raise ValueError(
                 f'gather={self.gather!r}: use "int8", or None for the dtype of compute'
+            )
+        if self.scatter not in (None, "int8", "int4"):
+            raise ValueError(
+                f'scatter={self.scatter!r}: use "int8" or "int4", or None for the dtype of reduce'
             )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(

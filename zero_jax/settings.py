@@ -14,6 +14,7 @@ from zero_jax.mesh import DATA, MODEL, REPLICA, AnyMesh, check_mesh, model_size
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
+from zero_jax.quantised import BITS
 from zero_jax.splitter import Splitter
 
 AUTO = "auto"
@@ -84,12 +85,13 @@ class Settings:
             )
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
-        if self.precision.gather is not None and (self.stage == 0 or self.mesh.shape[DATA] == 1):
-            raise ValueError(
-                f"gather={self.precision.gather!r} with stage={self.stage!r} on {DATA}="
-                f"{self.mesh.shape[DATA]}: nothing is gathered there; use stages 1 to 3 and 2 "
-                "devices or more, or leave it out"
-            )
+        for what, bits in (("gather", self.precision.gather), ("scatter", self.precision.scatter)):
+            if bits is not None and (self.stage == 0 or self.mesh.shape[DATA] == 1):
+                raise ValueError(
+                    f"{what}={bits!r} with stage={self.stage!r} on {DATA}="
+                    f"{self.mesh.shape[DATA]}: nothing is gathered or scattered there; use stages "
+                    "1 to 3 and 2 devices or more, or leave it out"
+                )
         if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
                 f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
@@ -109,7 +111,7 @@ class Settings:
         """The same at another stage, less what that one cannot have: to show them side by side."""
         precision = self.precision
         if stage == 0:
-            precision = dataclasses.replace(precision, gather=None)
+            precision = dataclasses.replace(precision, gather=None, scatter=None)
         hierarchical = self.hierarchical and stage == 3
         return dataclasses.replace(
             self, stage=stage, precision=precision, hierarchical=hierarchical
@@ -139,8 +141,10 @@ class Settings:
     def wire(self) -> Wire:
         """What travels between devices of the `data` axis."""
         known = self.precision
-        quantised = known.gather is not None
-        return Wire(DATA, known.compute, known.reduce, self.bucket_bytes, quantised)
+        return Wire(
+            *(DATA, known.compute, known.reduce, self.bucket_bytes),
+            *(BITS[known.gather], BITS[known.scatter]),
+        )
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """What `jax.jit` of a step should be given as `compiler_options`, for GPUs.
@@ -162,7 +166,7 @@ class Settings:
         if self.stage != 3 or gathers_activations:
             return None
         words, wire = self._layer_words(params), self.wire
-        gathered = 1 if wire.quantised else wire.compute.itemsize
+        gathered = wire.compute.itemsize if wire.gather_bits is None else 1
         return words * gathered, words * wire.reduce.itemsize
 
     def _layer_words(self, params: Any) -> int:
