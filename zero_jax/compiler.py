@@ -19,8 +19,9 @@ _GATHER_AHEAD: tuple[tuple[str, Any], ...] = (
 _AHEAD = 4
 # By default one collective is under way at a time, and those of a layer wait for those of another
 # in the open. docs/performance.md has what each option does.
+AT_ONCE = 3
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
-    ("xla_gpu_experimental_parallel_collective_overlap_limit", 3),
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", AT_ONCE),
 )
 
 

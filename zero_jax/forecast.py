@@ -23,10 +23,12 @@ B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dt
 Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_jax.compiler import AT_ONCE
 from zero_jax.flat import Body, Flat, Operation, Value
 from zero_jax.spans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
 from zero_jax.traced import device_part, flatten
@@ -80,7 +82,8 @@ def forecast(
     *,
     split: Sequence[int | None] = (),
     parts: int = 1,
-    ahead: int = 0,
+    ahead: bool = False,
+    bucket_bytes: float = math.inf,
 ) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
@@ -90,8 +93,10 @@ def forecast(
       given: how many inputs it was given; arrays that the loss closes over come before them.
       split: of each parameter, the dim that is split over `model`, or None.
       parts: MP, the size of that axis.
-      ahead: bytes of the next layer's weights that loops gather before one layer is done: at most
-        a bucket, since those of a later one take the place of weights that are not needed any more.
+      ahead: whether loops over layers gather the next one's weights while one computes.
+      bucket_bytes: the most that collectives move at once. Of a layer of several buckets one is
+        gathered ahead by the worst instant, since later ones take the place of weights that are
+        not needed any more, and as many are still to be summed as are under way at a time.
 
     Raises:
       ValueError: there is no shard_map.
@@ -99,7 +104,9 @@ def forecast(
     part = device_part(jaxpr)
     first = len(part.invars) - (given or len(part.invars))
     flat = flatten(part, [None] * first + list(split), parts)
-    held = _Walk(flat, set(flat.inputs[first : first + params]), "step", ahead).worst()
+    held = _Walk(
+        flat, set(flat.inputs[first : first + params]), "step", ahead, bucket_bytes
+    ).worst()
     return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)), _in_host(flat))
 
 
@@ -111,11 +118,13 @@ class _Walk:
       weights: its inputs that are parameters, or slices of them.
       level: "step" (the outermost, whose results the optimizer reads as they come), "pass" (a
         loop body that runs forward and backward), "layer", or "loss".
-      ahead: see `forecast`.
+      ahead, bucket_bytes: see `forecast`.
     """
 
-    def __init__(self, flat: Flat, weights: set[Value], level: str, ahead: int):
-        self.level, self.ahead = level, ahead
+    def __init__(
+        self, flat: Flat, weights: set[Value], level: str, ahead: bool, bucket_bytes: float
+    ):
+        self.level, self.ahead, self.bucket_bytes = level, ahead, bucket_bytes
         self.outputs = set(flat.outputs)
         self.operations = self._scheduled(flat.operations)
         self.end = len(self.operations)
@@ -181,7 +190,7 @@ class _Walk:
         for body in operation.bodies:
             weights = {mine for mine, theirs in body.given if theirs in self.weights}
             level = self._level_of(operation, body, at)
-            found.append(_Walk(body.flat, weights, level, self.ahead).worst())
+            found.append(_Walk(body.flat, weights, level, self.ahead, self.bucket_bytes).worst())
         return max(found, key=_total, default=[])
 
     def _level_of(self, operation: Operation, body: Body, at: int) -> str:
@@ -230,17 +239,17 @@ class _Walk:
         if self.level != "layer":
             return []
         readers = readers_of(self.operations)
-        found = [
-            (v, "buffers", f"{o.name} of the layer before")
+        waiting = [
+            v
             for o in self.operations
             if o.name == "reduce_scatter" and not self._behind_barrier(o.outputs[0], readers)
             for v in o.inputs
         ]
-        left = self.ahead
-        for value in (v for o in self.operations if o.name == "all_gather" for v in o.outputs):
-            left -= value.bytes
-            if left >= 0:
-                found.append((value, "copy", "all_gather of the layer after"))
+        next_ones = [v for o in self.operations if o.name == "all_gather" for v in o.outputs]
+        waiting = _within(waiting, AT_ONCE * self.bucket_bytes)
+        next_ones = _within(next_ones if self.ahead else [], self.bucket_bytes)
+        found = [(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
+        found += [(v, "copy", "all_gather of the layer after") for v in next_ones]
         return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]
 
     def _behind_barrier(self, value: Value, readers: dict[Value, list[int]]) -> bool:
@@ -251,6 +260,16 @@ class _Walk:
             or (o.name not in SOLID and any(self._behind_barrier(v, readers) for v in o.outputs))
             for o in reads
         )
+
+
+def _within(values: Iterable[Value], most: float) -> list[Value]:
+    """The first of these values, up to so many bytes."""
+    found = []
+    for value in values:
+        most -= value.bytes
+        if most >= 0:
+            found.append(value)
+    return found
 
 
 def _sums(operation: Operation) -> bool:

@@ -198,7 +198,7 @@ def of(
     *extras: Any,
     has_aux: bool = False,
     compile: bool = False,
-    target: str | None = None,
+    target: str | Target | None = None,
     topology: str | None = None,
     model_flops: float | None = None,
 ) -> Plan:
@@ -214,7 +214,7 @@ def of(
       has_aux: as for `Zero.train_step`.
       compile: whether to compile the step too, for the devices of the mesh.
       target: compiles for devices that need not be there: "h100", "a100", "h200", "b200", "v5p"
-        or "cpu"; needs the extra `prove`.
+        or "cpu", or a `targets.Target` of your own; needs the extra `prove`.
       topology: how those hang together, "8x1x8" for 8 hosts of 8; full hosts by default.
       model_flops: FLOPs of forward and backward on one device, without recomputation.
 
@@ -250,7 +250,8 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
         *(step.trace(*args).jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
-        ahead=settings.bucket_bytes if settings.gathers_ahead(params) else 0,
+        ahead=settings.gathers_ahead(params),
+        bucket_bytes=settings.bucket_bytes,
     )
     host = _bytes(params, HOST) + _bytes(opt_state, HOST)
     streams = {}

@@ -195,8 +195,8 @@ TARGETS = {
 COMPILED_FOR = tuple(name for name in TARGETS if name != "v100-32gb")
 
 
-def target(name: str) -> Target:
-    """The target of that name.
+def target(name: str | Target) -> Target:
+    """The target of that name; one that is of no name here, as it is.
 
     Raises:
       ValueError: no target has it; names the nearest.
@@ -204,6 +204,8 @@ def target(name: str) -> Target:
     >>> target("h100").host_devices
     8
     """
+    if isinstance(name, Target):
+        return name
     if name not in TARGETS:
         starts = [known for known in TARGETS if known.startswith(str(name).lower())]
         near = (starts or difflib.get_close_matches(str(name).lower(), TARGETS, 1, cutoff=0.0))[0]
