@@ -79,9 +79,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         for name in ("zero_jax", "gspmd"):
             own = row[name]
-            where = "" if row["fits"] else " (does not fit)"
+            case = f"{row['model']}, {row['devices']}" + ("" if row["fits"] else " (does not fit)")
             lines.append(
-                f"| {row['model']}, {row['devices']}{where} | {name} | {own['total_bytes'] / 1e9:.2f} | "
+                f"| {case} | {name} | {own['total_bytes'] / 1e9:.2f} | "
                 f"{own['words_per_param']:.4f} | {own['hidden_in_layers']:.1%} | "
                 f"{own['hidden']:.1%} | {own['covered']:.0%} | {own['step_seconds']:.3f} |"
             )

@@ -3,7 +3,7 @@ the tables of plan.md are made from.
 
     python docs/proof.py                 # 36 programs, 10 to 20 minutes on two cores
     python docs/proof.py --more          # other batches, fp32 reduction, micro-batches: 24 more
-    python docs/proof.py --stages 1 2    # these again, the others stay
+    python docs/proof.py --stages 1 2 --models 7.5b    # these again, the others stay
     python docs/proof.py --tables        # prints the tables of what is there
 
 Needs the extra `prove`.
@@ -115,15 +115,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", action="store_true", help="only print what is there")
     parser.add_argument("--stages", nargs="+", type=int, default=range(4), help="only these")
+    parser.add_argument("--models", nargs="+", default=[m for m, _ in CASES], help="only these")
     parser.add_argument("--more", action="store_true", help="compile the variations instead")
     parsed = parser.parse_args()
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     if not parsed.tables:
         jax.config.update("jax_platforms", "cpu")
-        grid = [(*c, s, r) for r in POLICIES for c in CASES for s in parsed.stages]
+        cases = [c for c in CASES if c[0] in parsed.models]
+        grid = [(*c, s, r) for r in POLICIES for c in cases for s in parsed.stages]
         more = [(*c, *v) for c in CASES[:2] for v in MORE]
         kept = [] if parsed.more else known.get("rows", [])
-        rows = [row for row in kept if row["stage"] not in parsed.stages]
+        again = lambda row: row["model"] in parsed.models and row["stage"] in parsed.stages  # noqa: E731
+        rows = [row for row in kept if not again(row)]
         for case in more if parsed.more else grid:
             rows.append(prove(*case))
             print(*case, f"{rows[-1]['error']:+.1%}", flush=True)
