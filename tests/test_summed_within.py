@@ -1,4 +1,4 @@
-"""Layers of several buckets: half of their gradients are summed before the loop goes on."""
+"""Layers of several buckets: up to half of their gradients are summed before the loop goes on."""
 
 import dataclasses
 import functools
@@ -47,13 +47,31 @@ def barriers(jaxpr):
 
 @pytest.mark.parametrize("remat", ["block", "block_sqrt", "dots"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_half_of_a_layer_stands_behind_barriers_of_its_own(stage, remat):
+def test_up_to_half_of_a_layer_stands_behind_barriers_of_its_own(stage, remat):
     """Of a GPT's four matrices the two that end a branch: up would be more than half with down,
     and the gradient of qkv is the last."""
     width = CONFIG.width
     down, proj = (width, width), (width // N, width)
     assert barriers(traced_gradients(stage, remat, SMALL)) == sorted([down, proj])
     assert barriers(traced_gradients(stage, remat, LARGE)) == []
+
+
+def test_the_order_is_that_of_use():
+    """All leaves of a layer are opened first, `a` before `z`, which is used before it."""
+    shapes = {"a": (4, 32, 24), "z": (4, 24, 32)}
+
+    def loss(params, x):
+        def layer(x, own):
+            full = zero_jax.gather(own)
+            return jax.nn.tanh(x @ full["z"]) @ full["a"], None
+
+        return jax.numpy.mean(jax.lax.scan(layer, x, params)[0])
+
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(N), 3, remat="block", bucket_bytes=SMALL)
+    params = zero.abstract(lambda: {k: jax.numpy.zeros(s) for k, s in shapes.items()})
+    batch = jax.ShapeDtypeStruct((8, 24), "float32")
+    jaxpr = jax.jit(zero.value_and_grad(loss)).trace(params, batch).jaxpr
+    assert barriers(jaxpr) == [(32 // N, 24)]
 
 
 @pytest.mark.parametrize("remat", ["block", "block_sqrt"])

@@ -56,7 +56,7 @@ def _scatter(full: jax.Array, axis: str, dim: int) -> jax.Array:
 def all_to_all(rows: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:
     """Row i of dim 0 goes to device i, and what every device has for this one comes back in its
     place, at most a bucket at a time."""
-    runs = _runs(rows[0].size, len(rows) * rows.dtype.itemsize, bucket_bytes)
+    runs = _runs(rows.size // len(rows), len(rows) * rows.dtype.itemsize, bucket_bytes)
     if len(runs) == 1:
         return jax.lax.all_to_all(rows, axis, 0, 0)
     flat = rows.reshape(len(rows), -1)

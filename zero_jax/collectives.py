@@ -60,19 +60,18 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
 
-    bits = wire.scatter_bits if cut.layer_rank > 1 else None
+    collective: Any = buckets.psum_scatter
+    bits = wire.scatter_bits if cut.dim is not None and cut.layer_rank > 1 else None
+    if bits:
+        collective = functools.partial(quantised.psum_scatter, bits=bits)
 
     def one(x: jax.Array) -> jax.Array:
         x = x if bits else x.astype(_sum_dtype(cut, wire))
         if cut.dim is None:
-            return _summed(x.astype(_sum_dtype(cut, wire)), cut, wire.axis, wire)
+            return _summed(x, cut, wire.axis, wire)
         if cut.padded:
             x = pad_dim(x, cut.dim % x.ndim, cut.shard_size * cut.shards)
-        if bits:
-            return _along(
-                functools.partial(quantised.psum_scatter, bits=bits), x, cut, wire.axis, wire
-            )
-        return _along(buckets.psum_scatter, x, cut, wire.axis, wire)
+        return _along(collective, x, cut, wire.axis, wire)
 
     return _by_layer(one, full, cut, wire).astype(jnp.promote_types(full.dtype, jnp.float32))
 
@@ -160,7 +159,8 @@ def _touch_bwd(cut: Split, wire: Wire, slot: Any, cotangent: jax.Array) -> tuple
     if cut.dim is None:  # summed over devices once, at the end of the step
         return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None, None
     grad = reduce_scatter(cotangent, cut, wire)
-    # A slot of fp32, or of the dtype in which the sum over devices is: this rounds nothing.
+    # A slot of fp32, or of the dtype in which the sum over devices is: this rounds nothing but sums
+    # of integers, which are in fp32.
     return (grad, None, None) if slot is None else (None, None, grad.astype(slot.dtype))
 
 

@@ -5,7 +5,9 @@ results of matrix products, reductions, loops and collectives are in memory from
 that makes them to the last that reads them. Two habits of XLA's scheduler matter enough to be
 followed: gradients that only wait to be summed over devices are computed last, and inside a loop
 they are summed one iteration later, while the next layer computes, so that one layer of them is
-always under way. Nothing is fitted: `docs/plan.md` has the error against the compiled program.
+always under way (of a layer of several buckets what is not behind a barrier, and three buckets at
+most: on GPUs as many collectives are under way at a time). Nothing is fitted: `docs/plan.md` has
+the error against the compiled program.
 
 What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
 B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:

@@ -135,6 +135,12 @@ def read_from(jaxpr: Any, at: int) -> set[Any]:
     return returned.union(_variables(jaxpr.eqns[at:]))
 
 
+def first_read(jaxpr: Any, var: Any) -> int:
+    """The first equation that reads a variable; their number if none does."""
+    reads = (at for at, e in enumerate(jaxpr.eqns) if any(a is var for a in e.invars))
+    return next(reads, len(jaxpr.eqns))
+
+
 def _variables(eqns: Sequence[Any]) -> list[Any]:
     return [a for e in eqns for a in e.invars if not isinstance(a, jex.Literal)]
 

@@ -1,4 +1,4 @@
-"""A gathered leaf that is not gathered yet, so that its gather stands with what uses it."""
+"""A leaf that is not gathered yet: it will be together with what uses it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Later:
-    """A gathered leaf that is not gathered yet: it will be, together with what uses it."""
+    """Shards, and what makes the leaf of them."""
 
     shards: Sequence[Any]
     gather: Callable[..., Any]

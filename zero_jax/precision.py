@@ -49,8 +49,8 @@ class Precision:
       reduce: dtype in which gradients are summed over devices: fp32 or bf16.
       gather: "int8" sends matrices as int8 with a scale a block, see `quantised`; None sends them
         in `compute`.
-      scatter: "int8" or "int4" sends gradients of matrices so, and sums them in fp32; None sends
-        and sums them in `reduce`.
+      scatter: "int8" or "int4" sends gradients of matrices so and sums them in fp32, of which
+        scanned layers keep `reduce` until the update; None sends and sums them in `reduce`.
       initial_scale: first loss scale (fp16 only).
       growth_interval: good steps after which the scale doubles.
 

@@ -9,8 +9,9 @@ over steps. Of hierarchical states the shard was joined in the compute dtype bef
 off by that rounding too.
 
 Gradients: every device rounds its own full gradient and sends each shard's part to its owner, who
-multiplies back and sums in fp32. So each number is rounded once, by its sender, and the sum of N is
-off by at most the N half steps. What was rounded off is not carried to the next step (error
+multiplies back and sums in fp32. So each number is rounded once a touch and micro-batch, by its
+sender, and the sum of N is off by at most the N half steps; sums over replicas are of no integers.
+What was rounded off is not carried to the next step (error
 feedback): it is of a full gradient on every device, 2Ψ bytes in bf16 that no stage from 2 on holds.
 
 Costs bits / 8 + 4 / block bytes an element instead of 2 (bf16).

@@ -124,9 +124,9 @@ def summed_within(jaxpr: Any, touches: Sequence[str], bucket_bytes: float) -> li
     """Inputs of a layer whose gradients are summed over devices before its loop goes on.
 
     XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
-    held that long. What fits in a bucket travels together, when the last of it is there. Of a
-    larger layer those of the matrices that are used last come first, with the rest of its own
-    backward pass to hide behind: up to half of the layer need not wait.
+    held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
+    that gathers more, those of the matrices that are used last come first, with the rest of its own
+    backward pass to hide behind: up to half of the layer is not left to the next.
 
     Args:
       jaxpr: a scanned layer.
@@ -137,18 +137,22 @@ def summed_within(jaxpr: Any, touches: Sequence[str], bucket_bytes: float) -> li
       Positions among its inputs, for `layer`.
     """
     opened = [e for e in jaxpr.eqns if e.params.get("name") in touches]
-    sizes = [e.outvars[0].aval.size * e.outvars[0].aval.dtype.itemsize for e in opened]
-    if sum(sizes) <= bucket_bytes:
+    # All may be opened before the first is used.
+    opened.sort(key=lambda e: jaxprs.first_read(jaxpr, e.outvars[0]))
+    sizes = {
+        e.outvars[0]: e.outvars[0].aval.size * e.outvars[0].aval.dtype.itemsize for e in opened
+    }
+    left = sum(sizes.values()) / 2
+    if 2 * left <= bucket_bytes:
         return []
     positions = {var: i for i, var in enumerate(jaxpr.invars)}
-    pairs = list(zip(opened, sizes, strict=True))
-    matrices = [(e, size) for e, size in pairs if e.outvars[0].aval.ndim > 1]
-    left, found = sum(sizes) / 2, []
-    # Never that of the first: it comes last, and would be summed in the open.
-    for eqn, size in reversed(matrices[1:]):
-        if size <= left:
-            left -= size
-            found += [positions[a] for a in eqn.invars if jaxprs.is_in(a, positions)]
+    found = list[int]()
+    # Never that of the first matrix: it comes last, and would be summed in the open.
+    for eqn in reversed([e for e in opened if e.outvars[0].aval.ndim > 1][1:]):
+        own = [positions[a] for a in eqn.invars if jaxprs.is_in(a, positions)]
+        if own and sizes[eqn.outvars[0]] <= left:
+            left -= sizes[eqn.outvars[0]]
+            found += own
     return found
 
 

@@ -51,8 +51,8 @@ def apply(
         or None.
       numbers: for each, the number of the layer that it belongs to, or None; for layers that are
         not scanned.
-      bucket_bytes: the most that collectives move at once; a scanned layer of more does not hand
-        all of its gradients to the next one to be summed there.
+      bucket_bytes: the most that collectives move at once; a scanned layer that gathers more does
+        not hand all of its gradients to the next one to be summed there (but under "none").
 
     Returns:
       A function of the same signature and values.
@@ -245,7 +245,7 @@ def _scan(
         policy.kind == "block_sqrt" and over_layers and grouped.size_of(eqn.params["length"]) > 1
     )
     run = _replay(body, weights, policy)
-    within = recompute.summed_within(body.jaxpr, TOUCHES, bucket_bytes)
+    within = recompute.summed_within(body.jaxpr, TOUCHES, bucket_bytes) if over_layers else []
     if nested:
         return grouped.scan(run, eqn, values, policy.inputs, within)
     place = policy.inputs if over_layers else DEVICE

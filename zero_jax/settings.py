@@ -142,8 +142,12 @@ class Settings:
         """What travels between devices of the `data` axis."""
         known = self.precision
         return Wire(
-            *(DATA, known.compute, known.reduce, self.bucket_bytes),
-            *(BITS[known.gather], BITS[known.scatter]),
+            axis=DATA,
+            compute=known.compute,
+            reduce=known.reduce,
+            bucket=self.bucket_bytes,
+            gather_bits=BITS[known.gather],
+            scatter_bits=BITS[known.scatter],
         )
 
     def compiler_options(self, params: Any) -> dict[str, Any]:

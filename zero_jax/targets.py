@@ -196,7 +196,7 @@ COMPILED_FOR = tuple(name for name in TARGETS if name != "v100-32gb")
 
 
 def target(name: str | Target) -> Target:
-    """The target of that name; one that is of no name here, as it is.
+    """The target of that name; a `Target` is returned as it is.
 
     Raises:
       ValueError: no target has it; names the nearest.
