@@ -1,6 +1,6 @@
 """Whether it matters that gradients travel as int8 or int4: losses beside exact sums.
 
-    python benchmarks/rounding.py              # 8 runs, 4 minutes on two cores
+    python benchmarks/rounding.py              # 8 runs of 200 steps
     python benchmarks/rounding.py --tables     # prints the table of what is there
 
 A small GPT learns a Markov chain from gradients of 8 devices, each rounded by its sender and summed
@@ -33,12 +33,12 @@ CONFIG = gpt.GPTConfig(layers=4, width=64, heads=4, vocab=64, seq=64)
 WAYS = (("exact", None, False), ("int8", 8, False), ("int4", 4, False), ("int4", 4, True))
 
 
-def rows_of(rng: np.random.Generator, table: np.ndarray) -> np.ndarray:
-    """(devices, rows, T + 1) tokens of a Markov chain whose transitions are the table's rows."""
+def rows_of(rng: np.random.Generator, chain: np.ndarray) -> np.ndarray:
+    """(devices, rows, T + 1) tokens of a Markov chain whose transitions are the chain's rows."""
     tokens = np.zeros((DEVICES, ROWS, CONFIG.seq + 1), np.int32)
     tokens[..., 0] = rng.integers(0, CONFIG.vocab, tokens.shape[:2])
     for t in range(CONFIG.seq):
-        below = table.cumsum(1)[tokens[..., t]] < rng.random((*tokens.shape[:2], 1))
+        below = chain.cumsum(1)[tokens[..., t]] < rng.random((*tokens.shape[:2], 1))
         tokens[..., t + 1] = np.minimum(below.sum(-1), CONFIG.vocab - 1)
     return tokens
 
@@ -69,9 +69,9 @@ def final_loss(bits: int | None, feedback: bool, seed: int) -> float:
 
     rest = jax.tree.map(lambda x: jnp.zeros((DEVICES, *x.shape)), start) if feedback else None
     rng, params, state, losses = np.random.default_rng(seed), start, tx.init(start), []
-    table = rng.dirichlet(np.full(CONFIG.vocab, 0.05), CONFIG.vocab)
+    chain = rng.dirichlet(np.full(CONFIG.vocab, 0.05), CONFIG.vocab)
     for _ in range(STEPS):
-        params, state, rest, mean = step(params, state, rest, rows_of(rng, table))
+        params, state, rest, mean = step(params, state, rest, rows_of(rng, chain))
         losses.append(float(mean))
     return float(np.mean(losses[-LAST:]))
 
@@ -92,9 +92,12 @@ def main() -> None:
         known = json.loads(FILE.read_text())
     else:
         rows = [
-            {"sent": name, "feedback": feedback, "losses": losses}
+            {
+                "sent": name,
+                "feedback": feedback,
+                "losses": [final_loss(bits, feedback, seed) for seed in SEEDS],
+            }
             for name, bits, feedback in WAYS
-            for losses in [[final_loss(bits, feedback, seed) for seed in SEEDS]]
         ]
         known = {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "seeds": SEEDS}
         known |= {"steps": STEPS, "devices": DEVICES, "rows": rows}

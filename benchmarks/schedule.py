@@ -30,8 +30,8 @@ FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"
 MODELS, DEVICES, ROWS, REMAT = ("1.5b", "7.5b", "128b"), (8, 64, 256), 4, "block"
 
 
-def programs(model: str, devices: int) -> dict[str, dict]:
-    """Both compiled programs as plain data."""
+def programs(model: str, devices: int) -> dict:
+    """Both compiled programs as plain data, and whether both fit."""
     precision = Precision("bf16", reduce="bf16")
     zero = Zero(abstract_mesh(devices), 3, precision=precision, remat=REMAT)
     case = Case(gpt.preset(model), zero, "adamw", ROWS * devices)

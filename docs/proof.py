@@ -125,8 +125,11 @@ def main() -> None:
         grid = [(*c, s, r) for r in POLICIES for c in cases for s in parsed.stages]
         more = [(*c, *v) for c in CASES[:2] for v in MORE]
         kept = [] if parsed.more else known.get("rows", [])
-        again = lambda row: row["model"] in parsed.models and row["stage"] in parsed.stages  # noqa: E731
-        rows = [row for row in kept if not again(row)]
+        rows = [
+            row
+            for row in kept
+            if row["model"] not in parsed.models or row["stage"] not in parsed.stages
+        ]
         for case in more if parsed.more else grid:
             rows.append(prove(*case))
             print(*case, f"{rows[-1]['error']:+.1%}", flush=True)
