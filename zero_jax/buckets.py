@@ -35,11 +35,17 @@ def psum_scatter(full: jax.Array, axis: str, dim: int, bucket_bytes: int | None)
     runs = _runs(full.size // parts, parts * full.dtype.itemsize, bucket_bytes)
     if len(runs) == 1:
         return _scatter(full, axis, dim)
-    shape = (*full.shape[:dim], full.shape[dim] // parts, *full.shape[dim + 1 :])
-    rows = full.reshape(*full.shape[:dim], parts, *shape[dim:])
-    rows = jnp.moveaxis(rows, dim, 0).reshape(parts, -1)
-    pieces = [_scatter(rows[:, a:b], axis, 0)[0] for a, b in runs]
-    return jnp.concatenate(pieces).reshape(shape)
+    rows = by_owner(full, axis, dim)
+    flat = rows.reshape(parts, -1)
+    pieces = [_scatter(flat[:, a:b], axis, 0)[0] for a, b in runs]
+    return jnp.concatenate(pieces).reshape(rows.shape[1:])
+
+
+def by_owner(full: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The shards of `full` along `dim`, stacked: row i is that of device i."""
+    parts = jax.lax.axis_size(axis)
+    rows = full.reshape(*full.shape[:dim], parts, full.shape[dim] // parts, *full.shape[dim + 1 :])
+    return jnp.moveaxis(rows, dim, 0)
 
 
 def _scatter(full: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -48,9 +54,7 @@ def _scatter(full: jax.Array, axis: str, dim: int) -> jax.Array:
     # (jax-ml/jax#40830). The parts sent to their owners and summed there are as many words.
     if not (jax.distributed.is_initialized() and jax.default_backend() == "cpu"):
         return jax.lax.psum_scatter(full, axis, scatter_dimension=dim, tiled=True)
-    parts = jax.lax.axis_size(axis)
-    rows = full.reshape(*full.shape[:dim], parts, full.shape[dim] // parts, *full.shape[dim + 1 :])
-    return jax.lax.all_to_all(rows, axis, dim, dim).sum(dim)
+    return jax.lax.all_to_all(by_owner(full, axis, dim), axis, 0, 0).sum(0)
 
 
 def all_to_all(rows: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:

@@ -48,7 +48,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     if cut.dim is None:
         return full
     dim = cut.dim % full.ndim
-    if wire.gather_bits and cut.layer_rank > 1 and jnp.issubdtype(full.dtype, jnp.floating):
+    if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(full.dtype, jnp.floating):
         args = (wire.axis, dim, wire.bucket, full.dtype)
         full = _pieces(lambda x: quantised.all_gather(x, *args), shard, cut)
     else:
@@ -61,7 +61,7 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
 
     collective: Any = buckets.psum_scatter
-    bits = wire.scatter_bits if cut.dim is not None and cut.layer_rank > 1 else None
+    bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
         collective = functools.partial(quantised.psum_scatter, bits=bits)
 
@@ -94,6 +94,12 @@ def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
         return _along(buckets.psum_scatter, x.astype(_sum_dtype(cut, wire)), cut, axis, wire)
 
     return _by_layer(one, shard, cut, wire).astype(shard.dtype)
+
+
+def _as_integers(cut: Split) -> bool:
+    """Whether a leaf travels as integers where asked: not vectors, nor matrices of rows so short
+    that a scale is more than the integers save."""
+    return cut.layer_rank > 1 and cut.device_shape[-1] > quantised.TOO_SHORT
 
 
 def _sum_dtype(cut: Split, wire: Wire) -> Any:

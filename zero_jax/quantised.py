@@ -30,6 +30,8 @@ from zero_jax import buckets
 BITS = {None: None, "int8": 8, "int4": 4}
 # Elements that share a scale: the largest divisor of the last dim between these, or all of it.
 LARGEST, SMALLEST = 256, 32
+# Four numbers and their scale are 8 bytes as int8: not fewer than as bf16.
+TOO_SHORT = 4
 
 
 def all_gather(
@@ -62,9 +64,7 @@ def psum_scatter(
       bucket_bytes: the most that a collective moves at once.
       bits: 8 or 4.
     """
-    parts = jax.lax.axis_size(axis)
-    shape = (*full.shape[:dim], parts, full.shape[dim] // parts, *full.shape[dim + 1 :])
-    rows = jnp.moveaxis(full.reshape(shape), dim, 0)
+    rows = buckets.by_owner(full, axis, dim)
     steps, scales = quantise(rows, bits)
     if bits == 4:
         steps = pack(steps)
