@@ -82,7 +82,13 @@ def main() -> None:
         | {name: statistics.median(one[name] for one in runs) for name in NAMES}
         for (layers, devices), runs in found.items()
     ]
-    known = {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    known = {
+        "jax": jax.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "rounds": ROUNDS,
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
     FILE.write_text(json.dumps(known, indent=1) + "\n")
     print(table(rows))
 

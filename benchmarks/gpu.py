@@ -6,17 +6,19 @@
 Rates are tokens per second and MFU: the model's FLOPs, recomputation not counted and attention
 counted whole, over the device's dense peak (of a device without a data sheet here, over the rate of
 a large matrix product). An optimizer's step is what it must read and write, 28 bytes a parameter,
-over the bandwidth of a copy measured in the same process. Every row is a process of its own, so
-that one that does not fit ends nothing else, and memory peaks are its own; rows for which no time
-is left are named.
+over the bandwidth of a copy measured in the same process; with its state in host memory the 16
+bytes that cross the link, over a copy there and back. Every row is a process of its own, so that
+one that does not fit ends nothing else, and memory peaks are its own; rows for which no time is
+left are named.
 
-PyTorch, compiled by torch.compile, trains the same models where this Python has it, or that of
-.venv-torch; else the line that brings it is printed.
+PyTorch, its blocks and loss compiled by torch.compile, trains the same models where this Python has
+it, or that of .venv-torch; else the line that brings it is printed.
 """
 
 import argparse
 import bisect
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -39,13 +41,16 @@ import zero_jax
 from models import gpt
 from zero_jax import targets
 from zero_jax.plan import Case
+from zero_jax.tiers import Offload
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"
-MINUTES = 10
+MINUTES = 9  # and what the last row needs to end
 ROW_SECONDS = 150  # of one row at most
 STEPS = 8
-LARGEST = 64  # layers at most, of the largest model that fits
+LARGEST = 96  # layers at most, of the largest model that fits
+HOST_SHARE = 0.7  # of the host memory that is free: states may take so much
+PIECE_BYTES = 2**29  # of states in host memory: XLA compiles each piece of the update
 TORCH = "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch numpy"
 
 
@@ -59,19 +64,15 @@ def cases(toy: bool) -> list[dict[str, Any]]:
         {"kind": "train", "model": small, "rows": many, "remat": "none"},
         {"kind": "torch", "model": small, "rows": many, "remat": "none"},
         {"kind": "torch", "model": large, "rows": many, "remat": "block"},
-    ]
-    made += [
-        {"kind": "train", "model": small, "rows": many, "remat": "none", "attention": kind}
-        for kind in ("xla", *(() if toy else ("cudnn",)))
+        {"kind": "update", "model": large, "offload": "optimizer"},
+        {"kind": "largest", "model": wide, "rows": few},
+        {"kind": "largest", "model": wide, "rows": few, "offload": "optimizer,params"},
+        # The others have "auto": cuDNN's kernel, where there is one.
+        {"kind": "train", "model": small, "rows": many, "remat": "none", "attention": "xla"},
     ]
     made += [
         {"kind": "train", "model": large, "rows": few, "remat": remat}
         for remat in ("none", "dots", "block")
-    ]
-    made += [
-        {"kind": "update", "model": large, "offload": "optimizer"},
-        {"kind": "largest", "model": wide, "rows": few},
-        {"kind": "largest", "model": wide, "rows": few, "offload": "optimizer,params"},
     ]
     return made
 
@@ -86,9 +87,16 @@ def case_of(own: dict[str, Any], layers: int | None = None) -> Case:
         3,
         precision=zero_jax.Precision("bf16"),
         remat=own.get("remat", "block"),
-        offload=own.get("offload"),
+        offload=offload_of(own),
     )
     return Case(config, zero, "adamw", own.get("rows", 1))
+
+
+def offload_of(own: dict[str, Any]) -> Offload | None:
+    names = own.get("offload", "").split(",")
+    if names == [""]:
+        return None
+    return Offload(**dict.fromkeys(names, True), piece_bytes=PIECE_BYTES)
 
 
 def train(own: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
@@ -115,13 +123,14 @@ def train(own: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": rate,
         "mfu": rate * gpt.flops_per_token(case.config) / peak,
-        "peak_flops": f"{peak / 1e12:.1f}e12, {source}",
+        "peak_flops": peak,
+        "peak_from": source,
         "peak_bytes": held_bytes(),
     }
 
 
 def update(own: dict[str, Any]) -> dict[str, Any]:
-    """Bytes per second of AdamW's step, beside a copy's."""
+    """Bytes per second of AdamW's step, beside a copy's; with offload of those in host memory."""
     case = case_of(own)
     zero, tx = case.zero, case.zero.optimizer(case.tx)
     params = zero.init(case.make)
@@ -131,7 +140,8 @@ def update(own: dict[str, Any]) -> dict[str, Any]:
     del params
 
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+        # A training step knows the norm.
+        updates, state = tx.update(grads, state, params, grad_norm=jnp.float32(1))
         return optax.apply_updates(params, updates), state
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
@@ -141,22 +151,29 @@ def update(own: dict[str, Any]) -> dict[str, Any]:
         states = jitted(*states, grads)
         jax.block_until_ready(states)
 
-    # Reads gradient, master, both moments; writes master and both moments; all fp32.
-    speed, copy = 28 * count / median_seconds(once), copy_bandwidth()
+    # Reads gradient, master, both moments; writes master and both moments; all fp32. Both moments
+    # come from the host and go back.
+    words, copied = (4, link_bandwidth) if own.get("offload") else (7, copy_bandwidth)
+    speed, copy = 4 * words * count / median_seconds(once), copied()
     return {"params": count, "bytes_per_second": speed, "copy": copy, "of_copy": speed / copy}
 
 
 def largest(own: dict[str, Any]) -> dict[str, Any]:
-    """The deepest model of this width that fits by the plan, trained."""
-    limit = memory_limit()
+    """The deepest model of this width that fits by the plan, trained; and what ended the search."""
+    limits = {"device": 0.9 * memory_limit(), "host": HOST_SHARE * host_memory()}
 
-    def total_bytes(layers: int) -> int:
-        return case_of(own, layers).plan(3).predicted.total_bytes
+    def ends(layers: int) -> str:
+        """What has too little memory for so many layers, "" if nothing has."""
+        predicted = case_of(own, layers).plan(3).predicted
+        needed = {"device": predicted.total_bytes, "host": predicted.host}
+        return next((name for name in limits if needed[name] > limits[name]), "")
 
-    deepest = bisect.bisect_right(range(1, LARGEST + 1), 0.9 * limit, key=total_bytes)
+    depths = range(1, LARGEST + 1)
+    deepest = bisect.bisect_left(depths, True, key=lambda layers: bool(ends(layers)))
     if not deepest:
-        raise ValueError(f"not one layer of {own['model']} fits in {limit / 1e9:.1f} GB")
-    return {"layers": deepest, "memory_limit": limit, **train(own, deepest)}
+        raise ValueError(f"not one layer of {own['model']} fits, for its {ends(1)} memory")
+    ended = ends(deepest + 1) if deepest < LARGEST else f"{LARGEST} layers, the most that are tried"
+    return {"layers": deepest, "ended_by": ended, "limits": limits, **train(own, deepest)}
 
 
 def peak_flops() -> tuple[float, str]:
@@ -164,19 +181,33 @@ def peak_flops() -> tuple[float, str]:
     kind = jax.devices()[0].device_kind
     for target in targets.TARGETS.values():
         if target.description == kind:
-            return target.flops, "data sheet"
+            return target.flops, "data sheet's peak"
     size = 8192 if jax.default_backend() == "gpu" else 1024
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)
     seconds = median_seconds(lambda: product(x).block_until_ready())
-    return 2 * size**3 / seconds, f"a product of {size}"
+    return 2 * size**3 / seconds, f"rate of a product of {size}"
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of the largest copy that is handy."""
-    words = 2**29 if jax.default_backend() == "gpu" else 2**24
-    x, add = jnp.zeros(words, jnp.float32), jax.jit(lambda x: x + 1)
+    """Bytes per second, read and written, of a copy of 2 GiB."""
+    x, add = large_array(), jax.jit(lambda x: x + 1)
     return 2 * x.nbytes / median_seconds(lambda: add(x).block_until_ready())
+
+
+def link_bandwidth() -> float:
+    """Bytes per second to host memory, and back once they are there."""
+    x = large_array()
+    host, device = (x.sharding.with_memory_kind(kind) for kind in ("pinned_host", "device"))
+
+    def once() -> None:
+        jax.device_put(jax.device_put(x, host).block_until_ready(), device).block_until_ready()
+
+    return 2 * x.nbytes / median_seconds(once)
+
+
+def large_array() -> jax.Array:
+    return jnp.zeros(2**29 if jax.default_backend() == "gpu" else 2**24, jnp.float32)
 
 
 def median_seconds(once: Callable[[], Any]) -> float:
@@ -191,6 +222,7 @@ def median_seconds(once: Callable[[], Any]) -> float:
 
 
 def held_bytes() -> int | None:
+    """The most that was held of the device."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
@@ -199,12 +231,27 @@ def memory_limit() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 10**8)
 
 
+def host_memory() -> int:
+    """Bytes of host memory that are free."""
+    found = re.search(r"MemAvailable: +(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
+    return 1024 * int(found[1]) if found else 0
+
+
+def environment() -> dict[str, str]:
+    """In which a row finds all memory of device and host: what fits is to be seen, not what JAX and
+    XLA take by default."""
+    # The older spelling of the first: JAX ends where it is given both.
+    env = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    return env | {
+        "XLA_CLIENT_MEM_FRACTION": "0.95",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(int(0.9 * host_memory() / 2**30)),
+        "JAX_TRACEBACK_FILTERING": "off",  # of what went wrong the error, not its frames
+    }
+
+
 def alone(own: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
     """One row, in a process of its own; on "cuda" or "cpu"."""
-    command = [sys.executable, __file__]
-    # What fits is to be seen, not what JAX takes by default; and what went wrong, not its frames.
-    known = {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-    env = {**os.environ, **known, "JAX_TRACEBACK_FILTERING": "off"}
+    command = [sys.executable, __file__, *(["--toy"] if device == "cpu" else [])]
     if own["kind"] == "torch":
         python = python_with_torch()
         if python is None:
@@ -216,7 +263,7 @@ def alone(own: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [*command, "--one", json.dumps(own)],
-            env=env,
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -224,11 +271,18 @@ def alone(own: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"stopped after {seconds:.0f} s"}
     if done.returncode:
-        errors = re.findall(r"^\S*(?:Error|RESOURCE_EXHAUSTED)\b.*", done.stderr, re.MULTILINE)
-        return {"error": errors[-1][:300] if errors else f"exit code {done.returncode}"}
+        return {"error": last_error(done.stderr) or f"exit code {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def last_error(log: str) -> str:
+    """The line that says what ended a process, "" if it said nothing."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]+: ", line)]
+    return (errors or lines or [""])[-1][:300]
+
+
+@functools.cache
 def python_with_torch() -> str | None:
     for python in (sys.executable, str(FOLDER.parent / ".venv-torch" / "bin" / "python")):
         if pathlib.Path(python).exists():
@@ -257,8 +311,9 @@ def said(row: dict[str, Any]) -> str:
         peak = row.get("peak_bytes")
         held = f", {peak / 1e9:.1f} GB" if peak else ""
         size = f"{row['params'] / 1e9:.2f}B, " if "layers" in row else ""
-        mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
-        return f"{size}{row['tokens_per_second']:,.0f} tokens/s{mfu}{held}"
+        mfu = f", MFU {row['mfu']:.1%} of the {row['peak_from']}" if "mfu" in row else ""
+        ended = f", ended by {row['ended_by']}" if "ended_by" in row else ""
+        return f"{size}{row['tokens_per_second']:,.0f} tokens/s{mfu}{held}{ended}"
     return row.get("error") or f"left out: {row['missing']}"
 
 
@@ -271,6 +326,8 @@ def main(args: list[str] | None = None) -> None:
     parsed = parser.parse_args(args)
     if parsed.one:
         own = json.loads(parsed.one)
+        if not parsed.toy and jax.default_backend() != "gpu":
+            parser.error("JAX sees no GPU here: pip install -U 'jax[cuda13]', or --toy for a CPU")
         measured = {"train": train, "update": update, "largest": largest}[own["kind"]](own)
         print(json.dumps(measured | {"device": jax.devices()[0].device_kind}))
         return

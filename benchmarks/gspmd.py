@@ -4,7 +4,9 @@ What an expert writes by hand: masters and Adam's state split over `data` along 
 zero_jax splits (what N does not divide stays whole: `jit` takes nothing else), parameters cast
 before they are gathered, layers rematerialised, and activations held to the batch dim, so that
 XLA gathers weights and not activations. `held=False` is the same without that hold, as one writes
-it first; `split=False` is plain data parallelism, every array whole on every device.
+it first; `split=False` is plain data parallelism, every array whole on every device. `chunks` is
+in how many parts of each row the loss is computed, and again in the backward pass: fewer logits at
+a time, but the embedding's gradient is summed over devices once for each.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ PyTree = Any
 
 
 def step_of(
-    case: Case, policy: str, *, split: bool = True, held: bool = True
+    case: Case, policy: str, *, split: bool = True, held: bool = True, chunks: int = 1
 ) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
     """The step, to be jitted with two donated arguments, and shapes of its arguments."""
     mesh = case.zero.mesh
@@ -47,7 +49,7 @@ def step_of(
         transform_non_params=lambda x: _like(x, mesh, whole),
     )
     rules = (("batch", DATA),) if held else ()
-    saving = remat.apply(_mean_loss(case), policy, [None] * len(leaves))
+    saving = remat.apply(_mean_loss(case, chunks), policy, [None] * len(leaves))
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)
@@ -62,15 +64,25 @@ def step_of(
     return step, (params, state, _like(case.batch, mesh, PartitionSpec(DATA)))
 
 
-def _mean_loss(case: Case) -> Callable[[PyTree, jax.Array], jax.Array]:
-    """On whole logits: chunks of tokens would be chunks of all devices' tokens, and be gathered."""
+def _mean_loss(case: Case, chunks: int) -> Callable[[PyTree, jax.Array], jax.Array]:
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(case.config, rngs=nnx.Rngs(0))))
 
     def mean_loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
-        logits = nn.with_logical_constraint(logits, ("batch", None, None))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.mean(losses)
+        model = nnx.merge(graphdef, params)
+
+        def total(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+            hidden, labels = part
+            hidden = nn.with_logical_constraint(hidden, ("batch", None, None))
+            logits = nn.with_logical_constraint(model.head(hidden), ("batch", None, None))
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return jnp.sum(losses)
+
+        parts = model.hidden(tokens[:, :-1]), tokens[:, 1:]
+        if chunks == 1:
+            return total(parts) / parts[1].size
+        # Along rows: chunks of all tokens would be chunks of all devices' tokens, and be gathered.
+        split = [jnp.moveaxis(x.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0) for x in parts]
+        return jnp.sum(jax.lax.map(jax.checkpoint(total), tuple(split))) / parts[1].size
 
     return mean_loss
 

@@ -44,10 +44,15 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(parsed.width)
 
     def forward(self, tokens):
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        x = self.wte(inputs) + self.wpe(torch.arange(inputs.shape[1], device=tokens.device))
+        x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
+        return self.loss(x, tokens[:, 1:])
+
+    def embed(self, inputs):
+        return self.wte(inputs) + self.wpe(torch.arange(inputs.shape[1], device=inputs.device))
+
+    def loss(self, x, labels):
         logits = F.linear(self.ln_f(x), self.wte.weight)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -106,7 +111,8 @@ def fsdp2(model: nn.Module):
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    # By default it would keep what is not in a block, half of this model, until its backward pass.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return _plain(model)
 
 

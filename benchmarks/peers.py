@@ -6,8 +6,8 @@
 All start from the same weights of a GPT of 51M parameters and train on the same tokens by AdamW in
 fp32, so that their losses must agree (else this raises). PyTorch runs eagerly, with the fused
 AdamW; DeepSpeed's and FSDP2's settings are those that give back a layer's weights after it, as
-zero_jax's stage 3 does. Rounds alternate between them, since machines are noisy: time is the
-median over rounds of the slowest process's median step, bytes are the most that the largest process
+zero_jax's stage 3 does. Rounds alternate between them, since machines are noisy: time is the median
+over rounds of the slowest process's median step, bytes that of the most that the largest process
 held while it trained. Each process has its own share of the cores and as many threads; where there
 are fewer cores than processes, they take turns. Writes docs/peers.json (unless `--only` leaves some
 out) and prints a table.
@@ -109,7 +109,7 @@ def _last(out: str) -> str:
 
 def compare(world: int, parsed: argparse.Namespace, weights: str) -> list[dict]:
     """Rows of the table for so many processes."""
-    sizes = PROBLEM | {"rows": parsed.rows, "steps": parsed.steps, "weights": weights}
+    sizes = PROBLEM | {"rows": parsed.rows_per_process, "steps": parsed.steps, "weights": weights}
     pythons = {library: environment(library) for library in PEERS}
     known = [(lib, name) for lib, (_, names) in PEERS.items() if pythons[lib] for name in names]
     cases = [(library, name) for library, name in known if name in parsed.only]
@@ -126,6 +126,8 @@ def compare(world: int, parsed: argparse.Namespace, weights: str) -> list[dict]:
                 continue
             found[name].append(runs)
             print(world, name, [f"{p['seconds']:.3f}" for p in runs], file=sys.stderr)
+    if not cases:
+        return []
     losses = np.array(found[cases[0][1]][0][0]["losses"])
     rows = []
     for library, name in cases:
@@ -168,7 +170,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=(2, 4))
     names = [name for _, names in PEERS.values() for name in names]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--rows", type=int, default=2, help="of one process")
+    parser.add_argument("--rows-per-process", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="timed, of each run")
     parser.add_argument("--rounds", type=int, default=3)
     parsed = parser.parse_args(args)
@@ -184,6 +186,9 @@ def main(args: list[str] | None = None) -> None:
         "jax": jax.__version__,
         "peers": INSTALL,
         "cores": len(os.sched_getaffinity(0)),
+        "model": PROBLEM,
+        "environment": PAGES,
+        **{name: getattr(parsed, name) for name in ("rows_per_process", "steps", "rounds")},
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
     }

@@ -17,6 +17,7 @@ device. GPUs are used where there are some. Prints a table and writes docs/stage
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -131,6 +132,7 @@ def main() -> None:
     known = {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
+        "cores": len(os.sched_getaffinity(0)),
         "date": time.strftime("%Y-%m-%d"),
         "rows_per_device": parsed.rows,
         **{k: v for k, v in vars(parsed).items() if k not in ("json", "rows")},

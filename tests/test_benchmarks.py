@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jaxlib import xla_client
 
 import zero_jax
 from models import gpt
@@ -38,7 +39,7 @@ def run(name, *args):
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}])
+@pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}, {"chunks": 4}])
 def test_gspmd_trains_as_zero_jax_does(load, how):
     zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat="block")
     config = gpt.GPTConfig(layers=2, width=32, heads=2, vocab=96, seq=16)
@@ -117,9 +118,37 @@ def test_every_kind_of_row_is_measured_at_toy_size(load, tmp_path, monkeypatch):
     rows = {row["case"]["kind"]: row for row in json.loads(out.read_text())["rows"][:-1]}
     assert 0 < rows["train"]["mfu"] < 2 and rows["train"]["tokens_per_second"] > 0
     assert rows["update"]["of_copy"] > 0 and rows["largest"]["layers"] > 4
+    assert rows["largest"]["ended_by"] in ("device", "host", f"{gpu.LARGEST} layers, the most")
     assert rows["torch"] == {"case": kinds["torch"], "missing": gpu.TORCH}
     failed = json.loads(out.read_text())["rows"][-1]
     assert "remat='most'" in failed["error"] and "tokens_per_second" not in failed
+
+
+def test_a_row_finds_the_memory_of_a_gpu_whatever_the_user_has_set(load, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setattr(os, "environ", load("gpu").environment())
+    # JAX asks this when it starts on a GPU; what it raises there is a warning, and then a CPU.
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.95
+    assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 0
+
+
+def test_without_a_gpu_a_row_says_so_and_measures_nothing(load):
+    measured = load("gpu").alone({"kind": "train", "model": "nano", "rows": 2}, 60, "cuda")
+    assert "JAX sees no GPU here: pip install -U 'jax[cuda13]'" in measured["error"]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("W0 slow\nzero_jax.selfcheck.WrongHere: offload is wrong\n\n", "zero_jax.selfcheck.Wron"),
+        ("ValueError: no\nE1123 01:02 cuda.cc:1] late\n", "ValueError: no"),
+        ("Killed\n", "Killed"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_says_what_ended_a_row_is_found(load, log, said):
+    found = load("gpu").last_error(log)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 @pytest.mark.heavy
