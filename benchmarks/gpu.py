@@ -39,9 +39,8 @@ import optax
 
 import zero_jax
 from models import gpt
-from zero_jax import targets
+from zero_jax import targets, tiers
 from zero_jax.plan import Case
-from zero_jax.tiers import Offload
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"
@@ -87,16 +86,9 @@ def case_of(own: dict[str, Any], layers: int | None = None) -> Case:
         3,
         precision=zero_jax.Precision("bf16"),
         remat=own.get("remat", "block"),
-        offload=offload_of(own),
+        offload=dataclasses.replace(tiers.parse(own.get("offload")), piece_bytes=PIECE_BYTES),
     )
     return Case(config, zero, "adamw", own.get("rows", 1))
-
-
-def offload_of(own: dict[str, Any]) -> Offload | None:
-    names = own.get("offload", "").split(",")
-    if names == [""]:
-        return None
-    return Offload(**dict.fromkeys(names, True), piece_bytes=PIECE_BYTES)
 
 
 def train(own: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
