@@ -30,10 +30,11 @@ from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
+from training.room import LESS_MEMORY, room_for
 from training.saving import Saver, goes_on, same_everywhere, state_files
 from training.show import Show, Speed, progress
 from training.stop import INTERRUPTED, Stop, Stopped
-from training.supervise import supervise
+from training.supervise import WRONG, supervise
 from training.text import decode
 from zero_jax.replicas import check_replicas
 from zero_jax.watchdog import ENDED, Watchdog
@@ -196,6 +197,7 @@ class Run:
                 with progress(config.steps, start=done, enabled=self.lead) as show:
                     return self._steps(states, done, show)
             except zero_jax.NonFiniteError as error:
+                self.watchdog.rest()
                 found = self.saver.go_back(like, self.say) if left else None
                 if found is None:
                     raise
@@ -229,6 +231,7 @@ class Run:
         for number in range(done + 1, config.steps + 1):
             if code := self.stop():
                 report(0)
+                self.watchdog.rest()
                 self.saver.save(number - 1, (params, opt_state), now=True)
                 raise Stopped(code)
             self.profile.before(number - done, params)
@@ -248,6 +251,7 @@ class Run:
                 self.say(f"step {number}/{config.steps}  validation loss {loss:.4f}")
                 speed.restart()
         report(0)
+        self.watchdog.rest()
         return params
 
     def _between(self, number: int, params: PyTree, opt_state: PyTree) -> None:
@@ -302,7 +306,7 @@ def run(config: Config) -> None:
         say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
         for name, entropy in marks.items():
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
-        if config.sample_length:
+        if config.sample_length and room_for(4 * gpt.num_params(plan.model), "sample", say):
             whole = trainer.zero.full(params)
             if lead:
                 text = trainer.sample(whole)
@@ -335,7 +339,9 @@ def join(config: Config) -> None:
     """Makes the devices of a machine without GPUs, and joins the other processes."""
     processes = config.num_processes or zero_jax.mesh.launched_processes()
     devices = cpu_devices(config)
-    if devices is not None and devices % processes:
+    # A mesh that does not name `data` leaves the rest of the devices to it, however many.
+    known = config.devices is not None or "data" in mesh_sizes(config.mesh)
+    if devices is not None and known and devices % processes:
         raise ValueError(
             f"{devices} devices must be a multiple of {processes} processes: take --devices "
             f"{(devices // processes + 1) * processes}"
@@ -352,7 +358,7 @@ def supervised(config: Config, given: Sequence[str]) -> int:
     assert config.supervise is not None
     if config.out is None:
         print("error: --supervise needs --out, the folder to go on in", file=sys.stderr)
-        return 2
+        return WRONG
     command = [sys.executable, os.path.abspath(__file__), *own]
     return supervise(
         command,
@@ -393,15 +399,20 @@ def main(args: Sequence[str] | None = None) -> int:
         print("stopped at once, nothing saved", file=sys.stderr)
         return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+        full = "RESOURCE_EXHAUSTED" in str(error)
+        if jax.process_count() == 1 and (config.debug or not full):
             raise
-        print("error:", str(error).partition("\n")[0], file=sys.stderr, flush=True)
-        os._exit(ENDED)  # a usual exit waits for the other processes, and one of them is gone
+        said = str(error).partition("\n")[0] + LESS_MEMORY * full
+        print("error:", said, file=sys.stderr, flush=True)
+        code = WRONG if full else ENDED  # to start again would help against the latter only
+        if jax.process_count() == 1:
+            return code
+        os._exit(code)  # a usual exit waits for the other processes, and one of them is gone
     except (ValueError, OSError, zero_jax.NonFiniteError) as error:
         if config.debug:
             raise
         print("error:", str(error).replace("\n", " "), file=sys.stderr)
-        return 1 if isinstance(error, zero_jax.NonFiniteError) else 2
+        return 1 if isinstance(error, zero_jax.NonFiniteError) else WRONG
     return 0
 
 

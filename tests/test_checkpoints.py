@@ -1,6 +1,8 @@
 """Checkpoints: equal on any mesh and stage, whole or refused."""
 
 import dataclasses
+import errno
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -367,6 +369,16 @@ def test_what_is_saved_is_what_it_was_when_save_was_called(tmp_path):
 
 
 # Two runs, and runs that are killed.
+
+
+def test_storage_without_locks_is_no_other_run(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ValueError, match="can't be locked.*Function not implemented.*flock"):
+        Checkpoints(tmp_path)
+
 
 HOLD = """
 import sys, time

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from problems import PROBLEMS, train_zero, ulps, zoo_without_empty
 
 import zero_jax
@@ -351,6 +352,14 @@ def test_what_was_remembered_is_not_run_again(fresh, monkeypatch):
     selfcheck.remember(fresh)
     monkeypatch.setattr(selfcheck, "check", lambda device: pytest.fail("ran again"))
     zero_on(2, offload="optimizer").optimizer(ADAMW)
+
+
+def test_the_check_asks_no_other_process(fresh, monkeypatch):
+    """Others may have passed it before, and do not come."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gather = lambda x, **_: pytest.fail("a collective of all processes")  # noqa: E731
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    assert [str(o) for o in selfcheck.check(jax.local_devices()[0]) if not o.passed] == []
 
 
 def test_the_command_line_says_what_it_did(tmp_path):

@@ -5,11 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import zero_jax
 from training.supervise import free_address
 
+GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "3"}
 SCRIPT = Path(__file__).parent / "process_gradients.py"
 
 
@@ -24,6 +28,33 @@ def run(out, *groups):
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({}, None),
+        (GPUS, None),
+        (GPUS | STEP, [3]),
+        (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
+        (GPUS | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, [0, 1, 2, 3]),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, None),
+        (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
+        (
+            GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            [0, 1, 2, 3],
+        ),
+        (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
+    ],
+)
+def test_each_process_takes_its_own_gpus(monkeypatch, given, own):
+    """What JAX is told: by itself it takes number LOCALID, also where that is not there."""
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    told = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given: told.append(given[-1]))
+    zero_jax.initialize("somewhere:1", 2, 0)
+    assert told == [own]
 
 
 @pytest.mark.heavy

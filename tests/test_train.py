@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from models import gpt
 from training import optimizers
 from training.config import Config, resolve
 from training.plan import check_batch, load
+from training.room import room_for
 from training.supervise import free_address
 
 SCRIPT = Path(train.__file__).resolve()
@@ -337,6 +339,52 @@ def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
     assert (
         "8 devices must be a multiple of 3 processes: take --devices 9" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("mesh", ["replica=4", "model=8"])
+def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch, mesh):
+    monkeypatch.setattr(zero_jax, "initialize", lambda *_: None)
+    monkeypatch.setattr(zero_jax.mesh, "launched_processes", lambda: 32)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    train.join(Config(mesh=mesh))
+    with pytest.raises(ValueError, match="must be a multiple of 32 processes"):
+        train.join(Config(mesh=f"data=3,{mesh}"))
+
+
+@pytest.mark.parametrize(("processes", "ended"), [(1, "returned 2"), (4, "left with 2")])
+def test_too_little_memory_is_no_reason_to_start_again(monkeypatch, capsys, processes, ended):
+    def run(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GB\nmore")
+
+    def leave(code):
+        raise SystemExit(f"left with {code}")
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        found = f"returned {train.main(HERE)}"
+    except SystemExit as left:
+        found = left.code
+    assert found == ended
+    error = capsys.readouterr().err
+    assert error.startswith("error: RESOURCE_EXHAUSTED: Out of memory: 9 GB. Less on each device: ")
+    assert "more\n" not in error
+
+
+@pytest.mark.parametrize(("size", "room"), [(600, True), (601, False)])
+def test_whole_parameters_are_asked_for_only_where_there_is_room(monkeypatch, capsys, size, room):
+    stats = {"bytes_limit": 1000, "bytes_in_use": 400}
+    devices = [
+        SimpleNamespace(memory_stats=lambda s=s: s) for s in (stats, {**stats, "bytes_limit": 2000})
+    ]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert room_for(size, "sample", print) == room
+    assert ("no sample: it takes" in capsys.readouterr().out) != room
+
+
+def test_devices_that_count_no_memory_have_room(capsys):
+    assert room_for(10**18, "sample", print) and not capsys.readouterr().out
 
 
 def test_debug_shows_where_an_error_came_from(folder):

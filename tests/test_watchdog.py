@@ -70,6 +70,21 @@ def test_nothing_is_timed_before_there_is_something_to_compare_with(tmp_path):
         assert watchdog.limit is None
 
 
+def test_after_the_last_step_nothing_is_timed_until_there_is_another(tmp_path):
+    watchdog = Watchdog(tmp_path)
+    for number in range(4):
+        watchdog.step(number)
+    with watchdog.pause():
+        pass
+    assert watchdog.limit is not None
+    watchdog.rest()
+    with watchdog.pause():  # of an evaluation, say: what comes after it is no step either
+        pass
+    assert watchdog.limit is None
+    watchdog.step(4)
+    assert watchdog.limit is not None
+
+
 @pytest.mark.parametrize("given", [{"dead_after": 0}, {"slow_factor": -1}, {"slow_after": 0}])
 def test_numbers_are_checked(tmp_path, given):
     with pytest.raises(ValueError, match="positive number"):

@@ -1,5 +1,6 @@
 """A lock on a directory that ends with the process that holds it, however that ends."""
 
+import errno
 import fcntl
 import os
 import pathlib
@@ -12,7 +13,7 @@ def locked(directory: pathlib.Path) -> int:
     """Takes the lock of a directory, which is made if need be; returns a file to be closed.
 
     Raises:
-      ValueError: another process has it, or the directory can't be written.
+      ValueError: another process has it, or the directory can't be written or locked.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -24,6 +25,12 @@ def locked(directory: pathlib.Path) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(lock)
+            raise ValueError(
+                f"{directory} can't be locked for checkpoints: {error.strerror}. Mount its file "
+                "system with locks (Lustre: -o flock), or take another directory"
+            ) from error
         holder = os.read(lock, 200).decode("utf-8", "replace").strip()
         os.close(lock)
         raise ValueError(

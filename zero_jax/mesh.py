@@ -30,9 +30,11 @@ def initialize(
 ) -> None:
     """Joins this process to the run; does nothing for a run of one process.
 
-    SLURM and OpenMPI are recognised; otherwise give all three arguments. Call it before
-    anything that touches a device. Each process takes one GPU, its local rank's; if the
-    launcher already hides the others (`--gpus-per-task`), it takes the one it sees.
+    SLURM and OpenMPI 4 are recognised; otherwise give all three arguments. Call it before
+    anything that touches a device. Under a launcher each process takes one GPU, its local rank's;
+    if the others are hidden (`--gpus-per-task`), it takes the one it sees, and if it is the only
+    process of its host, all of them. Started by hand, it takes those of JAX_LOCAL_DEVICE_IDS, by
+    default all that it sees: give each process of a host its own.
 
     Args:
       coordinator: "host:port" of process 0.
@@ -52,9 +54,9 @@ def initialize(
                 f"process_id={process_id!r}: give all three, or none under SLURM or OpenMPI"
             )
         if num_processes and num_processes > 1:
-            jax.distributed.initialize(coordinator, num_processes, process_id, _one_visible_gpu())
+            jax.distributed.initialize(coordinator, num_processes, process_id, _own_gpus())
     elif launched_processes() > 1:
-        jax.distributed.initialize(local_device_ids=_one_visible_gpu())
+        jax.distributed.initialize(local_device_ids=_own_gpus())
 
 
 def launched_processes() -> int:
@@ -63,11 +65,20 @@ def launched_processes() -> int:
     return max(int(os.environ.get(name, "1")) for name in names)
 
 
-def _one_visible_gpu() -> list[int] | None:
-    # JAX's SLURM detection picks device number LOCALID, which does not exist when the launcher
-    # shows each task its own GPU only.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [0] if visible and "," not in visible else None
+def _own_gpus() -> list[int] | None:
+    """Which of the GPUs that it sees this process takes; None: JAX_LOCAL_DEVICE_IDS, or all."""
+    env = os.environ
+    if env.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    seen = len([name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name])
+    steps = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_NUM_NODES")
+    alone = steps[0] is not None and steps[0] == steps[1]
+    # By itself JAX takes number LOCALID: it does not exist where the launcher shows each task its
+    # own GPU only, and is one of many where a host has one task.
+    if seen == 1 or alone or env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
+        return list(range(seen)) or None
+    local = env.get("SLURM_LOCALID", env.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+    return None if local is None else [int(local)]
 
 
 def make_mesh(

@@ -159,8 +159,9 @@ class TrainStep:
         )
 
     def _agree(self, batch: PyTree) -> None:
-        if self._agreed:
-            return
+        mesh = self.settings.mesh
+        if self._agreed or len(mesh.local_devices) == mesh.size:
+            return  # with itself alone a process need not agree, and others may not call
         shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
         s = self.settings
         check_agreement(

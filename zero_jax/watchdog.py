@@ -120,9 +120,13 @@ class Watchdog:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """For what takes its time and is no step: evaluation, a compilation, waiting for a save."""
-        self._last = None
+        timed, self._last = self._last is not None, None
         yield
-        self._last = time.monotonic() if self._number is not None else None
+        self._last = time.monotonic() if timed else None
+
+    def rest(self) -> None:
+        """Tells that no step runs: nothing is timed until the next one is done."""
+        self._last = None
 
     def _hold(self, error: Exception) -> None:
         """Returns when all others have an error too; ends the run if one has none."""
@@ -194,11 +198,7 @@ class Watchdog:
             both_failed = other.failed and self._error is not None
             gone = other.counter != _LEFT and now - other.since > self._dead_after
             if gone and not both_failed:
-                at = f", last seen at step {other.step}" if other.step is not None else ""
-                self._tell(
-                    f"{other.name or _name(rank, host=False)} has given no sign of life for "
-                    f"{now - other.since:.0f} s{at}: it is dead or stopped"
-                )
+                self._tell(self._silent(rank, other, now - other.since))
         limit, last = self.limit, self._last
         if limit is not None and last is not None and now - last > limit:
             median = statistics.median(self._durations)
@@ -206,6 +206,16 @@ class Watchdog:
                 f"{_name(self._rank)} has been in one step for {now - last:.0f} s, after step "
                 f"{self._number}; the median is {median:.2g} s"
             )
+
+    def _silent(self, rank: int, other: "_Other", seconds: float) -> str:
+        if other.counter == _Other.UNSEEN:
+            return (
+                f"{_name(rank, host=False)} was not seen in {self._folder} for {seconds:.0f} s: it "
+                "is dead, or the folder is on storage that not all processes share"
+            )
+        at = f", last seen at step {other.step}" if other.step is not None else ""
+        silent = f"has given no sign of life for {seconds:.0f} s{at}"
+        return f"{other.name} {silent}: it is dead or stopped"
 
     def _path(self, rank: int) -> pathlib.Path:
         return self._folder / f"{rank:05d}.json"
@@ -235,8 +245,10 @@ class Watchdog:
 class _Other:
     """What is known of another process, and since when it has not changed."""
 
+    UNSEEN = -1
+
     def __init__(self, now: float):
-        self.since, self.counter = now, -1
+        self.since, self.counter = now, self.UNSEEN
         self.step: int | None = None
         self.name = ""
         self.failed = False

@@ -1,0 +1,31 @@
+"""Device memory that a run may still take, and what to say when there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+LESS_MEMORY = (
+    ". Less on each device: --micro-batches, --remat, --offload, or more devices; "
+    "`python -m zero_jax.plan` says what each of them holds"
+)
+
+
+def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:
+    """Whether every device of every process has so much memory left; the same answer in all.
+
+    Args:
+        size: Bytes on each device.
+        what: What they are for.
+        say: Told if there is none.
+    """
+    known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
+    left = min((s["bytes_limit"] - s["bytes_in_use"] for s in known), default=size)
+    # In 32-bit floats, which jax keeps as they are: a share of what is needed, and not bytes.
+    shares = multihost_utils.process_allgather(np.float32(left / size))
+    if np.min(shares) >= 1:
+        return True
+    say(f"no {what}: it takes {size / 1e9:.1f} GB of a device, which has less left")
+    return False
