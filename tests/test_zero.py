@@ -283,6 +283,15 @@ def test_parameters_that_are_not_arrays_are_refused():
         zero_on().init(lambda: {"key": jax.random.key(0)})
 
 
+def test_a_release_that_crashes_on_empty_leaves_refuses_them(monkeypatch):
+    monkeypatch.setattr(jax.lib, "__version__", "0.11.2")
+    empty = lambda: make() | {"none": jnp.zeros((0, 3))}  # noqa: E731
+    with pytest.raises(ValueError, match=r"'none' has shape \(0, 3\).*0.11.2 crashes.*another"):
+        zero_on(2).init(empty)
+    zero_on(1).init(empty)
+    zero_on(2).init(make)
+
+
 def test_parameters_made_elsewhere_are_refused():
     with pytest.raises(ValueError, match=r"b has shape \(7,\).*zero\.init"):
         zero_on(4).value_and_grad(loss)(make(), X)

@@ -26,6 +26,8 @@ from zero_jax.mesh import DATA, MODEL, REPLICA
 from zero_jax.paths import Padded
 
 PyTree = Any
+# On several devices; of the releases from 0.10.2 to 0.12.0.1 this one alone.
+_CRASHES_ON_EMPTY = "0.11.2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,8 +262,8 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
                 )
 
 
-def check_leaves(tree: PyTree) -> None:
-    """Raises ValueError for a tree that is empty, or a leaf that can't be a parameter."""
+def check_leaves(tree: PyTree, devices: int) -> None:
+    """Raises ValueError for a tree that is empty, or a leaf that can't be a parameter on them."""
     leaves = paths.named_leaves(tree)
     if not leaves:
         raise ValueError("the parameters hold no arrays: return a tree of arrays")
@@ -271,6 +273,12 @@ def check_leaves(tree: PyTree) -> None:
                 f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
                 "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
                 "those as extra arguments of the loss"
+            )
+        if leaf.size == 0 and devices > 1 and jax.lib.__version__ == _CRASHES_ON_EMPTY:
+            raise ValueError(
+                f"parameter {name!r} has shape {leaf.shape}, and the compiler of jaxlib "
+                f"{_CRASHES_ON_EMPTY} crashes on arrays without elements on several "
+                "devices: take another jaxlib, or leave such leaves out"
             )
         if leaf.dtype in (jnp.float64, jnp.complex64, jnp.complex128):
             raise ValueError(

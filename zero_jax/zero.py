@@ -96,7 +96,7 @@ class Zero(Settings):
                 return user_fn(*args)
 
         full = jax.eval_shape(fn, *args)
-        layout.check_leaves(full)
+        layout.check_leaves(full, self.mesh.size)
         cuts = self.splits(full)
         frozen = paths.frozen_leaves(full, self.frozen)
 
