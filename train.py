@@ -30,7 +30,7 @@ from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
-from training.room import LESS_MEMORY, room_for
+from training.room import LESS_MEMORY, host_memory, room_for
 from training.saving import Saver, goes_on, same_everywhere, state_files
 from training.show import Show, Speed, progress
 from training.stop import INTERRUPTED, Stop, Stopped
@@ -84,8 +84,10 @@ class Trainer:
 
     def predict(self) -> zero_jax.Plan:
         """What a step will hold on each device; what is in files is shown as in host memory."""
-        known = self.zero.settings.offload
-        zero = dataclasses.replace(self.zero, offload="optimizer") if known.in_files else self.zero
+        zero = self.zero
+        if zero.settings.offload.in_files:  # on a mesh that is not there: host memory is not used
+            abstract = zero_jax.mesh.abstract_of(self.mesh)
+            zero = dataclasses.replace(zero, mesh=abstract, offload="optimizer")
         return zero.plan(*self._planned())
 
     def _build(self, key: jax.Array) -> gpt.GPT:
@@ -346,6 +348,7 @@ def join(config: Config) -> None:
             f"{devices} devices must be a multiple of {processes} processes: take --devices "
             f"{(devices // processes + 1) * processes}"
         )
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
     jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // processes))
     zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)
 
@@ -402,7 +405,9 @@ def main(args: Sequence[str] | None = None) -> int:
         full = "RESOURCE_EXHAUSTED" in str(error)
         if jax.process_count() == 1 and (config.debug or not full):
             raise
-        said = str(error).partition("\n")[0] + LESS_MEMORY * full
+        said = str(error).partition("\n")[0] + LESS_MEMORY * (
+            full and "host memory" not in str(error)
+        )
         print("error:", said, file=sys.stderr, flush=True)
         code = WRONG if full else ENDED  # to start again would help against the latter only
         if jax.process_count() == 1:

@@ -39,6 +39,7 @@ import optax
 
 import zero_jax
 from models import gpt
+from training.room import host_memory
 from zero_jax import targets, tiers
 from zero_jax.plan import Case
 
@@ -49,7 +50,7 @@ ROW_SECONDS = 150  # of one row at most
 STEPS = 8
 LARGEST = 96  # layers at most, of the largest model that fits
 HOST_SHARE = 0.7  # of the host memory that is free: states may take so much
-PIECE_BYTES = 2**29  # of states in host memory: XLA compiles each piece of the update
+PIECE_BYTES = 2**30  # of states in host memory: XLA compiles each piece of the update
 TORCH = "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch numpy"
 
 
@@ -221,12 +222,6 @@ def held_bytes() -> int | None:
 def memory_limit() -> int:
     """Bytes that this process may take of the device; of a CPU, enough for a toy."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 10**8)
-
-
-def host_memory() -> int:
-    """Bytes of host memory that are free."""
-    found = re.search(r"MemAvailable: +(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
-    return 1024 * int(found[1]) if found else 0
 
 
 def environment() -> dict[str, str]:

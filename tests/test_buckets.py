@@ -91,3 +91,18 @@ def test_more_layers_are_no_larger_program(stage):
 def test_a_bucket_that_holds_no_number_of_every_device_is_refused(bucket):
     with pytest.raises(ValueError, match="one number of each of 8 devices takes 32 bytes"):
         zero_jax.Zero(zero_jax.make_mesh(), bucket_bytes=bucket)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_on_one_device_nothing_is_cut_into_pieces(stage):
+    problem = gpt_problem()
+
+    def program(bucket):
+        mesh = zero_jax.make_mesh(devices=jax.devices()[:1])
+        zero = zero_jax.Zero(mesh, stage=stage, bucket_bytes=bucket)
+        tx = zero.optimizer(ADAM)
+        params = zero.abstract(problem.make)
+        step = zero.train_step(problem.loss, tx)
+        return step.lower(params, tx.init(params), problem.batch).as_text()
+
+    assert program(8 * 4) == program(2**30)

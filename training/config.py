@@ -78,7 +78,8 @@ class Config:
     """Seed of initial values, order of the data and sample."""
 
     compute: str = "fp32"
-    """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32."""
+    """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32. GPUs
+    multiply fp32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set."""
     reduce: str = "fp32"
     """Dtype in which gradients are summed over devices: fp32 or bf16."""
     gather: str | None = None

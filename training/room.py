@@ -1,5 +1,7 @@
-"""Device memory that a run may still take, and what to say when there is none."""
+"""Memory that a run may still take, and what to say when there is none."""
 
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,16 @@ LESS_MEMORY = (
     ". Less on each device: --micro-batches, --remat, --offload, or more devices; "
     "`python -m zero_jax.plan` says what each of them holds"
 )
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory that are free; 2**36, what XLA pins at most, where none says."""
+    try:
+        known = pathlib.Path("/proc/meminfo").read_text()
+    except OSError:
+        return 2**36
+    found = re.search(r"MemAvailable: +(\d+) kB", known)
+    return 1024 * int(found[1]) if found else 2**36
 
 
 def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:

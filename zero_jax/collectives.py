@@ -60,6 +60,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
 
+    wire = _cut_for(wire.axis, wire)
     collective: Any = buckets.psum_scatter
     bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
@@ -88,12 +89,19 @@ def join(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
 def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
     """A gradient's fp32 shard summed over the devices of `axis`; of it the part that rests here."""
 
+    wire = _cut_for(axis, wire)
+
     def one(x: jax.Array) -> jax.Array:
         if cut.dim is None or cut.parts == 1:
             return _summed(x, cut, axis, wire)
         return _along(buckets.psum_scatter, x.astype(_sum_dtype(cut, wire)), cut, axis, wire)
 
     return _by_layer(one, shard, cut, wire).astype(shard.dtype)
+
+
+def _cut_for(axis: str, wire: Wire) -> Wire:
+    """On one device nothing travels: XLA drops the sums, but not the loops and copies of pieces."""
+    return wire if jax.lax.axis_size(axis) > 1 else dataclasses.replace(wire, bucket=None)
 
 
 def _as_integers(cut: Split) -> bool:

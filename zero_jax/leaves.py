@@ -106,11 +106,14 @@ class Leaf:
         shards = [s for s in value.addressable_shards if s.replica_id == 0]
         found = []
         for shard in shards:
+            # What comes from a GPU is a copy already. On a CPU it is a view, and maybe in host
+            # memory too, of what the step donates.
+            copied = shard.device.platform != "cpu" and value.sharding.memory_kind == "device"
             starts, stops = _bounds(shard.index, self.shape)
             sizes = tuple(b - a for a, b in zip(starts, stops, strict=True))
             if 0 not in sizes:
                 part = np.asarray(shard.data)[tuple(map(slice, sizes))]
-                found.append((starts, np.array(part)))  # a copy: the step donates what it read
+                found.append((starts, part if copied else np.array(part)))
         return found
 
     def fetch(self) -> None:

@@ -132,7 +132,10 @@ def check(device: jax.Device) -> list[Outcome]:
 
 def _compare(what: str, run: Callable[[jax.Device, bool], PyTree], device: jax.Device) -> Outcome:
     try:
-        pairs = zip(*(jax.tree.leaves(run(device, on)) for on in (False, True)), strict=True)
+        # Else GPUs multiply in TF32, and what two programs round apart is more than the tolerance.
+        with jax.default_matmul_precision("highest"):
+            runs = [run(device, on) for on in (False, True)]
+        pairs = zip(*map(jax.tree.leaves, runs), strict=True)
         return Outcome(what, max(_gap(*map(np.asarray, pair)) for pair in pairs))
     except Exception as error:
         said = str(error).partition("\n")[0]
