@@ -348,6 +348,7 @@ def join(config: Config) -> None:
             f"{devices} devices must be a multiple of {processes} processes: take --devices "
             f"{(devices // processes + 1) * processes}"
         )
+    # Of states in host memory XLA pins no more than 64 GiB by itself.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
     jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // processes))
     zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from models import gpt
 from training import optimizers
 from training.config import Config, resolve
 from training.plan import check_batch, load
-from training.room import room_for
 from training.supervise import free_address
 
 SCRIPT = Path(train.__file__).resolve()
@@ -370,21 +368,6 @@ def test_too_little_memory_is_no_reason_to_start_again(monkeypatch, capsys, proc
     error = capsys.readouterr().err
     assert error.startswith("error: RESOURCE_EXHAUSTED: Out of memory: 9 GB. Less on each device: ")
     assert "more\n" not in error
-
-
-@pytest.mark.parametrize(("size", "room"), [(600, True), (601, False)])
-def test_whole_parameters_are_asked_for_only_where_there_is_room(monkeypatch, capsys, size, room):
-    stats = {"bytes_limit": 1000, "bytes_in_use": 400}
-    devices = [
-        SimpleNamespace(memory_stats=lambda s=s: s) for s in (stats, {**stats, "bytes_limit": 2000})
-    ]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert room_for(size, "sample", print) == room
-    assert ("no sample: it takes" in capsys.readouterr().out) != room
-
-
-def test_devices_that_count_no_memory_have_room(capsys):
-    assert room_for(10**18, "sample", print) and not capsys.readouterr().out
 
 
 def test_debug_shows_where_an_error_came_from(folder):

@@ -23,6 +23,9 @@ AT_ONCE = 3
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
     ("xla_gpu_experimental_parallel_collective_overlap_limit", AT_ONCE),
 )
+# The jaxlib whose compiler does, inside `shard_map` over several devices; of those from 0.10.2 to
+# 0.12.0.1 this one alone.
+CRASHES_ON_EMPTY = "0.11.2"
 
 
 def options(

@@ -22,12 +22,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import paths
+from zero_jax.compiler import CRASHES_ON_EMPTY
 from zero_jax.mesh import DATA, MODEL, REPLICA
 from zero_jax.paths import Padded
 
 PyTree = Any
-# On several devices; of the releases from 0.10.2 to 0.12.0.1 this one alone.
-_CRASHES_ON_EMPTY = "0.11.2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,10 +273,10 @@ def check_leaves(tree: PyTree, devices: int) -> None:
                 "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
                 "those as extra arguments of the loss"
             )
-        if leaf.size == 0 and devices > 1 and jax.lib.__version__ == _CRASHES_ON_EMPTY:
+        if leaf.size == 0 and devices > 1 and jax.lib.__version__ == CRASHES_ON_EMPTY:
             raise ValueError(
                 f"parameter {name!r} has shape {leaf.shape}, and the compiler of jaxlib "
-                f"{_CRASHES_ON_EMPTY} crashes on arrays without elements on several "
+                f"{CRASHES_ON_EMPTY} crashes on arrays without elements on several "
                 "devices: take another jaxlib, or leave such leaves out"
             )
         if leaf.dtype in (jnp.float64, jnp.complex64, jnp.complex128):

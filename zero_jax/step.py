@@ -159,9 +159,12 @@ class TrainStep:
         )
 
     def _agree(self, batch: PyTree) -> None:
+        if self._agreed:
+            return
         mesh = self.settings.mesh
-        if self._agreed or len(mesh.local_devices) == mesh.size:
-            return  # with itself alone a process need not agree, and others may not call
+        if len(mesh.local_devices) == mesh.size:
+            self._agreed = True  # a process alone: others may not call
+            return
         shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
         s = self.settings
         check_agreement(

@@ -12,6 +12,7 @@ them.
         for number, batch in enumerate(batches):
             params, opt_state, metrics = step(params, opt_state, batch)
             watchdog.step(number)
+        watchdog.rest()  # what follows may take its time
 """
 
 import collections
