@@ -118,6 +118,10 @@ def _cross_entropy_fwd(
 
     # To add to -0.0 changes no number, which XLA knows: one chunk adds nothing.
     zeros = jnp.full_like(embed_VxD, -0.0, dtype=jnp.float32)
+    if len(x_CxKxD) > 1:
+        # Made of x (NaN where x is, as the sums are): else they may be there, and be held, while
+        # the last layer computes. jaxlib 0.10 does so.
+        zeros *= jnp.abs(x_CxKxD[0, 0, 0]).astype(jnp.float32)
     dembed, (losses_CxK, dx_CxKxD) = jax.lax.scan(
         body, [zeros[:, at] for at in columns], (x_CxKxD, labels_CxK, weights_CxK)
     )

@@ -72,6 +72,18 @@ def test_layers_of_many_buckets_are_not_gathered_ahead():
         assert known[GATHER] == bucket
 
 
+def test_before_jax_0_12_the_sums_of_a_large_layer_are_several(monkeypatch):
+    layer = (400 * 2**20, 800 * 2**20)
+    assert (compiler._SUMMED_AT_ONCE < layer[1]) == (jax.__version_info__ < (0, 12))
+    found = []
+    for most in (2**28, float("inf")):
+        monkeypatch.setattr(compiler, "_SUMMED_AT_ONCE", most)
+        known = compiler.options(2**30, 64, layer)
+        assert known[GATHER] > layer[0]
+        found.append(64 * known[SCATTER])
+    assert found == [17 * 2**24, 17 * layer[1] // 16]
+
+
 def test_parameters_of_other_shapes_get_options_of_their_own():
     told = []
     program = compiler.Program(jnp.sum, lambda x: told.append(x.shape) or {})

@@ -1,6 +1,7 @@
 """What XLA's GPU compiler is told of a step, and how `jax.jit` is told."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ AT_ONCE = 3
 _AT_ONCE: tuple[tuple[str, Any], ...] = (
     ("xla_gpu_experimental_parallel_collective_overlap_limit", AT_ONCE),
 )
+# XLA before jaxlib 0.12 holds the gradients of a layer until one sum can take all that travel
+# together: of a large layer no more than so many bytes do.
+_SUMMED_AT_ONCE = 2**28 if jax.__version_info__ < (0, 12) else math.inf
 # The jaxlib whose compiler does, inside `shard_map` over several devices; of those from 0.10.2 to
 # 0.12.0.1 this one alone.
 CRASHES_ON_EMPTY = "0.11.2"
@@ -48,7 +52,7 @@ def options(
     for kind, own, parts in (
         ("all_gather", gathered, 1),
         ("all_reduce", 0, 1),
-        ("reduce_scatter", reduced, devices),
+        ("reduce_scatter", min(reduced, _SUMMED_AT_ONCE), devices),
     ):
         large = own > _XLA_MERGES
         # A little more than a layer, for what is padded.
