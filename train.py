@@ -98,7 +98,7 @@ class Trainer:
 
     def loss(self, params: PyTree, batch: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Cross entropy of tokens, or of tokens and a mask, as on one device: (sum, weight)."""
-        return gpt.loss(nnx.merge(self._graphdef, params), *batch)
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(self._graphdef, params), *batch))
 
     def shapes(self) -> PyTree:
         """The logical parameters, not allocated."""

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import gpt
-from zero_jax import remat
+from zero_jax import rewrite
 from zero_jax.mesh import DATA, abstract_of
 from zero_jax.plan import Case
 from zero_jax.precision import cast
@@ -49,7 +49,7 @@ def step_of(
         transform_non_params=lambda x: _like(x, mesh, whole),
     )
     rules = (("batch", DATA),) if held else ()
-    saving = remat.apply(_mean_loss(case, chunks), policy, [None] * len(leaves))
+    saving = rewrite.apply(_mean_loss(case, chunks), policy)
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)

@@ -25,7 +25,7 @@ def main() -> None:
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
 
     def loss(params, rows):
-        return gpt.loss(nnx.merge(graphdef, params), rows)
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), rows))
 
     zero = zero_jax.Zero(zero_jax.make_mesh(), int(parsed.name.rpartition("-")[2]))
     tx = zero.optimizer(optax.adamw(peer.LEARNING_RATE, weight_decay=peer.WEIGHT_DECAY))

@@ -49,7 +49,9 @@ def programs(model: str, devices: int) -> dict:
 def compiled(case: Case, target: targets.Target) -> dict[str, dict]:
     plan = case.plan(3, target=target)
     assert plan.compiled is not None and plan.time is not None
-    options = case.zero.compiler_options(case.zero.abstract(case.make))
+    params, tx = case.zero.abstract(case.make), case.zero.optimizer(case.tx)
+    ours = case.zero.train_step(case.loss_fn, tx)
+    options = ours.compiler_options(params, tx.init(params), case.batch)
     found = {PROGRAMS[0]: facts(plan.compiled, plan.time, plan.num_params)}
     for name, chunks, told in zip(PROGRAMS[1:], (1, 1, CHUNKS), (None, options, None), strict=True):
         step, args = gspmd.step_of(case, REMAT, chunks=chunks)

@@ -42,7 +42,7 @@ def main(model: str, devices: int, stage: int, micro_batches: int) -> None:
         jnp.int32,
         sharding=jax.sharding.NamedSharding(mesh, jax.P("data")),
     )
-    step = zero.train_step(lambda p, t: gpt.loss(nnx.merge(graphdef, p), t), tx)
+    step = zero.train_step(lambda p, t: zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, p), t)), tx)
     report = hlo.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
     closed = memory.estimate(jax.eval_shape(make), shards=devices, stage=stage, tx=tx)
     print(

@@ -55,7 +55,7 @@ def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
     tokens = jax.random.randint(jax.random.key(1), (ROWS, config.seq + 1), 0, config.vocab)
     return Problem(
         lambda: nnx.state(model(), nnx.Param),
-        lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows),
+        lambda params, rows: zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), rows)),
         tokens,
     )
 
@@ -73,7 +73,11 @@ def resnet_problem() -> Problem:
         return with_axis(None).init(jax.random.key(0), images[:1], train=True)
 
     def loss(axis: str | None) -> Callable[..., Any]:
-        return lambda params, batch, stats: resnet.loss(with_axis(axis), params, stats, *batch)
+        def one(params: Any, batch: Any, stats: Any) -> Any:
+            loss, new_stats = resnet.loss(with_axis(axis), params, stats, *batch)
+            return zero_jax.Weighted(*loss), new_stats
+
+        return one
 
     stats = jax.jit(make)()["batch_stats"]
     return Problem(
@@ -90,7 +94,7 @@ def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x_Bx7, want_Bx8 = batch
-        p = zero_jax.gather(params)
+        p = params
         h = x_Bx7 @ p["prime_7x13"] + p["scalar"] * p["three"].sum() + p["thirteen"]
         h = jnp.tanh(h + p["deep_5x2x13"].sum((0, 1)) + p.get("empty_0x4", jnp.zeros(0)).sum())
         h = h + jnp.tanh(h @ p["giant_13x101"]) @ p["giant_13x101"].T  # tied: used twice

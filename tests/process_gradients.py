@@ -36,7 +36,10 @@ def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 
     index, parts = zero_jax.batch_share(zero.mesh)
     rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
     batch = zero_jax.global_batch(zero.mesh, (rows[index].astype(np.int32),))
-    loss = lambda params, tokens: gpt.loss(nnx.merge(graphdef, params), tokens)  # noqa: E731
+
+    def loss(params, tokens):
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), tokens))
+
     grad = jax.jit(zero.value_and_grad(lambda params, batch: loss(params, *batch)))
     for number in range(3):
         whole = zero.full(grad(params, batch)[1])

@@ -73,7 +73,7 @@ def test_more_layers_are_no_larger_program(stage):
     def instructions(layers):
         def loss(params, x):
             def layer(h, w):
-                return jnp.tanh(h @ zero_jax.gather(w)), None
+                return jnp.tanh(h @ w), None
 
             return jnp.mean(jax.lax.scan(layer, x, params)[0])
 

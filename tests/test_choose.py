@@ -27,7 +27,10 @@ def gpt_case():
         return gpt.GPT(config, rngs=nnx.Rngs(0))
 
     graphdef, _ = nnx.split(nnx.eval_shape(model))
-    loss = lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows)  # noqa: E731
+
+    def loss(params, rows):
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), rows))
+
     return (
         lambda: nnx.state(model(), nnx.Param),
         loss,
@@ -41,7 +44,6 @@ def mlp_case():
 
     def loss(params, x):
         def layer(x, w):
-            w = zero_jax.gather(w)
             return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)

@@ -21,27 +21,50 @@ def test_xla_merges_no_more_than_a_bucket():
     assert compiler.options(2**30, 2) == {}
 
 
-def test_stage_3_gathers_a_layer_ahead():
-    mesh = zero_jax.abstract_mesh(8)
-    params = _shapes(layers=3, width=64)
-    assert zero_jax.Zero(mesh, 2).compiler_options(params) == {}
-    known = zero_jax.Zero(mesh, 3).compiler_options(params)
-    assert any("pipeline" in name for name in known)
-    # Small layers are left to XLA.
-    assert len(known) == 2
-    # XLA refuses what it does not know.
-    jax.jit(lambda: 0).lower().compile(compiler_options=known)
+def _loss(params, x):
+    """Layers in a loop, or one after the other, and a convolution that looks like a stack."""
+
+    def layer(x, own):
+        return jnp.tanh(x @ own["up"] + own["bias"])[:, : x.shape[1]], None
+
+    x = x @ params["embed"].T @ params["embed"]
+    if isinstance(params["blocks"], list):
+        for own in params["blocks"]:
+            x, _ = layer(x, own)
+    else:
+        x, _ = jax.lax.scan(layer, x, params["blocks"])
+    return jnp.mean(x) + jnp.mean(params["conv"])
 
 
 def _shapes(layers, width):
     return {
         "embed": jax.ShapeDtypeStruct((5 * width, width), jnp.float32),
-        "conv": jax.ShapeDtypeStruct((3, 3, 3 * width, 9 * width), jnp.float32),  # is no stack
+        "conv": jax.ShapeDtypeStruct((3, 3, 3 * width, 9 * width), jnp.float32),
         "blocks": {
             "up": jax.ShapeDtypeStruct((layers, width, 4 * width), jnp.float32),
             "bias": jax.ShapeDtypeStruct((layers, 4 * width), jnp.float32),
         },
     }
+
+
+def _options(ours, shapes):
+    width = shapes["embed"].shape[1]
+    params = ours.abstract(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    tx = ours.optimizer(optax.sgd(0.1))
+    batch = jax.ShapeDtypeStruct((8, width), jnp.float32)
+    return ours.train_step(_loss, tx).compiler_options(params, tx.init(params), batch)
+
+
+def test_stage_3_gathers_a_layer_ahead():
+    mesh = zero_jax.abstract_mesh(8)
+    params = _shapes(layers=3, width=64)
+    assert _options(zero_jax.Zero(mesh, 2), params) == {}
+    known = _options(zero_jax.Zero(mesh, 3), params)
+    assert any("pipeline" in name for name in known)
+    # Small layers are left to XLA.
+    assert len(known) == 2
+    # XLA refuses what it does not know.
+    jax.jit(lambda: 0).lower().compile(compiler_options=known)
 
 
 @pytest.mark.parametrize("scanned", [True, False])
@@ -52,14 +75,14 @@ def test_the_leaves_of_a_layer_travel_together_but_not_those_of_two(scanned):
         params |= {"blocks": [one] * 3}
     for given, size in (("fp32", 4), ("bf16", 2)):
         ours = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, precision=given)
-        known = ours.compiler_options(params)
+        known = _options(ours, params)
         assert words * size <= known[GATHER] < 1.1 * words * size
         assert words * 4 <= 8 * known[SCATTER] < 1.1 * words * 4, "gradients are summed in fp32"
     # On each of them a part of the layer.
     spec = jax.P(*((None, None) if scanned else (None,)), "model")
     ours = zero_jax.Zero(zero_jax.abstract_mesh(8, model=4), 3, model_specs={"up": spec})
     words = 4096**2 + 4 * 4096
-    assert 4 * words <= ours.compiler_options(params)[GATHER] < 1.1 * 4 * words
+    assert 4 * words <= _options(ours, params)[GATHER] < 1.1 * 4 * words
 
 
 def test_layers_of_many_buckets_are_not_gathered_ahead():
@@ -67,7 +90,7 @@ def test_layers_of_many_buckets_are_not_gathered_ahead():
     params = _shapes(layers=3, width=4096)
     for bucket, ahead in ((2**26, True), (2**25, False)):
         ours = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, bucket_bytes=bucket, precision="bf16")
-        known = ours.compiler_options(params)
+        known = _options(ours, params)
         assert any("pipeline" in name for name in known) == ahead
         assert known[GATHER] == bucket
 
@@ -114,13 +137,14 @@ def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
     monkeypatch.setattr(compiler.jax, "jit", spy)
     ours = zero_jax.Zero(zero_jax.make_mesh(), stage, bucket_bytes=2**20)
     params = ours.init(lambda: {"w": jnp.ones((8, 8))})
-    known = ours.compiler_options(params)
-    assert known[REDUCE] == 2**20
     batch = jnp.ones((8, 8))
 
     def loss(params, x):
-        return jnp.mean((x @ zero_jax.gather(params)["w"]) ** 2)
+        return jnp.mean((x @ params["w"]) ** 2)
 
+    own = ours.train_step(loss, optax.sgd(0.1))
+    known = own.compiler_options(params, None, batch)
+    assert known[REDUCE] == 2**20
     grad_fn = ours.value_and_grad(loss)
     alone, _ = grad_fn(params, batch)
     within, _ = jit(lambda p, x: grad_fn(p, x))(params, batch)

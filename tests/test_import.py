@@ -29,6 +29,7 @@ from gpt2_models import (
 )
 from test_checkpoints import assert_bitwise, whole, zero_on
 
+import zero_jax
 from models import gpt
 from training.supervise import free_address
 from zero_jax import interchange, tensorfiles
@@ -376,7 +377,9 @@ def test_training_starts_from_an_imported_checkpoint(tmp_path):
         np.testing.assert_allclose(got, their_logits(model, config), atol=ATOL, rtol=ATOL)
         tx = zero.optimizer(optax.adamw(1e-3))
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
-        step = zero.train_step(lambda p, x: gpt.loss(nnx.merge(graphdef, p), x), tx)
+        step = zero.train_step(
+            lambda p, x: zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, p), x)), tx
+        )
         rows = jnp.asarray(np.tile(tokens_of(config), (4, 1)))
         params, state, _ = step(params, tx.init(params), rows)
         # A run that saves (params, opt_state) goes on in the same folder.

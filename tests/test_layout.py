@@ -40,21 +40,14 @@ def test_without_a_divisible_dim_the_least_padding_wins():
     assert layout.split((10, 7), 4).dim == -1  # 7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5
 
 
-def test_a_stacked_leaf_is_never_cut_along_its_layers():
-    assert layout.split((8, 3, 16), 8, stacked=True).dim == -1
-    tree = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 4)), "gain": jnp.zeros(8)}}
-    assert Splitter(4).stacks(tree) == [True, True, True]
-    assert [c.dim for c in cuts_of(tree, 4)] == [-1, None, -2]
-
-
-def test_plain_dense_layers_are_not_taken_for_a_stack():
-    tree = {"a": {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}, "c": {"w": jnp.zeros((8, 8))}}
-    assert Splitter(4).stacks(tree) == [False, False, False]
-
-
-def test_a_pattern_names_the_scanned_leaves():
-    tree = {"gains": jnp.zeros((8, 4)), "w": jnp.zeros((8, 4))}
-    assert Splitter(4, "gains").stacks(tree) == [True, False]
+def test_what_may_count_layers_is_cut_only_where_all_else_wastes_far_more():
+    assert layout.split((8, 3, 16), 8).dim == -1
+    assert layout.split((8, 1000), 8).dim == -1  # a stack of vectors, as it looks
+    assert layout.split((8, 100), 8).dim == -2
+    assert layout.split((4096, 32, 128), 256).dim == -3  # 32 and 128 would be padded to 256
+    assert layout.split((4096, 32, 128), 128).dim == -1
+    tree = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 400)), "gain": jnp.zeros(8)}}
+    assert [c.dim for c in cuts_of(tree, 4)] == [-1, -1, -2]
 
 
 @pytest.mark.parametrize("n", [3, 8])

@@ -79,7 +79,7 @@ def test_a_state_four_times_the_host_budget_trains(words, tmp_path):
     tx = zero.optimizer(ADAMW)
 
     def loss(params, x):
-        return jnp.mean((x @ zero_jax.gather(params)["w"] - 1.0) ** 2)
+        return jnp.mean((x @ params["w"] - 1.0) ** 2)
 
     state, step = tx.init(params), zero.train_step(loss, tx)
     for _ in range(2):

@@ -136,8 +136,8 @@ def test_unequal_weights_are_divided_once_by_the_global_weight(stage):
     batch = {"x": rows, "mask": jnp.arange(24.0)}
 
     def loss(params, batch):
-        error = jnp.square(batch["x"] @ zero_jax.gather(params)["w"]).sum(1)
-        return jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"])
+        error = jnp.square(batch["x"] @ params["w"]).sum(1)
+        return zero_jax.Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
 
     weighted = Problem(lambda: {"w": jnp.ones((5, 6))}, loss, batch)
     want = train_plain(weighted, optax.sgd(1e-2), 3)
@@ -187,8 +187,8 @@ def test_a_mean_over_devices_instead_of_rows_is_caught():
     batch = (rows, weights)
 
     def pair(params, batch):
-        error = jnp.square(batch[0] @ zero_jax.gather(params)["w"]).sum(1)
-        return jnp.sum(error * batch[1]), jnp.sum(batch[1])
+        error = jnp.square(batch[0] @ params["w"]).sum(1)
+        return zero_jax.Weighted(jnp.sum(error * batch[1]), jnp.sum(batch[1]))
 
     def mean(params, batch):
         total, weight = pair(params, batch)

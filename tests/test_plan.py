@@ -227,7 +227,7 @@ def test_a_plan_takes_no_memory():
     params = zero.abstract(lambda: {"w": jnp.ones((128, 25600, 25600))})
 
     def loss(params, x):
-        layer = lambda x, w: (x @ zero_jax.gather(w), None)  # noqa: E731
+        layer = lambda x, w: (x @ w, None)  # noqa: E731
         return jnp.mean(jax.lax.scan(layer, x, params["w"])[0])
 
     batch = jax.ShapeDtypeStruct((64, 25600), jnp.bfloat16)

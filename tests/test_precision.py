@@ -11,7 +11,7 @@ from zero_jax.precision import Precision, init_guard, next_guard
 
 
 def loss(params, x):
-    y = x @ zero_jax.gather(params)["w"]
+    y = x @ params["w"]
     return jnp.mean(y.astype(jnp.float32) ** 2)  # 2^16, the first loss scale, is infinite in fp16
 
 
@@ -83,7 +83,7 @@ def test_fp16_survives_a_loss_that_plain_fp16_loses():
     rows = jnp.ones((2048, 8))  # many rows: a mean must not be scaled down by their number
 
     def tiny(params, x):
-        return jnp.mean(x @ zero_jax.gather(params)["w"]).astype(jnp.float32) * 2.0**-24
+        return jnp.mean(x @ params["w"]).astype(jnp.float32) * 2.0**-24
 
     _, grads = zero.value_and_grad(tiny)(params, rows, loss_scale=2.0**16)
     np.testing.assert_allclose(zero.full(grads)["w"], 2.0**-27, rtol=1e-2)
@@ -96,8 +96,8 @@ def test_summed_fp16_losses_do_not_overflow_at_the_first_scale():
     params = zero.init(lambda: {"w": jnp.ones((16, 16)) / 16})
 
     def pair(params, x):
-        rows = (x.astype(jnp.float16) @ zero_jax.gather(params)["w"]).astype(jnp.float32)
-        return jnp.sum(rows), jnp.float32(rows.size)
+        rows = (x.astype(jnp.float16) @ params["w"]).astype(jnp.float32)
+        return zero_jax.Weighted(jnp.sum(rows), jnp.float32(rows.size))
 
     step = zero.train_step(pair, optax.sgd(1e-2))
     state = zero.optimizer(optax.sgd(1e-2)).init(params)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import zero_jax
-from zero_jax import layers, prove, recompute, remat, targets
+from zero_jax import prove, recompute, repeats, rewrite, targets
 
 pytestmark = pytest.mark.prove
 P = PartitionSpec
@@ -83,7 +83,7 @@ def test_full_gradients_of_unrolled_layers_do_not_stay_alive(stage, policy, monk
     copy = 2 * LAYERS * 8 * D * D if stage == 2 else 0
     held = plan.compiled.temp_bytes - copy
     assert held < LAYERS * layer
-    monkeypatch.setattr(layers, "number_layers", lambda leaves: [None] * len(leaves))
+    monkeypatch.setattr(repeats, "runs_of", lambda jaxpr, forms: [])
     # What is no layer sends its gradients at once, too.
     monkeypatch.setattr(recompute, "tied", lambda arrays: arrays)
     unknown = unrolled.__wrapped__(policy, stage, rows=1)
@@ -112,7 +112,7 @@ def split_over_model(policy):
         return jnp.mean(jnp.square(jax.lax.scan(layer, x, params)[0].astype(jnp.float32)))
 
     def step(params, x):
-        loss_and_grads = jax.value_and_grad(remat.apply(loss, policy, [None, None]))(params, x)
+        loss_and_grads = jax.value_and_grad(rewrite.apply(loss, policy))(params, x)
         return jax.tree.map(lambda g: jax.lax.psum(g, "data"), loss_and_grads)
 
     def given(shape, *spec):

@@ -130,7 +130,8 @@ def two_products(params, rows):
     """A sum over rows; both leaves are touched once, and neither dim of `a` is divided by 8."""
     x, y = rows[:, :17], rows[:, 17:]
     a, b = zero_jax.gather((params["a"], params["b"]))
-    return jnp.sum(jnp.square(jnp.tanh(x @ a) @ b - y)), jnp.float32(len(rows))
+    total = jnp.sum(jnp.square(jnp.tanh(x @ a) @ b - y))
+    return zero_jax.Weighted(total, jnp.float32(len(rows)))
 
 
 @pytest.mark.parametrize("scatter", ["int8", "int4"])
@@ -168,8 +169,8 @@ def test_where_scales_would_be_more_than_integers_save_a_matrix_travels_as_it_is
     }
 
     def loss(params, rows):
-        kernel = zero_jax.gather(params["b"]).sum((1, 2)).T[:, :4]
-        x = rows[:, :17] @ zero_jax.gather(params["a"])
+        kernel = params["b"].sum((1, 2)).T[:, :4]
+        x = rows[:, :17] @ params["a"]
         return jnp.sum(jnp.square(jnp.tanh(x) @ kernel.T - rows[:, 17:]))
 
     rows = np.asarray(jax.random.normal(jax.random.key(2), (16, 17 + 24)))

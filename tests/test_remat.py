@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import Problem, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
-from zero_jax import activations, hlo, layers, policies, remat, traced
+from zero_jax import activations, hlo, jaxprs, policies, repeats, rewrite, traced, weights
 
 TX = optax.sgd(1e-1)
 ULPS = 64
@@ -61,7 +61,7 @@ def plain_problem():
         return [{"w": jax.random.normal(k, (WIDTH, WIDTH)) / 4, "b": jnp.ones(WIDTH)} for k in keys]
 
     def loss(params, x):
-        for p in zero_jax.gather(params):
+        for p in params:
             x = x + jnp.tanh(checkpoint_name(x @ p["w"] + p["b"], "h"))
         return jnp.mean(x**2)
 
@@ -78,7 +78,6 @@ def scanned_problem():
     def loss(params, x):
         def layer(carry, given):
             (x, count), (p, key) = carry, given
-            p = zero_jax.gather(p)
             h = checkpoint_name(x @ p["w"] + p["b"], "h")
             noise = jax.random.normal(key, (WIDTH,))
             return (x + jnp.tanh(h + 0.1 * noise), count + 1), jnp.mean(x**2)
@@ -139,9 +138,14 @@ def over_model(name, policy, manual):
     """Gradients on a mesh of 2 x 4, of a loss whose values are whole on the `model` axis."""
     p, auto = problem(name), jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
-    leaves = jax.tree_util.tree_flatten_with_path(p.start)[0]
-    paths = [(jax.tree_util.keystr(k, simple=True, separator="/"), x.shape) for k, x in leaves]
-    loss = remat.apply(p.loss, policy, [None] * len(paths), layers.number_layers(paths))
+
+    def loss(params, batch):
+        closed = jaxprs.written_out(jax.make_jaxpr(p.loss)(params, batch))
+        held = [
+            weights.Weight(weights.whole(x), weights.Form(at, x.ndim, None))
+            for at, x in enumerate(jax.tree.leaves(params))
+        ]
+        return rewrite.run(closed, [*held, batch], policies.parse(policy), 2.0**30)[0]
 
     def step(params, batch):
         return jax.tree.map(lambda g: jax.lax.psum(g, "data"), jax.grad(loss)(params, batch))
@@ -254,7 +258,7 @@ def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
 
     def loss(params, x):
         def layer(x, w):
-            up, down = zero_jax.gather(w)
+            up, down = w
             return x + jnp.tanh(x @ up) @ down, None
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
@@ -278,55 +282,80 @@ def norm_and_product(params, x):
 
 
 def traced_layers(loss, params, x):
-    closed = jax.make_jaxpr(loss)(params, x)
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    shapes = [(jax.tree_util.keystr(p, simple=True, separator="/"), v.shape) for p, v in paths]
-    numbers = [layers.OTHER if n is None else n for n in layers.number_layers(shapes)]
-    owner = dict(zip(closed.jaxpr.invars, numbers, strict=False))
-    return closed.jaxpr, layers.segments(closed.jaxpr, owner, ())
+    jaxpr = jaxprs.written_out(jax.make_jaxpr(loss)(params, x)).jaxpr
+    leaves = enumerate(zip(jaxpr.invars, jax.tree.leaves(params), strict=False))
+    forms = {var: weights.Form(at, leaf.ndim, None) for at, (var, leaf) in leaves}
+    return jaxpr, repeats.runs_of(jaxpr, forms)
 
 
 def test_a_layer_starts_where_least_is_alive():
     """Before the norm, of which the first half comes before its first parameter is used."""
     pair = (jnp.ones(WIDTH), jnp.ones((WIDTH, WIDTH)))
     params = {"layers": [pair, pair], "head": jnp.ones((WIDTH, 3))}
-    jaxpr, (first, second) = traced_layers(norm_and_product, params, X)
-    assert [e.primitive.name for e in jaxpr.eqns[second.start : second.stop]] == [
-        e.primitive.name for e in jaxpr.eqns[first.start : first.stop]
-    ]
-    assert jaxpr.eqns[second.start].primitive.name == "reduce_sum"
-    assert jaxpr.eqns[second.stop - 1].primitive.name == "add"
-    assert first.start == 0 and first.stop == second.start
+    jaxpr, ((first, second),) = traced_layers(norm_and_product, params, X)
+    names = [[jaxpr.eqns[at].primitive.name for at in layer] for layer in (first, second)]
+    assert names[0] == names[1]
+    assert names[1][0] == "reduce_sum" and names[1][-1] == "add"
+    assert first[0] == 0 and first[-1] < second[0]
+
+
+def product(x, w):
+    return jnp.tanh(x @ w)
+
+
+def block(x, pair):
+    return x + product(product(x, pair[0]), pair[1])
+
+
+def towers(params, x):
+    for tower in params:
+        for pair in tower:
+            x = block(x, pair)
+        x = x / jnp.sqrt(1.0 + jnp.mean(x**2))
+    return jnp.sum(x)
+
+
+SQUARE = jnp.ones((WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize(
-    ("leaves", "numbers"),
+    ("loss", "params", "counts"),
     [
-        ({"b_0/w": (4, 4), "b_1/w": (4, 4), "b_2/w": (4, 5)}, [0, 1, None]),
-        ({f"b_{i}/d_{j}/w": (4, 4) for i in range(3) for j in range(2)}, [0, 0, 1, 1, 2, 2]),
-        ({f"t_{i}/b_{j}/w": (4, 4) for i in range(2) for j in range(3)}, [0, 1, 2, 3, 4, 5]),
-        ({"q/w": (4, 4), "k/w": (4, 4), "bias1": (4,), "bias2": (4,)}, [None] * 4),
+        (lambda p, x: jnp.sum(product(product(x, p[0]), p[1])), [SQUARE, SQUARE], [2]),
+        (lambda p, x: jnp.sum(functools.reduce(block, p, x)), [(SQUARE, SQUARE)] * 3, [3]),
+        (towers, [[(SQUARE, SQUARE)] * 3] * 2, [3, 3]),
+        (
+            lambda p, x: jnp.sum(product(x, p["q"]) * jnp.cos(x @ p["k"])),
+            {"q": SQUARE, "k": SQUARE},
+            [],
+        ),
+        (lambda p, x: jnp.sum(product(product(x, p), p)), SQUARE, []),
+        (lambda p, x: jnp.sum(x * p[0] * p[1] * p[2]), [jnp.ones(WIDTH)] * 3, []),
     ],
-    ids=["alike", "blocks of two products", "towers of three blocks", "none"],
+    ids=["products", "blocks", "towers", "unlike", "one weight again", "vectors"],
 )
-def test_layers_are_numbered_siblings_of_the_same_shapes(leaves, numbers):
-    assert layers.number_layers(list(leaves.items())) == numbers
+def test_layers_are_what_repeats_on_other_matrices(loss, params, counts):
+    _, runs = traced_layers(loss, params, X)
+    assert [len(run) for run in runs] == counts
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "block", "block_sqrt"])
 def test_layers_that_the_model_wraps_itself_stay_as_they_are(remat):
-    """sin(cos(x)): forward both once, backward cos(x) again, and cos and sin for the derivative."""
+    """sin(cos(x)): forward both once, backward cos(x) again, and cos and sin for the derivative.
+    The policy around is in force all the same: groups of two layers run the first one again."""
 
     def loss(params, x):
-        for w in zero_jax.gather(params):
+        for w in params:
             x = x + jax.checkpoint(lambda x, w: jnp.sin(jnp.cos(x @ w)))(x, w)
         return jnp.mean(x**2)
 
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat=remat)
     params = zero.abstract(lambda: [jnp.zeros((WIDTH, WIDTH))] * 4)
     args = (params, zero.optimizer(TX).init(params), jax.ShapeDtypeStruct(X.shape, X.dtype))
-    text = str(zero.train_step(loss, TX).trace(*args).jaxpr)
-    assert (text.count(" sin "), text.count(" cos ")) == (2 * 4, 3 * 4)
+    part = traced.device_part(zero.train_step(loss, TX).trace(*args).jaxpr)
+    names = [operation.name for operation in traced.flatten(part).operations]
+    again = 2 if remat == "block_sqrt" else 0
+    assert (names.count("sin"), names.count("cos")) == (2 * 4 + again, 3 * 4 + again)
 
 
 # FLOPs, of compiled programs. Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler
@@ -400,7 +429,6 @@ def test_a_name_that_marks_nothing_is_refused_with_those_that_do(name):
 @pytest.mark.parametrize("mark", ["gathered", "transposed", "computed"])
 def test_a_marked_weight_is_refused(mark, scanned):
     def layer(x, w):
-        w = zero_jax.gather(w)
         w = {"gathered": w, "transposed": w.T, "computed": w @ w.T}[mark]
         return jnp.tanh(x @ checkpoint_name(w, "weight")), None
 
@@ -422,7 +450,7 @@ def test_a_marked_weight_is_refused(mark, scanned):
 
 def prime_problem():
     def loss(params, x):
-        layer = lambda x, w: (jnp.tanh(x @ zero_jax.gather(w)), None)  # noqa: E731
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
     return (lambda: jnp.zeros((7, WIDTH, WIDTH))), loss

@@ -62,7 +62,7 @@ def test_the_order_is_that_of_use():
 
     def loss(params, x):
         def layer(x, own):
-            full = zero_jax.gather(own)
+            full = own
             return jax.nn.tanh(x @ full["z"]) @ full["a"], None
 
         return jax.numpy.mean(jax.lax.scan(layer, x, params)[0])

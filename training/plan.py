@@ -129,6 +129,7 @@ def print_plan(
             precision=zero.precision,
             micro_batches=zero.micro_batches,
             model_axis=zero.model_axis,
+            window=step.window,
         )
         for stage in range(4)
     ]

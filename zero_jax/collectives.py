@@ -21,11 +21,6 @@ from zero_jax.layout import Split, pad_dim, strip_dim
 from zero_jax.model_axis import on_pieces
 from zero_jax.precision import cast
 
-# Touches show under these names in a jaxpr, which is how remat.py finds them.
-GATHER_TOUCH = "zero_gather_touch"
-COPY_TOUCH = "zero_copy_touch"
-TOUCHES = (GATHER_TOUCH, COPY_TOUCH)
-
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
@@ -118,7 +113,7 @@ def _sum_dtype(cut: Split, wire: Wire) -> Any:
 def _by_layer(fn: Any, x: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """A large stack goes layer by layer: written out, a trillion parameters are thousands of
     pieces, which take XLA minutes."""
-    whole_stack = cut.stacked and x.ndim == len(cut.shape)
+    whole_stack = cut.stacked and cut.dim != -len(cut.shape) and x.ndim == len(cut.shape)
     large = wire.bucket is not None and x.nbytes > wire.bucket
     return jax.lax.map(fn, x) if whole_stack and large else fn(x)
 
@@ -181,18 +176,6 @@ def _touch_bwd(cut: Split, wire: Wire, slot: Any, cotangent: jax.Array) -> tuple
 _touch.defvjp(_touch_fwd, _touch_bwd)
 
 
-def _named_touch(name: str) -> Any:
-    def fun(shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire) -> jax.Array:
-        return _touch(cut, wire, shard, copy, slot)
-
-    fun.__name__ = name
-    return jax.jit(fun, static_argnums=(3, 4))
-
-
-_gather_touch = _named_touch(GATHER_TOUCH)
-_copy_touch = _named_touch(COPY_TOUCH)
-
-
 def takes_slot(cut: Split, wire: Wire) -> bool:
     """Whether a leaf's gradient is summed over devices in a smaller dtype than the master's."""
     return cut.dim is not None and cut.layer_rank > 1 and wire.reduce.itemsize < 4
@@ -215,13 +198,4 @@ def touch(shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire) -> jax.Array
       The full leaf in the compute dtype. Its cotangent is reduce-scattered to the shard at once;
       that of a leaf that is not split stays local.
     """
-    if cut.dim is not None and (
-        -cut.dim > shard.ndim or shard.shape != cut.shard_shape[len(cut.shape) - shard.ndim :]
-    ):
-        raise ValueError(
-            f"a parameter of shape {cut.shape} was cut along dim {cut.dim % len(cut.shape)} into "
-            f"shards of {cut.shard_shape}, but the model slices it to {shard.shape} before it is "
-            "read: a layer dim was cut. Say which leaves stack layers along dim 0: "
-            "Zero(..., scanned='pattern of their paths')"
-        )
-    return (_gather_touch if copy is None else _copy_touch)(shard, copy, slot, cut, wire)
+    return _touch(cut, wire, shard, copy, slot)

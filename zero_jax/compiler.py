@@ -90,19 +90,19 @@ def _first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 
 class Program:
-    """A function of parameters, jitted with compiler options for them. Inside another `jit` it
+    """A function of arrays, jitted with compiler options for them. Inside another `jit` it
     takes that one's: JAX refuses options in a `jit` within a `jit`, as in a step of the user's own.
 
     Args:
-      fn: the function; its first argument is the parameters.
-      options: the compiler's for such parameters; None for none.
+      fn: the function.
+      options: the compiler's, of the same arguments; None for none.
       **how: as for `jax.jit`.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        options: Callable[[Any], Mapping[str, Any]] | None = None,
+        options: Callable[..., Mapping[str, Any]] | None = None,
         **how: Any,
     ):
         functools.update_wrapper(self, fn)
@@ -111,28 +111,33 @@ class Program:
         self._jit = functools.partial(jax.jit, fn, **how)
         self._outermost: dict[Any, Any] = {}
 
-    def _for(self, params: Any) -> Any:
-        """As it is jitted for parameters of these shapes."""
+    def _for(self, *args: Any, **named: Any) -> Any:
+        """As it is jitted for arrays of these shapes."""
         if self._options is None:
             return self._within
-        leaves, treedef = jax.tree.flatten(params)
-        key = treedef, tuple(x.shape for x in leaves)
+        leaves, treedef = jax.tree.flatten((args, named))
+        key = treedef, tuple((x.shape, x.dtype) if _is_array(x) else type(x) for x in leaves)
         if key not in self._outermost:
-            self._outermost[key] = self._jit(compiler_options=dict(self._options(params)))
+            options = dict(self._options(*args, **named))
+            self._outermost[key] = self._jit(compiler_options=options)
         return self._outermost[key]
 
-    def __call__(self, params: Any, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         try:
-            return self._for(params)(params, *args, **named)
+            return self._for(*args, **named)(*args, **named)
         except ValueError as error:
             if "top-level `jax.jit`" not in str(error):
                 raise
-        return self._within(params, *args, **named)
+        return self._within(*args, **named)
 
-    def trace(self, params: Any, *args: Any, **named: Any) -> Any:
+    def trace(self, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
-        return self._for(params).trace(params, *args, **named)
+        return self._for(*args, **named).trace(*args, **named)
 
-    def lower(self, params: Any, *args: Any, **named: Any) -> Any:
+    def lower(self, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
-        return self._for(params).lower(params, *args, **named)
+        return self._for(*args, **named).lower(*args, **named)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from zero_jax import jaxprs, recompute
+from zero_jax import recompute
 from zero_jax.policies import Place
 
 
@@ -19,29 +19,22 @@ class CannotGroup(ValueError):
     """Scanned layers of a number that nothing divides."""
 
 
-def neighbours(layers: Sequence[range]) -> list[list[range]]:
-    """Groups of layers that are not scanned and follow on each other.
+def neighbours(layers: Sequence[Any]) -> list[Sequence[Any]]:
+    """Groups of layers that follow on each other.
 
-    >>> [len(group) for group in neighbours([range(i, i + 1) for i in range(11)])]
+    >>> [len(group) for group in neighbours(range(11))]
     [3, 3, 3, 2]
     """
-    runs: list[list[range]] = []
-    for layer in layers:
-        if runs and runs[-1][-1].stop == layer.start:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    groups = []
-    for run in runs:
-        size = round(math.sqrt(len(run)))
-        groups += [run[i : i + size] for i in range(0, len(run), size)]
-    return groups
+    size = round(math.sqrt(len(layers)))
+    return [layers[i : i + size] for i in range(0, len(layers), size)]
 
 
 def scan(
     layer: Callable[..., list[Any]],
-    eqn: Any,
-    values: list[Any],
+    values: Sequence[Any],
+    counts: tuple[int, int],
+    length: int,
+    reverse: bool,
     place: Place,
     within: Sequence[int],
 ) -> list[Any]:
@@ -49,13 +42,14 @@ def scan(
 
     Args:
       layer: the body.
-      eqn: the scan over single layers.
-      values: what it is given.
+      values: what the scan is given: constants, carry, what it takes slices of.
+      counts: how many of these are constants, and how many its carry.
+      length: how many layers there are.
+      reverse: whether it begins with the last.
       place: where the input of a group is kept.
       within: inputs of the body whose gradients are finished with it, see `recompute.layer`.
     """
-    consts, carried = jaxprs.scan_parts(eqn)
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    consts, carried = counts
     size = size_of(length)
     groups = length // size
     slices = values[consts + carried :]
@@ -73,9 +67,7 @@ def scan(
     single = recompute.layer(one, {}, barrier=False, within=moved)
 
     def group(args: Sequence[Any], _: Any) -> list[Any]:
-        fixed, carry, xs = args[:before], args[before : before + carried], args[before + carried :]
-        carry, ys = _loop(lambda c, x: single(*fixed, *c, *x), carry, xs, size, reverse)
-        return [*carry, *ys]
+        return loop(single, args, before, carried, size, reverse)
 
     places = {i: place for i in range(before, before + carried)}
     wrapped = recompute.layer(group, places, barrier=False)
@@ -84,8 +76,8 @@ def scan(
         jax.lax.reshape(x, (groups, size, *x.shape[1:]))
         for x in [*slices, jax.numpy.arange(length)]
     ]
-    carry, ys = _loop(lambda c, x: wrapped(*fixed, *whole, *c, *x), carry, xs, groups, reverse)
-    return [*carry, *(jax.lax.reshape(y, (length, *y.shape[2:])) for y in ys)]
+    outs = loop(wrapped, [*fixed, *whole, *carry, *xs], before, carried, groups, reverse)
+    return [*outs[:carried], *(jax.lax.reshape(y, (length, *y.shape[2:])) for y in outs[carried:])]
 
 
 def _read(own: Any, stack: Any, at: Any) -> Any:
@@ -95,16 +87,27 @@ def _read(own: Any, stack: Any, at: Any) -> Any:
     return recompute.instead(own, jax.lax.dynamic_index_in_dim(stack, at, keepdims=False))
 
 
-def _loop(
-    step: Callable[[Any, Any], list[Any]], carry: Sequence[Any], xs: Any, length: int, reverse: bool
-) -> tuple[list[Any], list[Any]]:
-    """`jax.lax.scan` of a function that returns the carry and the results in one list."""
+def loop(
+    step: Callable[..., list[Any]],
+    values: Sequence[Any],
+    consts: int,
+    carried: int,
+    length: int,
+    reverse: bool,
+    unroll: int = 1,
+) -> list[Any]:
+    """`jax.lax.scan` of a function of constants, carry and slices in a row."""
+    fixed, carry = values[:consts], values[consts : consts + carried]
+    xs = values[consts + carried :]
 
     def body(carry: Any, xs: Any) -> Any:
-        outs = step(carry, xs)
-        return outs[: len(carry)], outs[len(carry) :]
+        outs = step(*fixed, *carry, *xs)
+        return outs[:carried], outs[carried:]
 
-    return jax.lax.scan(body, list(carry), list(xs), length=length, reverse=reverse)
+    carry, ys = jax.lax.scan(
+        body, list(carry), list(xs), length=length, reverse=reverse, unroll=unroll
+    )
+    return [*carry, *ys]
 
 
 def size_of(length: int) -> int:

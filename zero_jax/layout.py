@@ -3,6 +3,9 @@
 A leaf keeps its logical shape and is split along one dim, chosen by a pure function of its
 shape: the first dim that N divides, because contiguous shards gather without transposes;
 otherwise the dim that wastes least when padded. A leaf with fewer than N elements stays whole.
+Dim 0 of a leaf of rank 3 or more may count layers that a loop takes one by one, so it is cut only
+where every other dim would waste twice as much; nor is a dim 0 of a matrix that is sixteen times
+shorter than the other. A stack that is cut along dim 0 all the same is gathered before its loop.
 Padding exists only at rest, as a `Padded` node that knows its logical size; the model, the
 optimizer, norms and checkpoints see logical shapes. A dim that tensor parallelism splits over
 `model` is never the one that is cut, see model_axis.py.
@@ -27,6 +30,9 @@ from zero_jax.mesh import DATA, MODEL, REPLICA
 from zero_jax.paths import Padded
 
 PyTree = Any
+# Where dim 0 may count layers: how long it is at most where there is one dim more, how much shorter
+# than that, and how much more than by cutting it would be wasted otherwise for it to be cut still.
+_LAYERS, _SHORTER, _WASTE = 256, 16, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +44,8 @@ class Split:
       dim: the dim that is cut, counted from the end (so that it survives a scan that slices
         off the layer dim), or None for a leaf that stays whole on every device.
       shards: N, the number of pieces.
-      stacked: whether dim 0 stacks layers.
+      stacked: whether a loop of the model takes it slice by slice along dim 0; known from the trace
+        only, see `lifetimes`.
       model: the dim that is split over `model`, counted from the end, or None.
       model_shards: MP, the size of that axis.
       parts: R if a piece is cut further at rest, over `replica`; a step joins its parts first.
@@ -66,6 +73,11 @@ class Split:
     def layer_rank(self) -> int:
         """Number of dims within one layer."""
         return len(self.shape) - self.stacked
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether its shards can be gathered layer by layer."""
+        return self.stacked and self.dim is not None and self.dim != -len(self.shape)
 
     @property
     def padded(self) -> bool:
@@ -122,7 +134,6 @@ def split(
     shape: Sequence[int],
     shards: int,
     *,
-    stacked: bool = False,
     model: int | None = None,
     model_shards: int = 1,
     parts: int = 1,
@@ -132,31 +143,47 @@ def split(
     Args:
       shape: the logical shape.
       shards: N, the number of pieces.
-      stacked: whether dim 0 stacks layers that the model scans over; it is then never cut.
       model: the dim that is split over `model`, counted from the end; never cut either. Where the
         other dims have fewer than N elements (a bias), `data` takes this dim and `model` none.
       model_shards: MP.
       parts: R, into how many parts a piece is cut at rest.
 
     Returns:
-      The split. `dim` is None where there are fewer than N·R elements (per layer) to hand out.
+      The split. `dim` is None where there are fewer than N·R elements to hand out.
 
     >>> split((10, 8), 4).dim, split((10, 7), 4).dim, split((3,), 4).dim
     (-1, -1, None)
-    >>> split((12, 64, 64), 4, stacked=True).shard_shape
-    (12, 16, 64)
+    >>> split((12, 64, 64), 4).shard_shape, split((12, 512), 4).shard_shape
+    ((12, 16, 64), (12, 128))
+    >>> split((4096, 32, 128), 256).shard_shape
+    (16, 32, 128)
     """
     shape = tuple(shape)
-    dims = [d for d in range(stacked, len(shape)) if d - len(shape) != model]
+    dims = [d for d in range(len(shape)) if d - len(shape) != model]
     pieces = shards * parts
     enough = math.prod(shape[d] for d in dims) >= pieces
+    if dims == [0] and model is not None and _may_stack(shape) and pieces > 1:
+        enough = False
     if model is not None and not enough:
-        return split(shape, shards, stacked=stacked, model_shards=model_shards, parts=parts)
+        return split(shape, shards, model_shards=model_shards, parts=parts)
     if pieces == 1 or not enough:
-        return Split(shape, None, shards, stacked, model, model_shards, parts)
+        return Split(shape, None, shards, False, model, model_shards, parts)
+
+    def waste(d: int) -> float:
+        return -(-shape[d] // pieces) * pieces / max(shape[d], 1)
+
+    others = [d for d in dims if d > 0]
+    if 0 in dims and others and _may_stack(shape) and min(map(waste, others)) < _WASTE * waste(0):
+        dims = others
     exact = [d for d in dims if shape[d] % pieces == 0]
-    dim = exact[0] if exact else min(dims, key=lambda d: -(-shape[d] // pieces) / shape[d])
-    return Split(shape, dim - len(shape), shards, stacked, model, model_shards, parts)
+    dim = exact[0] if exact else min(dims, key=waste)
+    return Split(shape, dim - len(shape), shards, False, model, model_shards, parts)
+
+
+def _may_stack(shape: tuple[int, ...]) -> bool:
+    """Whether dim 0 may count layers."""
+    few = len(shape) == 2 and shape[0] <= _LAYERS and _SHORTER * shape[0] <= shape[1]
+    return few or len(shape) > 2
 
 
 def _is_padded(node: Any) -> bool:

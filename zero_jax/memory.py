@@ -78,8 +78,8 @@ def estimate(
     precision: Precision | str = Precision(),
     micro_batches: int = 1,
     frozen: optimizer.Frozen = None,
-    scanned: str | None = None,
     model_axis: ModelAxis = ModelAxis(),
+    window: int | None = None,
 ) -> Estimate:
     """The closed form of one stage.
 
@@ -92,8 +92,9 @@ def estimate(
       precision: as for `Zero`.
       micro_batches: as for `Zero`.
       frozen: as for `Zero`.
-      scanned: as for `Zero`.
       model_axis: how leaves are split over `model`, `Zero.model_axis`.
+      window: elements that are gathered at once: the largest `Layers.words` of a trace, or leaf
+        outside of layers; by default the largest leaf.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
     >>> estimate(shapes, shards=4, stage=3, tx=optax.adam(1e-3)).at_rest == 12 * 2**20 // 4 + 20
@@ -102,12 +103,12 @@ def estimate(
     if not isinstance(precision, Precision):
         precision = Precision(precision)
     parts = parts if stage == 3 else 1
-    splitter = Splitter(1 if stage == 0 else shards, scanned, model_axis, parts)
-    cuts, stacks = splitter(params), splitter.stacks(params)
+    splitter = Splitter(1 if stage == 0 else shards, model_axis, parts)
+    cuts = splitter(params)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
-    window = _largest(cuts, stacks)
+    gathered = max(map(_elements, cuts), default=0) if window is None else window
     copied = sum(map(_elements, cuts))
     word = precision.compute.itemsize
     grad_word = word if micro_batches == 1 else 4
@@ -115,12 +116,12 @@ def estimate(
     shard_grads = 4 * sum(map(_in_step, trained_cuts))
     joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
     # A stage-0 master in the compute dtype is its own copy.
-    copies = {0: 0 if word == 4 else word * copied, 3: word * window + joined}
+    copies = {0: 0 if word == 4 else word * copied, 3: word * gathered + joined}
     gradients = {
         0: grad_word * full_grads,
         1: grad_word * full_grads + shard_grads,
-        2: word * window + shard_grads,
-        3: word * window + shard_grads,
+        2: word * gathered + shard_grads,
+        3: word * gathered + shard_grads,
     }
     return Estimate(
         parameters=layout.bytes_per_device(cuts, [_master(x) for x in leaves]),
@@ -138,19 +139,6 @@ def _elements(cut: layout.Split) -> int:
 def _in_step(cut: layout.Split) -> int:
     """Elements of a device's shard during a step, whose parts are joined."""
     return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
-
-
-def _largest(cuts: list[layout.Split], stacks: list[bool]) -> int:
-    """Elements of the largest thing that is gathered at once: a layer, or a leaf outside them."""
-    layers: dict[int, int] = {}
-    largest = 0
-    for cut, in_layer in zip(cuts, stacks, strict=True):
-        size = _elements(cut)
-        if in_layer and size:
-            layers[cut.shape[0]] = layers.get(cut.shape[0], 0) + size // cut.shape[0]
-        else:
-            largest = max(largest, size)
-    return max([largest, *layers.values()])
 
 
 def _master(leaf: Any) -> Any:

@@ -1,75 +1,69 @@
-"""What a device works off at once: rows of a batch, a loss, keys of its own, sums.
-
-Note [global weight]: each device and micro-batch gives a sum and a weight (for a mean: the mean
-and 1). Sums, weights and gradients are added up, and divided once by the global weight, so
-unequal token counts are exact.
-"""
+"""What a device works off at once: rows of a batch, keys of its own, sums over micro-batches."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zero_jax import losses
+
 PyTree = Any
 
 
-def accumulate(one: Callable[..., Any], batch: PyTree, k: int) -> Any:
-    """Sums of k micro-batches, gradients in fp32; aux floats are averaged, others the last's."""
+def accumulate(one: Callable[..., Any], batch: PyTree, k: int, kinds: Sequence[str]) -> Any:
+    """Sums of k micro-batches, gradients in fp32.
+
+    Args:
+      one: of a micro-batch and its index: (total, weight, undo, aux leaves), gradients. `undo` is
+        what the gradients are still to be multiplied by.
+      batch: this device's rows.
+      k: how many micro-batches.
+      kinds: of each aux leaf what becomes of it, see `losses`.
+    """
     if k == 1:
         return one(batch, 0)
-    micros = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+    micros = split(batch, k)
 
-    def up(grad: jax.Array) -> jax.Array:
-        return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    def up(grad: jax.Array, undo: Any) -> jax.Array:
+        return grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * undo
 
-    def add(acc: Any, new: Any) -> Any:
-        (total, weight, aux), grads = new
-        (acc_total, acc_weight, acc_aux), acc_grads = acc
-        aux = jax.tree.map(lambda a, b: a + b / k if is_float(b) else b, acc_aux, aux)
-        grads = jax.tree.map(lambda a, b: a + up(b), acc_grads, grads)
-        return (acc_total + total, acc_weight + weight, aux), grads
+    def parted(aux: Sequence[Any], rows: bool) -> list[Any]:
+        return [x for x, kind in zip(aux, kinds, strict=True) if (kind == losses.ROWS) == rows]
+
+    others = [kind for kind in kinds if kind != losses.ROWS]
 
     def body(acc: Any, xs: Any) -> Any:
-        return add(acc, one(*xs)), None
+        (total, weight, undo, aux), grads = one(*xs)
+        (acc_total, acc_weight, acc_aux), acc_grads = acc
+        means = losses.added(others, acc_aux, parted(aux, False), k)
+        grads = jax.tree.map(lambda a, b: a + up(b, undo), acc_grads, grads)
+        return ((acc_total + total, acc_weight + weight, means), grads), parted(aux, True)
 
     first = jax.tree.map(lambda x: x[0], micros)
-    (total, weight, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
-    start = ((total, weight, aux), jax.eval_shape(lambda g: jax.tree.map(up, g), grads))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), start)
-    return jax.lax.scan(body, zeros, (micros, jnp.arange(k)))[0]
+    (total, weight, _, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
+    wide = jax.eval_shape(lambda g: jax.tree.map(lambda x: up(x, jnp.float32(1)), g), grads)
+    start = ((total, weight, parted(aux, False)), wide)
+    zeros = jax.tree.map(_zeros, start)
+    ((total, weight, means), grads), rows = jax.lax.scan(body, zeros, (micros, jnp.arange(k)))
+    means, whole = iter(means), iter(x.reshape(-1, *x.shape[2:]) for x in rows)
+    aux = [next(whole) if kind == losses.ROWS else next(means) for kind in kinds]
+    return (total, weight, jnp.float32(1), aux), grads
 
 
-def sum_and_weight(out: Any, has_aux: bool, exponent: int = 0) -> tuple[Any, Any, Any]:
-    """(sum, weight, (aux, exponent)) in fp32 from what a loss function returned.
-
-    See [global weight]. A pair comes back times 2^-exponent, which rounds nothing and cancels in
-    every quotient: fp16 gradients of a sum over thousands of tokens would overflow. The exponent
-    comes back as an int32 scalar, 0 for a mean.
-    """
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(
-            f"has_aux=True, but the loss function returned {type(out).__name__}: return "
-            "(loss, aux) or ((sum, weight), aux)"
+def _zeros(like: Any) -> Any:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, like)
+        return jax.random.wrap_key_data(
+            jnp.zeros(words.shape, words.dtype), impl=jax.random.key_impl(like)
         )
-    value, aux = out if has_aux else (out, None)
-    parts = value if isinstance(value, tuple) else (value, jnp.ones((), jnp.float32))
-    shapes = [getattr(p, "shape", None if not isinstance(p, (int, float)) else ()) for p in parts]
-    if len(parts) != 2 or any(s != () for s in shapes):
-        hint = "" if has_aux or not isinstance(value, tuple) else ", or pass has_aux=True for aux"
-        raise ValueError(
-            f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
-            f"scalar mean, or a pair of scalars (sum, weight){hint}"
-        )
-    exponent = exponent if isinstance(value, tuple) else 0
-    total, weight = (jnp.asarray(p, jnp.float32) * 2.0**-exponent for p in parts)
-    return total, jax.lax.stop_gradient(weight), (aux, jnp.asarray(exponent, jnp.int32))
+    return jnp.zeros(like.shape, like.dtype)
 
 
-def is_float(x: Any) -> bool:
-    """Whether an array holds floating point numbers."""
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def split(batch: PyTree, k: int) -> PyTree:
+    """Every array of the batch as k micro-batches."""
+    return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
 
 
 def fold_keys(extras: Any, index: Any) -> Any:

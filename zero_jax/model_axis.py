@@ -50,12 +50,11 @@ class ModelAxis:
     specs: tuple[tuple[str, PartitionSpec], ...] | None = None
     rules: tuple[tuple[str, Any], ...] = ()
 
-    def dims(self, tree: PyTree, stacked: Sequence[bool]) -> list[int | None]:
+    def dims(self, tree: PyTree) -> list[int | None]:
         """The dim of each leaf that is split over `model`, counted from the end, or None.
 
         Args:
           tree: a logical tree, of arrays or ShapeDtypeStructs.
-          stacked: for each leaf, whether dim 0 stacks layers.
 
         Raises:
           ValueError: a spec names another axis, more dims than there are, or a dim that MP does
@@ -64,9 +63,9 @@ class ModelAxis:
         leaves = paths.named_leaves(tree)
         if self.size == 1 and self.specs is None:
             return [None] * len(leaves)
-        named = zip(leaves, stacked, self._specs(tree, [name for name, _ in leaves]), strict=True)
+        named = zip(leaves, self._specs(tree, [name for name, _ in leaves]), strict=True)
         # Specs are looked at without a model axis too, so that a slip shows before the cluster.
-        dims = [self._dim(name, tuple(leaf.shape), s, spec) for (name, leaf), s, spec in named]
+        dims = [self._dim(name, tuple(leaf.shape), spec) for (name, leaf), spec in named]
         return dims if self.size > 1 else [None] * len(leaves)
 
     def check_split(self, dims: Sequence[int | None]) -> None:
@@ -93,14 +92,12 @@ class ModelAxis:
             found = [tuple(spec) if hit else old for hit, old in zip(hits, found, strict=True)]
         return found
 
-    def _dim(
-        self, name: str, shape: tuple[int, ...], stacked: bool, spec: tuple[Any, ...]
-    ) -> int | None:
+    def _dim(self, name: str, shape: tuple[int, ...], spec: tuple[Any, ...]) -> int | None:
         split = [d for d, axis in enumerate(spec) if axis is not None]
         if not split:
             return None
         # A layer names its own dims, and stacking it puts one before them.
-        shift = 1 if self.specs is None and stacked and len(spec) == len(shape) - 1 else 0
+        shift = 1 if self.specs is None and len(spec) == len(shape) - 1 else 0
         dim, axis = split[0] + shift, spec[split[0]]
         where = f"{name} {shape} has the spec {PartitionSpec(*spec)}"
         if axis != MODEL:
@@ -108,13 +105,10 @@ class ModelAxis:
                 f"{where}, but the axis to split over is {MODEL!r}, not {axis!r}: the data axis "
                 f"takes a dim by itself. Write PartitionSpec(..., {MODEL!r})"
             )
-        if len(split) > 1 or dim >= len(shape) or (stacked and dim == 0):
-            raise ValueError(
-                f"{where}: name {MODEL!r} for one of its {len(shape)} dims"
-                + (", not for dim 0, which stacks layers" if stacked else "")
-            )
+        if len(split) > 1 or dim >= len(shape):
+            raise ValueError(f"{where}: name {MODEL!r} for one of its {len(shape)} dims")
         if shape[dim] % self.size:
-            fit = [d for d in range(stacked, len(shape)) if shape[d] % self.size == 0]
+            fit = [d for d in range(len(shape)) if shape[d] % self.size == 0]
             raise ValueError(
                 f"{where}, but a model axis of {self.size} does not divide {shape[dim]}: "
                 + (f"dims {fit} would work" if fit else "none of its dims would work")

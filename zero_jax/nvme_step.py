@@ -100,7 +100,7 @@ class _Update:
         old, treedef = jax.tree.flatten(params)
         grads = jax.tree.leaves(out.grads)
         finite, needed, others, resident, guard = self._prepare(
-            *(grads, opt_state.inner.resident, old, opt_state.guard, out.grad_norm, out.loss)
+            *(grads, opt_state.inner.resident, old, opt_state.guard, out.finite, out.loss)
         )
         new = [others.get(at, leaf) for at, leaf in enumerate(old)]
         flying: collections.deque[Any] = collections.deque()
@@ -139,12 +139,11 @@ class _Update:
         self.files.count(-held)
 
     def _global(
-        self, grads: Any, resident: Any, params: Any, guard: Any, norm: Any, value: Any
+        self, grads: Any, resident: Any, params: Any, guard: Any, finite: Any, value: Any
     ) -> Any:
         """What is computed once a step, on the devices: see `piecewise`."""
         files, program = self.files, self.program
         count = len(params)
-        finite = jnp.isfinite(norm)
         kept = [j for j, held in enumerate(files.held) if not held]
         states = dict(zip(kept, resident, strict=True))
         given: dict[Atom, Any] = {}

@@ -19,7 +19,7 @@ import optax
 
 from zero_jax import hosted, layout, nvme, paths, streamed, tiers
 from zero_jax.mesh import AnyMesh
-from zero_jax.precision import Guard, Precision, init_guard, next_guard
+from zero_jax.precision import Guard, Precision, init_guard, next_guard, norm_of, sums_of_squares
 from zero_jax.splitter import Splitter
 
 PyTree = Any
@@ -121,7 +121,7 @@ def partition(
         state: ZeroState,
         params: PyTree | None = None,
         *,
-        grad_norm: jax.Array | None = None,
+        finite: jax.Array | bool | None = None,
         apply: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, ZeroState]:
@@ -141,8 +141,9 @@ def partition(
                 "tx.update and optax.apply_updates"
             )
         full_grads = layout.logical(grads)
-        finite = jnp.isfinite(global_norm(full_grads) if grad_norm is None else grad_norm)
-        guard = next_guard(state.guard, finite, precision)
+        if finite is None:
+            finite = all_finite(full_grads)
+        guard = next_guard(state.guard, jnp.asarray(finite), precision)
         if offload.streams:
             made = in_pieces(grads, state.inner, params, finite, extra, apply=apply)
             return made[0], ZeroState(made[1], guard)
@@ -199,11 +200,11 @@ def without_frozen(
     )
 
 
-def global_norm(grads: PyTree) -> jax.Array:
-    """The l2 norm of all floating leaves, a scalar equal on every device."""
-    return optax.global_norm(
-        [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)]
-    )
+def all_finite(grads: PyTree) -> jax.Array:
+    """Whether every floating number is finite, also where the sum of squares would overflow."""
+    floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)]
+    sums = sum((sums_of_squares(g) for g in floats), jnp.zeros(2))
+    return norm_of(sums)[1]
 
 
 def _keep(tree: PyTree, cuts: list[layout.Split], mesh: AnyMesh) -> PyTree:

@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 from optax import contrib
 
-from zero_jax import choose, memory, paper, plan_text, planned, scaling, targets
+from zero_jax import choose, grads, losses, memory, paper, plan_text, planned, scaling, targets
 from zero_jax.buckets import BUCKET_BYTES
 from zero_jax.mesh import abstract_mesh
 from zero_jax.policies import POLICIES
@@ -72,7 +72,9 @@ class Case:
         from models import gpt
 
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(self.config, rngs=nnx.Rngs(0))))
-        return lambda params, tokens: gpt.loss(nnx.merge(graphdef, params), tokens)
+        return lambda params, tokens: losses.Weighted(
+            *gpt.loss(nnx.merge(graphdef, params), tokens)
+        )
 
     @property
     def batch(self) -> jax.ShapeDtypeStruct:
@@ -95,6 +97,9 @@ class Case:
     def states(self, shards: int, stage: int) -> int:
         """Bytes of model states on N devices, in closed form."""
         shapes = jax.eval_shape(self.make)
+        zero = self.zero.at_stage(3)
+        params = zero.abstract(self.make)
+        traced = grads.read(zero.settings, self.loss_fn, params, self.batch, (), has_aux=False)
         return memory.estimate(
             shapes,
             shards=shards,
@@ -103,6 +108,7 @@ class Case:
             tx=self.tx,
             precision=self.zero.precision,
             model_axis=self.zero.model_axis,
+            window=traced.window,
         ).total
 
 

@@ -13,13 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from zero_jax import forecast, hlo, layout, policies, prove, roofline
+from zero_jax import forecast, hlo, layout, policies, prove, roofline, tiers
+from zero_jax.lifetimes import Layers
 from zero_jax.mesh import MODEL, abstract_of, batch_sharding
 from zero_jax.optimizer import ZeroTransform
 from zero_jax.step import TrainStep
 from zero_jax.targets import Target
 from zero_jax.targets import target as target_of
-from zero_jax.tiers import HOST, is_on_host
+from zero_jax.tiers import HOST
 
 PyTree = Any
 _WORD_BYTES = 2  # as the paper counts: bf16 or fp16
@@ -87,6 +88,8 @@ class Plan:
       remat: the policy.
       axes: sizes of the mesh's axes by name.
       num_params: Ψ.
+      layers: what layers were found in the loss, and under which policy.
+      window: elements of the largest layer or leaf that is gathered at once.
       predicted: bytes by term.
       compiled: the audit of the compiled program, None if only predicted.
       target: what it was compiled for, None for the devices of the mesh itself.
@@ -98,6 +101,8 @@ class Plan:
     remat: str
     axes: Mapping[str, int]
     num_params: int
+    layers: tuple[Layers, ...]
+    window: int
     predicted: Predicted
     compiled: hlo.Audit | None = None
     target: Target | None = None
@@ -245,19 +250,19 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
     given = sum(counts) + 1  # the loss scale
     settings = step.settings
     full = jax.eval_shape(layout.logical, params)
-    cuts = settings.splitter(full)
+    cuts, traced = settings.splitter(full), step.read(*args)
     temporaries = forecast.forecast(
         *(step.trace(*args).jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
-        ahead=settings.gathers_ahead(params),
+        ahead=settings.gathers_ahead(traced.layers),
         bucket_bytes=settings.bucket_bytes,
     )
-    host = _bytes(params, HOST) + _bytes(opt_state, HOST)
+    host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
     streams = {}
     if host:
         # Stages 1 and 2 are done with the masters once they have gathered them.
-        fetched = _bytes(params, HOST) if settings.stage in (0, 3) else 0
+        fetched = tiers.bytes_on(params, HOST) if settings.stage in (0, 3) else 0
         pieces = min(2 * settings.offload.piece_bytes, host)
         streams = {"fetched": fetched, "pieces": pieces}
     return Plan(
@@ -266,10 +271,12 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
         remat=settings.remat,
         axes=dict(settings.mesh.shape),
         num_params=sum(x.size for x in jax.tree.leaves(full)),
+        layers=tuple(traced.layers),
+        window=traced.window,
         predicted=Predicted(
-            parameters=_bytes(params),
-            optimizer_state=_bytes(opt_state),
-            batch=_bytes(batch) + _bytes(extras),
+            parameters=tiers.bytes_on(params),
+            optimizer_state=tiers.bytes_on(opt_state),
+            batch=tiers.bytes_on(batch) + tiers.bytes_on(extras),
             temporaries=temporaries.terms | streams,
             host_states=host,
             host_saved=temporaries.host,
@@ -285,7 +292,7 @@ def _compile(
         return prove.compile_for(
             *(target, step.function, abstract, abstract_of(mesh)),
             given_topology=topology,
-            options=step.settings.compiler_options(args[0]) if target.platform == "cuda" else {},
+            options=step.compiler_options(*args) if target.platform == "cuda" else {},
         )
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
@@ -310,18 +317,3 @@ def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding),
         batch,
     )
-
-
-def _bytes(tree: PyTree, kind: str = "device") -> int:
-    """Bytes of one device's pieces in one kind of memory."""
-    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
-
-
-def _leaf_bytes(leaf: Any) -> int:
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    sharding = getattr(leaf, "sharding", None)
-    shape = np.shape(leaf)
-    if isinstance(sharding, NamedSharding):
-        shape = sharding.shard_shape(shape)
-    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize

@@ -22,7 +22,7 @@ Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -34,7 +34,14 @@ POLICIES = ("none", "dots", "block", "block_sqrt")
 _ALL = (*POLICIES, "names")
 # FLOPs of a step's layers, forward and backward being 3: one forward more for each level of
 # recomputation. Products that `dots` keeps are not computed again, elementwise work is.
-_PASSES = {"none": 3.0, "dots": 3.0 + 1e-3, "names": 4.0 - 1e-3, "block": 4.0, "block_sqrt": 5.0}
+_PASSES = {
+    "none": 3.0,
+    "jax": 4.0,
+    "dots": 3.0 + 1e-3,
+    "names": 4.0 - 1e-3,
+    "block": 4.0,
+    "block_sqrt": 5.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +73,18 @@ class Policy:
       kind: "none", "dots", "block", "block_sqrt" or "names".
       inputs: where the input of a layer (for block_sqrt: of a group) lives.
       names: (name, place) of the marked values that are kept.
+      asked: a policy of JAX's, or of the user's own, of kind "jax": asked about each equation.
     """
 
     kind: str
     inputs: Place = DEVICE
     names: tuple[tuple[str, Place], ...] = ()
+    asked: Callable[..., Any] | None = None
 
     @property
     def passes(self) -> float:
-        """FLOPs of the layers in units of one forward pass; the backward pass alone is 2."""
+        """FLOPs of the layers in units of one forward pass; the backward pass alone is 2. Of what a
+        policy of JAX's keeps nobody knows before it is asked: at most one pass more."""
         return _PASSES[self.kind]
 
     @property
@@ -87,17 +97,42 @@ class Policy:
         """Whether anything is kept in parts on the devices of the `model` axis."""
         return any(place.partitioned for place in self.places)
 
-    def place_of(self, name: str) -> Place | None:
-        """Where values of this name are kept, or None if they are not."""
-        return dict(self.names).get(name)
+    def place_of(self, eqn: Any) -> Place | None:
+        """Where the results of an equation of a layer are kept, or None if they are not."""
+        if self.asked is not None:
+            given = [atom.aval for atom in eqn.invars]
+            return _answer(self.asked(eqn.primitive, *given, **eqn.params))
+        if self.kind == "dots":
+            return DEVICE if eqn.primitive.name == "dot_general" else None
+        return dict(self.names).get(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
     def __str__(self) -> str:
+        if self.asked is not None:
+            return getattr(self.asked, "__qualname__", repr(self.asked)).partition(".<locals>")[0]
         own = self.kind + _at(self.inputs)
         return own + (":" + ",".join(n + _at(p) for n, p in self.names) if self.names else "")
 
 
+def of_jax(asked: Callable[..., Any] | None) -> Policy:
+    """The policy that `jax.checkpoint(policy=...)` is given; None keeps the inputs alone."""
+    return Policy("block") if asked is None else Policy("jax", asked=asked)
+
+
+def _answer(given: Any) -> Place | None:
+    """What a policy of JAX's says of an equation: a bool, or one of three kinds of JAX's own."""
+    if getattr(given, "dst", None) is not None:
+        return Place(host=True)
+    if isinstance(given, bool) or type(given).__name__ not in _KINDS:
+        return DEVICE if given else None
+    return _KINDS[type(given).__name__]
+
+
+# The answers of `save_and_offload_only_these_names`, whose types JAX does not export.
+_KINDS = {"RecomputeType": None, "SaveableType": DEVICE}
+
+
 @functools.cache
-def parse(text: str) -> Policy:
+def parse(text: Any) -> Policy:
     """Reads a policy.
 
     Raises:
@@ -110,6 +145,8 @@ def parse(text: str) -> Policy:
     >>> str(parse("block@device")), parse("block_sqrt").passes
     ('block', 5.0)
     """
+    if callable(text):
+        return of_jax(text)
     own, colon, marked = str(text).partition(":")
     kind, place = _placed(text, own)
     if kind not in _ALL:

@@ -94,6 +94,28 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+# Squares of numbers so far down cannot overflow fp32, however many are added up.
+_DOWN = 2.0**-100
+
+
+def sums_of_squares(x: jax.Array) -> jax.Array:
+    """Two fp32 sums: of the squares, and of those of the numbers times 2^-100, for `norm_of`."""
+    x = x.astype(jnp.float32)
+    return jnp.stack([jnp.sum(jnp.square(x)), jnp.sum(jnp.square(x * _DOWN))])
+
+
+def norm_of(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The l2 norm, and whether every number is finite: of finite ones whose squares overflow too.
+
+    >>> norm, finite = norm_of(sums_of_squares(jnp.full(4, 1e30)))
+    >>> round(float(norm) / 1e30, 3), bool(finite)
+    (2.0, True)
+    """
+    plain, down = sums
+    norm = jnp.where(jnp.isfinite(plain), jnp.sqrt(plain), jnp.sqrt(down) / _DOWN)
+    return norm, jnp.isfinite(down)
+
+
 class Guard(NamedTuple):
     """What the guard remembers, as scalars in the optimizer state.
 

@@ -1,11 +1,13 @@
-"""One layer whose forward pass keeps little, and whose backward pass runs it again.
+"""Layers whose forward pass keeps little, and whose backward pass runs them again.
 
-One `custom_vjp` for every policy, for scanned and unrolled layers. Its forward pass runs the layer
-and puts what is kept at its place: the layer's inputs, and the results of equations that are
-kept. Its backward pass fetches them, runs the layer again with each kept result in place of the
-one that is computed again, whose computation is then dead code as far as nothing else needs it, and
-takes the gradient. `jax.checkpoint` would split a partitioned value in the forward pass and
-gather it there too, since it splits one trace in two.
+A layer's forward pass runs it and puts what is kept at its place: the layer's inputs, and the
+results of equations that are kept. Its backward pass fetches them, runs the layer again with each
+kept result in place of the one that is computed again, whose computation is then dead code as far
+as nothing else needs it, and takes the gradient. `jax.checkpoint` would split a partitioned value
+in the forward pass and gather it there too, since it splits one trace in two.
+
+`layer` is one layer, of a scan say, which gathers its weights itself; `chain.py` has runs of layers
+that are not scanned.
 
 Inputs that a scan hands over unchanged (weights, constants, keys) are kept as what they are: the
 scan does not stack them a second time.
@@ -21,10 +23,63 @@ import jax.numpy as jnp
 
 from zero_jax import activations, jaxprs
 from zero_jax.policies import DEVICE, Place
+from zero_jax.weights import Source, Weight, follow
 
 Arrays = Sequence[Any]
 # Runs a layer; its second argument is told each kept result, with its place, and gives another.
 Run = Callable[[Arrays, Callable[[Any, Place], Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer as its forward and its backward pass see it.
+
+    Attributes:
+      run: the layer.
+      likes: the types of its inputs.
+      places: where some of its inputs are kept, by position; the others stay as they are.
+    """
+
+    run: Run
+    likes: Sequence[Any]
+    places: Mapping[int, Place]
+
+    def keep_all(self, args: Arrays) -> tuple[list[Any], list[Any]]:
+        """Its results, and all that its backward pass may read, at its place: inputs first."""
+        results: list[Any] = []
+
+        def keep(x: Any, place: Place) -> Any:
+            results.append(activations.put(x, place))
+            return x
+
+        outs = self.run(args, keep)
+        inputs = [activations.put(x, self.places.get(i, DEVICE)) for i, x in enumerate(args)]
+        return outs, [*inputs, *results]
+
+    def gradients(self, trained: Sequence[int], kept: Arrays, cotangents: Arrays) -> Arrays:
+        """Of those inputs, given the cotangents of the results that are floats."""
+        inputs = [
+            activations.fetch(x, self.places.get(i, DEVICE), like)
+            for i, (x, like) in enumerate(zip(kept, self.likes, strict=False))
+        ]
+        results = iter(kept[len(inputs) :])
+
+        def again(*given: Any) -> list[Any]:
+            full = list(inputs)
+            for i, x in zip(trained, given, strict=True):
+                full[i] = x
+            outs = self.run(full, lambda x, p: instead(x, activations.fetch(next(results), p, x)))
+            return [x for x in outs if is_float(x)]
+
+        return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
+
+    def reads(self, trained: Sequence[int], kept: Arrays, outs: Arrays) -> list[bool]:
+        """Which of all that is kept the backward pass reads, or can't be told without."""
+        floats = [x for x in outs if is_float(x)]
+        again = jax.make_jaxpr(functools.partial(self.gradients, trained))(kept, floats)
+        read = jaxprs.read_inputs(again.jaxpr)
+        # Keys and counts stay too: they have no zero to stand in for them.
+        return [r or not is_float(x) for r, x in zip(read, kept, strict=False)]
 
 
 def layer(
@@ -47,72 +102,32 @@ def layer(
     """
 
     def call(*args: Any) -> list[Any]:
-        likes = [jax.typeof(x) for x in args]
+        own = Layer(run, [jax.typeof(x) for x in args], places)
 
         @jax.custom_vjp
         def wrapped(*args: Any) -> list[Any]:
             return run(args, lambda x, _: x)
 
-        def keep_all(*args: Any) -> tuple[list[Any], list[Any]]:
-            results: list[Any] = []
-
-            def keep(x: Any, place: Place) -> Any:
-                results.append(activations.put(x, place))
-                return x
-
-            outs = run(args, keep)
-            inputs = [activations.put(x, places.get(i, DEVICE)) for i, x in enumerate(args)]
-            return outs, [*inputs, *results]
-
-        def gradients(trained: Sequence[int], kept: Arrays, cotangents: Arrays) -> Arrays:
-            inputs = [
-                activations.fetch(x, places.get(i, DEVICE), like)
-                for i, (x, like) in enumerate(zip(kept, likes, strict=False))
-            ]
-            results = iter(kept[len(inputs) :])
-
-            def again(*given: Any) -> list[Any]:
-                full = list(inputs)
-                for i, x in zip(trained, given, strict=True):
-                    full[i] = x
-                outs = run(full, lambda x, p: instead(x, activations.fetch(next(results), p, x)))
-                return [x for x in outs if is_float(x)]
-
-            found = jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
-            pairs = zip(trained, found, strict=True)
-            return [_together(x) if i in within else x for i, x in pairs]
-
         def forward(*given: Any) -> tuple[list[Any], Any]:
             args = [x.value for x in given]
             # A copy that was gathered beside its shard has no gradient, nor has a frozen leaf.
-            trained = tuple(i for i, x in enumerate(given) if x.perturbed and is_float(likes[i]))
-            outs, kept = keep_all(*args)
-            floats = [x for x in outs if is_float(x)]
-            again = jax.make_jaxpr(functools.partial(gradients, trained))(kept, floats)
-            read = jaxprs.read_inputs(again.jaxpr)
-            # Keys and counts stay too: they have no zero to stand in for them.
-            stay = tuple(r or not is_float(x) for r, x in zip(read, kept, strict=False))
-            shapes = tuple((x.shape, x.dtype) for x in kept)
-            held = [x for x, s in zip(kept, stay, strict=True) if s]
-            if barrier and any(map(activations.is_in_host, held)):
-                # On its way to the host while this layer computes, there before the next one does:
-                # else XLA's scheduler waits with it until the backward pass wants it back.
-                outs, held = _together((outs, held))
-            return outs, (_Known((trained, stay, shapes)), held)
+            trained = tuple(i for i, x in enumerate(given) if x.perturbed and is_float(x.value))
+            outs, kept = own.keep_all(args)
+            held = Held.of(kept, own.reads(trained, kept, outs))
+            if barrier:
+                outs, held = held.on_its_way(outs)
+            return outs, (Known(trained), held)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-            known, held = residuals
-            trained, stay, shapes = known.value
-            cotangents = [_made(c) for c in cotangents if is_float(c)]
+            trained, held = residuals[0].value, residuals[1]
+            cotangents = [made(c) for c in cotangents if is_float(c)]
             if barrier:
-                held, cotangents = _together((held, cotangents))
-            it = iter(held)
-            kept = [
-                next(it) if s else jnp.zeros(*shape) for s, shape in zip(stay, shapes, strict=True)
-            ]
-            found = gradients(trained, kept, cotangents)
-            own = dict(zip(trained, _together(found) if barrier else found, strict=True))
-            return tuple(own.get(i) for i in range(len(args)))
+                held, cotangents = together((held, cotangents))
+            found = own.gradients(trained, held.all(), cotangents)
+            pairs = zip(trained, found, strict=True)
+            found = [together(x) if i in within else x for i, x in pairs]
+            ready = dict(zip(trained, together(found) if barrier else found, strict=True))
+            return tuple(ready.get(i) for i in range(len(args)))
 
         wrapped.defvjp(forward, backward, symbolic_zeros=True)
         return wrapped(*args)
@@ -120,8 +135,8 @@ def layer(
     return call
 
 
-def summed_within(jaxpr: Any, touches: Sequence[str], bucket_bytes: float) -> list[int]:
-    """Inputs of a layer whose gradients are summed over devices before its loop goes on.
+def summed_within(jaxpr: Any, weights: Mapping[Any, Weight], bucket_bytes: float) -> list[Source]:
+    """Leaves of a layer whose gradients are summed over devices before its loop goes on.
 
     XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
     held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
@@ -130,41 +145,127 @@ def summed_within(jaxpr: Any, touches: Sequence[str], bucket_bytes: float) -> li
 
     Args:
       jaxpr: a scanned layer.
-      touches: names of the calls that open a parameter.
+      weights: of its inputs those that are slices of leaves.
       bucket_bytes: the most that collectives move at once.
 
     Returns:
-      Positions among its inputs, for `layer`.
+      The sources, for the positions that `layer` is told.
     """
-    opened = [e for e in jaxpr.eqns if e.params.get("name") in touches]
-    # All may be opened before the first is used.
-    opened.sort(key=lambda e: jaxprs.first_read(jaxpr, e.outvars[0]))
+    forms = {var: weight.form for var, weight in weights.items()}
+    sources = {weight.form.leaf: weight.source for weight in weights.values()}
     sizes = {
-        e.outvars[0]: e.outvars[0].aval.size * e.outvars[0].aval.dtype.itemsize for e in opened
+        weight.form.leaf: var.aval.size * var.aval.dtype.itemsize for var, weight in weights.items()
     }
+    ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
     left = sum(sizes.values()) / 2
     if 2 * left <= bucket_bytes:
         return []
-    positions = {var: i for i, var in enumerate(jaxpr.invars)}
-    found = list[int]()
+    order: dict[int, None] = {}
+    for eqn in jaxpr.eqns:
+        mine = [forms[a].leaf for a in eqn.invars if jaxprs.is_in(a, forms)]
+        if mine and not follow(eqn, forms):
+            order.update(dict.fromkeys(mine))
+    found = []
     # Never that of the first matrix: it comes last, and would be summed in the open.
-    for eqn in reversed([e for e in opened if e.outvars[0].aval.ndim > 1][1:]):
-        own = [positions[a] for a in eqn.invars if jaxprs.is_in(a, positions)]
-        if own and sizes[eqn.outvars[0]] <= left:
-            left -= sizes[eqn.outvars[0]]
-            found += own
+    for leaf in reversed([leaf for leaf in order if ranks[leaf] > 1][1:]):
+        if sizes[leaf] <= left:
+            left -= sizes[leaf]
+            found.append(sources[leaf])
     return found
+
+
+def regathered(run: Callable[[Arrays, Arrays], list[Any]]) -> Any:
+    """Runs an operation on weights that keeps by itself what its backward pass reads (a loop, a
+    `custom_vjp`), but for the weights, which are gathered again.
+
+    Args:
+      run: the operation, of whole leaves and of other arrays.
+
+    Returns:
+      A function of sources and of these arrays that returns the results.
+    """
+
+    def call(sources: Sequence[Source], args: Arrays) -> list[Any]:
+        still = [i for i, x in enumerate(args) if not is_float(x)]
+        moving = [x for i, x in enumerate(args) if i not in still]
+
+        def opened(shards: Sequence[Arrays]) -> list[Any]:
+            return [s.of(own).open() for s, own in zip(sources, shards, strict=True)]
+
+        def whole(leaves: Arrays, moving: Arrays) -> list[Any]:
+            it = iter(moving)
+            return run(leaves, [x if i in still else next(it) for i, x in enumerate(args)])
+
+        @jax.custom_vjp
+        def wrapped(shards: Any, moving: Arrays) -> list[Any]:
+            return whole(opened(shards), moving)
+
+        def forward(shards: Any, moving: Arrays) -> Any:
+            leaves = opened(shards)
+            outs, pull = jax.vjp(whole, leaves, moving)
+            kept, treedef = jax.tree.flatten(pull)
+            where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in kept)
+            held = [x for x, at in zip(kept, where, strict=True) if at < 0]
+            return outs, (Known((treedef, where)), held, shards)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            known, held, shards = residuals
+            treedef, where = known.value
+            shards, cotangents = together((shards, cotangents))
+            leaves, scatter = jax.vjp(opened, shards)
+            it = iter(held)
+            kept = [leaves[at] if at >= 0 else next(it) for at in where]
+            grads, moved = jax.tree.unflatten(treedef, kept)(cotangents)
+            return scatter(grads)[0], moved
+
+        wrapped.defvjp(forward, backward)
+        return wrapped([s.arrays for s in sources], moving)
+
+    return call
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class Known:
     """What the backward pass is told beside arrays."""
 
     value: Any
 
 
-def _made(cotangent: Any) -> Any:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a layer keeps from forward to backward.
+
+    Attributes:
+      arrays: those of all values that the backward pass reads.
+      shapes: of all values shape and dtype, or None for one that is among the arrays.
+    """
+
+    arrays: list[Any]
+    shapes: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, kept: Arrays, stay: Sequence[bool]) -> "Held":
+        """Of all that may be kept, what stays."""
+        pairs = list(zip(kept, stay, strict=True))
+        shapes = tuple(None if s else (x.shape, x.dtype) for x, s in pairs)
+        return cls([x for x, s in pairs if s], shapes)
+
+    def all(self) -> list[Any]:
+        """Everything again, zeros for what nobody reads."""
+        it = iter(self.arrays)
+        return [next(it) if s is None else jnp.zeros(*s) for s in self.shapes]
+
+    def on_its_way(self, outs: list[Any]) -> tuple[list[Any], "Held"]:
+        """On its way to the host while this layer computes, there before the next one does: else
+        XLA's scheduler waits with it until the backward pass wants it back."""
+        if any(map(activations.is_in_host, self.arrays)):
+            return together((outs, self))
+        return outs, self
+
+
+def made(cotangent: Any) -> Any:
     """A cotangent as an array, also where it is a zero that nobody made."""
     known = isinstance(cotangent, jax.Array)
     return cotangent if known else jnp.zeros(cotangent.shape, cotangent.dtype)
@@ -190,7 +291,7 @@ def _tied_forward(arrays: list[Any]) -> tuple[list[Any], None]:
 
 def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
     known = [i for i, c in enumerate(cotangents) if isinstance(c, jax.Array)]
-    own = dict(zip(known, _together([cotangents[i] for i in known]), strict=True))
+    own = dict(zip(known, together([cotangents[i] for i in known]), strict=True))
     return ([own.get(i) for i in range(len(cotangents))],)
 
 
@@ -206,7 +307,7 @@ def instead(computed: Any, stored: Any) -> Any:
 instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
 
 
-def _together(tree: Any) -> Any:
+def together(tree: Any) -> Any:
     """Ties arrays together: none is there before all are."""
     leaves, treedef = jax.tree.flatten(tree)
     tied = [i for i, x in enumerate(leaves) if _is_number(x)]

@@ -1,16 +1,16 @@
 """The settings of a run, checked once: what `Zero` is told, and all that a step is made from."""
 
 import dataclasses
-import math
+from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
 from flax.core import spmd
 
-from zero_jax import compiler, layers, layout, paths, policies, tiers
+from zero_jax import compiler, policies, tiers
 from zero_jax.buckets import BUCKET_BYTES, check_bucket
 from zero_jax.collectives import Wire
-from zero_jax.mesh import DATA, MODEL, REPLICA, AnyMesh, check_mesh, model_size
+from zero_jax.lifetimes import LIFETIMES, TOUCH, Layers
+from zero_jax.mesh import DATA, MODEL, REPLICA, AnyMesh, batch_axes, check_mesh, model_size
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
@@ -34,7 +34,6 @@ class Settings:
     micro_batches: int = 1
     remat: str = "none"
     frozen: Frozen = None
-    scanned: str | None = None
     model_specs: Any = None
     axis_rules: Any = None
     sequence_parallel: bool = False
@@ -135,7 +134,7 @@ class Settings:
     @property
     def splitter(self) -> Splitter:
         """Tells how each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return Splitter(self.shards, self.scanned, self.model_axis, self.parts)
+        return Splitter(self.shards, self.model_axis, self.parts)
 
     @property
     def wire(self) -> Wire:
@@ -150,44 +149,35 @@ class Settings:
             scatter_bits=BITS[known.scatter],
         )
 
-    def compiler_options(self, params: Any) -> dict[str, Any]:
+    def compiler_options(self, layers: Sequence[Layers]) -> dict[str, Any]:
         """What `jax.jit` of a step should be given as `compiler_options`, for GPUs.
 
         Args:
-          params: parameters at rest, or their shapes.
+          layers: of the traced loss.
         """
-        return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(params))
+        return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(layers))
 
-    def gathers_ahead(self, params: Any) -> bool:
+    def gathers_ahead(self, layers: Sequence[Layers]) -> bool:
         """Whether XLA for GPUs is told to gather a layer while the one before it computes."""
-        return compiler.gathers_ahead(self.bucket_bytes, self._layer_bytes(params))
+        return compiler.gathers_ahead(self.bucket_bytes, self._layer_bytes(layers))
 
-    def _layer_bytes(self, params: Any) -> tuple[int, int] | None:
+    def _layer_bytes(self, layers: Sequence[Layers]) -> tuple[int, int] | None:
         """Of the largest layer, as it is gathered and as its gradients are sent; None if layers
         are not gathered one by one."""
         # XLA would fetch activations ahead too, and compute them twice for it.
         gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
-        if self.stage != 3 or gathers_activations:
+        if LIFETIMES[self.stage].copy != TOUCH or gathers_activations:
             return None
-        words, wire = self._layer_words(params), self.wire
-        gathered = wire.compute.itemsize if wire.gather_bits is None else 1
-        return words * gathered, words * wire.reduce.itemsize
+        words = max((layer.words for layer in layers), default=0)
+        gathered = self.wire.compute.itemsize if self.wire.gather_bits is None else 1
+        return words * gathered, words * self.wire.reduce.itemsize
 
-    def _layer_words(self, params: Any) -> int:
-        """Of the largest layer, as one device gathers it; 0 if there are none."""
-        full = jax.eval_shape(layout.logical, params)
-        cuts, stacks = self.splitter(full), self.splitter.stacks(full)
-        shapes = [(name, leaf.shape) for name, leaf in paths.named_leaves(full)]
-        numbers = layers.number_layers(shapes)
-        found: dict[Any, int] = {}
-        for (_, shape), cut, stacked, number in zip(shapes, cuts, stacks, numbers, strict=True):
-            # Stacks of one length are taken to be of one loop.
-            owner = ("stack", shape[0]) if stacked else number
-            if owner is not None:
-                words = math.prod(shape[stacked:])
-                words //= cut.model_shards if cut.model is not None else 1
-                found[owner] = found.get(owner, 0) + words
-        return max(found.values(), default=0)
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes that the batch is spread over, for losses and modules that reduce
+        over them: `jax.lax.pmean(x, zero.batch_axes)`, `nn.BatchNorm(axis_name=zero.batch_axes)`.
+        """
+        return batch_axes(self.mesh)
 
     @property
     def model_axis(self) -> ModelAxis:

@@ -11,6 +11,7 @@ from zero_jax.compiler import Program
 from zero_jax.mesh import check_agreement, on_gpu
 from zero_jax.optimizer import ZeroState, ZeroTransform
 from zero_jax.settings import Settings
+from zero_jax.trace import Traced
 
 PyTree = Any
 
@@ -71,7 +72,7 @@ class TrainStep:
         self._max_skips = max_skips
         self._pending: collections.deque[jax.Array] = collections.deque()
         self._agreed = False
-        options = settings.compiler_options if on_gpu(settings.mesh) else None
+        options = self.compiler_options if on_gpu(settings.mesh) else None
         self._jitted = Program(self._step, options, donate_argnums=(0, 1))
         self._gradients = jax.jit(self._results)
 
@@ -94,15 +95,14 @@ class TrainStep:
     ) -> tuple[PyTree, ZeroState, Metrics]:
         scale = opt_state.guard.loss_scale
         out = self._results(params, scale, batch, extras)
-        norm = out.grad_norm
         with jax.named_scope("zero_update"):
             params, opt_state = self._tx.apply(
-                out.grads, opt_state, params, grad_norm=norm, value=out.loss
+                out.grads, opt_state, params, finite=out.finite, value=out.loss
             )
         guard = opt_state.guard
         metrics = Metrics(
             loss=out.loss,
-            grad_norm=norm,
+            grad_norm=out.grad_norm,
             weight=out.weight,
             skipped=guard.skipped,
             # A buffer of its own: the guard's is donated to the next step.
@@ -121,6 +121,15 @@ class TrainStep:
         params, opt_state, metrics = self._jitted(params, opt_state, batch, *extras)
         self._pending.append(metrics.skipped_in_a_row)
         return params, opt_state, metrics
+
+    def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Traced:
+        """What the traced loss says of leaves and layers; allocates nothing."""
+        own = self.settings, self._loss_fn
+        return grads.read(*own, params, batch, extras, has_aux=self._has_aux)
+
+    def compiler_options(self, *args: Any) -> dict[str, Any]:
+        """What XLA for GPUs is told of this step, given its arguments or their shapes."""
+        return self.settings.compiler_options(self.read(*args).layers)
 
     @property
     def function(self) -> Any:

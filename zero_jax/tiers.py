@@ -16,7 +16,8 @@ import warnings
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
 
 PyTree = Any
 HOST = "pinned_host"
@@ -180,3 +181,18 @@ def is_on_host(leaf: Any) -> bool:
 def to_device(tree: PyTree) -> PyTree:
     """Moves what rests in host memory to the device; for use inside `jit`."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def bytes_on(tree: PyTree, kind: str = "device") -> int:
+    """Bytes of one device's pieces in one kind of memory."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    sharding = getattr(leaf, "sharding", None)
+    shape = np.shape(leaf)
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.shard_shape(shape)
+    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize

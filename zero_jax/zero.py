@@ -44,7 +44,6 @@ class Zero(Settings):
       frozen: leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
-      scanned: pattern of the leaves whose dim 0 stacks layers; by default found by shape.
       model_specs: pairs or a mapping from patterns of paths to PartitionSpecs that name `model` for
         the dim that tensor parallelism splits; None for what the model's own variables name.
       axis_rules: what the names of dims in the model mean: (name, mesh axis or None) pairs, by
@@ -66,7 +65,7 @@ class Zero(Settings):
     >>> zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
     >>> params = zero.init(lambda key: {"w": jax.random.normal(key, (8, 3))}, jax.random.key(0))
     >>> tx = zero.optimizer(optax.adamw(1e-3))
-    >>> step = zero.train_step(lambda p, x: jnp.mean((x @ zero_jax.gather(p)["w"]) ** 2), tx)
+    >>> step = zero.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
     >>> params, opt_state, metrics = step(params, tx.init(params), jnp.ones((8, 8)))
     >>> int(metrics.skipped)
     0
@@ -78,8 +77,13 @@ class Zero(Settings):
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
         return Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
 
-    def _jit(self, fn: Callable[..., Any]) -> Any:
-        return Program(fn, self.compiler_options if on_gpu(self.mesh) else None)
+    def _jit(self, fn: Callable[..., Any], loss_fn: grads.LossFn, has_aux: bool, k: int) -> Any:
+        def options(params: PyTree, batch: PyTree, *extras: Any, **_: Any) -> dict[str, Any]:
+            own = self.settings, loss_fn, params, batch, extras
+            traced = grads.read(*own, has_aux=has_aux, micro_batches=k)
+            return self.compiler_options(traced.layers)
+
+        return Program(fn, options if on_gpu(self.mesh) else None)
 
     def splits(self, params: PyTree) -> list[layout.Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
@@ -207,7 +211,6 @@ class Zero(Settings):
             )
         settings = self.settings
 
-        @self._jit
         def value_and_grad(
             params: PyTree, batch: PyTree, *extras: Any, loss_scale: Any = None
         ) -> Any:
@@ -228,7 +231,7 @@ class Zero(Settings):
             )
             return ((out.loss, out.aux) if has_aux else out.loss), out.grads
 
-        return value_and_grad
+        return self._jit(value_and_grad, loss_fn, has_aux, settings.micro_batches)
 
     def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
         """The global loss without gradients, for held-out data.
@@ -239,14 +242,13 @@ class Zero(Settings):
         """
         settings = self.settings
 
-        @self._jit
         def evaluate(params: PyTree, batch: PyTree, *extras: Any) -> Any:
             out = grads.run(
                 settings, loss_fn, params, batch, extras, has_aux=has_aux, differentiate=False
             )
             return ((out.loss, out.aux) if has_aux else out.loss), out.weight
 
-        return evaluate
+        return self._jit(evaluate, loss_fn, has_aux, 1)
 
     def full(self, params: PyTree) -> PyTree:
         """Logical arrays, whole on every device: for a sample, an export, a look."""

@@ -1,0 +1,78 @@
+"""A scan over weights: slices of their shards go into it, and are gathered in its body."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from zero_jax import grouped, jaxprs, recompute
+from zero_jax.policies import DEVICE
+from zero_jax.replay import How, replay
+from zero_jax.weights import Apart, Weight, opened
+
+
+class Loop:
+    """A scan over weights.
+
+    Args:
+      eqn: the scan.
+      consts, carried: how many of its inputs are constants, and how many its carry.
+      values: its inputs.
+    """
+
+    def __init__(self, eqn: Any, consts: int, carried: int, values: Sequence[Any]):
+        self.body = jaxprs.written_out(jaxprs.inner(eqn))
+        self.params, self.consts, self.carried = eqn.params, consts, carried
+        self.sliced = {
+            i
+            for i, x in enumerate(values)
+            if i >= consts + carried and isinstance(x, Weight) and x.form.may_slice
+        }
+        self.slices = Apart([values[i].sliced() for i in sorted(self.sliced)])
+        self.others = [x for i, x in enumerate(values) if i not in self.sliced]
+
+    def run(self, given: Sequence[Any], how: How) -> list[Any]:
+        """Its results, given the inputs that are not sliced weights, whole, and arrays of those."""
+        length, reverse = self.params["length"], self.params["reverse"]
+        unroll, before = self.params["unroll"], self.consts
+        if how.policy.kind == "none":
+
+            def step(*flat: Any) -> list[Any]:
+                outs = how.evaluate(
+                    self.body, self._values(flat), dataclasses.replace(how, in_loop=True)
+                )
+                return list(map(opened, outs))
+
+            return grouped.loop(step, given, before, self.carried, length, reverse, unroll)
+        within = self._summed_within(how.bucket_bytes)
+        place = how.policy.inputs if self.sliced else DEVICE
+        if how.policy.kind == "block_sqrt" and self.sliced and grouped.size_of(length) > 1:
+            counts = before, self.carried
+            return grouped.scan(self._layer(how), given, counts, length, reverse, place, within)
+        places = {i: place for i in range(before, before + self.carried)}
+        # No barrier is needed: forward and backward of a scan are loops of their own.
+        layer = recompute.layer(self._layer(how), places, barrier=False, within=within)
+        return grouped.loop(layer, given, before, self.carried, length, reverse, unroll)
+
+    def _values(self, flat: Sequence[Any]) -> list[Any]:
+        """What the body is given, of the arrays that one turn has."""
+        count = len(self.others)
+        others, slices = iter(flat[:count]), iter(self.slices.together(flat[count:]))
+        both = range(len(self.body.jaxpr.invars))
+        return [next(slices) if i in self.sliced else next(others) for i in both]
+
+    def _layer(self, how: How) -> recompute.Run:
+        weights = {self.body.jaxpr.invars[i] for i in self.sliced}
+        return replay(self.body, self._values, weights, how, in_loop=True)
+
+    def _summed_within(self, bucket_bytes: float) -> list[int]:
+        """Which of the arrays of a turn have gradients that are not left to the next turn."""
+        if not self.sliced:
+            return []
+        opens = zip(sorted(self.sliced), self.slices.of([], self.slices.sources), strict=True)
+        named = [(self.body.jaxpr.invars[i], x) for i, x in opens]
+        own = recompute.summed_within(self.body.jaxpr, dict(named), bucket_bytes)
+        starts: dict[Any, int] = {}
+        at = len(self.others)
+        for source in self.slices.sources:
+            starts[source], at = at, at + len(source.arrays)
+        return [starts[s] + i for s in own for i in range(len(s.arrays))]

@@ -1,0 +1,111 @@
+"""What a loss function returns, and what becomes of it over devices and micro-batches.
+
+Note [global weight]: each device and micro-batch gives a sum and a weight (for a mean: the mean
+and 1). Sums, weights and gradients are added up, and divided once by the global weight, so
+unequal token counts are exact. The weight counts rows or tokens; a gradient through it would need
+the global loss before the first backward pass, so one that depends on parameters is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+# What becomes of an aux leaf: the mean over devices and micro-batches; rows of the global batch, in
+# order; or what is the same everywhere already.
+MEAN, ROWS, EQUAL = "mean", "rows", "equal"
+
+
+class Weighted(NamedTuple):
+    """A loss as a sum and its weight, where weights differ between devices: tokens that count, say.
+
+    Attributes:
+      sum: scalar.
+      weight: scalar; it must not depend on the parameters.
+
+    >>> mask = jnp.array([1.0, 1.0, 0.0])
+    >>> Weighted(jnp.sum(mask * 3.0), jnp.sum(mask)).weight.item()
+    2.0
+    """
+
+    sum: Any
+    weight: Any
+
+
+def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
+    """(sum, weight, aux) of what a loss function returned, the first two scalars in fp32.
+
+    Raises:
+      ValueError: it is none of the forms that a loss has.
+    """
+    if has_aux and (isinstance(out, Weighted) or not (isinstance(out, tuple) and len(out) == 2)):
+        raise ValueError(
+            f"has_aux=True, but the loss function returned {type(out).__name__}: return "
+            "(loss, aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
+        )
+    value, aux = out if has_aux else (out, None)
+    if isinstance(value, tuple) and not isinstance(value, Weighted):
+        pairs = "a pair" if len(value) == 2 else f"{len(value)} values"
+        raise ValueError(
+            f"the loss function returned {pairs}: return a scalar mean, or "
+            "zero_jax.Weighted(sum, weight) for a mean whose weights differ between devices"
+            + ("" if has_aux else ", or pass has_aux=True if the second is no part of the loss")
+        )
+    parts = value if isinstance(value, Weighted) else Weighted(value, jnp.ones((), jnp.float32))
+    shapes = [None if not _is_number(p) else jnp.shape(p) for p in parts]
+    if any(s != () for s in shapes):
+        raise ValueError(
+            f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
+            "scalar mean, or zero_jax.Weighted(sum, weight) of two scalars"
+        )
+    total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
+    return total, weight, aux
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) or hasattr(x, "dtype")
+
+
+def kinds_of(
+    aux: Sequence[tuple[str, Any]], differs: Sequence[bool], rows: Sequence[bool]
+) -> list[str]:
+    """What becomes of each leaf of the aux.
+
+    Args:
+      aux: path and type of each.
+      differs: whether it differs between devices.
+      rows: whether its dim 0 is that of the batch.
+
+    Raises:
+      ValueError: one that differs is no float, so it has no mean.
+    """
+    kinds = []
+    for (path, like), differ, row in zip(aux, differs, rows, strict=True):
+        if row:
+            kinds.append(ROWS)
+        elif jnp.issubdtype(like.dtype, jnp.inexact):
+            kinds.append(MEAN)
+        elif not differ:
+            kinds.append(EQUAL)
+        else:
+            raise ValueError(
+                f"aux {path or 'of the loss'} is {like.dtype}{list(like.shape)} and differs "
+                "between devices and micro-batches: floats are averaged, rows of the batch come "
+                "back as rows, but this is neither. Return it as a float, for its mean, or make it "
+                "the same on all devices: jax.lax.psum(x, zero.batch_axes)"
+            )
+    return kinds
+
+
+def added(kinds: Sequence[str], acc: Sequence[Any], new: Sequence[Any], k: int) -> list[Any]:
+    """Aux leaves but rows, of so many micro-batches as one."""
+    parts = zip(kinds, acc, new, strict=True)
+    return [a + b / k if kind == MEAN else b for kind, a, b in parts]
+
+
+def over_devices(kinds: Sequence[str], aux: Sequence[Any], axes: Any) -> list[Any]:
+    """Aux leaves of one device as those of all."""
+    pairs = zip(kinds, aux, strict=True)
+    return [jax.lax.pmean(x, axes) if kind == MEAN else x for kind, x in pairs]

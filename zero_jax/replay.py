@@ -1,0 +1,71 @@
+"""A layer as a function of its arrays that can be run again, and how its equations are run."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax import jaxprs, policies, recompute
+from zero_jax.policies import Place, Policy
+from zero_jax.weights import Opener
+
+NONE = policies.parse("none")
+Tap = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How equations are run.
+
+    Attributes:
+      policy: what layers keep.
+      in_loop: whether this is the body of a loop. Outside of one, forward and backward stand in one
+        computation, where XLA would merge their two gathers and keep the copy in between.
+      bucket_bytes: the most that collectives move at once; a scanned layer that gathers more does
+        not hand all of its gradients to the next one to be summed there (but under "none").
+      open: what opens weights once for a whole layer, which is run again by others; None where
+        every operation gathers for itself.
+      evaluate: runs a jaxpr, see `rewrite`: loops and layers have bodies of their own.
+    """
+
+    evaluate: Callable[..., list[Any]]
+    policy: Policy = NONE
+    in_loop: bool = False
+    bucket_bytes: float = math.inf
+    open: Opener | None = None
+
+
+def replay(
+    body: Any,
+    values_of: Callable[[Sequence[Any]], list[Any]],
+    weights: set[Any],
+    how: How,
+    *,
+    in_loop: bool,
+) -> recompute.Run:
+    """A layer as a function of its arrays that tells which of its results are kept."""
+    pure = jaxprs.made_of(body.jaxpr, weights)
+    eqns = enumerate(body.jaxpr.eqns)
+    kept = {i: place for i, e in eqns if (place := place_of(e, pure, how.policy)) is not None}
+
+    def run(flat: Sequence[Any], tap: Tap) -> list[Any]:
+        # One opener for each run: what one run opened is not there in another.
+        once = Opener()
+        inside = dataclasses.replace(how, policy=NONE, in_loop=in_loop, open=once)
+        return [once(x) for x in how.evaluate(body, values_of(flat), inside, kept=kept, tap=tap)]
+
+    return run
+
+
+def place_of(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:
+    """Where the results of an equation of a layer are kept, or None. A gathered weight never is."""
+    place = policy.place_of(eqn)
+    if place is None or not any(v in pure for v in eqn.outvars):
+        return place
+    if policy.kind != "names":
+        return None
+    raise ValueError(
+        f"remat={str(policy)!r} would keep a weight: the value marked {eqn.params['name']!r} "
+        "is made of parameters alone. A gathered weight is never kept, it is gathered again; "
+        "mark activations instead, or leave that name out"
+    )
