@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.policies import Place
-from zero_jax.recompute import Arrays, Held, Known, Layer, Run, is_float, made, together
+from zero_jax.recompute import Arrays, Held, Known, Layer, Run, Until, is_float, made, together
 from zero_jax.weights import Source
 
 
@@ -118,7 +118,10 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
             kept[: len(leaves)] = leaves
             layer = link.layer(leaves, [likes[n] for n in link.reads])
             trained = turn.trained(leaves)
-            leaving = list(layer.gradients(trained, kept, enters))
+            until: dict[Until, Any] = {Until.ONE_THIRD: ahead[1][0]} if at else {}
+            if later is not None:
+                until[Until.TWO_THIRDS] = later[1]
+            leaving = list(layer.gradients(trained, kept, enters, until))
             count = sum(i < len(leaves) for i in trained)
             if later is not None:
                 later[1][:], leaving[count:] = together((later[1], leaving[count:]))

@@ -1,5 +1,6 @@
 """Small tools on jaxprs: what an equation runs, one equation as a function, calls written out."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,3 +139,22 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
         len(a.aval.shape) < len(b.aval.shape) for a, b in zip(body.invars, eqn.invars, strict=True)
     )
     return len(eqn.invars) - sliced - carried, carried
+
+
+def products(jaxpr: Any) -> list[int]:
+    """Of each equation the multiplications in matrix products, loops and calls looked into."""
+    return [_products(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns]
+
+
+def _products(eqn: Any) -> int:
+    if eqn.primitive.name == "dot_general":
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in summed)
+    if eqn.primitive.name == "conv_general_dilated":
+        outputs = eqn.params["dimension_numbers"].rhs_spec[0]
+        kernel = eqn.invars[1].aval.shape
+        return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(kernel[outputs], 1)
+    bodies = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+    bodies += eqn.params.get("branches", ())
+    return eqn.params.get("length", 1) * max((sum(products(b)) for b in bodies), default=0)

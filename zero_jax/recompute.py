@@ -14,6 +14,7 @@ scan does not stack them a second time.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,15 @@ from zero_jax.weights import Source, Weight, follow
 
 Arrays = Sequence[Any]
 # Runs a layer; its second argument is told each kept result, with its place, and gives another.
-Run = Callable[[Arrays, Callable[[Any, Place], Any]], list[Any]]
+Run = Callable[[Arrays, Callable[[Any, Any], Any]], list[Any]]
+
+
+class Until(enum.Enum):
+    """Points in a layer, by how much of its products comes before them: its gradient reaches the
+    later one first."""
+
+    TWO_THIRDS = 2 / 3
+    ONE_THIRD = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +57,30 @@ class Layer:
         """Its results, and all that its backward pass may read, at its place: inputs first."""
         results: list[Any] = []
 
-        def keep(x: Any, place: Place) -> Any:
-            results.append(activations.put(x, place))
+        def keep(x: Any, told: Any) -> Any:
+            if not isinstance(told, Until):
+                results.append(activations.put(x, told))
             return x
 
         outs = self.run(args, keep)
         inputs = [activations.put(x, self.places.get(i, DEVICE)) for i, x in enumerate(args)]
         return outs, [*inputs, *results]
 
-    def gradients(self, trained: Sequence[int], kept: Arrays, cotangents: Arrays) -> Arrays:
-        """Of those inputs, given the cotangents of the results that are floats."""
+    def gradients(
+        self,
+        trained: Sequence[int],
+        kept: Arrays,
+        cotangents: Arrays,
+        until: Mapping["Until", Any] | None = None,
+    ) -> Arrays:
+        """Of those inputs, given the cotangents of the results that are floats.
+
+        Args:
+          trained: positions of inputs.
+          kept: see `keep_all`.
+          cotangents: of the results.
+          until: arrays that are to be there by some point of the way back.
+        """
         inputs = [
             activations.fetch(x, self.places.get(i, DEVICE), like)
             for i, (x, like) in enumerate(zip(kept, self.likes, strict=False))
@@ -68,8 +91,13 @@ class Layer:
             full = list(inputs)
             for i, x in zip(trained, given, strict=True):
                 full[i] = x
-            outs = self.run(full, lambda x, p: instead(x, activations.fetch(next(results), p, x)))
-            return [x for x in outs if is_float(x)]
+
+            def tap(x: Any, told: Any) -> Any:
+                if isinstance(told, Until):
+                    return waiting(x, until[told]) if until and told in until else x
+                return instead(x, activations.fetch(next(results), told, x))
+
+            return [x for x in self.run(full, tap) if is_float(x)]
 
         return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
 
@@ -296,6 +324,19 @@ def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
 
 
 tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def waiting(x: Any, others: Arrays) -> Any:
+    """The same value, whose cotangent goes on when the others are there."""
+    return x
+
+
+def _waiting_backward(others: Arrays, cotangent: Any) -> tuple[Any, None]:
+    return together((cotangent, others))[0], None
+
+
+waiting.defvjp(lambda x, others: (x, others), _waiting_backward)
 
 
 @jax.custom_vjp

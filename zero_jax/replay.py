@@ -1,12 +1,15 @@
 """A layer as a function of its arrays that can be run again, and how its equations are run."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_jax import jaxprs, policies, recompute
+from zero_jax.activations import can_move
 from zero_jax.policies import Place, Policy
+from zero_jax.recompute import Until
 from zero_jax.weights import Opener
 
 NONE = policies.parse("none")
@@ -42,11 +45,17 @@ def replay(
     how: How,
     *,
     in_loop: bool,
+    points: bool = False,
 ) -> recompute.Run:
-    """A layer as a function of its arrays that tells which of its results are kept."""
+    """A layer as a function of its arrays that tells which of its results are kept, and when it is
+    at points on its way."""
     pure = jaxprs.made_of(body.jaxpr, weights)
     eqns = enumerate(body.jaxpr.eqns)
-    kept = {i: place for i, e in eqns if (place := place_of(e, pure, how.policy)) is not None}
+    kept: dict[int, Any] = {
+        i: place for i, e in eqns if (place := place_of(e, pure, how.policy)) is not None
+    }
+    if points:
+        kept |= _points(body.jaxpr, pure, kept)
 
     def run(flat: Sequence[Any], tap: Tap) -> list[Any]:
         # One opener for each run: what one run opened is not there in another.
@@ -69,3 +78,24 @@ def place_of(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:
         "is made of parameters alone. A gathered weight is never kept, it is gathered again; "
         "mark activations instead, or leave that name out"
     )
+
+
+def _points(jaxpr: Any, pure: set[Any], kept: dict[int, Any]) -> dict[int, Until]:
+    """The equations after which so much of the layer's products is done."""
+    found: dict[int, Until] = {}
+    products = jaxprs.products(jaxpr)
+    total = sum(products)
+    able = [
+        at not in kept
+        and len(e.outvars) == 1
+        and e.outvars[0] not in pure
+        and can_move(e.outvars[0].aval)
+        for at, e in enumerate(jaxpr.eqns)
+    ]
+    for until in Until:
+        done = itertools.accumulate(products)
+        reached = (at for at, n in enumerate(done) if n >= until.value * total and able[at])
+        at = next(reached, None)
+        if at is not None and total:
+            found.setdefault(at, until)
+    return found
