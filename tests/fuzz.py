@@ -383,7 +383,8 @@ def specs_of(params: Any) -> dict[str, Any] | None:
     from zero_jax import paths
 
     for name, leaf in paths.named_leaves(params):
-        if leaf.ndim > 1 and leaf.size and leaf.shape[-1] % 2 == 0:
+        even = leaf.ndim > 1 and leaf.shape[-1] % 2 == 0
+        if even and leaf.size // leaf.shape[-1] >= 8:
             return {f"^{name}$": jax.P(*[None] * (leaf.ndim - 1), "model")}
     return None
 

@@ -21,7 +21,7 @@ FLOORS = [
     {"prove", "roofline"},
     {"collectives", "elementwise"},
     {"stored", "touch", "recompute", "piecewise", "lifetimes"},
-    {"grouped", "hosted", "chain", "replay"},
+    {"grouped", "hosted", "chain", "replay", "regathered"},
     {"loops", "unrolled"},
     {"rewrite", "streamed", "nvme"},
     {"optimizer", "partitioned", "leaves"},

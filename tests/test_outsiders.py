@@ -155,7 +155,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_models_train_as_on_one_device_at_every_stage_and_n(name):
-    """To 1e-6: sums in another order. (Keys' biases have a true gradient of zero, so absolutely.)"""
+    """To 1e-6: sums in another order. (Keys' biases have a true gradient of zero.)"""
     problem = PROBLEMS[name]()
     want = train_plain(problem, TX, 3)
     for n in (1, 2, 3, 4, 5, 8):

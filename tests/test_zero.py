@@ -259,8 +259,8 @@ def test_bad_settings_are_refused(settings, message):
 
 def test_meshes_without_data_or_with_other_axes_are_refused():
     auto = (jax.sharding.AxisType.Auto,)
-    with pytest.raises(ValueError, match=r"axes \('x',\).*make_mesh"):
-        zero_jax.Zero(jax.make_mesh((8,), ("x",), axis_types=auto))
+    with pytest.raises(ValueError, match=r"axes \('x', 'y'\).*make_mesh"):
+        zero_jax.Zero(jax.make_mesh((4, 2), ("x", "y"), axis_types=auto * 2))
     with pytest.raises(ValueError, match="axis 'expert' of size 2"):
         zero_jax.Zero(jax.make_mesh((4, 2), ("data", "expert"), axis_types=auto * 2))
     with pytest.raises(ValueError, match="needs Auto axes"):

@@ -31,7 +31,7 @@ class Result:
       aux: the loss function's aux over devices and micro-batches, see `losses`.
       grads: the gradient of `loss` at rest, or None for an evaluation.
       grad_norm: fp32 scalar, the l2 norm of all gradients, or None.
-      finite: whether every number of the gradient is finite, or None.
+      finite: whether every number of the gradient is finite, or the guard is off; or None.
     """
 
     loss: jax.Array
@@ -212,7 +212,8 @@ class DeviceStep:
         for grad, leaf in zip(grads, self._trained, strict=True):
             squares = precision.sums_of_squares(grad)
             total += squares if leaf.cut.dim is not None else jnp.where(first, squares, 0.0)
-        return precision.norm_of(jax.lax.psum(total, axes))
+        norm, finite = precision.norm_of(jax.lax.psum(total, axes))
+        return norm, finite if self.settings.guard else jnp.asarray(True)
 
     def _place(self) -> Any:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))

@@ -49,6 +49,7 @@ class Split:
       model: the dim that is split over `model`, counted from the end, or None.
       model_shards: MP, the size of that axis.
       parts: R if a piece is cut further at rest, over `replica`; a step joins its parts first.
+      axis: the mesh axis that pieces are spread over.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class Split:
     model: int | None = None
     model_shards: int = 1
     parts: int = 1
+    axis: str = DATA
 
     @property
     def size(self) -> int:
@@ -123,7 +125,7 @@ class Split:
     @property
     def _axes(self) -> Any:
         """The axes of the dim that is cut: parts of one piece follow each other."""
-        return DATA if self.parts == 1 else (DATA, REPLICA)
+        return self.axis if self.parts == 1 else (self.axis, REPLICA)
 
     def _spec(self, axes: dict[int | None, Any]) -> PartitionSpec:
         last = max((d % len(self.shape) for d in axes if d is not None), default=-1)
@@ -134,19 +136,24 @@ def split(
     shape: Sequence[int],
     shards: int,
     *,
+    first: int = 0,
     model: int | None = None,
     model_shards: int = 1,
     parts: int = 1,
+    axis: str = DATA,
 ) -> Split:
     """Chooses the dim along which a leaf is cut.
 
     Args:
       shape: the logical shape.
       shards: N, the number of pieces.
+      first: the first dim that may be cut: 1 where the model's own names say that dim 0 stacks
+        layers.
       model: the dim that is split over `model`, counted from the end; never cut either. Where the
         other dims have fewer than N elements (a bias), `data` takes this dim and `model` none.
       model_shards: MP.
       parts: R, into how many parts a piece is cut at rest.
+      axis: the mesh axis that pieces are spread over.
 
     Returns:
       The split. `dim` is None where there are fewer than N·R elements to hand out.
@@ -159,15 +166,13 @@ def split(
     (16, 32, 128)
     """
     shape = tuple(shape)
-    dims = [d for d in range(len(shape)) if d - len(shape) != model]
+    dims = [d for d in range(first, len(shape)) if d - len(shape) != model]
     pieces = shards * parts
     enough = math.prod(shape[d] for d in dims) >= pieces
-    if dims == [0] and model is not None and _may_stack(shape) and pieces > 1:
-        enough = False
     if model is not None and not enough:
-        return split(shape, shards, model_shards=model_shards, parts=parts)
+        return split(shape, shards, first=first, model_shards=model_shards, parts=parts, axis=axis)
     if pieces == 1 or not enough:
-        return Split(shape, None, shards, False, model, model_shards, parts)
+        return Split(shape, None, shards, False, model, model_shards, parts, axis)
 
     def waste(d: int) -> float:
         return -(-shape[d] // pieces) * pieces / max(shape[d], 1)
@@ -177,7 +182,7 @@ def split(
         dims = others
     exact = [d for d in dims if shape[d] % pieces == 0]
     dim = exact[0] if exact else min(dims, key=waste)
-    return Split(shape, dim - len(shape), shards, False, model, model_shards, parts)
+    return Split(shape, dim - len(shape), shards, False, model, model_shards, parts, axis)
 
 
 def _may_stack(shape: tuple[int, ...]) -> bool:
@@ -236,7 +241,7 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
     agree (moments, accumulators, averages). All others (factored moments, counters) follow
     `split` alone, so the state needs no table of its own.
     """
-    shards, parts = (param_splits[0].shards, param_splits[0].parts) if param_splits else (1, 1)
+    like = param_splits[0] if param_splits else Split((), None, 1)
     keys = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     known = dict(zip(keys, param_splits, strict=True))
     out = []
@@ -247,7 +252,8 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
             out.append(mirrored)
         else:
             whole = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            out.append(split(leaf.shape, 1) if whole else split(leaf.shape, shards, parts=parts))
+            own = split(leaf.shape, like.shards, parts=like.parts, axis=like.axis)
+            out.append(split(leaf.shape, 1) if whole else own)
     return out
 
 

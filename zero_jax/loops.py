@@ -1,13 +1,13 @@
 """A scan over weights: slices of their shards go into it, and are gathered in its body."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax import grouped, jaxprs, recompute
 from zero_jax.policies import DEVICE
 from zero_jax.replay import How, replay
-from zero_jax.weights import Apart, Weight, opened
+from zero_jax.weights import Apart, Source, Weight, follow, opened
 
 
 class Loop:
@@ -70,9 +70,48 @@ class Loop:
             return []
         opens = zip(sorted(self.sliced), self.slices.of([], self.slices.sources), strict=True)
         named = [(self.body.jaxpr.invars[i], x) for i, x in opens]
-        own = recompute.summed_within(self.body.jaxpr, dict(named), bucket_bytes)
+        own = summed_within(self.body.jaxpr, dict(named), bucket_bytes)
         starts: dict[Any, int] = {}
         at = len(self.others)
         for source in self.slices.sources:
             starts[source], at = at, at + len(source.arrays)
         return [starts[s] + i for s in own for i in range(len(s.arrays))]
+
+
+def summed_within(jaxpr: Any, weights: Mapping[Any, Weight], bucket_bytes: float) -> list[Source]:
+    """Leaves of a layer whose gradients are summed over devices before its loop goes on.
+
+    XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
+    held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
+    that gathers more, those of the matrices that are used last come first, with the rest of its own
+    backward pass to hide behind: up to half of the layer is not left to the next.
+
+    Args:
+      jaxpr: a scanned layer.
+      weights: of its inputs those that are slices of leaves.
+      bucket_bytes: the most that collectives move at once.
+
+    Returns:
+      The sources, for the positions that `layer` is told.
+    """
+    forms = {var: weight.form for var, weight in weights.items()}
+    sources = {weight.form.leaf: weight.source for weight in weights.values()}
+    sizes = {
+        weight.form.leaf: var.aval.size * var.aval.dtype.itemsize for var, weight in weights.items()
+    }
+    ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
+    left = sum(sizes.values()) / 2
+    if 2 * left <= bucket_bytes:
+        return []
+    order: dict[int, None] = {}
+    for eqn in jaxpr.eqns:
+        mine = [forms[a].leaf for a in eqn.invars if jaxprs.is_in(a, forms)]
+        if mine and not follow(eqn, forms):
+            order.update(dict.fromkeys(mine))
+    found = []
+    # Never that of the first matrix: it comes last, and would be summed in the open.
+    for leaf in reversed([leaf for leaf in order if ranks[leaf] > 1][1:]):
+        if sizes[leaf] <= left:
+            left -= sizes[leaf]
+            found.append(sources[leaf])
+    return found

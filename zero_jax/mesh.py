@@ -19,7 +19,6 @@ DATA = "data"
 REPLICA = "replica"
 MODEL = "model"
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-_BATCH_AXES = (REPLICA, DATA)
 _SETTINGS_BYTES = 1 << 16
 
 
@@ -87,6 +86,7 @@ def make_mesh(
     replica: int = 1,
     model: int = 1,
     devices: list[jax.Device] | None = None,
+    data_axis: str = DATA,
 ) -> Mesh:
     """A mesh with every device on `data`, or with `replica` and `model` beside it.
 
@@ -95,6 +95,7 @@ def make_mesh(
       replica: copies of the partitioned state (outermost: put nodes here).
       model: size of the tensor-parallel axis (innermost: put NVLink neighbours here).
       devices: default all of `jax.devices()`.
+      data_axis: another name for `data`, of a model that hard-codes one.
 
     Raises:
       ValueError: if the product is not the number of devices.
@@ -110,28 +111,31 @@ def make_mesh(
             f"replica={replica} x data={data} x model={model} = {replica * data * model}, but "
             f"there are {len(devices)} devices: make the product equal, or pass devices=..."
         )
-    sizes = {"replica": replica, "data": data, "model": model}
-    axes = [a for a in sizes if a == DATA or sizes[a] > 1]
+    sizes = {REPLICA: replica, data_axis: data, MODEL: model}
+    axes = [a for a in sizes if a == data_axis or sizes[a] > 1]
     shape = tuple(sizes[a] for a in axes)
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=devices)
 
 
-def abstract_mesh(data: int, *, replica: int = 1, model: int = 1) -> AbstractMesh:
+def abstract_mesh(
+    data: int, *, replica: int = 1, model: int = 1, data_axis: str = DATA
+) -> AbstractMesh:
     """A mesh of devices that need not be there, to plan and to compile for.
 
     Args:
       data: size of the axis that parameters are partitioned over.
       replica: copies of the partitioned state.
       model: size of the tensor-parallel axis.
+      data_axis: another name for `data`.
 
     >>> dict(abstract_mesh(8, replica=2).shape)
     {'replica': 2, 'data': 8}
     """
     if min(data, replica, model) < 1:
         raise ValueError(f"replica={replica}, data={data}, model={model}: each must be at least 1")
-    sizes = {"replica": replica, "data": data, "model": model}
-    axes = tuple(a for a in sizes if a == DATA or sizes[a] > 1)
+    sizes = {REPLICA: replica, data_axis: data, MODEL: model}
+    axes = tuple(a for a in sizes if a == data_axis or sizes[a] > 1)
     shape = tuple(sizes[a] for a in axes)
     return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -147,15 +151,11 @@ def check_mesh(mesh: AnyMesh) -> None:
     Raises:
       ValueError: no `data` axis, an axis of another name, or explicit axis types.
     """
-    if DATA not in mesh.shape:
-        raise ValueError(
-            f"the mesh has axes {mesh.axis_names}, but parameters are partitioned over an axis "
-            "named 'data': make the mesh with zero_jax.make_mesh()"
-        )
+    data = data_axis(mesh)
     for axis, size in mesh.shape.items():
-        if size > 1 and axis not in (*_BATCH_AXES, MODEL):
+        if size > 1 and axis not in (REPLICA, data, MODEL):
             raise ValueError(
-                f"mesh axis {axis!r} of size {size}: Zero knows 'data', 'replica' and 'model' "
+                f"mesh axis {axis!r} of size {size}: Zero knows {data!r}, 'replica' and 'model' "
                 f"only. Give {axis!r} size 1."
             )
     if any(t != AxisType.Auto for t in mesh.axis_types):
@@ -165,9 +165,28 @@ def check_mesh(mesh: AnyMesh) -> None:
         )
 
 
+def data_axis(mesh: AnyMesh) -> str:
+    """The axis that parameters are partitioned over: `data`, or the one that is neither `replica`
+    nor `model`.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    others = [axis for axis in mesh.axis_names if axis not in (REPLICA, MODEL)]
+    if DATA in others:
+        return DATA
+    if len(others) == 1:
+        return others[0]
+    raise ValueError(
+        f"the mesh has axes {mesh.axis_names}, but parameters are partitioned over an axis named "
+        "'data', or the only one that is neither 'replica' nor 'model': make the mesh with "
+        "zero_jax.make_mesh()"
+    )
+
+
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The mesh axes that the batch is split over."""
-    return tuple(a for a in _BATCH_AXES if a in mesh.shape)
+    return tuple(a for a in (REPLICA, data_axis(mesh)) if a in mesh.shape)
 
 
 def on_gpu(mesh: AnyMesh) -> bool:
@@ -202,7 +221,7 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     (0, 1)
     """
     shards = batch_shards(mesh)
-    names = [a for a in mesh.axis_names if a in _BATCH_AXES]
+    names = [a for a in mesh.axis_names if a in batch_axes(mesh)]
     own = {d.id for d in mesh.local_devices}
     sizes = [mesh.shape[a] for a in names]
     held = {

@@ -68,6 +68,14 @@ class ModelAxis:
         dims = [self._dim(name, tuple(leaf.shape), spec) for (name, leaf), spec in named]
         return dims if self.size > 1 else [None] * len(leaves)
 
+    def stacks(self, tree: PyTree) -> list[bool]:
+        """Of each leaf whether its names are those of a layer's dims, which dim 0 stacks."""
+        leaves = jax.tree.leaves(tree)
+        if self.size == 1:
+            return [False] * len(leaves)
+        names = zip(leaves, names_of_dims(tree), strict=True)
+        return [0 < len(given) == len(x.shape) - 1 for x, given in names]
+
     def check_split(self, dims: Sequence[int | None]) -> None:
         """Raises ValueError if a model axis splits no leaf at all."""
         if self.size > 1 and dims and all(dim is None for dim in dims):

@@ -63,6 +63,7 @@ def partition(
     precision: Precision,
     frozen: Frozen = None,
     offload: tiers.Offload = tiers.NONE,
+    guard: bool = True,
 ) -> ZeroTransform:
     """Wraps a transformation so that its state is born, kept and updated in shards.
 
@@ -73,10 +74,11 @@ def partition(
       precision: decides whether the guard drives a loss scale.
       frozen: leaves without state or update, as for `Zero`.
       offload: what rests in host memory, as for `Zero`.
+      guard: whether steps are skipped, as for `Zero`.
 
     Returns:
-      A transformation over parameters at rest. A step whose gradients are not finite changes
-      nothing but the guard's counters.
+      A transformation over parameters at rest. With the guard a step whose gradients are not finite
+      changes nothing but the guard's counters.
     """
     inner = without_frozen(tx, frozen)
 
@@ -90,6 +92,7 @@ def partition(
             return layout.at_rest(state, state_cuts(state, full))
 
         full = jax.eval_shape(layout.logical, params)
+        _refuse_per_example(tx, full)
         abstract = jax.eval_shape(born, params)
         state = jax.eval_shape(layout.logical, abstract)
         placed = layout.shardings(abstract, state_cuts(state, full), mesh)
@@ -101,14 +104,14 @@ def partition(
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
         if offload.in_files:
-            guard = init_guard(precision)
-            return ZeroState(nvme.begin(files_for(params), inner, params, guard), guard)
+            start = init_guard(precision)
+            return ZeroState(nvme.begin(files_for(params), inner, params, start), start)
         return jax.jit(born, out_shardings=placed)(params)
 
     def files_for(params: PyTree) -> Callable[..., nvme.Files]:
         cuts = splitter(jax.eval_shape(layout.logical, params))
-        guard = init_guard(precision)
-        return functools.partial(nvme.Files, inner, mesh, params, guard, cuts, offload)
+        start = init_guard(precision)
+        return functools.partial(nvme.Files, inner, mesh, params, start, cuts, offload)
 
     def resume(params: PyTree) -> tuple[PyTree, ZeroState]:
         if not offload.in_files:
@@ -141,12 +144,14 @@ def partition(
                 "tx.update and optax.apply_updates"
             )
         full_grads = layout.logical(grads)
-        if finite is None:
+        if not guard:
+            finite = True
+        elif finite is None:
             finite = all_finite(full_grads)
-        guard = next_guard(state.guard, jnp.asarray(finite), precision)
+        counters = next_guard(state.guard, jnp.asarray(finite), precision)
         if offload.streams:
             made = in_pieces(grads, state.inner, params, finite, extra, apply=apply)
-            return made[0], ZeroState(made[1], guard)
+            return made[0], ZeroState(made[1], counters)
         full_state = layout.logical(state.inner)
         full_params = None if params is None else layout.logical(params)
         updates, new_state = inner.update(full_grads, full_state, full_params, **extra)
@@ -156,7 +161,7 @@ def partition(
         like = full_grads if full_params is None else full_params
         rest = _keep(new_state, state_cuts(new_state, like), mesh)
         updates = _keep(updates, splitter(like), mesh)
-        return optax.apply_updates(params, updates) if apply else updates, ZeroState(rest, guard)
+        return optax.apply_updates(params, updates) if apply else updates, ZeroState(rest, counters)
 
     def in_pieces(grads: PyTree, state: PyTree, params: PyTree, *args: Any, apply: bool) -> Any:
         shapes = jax.eval_shape(layout.logical, (grads if params is None else params, state))
@@ -170,9 +175,30 @@ def partition(
         return update(grads, state, params, apply=True, **extra)
 
     wrapped = ZeroTransform(init, update)
-    wrapped.made_for = (mesh, splitter, precision, frozen, offload)
+    wrapped.made_for = (mesh, splitter, precision, frozen, offload, guard)
     wrapped.apply, wrapped.resume, wrapped.plain = apply, resume, tx
     return wrapped
+
+
+def _refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Raises for a transformation that takes gradients of each example: they come as their mean."""
+
+    def update(params: PyTree) -> Any:
+        return tx.update(params, tx.init(params), params)[0]
+
+    try:
+        updates = jax.eval_shape(update, params)
+    except Exception:  # wants more than gradients, or other ones: it says so when it is used
+        return
+    pairs = zip(paths.named_leaves(params), jax.tree.leaves(updates), strict=False)
+    for (name, given), made in pairs:
+        if given.shape != made.shape and given.shape[1:] == made.shape:
+            raise ValueError(
+                f"the transformation makes of the gradient {given.shape} of {name} an update "
+                f"{made.shape}: it takes gradients of each example along dim 0 (as "
+                "optax.contrib.differentially_private_aggregate does), and Zero hands it their "
+                "mean. Clip and add noise inside the loss, or leave it out"
+            )
 
 
 def without_frozen(

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from zero_jax import activations, jaxprs
 from zero_jax.policies import DEVICE, Place
-from zero_jax.weights import Source, Weight, follow
 
 Arrays = Sequence[Any]
 # Runs a layer; its second argument is told each kept result, with its place, and gives another.
@@ -159,95 +158,6 @@ def layer(
 
         wrapped.defvjp(forward, backward, symbolic_zeros=True)
         return wrapped(*args)
-
-    return call
-
-
-def summed_within(jaxpr: Any, weights: Mapping[Any, Weight], bucket_bytes: float) -> list[Source]:
-    """Leaves of a layer whose gradients are summed over devices before its loop goes on.
-
-    XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
-    held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
-    that gathers more, those of the matrices that are used last come first, with the rest of its own
-    backward pass to hide behind: up to half of the layer is not left to the next.
-
-    Args:
-      jaxpr: a scanned layer.
-      weights: of its inputs those that are slices of leaves.
-      bucket_bytes: the most that collectives move at once.
-
-    Returns:
-      The sources, for the positions that `layer` is told.
-    """
-    forms = {var: weight.form for var, weight in weights.items()}
-    sources = {weight.form.leaf: weight.source for weight in weights.values()}
-    sizes = {
-        weight.form.leaf: var.aval.size * var.aval.dtype.itemsize for var, weight in weights.items()
-    }
-    ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
-    left = sum(sizes.values()) / 2
-    if 2 * left <= bucket_bytes:
-        return []
-    order: dict[int, None] = {}
-    for eqn in jaxpr.eqns:
-        mine = [forms[a].leaf for a in eqn.invars if jaxprs.is_in(a, forms)]
-        if mine and not follow(eqn, forms):
-            order.update(dict.fromkeys(mine))
-    found = []
-    # Never that of the first matrix: it comes last, and would be summed in the open.
-    for leaf in reversed([leaf for leaf in order if ranks[leaf] > 1][1:]):
-        if sizes[leaf] <= left:
-            left -= sizes[leaf]
-            found.append(sources[leaf])
-    return found
-
-
-def regathered(run: Callable[[Arrays, Arrays], list[Any]]) -> Any:
-    """Runs an operation on weights that keeps by itself what its backward pass reads (a loop, a
-    `custom_vjp`), but for the weights, which are gathered again.
-
-    Args:
-      run: the operation, of whole leaves and of other arrays.
-
-    Returns:
-      A function of sources and of these arrays that returns the results.
-    """
-
-    def call(sources: Sequence[Source], args: Arrays) -> list[Any]:
-        still = [i for i, x in enumerate(args) if not is_float(x)]
-        moving = [x for i, x in enumerate(args) if i not in still]
-
-        def opened(shards: Sequence[Arrays]) -> list[Any]:
-            return [s.of(own).open() for s, own in zip(sources, shards, strict=True)]
-
-        def whole(leaves: Arrays, moving: Arrays) -> list[Any]:
-            it = iter(moving)
-            return run(leaves, [x if i in still else next(it) for i, x in enumerate(args)])
-
-        @jax.custom_vjp
-        def wrapped(shards: Any, moving: Arrays) -> list[Any]:
-            return whole(opened(shards), moving)
-
-        def forward(shards: Any, moving: Arrays) -> Any:
-            leaves = opened(shards)
-            outs, pull = jax.vjp(whole, leaves, moving)
-            kept, treedef = jax.tree.flatten(pull)
-            where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in kept)
-            held = [x for x, at in zip(kept, where, strict=True) if at < 0]
-            return outs, (Known((treedef, where)), held, shards)
-
-        def backward(residuals: Any, cotangents: Any) -> Any:
-            known, held, shards = residuals
-            treedef, where = known.value
-            shards, cotangents = together((shards, cotangents))
-            leaves, scatter = jax.vjp(opened, shards)
-            it = iter(held)
-            kept = [leaves[at] if at >= 0 else next(it) for at in where]
-            grads, moved = jax.tree.unflatten(treedef, kept)(cotangents)
-            return scatter(grads)[0], moved
-
-        wrapped.defvjp(forward, backward)
-        return wrapped([s.arrays for s in sources], moving)
 
     return call
 

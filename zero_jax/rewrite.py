@@ -25,6 +25,7 @@ from zero_jax import jaxprs, policies, recompute, repeats
 from zero_jax.lifetimes import is_own_remat
 from zero_jax.loops import Loop
 from zero_jax.policies import Place, Policy
+from zero_jax.regathered import regathered
 from zero_jax.replay import NONE, How, Tap, place_of, replay
 from zero_jax.unrolled import run_layers, tied
 from zero_jax.weights import Apart, Form, Opener, Weight, opened, whole
@@ -189,7 +190,7 @@ def _gathering(
     def on(leaves: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
         return run(*map(opened, apart.of(plain, [whole(x) for x in leaves])))
 
-    return recompute.regathered(on)(apart.sources, apart.plain)
+    return regathered(on)(apart.sources, apart.plain)
 
 
 def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,15 @@ from zero_jax import compiler, policies, tiers
 from zero_jax.buckets import BUCKET_BYTES, check_bucket
 from zero_jax.collectives import Wire
 from zero_jax.lifetimes import LIFETIMES, TOUCH, Layers
-from zero_jax.mesh import DATA, MODEL, REPLICA, AnyMesh, batch_axes, check_mesh, model_size
+from zero_jax.mesh import (
+    MODEL,
+    REPLICA,
+    AnyMesh,
+    batch_axes,
+    check_mesh,
+    data_axis,
+    model_size,
+)
 from zero_jax.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.optimizer import Frozen
 from zero_jax.precision import Precision
@@ -41,6 +49,7 @@ class Settings:
     memory_limit: float | None = None
     offload: Any = None
     hierarchical: bool = False
+    guard: bool = True
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
@@ -56,7 +65,7 @@ class Settings:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
         check_mesh(self.mesh)
-        bucket = check_bucket(self.bucket_bytes, self.mesh.shape[DATA])
+        bucket = check_bucket(self.bucket_bytes, self.mesh.shape[data_axis(self.mesh)])
         object.__setattr__(self, "bucket_bytes", bucket)
         object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
         if self.offload.activations:
@@ -84,12 +93,18 @@ class Settings:
             )
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision(self.precision))
+        if not self.guard and self.precision.scaled:
+            raise ValueError(
+                "guard=False with fp16: its loss scale is lowered by steps that are skipped; use "
+                "bf16, or leave the guard on"
+            )
+        devices = self.mesh.shape[data_axis(self.mesh)]
         for what, bits in (("gather", self.precision.gather), ("scatter", self.precision.scatter)):
-            if bits is not None and (self.stage == 0 or self.mesh.shape[DATA] == 1):
+            if bits is not None and (self.stage == 0 or devices == 1):
                 raise ValueError(
-                    f"{what}={bits!r} with stage={self.stage!r} on {DATA}="
-                    f"{self.mesh.shape[DATA]}: nothing is gathered or scattered there; use stages "
-                    "1 to 3 and 2 devices or more, or leave it out"
+                    f"{what}={bits!r} with stage={self.stage!r} on {data_axis(self.mesh)}="
+                    f"{devices}: nothing is gathered or scattered there; use stages 1 to 3 and 2 "
+                    "devices or more, or leave it out"
                 )
         if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
@@ -119,7 +134,7 @@ class Settings:
     @property
     def shards(self) -> int:
         """N: into how many pieces a parameter is cut."""
-        return 1 if self.stage == 0 else self.mesh.shape[DATA]
+        return 1 if self.stage == 0 else self.mesh.shape[data_axis(self.mesh)]
 
     @property
     def parts(self) -> int:
@@ -129,19 +144,20 @@ class Settings:
     @property
     def rest_axes(self) -> Any:
         """The axis, or axes, over which pieces rest."""
-        return (DATA, REPLICA) if self.hierarchical else DATA
+        data = data_axis(self.mesh)
+        return (data, REPLICA) if self.hierarchical else data
 
     @property
     def splitter(self) -> Splitter:
         """Tells how each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return Splitter(self.shards, self.model_axis, self.parts)
+        return Splitter(self.shards, self.model_axis, self.parts, data_axis(self.mesh))
 
     @property
     def wire(self) -> Wire:
         """What travels between devices of the `data` axis."""
         known = self.precision
         return Wire(
-            axis=DATA,
+            axis=data_axis(self.mesh),
             compute=known.compute,
             reduce=known.reduce,
             bucket=self.bucket_bytes,

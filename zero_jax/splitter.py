@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zero_jax.layout import Split, split
+from zero_jax.mesh import DATA
 from zero_jax.model_axis import ModelAxis
 
 PyTree = Any
@@ -19,6 +20,7 @@ class Splitter:
       shards: N, into how many pieces a leaf is cut.
       model: how leaves are split over `model`.
       parts: R, into how many parts a piece is cut at rest.
+      axis: the mesh axis that pieces are spread over.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((6, 4), "float32")}
     >>> Splitter(4)(shapes)[0].shard_shape
@@ -28,12 +30,23 @@ class Splitter:
     shards: int
     model: ModelAxis = ModelAxis()
     parts: int = 1
+    axis: str = DATA
 
     def __call__(self, tree: PyTree) -> list[Split]:
-        pairs = zip(jax.tree.leaves(tree), self.model.dims(tree), strict=True)
-        size, parts = self.model.size, self.parts
+        known = zip(
+            jax.tree.leaves(tree), self.model.dims(tree), self.model.stacks(tree), strict=True
+        )
         cuts = [
-            split(x.shape, self.shards, model=d, model_shards=size, parts=parts) for x, d in pairs
+            split(
+                x.shape,
+                self.shards,
+                first=int(stack),
+                model=dim,
+                model_shards=self.model.size,
+                parts=self.parts,
+                axis=self.axis,
+            )
+            for x, dim, stack in known
         ]
         self.model.check_split([cut.model for cut in cuts])
         return cuts

@@ -55,6 +55,8 @@ class Zero(Settings):
       offload: what rests in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
       hierarchical: at stage 3, states are cut over `replica` too: a device joins its shard of the
         parameters once a step, in the compute dtype, and layers are gathered over `data` alone.
+      guard: whether a step whose gradients are not finite is skipped; if not, a transformation sees
+        them as they are (`optax.zero_nans`, `optax.apply_if_finite`).
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 
@@ -186,6 +188,7 @@ class Zero(Settings):
             precision=self.precision,
             frozen=self.frozen,
             offload=self.settings.offload,
+            guard=self.guard,
         )
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
