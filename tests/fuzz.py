@@ -335,9 +335,19 @@ def case_of(rng: np.random.Generator, refused: bool = False) -> Case:
                 for n in rng.choice(list(known), min(len(known), rng.integers(2, 6)), replace=False)
             ]
         )
-    at = next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating))
     if refused:
-        ops[at].append("while trained")
+        ops[_first_float(leaves)].append("while trained")
+    case = case_of_ops(leaves, ops)
+    return dataclasses.replace(case, params=tree_of(rng, leaves), refused=refused)
+
+
+def _first_float(leaves: list[Any]) -> int:
+    return next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def case_of_ops(leaves: list[Any], ops: list[list[str]]) -> Case:
+    """A list of leaves that are read by these operations."""
+    at = _first_float(leaves)
 
     def loss(params: Any, x: Any) -> Any:
         total = jnp.float32(0)
@@ -350,7 +360,7 @@ def case_of(rng: np.random.Generator, refused: bool = False) -> Case:
         aux = {"rows": rows, "mean": total, "count": jnp.int32(7), "stats": rows.mean(0)}
         return total, aux
 
-    return Case(tree_of(rng, leaves), loss, ops, refused)
+    return Case(leaves, loss, ops, False)
 
 
 def settings_of(rng: np.random.Generator, case: Case, first: bool) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_rows_come_back_in_order_means_are_means_and_counters_stay(k, replica):
 
 
 def test_a_vector_as_long_as_the_rows_of_a_device_is_no_rows():
-    """Four rows a device, and four channels: statistics, not rows. Only rows grow with the batch."""
+    """Four rows a device, four channels: statistics, not rows. Only rows grow with the batch."""
 
     def loss(params, x):
         return jnp.mean(x @ params["w"]), (x.mean(0), x.mean(1))
