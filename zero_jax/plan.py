@@ -148,6 +148,7 @@ def _plan(args: Sequence[str]) -> int:
         shown = plans[parsed.stage]
     print(_title(case, parsed))
     print(plan_text.format_stages(plans))
+    print(plan_text.format_layers(shown))
     if shown.compiled is not None:
         print("\n" + plan_text.format_proof(shown, memory_bytes))
     if parsed.json:

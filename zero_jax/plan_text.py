@@ -23,6 +23,18 @@ def format_stages(plans: Sequence[Plan]) -> str:
     return table([columns, *rows])
 
 
+def format_layers(plan: Plan) -> str:
+    """The layers that were found in the loss, and what their backward passes keep."""
+    if not plan.layers:
+        return "layers: none found; activations are kept whatever remat says"
+    found = [
+        f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.words:,} parameters, remat "
+        f"{x.policy}"
+        for x in plan.layers
+    ]
+    return "layers: " + "; ".join(found)
+
+
 def format_proof(plan: Plan, memory_bytes: int) -> str:
     """What the compiled program says, and what it cannot say."""
     audit = plan.compiled
