@@ -87,7 +87,7 @@ def test_an_attention_of_rank_three_is_no_stack_of_layers(stage):
 
 
 def test_a_stack_that_is_cut_along_its_layers_is_gathered_before_its_loop():
-    """Leaves of 2 x 2 over 8 devices: cut along 64 layers, since else three quarters are padding."""
+    """Leaves of 2 x 2 over 8 devices: cut along 64 layers, else three quarters are padding."""
 
     def make():
         return {"w": jax.random.normal(jax.random.key(0), (64, 2, 2)) / 4}
