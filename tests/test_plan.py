@@ -307,7 +307,7 @@ def test_keys_and_statistics_travel_to_the_target():
     def loss(params, batch, stats, key):
         noise = jax.random.normal(key, ())
         (total, weight), stats = problem.loss_on_mesh(params, batch, stats)
-        return (total + noise, weight), stats
+        return zero_jax.Weighted(total + noise, weight), stats
 
     found = zero.plan(
         *(loss, TX, zero.abstract(problem.make), problem.batch, *problem.extras, key),
