@@ -345,3 +345,11 @@ def test_nnx_variables_keep_their_type_and_own_hooks():
     seen.clear()
     zero.value_and_grad(lambda p, x: jnp.mean(x @ p["w"][...]))(params, jnp.ones((4, 8)))
     assert seen and set(seen) == {(8, 8)}, "the user's hook sees the full leaf"
+
+
+def test_statistics_of_leaves_at_rest_are_taken_without_their_padding():
+    zero = zero_on(4)
+    params = zero.shard({"w": jnp.ones((7, 5))})
+    moved = jax.tree.map(lambda x: x + 1, params)  # the padding too
+    assert optax.global_norm(zero_jax.logical(moved)) == pytest.approx(2 * 35**0.5)
+    assert jax.jit(lambda p: zero_jax.logical(p)["w"].mean())(moved) == 2

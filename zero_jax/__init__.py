@@ -7,6 +7,7 @@ from zero_jax.configurations import CONFIGURATIONS as CONFIGURATIONS
 from zero_jax.configurations import configuration as configuration
 from zero_jax.hlo import assert_communication as assert_communication
 from zero_jax.hlo import audit as audit
+from zero_jax.layout import logical as logical
 from zero_jax.losses import Weighted as Weighted
 from zero_jax.mesh import abstract_mesh as abstract_mesh
 from zero_jax.mesh import batch_share as batch_share

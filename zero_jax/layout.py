@@ -208,7 +208,13 @@ def pad_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """The tree without `Padded` nodes: every leaf in its logical shape."""
+    """The tree without the padding it rests with: logical shapes, still partitioned.
+
+    For statistics of parameters or gradients at rest: `optax.global_norm(zero_jax.logical(grads))`.
+
+    >>> logical({"w": Padded(jnp.ones((8, 4)), -2, 7)})["w"].shape
+    (7, 4)
+    """
 
     def one(node: Any) -> Any:
         # The gradient of a frozen leaf is a scalar, whatever the leaf's shape.
