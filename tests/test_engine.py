@@ -49,7 +49,8 @@ def test_weights_that_all_turns_share_are_sent_once_forward_and_once_backward(fo
     grad_fn = zero.value_and_grad(SHARED[form])
     text = str(grad_fn.trace(zero.abstract(square), X).jaxpr)
     assert (text.count("all_gather["), text.count("reduce_scatter[")) == (2, 1)
-    assert sum(words(compiled(square, SHARED[form], stage=3, remat=remat)).values()) <= 3.01
+    sent = words(compiled(square, SHARED[form], stage=3, remat=remat))
+    assert sent["all-gather"] <= 2 and sent["reduce-scatter"] == 1
 
 
 @pytest.mark.parametrize("stage", [2, 3])

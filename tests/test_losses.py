@@ -34,9 +34,9 @@ def test_rows_come_back_in_order_means_are_means_and_counters_stay(k, replica):
     (_, aux), _ = grad_fn(zero.shard(W), X, jnp.int32(6))
     _, want = loss(W, X, 6)
     for name in want:
-        np.testing.assert_allclose(aux[name], want[name], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(aux[name], want[name], rtol=1e-5, atol=1e-6)
     evaluated, _ = zero.evaluate(loss, has_aux=True)(zero.shard(W), X, jnp.int32(6))
-    np.testing.assert_allclose(evaluated[1]["logits"], want["logits"], rtol=1e-6)
+    np.testing.assert_allclose(evaluated[1]["logits"], want["logits"], rtol=1e-5, atol=1e-6)
 
 
 def test_a_vector_as_long_as_the_rows_of_a_device_is_no_rows():
