@@ -64,7 +64,9 @@ def run(
     try:
         out = body(params, batch, extras, jnp.asarray(loss_scale, jnp.float32))
     except ValueError as error:
-        raise _explained(error, traced) from error
+        if "lax.while_loop" not in str(error):
+            raise
+        raise _without_gradient(traced) from error
     tree = jax.tree.structure(traced.aux)
     return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
 
@@ -112,10 +114,8 @@ def _traced(
     return full, traced
 
 
-def _explained(error: ValueError, traced: Traced) -> ValueError:
+def _without_gradient(traced: Traced) -> ValueError:
     """JAX's error about a loop without a gradient, with the parameters that it reads."""
-    if "lax.while_loop" not in str(error):
-        return error
     names = ", ".join(traced.looped) or "what is made of parameters"
     return ValueError(
         f"a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are not "

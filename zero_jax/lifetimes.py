@@ -32,21 +32,19 @@ class Lifetime:
       gradient: when the full local gradient of a leaf is summed over devices: after the STEP, or
         as it appears, at its TOUCH.
       others: the same of a leaf that is not read by layers alone.
-      words: words sent in a step of k micro-batches, as (gathers, sums) in units of Ψ: a + b·k.
     """
 
     copy: str | None
     gradient: str
     others: str
-    words: tuple[tuple[int, int], tuple[int, int]]
 
 
 LIFETIMES = {
-    0: Lifetime(None, STEP, STEP, ((0, 0), (2, 0))),
-    1: Lifetime(STEP, STEP, STEP, ((1, 0), (1, 0))),
+    0: Lifetime(None, STEP, STEP),
+    1: Lifetime(STEP, STEP, STEP),
     # A leaf that is used twice, as a tied embedding, is sent once: when its gradient is complete.
-    2: Lifetime(STEP, TOUCH, MICRO_BATCH, ((1, 0), (0, 1))),
-    3: Lifetime(TOUCH, TOUCH, TOUCH, ((0, 2), (0, 1))),
+    2: Lifetime(STEP, TOUCH, MICRO_BATCH),
+    3: Lifetime(TOUCH, TOUCH, TOUCH),
 }
 
 
@@ -60,7 +58,6 @@ class Leaf:
       frozen: whether it has no gradient.
       opens: whether the loss is given its shard, and opens it where it is read; else it is given a
         copy that lives as long as the step.
-      copied: whether a copy of the step is there, which an opening reads instead of gathering.
       summed: when its gradient is summed over devices: STEP, MICRO_BATCH or TOUCH.
       in_layer: whether layers alone read it.
       waits_in: the dtype in which its gradient waits for the update, where that is not the
@@ -71,7 +68,6 @@ class Leaf:
     cut: Split
     frozen: bool
     opens: bool
-    copied: bool
     summed: str
     in_layer: bool
     waits_in: Any = None
@@ -170,7 +166,7 @@ class Reading:
         # What every device holds is summed once; there is one of it.
         summed = STEP if cut.dim is None else due
         in_layer = bool(reads) and all(r.layer is not None for r in reads)
-        return Leaf(path, cut, frozen, opens, life.copy == STEP, summed, in_layer, waits)
+        return Leaf(path, cut, frozen, opens, summed, in_layer, waits)
 
     def _layer(self, count: int, scanned: bool, policy: Policy) -> int:
         self._found.append((count, scanned, str(policy)))

@@ -83,8 +83,8 @@ def trace(
     """
     parts = batch_shards(settings.mesh) * micro_batches
     program = _Program(settings, loss_fn, full, extras, has_aux)
-    rows, closed = jax.tree.map(lambda x: _rows(x, parts), batch), program.of
-    found = closed(rows)
+    rows = jax.tree.map(lambda x: _rows(x, parts), batch)
+    found = program.of(rows)
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
     reading = lifetimes.Reading(found.jaxpr, cuts, policies.parse(settings.remat))

@@ -122,10 +122,6 @@ class Weight:
     after: tuple[Callable[[Any], Any], ...] = ()
 
     @property
-    def free(self) -> bool:
-        return self.source.free
-
-    @property
     def arrays(self) -> tuple[Any, ...]:
         return self.source.arrays
 
