@@ -50,6 +50,20 @@ def test_a_vector_as_long_as_the_rows_of_a_device_is_no_rows():
     np.testing.assert_allclose(rows, X.mean(1), rtol=1e-5, atol=1e-7)
 
 
+def test_rows_of_a_loss_for_one_number_of_rows_are_refused_and_statistics_of_it_are_not():
+    def loss(params, x, rows=True):
+        means = x.reshape(4, 4).mean(0)
+        return jnp.mean(x @ params["w"]), {"m": means if rows else means[None]}
+
+    zero = zero_on()
+    with pytest.raises(ValueError, match=r"'m'.*4 rows.*can't be told.*8 rows.*\[None\]"):
+        zero.value_and_grad(loss, has_aux=True)(zero.shard(W), X)
+    step = zero.value_and_grad(lambda p, x: loss(p, x, rows=False), has_aux=True)
+    np.testing.assert_allclose(
+        step(zero.shard(W), X)[0][1]["m"][0], X.mean(0), rtol=1e-5, atol=1e-7
+    )
+
+
 def test_integers_that_differ_between_devices_are_refused_and_sums_of_them_are_not():
     def loss(params, x, axes=None):
         right = (x[:, 0] > 0).sum()
@@ -159,6 +173,12 @@ def test_gradients_of_each_example_are_refused():
     private = optax.contrib.differentially_private_aggregate(1.0, 1.0, 0)
     with pytest.raises(ValueError, match=r"gradient \(4, 8\) of w.*each example"):
         zero_on().optimizer(private).init(zero_on().shard(W))
+    wants_more = optax.chain(private, optax.polyak_sgd(0.1))  # can't be tried at init
+    zero = zero_on()
+    params, tx = zero.shard(W), zero.optimizer(wants_more)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"gradient \(4, 8\) of w.*each example"):
+        tx.update(params, state, params, value=jnp.float32(1))
 
 
 def test_a_loop_without_a_gradient_is_refused_with_what_it_reads():

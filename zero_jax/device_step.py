@@ -205,14 +205,18 @@ class DeviceStep:
         return jax.tree.unflatten(jax.tree.structure(self.full), rest), norm, finite
 
     def _norm(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """One sum over devices; a leaf that every device holds counts on the first."""
+        """The l2 norm, and whether all is finite. A leaf that all hold counts on the first."""
         axes = self.settings.rest_axes
         first = jax.lax.axis_index(axes) == 0
-        total = jnp.zeros(2, jnp.float32)
-        for grad, leaf in zip(grads, self._trained, strict=True):
-            squares = precision.sums_of_squares(grad)
-            total += squares if leaf.cut.dim is not None else jnp.where(first, squares, 0.0)
-        norm, finite = precision.norm_of(jax.lax.psum(total, axes))
+
+        def squares(factor: Any) -> jax.Array:
+            total = jnp.float32(0)
+            for grad, leaf in zip(grads, self._trained, strict=True):
+                own = precision.sum_of_squares(grad, factor)
+                total += own if leaf.cut.dim is not None else jnp.where(first, own, 0.0)
+            return jax.lax.psum(total, axes)
+
+        norm, finite = precision.norm_of(squares)
         return norm, finite if self.settings.guard else jnp.asarray(True)
 
     def _place(self) -> Any:

@@ -19,7 +19,7 @@ import optax
 
 from zero_jax import hosted, layout, nvme, paths, streamed, tiers
 from zero_jax.mesh import AnyMesh
-from zero_jax.precision import Guard, Precision, init_guard, next_guard, norm_of, sums_of_squares
+from zero_jax.precision import Guard, Precision, init_guard, next_guard, norm_of, sum_of_squares
 from zero_jax.splitter import Splitter
 
 PyTree = Any
@@ -155,6 +155,7 @@ def partition(
         full_state = layout.logical(state.inner)
         full_params = None if params is None else layout.logical(params)
         updates, new_state = inner.update(full_grads, full_state, full_params, **extra)
+        _check_updates(full_grads, updates)
         # -0.0 is the addend that changes no bit of any number, -0.0 included.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)
         new_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new_state, full_state)
@@ -188,9 +189,13 @@ def _refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> Non
 
     try:
         updates = jax.eval_shape(update, params)
-    except Exception:  # wants more than gradients, or other ones: it says so when it is used
+    except Exception:  # wants more than gradients: checked when it is used
         return
-    pairs = zip(paths.named_leaves(params), jax.tree.leaves(updates), strict=False)
+    _check_updates(params, updates)
+
+
+def _check_updates(grads: PyTree, updates: PyTree) -> None:
+    pairs = zip(paths.named_leaves(grads), jax.tree.leaves(updates), strict=False)
     for (name, given), made in pairs:
         if given.shape != made.shape and given.shape[1:] == made.shape:
             raise ValueError(
@@ -229,8 +234,11 @@ def without_frozen(
 def all_finite(grads: PyTree) -> jax.Array:
     """Whether every floating number is finite, also where the sum of squares would overflow."""
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)]
-    sums = sum((sums_of_squares(g) for g in floats), jnp.zeros(2))
-    return norm_of(sums)[1]
+
+    def squares(factor: Any) -> jax.Array:
+        return sum((sum_of_squares(g, factor) for g in floats), jnp.float32(0))
+
+    return norm_of(squares)[1]
 
 
 def _keep(tree: PyTree, cuts: list[layout.Split], mesh: AnyMesh) -> PyTree:

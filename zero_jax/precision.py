@@ -11,6 +11,7 @@ arXiv:1710.03740, section 3.2).
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,22 +99,28 @@ def cast(x: Any, dtype: Any) -> Any:
 _DOWN = 2.0**-100
 
 
-def sums_of_squares(x: jax.Array) -> jax.Array:
-    """Two fp32 sums: of the squares, and of those of the numbers times 2^-100, for `norm_of`."""
-    x = x.astype(jnp.float32)
-    return jnp.stack([jnp.sum(jnp.square(x)), jnp.sum(jnp.square(x * _DOWN))])
+def sum_of_squares(x: jax.Array, factor: Any = 1.0) -> jax.Array:
+    """The fp32 sum of the squares of the numbers times a factor."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32) * factor))
 
 
-def norm_of(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+def norm_of(squares: Callable[[Any], jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The l2 norm, and whether every number is finite: of finite ones whose squares overflow too.
 
-    >>> norm, finite = norm_of(sums_of_squares(jnp.full(4, 1e30)))
+    The second sum waits for the first, and is one of zeros unless that overflowed. Made in one
+    pass, XLA for GPUs would send the last gradients with less to hide behind, and hold more.
+
+    Args:
+      squares: the sum of the squares of all numbers times a factor.
+
+    >>> norm, finite = norm_of(lambda factor: sum_of_squares(jnp.full(4, 1e30), factor))
     >>> round(float(norm) / 1e30, 3), bool(finite)
     (2.0, True)
     """
-    plain, down = sums
-    norm = jnp.where(jnp.isfinite(plain), jnp.sqrt(plain), jnp.sqrt(down) / _DOWN)
-    return norm, jnp.isfinite(down)
+    plain = squares(1.0)
+    fits = jnp.isfinite(plain)
+    down = squares(jnp.where(fits, 0.0, _DOWN))
+    return jnp.where(fits, jnp.sqrt(plain), jnp.sqrt(down) / _DOWN), jnp.isfinite(down)
 
 
 class Guard(NamedTuple):

@@ -213,13 +213,22 @@ def is_float(like: Any) -> bool:
     return jnp.issubdtype(like.dtype, jnp.inexact)
 
 
-@jax.custom_vjp
-def tied(arrays: list[Any]) -> list[Any]:
+def tied(arrays: Arrays) -> list[Any]:
     """The same arrays; their gradients are there only when all of them are.
 
     So that the gradients of a layer are sent before the layer before it runs backward, and not
-    those of all layers together.
+    those of all layers together. Floats alone: JAX's `cond` fails on a predicate that goes through
+    a function with a gradient of its own.
     """
+    out = list(arrays)
+    floats = [i for i, x in enumerate(out) if is_float(x)]
+    for i, x in zip(floats, _tied([out[i] for i in floats]), strict=True):
+        out[i] = x
+    return out
+
+
+@jax.custom_vjp
+def _tied(arrays: list[Any]) -> list[Any]:
     return arrays
 
 
@@ -233,7 +242,7 @@ def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
     return ([own.get(i) for i in range(len(cotangents))],)
 
 
-tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
+_tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp

@@ -27,7 +27,7 @@ from zero_jax.loops import Loop
 from zero_jax.policies import Place, Policy
 from zero_jax.regathered import regathered
 from zero_jax.replay import NONE, How, Tap, place_of, replay
-from zero_jax.unrolled import run_layers, tied
+from zero_jax.unrolled import run_layers
 from zero_jax.weights import Apart, Form, Opener, Weight, opened, whole
 
 # Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
@@ -174,13 +174,13 @@ def _gathering(
       again: whether it is run again with them; if not, it keeps what it wants but the weights.
     """
     apart = Apart(values)
-    if all(source.free for source in apart.sources):
+    if apart.free:
         return run(*map(opened, values))
     if not how.in_loop:
         # Else the gradient is computed, and sent, when layers have run backward: it or what it is
         # made of would wait until then.
-        apart = Apart(apart.together(tied(apart.flat)))
-        values = apart.together(apart.flat)
+        apart = apart.tied()
+        values = apart.values
     if again:
         fused = jax.checkpoint(
             lambda *flat: _whole_run(run, apart, flat), prevent_cse=not how.in_loop
@@ -211,7 +211,7 @@ def _scan(eqn: Any, values: list[Any], how: How) -> list[Any]:
 def _own_remat(eqn: Any, values: list[Any], how: How) -> list[Any]:
     """A `jax.checkpoint` of the model's own: a layer with a policy of its own."""
     apart, body = Apart(values), jaxprs.written_out(jaxprs.inner(eqn))
-    if all(source.free for source in apart.sources):
+    if apart.free:
         return jaxprs.function(eqn)(*map(opened, values))
     own = dataclasses.replace(how, policy=policies.of_jax(eqn.params["policy"]))
     pairs = zip(body.jaxpr.invars, values, strict=True)

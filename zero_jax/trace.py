@@ -189,7 +189,8 @@ def _kinds(
     count = jax.tree.leaves(rows)[0].shape[0]
     maybe = [len(like.shape) > 0 and like.shape[0] == count for _, like in aux]
     if any(maybe):
-        maybe = _grow(program, rows, maybe)
+        unsure = [path for (path, _), m in zip(aux, maybe, strict=True) if m]
+        maybe = _grow(program, rows, unsure)
     return losses.kinds_of(aux, differs, maybe)
 
 
@@ -197,9 +198,8 @@ def _is_key(like: Any) -> bool:
     return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
 
 
-def _grow(program: _Program, rows: PyTree, maybe: list[bool]) -> list[bool]:
-    """Which of the leaves whose dim 0 is as long as the batch grow with it; all of them where the
-    loss can't be traced with a longer one."""
+def _grow(program: _Program, rows: PyTree, unsure: Sequence[str]) -> list[bool]:
+    """Which leaves of the aux have the rows of the batch as dim 0: they grow with it."""
     count = jax.tree.leaves(rows)[0].shape[0]
     longer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
@@ -208,9 +208,15 @@ def _grow(program: _Program, rows: PyTree, maybe: list[bool]) -> list[bool]:
     try:
         program.of(longer)
         likes = jax.tree.leaves(program.aux)
-    except Exception:
-        return maybe
+    except Exception as error:
+        raise ValueError(
+            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), and "
+            "whether these are its rows can't be told, since the loss can't be traced with "
+            f"{2 * count} rows. Write it for any number of rows; what is no row, return as "
+            f"aux[None]. The other trace says: {error}"
+        ) from error
     finally:
         program.aux, program.weighted = before
-    pairs = zip(maybe, likes, strict=True)
-    return [m and len(x.shape) > 0 and x.shape[0] == 2 * count for m, x in pairs]
+    shapes = [like.shape for like in jax.tree.leaves(before[0])]
+    pairs = zip(shapes, likes, strict=True)
+    return [len(s) > 0 and s[0] == count and x.shape[0] == 2 * count for s, x in pairs]

@@ -30,11 +30,10 @@ def run_layers(
     """
     if how.policy.kind == "none":
         for body in map(stretch, layers):
-            values = [env[v] for v in body.jaxpr.invars]
-            apart = Apart(values)
-            if not all(source.free for source in apart.sources):
-                values = apart.together(tied(apart.flat))
-            env.update(zip(body.jaxpr.outvars, how.evaluate(body, values, how), strict=True))
+            apart = Apart([env[v] for v in body.jaxpr.invars])
+            apart = apart if apart.free else apart.tied()
+            outs = how.evaluate(body, apart.values, how)
+            env.update(zip(body.jaxpr.outvars, outs, strict=True))
     elif how.policy.kind == "block_sqrt":
         for group in grouped.neighbours(layers):
             _group(group, env, stretch, fixed, how)
@@ -106,12 +105,3 @@ def _chain(
     results = [v for v in made if stretch.last_read[v] > layers[-1][-1]]
     outs = chain.chain(links, given, results)([env[v] for v in given], shards)
     env.update(zip(results, outs, strict=True))
-
-
-def tied(flat: list[Any]) -> list[Any]:
-    """Floats alone: a predicate that goes through a function with a gradient of its own makes
-    JAX's `cond` fail."""
-    floats = [i for i, x in enumerate(flat) if recompute.is_float(x)]
-    for i, x in zip(floats, recompute.tied([flat[i] for i in floats]), strict=True):
-        flat[i] = x
-    return flat

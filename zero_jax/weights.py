@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from zero_jax import recompute
 from zero_jax.jaxprs import LAYOUT, function, is_in
 
 Arrays = Sequence[Any]
@@ -180,10 +181,15 @@ class Apart:
     """Values taken apart into plain arrays and the sources of weights, and put together again."""
 
     def __init__(self, values: Sequence[Any]):
-        self._values = values
+        self.values = values
         self.plain = [v for v in values if not isinstance(v, Weight)]
         # Several values may come from one source: it is opened once for all of them.
         self.sources = list(dict.fromkeys(v.source for v in values if isinstance(v, Weight)))
+
+    @property
+    def free(self) -> bool:
+        """Whether to open all of them sends nothing and makes nothing."""
+        return all(source.free for source in self.sources)
 
     @property
     def arrays(self) -> list[Any]:
@@ -201,12 +207,16 @@ class Apart:
         own = [s.of([next(it) for _ in s.arrays]) for s in self.sources]
         return self.of(flat[: len(self.plain)], own)
 
+    def tied(self) -> "Apart":
+        """The same, whose gradients are there only when all of them are."""
+        return Apart(self.together(recompute.tied(self.flat)))
+
     def of(self, plain: Arrays, sources: Sequence["Source"]) -> list[Any]:
         """The values, of other arrays and sources."""
         it, known = iter(plain), dict(zip(self.sources, sources, strict=True))
         return [
             dataclasses.replace(v, source=known[v.source]) if isinstance(v, Weight) else next(it)
-            for v in self._values
+            for v in self.values
         ]
 
 
