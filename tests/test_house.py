@@ -7,7 +7,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
     | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"}
-    | {"checksum", "lock", "discarded", "watchdog", "compiler", "losses"},
+    | {"checksum", "lock", "discarded", "watchdog", "compiler", "losses", "barriers"},
     {"arrays", "tensorfiles"},
     {"manifest"},
     {"model_axis", "spread", "policies", "weights", "marks"},

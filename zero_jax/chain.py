@@ -3,22 +3,25 @@
 Barriers leave one layer of slack. Forward, the gather of layer i+1 waits for the input of layer i.
 Backward, the gather of layer i-1 waits for the cotangent that enters layer i, and the cotangent
 that leaves layer i waits for the reduce-scatter of layer i+1, never for its own: tied to its own, a
-reduce-scatter would have nothing to hide behind. Without barriers XLA would gather all layers at
-once and keep what lies between forward and backward.
+reduce-scatter would have nothing to hide behind. Of that of layer i+1 one half is due by a third of
+layer i's backward pass, the other by two thirds: XLA starts each as late as it thinks it may.
+Without barriers XLA would gather all layers at once and keep what lies between forward and
+backward.
 
 Holds two gathered layers at a time, and one full gradient under way beside the one being computed.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zero_jax.barriers import Arrays, is_float, made, together
 from zero_jax.policies import Place
-from zero_jax.recompute import Arrays, Held, Known, Layer, Run, Until, is_float, made, together
+from zero_jax.recompute import Held, Known, Layer, Midway, Run
 from zero_jax.weights import Source
 
 
@@ -98,7 +101,8 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
             if is_float(likes[name]):
                 found[name] = made(c)
         grads: list[Any] = [[None] * len(own) for own in shards]
-        ahead, later = None, None
+        ahead: tuple[int, _Opened] | None = None
+        later: tuple[int, _Sums, Callable[[Arrays], list[Any]]] | None = None
         for at in range(len(links) - 1, -1, -1):
             link, turn, held = links[at], turns[at][0].value, turns[at][1]
             floats = [n for n in link.makes if is_float(likes[n])]
@@ -108,31 +112,33 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
             enters = [found.pop(n) if n in found else _zeros(likes[n]) for n in floats]
             if ahead is None or ahead[0] != at:
                 own, enters = together((shards[at], enters))
-                ahead = at, _opening(link, own, turn)
-            leaves, scatter = ahead[1]
+                ahead = at, _Opened.of(link, own, turn)
+            opened = ahead[1]
             if at:
-                own, leaves, enters = together((shards[at - 1], leaves, enters))
-                ahead = at - 1, _opening(links[at - 1], own, turns[at - 1][0].value)
+                own, opened.leaves, enters = together((shards[at - 1], opened.leaves, enters))
+                ahead = at - 1, _Opened.of(links[at - 1], own, turns[at - 1][0].value)
             held, enters = together((held, enters))
             kept = held.all()
+            leaves = opened.leaves
             kept[: len(leaves)] = leaves
             layer = link.layer(leaves, [likes[n] for n in link.reads])
             trained = turn.trained(leaves)
-            until: dict[Until, Any] = {Until.ONE_THIRD: ahead[1][0]} if at else {}
-            if later is not None:
-                until[Until.TWO_THIRDS] = later[1]
-            leaving = list(layer.gradients(trained, kept, enters, until))
+            due = later[1].due if later is not None else None
+            leaving = together(list(layer.gradients(trained, kept, enters, due)))
             count = sum(i < len(leaves) for i in trained)
             if later is not None:
-                later[1][:], leaving[count:] = together((later[1], leaving[count:]))
-                grads[later[0]] = later[2](later[1])
-            sums = scatter(leaving[:count])
-            later = at, sums, functools.partial(turn.placed, len(shards[at]))
+                later[1].arrays, leaving[count:] = together((later[1].arrays, leaving[count:]))
+                grads[later[0]] = later[2](later[1].arrays)
+            later = (
+                at,
+                opened.sums(leaving[:count]),
+                functools.partial(turn.placed, len(shards[at])),
+            )
             for i, x in zip(trained[count:], leaving[count:], strict=True):
                 name = link.reads[i - len(leaves)]
                 found[name] = found[name] + x if name in found else x
         if later is not None:
-            grads[later[0]] = later[2](later[1])
+            grads[later[0]] = later[2](later[1].arrays)
         return [found.get(name) for name in given], grads
 
     wrapped.defvjp(forward, backward, symbolic_zeros=True)
@@ -192,18 +198,74 @@ class _Types:
         self.of = of
 
 
-def _opening(link: Link, shards: Arrays, turn: _Turn) -> tuple[list[Any], Any]:
-    """A layer's leaves, and what makes gradients of shards of theirs."""
+@dataclasses.dataclass
+class _Opened:
+    """A layer's leaves, and of each that is trained what makes gradients of its shards."""
 
-    def opened(*moving: Any) -> tuple[list[Any], list[Any]]:
-        full = list(shards)
-        for i, x in zip(turn.shards, moving, strict=True):
-            full[i] = x
-        leaves = link.opened(full)
-        return [leaves[i] for i in turn.leaves], leaves
+    leaves: list[Any]
+    backs: list[Callable[[Any], Sequence[Any]]]
 
-    _, scatter, leaves = jax.vjp(opened, *(shards[i] for i in turn.shards), has_aux=True)
-    return leaves, lambda gradients: list(scatter(list(gradients)))
+    @classmethod
+    def of(cls, link: Link, shards: Arrays, turn: _Turn) -> "_Opened":
+        out, places = cls([], []), iter(range(len(shards)))
+        for source in link.sources:
+            own = [next(places) for _ in source.arrays]
+            leaf, back = _opened(source, [shards[i] for i in own], [i in turn.shards for i in own])
+            out.leaves.append(leaf)
+            out.backs.append(back)
+        out.backs = [out.backs[i] for i in turn.leaves]
+        return out
+
+    def sums(self, gradients: list[Any]) -> "_Sums":
+        """Of the leaves' gradients over devices: of vectors, then of about half of the rest each.
+
+        XLA starts a sum as late as it may, which is too late for all that a layer sends. It would
+        merge the parts if one did not wait for the other; and sums of vectors, which travel in
+        fp32, with those of the next layer, and then start the large ones later still.
+        """
+        parts = [[i for i, g in enumerate(gradients) if g.ndim < 2], *_halves(gradients)]
+        made: dict[int, Sequence[Any]] = {}
+        before: list[int] = []
+        for part in parts:
+            done, own = together(([made[i] for i in before], [gradients[i] for i in part]))
+            made.update(zip(before, done, strict=True))
+            made.update((i, self.backs[i](g)) for i, g in zip(part, own, strict=True))
+            before = part
+        first, second = (
+            [x for part in some for i in part for x in made[i]] for some in (parts[:2], parts[2:])
+        )
+        arrays = [x for i in range(len(gradients)) for x in made[i]]
+        return _Sums(arrays, {Midway.FIRST: first, Midway.SECOND: second})
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Gradients of a layer's shards, and which of them are to be there by when."""
+
+    arrays: list[Any]
+    due: dict[Midway, list[Any]]
+
+
+def _opened(source: Source, arrays: Arrays, moving: Sequence[bool]) -> tuple[Any, Any]:
+    """A leaf, and what makes gradients of those of its arrays that have one."""
+
+    def opened(*given: Any) -> Any:
+        it = iter(given)
+        return source.of([next(it) if m else x for x, m in zip(arrays, moving, strict=True)]).open()
+
+    return jax.vjp(opened, *(x for x, m in zip(arrays, moving, strict=True) if m))
+
+
+def _halves(gradients: Arrays) -> tuple[list[int], list[int]]:
+    """Positions of the matrices in two parts of about the same size."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    sizes = [0, 0]
+    matrices = [i for i, g in enumerate(gradients) if g.ndim > 1]
+    for i in sorted(matrices, key=lambda i: -gradients[i].size):
+        smaller = sizes.index(min(sizes))
+        halves[smaller].append(i)
+        sizes[smaller] += gradients[i].size
+    return halves
 
 
 def _zeros(like: Any) -> Any:

@@ -214,9 +214,9 @@ class DeviceStep:
             for grad, leaf in zip(grads, self._trained, strict=True):
                 own = precision.sum_of_squares(grad, factor)
                 total += own if leaf.cut.dim is not None else jnp.where(first, own, 0.0)
-            return jax.lax.psum(total, axes)
+            return total
 
-        norm, finite = precision.norm_of(squares)
+        norm, finite = precision.norm_of(jax.lax.psum(precision.two_sums(squares), axes))
         return norm, finite if self.settings.guard else jnp.asarray(True)
 
     def _place(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from zero_jax import recompute
+from zero_jax import barriers, recompute
 from zero_jax.policies import Place
 
 
@@ -82,9 +82,9 @@ def scan(
 
 def _read(own: Any, stack: Any, at: Any) -> Any:
     """A layer's slice of a stack, whose gradient goes to a slice of its own."""
-    if not recompute.is_float(own):
+    if not barriers.is_float(own):
         return own
-    return recompute.instead(own, jax.lax.dynamic_index_in_dim(stack, at, keepdims=False))
+    return barriers.instead(own, jax.lax.dynamic_index_in_dim(stack, at, keepdims=False))
 
 
 def loop(

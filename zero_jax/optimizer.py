@@ -19,7 +19,15 @@ import optax
 
 from zero_jax import hosted, layout, nvme, paths, streamed, tiers
 from zero_jax.mesh import AnyMesh
-from zero_jax.precision import Guard, Precision, init_guard, next_guard, norm_of, sum_of_squares
+from zero_jax.precision import (
+    Guard,
+    Precision,
+    init_guard,
+    next_guard,
+    norm_of,
+    sum_of_squares,
+    two_sums,
+)
 from zero_jax.splitter import Splitter
 
 PyTree = Any
@@ -238,7 +246,7 @@ def all_finite(grads: PyTree) -> jax.Array:
     def squares(factor: Any) -> jax.Array:
         return sum((sum_of_squares(g, factor) for g in floats), jnp.float32(0))
 
-    return norm_of(squares)[1]
+    return norm_of(two_sums(squares))[1]
 
 
 def _keep(tree: PyTree, cuts: list[layout.Split], mesh: AnyMesh) -> PyTree:

@@ -95,8 +95,11 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-# Squares of numbers so far down cannot overflow fp32, however many are added up.
-_DOWN = 2.0**-100
+# Partial sums up to here add up without overflow, whatever the number of devices.
+_LARGE = 1e30
+# Squares of numbers so far down cannot overflow fp32, however many are added up, and those that
+# make a sum larger than the above do not vanish.
+_DOWN = 2.0**-90
 
 
 def sum_of_squares(x: jax.Array, factor: Any = 1.0) -> jax.Array:
@@ -104,23 +107,31 @@ def sum_of_squares(x: jax.Array, factor: Any = 1.0) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32) * factor))
 
 
-def norm_of(squares: Callable[[Any], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The l2 norm, and whether every number is finite: of finite ones whose squares overflow too.
+def two_sums(squares: Callable[[Any], jax.Array]) -> jax.Array:
+    """Squares of this device's numbers, added up in the first of two, or scaled in the second.
 
-    The second sum waits for the first, and is one of zeros unless that overflowed. Made in one
-    pass, XLA for GPUs would send the last gradients with less to hide behind, and hold more.
+    Added over devices, they give `norm_of`. The scaled sum waits for the other, and is one of zeros
+    unless that is too large. Made in one pass, XLA for GPUs would send the last gradients with less
+    to hide behind, and hold more.
 
     Args:
       squares: the sum of the squares of all numbers times a factor.
+    """
+    plain = squares(1.0)
+    fits = plain <= _LARGE
+    down = squares(jnp.where(fits, 0.0, _DOWN))
+    return jnp.stack([jnp.where(fits, plain, 0.0), down])
 
-    >>> norm, finite = norm_of(lambda factor: sum_of_squares(jnp.full(4, 1e30), factor))
+
+def norm_of(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The l2 norm, and whether every number is finite: also of such as overflow when squared.
+
+    >>> norm, finite = norm_of(two_sums(lambda factor: sum_of_squares(jnp.full(4, 1e30), factor)))
     >>> round(float(norm) / 1e30, 3), bool(finite)
     (2.0, True)
     """
-    plain = squares(1.0)
-    fits = jnp.isfinite(plain)
-    down = squares(jnp.where(fits, 0.0, _DOWN))
-    return jnp.where(fits, jnp.sqrt(plain), jnp.sqrt(down) / _DOWN), jnp.isfinite(down)
+    roots = jnp.sqrt(sums)
+    return jnp.hypot(roots[0], roots[1] / _DOWN), jnp.all(jnp.isfinite(sums))
 
 
 class Guard(NamedTuple):

@@ -23,19 +23,19 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax import activations, jaxprs
+from zero_jax.barriers import Arrays, instead, is_float, made, together, waiting
 from zero_jax.policies import DEVICE, Place
 
-Arrays = Sequence[Any]
 # Runs a layer; its second argument is told each kept result, with its place, and gives another.
 Run = Callable[[Arrays, Callable[[Any, Any], Any]], list[Any]]
 
 
-class Until(enum.Enum):
-    """Points in a layer, by how much of its products comes before them: its gradient reaches the
-    later one first."""
+class Midway(enum.Enum):
+    """What a layer's run is told of values on its way, by how much of its products comes before
+    them: its gradient reaches the first one first."""
 
-    TWO_THIRDS = 2 / 3
-    ONE_THIRD = 1 / 3
+    FIRST = 2 / 3
+    SECOND = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Layer:
         results: list[Any] = []
 
         def keep(x: Any, told: Any) -> Any:
-            if not isinstance(told, Until):
+            if not isinstance(told, Midway):
                 results.append(activations.put(x, told))
             return x
 
@@ -70,7 +70,7 @@ class Layer:
         trained: Sequence[int],
         kept: Arrays,
         cotangents: Arrays,
-        until: Mapping["Until", Any] | None = None,
+        due: Mapping[Midway, list[Any]] | None = None,
     ) -> Arrays:
         """Of those inputs, given the cotangents of the results that are floats.
 
@@ -78,7 +78,7 @@ class Layer:
           trained: positions of inputs.
           kept: see `keep_all`.
           cotangents: of the results.
-          until: arrays that are to be there by some point of the way back.
+          due: arrays that are to be there by some point of the way back.
         """
         inputs = [
             activations.fetch(x, self.places.get(i, DEVICE), like)
@@ -92,8 +92,8 @@ class Layer:
                 full[i] = x
 
             def tap(x: Any, told: Any) -> Any:
-                if isinstance(told, Until):
-                    return waiting(x, until[told]) if until and told in until else x
+                if isinstance(told, Midway):
+                    return waiting(x, due[told]) if due and due[told] else x
                 return instead(x, activations.fetch(next(results), told, x))
 
             return [x for x in self.run(full, tap) if is_float(x)]
@@ -201,81 +201,3 @@ class Held:
         if any(map(activations.is_in_host, self.arrays)):
             return together((outs, self))
         return outs, self
-
-
-def made(cotangent: Any) -> Any:
-    """A cotangent as an array, also where it is a zero that nobody made."""
-    known = isinstance(cotangent, jax.Array)
-    return cotangent if known else jnp.zeros(cotangent.shape, cotangent.dtype)
-
-
-def is_float(like: Any) -> bool:
-    return jnp.issubdtype(like.dtype, jnp.inexact)
-
-
-def tied(arrays: Arrays) -> list[Any]:
-    """The same arrays; their gradients are there only when all of them are.
-
-    So that the gradients of a layer are sent before the layer before it runs backward, and not
-    those of all layers together. Floats alone: JAX's `cond` fails on a predicate that goes through
-    a function with a gradient of its own.
-    """
-    out = list(arrays)
-    floats = [i for i, x in enumerate(out) if is_float(x)]
-    for i, x in zip(floats, _tied([out[i] for i in floats]), strict=True):
-        out[i] = x
-    return out
-
-
-@jax.custom_vjp
-def _tied(arrays: list[Any]) -> list[Any]:
-    return arrays
-
-
-def _tied_forward(arrays: list[Any]) -> tuple[list[Any], None]:
-    return [x.value for x in arrays], None
-
-
-def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
-    known = [i for i, c in enumerate(cotangents) if isinstance(c, jax.Array)]
-    own = dict(zip(known, together([cotangents[i] for i in known]), strict=True))
-    return ([own.get(i) for i in range(len(cotangents))],)
-
-
-_tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
-
-
-@jax.custom_vjp
-def waiting(x: Any, others: Arrays) -> Any:
-    """The same value, whose cotangent goes on when the others are there."""
-    return x
-
-
-def _waiting_backward(others: Arrays, cotangent: Any) -> tuple[Any, None]:
-    return together((cotangent, others))[0], None
-
-
-waiting.defvjp(lambda x, others: (x, others), _waiting_backward)
-
-
-@jax.custom_vjp
-def instead(computed: Any, stored: Any) -> Any:
-    """The stored value; its gradient goes to the computed one, which is dead code otherwise."""
-    return stored
-
-
-instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
-
-
-def together(tree: Any) -> Any:
-    """Ties arrays together: none is there before all are."""
-    leaves, treedef = jax.tree.flatten(tree)
-    tied = [i for i, x in enumerate(leaves) if _is_number(x)]
-    barred = jax.lax.optimization_barrier([leaves[i] for i in tied])
-    for i, x in zip(tied, barred, strict=True):
-        leaves[i] = x
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _is_number(x: Any) -> bool:
-    return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from zero_jax.recompute import Arrays, Known, is_float, together
+from zero_jax.barriers import Arrays, is_float, together
+from zero_jax.recompute import Known
 from zero_jax.weights import Source
 
 

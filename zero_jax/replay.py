@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax import jaxprs, policies, recompute
 from zero_jax.activations import can_move
 from zero_jax.policies import Place, Policy
-from zero_jax.recompute import Until
+from zero_jax.recompute import Midway
 from zero_jax.weights import Opener
 
 NONE = policies.parse("none")
@@ -45,17 +45,17 @@ def replay(
     how: How,
     *,
     in_loop: bool,
-    points: bool = False,
+    midway: bool = False,
 ) -> recompute.Run:
-    """A layer as a function of its arrays that tells which of its results are kept, and when it is
-    at points on its way."""
+    """A layer as a function of its arrays that tells which of its results are kept, and what it
+    has midway."""
     pure = jaxprs.made_of(body.jaxpr, weights)
     eqns = enumerate(body.jaxpr.eqns)
     kept: dict[int, Any] = {
         i: place for i, e in eqns if (place := place_of(e, pure, how.policy)) is not None
     }
-    if points:
-        kept |= _points(body.jaxpr, pure, kept)
+    if midway:
+        kept |= _midway(body.jaxpr, pure, kept)
 
     def run(flat: Sequence[Any], tap: Tap) -> list[Any]:
         # One opener for each run: what one run opened is not there in another.
@@ -80,22 +80,20 @@ def place_of(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:
     )
 
 
-def _points(jaxpr: Any, pure: set[Any], kept: dict[int, Any]) -> dict[int, Until]:
-    """The equations after which so much of the layer's products is done."""
-    found: dict[int, Until] = {}
-    products = jaxprs.products(jaxpr)
-    total = sum(products)
+def _midway(jaxpr: Any, pure: set[Any], kept: Mapping[int, Any]) -> dict[int, Midway]:
+    """The equations by which so much of the layer's products is done."""
+    done = list(itertools.accumulate(jaxprs.products(jaxpr)))
     able = [
-        at not in kept
+        at
+        for at, e in enumerate(jaxpr.eqns)
+        if at not in kept
         and len(e.outvars) == 1
         and e.outvars[0] not in pure
         and can_move(e.outvars[0].aval)
-        for at, e in enumerate(jaxpr.eqns)
     ]
-    for until in Until:
-        done = itertools.accumulate(products)
-        reached = (at for at, n in enumerate(done) if n >= until.value * total and able[at])
-        at = next(reached, None)
-        if at is not None and total:
-            found.setdefault(at, until)
+    found: dict[int, Midway] = {}
+    for point in Midway:
+        at = next((at for at in able if done[at] >= point.value * done[-1] > 0), None)
+        if at is not None:
+            found.setdefault(at, point)
     return found

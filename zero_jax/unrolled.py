@@ -97,7 +97,7 @@ def _chain(
             leaves, rest = iter(apart.of([], list(map(whole, flat[:count])))), iter(flat[count:])
             return [next(leaves) if isinstance(env.get(v), Weight) else next(rest) for v in given]
 
-        run = replay(body, values, weights, how, in_loop=False, points=True)
+        run = replay(body, values, weights, how, in_loop=False, midway=True)
         links.append(chain.Link(run, apart.sources, reads, body.jaxpr.outvars, places))
         shards.append(apart.arrays)
     made = {v for link in links for v in link.makes}

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from zero_jax import recompute
+from zero_jax import barriers
 from zero_jax.jaxprs import LAYOUT, function, is_in
 
 Arrays = Sequence[Any]
@@ -209,7 +209,7 @@ class Apart:
 
     def tied(self) -> "Apart":
         """The same, whose gradients are there only when all of them are."""
-        return Apart(self.together(recompute.tied(self.flat)))
+        return Apart(self.together(barriers.tied(self.flat)))
 
     def of(self, plain: Arrays, sources: Sequence["Source"]) -> list[Any]:
         """The values, of other arrays and sources."""

@@ -1,0 +1,91 @@
+"""Ties between arrays: what is there only when others are, in the forward pass or in the backward.
+
+XLA orders what a program does by what depends on what. These say what must not come early, or
+late, and change no number.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Arrays = Sequence[Any]
+
+
+def made(cotangent: Any) -> Any:
+    """A cotangent as an array, also where it is a zero that nobody made."""
+    known = isinstance(cotangent, jax.Array)
+    return cotangent if known else jnp.zeros(cotangent.shape, cotangent.dtype)
+
+
+def is_float(like: Any) -> bool:
+    return jnp.issubdtype(like.dtype, jnp.inexact)
+
+
+def tied(arrays: Arrays) -> list[Any]:
+    """The same arrays; their gradients are there only when all of them are.
+
+    So that the gradients of a layer are sent before the layer before it runs backward, and not
+    those of all layers together. Floats alone: JAX's `cond` fails on a predicate that goes through
+    a function with a gradient of its own.
+    """
+    out = list(arrays)
+    floats = [i for i, x in enumerate(out) if is_float(x)]
+    for i, x in zip(floats, _tied([out[i] for i in floats]), strict=True):
+        out[i] = x
+    return out
+
+
+@jax.custom_vjp
+def _tied(arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+def _tied_forward(arrays: list[Any]) -> tuple[list[Any], None]:
+    return [x.value for x in arrays], None
+
+
+def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
+    known = [i for i, c in enumerate(cotangents) if isinstance(c, jax.Array)]
+    own = dict(zip(known, together([cotangents[i] for i in known]), strict=True))
+    return ([own.get(i) for i in range(len(cotangents))],)
+
+
+_tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def waiting(x: Any, others: Arrays) -> Any:
+    """The same value, whose cotangent goes on when the others are there."""
+    return x
+
+
+def _waiting_backward(others: Arrays, cotangent: Any) -> tuple[Any, None]:
+    return together((cotangent, others))[0], None
+
+
+waiting.defvjp(lambda x, others: (x, others), _waiting_backward)
+
+
+@jax.custom_vjp
+def instead(computed: Any, stored: Any) -> Any:
+    """The stored value; its gradient goes to the computed one, which is dead code otherwise."""
+    return stored
+
+
+instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
+
+
+def together(tree: Any) -> Any:
+    """Ties arrays together: none is there before all are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    tied = [i for i, x in enumerate(leaves) if _is_number(x)]
+    barred = jax.lax.optimization_barrier([leaves[i] for i in tied])
+    for i, x in zip(tied, barred, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_number(x: Any) -> bool:
+    return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
