@@ -20,7 +20,7 @@ FLOORS = [
     {"hlo"},
     {"prove", "roofline"},
     {"collectives", "elementwise"},
-    {"stored", "touch", "recompute", "piecewise", "lifetimes"},
+    {"stored", "touch", "recompute", "piecewise", "lifetimes", "linear"},
     {"grouped", "hosted", "chain", "replay", "regathered"},
     {"loops", "unrolled"},
     {"rewrite", "streamed", "nvme"},

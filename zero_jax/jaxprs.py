@@ -1,5 +1,6 @@
 """Small tools on jaxprs: what an equation runs, one equation as a function, calls written out."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,7 +112,12 @@ def read_inputs(jaxpr: Any) -> list[bool]:
     needed = {a for a in jaxpr.outvars if not isinstance(a, jex.Literal)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(_variables([eqn]))
+            read = [True] * len(eqn.invars)
+            if eqn.primitive.name == "custom_vjp_call":
+                # Differentiated already: a call like any other.
+                read = read_inputs(eqn.params["call_jaxpr"].jaxpr)
+            atoms = itertools.compress(eqn.invars, read)
+            needed.update(a for a in atoms if not isinstance(a, jex.Literal))
     return [var in needed for var in jaxpr.invars]
 
 

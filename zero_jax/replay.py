@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_jax import jaxprs, policies, recompute
 from zero_jax.activations import can_move
+from zero_jax.linear import Linear
 from zero_jax.policies import Place, Policy
 from zero_jax.recompute import Midway
 from zero_jax.weights import Opener
@@ -49,11 +50,10 @@ def replay(
 ) -> recompute.Run:
     """A layer as a function of its arrays that tells which of its results are kept, and what it
     has midway."""
+    if how.policy.asked is not None:
+        return _asked(body, values_of, weights, how, in_loop=in_loop)
     pure = jaxprs.made_of(body.jaxpr, weights)
-    eqns = enumerate(body.jaxpr.eqns)
-    kept: dict[int, Any] = {
-        i: place for i, e in eqns if (place := place_of(e, pure, how.policy)) is not None
-    }
+    kept: dict[int, Any] = _kept(body.jaxpr, pure, how.policy)
     if midway:
         kept |= _midway(body.jaxpr, pure, kept)
 
@@ -64,6 +64,39 @@ def replay(
         return [once(x) for x in how.evaluate(body, values_of(flat), inside, kept=kept, tap=tap)]
 
     return run
+
+
+def _asked(
+    body: Any,
+    values_of: Callable[[Sequence[Any]], list[Any]],
+    weights: set[Any],
+    how: How,
+    *,
+    in_loop: bool,
+) -> recompute.Run:
+    """The same for a policy of JAX's: like `jax.checkpoint`, it is asked about the derivative too.
+
+    What it keeps goes straight to the linear backward pass, which has no way to point at.
+    """
+    layer = Linear.of(body)
+    pairs = zip(body.jaxpr.invars, layer.closed.jaxpr.invars, strict=True)
+    pure = jaxprs.made_of(layer.closed.jaxpr, {own for var, own in pairs if var in weights})
+    kept = _kept(layer.closed.jaxpr, pure, how.policy)
+    inside = How(how.evaluate, in_loop=in_loop)
+
+    def run(flat: Sequence[Any], tap: Tap) -> list[Any]:
+        def evaluate(values: Sequence[Any]) -> list[Any]:
+            return how.evaluate(layer.closed, values, inside, kept=kept, tap=tap)
+
+        return layer.run(evaluate, list(map(Opener(), values_of(flat))))
+
+    return run
+
+
+def _kept(jaxpr: Any, pure: set[Any], policy: Policy) -> dict[int, Place]:
+    """Of the equations whose results are kept, the place."""
+    eqns = enumerate(jaxpr.eqns)
+    return {i: place for i, e in eqns if (place := place_of(e, pure, policy)) is not None}
 
 
 def place_of(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:

@@ -1,0 +1,75 @@
+"""A layer with its derivative, as one jaxpr: what JAX's own remat policies are asked about."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zero_jax import jaxprs
+from zero_jax.barriers import Arrays, is_float, made
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A layer, and what its backward pass reads: factors of derivatives, what a forward rule of the
+    model's own hands over.
+
+    Attributes:
+      closed: makes the layer's results, and then what the backward pass reads.
+      count: how many results there are.
+      moving: positions of the inputs that may have gradients.
+      form: puts together what makes these of the results' gradients.
+    """
+
+    closed: Any
+    count: int
+    moving: Sequence[int]
+    form: Any
+
+    @classmethod
+    def of(cls, body: Any) -> "Linear":
+        """Of a jaxpr, its calls written out.
+
+        >>> layer = Linear.of(jax.make_jaxpr(jax.numpy.sin)(1.0))
+        >>> [eqn.primitive.name for eqn in layer.closed.jaxpr.eqns]
+        ['sin', 'cos']
+        """
+        likes = [v.aval for v in body.jaxpr.invars]
+        moving = [i for i, like in enumerate(likes) if is_float(like)]
+        form: Any = None
+
+        def both(*values: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal form
+
+            def layer(*given: Any) -> tuple[list[Any], list[Any]]:
+                full = list(values)
+                for i, x in zip(moving, given, strict=True):
+                    full[i] = x
+                outs = jex.jaxpr_as_fun(body)(*full)
+                return [x for x in outs if is_float(x)], outs
+
+            _, back, outs = jax.vjp(layer, *(values[i] for i in moving), has_aux=True)
+            read, form = jax.tree.flatten(back)
+            return outs, read
+
+        closed = jaxprs.written_out(jax.make_jaxpr(both)(*likes))
+        return cls(closed, len(body.jaxpr.outvars), moving, form)
+
+    def run(self, evaluate: Callable[[Sequence[Any]], list[Any]], values: Arrays) -> list[Any]:
+        """The results, given what evaluates `closed`; it is not differentiated."""
+        found = evaluate([jax.lax.stop_gradient(x) for x in values])
+
+        @jax.custom_vjp
+        def linked(values: Arrays, outs: list[Any], read: list[Any]) -> list[Any]:
+            return outs
+
+        def backward(read: list[Any], cotangents: list[Any]) -> tuple[list[Any], None, None]:
+            back = jax.tree.unflatten(self.form, read)
+            given = [made(c) for c in cotangents if is_float(c)]
+            own = dict(zip(self.moving, back(given), strict=True))
+            return [own.get(i) for i in range(len(values))], None, None
+
+        linked.defvjp(lambda _, outs, read: (outs, read), backward)
+        return linked(list(values), found[: self.count], found[self.count :])
