@@ -160,6 +160,52 @@ def test_a_checkpoint_of_the_models_own_saves_what_its_policy_says(stage, name):
     assert found == jaxs("linen", name)
 
 
+LAYERS = 3
+STACK = {"a": jax.random.normal(jax.random.key(3), (LAYERS, 8, 8)), "b": jnp.zeros((LAYERS, 8))}
+
+
+def run(layer, params, x, scanned):
+    """Each layer's output into the next; what it has beside that, added up."""
+    if scanned:
+        x, beside = jax.lax.scan(layer, x, params)
+        return x, beside.sum()
+    beside = 0.0
+    for i in range(LAYERS):
+        x, more = layer(x, jax.tree.map(lambda p, i=i: p[i], params))
+        beside += more
+    return x, beside
+
+
+def with_a_norm_of_zeros(x, own):
+    """The norm's derivative at zero is infinite; nobody asks for it."""
+    return jnp.tanh(x @ own["a"] + own["b"]), jnp.linalg.norm(own["b"])
+
+
+def with_a_loop_over_data(x, own):
+    """A while loop has no gradient; none is asked for."""
+    rows = jax.lax.while_loop(lambda v: jnp.sum(v) < 50, lambda v: 2 * v, jnp.abs(DATA) + 1)
+    return jnp.tanh(x @ own["a"] + own["b"]) * jnp.mean(rows), 0.0
+
+
+DATA = jax.random.normal(jax.random.key(4), (4, 8))
+
+
+@pytest.mark.parametrize("remat", ["block", "dots", KNOWN.dots_saveable, KNOWN.everything_saveable])
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("layer", [with_a_norm_of_zeros, with_a_loop_over_data])
+def test_what_nobody_differentiates_has_no_derivative(layer, scanned, remat):
+    def loss(params, x):
+        out, beside = run(layer, params, x, scanned)
+        return jnp.mean(out**2), beside
+
+    x = jax.random.normal(jax.random.key(5), (8, 8))
+    zero = zero_jax.Zero(zero_jax.make_mesh(N, devices=jax.devices()[:N]), 3, remat=remat)
+    _, found = zero.value_and_grad(loss, has_aux=True)(zero.shard(STACK), x)
+    want = jax.grad(loss, has_aux=True)(STACK, x)[0]
+    for name in STACK:
+        np.testing.assert_allclose(found[name], want[name], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize(
     "name", ["offload_dot_with_no_batch_dims", "save_and_offload_only_these_names"]

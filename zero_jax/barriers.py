@@ -13,10 +13,9 @@ import jax.numpy as jnp
 Arrays = Sequence[Any]
 
 
-def made(cotangent: Any) -> Any:
-    """A cotangent as an array, also where it is a zero that nobody made."""
-    known = isinstance(cotangent, jax.Array)
-    return cotangent if known else jnp.zeros(cotangent.shape, cotangent.dtype)
+def known(cotangent: Any) -> Any:
+    """A cotangent, or None for a zero that nobody made: 0 times an infinite derivative is NaN."""
+    return cotangent if isinstance(cotangent, jax.Array) else None
 
 
 def is_float(like: Any) -> bool:

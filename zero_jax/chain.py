@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from zero_jax.barriers import Arrays, is_float, made, together
+from zero_jax.barriers import Arrays, is_float, known, together
 from zero_jax.policies import Place
 from zero_jax.recompute import Held, Known, Layer, Midway, Run
 from zero_jax.weights import Source
@@ -70,7 +69,7 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
     def wrapped(arrays: Arrays, shards: Sequence[Arrays]) -> list[Any]:
         env = dict(zip(given, arrays, strict=True))
         for link, leaves, read in _forward(links, env, shards):
-            outs = link.run([*leaves, *read], lambda x, _: x)
+            outs = link.run([*leaves, *read], lambda x, _: x, ())
             env.update(zip(link.makes, outs, strict=True))
         return [env[name] for name in results]
 
@@ -83,7 +82,7 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
         for at, (link, leaves, read) in enumerate(_forward(links, env, shards)):
             turn = _Turn.of(link, moving[at], moved)
             layer = link.layer(leaves, list(map(jax.typeof, read)))
-            outs, kept = layer.keep_all([*leaves, *read])
+            outs, kept = layer.keep_all([*leaves, *read], turn.trained(leaves))
             # The leaves are gathered again, whatever reads them.
             stay = layer.reads(turn.trained(leaves), kept, outs)
             stay[: len(leaves)] = [False] * len(leaves)
@@ -98,18 +97,17 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
         turns, shards, likes = residuals[0], residuals[1], residuals[2].value.of
         found: dict[Any, Any] = {}
         for name, c in zip(results, cotangents, strict=True):
-            if is_float(likes[name]):
-                found[name] = made(c)
+            if is_float(likes[name]) and known(c) is not None:
+                found[name] = c
         grads: list[Any] = [[None] * len(own) for own in shards]
         ahead: tuple[int, _Opened] | None = None
         later: tuple[int, _Sums, Callable[[Arrays], list[Any]]] | None = None
         for at in range(len(links) - 1, -1, -1):
             link, turn, held = links[at], turns[at][0].value, turns[at][1]
             floats = [n for n in link.makes if is_float(likes[n])]
-            known = any(n in found for n in floats)
-            if not (known and turn):
+            enters = [found.pop(n, None) for n in floats]
+            if not turn or all(c is None for c in enters):
                 continue
-            enters = [found.pop(n) if n in found else _zeros(likes[n]) for n in floats]
             if ahead is None or ahead[0] != at:
                 own, enters = together((shards[at], enters))
                 ahead = at, _Opened.of(link, own, turn)
@@ -266,7 +264,3 @@ def _halves(gradients: Arrays) -> tuple[list[int], list[int]]:
         halves[smaller].append(i)
         sizes[smaller] += gradients[i].size
     return halves
-
-
-def _zeros(like: Any) -> Any:
-    return jnp.zeros(like.shape, like.dtype)

@@ -58,15 +58,17 @@ def scan(
     whole = [jax.lax.stop_gradient(x) for x in slices]
     before = consts + len(whole)
 
-    def one(args: Sequence[Any], tap: Any) -> list[Any]:
+    def one(args: Sequence[Any], tap: Any, trained: Sequence[int]) -> list[Any]:
         fixed, stacks, (*rest, at) = args[:consts], args[consts:before], args[before:]
         pairs = zip(rest[carried:], stacks, strict=True)
-        return layer([*fixed, *rest[:carried], *(_read(x, s, at) for x, s in pairs)], tap)
+        slices = (_read(x, s, at) for x, s in pairs)
+        moved = [i if i < consts else i - len(whole) for i in trained]
+        return layer([*fixed, *rest[:carried], *slices], tap, moved)
 
     moved = [i if i < consts else i + len(whole) for i in within]
     single = recompute.layer(one, {}, barrier=False, within=moved)
 
-    def group(args: Sequence[Any], _: Any) -> list[Any]:
+    def group(args: Sequence[Any], *_: Any) -> list[Any]:
         return loop(single, args, before, carried, size, reverse)
 
     places = {i: place for i in range(before, before + carried)}

@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax import jaxprs
-from zero_jax.barriers import Arrays, is_float, made
+from zero_jax.barriers import Arrays, is_float, known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Linear:
     Attributes:
       closed: makes the layer's results, and then what the backward pass reads.
       count: how many results there are.
-      moving: positions of the inputs that may have gradients.
-      form: puts together what makes these of the results' gradients.
+      moving: positions of the inputs that have gradients.
+      form: puts together the linear function of these that has the results' tangents.
     """
 
     closed: Any
@@ -29,15 +29,14 @@ class Linear:
     form: Any
 
     @classmethod
-    def of(cls, body: Any) -> "Linear":
-        """Of a jaxpr, its calls written out.
+    def of(cls, body: Any, moving: Sequence[int]) -> "Linear":
+        """Of a jaxpr, its calls written out, for such inputs.
 
-        >>> layer = Linear.of(jax.make_jaxpr(jax.numpy.sin)(1.0))
+        >>> layer = Linear.of(jax.make_jaxpr(jax.numpy.sin)(1.0), [0])
         >>> [eqn.primitive.name for eqn in layer.closed.jaxpr.eqns]
         ['sin', 'cos']
         """
         likes = [v.aval for v in body.jaxpr.invars]
-        moving = [i for i, like in enumerate(likes) if is_float(like)]
         form: Any = None
 
         def both(*values: Any) -> tuple[list[Any], list[Any]]:
@@ -50,8 +49,8 @@ class Linear:
                 outs = jex.jaxpr_as_fun(body)(*full)
                 return [x for x in outs if is_float(x)], outs
 
-            _, back, outs = jax.vjp(layer, *(values[i] for i in moving), has_aux=True)
-            read, form = jax.tree.flatten(back)
+            _, tangents, outs = jax.linearize(layer, *(values[i] for i in moving), has_aux=True)
+            read, form = jax.tree.flatten(tangents)
             return outs, read
 
         closed = jaxprs.written_out(jax.make_jaxpr(both)(*likes))
@@ -61,15 +60,27 @@ class Linear:
         """The results, given what evaluates `closed`; it is not differentiated."""
         found = evaluate([jax.lax.stop_gradient(x) for x in values])
 
+        likes = [jax.typeof(values[i]) for i in self.moving]
+
         @jax.custom_vjp
         def linked(values: Arrays, outs: list[Any], read: list[Any]) -> list[Any]:
             return outs
 
+        def forward(_: Any, outs: Any, read: Any) -> tuple[list[Any], list[Any]]:
+            return [x.value for x in outs], [x.value for x in read]
+
         def backward(read: list[Any], cotangents: list[Any]) -> tuple[list[Any], None, None]:
-            back = jax.tree.unflatten(self.form, read)
-            given = [made(c) for c in cotangents if is_float(c)]
-            own = dict(zip(self.moving, back(given), strict=True))
+            tangents = jax.tree.unflatten(self.form, read)
+            floats = [known(c) for c in cotangents if is_float(c)]
+            live = [i for i, c in enumerate(floats) if c is not None]
+
+            def some(*moving: Any) -> list[Any]:
+                made = tangents(*moving)
+                return [made[i] for i in live]
+
+            found = jax.linear_transpose(some, *likes)([floats[i] for i in live])
+            own = dict(zip(self.moving, found, strict=True))
             return [own.get(i) for i in range(len(values))], None, None
 
-        linked.defvjp(lambda _, outs, read: (outs, read), backward)
+        linked.defvjp(forward, backward, symbolic_zeros=True)
         return linked(list(values), found[: self.count], found[self.count :])

@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax import activations, jaxprs
-from zero_jax.barriers import Arrays, instead, is_float, made, together, waiting
+from zero_jax.barriers import Arrays, instead, is_float, known, together, waiting
 from zero_jax.policies import DEVICE, Place
 
-# Runs a layer; its second argument is told each kept result, with its place, and gives another.
-Run = Callable[[Arrays, Callable[[Any, Any], Any]], list[Any]]
+# Runs a layer: given its inputs, what is told each kept result, with its place, and gives another,
+# and which inputs have gradients, by position.
+Run = Callable[[Arrays, Callable[[Any, Any], Any], Sequence[int]], list[Any]]
 
 
 class Midway(enum.Enum):
@@ -52,7 +53,7 @@ class Layer:
     likes: Sequence[Any]
     places: Mapping[int, Place]
 
-    def keep_all(self, args: Arrays) -> tuple[list[Any], list[Any]]:
+    def keep_all(self, args: Arrays, trained: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Its results, and all that its backward pass may read, at its place: inputs first."""
         results: list[Any] = []
 
@@ -61,7 +62,7 @@ class Layer:
                 results.append(activations.put(x, told))
             return x
 
-        outs = self.run(args, keep)
+        outs = self.run(args, keep, trained)
         inputs = [activations.put(x, self.places.get(i, DEVICE)) for i, x in enumerate(args)]
         return outs, [*inputs, *results]
 
@@ -77,7 +78,7 @@ class Layer:
         Args:
           trained: positions of inputs.
           kept: see `keep_all`.
-          cotangents: of the results.
+          cotangents: of the results; None for one that has none, whose derivative may be infinite.
           due: arrays that are to be there by some point of the way back.
         """
         inputs = [
@@ -96,9 +97,11 @@ class Layer:
                     return waiting(x, due[told]) if due and due[told] else x
                 return instead(x, activations.fetch(next(results), told, x))
 
-            return [x for x in self.run(full, tap) if is_float(x)]
+            floats = [x for x in self.run(full, tap, trained) if is_float(x)]
+            return [x for x, c in zip(floats, cotangents, strict=True) if c is not None]
 
-        return jax.vjp(again, *(inputs[i] for i in trained))[1](list(cotangents))
+        given = [c for c in cotangents if c is not None]
+        return jax.vjp(again, *(inputs[i] for i in trained))[1](given)
 
     def reads(self, trained: Sequence[int], kept: Arrays, outs: Arrays) -> list[bool]:
         """Which of all that is kept the backward pass reads, or can't be told without."""
@@ -133,13 +136,13 @@ def layer(
 
         @jax.custom_vjp
         def wrapped(*args: Any) -> list[Any]:
-            return run(args, lambda x, _: x)
+            return run(args, lambda x, _: x, ())
 
         def forward(*given: Any) -> tuple[list[Any], Any]:
             args = [x.value for x in given]
             # A copy that was gathered beside its shard has no gradient, nor has a frozen leaf.
             trained = tuple(i for i, x in enumerate(given) if x.perturbed and is_float(x.value))
-            outs, kept = own.keep_all(args)
+            outs, kept = own.keep_all(args, trained)
             held = Held.of(kept, own.reads(trained, kept, outs))
             if barrier:
                 outs, held = held.on_its_way(outs)
@@ -147,7 +150,7 @@ def layer(
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             trained, held = residuals[0].value, residuals[1]
-            cotangents = [made(c) for c in cotangents if is_float(c)]
+            cotangents = [known(c) for c in cotangents if is_float(c)]
             if barrier:
                 held, cotangents = together((held, cotangents))
             found = own.gradients(trained, held.all(), cotangents)

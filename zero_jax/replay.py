@@ -11,7 +11,7 @@ from zero_jax.activations import can_move
 from zero_jax.linear import Linear
 from zero_jax.policies import Place, Policy
 from zero_jax.recompute import Midway
-from zero_jax.weights import Opener
+from zero_jax.weights import Apart, Opener
 
 NONE = policies.parse("none")
 Tap = Callable[[Any, Any], Any]
@@ -57,7 +57,7 @@ def replay(
     if midway:
         kept |= _midway(body.jaxpr, pure, kept)
 
-    def run(flat: Sequence[Any], tap: Tap) -> list[Any]:
+    def run(flat: Sequence[Any], tap: Tap, _: Sequence[int]) -> list[Any]:
         # One opener for each run: what one run opened is not there in another.
         once = Opener()
         inside = dataclasses.replace(how, policy=NONE, in_loop=in_loop, open=once)
@@ -78,17 +78,23 @@ def _asked(
 
     What it keeps goes straight to the linear backward pass, which has no way to point at.
     """
-    layer = Linear.of(body)
-    pairs = zip(body.jaxpr.invars, layer.closed.jaxpr.invars, strict=True)
-    pure = jaxprs.made_of(layer.closed.jaxpr, {own for var, own in pairs if var in weights})
-    kept = _kept(layer.closed.jaxpr, pure, how.policy)
     inside = How(how.evaluate, in_loop=in_loop)
 
-    def run(flat: Sequence[Any], tap: Tap) -> list[Any]:
+    def run(flat: Sequence[Any], tap: Tap, trained: Sequence[int]) -> list[Any]:
+        values, moved = values_of(flat), {id(flat[i]) for i in trained}
+        moving = [i for i, v in enumerate(values) if any(id(x) in moved for x in Apart([v]).flat)]
+        whole = list(map(Opener(), values))
+        if not moving:
+            return how.evaluate(body, whole, inside)
+        layer = Linear.of(body, moving)
+        pairs = zip(body.jaxpr.invars, layer.closed.jaxpr.invars, strict=True)
+        pure = jaxprs.made_of(layer.closed.jaxpr, {own for var, own in pairs if var in weights})
+        kept = _kept(layer.closed.jaxpr, pure, how.policy)
+
         def evaluate(values: Sequence[Any]) -> list[Any]:
             return how.evaluate(layer.closed, values, inside, kept=kept, tap=tap)
 
-        return layer.run(evaluate, list(map(Opener(), values_of(flat))))
+        return layer.run(evaluate, whole)
 
     return run
 

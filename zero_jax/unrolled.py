@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_jax import chain, grouped, jaxprs, policies, recompute
 from zero_jax.activations import can_move
-from zero_jax.replay import How, Tap, replay
+from zero_jax.replay import How, replay
 from zero_jax.weights import Apart, Weight, whole
 
 _BLOCK = policies.parse("block")
@@ -66,7 +66,7 @@ def _group(
     starts = [sum(map(len, layers[:i])) for i in range(len(layers))]
     inner = [range(a, a + len(layer)) for a, layer in zip(starts, layers, strict=True)]
 
-    def run(flat: Sequence[Any], _: Tap) -> list[Any]:
+    def run(flat: Sequence[Any], *_: Any) -> list[Any]:
         inside = dataclasses.replace(how, policy=_BLOCK)
         return how.evaluate(body, apart.together(flat), inside, runs=[inner])
 
