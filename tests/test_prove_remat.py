@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import zero_jax
-from zero_jax import prove, recompute, repeats, rewrite, targets
+from zero_jax import barriers, prove, repeats, rewrite, targets
 
 pytestmark = pytest.mark.prove
 P = PartitionSpec
@@ -85,7 +85,7 @@ def test_full_gradients_of_unrolled_layers_do_not_stay_alive(stage, policy, monk
     assert held < LAYERS * layer
     monkeypatch.setattr(repeats, "runs_of", lambda jaxpr, forms: [])
     # What is no layer sends its gradients at once, too.
-    monkeypatch.setattr(recompute, "tied", lambda arrays: arrays)
+    monkeypatch.setattr(barriers, "tied", lambda arrays: arrays)
     unknown = unrolled.__wrapped__(policy, stage, rows=1)
     assert unknown.compiled.temp_bytes - copy > held + layer // 4, "or this shows little"
 
