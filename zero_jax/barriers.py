@@ -13,7 +13,7 @@ import jax.numpy as jnp
 Arrays = Sequence[Any]
 
 
-def known(cotangent: Any) -> Any:
+def known(cotangent: Any) -> jax.Array | None:
     """A cotangent, or None for a zero that nobody made: 0 times an infinite derivative is NaN."""
     return cotangent if isinstance(cotangent, jax.Array) else None
 
@@ -45,22 +45,20 @@ def _tied_forward(arrays: list[Any]) -> tuple[list[Any], None]:
     return [x.value for x in arrays], None
 
 
-def _tied_backward(_: None, cotangents: Any) -> tuple[list[Any]]:
-    known = [i for i, c in enumerate(cotangents) if isinstance(c, jax.Array)]
-    own = dict(zip(known, together([cotangents[i] for i in known]), strict=True))
-    return ([own.get(i) for i in range(len(cotangents))],)
+def _tied_backward(_: None, cotangents: Arrays) -> tuple[list[jax.Array | None]]:
+    return (together([known(c) for c in cotangents]),)
 
 
 _tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
-def waiting(x: Any, others: Arrays) -> Any:
+def waiting(x: jax.Array, others: Arrays) -> jax.Array:
     """The same value, whose cotangent goes on when the others are there."""
     return x
 
 
-def _waiting_backward(others: Arrays, cotangent: Any) -> tuple[Any, None]:
+def _waiting_backward(others: Arrays, cotangent: jax.Array) -> tuple[jax.Array, None]:
     return together((cotangent, others))[0], None
 
 
@@ -68,7 +66,7 @@ waiting.defvjp(lambda x, others: (x, others), _waiting_backward)
 
 
 @jax.custom_vjp
-def instead(computed: Any, stored: Any) -> Any:
+def instead(computed: jax.Array, stored: jax.Array) -> jax.Array:
     """The stored value; its gradient goes to the computed one, which is dead code otherwise."""
     return stored
 

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from zero_jax import barriers
+from zero_jax.barriers import Arrays
 from zero_jax.jaxprs import LAYOUT, function, is_in
 
-Arrays = Sequence[Any]
 # What does the same to a slice as to the whole.
 _CASTS = frozenset(("convert_element_type", "copy", "name"))
 
