@@ -114,6 +114,27 @@ def _nested_scan(w, x):
     return jnp.mean(lax.scan(lambda c, _: (c + _scan_xs(w, x), None), 0.0, None, length=2)[0])
 
 
+def _scan_metric(w, x):
+    """A metric in the carry whose derivative is infinite, which the loss does not read."""
+
+    def body(c, v):
+        c, seen = jnp.tanh(c[0] + v.sum().astype(c[0].dtype)), c[1]
+        return (c, seen + jnp.sqrt(jnp.sum((c - c) ** 2))), None
+
+    return jnp.mean(lax.scan(body, (x, jnp.float32(0)), _first(w))[0][0])
+
+
+def _scan_beside(w, x):
+    """Data beside the activations, read by a loop that has no gradient."""
+
+    def body(c, v):
+        c, data = c
+        turned = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, data))
+        return (jnp.tanh(c * v.sum().astype(c.dtype) + turned[1]), data * 0.5), None
+
+    return jnp.mean(lax.scan(body, (x, 2 * x), _first(w))[0][0])
+
+
 def _wide(f):
     return lambda w, x: f(jnp.asarray(w).astype(jnp.float32), x)
 
@@ -157,6 +178,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
         lax.scan(lambda c, v: (jnp.tanh(c + v), None), square(w), x)[0]
     ),
     "scan of scan": _nested_scan,
+    "scan metric": _scan_metric,
+    "scan beside": _scan_beside,
     "unrolled": _unrolled,
     "iterated": _iterated,
     "fori": lambda w, x: jnp.mean(lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ square(w)), x)),

@@ -11,6 +11,7 @@ FLOORS = [
     {"arrays", "tensorfiles"},
     {"manifest"},
     {"model_axis", "spread", "policies", "weights", "marks"},
+    {"derivatives"},
     {"flat"},
     {"traced"},
     {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling", "streaming"}

@@ -12,7 +12,7 @@ import jax.extend.core as jex
 LAYOUT = frozenset(
     (
         *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"),
-        *("slice", "dynamic_slice", "convert_element_type", "copy", "name"),
+        *("slice", "dynamic_slice", "convert_element_type", "copy", "name", "stop_gradient"),
     )
 )
 JIT = frozenset(("jit", "pjit", "closed_call", "core_call"))

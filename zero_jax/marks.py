@@ -30,6 +30,13 @@ def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
     >>> marked(program, [False, True], lambda eqn, given: given)
     [False, True]
     """
+    env = spread(closed, marks, rule)
+    outs = getattr(closed, "jaxpr", closed).outvars
+    return [not isinstance(a, jex.Literal) and env.get(a, False) for a in outs]
+
+
+def spread(closed: Any, marks: Sequence[bool], rule: Rule) -> dict[Any, bool]:
+    """The same of all its variables."""
     jaxpr = getattr(closed, "jaxpr", closed)
     env = dict(zip(jaxpr.invars, marks, strict=True))
 
@@ -39,14 +46,15 @@ def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
     for eqn in jaxpr.eqns:
         made = _through(eqn, [read(a) for a in eqn.invars], rule)
         env.update(zip(eqn.outvars, made, strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    return env
 
 
 def _through(eqn: Any, given: list[bool], rule: Rule) -> list[bool]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         consts, carried = jaxprs.scan_parts(eqn)
-        return _looped(jaxprs.inner(eqn), given, consts, carried, rule)
+        body = jaxprs.inner(eqn)
+        return marked(body, at_rest(body, given, consts, carried, rule), rule)
     if name == "while":
         return _while(params, given, rule)
     if name == "cond":
@@ -58,22 +66,22 @@ def _through(eqn: Any, given: list[bool], rule: Rule) -> list[bool]:
     return [rule(eqn, any(given))] * len(eqn.outvars)
 
 
-def _looped(body: Any, given: list[bool], consts: int, carried: int, rule: Rule) -> list[bool]:
-    """Marks of a loop's state spread until there are no more."""
+def at_rest(body: Any, given: Sequence[bool], consts: int, carried: int, rule: Rule) -> list[bool]:
+    """Marks of a loop's inputs, those of its state spread until there are no more."""
     given = list(given)
     while True:
         made = marked(body, given, rule)
         state = given[consts : consts + carried]
-        spread = [a or b for a, b in zip(state, made[:carried], strict=True)]
-        if spread == state:
-            return made
-        given[consts : consts + carried] = spread
+        more = [a or b for a, b in zip(state, made[:carried], strict=True)]
+        if more == state:
+            return given
+        given[consts : consts + carried] = more
 
 
 def _while(params: Any, given: list[bool], rule: Rule) -> list[bool]:
     tests, fixed = params["cond_nconsts"], params["body_nconsts"]
     state = given[tests + fixed :]
-    made = _looped(params["body_jaxpr"], given[tests:], fixed, len(state), rule)
+    made = at_rest(params["body_jaxpr"], given[tests:], fixed, len(state), rule)[fixed:]
     ends = marked(params["cond_jaxpr"], given[:tests] + made, rule)
     return [m or any(ends) for m in made]
 

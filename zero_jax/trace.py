@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zero_jax import jaxprs, lifetimes, losses, marks, paths, policies
+from zero_jax import derivatives, jaxprs, lifetimes, losses, marks, paths, policies
 from zero_jax.layout import Split
 from zero_jax.mesh import batch_axes, batch_shards
 from zero_jax.model_axis import named_activations
@@ -87,12 +87,17 @@ def trace(
     found = program.of(rows)
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
+    trained = [not still for still in frozen]
+    trained += [False] * (len(found.jaxpr.invars) - len(trained))
+    _check_weight(found, trained)
+    # The sum alone is differentiated.
+    wanted = [at == 0 for at in range(len(found.jaxpr.outvars))]
+    found = derivatives.settled(found, trained, wanted)
     reading = lifetimes.Reading(found.jaxpr, cuts, policies.parse(settings.remat))
     leaves = [
         reading.leaf(at, name, still, settings.stage, settings.wire)
         for at, (name, still) in enumerate(zip(names, frozen, strict=True))
     ]
-    _check_weight(found, [not still for still in frozen])
     kinds = _kinds(program, found, rows, batch_axes(settings.mesh), len(names))
     looped = [names[at] for at in sorted(reading.read_by("while")) if not frozen[at]]
     return Traced(found, leaves, reading.layers, program.weighted, program.aux, kinds, looped)
@@ -164,8 +169,7 @@ def _unboxed(tree: PyTree) -> PyTree:
 
 def _check_weight(closed: Any, trained: Sequence[bool]) -> None:
     """Raises if the weight of the loss depends on parameters."""
-    given = [*trained, *[False] * (len(closed.jaxpr.invars) - len(trained))]
-    if marks.marked(closed, given, marks.has_gradient)[1]:
+    if marks.marked(closed, trained, marks.has_gradient)[1]:
         raise ValueError(
             "the weight in zero_jax.Weighted(sum, weight) depends on the parameters, and no "
             "gradient goes through it: a weight counts rows or tokens. Wrap it in "

@@ -21,7 +21,7 @@ from zero_jax.barriers import Arrays
 from zero_jax.jaxprs import LAYOUT, function, is_in
 
 # What does the same to a slice as to the whole.
-_CASTS = frozenset(("convert_element_type", "copy", "name"))
+_CASTS = frozenset(("convert_element_type", "copy", "name", "stop_gradient"))
 
 
 @dataclasses.dataclass(frozen=True)

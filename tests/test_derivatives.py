@@ -1,0 +1,100 @@
+"""What no trained parameter changes, or no loss reads, has no derivative: not even of a layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import zero_jax
+
+N, ROWS, D, LAYERS = 3, 6, 8, 4
+X = jax.random.normal(jax.random.key(1), (ROWS, D))
+
+
+def make():
+    w, f = jax.random.normal(jax.random.key(0), (2, LAYERS, D, D)) / 3
+    return {"w": w, "frozen": f}
+
+
+def distance(x):
+    """Zero, with a derivative that is infinite."""
+    return jnp.sqrt(jnp.sum((x - x) ** 2, -1))
+
+
+def turned(f, x):
+    def body(state):
+        at, x = state
+        return at + 1, jnp.sin(x @ f)
+
+    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
+
+
+def scanned(layer, params, x, beside):
+    return lax.scan(lambda c, own: (layer(*c, own), None), (x, beside), params)[0]
+
+
+def unrolled(layer, params, x, beside):
+    for i in range(LAYERS):
+        x, beside = layer(x, beside, {name: leaf[i] for name, leaf in params.items()})
+    return x, beside
+
+
+def checkpointed(layer, params, x, beside):
+    return unrolled(jax.checkpoint(layer), params, x, beside)
+
+
+def metric(loop):
+    """Of every layer, which the loss does not read."""
+
+    def layer(x, seen, own):
+        x = jnp.tanh(x @ own["w"] + x @ own["frozen"])
+        return x, seen + distance(x)
+
+    def loss(params, x):
+        x, seen = loop(layer, params, x, jnp.zeros(x.shape[0]))
+        return jnp.mean(x), seen
+
+    return loss
+
+
+def data(loop):
+    """Goes through all layers beside the activations; a loop of unknown length reads it."""
+
+    def layer(x, beside, own):
+        return jnp.tanh(x @ own["w"]) + turned(own["frozen"], beside), beside / 2
+
+    def loss(params, x):
+        return jnp.mean(loop(layer, params, x, 2 * x)[0]), None
+
+    return loss
+
+
+@pytest.mark.parametrize("remat", ["none", "block", "block_sqrt", "dots"])
+@pytest.mark.parametrize("loop", [scanned, unrolled, checkpointed])
+@pytest.mark.parametrize("form", [metric, data])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_those_of_one_device(form, loop, remat, stage):
+    loss = form(loop)
+    mesh = zero_jax.make_mesh(N, devices=jax.devices()[:N])
+    zero = zero_jax.Zero(mesh, stage, remat=remat, frozen="frozen")
+    (value, _), grads = zero.value_and_grad(loss, has_aux=True)(zero.init(make), X)
+
+    def alone(w):
+        return loss({**make(), "w": w}, X)[0]
+
+    wanted, gradient = jax.value_and_grad(alone)(make()["w"])
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(zero.full(grads)["w"], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_trace_of_a_loss_without_them_stays_as_it_is():
+    """What is wanted is not touched: a program of a scan over weights, read by the loss alone."""
+    from zero_jax import derivatives
+
+    def loss(w, x):
+        return lax.scan(lambda x, own: (jnp.tanh(x @ own), None), x, w)[0].sum()
+
+    closed = jax.make_jaxpr(loss)(make()["w"], X)
+    assert str(derivatives.settled(closed, [True, False], [True])) == str(closed)
