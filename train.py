@@ -36,8 +36,10 @@ from training.show import Show, Speed, progress
 from training.stop import INTERRUPTED, Stop, Stopped
 from training.supervise import WRONG, supervise
 from training.text import decode
-from zero_jax.replicas import check_replicas
-from zero_jax.watchdog import ENDED, Watchdog
+from zero_jax.checkpoint.replicas import check_replicas
+from zero_jax.cluster.processes import launched_processes
+from zero_jax.cluster.watchdog import ENDED, Watchdog
+from zero_jax.sharding import mesh
 
 PyTree = Any
 T = TypeVar("T")
@@ -54,7 +56,7 @@ class Trainer:
         self.plan = plan
         self.out = pathlib.Path()  # folder of the run
         self.mesh = zero_jax.make_mesh(**mesh_sizes(config.mesh))
-        check_batch(config.batch, zero_jax.mesh.batch_shards(self.mesh), config.micro_batches)
+        check_batch(config.batch, mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
         self.zero = zero_jax.Zero(
@@ -86,7 +88,7 @@ class Trainer:
         """What a step will hold on each device; what is in files is shown as in host memory."""
         zero = self.zero
         if zero.settings.offload.in_files:  # on a mesh that is not there: host memory is not used
-            abstract = zero_jax.mesh.abstract_of(self.mesh)
+            abstract = mesh.abstract_of(self.mesh)
             zero = dataclasses.replace(zero, mesh=abstract, offload="optimizer")
         return zero.plan(*self._planned())
 
@@ -339,18 +341,18 @@ def cpu_devices(config: Config) -> int | None:
 
 def join(config: Config) -> None:
     """Makes the devices of a machine without GPUs, and joins the other processes."""
-    processes = config.num_processes or zero_jax.mesh.launched_processes()
+    count = config.num_processes or launched_processes()
     devices = cpu_devices(config)
     # A mesh that does not name `data` leaves the rest of the devices to it, however many.
     known = config.devices is not None or "data" in mesh_sizes(config.mesh)
-    if devices is not None and known and devices % processes:
+    if devices is not None and known and devices % count:
         raise ValueError(
-            f"{devices} devices must be a multiple of {processes} processes: take --devices "
-            f"{(devices // processes + 1) * processes}"
+            f"{devices} devices must be a multiple of {count} processes: take --devices "
+            f"{(devices // count + 1) * count}"
         )
     # Of states in host memory XLA pins no more than 64 GiB by itself.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
-    jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // processes))
+    jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // count))
     zero_jax.initialize(config.coordinator, config.num_processes, config.process_id)
 
 

@@ -40,8 +40,9 @@ import optax
 import zero_jax
 from models import gpt
 from training.room import host_memory
-from zero_jax import targets, tiers
-from zero_jax.plan import Case
+from zero_jax.hlo import targets
+from zero_jax.offload import tiers
+from zero_jax.plan.command import Case
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"

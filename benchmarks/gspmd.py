@@ -20,10 +20,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import gpt
-from zero_jax import rewrite
-from zero_jax.mesh import DATA, abstract_of
-from zero_jax.plan import Case
-from zero_jax.precision import cast
+from zero_jax.collectives.precision import cast
+from zero_jax.engine import rewrite
+from zero_jax.plan.command import Case
+from zero_jax.sharding.mesh import DATA, abstract_of
 
 PyTree = Any
 

@@ -35,7 +35,7 @@ from flax import nnx
 
 from models import gpt
 from training.supervise import free_address
-from zero_jax.paths import named_leaves
+from zero_jax.sharding.paths import named_leaves
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "peers.json"

@@ -24,8 +24,9 @@ import gspmd
 import jax
 
 from models import gpt
-from zero_jax import Precision, Zero, abstract_mesh, hlo, prove, roofline, targets
-from zero_jax.plan import Case
+from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax.hlo import auditor, prove, roofline, targets
+from zero_jax.plan.command import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"
 MODELS, DEVICES, ROWS, REMAT = ("1.5b", "7.5b", "128b"), (8, 64, 256), 4, "block"
@@ -61,7 +62,7 @@ def compiled(case: Case, target: targets.Target) -> dict[str, dict]:
     return found
 
 
-def facts(audit: hlo.Audit, times: roofline.StepTime, num_params: int) -> dict:
+def facts(audit: auditor.Audit, times: roofline.StepTime, num_params: int) -> dict:
     """What one program holds, sends and hides."""
     step, layers = audit.hidden(), audit.hidden(layers_only=True)
     return {

@@ -22,7 +22,7 @@ import zero_jax
 from models import gpt
 from models.attention import causal_attention
 from models.cross_entropy import chunked_cross_entropy
-from zero_jax.plan import Case
+from zero_jax.plan.command import Case
 
 ROWS = 4
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from models import gpt
-from zero_jax import memory
+from zero_jax.plan import memory
 
 DEVICES = 64
 COLORS = {"parameters": "#3b6ea5", "state": "#9bb8d9", "copy": "#e0a458", "gradients": "#c8553d"}

@@ -18,7 +18,8 @@ from flax import nnx
 
 import zero_jax
 from models import gpt
-from zero_jax import hlo, memory
+from zero_jax.hlo import auditor
+from zero_jax.plan import memory
 
 
 def main(model: str, devices: int, stage: int, micro_batches: int) -> None:
@@ -43,7 +44,7 @@ def main(model: str, devices: int, stage: int, micro_batches: int) -> None:
         sharding=jax.sharding.NamedSharding(mesh, jax.P("data")),
     )
     step = zero.train_step(lambda p, t: zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, p), t)), tx)
-    report = hlo.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
+    report = auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
     closed = memory.estimate(jax.eval_shape(make), shards=devices, stage=stage, tx=tx)
     print(
         json.dumps(

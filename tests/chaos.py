@@ -106,7 +106,7 @@ def check_all(folder: Path, out: str) -> tuple[int, int]:
     import jax
     import jax.numpy as jnp
 
-    from zero_jax.checkpoints import Checkpoints
+    from zero_jax.checkpoint.checkpoints import Checkpoints
 
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with Checkpoints(folder / out / "checkpoints", read_only=True) as checkpoints:

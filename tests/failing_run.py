@@ -9,7 +9,7 @@ import jax
 
 import train
 import zero_jax
-from zero_jax.arrays import Array
+from zero_jax.checkpoint.arrays import Array
 
 
 def fail_in(place, name, rank, after):

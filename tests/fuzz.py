@@ -413,7 +413,7 @@ def _is_frozen(number: int, path: str) -> bool:
 
 def specs_of(params: Any) -> dict[str, Any] | None:
     """One leaf's spec for a model axis of two, or None if no dim is even."""
-    from zero_jax import paths
+    from zero_jax.sharding import paths
 
     for name, leaf in paths.named_leaves(params):
         even = leaf.ndim > 1 and leaf.shape[-1] % 2 == 0
@@ -474,7 +474,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     for name in other:
         if not _near(aux[name], other[name], loose):
             return f"aux {name}"
-    from zero_jax import paths
+    from zero_jax.sharding import paths
 
     frozen = paths.frozen_leaves(case.params, given.get("frozen"))
     found = jax.tree.leaves(zero.full(grads))

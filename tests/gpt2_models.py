@@ -16,8 +16,8 @@ from flax import nnx
 from test_checkpoints import zero_on
 
 from models import gpt
-from zero_jax.checkpoint import main
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.command import main
 
 # Logits of fp32 models, whose sums come in another order.
 ATOL = 1e-4

@@ -18,26 +18,27 @@ from flax import nnx
 
 import zero_jax
 from models import gpt
-from zero_jax import interchange, leaves, tensorfiles
+from zero_jax.checkpoint import leaves
+from zero_jax.interchange import hugging_face, safetensor_files
 
 
 def main(folder: str, out: str, address: str, count: str, index: str) -> None:
     """Writes, by leaf, the pieces that this process would save, and how much was read."""
     jax.config.update("jax_num_cpu_devices", 2)
     zero_jax.initialize(address, int(count), int(index))
-    config = interchange.config(folder)
+    config = hugging_face.config(folder)
     make = functools.partial(gpt.GPT, config)
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
     like = zero.abstract(lambda: nnx.state(make(rngs=nnx.Rngs(0)), nnx.Param))
-    held, read = [0], tensorfiles.Folder.read
+    held, read = [0], safetensor_files.Folder.read
 
     def reading(*args):
         part = read(*args)
         held[0] += part.size
         return part
 
-    tensorfiles.Folder.read = reading
-    params = interchange.load(folder, like)
+    safetensor_files.Folder.read = reading
+    params = hugging_face.load(folder, like)
     found = {
         f"{leaf.name}@{','.join(map(str, starts))}": piece
         for leaf in leaves.leaves(params)

@@ -22,8 +22,8 @@ import optax
 from problems import zoo_problem
 
 import zero_jax
-from zero_jax.store import Store
-from zero_jax.tiers import Offload
+from zero_jax.offload.mapped_store import Store
+from zero_jax.offload.tiers import Offload
 
 
 def main(folder: str, out: str, steps: str, kill_at: str, *processes: str) -> None:

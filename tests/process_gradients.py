@@ -18,7 +18,7 @@ from flax import nnx
 
 import zero_jax
 from models import gpt
-from zero_jax.paths import named_leaves
+from zero_jax.sharding.paths import named_leaves
 
 ROWS = 8
 CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)

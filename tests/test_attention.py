@@ -6,7 +6,7 @@ import pytest
 
 import zero_jax
 from models.attention import BLOCK, BLOCKS, causal_attention
-from zero_jax import prove, targets
+from zero_jax.hlo import prove, targets
 
 
 def at_once(q, k, v):

@@ -18,7 +18,9 @@ from flax import nnx
 
 import zero_jax
 from models import gpt
-from zero_jax import collectives, hlo, rewrite, weights
+from zero_jax.collectives import gather_scatter
+from zero_jax.engine import rewrite, weights
+from zero_jax.hlo import auditor
 
 CONFIG = gpt.GPTConfig(layers=8, width=64, heads=2, vocab=32, seq=16, loss_chunk=16)
 PSI = gpt.num_params(CONFIG)
@@ -48,7 +50,7 @@ def audit(tx=None, **settings):
     k = settings.get("micro_batches", 1)
     rows = jax.ShapeDtypeStruct((8 * k, CONFIG.seq + 1), jnp.int32)
     step = zero.train_step(loss, tx)
-    return hlo.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
+    return auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
 
 
 def words(report):
@@ -75,7 +77,7 @@ def test_no_remat_policy_keeps_gathered_weights_at_stage_3(policy, monkeypatch):
     params, tx = zero.abstract(make), optax.adamw(1e-3)
     rows = jax.ShapeDtypeStruct((8, CONFIG.seq + 1), jnp.int32)
     step = zero.train_step(loss, tx)
-    report = hlo.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
+    report = auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
     assert words(report)[0] == pytest.approx(2, abs=0.1)
 
 
@@ -156,19 +158,19 @@ def test_saved_gathered_weights_are_caught(monkeypatch):
 
 
 def test_a_second_reduction_is_caught(monkeypatch):
-    honest = collectives.reduce_scatter
+    honest = gather_scatter.reduce_scatter
 
     def twice(full, cut, wire):
         return honest(jax.lax.pmean(full, wire.axis), cut, wire)
 
-    monkeypatch.setattr(collectives, "reduce_scatter", twice)
+    monkeypatch.setattr(gather_scatter, "reduce_scatter", twice)
     with pytest.raises(AssertionError):
         assert_words(audit(stage=1), 1)
 
 
 def test_state_left_whole_on_every_device_is_caught(monkeypatch):
     """Replicated moments: the numbers stay right, only the bytes tell."""
-    from zero_jax import layout
+    from zero_jax.sharding import layout
 
     honest = layout.state_splits
     whole = lambda *args: [layout.split(c.shape, 1) for c in honest(*args)]  # noqa: E731

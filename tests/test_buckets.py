@@ -10,7 +10,8 @@ from problems import gpt_problem, train_plain, train_zero, ulps
 from test_parity import ADAM, ULPS
 
 import zero_jax
-from zero_jax import buckets, hlo
+from zero_jax.collectives import buckets
+from zero_jax.hlo import auditor
 
 N = 4
 SHAPES = [((8, 6), 0), ((6, 8), 1), ((3, 4, 5), 1), ((4,), 0)]
@@ -41,7 +42,7 @@ def collectives_of(bucket, stage, mp=1):
     params = zero.abstract(problem.make)
     batch = jax.ShapeDtypeStruct(problem.batch.shape, problem.batch.dtype)
     step = zero.train_step(problem.loss, tx)
-    return hlo.audit(step.lower(params, tx.init(params), batch).compile()).collectives
+    return auditor.audit(step.lower(params, tx.init(params), batch).compile()).collectives
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from test_checkpoints import files_of, zero_on
 
-from zero_jax import arrays, inspecting
-from zero_jax.checkpoint import main
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint import arrays, inspection
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.command import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -161,7 +161,7 @@ def test_chunks_of_an_array_are_its_files(two):
     for entry in manifest.arrays.values():
         folder = two / "12" / "state" / entry.folder
         found = {p for p in files_of(folder) if p.name != "zarr.json"}
-        assert found == {folder / chunk.path for chunk in inspecting.chunks(entry)}
+        assert found == {folder / chunk.path for chunk in inspection.chunks(entry)}
 
 
 def test_it_runs_as_a_module(two):

@@ -22,11 +22,11 @@ from problems import ODD_GPT, Problem, gpt_problem, ulps, zoo_problem, zoo_witho
 from test_parity import OPTIMIZERS
 
 import zero_jax
-from zero_jax import arrays, leaves, writing
-from zero_jax.arrays import Damaged
-from zero_jax.checkpoints import Checkpoints
-from zero_jax.manifest import Manifest
-from zero_jax.writing import Handler
+from zero_jax.checkpoint import arrays, leaves, writer
+from zero_jax.checkpoint.arrays import Damaged
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.checkpoint.writer import Handler
 
 # eps: as in test_parity, so that no rounding becomes a full step.
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
@@ -342,14 +342,14 @@ def broken(*_):
 def test_a_process_whose_part_is_not_there_fails_the_save(tmp_path, monkeypatch):
     """Each would write to a disk of its own: found at the save, not at the restore."""
     with Checkpoints(tmp_path) as checkpoints:
-        write = writing._write_part
+        write = writer._write_part
 
         def elsewhere(folder, args):
             write(folder, args)
             for part in folder.glob("part-*.json"):
                 part.unlink()
 
-        monkeypatch.setattr(writing, "_write_part", elsewhere)
+        monkeypatch.setattr(writer, "_write_part", elsewhere)
         checkpoints.save(1, small())
         with pytest.raises(OSError, match="parts of 0 of 1 processes"):
             checkpoints.wait()
@@ -382,7 +382,7 @@ def test_storage_without_locks_is_no_other_run(tmp_path, monkeypatch):
 
 HOLD = """
 import sys, time
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints
 held = Checkpoints(sys.argv[1])
 print("held", flush=True)
 time.sleep(600)
@@ -456,7 +456,7 @@ def test_what_reaches_the_device_is_what_was_checked(one, monkeypatch):
 PEAK = """
 import sys
 import jax, jax.numpy as jnp
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints
 
 def peak():  # of this program alone; getrusage remembers the process that started it
     lines = open("/proc/self/status").read().splitlines()

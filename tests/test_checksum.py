@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from zero_jax import checksum
+from zero_jax.checkpoint import checksum
 
 
 def by_hand(piece, starts):

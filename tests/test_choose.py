@@ -13,9 +13,9 @@ from problems import gpt_problem, zoo_problem
 
 import zero_jax
 from models import gpt
-from zero_jax import candidates as ways
-from zero_jax import choose
-from zero_jax.hosted import CannotStream
+from zero_jax.offload.streamable import CannotStream
+from zero_jax.plan import candidates as ways
+from zero_jax.plan import choose
 
 TX = optax.adamw(1e-3)
 

@@ -10,8 +10,8 @@ from problems import ulps
 from test_model_axis import ADAM, ULPS, mesh_of, plain, problem, train
 
 import zero_jax
-from zero_jax import policies
-from zero_jax.tiers import Offload
+from zero_jax.offload.tiers import Offload
+from zero_jax.remat import policies
 
 PIECES = Offload(optimizer=True, params=True, piece_bytes=4096)
 COMBINATIONS = [

@@ -6,7 +6,8 @@ import optax
 import pytest
 
 import zero_jax
-from zero_jax import compiler, step, zero
+from zero_jax import releases, zero
+from zero_jax.engine import compiler, step
 
 GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -97,10 +98,10 @@ def test_layers_of_many_buckets_are_not_gathered_ahead():
 
 def test_before_jax_0_12_the_sums_of_a_large_layer_are_several(monkeypatch):
     layer = (400 * 2**20, 800 * 2**20)
-    assert (compiler._SUMMED_AT_ONCE < layer[1]) == (jax.__version_info__ < (0, 12))
+    assert (releases.SUMMED_AT_ONCE < layer[1]) == (jax.__version_info__ < (0, 12))
     found = []
     for most in (2**28, float("inf")):
-        monkeypatch.setattr(compiler, "_SUMMED_AT_ONCE", most)
+        monkeypatch.setattr(releases, "SUMMED_AT_ONCE", most)
         known = compiler.options(2**30, 64, layer)
         assert known[GATHER] > layer[0]
         found.append(64 * known[SCATTER])

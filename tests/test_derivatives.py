@@ -91,7 +91,7 @@ def test_gradients_are_those_of_one_device(form, loop, remat, stage):
 
 def test_the_trace_of_a_loss_without_them_stays_as_it_is():
     """What is wanted is not touched: a program of a scan over weights, read by the loss alone."""
-    from zero_jax import derivatives
+    from zero_jax.jaxpr import derivatives
 
     def loss(w, x):
         return lax.scan(lambda x, own: (jnp.tanh(x @ own), None), x, w)[0].sum()

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax import Checkpoints, discarded
+from zero_jax import Checkpoints
+from zero_jax.checkpoint import retention
 
 RUN = Path(__file__).parent / "deleting_run.py"
 
@@ -33,22 +34,22 @@ def test_killed_while_deleting_it_leaves_whole_checkpoints(tmp_path, files):
         for step in range(checkpoints.latest + 1, 8):
             checkpoints.save(step, {name: jnp.full(3, step) for name in like})
         assert checkpoints.steps == [6, 7]
-    assert not list((tmp_path / discarded.FOLDER).iterdir())
+    assert not list((tmp_path / retention.FOLDER).iterdir())
 
 
 def test_a_step_is_set_aside_twice(tmp_path):
     """As by a run that goes back and comes to the same step again; the first is not gone yet."""
-    (tmp_path / discarded.FOLDER / "1" / "state").mkdir(parents=True)
-    (tmp_path / discarded.FOLDER / "1" / "state" / "left").write_text("by a run that was killed")
+    (tmp_path / retention.FOLDER / "1" / "state").mkdir(parents=True)
+    (tmp_path / retention.FOLDER / "1" / "state" / "left").write_text("by a run that was killed")
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"w": jnp.ones(3)})
         assert checkpoints.steps == [2]
-    assert not list((tmp_path / discarded.FOLDER).iterdir())
+    assert not list((tmp_path / retention.FOLDER).iterdir())
 
 
 def test_what_cannot_be_deleted_is_said_once_and_the_rest_goes(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / discarded.FOLDER
+    folder = tmp_path / retention.FOLDER
     for name in ("1/a", "1/b", "2/a"):
         (folder / name).mkdir(parents=True)
     real = os.rmdir
@@ -59,14 +60,14 @@ def test_what_cannot_be_deleted_is_said_once_and_the_rest_goes(tmp_path, monkeyp
         real(path, **kwargs)
 
     monkeypatch.setattr(os, "rmdir", fails)
-    monkeypatch.setattr(discarded, "_INTERVAL", 0.01)
-    sweeper = discarded.Sweeper(tmp_path)
+    monkeypatch.setattr(retention, "_INTERVAL", 0.01)
+    sweeper = retention.Sweeper(tmp_path)
     time.sleep(0.1)
     sweeper.close()
     assert capsys.readouterr().err.count("is discarded, but can't be deleted") == 2
     assert not list(folder.glob("*/b"))
     monkeypatch.undo()
-    discarded.Sweeper(tmp_path).close()
+    retention.Sweeper(tmp_path).close()
     assert not list(folder.iterdir())
 
 

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import zero_jax
-from zero_jax import layout, plan_text
+from zero_jax.plan import plan_text
+from zero_jax.sharding import layout
 
 N, ROWS, D = 4, 16, 16
 X = jax.random.normal(jax.random.key(1), (ROWS, D))

@@ -16,9 +16,10 @@ from gpt2_models import ATOL, CONFIGS, loaded, make, our_logits, run, their_logi
 from test_checkpoints import assert_bitwise, files_of, zero_on
 
 from models import gpt, hf_gpt2
-from zero_jax import arrays, interchange, tensorfiles
-from zero_jax.arrays import Damaged
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint import arrays
+from zero_jax.checkpoint.arrays import Damaged
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.interchange import hugging_face, safetensor_files
 
 pytestmark = pytest.mark.interchange
 
@@ -70,7 +71,7 @@ def test_exported_weights_give_the_same_logits_in_pytorch(saved, exported, name)
 
 @pytest.mark.parametrize("size", [1, 500, 2000, 10**9])
 def test_files_hold_at_most_what_is_allowed_or_one_tensor(saved, tmp_path, size):
-    interchange.export(saved["odd"][0], tmp_path / "out", max_file_bytes=size)
+    hugging_face.export(saved["odd"][0], tmp_path / "out", max_file_bytes=size)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     index = tmp_path / "out" / "model.safetensors.index.json"
     held = {path.name: safetensors.numpy.load_file(path) for path in files}
@@ -106,9 +107,9 @@ def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, mon
         return part
 
     monkeypatch.setattr(arrays.Array, "read", reading)
-    interchange.export(tmp_path / "in", tmp_path / "out")
+    hugging_face.export(tmp_path / "in", tmp_path / "out")
     assert max(parts) <= limit and sum(parts) == 4 * gpt.num_params(config)
-    back = interchange.load(tmp_path / "out", zero_on(1).abstract(functools.partial(make, config)))
+    back = hugging_face.load(tmp_path / "out", zero_on(1).abstract(functools.partial(make, config)))
     assert_bitwise(back, params)
 
 
@@ -118,7 +119,7 @@ def test_a_full_disk_is_told_before_anything_is_written(saved, tmp_path, monkeyp
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        interchange.export(saved["odd"][0], tmp_path / "out")
+        hugging_face.export(saved["odd"][0], tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
 
@@ -128,7 +129,7 @@ def test_other_dtypes_go_out_as_they_are(tmp_path, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), make(config))
     with Checkpoints(tmp_path / "in") as checkpoints:
         checkpoints.save(1, {"params": params}, config={"model": {"heads": 2}})
-    interchange.export(tmp_path / "in", tmp_path / "out")
+    hugging_face.export(tmp_path / "in", tmp_path / "out")
     model = loaded(tmp_path / "out")
     assert str(model.dtype) == f"torch.{dtype}"
     want = our_logits(config, jax.tree.map(lambda x: x.astype(jnp.float32), params))
@@ -152,11 +153,11 @@ def test_the_number_of_heads_comes_from_the_config_or_is_asked_for(tmp_path, con
     with Checkpoints(tmp_path / "in") as checkpoints:
         checkpoints.save(1, params, config=config)
     if words is None:
-        interchange.export(tmp_path / "in", tmp_path / "out")
+        hugging_face.export(tmp_path / "in", tmp_path / "out")
     else:
         with pytest.raises(ValueError, match=words):
-            interchange.export(tmp_path / "in", tmp_path / "out")
-    interchange.export(tmp_path / "in", tmp_path / "given", heads=3)
+            hugging_face.export(tmp_path / "in", tmp_path / "out")
+    hugging_face.export(tmp_path / "in", tmp_path / "given", heads=3)
     assert json.loads((tmp_path / "given" / "config.json").read_text())["n_head"] == 3
 
 
@@ -164,7 +165,7 @@ def test_a_preset_by_name_has_its_heads(tmp_path):
     config = gpt.preset("nano", seq=4, layers=1)
     with Checkpoints(tmp_path / "in") as checkpoints:
         checkpoints.save(1, make(config), config={"model": "nano", "seq": 4})
-    interchange.export(tmp_path / "in", tmp_path / "out")
+    hugging_face.export(tmp_path / "in", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == config.heads
 
 
@@ -189,7 +190,7 @@ def test_what_is_no_gpt_is_refused_and_leaves_nothing(tmp_path, tree, words):
     with Checkpoints(tmp_path / "in") as checkpoints:
         checkpoints.save(1, (tree(nnx.to_pure_dict(params)),), config={"heads": 2})
     with pytest.raises(ValueError, match=words):
-        interchange.export(tmp_path / "in", tmp_path / "out")
+        hugging_face.export(tmp_path / "in", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
@@ -198,10 +199,10 @@ def test_parameters_elsewhere_are_found_by_prefix(saved, tmp_path):
     with Checkpoints(tmp_path / "in") as checkpoints:
         checkpoints.save(1, {"ema": params, "x": jnp.ones(2)}, config={"heads": 2})
     with pytest.raises(ValueError, match="--prefix ema/"):
-        interchange.export(tmp_path / "in", tmp_path / "out")
+        hugging_face.export(tmp_path / "in", tmp_path / "out")
     assert run("export", tmp_path / "in", tmp_path / "out", "--prefix", "ema/") == 0
     with pytest.raises(ValueError, match="nothing in it begins with 'emma/'"):
-        interchange.export(tmp_path / "in", tmp_path / "other", prefix="emma/")
+        hugging_face.export(tmp_path / "in", tmp_path / "other", prefix="emma/")
 
 
 def test_the_command_refuses_and_says_why(saved, tmp_path, capsys):
@@ -235,19 +236,21 @@ def test_damage_is_noticed_while_exporting_and_leaves_nothing(saved, tmp_path, m
     good = chunk.read_bytes()
     chunk.write_bytes(good[:5] + bytes([good[5] ^ 1]) + good[6:])
     with pytest.raises(Damaged, match="0003"):
-        interchange.export(folder, tmp_path / "out")
+        hugging_face.export(folder, tmp_path / "out")
     chunk.write_bytes(good)
     read = arrays.Array.read
     with monkeypatch.context() as patch:
         patch.setattr(arrays.Array, "read", lambda *a: read(*a) + np.float32(1))
         with pytest.raises(Damaged, match="its checksum differs"):
-            interchange.export(folder, tmp_path / "out")
+            hugging_face.export(folder, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
-    interchange.export(folder, tmp_path / "out")
+    hugging_face.export(folder, tmp_path / "out")
 
 
 def test_a_tensor_that_was_not_written_whole_is_no_file(tmp_path):
-    files = tensorfiles.Writer(tmp_path, {"a": ((2, 3), "float32"), "b": ((4,), "float32")}, 10**6)
+    files = safetensor_files.Writer(
+        tmp_path, {"a": ((2, 3), "float32"), "b": ((4,), "float32")}, 10**6
+    )
     files.write("a", (slice(2), slice(3)), np.ones((2, 3), np.float32))
     files.write("b", slice(3), np.ones(3, np.float32))
     with pytest.raises(AssertionError, match="b"):

@@ -9,8 +9,8 @@ import pytest
 from test_resume import RUN, curve, last_loss, trained_until, wait_for
 from test_train import finish, folder, metrics, start, start_many
 
-from zero_jax.checkpoints import Checkpoints
-from zero_jax.watchdog import ENDED
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.cluster.watchdog import ENDED
 
 __all__ = ["folder"]  # a fixture
 

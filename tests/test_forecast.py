@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax
-from zero_jax import forecast, hlo, traced
+from zero_jax.hlo import auditor
+from zero_jax.plan import flat_trace, forecast
 
 N = 8  # devices
 TX = optax.adamw(1e-3)
@@ -198,7 +199,7 @@ def test_the_forecast_is_near_the_compiled_program(stage, remat):
     """Within 10 % where activations dominate. In WIDE the CPU backend also keeps transposed copies
     of the weights, which is why plans are proven on the GPU's compiler (docs/plan.md)."""
     step, args = LONG.step(stage, remat)
-    temp = hlo.audit(step.lower(*args).compile()).temp_bytes
+    temp = auditor.audit(step.lower(*args).compile()).temp_bytes
     assert LONG.forecast(stage, remat).bytes == pytest.approx(temp, rel=0.1)
 
 
@@ -220,7 +221,7 @@ def test_calls_are_written_out_and_loops_are_not():
         y = jax.checkpoint(jax.jit(lambda x: jnp.cos(inner(x))))(x)
         return jax.lax.scan(lambda c, _: (jnp.exp(c), None), y, None, length=3)[0]
 
-    flat = traced.flatten(jax.make_jaxpr(f)(jnp.ones((2, 3))))
+    flat = flat_trace.flatten(jax.make_jaxpr(f)(jnp.ones((2, 3))))
     assert names(flat) == ["sin", "cos", "scan"]
     (body,) = flat.operations[-1].bodies
     assert names(body.flat) == ["exp"]
@@ -232,7 +233,7 @@ def test_a_loop_hands_slices_to_its_body():
     def f(ws, x):
         return jax.lax.scan(lambda h, w: (h @ w, None), x, ws)[0]
 
-    flat = traced.flatten(jax.make_jaxpr(f)(jnp.ones((5, 3, 3)), jnp.ones((2, 3))))
+    flat = flat_trace.flatten(jax.make_jaxpr(f)(jnp.ones((5, 3, 3)), jnp.ones((2, 3))))
     (body,) = flat.operations[0].bodies
     shapes = {(mine.shape, theirs.shape) for mine, theirs in body.given}
     assert shapes == {((3, 3), (5, 3, 3)), ((2, 3), (2, 3))}
@@ -243,7 +244,7 @@ def test_literals_are_handed_to_no_body():
     def f(x):
         return jax.lax.scan(lambda h, row: (h + jnp.sum(row), None), 0.0, x)[0]
 
-    (loop,) = (o for o in traced.flatten(jax.make_jaxpr(f)(jnp.ones((5, 3)))).operations)
+    (loop,) = (o for o in flat_trace.flatten(jax.make_jaxpr(f)(jnp.ones((5, 3)))).operations)
     assert [theirs.shape for _, theirs in loop.bodies[0].given] == [(5, 3)]
 
 
@@ -251,7 +252,7 @@ def test_each_branch_is_a_body():
     def f(x):
         return jax.lax.cond(x[0] > 0, jnp.sin, lambda x: jnp.cos(jnp.exp(x)), x)
 
-    branch = traced.flatten(jax.make_jaxpr(f)(jnp.ones(3))).operations[-1]
+    branch = flat_trace.flatten(jax.make_jaxpr(f)(jnp.ones(3))).operations[-1]
     assert branch.name == "cond"
     assert sorted(names(body.flat) for body in branch.bodies) == [["exp", "cos"], ["sin"]]
     assert [[t.shape for _, t in body.given] for body in branch.bodies] == [[(3,)], [(3,)]]
@@ -262,7 +263,7 @@ def test_what_nobody_reads_is_left_out():
         _ = jnp.sin(jnp.cos(x))
         return jnp.exp(x) + 2.0
 
-    flat = traced.flatten(jax.make_jaxpr(f)(jnp.ones(3)))
+    flat = flat_trace.flatten(jax.make_jaxpr(f)(jnp.ones(3)))
     assert names(flat) == ["exp", "add"]
     assert [len(o.inputs) for o in flat.operations] == [1, 1], "a literal is no value"
 
@@ -271,7 +272,7 @@ def test_the_backward_pass_is_marked():
     def f(x, w):
         return jnp.sum(jnp.sin(x @ w))
 
-    flat = traced.flatten(jax.make_jaxpr(jax.grad(f, 1))(jnp.ones((2, 3)), jnp.ones((3, 4))))
+    flat = flat_trace.flatten(jax.make_jaxpr(jax.grad(f, 1))(jnp.ones((2, 3)), jnp.ones((3, 4))))
     found = {backward: [] for backward in (False, True)}
     for operation in flat.operations:
         found[operation.backward].append(operation.name)
@@ -284,7 +285,7 @@ def test_the_part_of_one_device_is_found_under_calls():
     spec = PartitionSpec("data")
     mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
     jaxpr = jax.make_jaxpr(jax.jit(jax.jit(mapped)))(jnp.ones((N * 2, 3)))
-    flat = traced.flatten(traced.device_part(jaxpr))
+    flat = flat_trace.flatten(flat_trace.device_part(jaxpr))
     assert names(flat) == ["sin"]
     assert [v.shape for v in flat.inputs] == [(2, 3)]
 

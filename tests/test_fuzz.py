@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax import losses, rewrite, trace, weights
+from zero_jax.engine import losses, rewrite, trace, weights
 
 
 @pytest.mark.heavy

@@ -15,8 +15,8 @@ from test_model_axis import problem as problem_with_model
 from test_parity import ADAM, OPTIMIZERS, STEPS, TX, assert_parity, plain, problem
 
 import zero_jax
-from zero_jax import plan
-from zero_jax.tiers import Offload
+from zero_jax.offload.tiers import Offload
+from zero_jax.plan import command
 
 BF16 = zero_jax.Precision("bf16", "bf16")
 MESHES = [(2, 4), (2, 3), (4, 2), (3, 1)]  # replica, data
@@ -146,7 +146,7 @@ def test_the_closed_form_counts_what_is_joined():
 def test_a_plan_foretells_the_program_for_gpus(tmp_path):
     options = "--model 1.5b --devices 64 --replica 8 --hierarchical --batch-per-device 4"
     out = str(tmp_path / "plan.json")
-    assert plan.main([*options.split(), "--reduce", "bf16", "--compile", "--json", out]) == 0
+    assert command.main([*options.split(), "--reduce", "bf16", "--compile", "--json", out]) == 0
     found = json.loads(pathlib.Path(out).read_text())
     predicted, program = found["predicted"], found["compiled"]
     assert predicted["argument_bytes"] == program["argument_bytes"]

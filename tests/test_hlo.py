@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zero_jax import hlo
+from zero_jax.hlo import auditor
 
 P = PartitionSpec
 WHOLE = P()
@@ -27,7 +27,7 @@ def compile_on_8(f, *arrays, **specs):
 
 
 def the_only(compiled):
-    found = hlo.collectives(compiled)
+    found = auditor.collectives(compiled)
     assert len(found) == 1, found
     return found[0]
 
@@ -78,7 +78,7 @@ def test_all_to_all_and_permute_send_each_element_once():
         return swapped, jax.lax.ppermute(jnp.sin(x), "data", ring)
 
     program = compile_on_8(exchange, jnp.ones((16, 3)))
-    words = {c.kind: c.words for c in hlo.collectives(program)}
+    words = {c.kind: c.words for c in auditor.collectives(program)}
     assert words == {"all-to-all": 16 * 3, "collective-permute": 16 * 3}
 
 
@@ -89,7 +89,7 @@ def test_loss_is_a_scalar():
 
 def test_combined_psums_are_summed():
     arrays = [jnp.ones(n) for n in (3, 5, 7, 11, 13, 17, 19)]  # more than five: /*index=5*/
-    found = hlo.collectives(compile_on_8(lambda *xs: jax.lax.psum(xs, "data"), *arrays))
+    found = auditor.collectives(compile_on_8(lambda *xs: jax.lax.psum(xs, "data"), *arrays))
     total = 3 + 5 + 7 + 11 + 13 + 17 + 19
     assert sum(c.elements for c in found) == total
     assert sum(c.words for c in found) == 2 * total
@@ -102,7 +102,7 @@ def test_mesh_axes_are_told_apart_by_group_size():
         return jax.lax.psum(x, "node"), jax.lax.psum(jnp.sin(x[:5]), "gpu"), both
 
     program = compile_on(make_mesh((4, 2), ("node", "gpu")), reduce, jnp.ones(9))
-    sizes = {c.group_size: c.elements for c in hlo.collectives(program)}
+    sizes = {c.group_size: c.elements for c in auditor.collectives(program)}
     assert sizes == {4: 9, 2: 5, 8: 3}
 
 
@@ -112,8 +112,8 @@ def test_groups_of_one_send_nothing():
         return jax.lax.ppermute(y, "model", [(0, 0)])
 
     program = compile_on(make_mesh((8, 1), ("data", "model")), reduce, jnp.ones(9))
-    assert sum(c.words for c in hlo.collectives(program)) == 0
-    assert hlo.collectives(program), "XLA dropped them: the test shows nothing"
+    assert sum(c.words for c in auditor.collectives(program)) == 0
+    assert auditor.collectives(program), "XLA dropped them: the test shows nothing"
 
 
 # Loops and branches.
@@ -131,7 +131,7 @@ def nested_scans(outer, inner):
 
 
 def test_nested_scans_multiply():
-    found = {c.kind: c for c in hlo.collectives(nested_scans(outer=5, inner=3))}
+    found = {c.kind: c for c in auditor.collectives(nested_scans(outer=5, inner=3))}
     assert found["all-reduce"].runs == 5 * 3
     assert found["all-reduce"].words == 5 * 3 * 2 * 4
     assert found["all-gather"].runs == 5
@@ -142,7 +142,9 @@ def test_trip_counts_are_derived_where_xla_wrote_none():
     text = nested_scans(outer=5, inner=3).as_text()
     bare = re.sub(r", backend_config=\{.*", "", text)
     assert "known_trip_count" in text and "known_trip_count" not in bare
-    assert [c.runs for c in hlo.collectives(bare)] == [c.runs for c in hlo.collectives(text)]
+    assert [c.runs for c in auditor.collectives(bare)] == [
+        c.runs for c in auditor.collectives(text)
+    ]
 
 
 def data_dependent_loop():
@@ -161,10 +163,10 @@ def test_an_unknown_trip_count_does_not_pass_silently():
     with pytest.raises(ValueError, match="trip count"):
         _ = c.words
     with pytest.raises(ValueError, match="trip count"):
-        _ = hlo.audit(program).words
+        _ = auditor.audit(program).words
     with pytest.raises(AssertionError, match="trip count"):
-        hlo.assert_communication(program, 2, num_params=4)
-    assert "?" in hlo.format_table(hlo.audit(program))
+        auditor.assert_communication(program, 2, num_params=4)
+    assert "?" in auditor.format_table(auditor.audit(program))
 
 
 def test_a_loop_condition_runs_once_more_than_its_body():
@@ -189,9 +191,9 @@ def test_every_branch_counts_and_is_marked():
         )
 
     program = compile_on_8(choose, jnp.ones(4))
-    assert [(c.runs, c.conditional) for c in hlo.collectives(program)] == [(1, True)] * 2
-    assert hlo.audit(program).words == {"all-reduce": 2 * 2 * 4}
-    assert "<=1" in hlo.format_table(hlo.audit(program))
+    assert [(c.runs, c.conditional) for c in auditor.collectives(program)] == [(1, True)] * 2
+    assert auditor.audit(program).words == {"all-reduce": 2 * 2 * 4}
+    assert "<=1" in auditor.format_table(auditor.audit(program))
 
 
 # Spellings of the GPU compiler.
@@ -317,11 +319,11 @@ def test_replica_groups(groups, size):
 def test_unreadable_text_is_an_error():
     unknown = ["%p = f32[6]{0} parameter(0)", "%r = f32[6]{0} all-reduce(%p), replica_groups=new"]
     with pytest.raises(ValueError, match="replica groups of r: new"):
-        hlo.collectives(snippet(unknown))
+        auditor.collectives(snippet(unknown))
     with pytest.raises(ValueError, match="cannot read this line"):
-        hlo.collectives(snippet(["something new"]))
+        auditor.collectives(snippet(["something new"]))
     with pytest.raises(ValueError, match="ENTRY"):
-        hlo.collectives("")
+        auditor.collectives("")
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def test_audit_holds_the_bytes_of_the_arrays():
         jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())),
         donate_argnums=0,
     )
-    report = hlo.audit(jitted.lower(x, y).compile())
+    report = auditor.audit(jitted.lower(x, y).compile())
     assert report.argument_bytes == x.nbytes // 8 + y.nbytes
     assert report.alias_bytes == x.nbytes // 8
     held = report.argument_bytes + report.output_bytes + report.temp_bytes
@@ -420,9 +422,11 @@ def stage_3_step(num_layers, width, doubled=False):
 def test_stage3_gathers_twice_and_scatters_once():
     num_params = 3 * 16 * 16
     program = stage_3_step(num_layers=3, width=16)
-    hlo.assert_communication(program, 3, num_params=num_params)
-    hlo.assert_communication(program, {"all-gather": 2, "reduce-scatter": 1}, num_params=num_params)
-    report = hlo.audit(program)
+    auditor.assert_communication(program, 3, num_params=num_params)
+    auditor.assert_communication(
+        program, {"all-gather": 2, "reduce-scatter": 1}, num_params=num_params
+    )
+    report = auditor.audit(program)
     assert report.words == {
         "all-gather": 2 * num_params,
         "reduce-scatter": num_params,
@@ -434,9 +438,11 @@ def test_stage3_gathers_twice_and_scatters_once():
 def test_assert_communication_fails_on_another_mix_of_the_same_total():
     program = stage_3_step(num_layers=3, width=16)
     with pytest.raises(AssertionError, match="reduce-scatter"):
-        hlo.assert_communication(program, {"all-gather": 1, "reduce-scatter": 2}, num_params=768)
+        auditor.assert_communication(
+            program, {"all-gather": 1, "reduce-scatter": 2}, num_params=768
+        )
     with pytest.raises(AssertionError, match="all-gather"):
-        hlo.assert_communication(program, {"all-reduce": 3}, num_params=768)
+        auditor.assert_communication(program, {"all-reduce": 3}, num_params=768)
 
 
 def test_assert_communication_fails_on_a_doubled_psum_and_shows_the_table():
@@ -447,25 +453,27 @@ def test_assert_communication_fails_on_a_doubled_psum_and_shows_the_table():
         return jax.lax.psum(x, "data") + jax.lax.psum(jnp.sin(x), "data") * x
 
     x = jnp.ones(100)
-    hlo.assert_communication(compile_on_8(once, x), 2, num_params=x.size)
+    auditor.assert_communication(compile_on_8(once, x), 2, num_params=x.size)
     with pytest.raises(AssertionError, match=r"expected .*2(.|\n)*kind .*(.|\n)*all-reduce"):
-        hlo.assert_communication(compile_on_8(twice, x), 2, num_params=x.size)
+        auditor.assert_communication(compile_on_8(twice, x), 2, num_params=x.size)
 
 
 def test_assert_communication_fails_on_a_stray_psum_in_a_step():
     program = stage_3_step(num_layers=3, width=16, doubled=True)
     with pytest.raises(AssertionError, match="all-reduce"):
-        hlo.assert_communication(program, {"all-gather": 2, "reduce-scatter": 1}, num_params=768)
+        auditor.assert_communication(
+            program, {"all-gather": 2, "reduce-scatter": 1}, num_params=768
+        )
 
 
 def test_the_table_starts_with_the_most_words():
-    table = hlo.format_table(hlo.audit(nested_scans(outer=5, inner=3))).splitlines()
+    table = auditor.format_table(auditor.audit(nested_scans(outer=5, inner=3))).splitlines()
     words = [int(line.split()[5]) for line in table[1:]]
     assert words == [5 * 8 * 4, 5 * 3 * 2 * 4]
 
 
 def test_parse_keeps_the_schedule():
-    program = hlo.parse(nested_scans(outer=2, inner=2).as_text())
+    program = auditor.parse(nested_scans(outer=2, inner=2).as_text())
     entry = program.computations[program.entry]
     names = list(entry.instructions)
     for position, name in enumerate(names):

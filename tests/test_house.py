@@ -4,48 +4,25 @@ import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
-FLOORS = [
-    {"paths", "precision", "mesh", "hlo_text", "targets", "paper", "_version"}
-    | {"configurations", "buckets", "jaxprs", "tiers", "operations", "store"}
-    | {"checksum", "lock", "discarded", "watchdog", "compiler", "losses", "barriers"},
-    {"arrays", "tensorfiles"},
-    {"manifest"},
-    {"model_axis", "spread", "policies", "weights", "marks"},
-    {"derivatives"},
-    {"flat"},
-    {"traced"},
-    {"layout", "micro_batch", "trips", "groups", "liveness", "spans", "scaling", "streaming"}
-    | {"activations", "repeats", "quantised"},
-    {"flops", "forecast", "splitter"},
-    {"sent"},
-    {"hlo"},
-    {"prove", "roofline"},
-    {"collectives", "elementwise"},
-    {"stored", "touch", "recompute", "piecewise", "lifetimes", "linear"},
-    {"grouped", "hosted", "chain", "replay", "regathered"},
-    {"loops", "unrolled"},
-    {"rewrite", "streamed", "nvme"},
-    {"optimizer", "partitioned", "leaves"},
-    {"writing", "comparing", "replicas"},
-    {"checkpoints"},
-    {"inspecting"},
-    {"exporting"},
-    {"interchange"},
-    {"settings"},
-    {"trace", "memory"},
-    {"device_step"},
-    {"grads"},
-    {"step"},
-    {"planned", "auto", "selfcheck", "nvme_step"},
-    {"candidates"},
-    {"choose"},
-    {"zero", "plan_text", "offload"},
-    {"plan", "checkpoint"},
-    {"__init__"},
-]
+LIBRARY = ROOT / "zero_jax"
+# What each package may import, as its `__init__` says. `zero` and `__init__` are the front door, a
+# package's `command` and `__main__` its command line: these may import everything.
+BELOW = {"jaxpr": set(), "cluster": set(), "sharding": set()}
+BELOW["collectives"] = {"sharding"}
+BELOW["hlo"] = {"sharding"}
+BELOW["remat"] = {"jaxpr", "sharding", "collectives"}
+BELOW["offload"] = {"jaxpr", "sharding", "collectives"}
+BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
+BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint"}
+BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload"}
+BELOW["plan"] = BELOW["engine"] | {"engine", "hlo"}
+# Facts that everybody may know: about this release, and about those of JAX.
+FACTS = {"_version", "releases"}
+DOORS = {"zero.py", "command.py", "__main__.py"}
 
 
 def imports(path: pathlib.Path) -> set[str]:
+    """Modules, and what is imported from them, dotted."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,14 +34,50 @@ def imports(path: pathlib.Path) -> set[str]:
     return found
 
 
-def test_imports_go_only_downward():
-    floor = {name: level for level, names in enumerate(FLOORS) for name in names}
-    files = {p.stem: p for p in (ROOT / "zero_jax").glob("*.py")}
-    assert set(files) == set(floor), "every module has its floor"
-    for name, path in files.items():
+def package(path: pathlib.Path) -> str:
+    own = path.relative_to(LIBRARY)
+    return own.parts[0] if len(own.parts) > 1 else own.stem
+
+
+def library() -> list[pathlib.Path]:
+    return sorted(LIBRARY.rglob("*.py"))
+
+
+def test_packages_import_only_what_is_below_them():
+    for path in library():
+        if path.name in DOORS or (path.parent == LIBRARY and path.name == "__init__.py"):
+            continue
         used = {i.split(".")[1] for i in imports(path) if i.startswith("zero_jax.")}
-        for other in used & set(floor):
-            assert floor[other] < floor[name], f"{name} imports {other}, which is not below it"
+        above = used - FACTS - {package(path)} - BELOW.get(package(path), set())
+        assert not above, f"{path} imports {above}, which is not below it"
+
+
+def test_nothing_is_imported_in_a_circle():
+    names = {
+        ".".join(("zero_jax", *p.relative_to(LIBRARY).with_suffix("").parts)): p for p in library()
+    }
+    arrows = {name: imports(path) & set(names) for name, path in names.items()}
+    while True:
+        ends = {name for name, uses in arrows.items() if not uses & set(arrows)}
+        if not ends:
+            break
+        arrows = {name: uses for name, uses in arrows.items() if name not in ends}
+    assert not arrows, f"these import each other in circles: {sorted(arrows)}"
+
+
+def test_every_package_says_what_it_is_for_and_what_it_may_import():
+    folders = {p.name for p in LIBRARY.iterdir() if (p / "__init__.py").exists()}
+    assert folders == set(BELOW)
+    for name in folders:
+        said = ast.get_docstring(ast.parse((LIBRARY / name / "__init__.py").read_text())) or ""
+        assert "mport" in said, name
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    import zero_jax
+
+    for name in {p.name for p in LIBRARY.iterdir() if p.is_dir()} & set(dir(zero_jax)):
+        assert type(getattr(zero_jax, name)).__name__ == "module", name
 
 
 def test_models_import_nothing_from_the_library():
@@ -75,11 +88,11 @@ def test_models_import_nothing_from_the_library():
 
 def test_nothing_is_imported_from_private_jax():
     for folder in ("zero_jax", "models", "training", "tests"):
-        for path in (ROOT / folder).glob("*.py"):
+        for path in (ROOT / folder).rglob("*.py"):
             private = [i for i in imports(path) if i.startswith(("jax._src", "jaxlib"))]
             assert not private, f"{path}: {private}"
 
 
 def test_files_stay_small():
-    sizes = {p: len(p.read_text().splitlines()) for p in (ROOT / "zero_jax").glob("*.py")}
+    sizes = {p: len(p.read_text().splitlines()) for p in library()}
     assert max(sizes.values()) <= 330, {str(p): n for p, n in sizes.items() if n > 330}

@@ -32,8 +32,8 @@ from test_checkpoints import assert_bitwise, whole, zero_on
 import zero_jax
 from models import gpt
 from training.supervise import free_address
-from zero_jax import interchange, tensorfiles
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.interchange import hugging_face, safetensor_files
 
 pytestmark = pytest.mark.interchange
 
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.interchange
 def test_imported_back_it_is_bitwise_what_was_exported(saved, exported, name, n, stage, model):
     zero = zero_on(n, stage, model)
     like = zero.abstract(functools.partial(make, CONFIGS[name]))
-    back = interchange.load(exported[name], like)
+    back = hugging_face.load(exported[name], like)
     assert_bitwise(back, saved[name][1])
     for a, b in zip(jax.tree.leaves(like), jax.tree.leaves(back), strict=True):
         assert (a.sharding, a.shape, a.dtype) == (b.sharding, b.shape, b.dtype)
@@ -62,16 +62,16 @@ def test_imported_back_it_is_bitwise_what_was_exported(saved, exported, name, n,
 
 def test_only_what_devices_hold_is_read(exported, monkeypatch):
     """N devices in one process read everything once; a replicated leaf is not read N times."""
-    config, n, sizes, read = CONFIGS["even"], 4, [], tensorfiles.Folder.read
+    config, n, sizes, read = CONFIGS["even"], 4, [], safetensor_files.Folder.read
 
     def reading(*args):
         part = read(*args)
         sizes.append(part.size)
         return part
 
-    monkeypatch.setattr(tensorfiles.Folder, "read", reading)
+    monkeypatch.setattr(safetensor_files.Folder, "read", reading)
     like = zero_on(n).abstract(functools.partial(make, config))
-    interchange.load(exported["even"], like)
+    hugging_face.load(exported["even"], like)
     assert sum(sizes) == gpt.num_params(config)
     assert max(sizes) == max(config.width * 4 * config.width, config.vocab * config.width) // n
 
@@ -122,7 +122,7 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, monkeypatch, 
     params = make(config)
     with Checkpoints(tmp_path / "in") as checkpoints:
         checkpoints.save(1, params, config={"heads": heads})
-    interchange.export(tmp_path / "in", tmp_path / "out")
+    hugging_face.export(tmp_path / "in", tmp_path / "out")
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "d"))
     other = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -132,15 +132,15 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, monkeypatch, 
         ),
         params,
     )
-    wide, read = [], tensorfiles.Folder.read
+    wide, read = [], safetensor_files.Folder.read
 
     def reading(self, name, starts, stops):
         if name.endswith("c_attn.weight"):
             wide.append(stops[1] - starts[1])
         return read(self, name, starts, stops)
 
-    monkeypatch.setattr(tensorfiles.Folder, "read", reading)
-    assert_bitwise(interchange.load(tmp_path / "out", like), params)
+    monkeypatch.setattr(safetensor_files.Folder, "read", reading)
+    assert_bitwise(hugging_face.load(tmp_path / "out", like), params)
     head = 8 // heads
     touched = [-(-(3 * d + 3) // (3 * head)) - 3 * d // (3 * head) for d in range(8)]
     assert sorted(wide) == sorted(3 * [n * head for n in touched])
@@ -158,9 +158,9 @@ SAVED = {
 def test_a_model_by_transformers_comes_in_with_its_logits(tmp_path, name, how, base):
     config, model = CONFIGS[name], their_model(CONFIGS[name])
     (model.transformer if base else model).save_pretrained(tmp_path / "theirs", **SAVED[how])
-    assert interchange.config(tmp_path / "theirs") == config
+    assert hugging_face.config(tmp_path / "theirs") == config
     zero = zero_on(3)
-    params = interchange.load(tmp_path / "theirs", zero.abstract(functools.partial(make, config)))
+    params = hugging_face.load(tmp_path / "theirs", zero.abstract(functools.partial(make, config)))
     got = our_logits(config, zero.full(params))
     np.testing.assert_allclose(got, their_logits(model, config), atol=ATOL, rtol=ATOL)
 
@@ -169,7 +169,7 @@ def test_a_model_by_transformers_comes_in_with_its_logits(tmp_path, name, how, b
 def test_half_precision_comes_in_widened(tmp_path, dtype):
     config, model = CONFIGS["odd"], their_model(CONFIGS["odd"]).to(dtype)
     model.save_pretrained(tmp_path)
-    params = interchange.load(tmp_path, zero_on(3).abstract(functools.partial(make, config)))
+    params = hugging_face.load(tmp_path, zero_on(3).abstract(functools.partial(make, config)))
     got = whole(params)["wte/embedding"]
     assert got.dtype == np.float32
     assert np.array_equal(got, model.transformer.wte.weight.detach().float().numpy())
@@ -197,7 +197,7 @@ def test_old_buffers_and_the_tied_head_are_left_out(tmp_path, prefix):
         tensors[f"{prefix}h.{layer}.attn.bias"] = mask
         tensors[f"{prefix}h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
     written(tmp_path, tensors, config)
-    params = interchange.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
+    params = hugging_face.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
     assert np.array_equal(whole(params)["wte/embedding"], theirs["transformer.wte.weight"])
 
 
@@ -243,7 +243,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, what):
     change(tensors)
     written(tmp_path, tensors, config)
     with pytest.raises(ValueError, match=words):
-        interchange.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
+        hugging_face.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_a_config_that_cannot_be_expressed_is_refused(tmp_path, others, words):
     config = CONFIGS["odd"]
     written(tmp_path, their_tensors(config), config, **others)
     with pytest.raises(ValueError, match=words):
-        interchange.config(tmp_path)
+        hugging_face.config(tmp_path)
     with pytest.raises(ValueError, match=words):
-        interchange.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
+        hugging_face.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
@@ -276,7 +276,7 @@ def test_both_names_of_our_gelu_are_known(tmp_path, name):
     config = CONFIGS["odd"]
     model = their_model(config, activation_function=name, n_inner=48)
     model.save_pretrained(tmp_path)
-    params = interchange.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
+    params = hugging_face.load(tmp_path, zero_on(1).abstract(functools.partial(make, config)))
     got = our_logits(config, zero_on(1).full(params))
     np.testing.assert_allclose(got, their_logits(model, config), atol=ATOL, rtol=ATOL)
 
@@ -285,9 +285,9 @@ def test_both_names_of_our_gelu_are_known(tmp_path, name):
 def test_a_model_of_other_shape_is_refused_with_what_to_build(exported, other):
     like = zero_on(1).abstract(functools.partial(make, CONFIGS[other]))
     with pytest.raises(ValueError, match="wte/embedding is.*zero_jax.interchange.config"):
-        interchange.load(exported["odd"], like)
+        hugging_face.load(exported["odd"], like)
     with pytest.raises(ValueError, match=r"wte/embedding \[17, 12\] is missing"):
-        interchange.load(exported["odd"], {"w": jnp.ones(3)})
+        hugging_face.load(exported["odd"], {"w": jnp.ones(3)})
 
 
 def damaged(folder, what):
@@ -346,7 +346,7 @@ def test_a_damaged_folder_is_refused_with_the_file(exported, tmp_path, what, wor
     damaged(folder, what)
     like = zero_on(1).abstract(functools.partial(make, CONFIGS["odd"]))
     with pytest.raises(ValueError, match=words):
-        interchange.load(folder, like)
+        hugging_face.load(folder, like)
     assert run("import", folder, tmp_path / "out") == 2
     assert not (tmp_path / "out").exists()
 
@@ -354,7 +354,7 @@ def test_a_damaged_folder_is_refused_with_the_file(exported, tmp_path, what, wor
 def test_without_safetensors_the_error_says_what_to_install(exported, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"pip install safetensors"):
-        interchange.load(exported["odd"], zero_on(1).abstract(lambda: make(CONFIGS["odd"])))
+        hugging_face.load(exported["odd"], zero_on(1).abstract(lambda: make(CONFIGS["odd"])))
 
 
 # A checkpoint from it.

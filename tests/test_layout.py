@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import zero_jax
-from zero_jax import layout
-from zero_jax.splitter import Splitter
+from zero_jax.sharding import layout
+from zero_jax.sharding.splitter import Splitter
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 

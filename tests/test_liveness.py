@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from test_forecast import LONG, WIDE
 from test_hlo import snippet
 
-from zero_jax import hlo, hlo_text, liveness
+from zero_jax.hlo import auditor, hlo_text, liveness
 
 P = PartitionSpec
 U = 1024  # bytes of an array of one unit, f32[256]
@@ -678,7 +678,7 @@ def test_the_peak_is_what_xla_plans(program):
         check_vma=False,
     )
     step = jax.jit(mapped, donate_argnums=0 if updates else ())
-    report = hlo.audit(step.lower(jnp.ones((L, D, D)), jnp.ones((B, D))).compile())
+    report = auditor.audit(step.lower(jnp.ones((L, D, D)), jnp.ones((B, D))).compile())
     assert report.peak.bytes > B * D * 4, "nothing lives: the test shows nothing"
     assert report.fragmentation == pytest.approx(1, rel=0.01)
 
@@ -688,5 +688,5 @@ def test_the_peak_is_what_xla_plans(program):
 def test_the_peak_of_a_training_step_is_what_xla_plans(net, stage):
     """Never more, and less only by the gaps that the CPU backend leaves between its buffers."""
     step, args = net.step(stage, "block")
-    report = hlo.audit(step.lower(*args).compile())
+    report = auditor.audit(step.lower(*args).compile())
     assert 0.999 < report.fragmentation < 1.15

@@ -7,7 +7,7 @@ import pytest
 from problems import zoo_params
 
 import zero_jax
-from zero_jax import memory
+from zero_jax.plan import memory
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -20,8 +20,10 @@ from problems import ROWS, Problem, gpt_problem, train_plain, ulps
 
 import zero_jax
 from models import gpt
-from zero_jax import collectives, hlo, layout, model_axis, paths
-from zero_jax.model_axis import ModelAxis
+from zero_jax.collectives import gather_scatter
+from zero_jax.hlo import auditor
+from zero_jax.sharding import layout, model_axis, paths
+from zero_jax.sharding.model_axis import ModelAxis
 
 STEPS = 10
 ULPS = 1024
@@ -157,7 +159,7 @@ def step_and_args(n, mp, **settings):
 
 def compiled(n, mp, **settings):
     step, args = step_and_args(n, mp, **settings)
-    return hlo.audit(step.lower(*args).compile(), {"data": n, "model": mp})
+    return auditor.audit(step.lower(*args).compile(), {"data": n, "model": mp})
 
 
 # Loss and weight together, and the norm in two sums: all-reduces of four numbers.
@@ -196,7 +198,7 @@ def fresh_traces():
 
 def test_collectives_of_whole_leaves_are_caught(monkeypatch, fresh_traces):
     split, whole = split_and_whole(biases=False)
-    monkeypatch.setattr(collectives, "on_pieces", lambda fn, x, dim, size: fn(x))
+    monkeypatch.setattr(gather_scatter, "on_pieces", lambda fn, x, dim, size: fn(x))
     assert compiled(2, 4, stage=3).words_along("data") > 2 * 3 * (split // 4 + whole)
 
 
@@ -206,7 +208,7 @@ def test_a_gradient_that_is_not_whole_over_model_is_caught(monkeypatch, fresh_tr
         return fn(x if dim is None else jnp.where(first, x, 0))
 
     want = gradient("gpt", 1, 1, stage=0)
-    monkeypatch.setattr(collectives, "on_pieces", first_piece_only)
+    monkeypatch.setattr(gather_scatter, "on_pieces", first_piece_only)
     assert ulps(gradient("gpt", 2, 2, stage=3), want) > 1e5
 
 

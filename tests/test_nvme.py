@@ -21,8 +21,8 @@ from problems import train_zero, ulps, zoo_problem
 
 import zero_jax
 from training.supervise import free_address
-from zero_jax.store import Store
-from zero_jax.tiers import Offload, parse
+from zero_jax.offload.mapped_store import Store
+from zero_jax.offload.tiers import Offload, parse
 
 STEPS, ULPS = 4, 4
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))

@@ -19,9 +19,12 @@ from jax.experimental import multihost_utils
 from problems import PROBLEMS, train_zero, ulps, zoo_without_empty
 
 import zero_jax
-from zero_jax import hosted, layout, offload, selfcheck, streaming, tiers
-from zero_jax.splitter import Splitter
-from zero_jax.tiers import Offload, parse
+from zero_jax import offload
+from zero_jax.engine import offload_check
+from zero_jax.offload import piece_stream, streamable, tiers
+from zero_jax.offload.tiers import Offload, parse
+from zero_jax.sharding import layout
+from zero_jax.sharding.splitter import Splitter
 
 STEPS, ULPS = 4, 4
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
@@ -94,8 +97,8 @@ def test_the_comparison_sees_a_lost_piece(monkeypatch):
         lost.extend(found[1:2])
         return found[:1] + found[2:]
 
-    streaming_boxes = streaming.boxes
-    monkeypatch.setattr(streaming, "boxes", boxes)
+    streaming_boxes = piece_stream.boxes
+    monkeypatch.setattr(piece_stream, "boxes", boxes)
     want = plainly("zoo", "clip and adamw", 4, 3)
     _, params, _ = train_zero(problem("zoo"), ADAMW, STEPS, 4, stage=3, offload=STATE)
     assert lost and ulps(params, want[1]) > 1000
@@ -240,7 +243,7 @@ def test_the_chosen_stage_keeps_the_setting():
 @pytest.mark.parametrize("most", [1, 4, 13, 1000])
 def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape, most):
     seen = np.zeros(shape, int)
-    for starts, stops in streaming.boxes(shape, most):
+    for starts, stops in piece_stream.boxes(shape, most):
         piece = tuple(map(slice, starts, stops))
         assert seen[piece].size <= most or shape == ()
         seen[piece] += 1
@@ -254,7 +257,7 @@ def test_what_streams_are_the_leaves_that_mirror_a_parameter():
     params = jax.eval_shape(problem("zoo").make)
     cuts = Splitter(4)(params)
     state = jax.eval_shape(ADAMW.init, params)
-    flags = hosted.offloaded(layout.state_splits(state, params, cuts), cuts)
+    flags = streamable.offloaded(layout.state_splits(state, params, cuts), cuts)
     moved = sum(x.size for x, f in zip(jax.tree.leaves(state), flags, strict=True) if f)
     whole = sum(x.size for x in jax.tree.leaves(params))
     scalars = sum(x.ndim == 0 for x in jax.tree.leaves(params))
@@ -318,9 +321,9 @@ def test_devices_without_host_memory_raise_or_with_auto_say_so():
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "cache"))
-    selfcheck._checked.cache_clear()
-    yield selfcheck.marker_of(jax.local_devices()[0])
-    selfcheck._checked.cache_clear()
+    offload_check._checked.cache_clear()
+    yield offload_check.marker_of(jax.local_devices()[0])
+    offload_check._checked.cache_clear()
 
 
 def test_the_check_passes_here_and_is_remembered(fresh, capsys):
@@ -331,9 +334,9 @@ def test_the_check_passes_here_and_is_remembered(fresh, capsys):
 
 @pytest.mark.parametrize("what", ["_states", "_residuals"])
 def test_a_difference_refuses_offload_with_the_versions(fresh, what, monkeypatch, capsys):
-    run = getattr(selfcheck, what)
+    run = getattr(offload_check, what)
     wrong = lambda device, on: jax.tree.map(lambda x: x + on, run(device, on))  # noqa: E731
-    monkeypatch.setattr(selfcheck, what, wrong)
+    monkeypatch.setattr(offload_check, what, wrong)
     with pytest.raises(ValueError, match=f"wrong results with jax {jax.__version__}.*FAILED"):
         zero_on(2, offload="optimizer").optimizer(ADAMW)
     assert not fresh.exists()
@@ -343,14 +346,14 @@ def test_a_difference_refuses_offload_with_the_versions(fresh, what, monkeypatch
 def test_a_cache_that_can_not_be_written_is_left_alone(fresh, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(selfcheck, "check", lambda device: [selfcheck.Outcome("it", 0.0)])
+    monkeypatch.setattr(offload_check, "check", lambda device: [offload_check.Outcome("it", 0.0)])
     zero_on(2, offload="optimizer").optimizer(ADAMW)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_was_remembered_is_not_run_again(fresh, monkeypatch):
-    selfcheck.remember(fresh)
-    monkeypatch.setattr(selfcheck, "check", lambda device: pytest.fail("ran again"))
+    offload_check.remember(fresh)
+    monkeypatch.setattr(offload_check, "check", lambda device: pytest.fail("ran again"))
     zero_on(2, offload="optimizer").optimizer(ADAMW)
 
 
@@ -359,7 +362,7 @@ def test_the_check_asks_no_other_process(fresh, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     gather = lambda x, **_: pytest.fail("a collective of all processes")  # noqa: E731
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    assert [str(o) for o in selfcheck.check(jax.local_devices()[0]) if not o.passed] == []
+    assert [str(o) for o in offload_check.check(jax.local_devices()[0]) if not o.passed] == []
 
 
 def test_the_command_line_says_what_it_did(tmp_path):

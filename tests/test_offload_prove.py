@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 
 import zero_jax
 from models import gpt
-from zero_jax import plan, prove, targets
-from zero_jax.mesh import abstract_of
-from zero_jax.tiers import Offload
+from zero_jax.hlo import prove, targets
+from zero_jax.offload.tiers import Offload
+from zero_jax.plan import command
+from zero_jax.sharding.mesh import abstract_of
 
 pytestmark = pytest.mark.prove
 
@@ -75,7 +76,7 @@ def plan_of(setting, layers, stage=3):
         remat="block",
         offload=SETTINGS[setting],
     )
-    return plan.Case(config, zero, "adamw", N).plan(stage, target="h100")
+    return command.Case(config, zero, "adamw", N).plan(stage, target="h100")
 
 
 def at_rest(layers):

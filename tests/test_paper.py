@@ -4,7 +4,7 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from zero_jax import paper
+from zero_jax.plan import paper
 
 # The cells of table 1 that the paper cuts off: model, N, column (P_os, P_os+g, P_os+g+p).
 TRUNCATED = {

@@ -27,7 +27,7 @@ from problems import (
 )
 
 import zero_jax
-from zero_jax import collectives
+from zero_jax.collectives import gather_scatter
 
 STEPS = 10
 ULPS = 256
@@ -173,8 +173,8 @@ def test_same_seed_twice_is_bitwise_equal():
 
 
 def test_a_gradient_counted_twice_is_caught(monkeypatch):
-    honest = collectives.reduce_scatter
-    monkeypatch.setattr(collectives, "reduce_scatter", lambda *args: 2 * honest(*args))
+    honest = gather_scatter.reduce_scatter
+    monkeypatch.setattr(gather_scatter, "reduce_scatter", lambda *args: 2 * honest(*args))
     _, params, _ = train_zero(zoo_problem(), optax.sgd(1e-2), STEPS, 4, stage=1)
     want = train_plain(zoo_problem(), optax.sgd(1e-2), STEPS)
     assert ulps(params, want[1]) > 100 * ULPS
@@ -202,7 +202,7 @@ def test_a_mean_over_devices_instead_of_rows_is_caught():
 
 def test_a_local_clip_norm_is_caught(monkeypatch):
     """Inside shard_map, optax clips by the norm of this device's shards; that is refused."""
-    module = importlib.import_module("zero_jax.partitioned")
+    module = importlib.import_module("zero_jax.engine.partitioned")
     monkeypatch.setattr(module, "require_elementwise", lambda *args: None)
     tx, zoo = zero_jax.partitioned(OPTIMIZERS["clip"]()), problem("zoo")
 

@@ -12,10 +12,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
-from zero_jax import elementwise, hlo, paths
-from zero_jax.partitioned import partition_specs, partitioned
-from zero_jax.splitter import Splitter
-from zero_jax.touch import shard
+from zero_jax.collectives.by_hand import shard
+from zero_jax.engine import elementwise
+from zero_jax.engine.partitioned import partition_specs, partitioned
+from zero_jax.hlo import auditor
+from zero_jax.sharding import paths
+from zero_jax.sharding.splitter import Splitter
 
 P = PartitionSpec
 ROWS = 24  # divisible by every N below
@@ -195,7 +197,7 @@ def test_update_sends_two_words_per_parameter(stage):
     params = {"a": jnp.ones((16, 6)), "b": jnp.ones((24,))}
     run = Run(optax.adam(1e-2), params, 8, stage)
     compiled = run.step.lower(params, jax.eval_shape(run.init, params), run.rows).compile()
-    sent = [(c.kind, c.words) for c in hlo.collectives(compiled)]
+    sent = [(c.kind, c.words) for c in auditor.collectives(compiled)]
     assert {kind for kind, _ in sent} == {"reduce-scatter", "all-gather"}
     assert sum(words for _, words in sent) == 2 * (16 * 6 + 24)
 

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 from models import gpt
-from zero_jax.paths import named_leaves
+from zero_jax.sharding.paths import named_leaves
 
 pytestmark = pytest.mark.interchange
 SIZES = {"layers": 3, "width": 24, "heads": 4, "vocab": 50, "seq": 12}

@@ -10,7 +10,8 @@ from problems import gpt_problem, resnet_problem
 
 import zero_jax
 from models import gpt
-from zero_jax import paper, plan, planned, prove, scaling, targets
+from zero_jax.hlo import prove, targets
+from zero_jax.plan import command, paper, planning, scaling
 
 TX = optax.adamw(1e-3)
 SCRIPT = [
@@ -23,7 +24,9 @@ SCRIPT = [
 def data(tmp_path_factory):
     """What a script gets from the call that the documentation shows, without --compile."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    assert plan.main([*SCRIPT, "--json", str(path), "--plot", str(path.with_suffix(".png"))]) == 0
+    assert (
+        command.main([*SCRIPT, "--json", str(path), "--plot", str(path.with_suffix(".png"))]) == 0
+    )
     assert path.with_suffix(".png").stat().st_size > 10_000
     return json.loads(path.read_text())
 
@@ -69,7 +72,7 @@ def test_products_saved_by_dots_and_weights_saved_by_no_policy(tmp_path):
     saved = {}
     for remat in ("dots", "none"):
         path = tmp_path / f"{remat}.json"
-        assert plan.main([*SCRIPT, "--remat", remat, "--json", str(path)]) == 0
+        assert command.main([*SCRIPT, "--remat", remat, "--json", str(path)]) == 0
         stages = json.loads(path.read_text())["stages"]
         saved[remat] = [stages[str(s)]["terms"]["saved"] for s in range(4)]
     products = 36 * 4 * 1024 * 9 * 4096 * 2  # of 3, 1, 4 and 1 times the width
@@ -86,7 +89,7 @@ def test_higher_stages_hold_less(data):
 def test_every_optimizer_is_planned_by_its_own_state(optimizer, tmp_path):
     path = tmp_path / "plan.json"
     args = ["--model", "nano", "--devices", "4", "--optimizer", optimizer, "--json", str(path)]
-    assert plan.main(args) == 0
+    assert command.main(args) == 0
     terms = json.loads(path.read_text())["predicted"]["terms"]
     moments = {"adamw": 2, "lamb": 2, "sgd": 1, "lion": 1}
     if optimizer in moments:
@@ -101,7 +104,7 @@ def test_model_parallelism_divides_all_but_the_residual_stream(tmp_path):
     def terms(mp, *more):
         path = tmp_path / f"{mp}.json"
         args = ["--model", "7.5b", "--devices", str(64 * mp), "--batch-per-device", "4", *more]
-        assert plan.main([*args, "--model-parallel", str(mp), "--json", str(path)]) == 0
+        assert command.main([*args, "--model-parallel", str(mp), "--json", str(path)]) == 0
         return json.loads(path.read_text())["predicted"]["terms"]
 
     one, four = terms(1), terms(4)
@@ -118,7 +121,7 @@ def test_model_parallelism_divides_all_but_the_residual_stream(tmp_path):
 
 
 def test_the_tables_of_the_paper_are_printed_beside_ours(capsys):
-    assert plan.main(["tables"]) == 0
+    assert command.main(["tables"]) == 0
     printed = capsys.readouterr().out
     assert paper.format_table_1() in printed and paper.format_table_2() in printed
 
@@ -126,7 +129,7 @@ def test_the_tables_of_the_paper_are_printed_beside_ours(capsys):
 def test_scaling_more_than_doubles_from_64_to_128_devices_where_memory_bounds(capsys, tmp_path):
     picture = tmp_path / "scaling.png"
     args = ["scaling", "--model", "60b", "--devices", "64,128,256,400", "--device", "v100-32gb"]
-    assert plan.main([*args, "--plot", str(picture)]) == 0
+    assert command.main([*args, "--plot", str(picture)]) == 0
     config = gpt.preset("60b", vocab=50304)
     points = scaling.scaling(
         *(config.layers, config.width, config.seq, config.vocab),
@@ -169,7 +172,7 @@ def test_scaling_more_than_doubles_from_64_to_128_devices_where_memory_bounds(ca
 def test_input_of_no_use_is_refused_with_a_way_out(args, words, capsys, monkeypatch):
     monkeypatch.setattr(prove, "_check_installed", lambda target: None)
     short = [] if args[0][0] != "-" else ["--model", "nano"] if "--model" not in args else []
-    assert plan.main([*args, *short]) == 2
+    assert command.main([*args, *short]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert all(word in error for word in words), error
@@ -177,7 +180,7 @@ def test_input_of_no_use_is_refused_with_a_way_out(args, words, capsys, monkeypa
 
 def test_a_missing_plugin_gets_the_install_line(monkeypatch, capsys):
     monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: None)
-    assert plan.main(["--model", "nano", "--compile"]) == 2
+    assert command.main(["--model", "nano", "--compile"]) == 2
     error = capsys.readouterr().err
     assert "jax_cuda12_plugin" in error and "pip install flatbuffers jax-cuda12-plugin==" in error
 
@@ -203,7 +206,7 @@ def test_compiled_words_are_those_that_a_plan_promises(stage):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage)
     params = zero.abstract(problem.make)
     found = zero.plan(problem.loss, TX, params, problem.batch, compile=True)
-    promised = planned.words_per_param(stage, 1)
+    promised = planning.words_per_param(stage, 1)
     # Leaves too small to split are reduced whole, and a tied embedding is gathered once less.
     assert found.words_per_param == pytest.approx(promised, rel=0.25)
     zero_jax.assert_communication(
@@ -241,7 +244,7 @@ def test_a_plan_takes_no_memory():
 
 def compiled_for_h100(tmp_path, *args):
     path = tmp_path / "plan.json"
-    assert plan.main([*args, "--target", "h100", "--compile", "--json", str(path)]) == 0
+    assert command.main([*args, "--target", "h100", "--compile", "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
@@ -290,7 +293,7 @@ def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_pa
 def test_auto_on_h100_proves_its_choice_and_says_what_it_dropped(tmp_path, capsys):
     path = tmp_path / "plan.json"
     args = ["--model", "1.5b", "--devices", "8", "--memory-limit", "10", "--auto"]
-    assert plan.main([*args, "--json", str(path)]) == 0
+    assert command.main([*args, "--json", str(path)]) == 0
     known, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert known["compiled"]["total_bytes"] <= 10e9
     assert "too much" in printed and "fits, taken" in printed

@@ -15,7 +15,7 @@ from problems import Problem, train_plain, train_zero, ulps
 
 import zero_jax
 from models import gpt
-from zero_jax import traced
+from zero_jax.plan import flat_trace
 
 KNOWN = jax.checkpoint_policies
 POLICIES = {
@@ -116,7 +116,7 @@ def ours(model, name):
     tx = zero.optimizer(optax.sgd(0.1))
     params, batch = zero.abstract(make), MODELS[model][1]
     args = (params, tx.init(params), jax.ShapeDtypeStruct(batch.shape, batch.dtype))
-    return saved(traced.device_part(zero.train_step(loss, tx).trace(*args).jaxpr))
+    return saved(flat_trace.device_part(zero.train_step(loss, tx).trace(*args).jaxpr))
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_the_models_own_saves_what_its_policy_says(stage, name):
     params = zero.abstract(make)
     step = zero.train_step(loss, tx)
     batch = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    found = saved(traced.device_part(step.trace(params, tx.init(params), batch).jaxpr))
+    found = saved(flat_trace.device_part(step.trace(params, tx.init(params), batch).jaxpr))
     assert found == jaxs("linen", name)
 
 

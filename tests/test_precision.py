@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zero_jax
-from zero_jax.precision import Precision, init_guard, next_guard
+from zero_jax.collectives.precision import Precision, init_guard, next_guard
 
 
 def loss(params, x):

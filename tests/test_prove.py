@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from test_forecast import Network
 
 import zero_jax
-from zero_jax import hlo, prove, targets
+from zero_jax.hlo import auditor, prove, targets
 
 pytestmark = pytest.mark.prove
 P = PartitionSpec
@@ -134,7 +134,7 @@ def test_the_words_are_those_of_the_closed_form(loops):
 def test_in_a_loop_the_sum_that_no_product_needs_is_hidden_and_the_gather_is_not(loops):
     (total,) = (c for c in loops.collectives if c.axis == "replica")
     assert (total.asynchronous, total.overlapped_flops) == (True, 2 * S**3)
-    assert loops.hidden(layers_only=True) == hlo.Hidden(
+    assert loops.hidden(layers_only=True) == auditor.Hidden(
         hidden=OUTER * INNER * 2 * (2 * S * S), exposed=(OUTER * INNER + OUTER) * (2 * S * S)
     )
 
@@ -165,8 +165,8 @@ def test_a_gather_is_hidden_by_the_product_that_does_not_need_it(overlap):
 def test_a_scatter_at_the_end_is_exposed(overlap):
     (scatter,) = (c for c in overlap.collectives if c.kind == "reduce-scatter")
     assert (scatter.hidden, scatter.overlapped_flops) == (False, 0)
-    assert overlap.hidden() == hlo.Hidden(hidden=2 * N * N, exposed=2 * M * N)
-    assert overlap.hidden(layers_only=True) == hlo.Hidden(0, 0)
+    assert overlap.hidden() == auditor.Hidden(hidden=2 * N * N, exposed=2 * M * N)
+    assert overlap.hidden(layers_only=True) == auditor.Hidden(0, 0)
 
 
 @pytest.fixture(scope="module")

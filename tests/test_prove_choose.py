@@ -7,9 +7,9 @@ import pytest
 
 import zero_jax
 from models import gpt
-from zero_jax import candidates as ways
-from zero_jax import choose
-from zero_jax.plan import Case
+from zero_jax.plan import candidates as ways
+from zero_jax.plan import choose
+from zero_jax.plan.command import Case
 
 pytestmark = pytest.mark.prove
 

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from models import gpt
-from zero_jax import plan
+from zero_jax.plan import command
 
 pytestmark = pytest.mark.prove
 D, L, ROWS, T = 4096, 36, 4, 1024
@@ -20,8 +20,8 @@ RESIDUAL = ROWS * T * D  # b·s·h elements
 def planned(*more, model="7.5b", devices=64, mp=8, stage=3, rows=ROWS):
     args = ["--model", model, "--devices", devices, "--model-parallel", mp, "--stage", stage]
     args += ["--batch-per-device", rows, "--reduce", "bf16", *more]
-    parsed = plan._parser().parse_args([str(a) for a in args])
-    return plan._case(parsed).plan(stage, target="h100")
+    parsed = command._parser().parse_args([str(a) for a in args])
+    return command._case(parsed).plan(stage, target="h100")
 
 
 def along_model(*more, **options):

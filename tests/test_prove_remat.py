@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import zero_jax
-from zero_jax import barriers, prove, repeats, rewrite, targets
+from zero_jax.collectives import barriers
+from zero_jax.engine import repeats, rewrite
+from zero_jax.hlo import prove, targets
 
 pytestmark = pytest.mark.prove
 P = PartitionSpec

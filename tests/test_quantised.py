@@ -12,7 +12,9 @@ import pytest
 from problems import ODD_GPT, gpt_problem
 
 import zero_jax
-from zero_jax import layout, plan, quantised
+from zero_jax.collectives import quantised
+from zero_jax.plan import command
+from zero_jax.sharding import layout
 
 INT8 = zero_jax.Precision("fp32", gather="int8")
 # Rows that are long enough for a scale, also where eight devices cut them.
@@ -291,6 +293,6 @@ def test_other_dtypes_are_refused(option, said):
 
 def test_a_plan_shows_it_beside_a_stage_that_gathers_nothing(capsys, tmp_path):
     options = ["--model", "124m", "--devices", "8", "--seq", "64", "--gather", "int8", "--json"]
-    assert plan.main([*options, str(tmp_path / "plan.json")]) == 0
+    assert command.main([*options, str(tmp_path / "plan.json")]) == 0
     known = json.loads((tmp_path / "plan.json").read_text())
     assert known["gather"] == "int8" and set(known["stages"]) == set("0123")

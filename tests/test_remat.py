@@ -15,7 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import Problem, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
-from zero_jax import activations, hlo, jaxprs, policies, repeats, rewrite, traced, weights
+from zero_jax.engine import repeats, rewrite, weights
+from zero_jax.hlo import auditor
+from zero_jax.jaxpr import equations
+from zero_jax.plan import flat_trace
+from zero_jax.remat import activations, policies
 
 TX = optax.sgd(1e-1)
 ULPS = 64
@@ -140,7 +144,7 @@ def over_model(name, policy, manual):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
 
     def loss(params, batch):
-        closed = jaxprs.written_out(jax.make_jaxpr(p.loss)(params, batch))
+        closed = equations.written_out(jax.make_jaxpr(p.loss)(params, batch))
         held = [
             weights.Weight(weights.whole(x), weights.Form(at, x.ndim, None))
             for at, x in enumerate(jax.tree.leaves(params))
@@ -159,7 +163,9 @@ def over_model(name, policy, manual):
         check_vma=False,
     )
     compiled = jax.jit(mapped).lower(p.start, p.batch).compile()
-    gathers = [c for c in hlo.audit(compiled, dict(mesh.shape)).collectives if "gather" in c.kind]
+    gathers = [
+        c for c in auditor.audit(compiled, dict(mesh.shape)).collectives if "gather" in c.kind
+    ]
     return compiled(p.start, p.batch), sum(c.elements * c.runs for c in gathers)
 
 
@@ -213,7 +219,7 @@ def step_of(name, remat, stage=3, **mesh):
 
 def stacks(jaxpr):
     """Shapes of what forward loops over layers hand to the backward pass, with their places."""
-    part = traced.device_part(jaxpr)
+    part = flat_trace.device_part(jaxpr)
     found = []
     for eqn in part.eqns:
         if eqn.primitive.name == "scan" and "transpose(" not in str(eqn.source_info.name_stack):
@@ -282,7 +288,7 @@ def norm_and_product(params, x):
 
 
 def traced_layers(loss, params, x):
-    jaxpr = jaxprs.written_out(jax.make_jaxpr(loss)(params, x)).jaxpr
+    jaxpr = equations.written_out(jax.make_jaxpr(loss)(params, x)).jaxpr
     leaves = enumerate(zip(jaxpr.invars, jax.tree.leaves(params), strict=False))
     forms = {var: weights.Form(at, leaf.ndim, None) for at, (var, leaf) in leaves}
     return jaxpr, repeats.runs_of(jaxpr, forms)
@@ -352,8 +358,8 @@ def test_layers_that_the_model_wraps_itself_stay_as_they_are(remat):
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat=remat)
     params = zero.abstract(lambda: [jnp.zeros((WIDTH, WIDTH))] * 4)
     args = (params, zero.optimizer(TX).init(params), jax.ShapeDtypeStruct(X.shape, X.dtype))
-    part = traced.device_part(zero.train_step(loss, TX).trace(*args).jaxpr)
-    names = [operation.name for operation in traced.flatten(part).operations]
+    part = flat_trace.device_part(zero.train_step(loss, TX).trace(*args).jaxpr)
+    names = [operation.name for operation in flat_trace.flatten(part).operations]
     again = 2 if remat == "block_sqrt" else 0
     assert (names.count("sin"), names.count("cos")) == (2 * 4 + again, 3 * 4 + again)
 

@@ -7,7 +7,7 @@ import pytest
 from problems import gpt_problem
 
 import zero_jax
-from zero_jax.replicas import ReplicasDiffer, check_replicas
+from zero_jax.checkpoint.replicas import ReplicasDiffer, check_replicas
 
 TX = optax.adam(1e-3)
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from zero_jax import hlo_text, roofline, sent
-from zero_jax.targets import target
+from zero_jax.hlo import hlo_text, roofline, traffic
+from zero_jax.hlo.targets import target
 
 H100 = target("h100")
 PEAK, MEMORY, FAST, SLOW = H100.flops, H100.memory_bandwidth, H100.fast_wire, H100.slow_wire
@@ -21,7 +21,7 @@ def estimate(body, *computations, devices=64, aim=H100, model_flops=None):
     entry = "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"
     header = f"HloModule m, is_scheduled=true, num_partitions={devices}\n\n"
     program = hlo_text.parse(header + "\n".join([reduction, *computations, entry]))
-    return roofline.step_time(program, sent.of_program(program, None), aim, model_flops)
+    return roofline.step_time(program, traffic.of_program(program, None), aim, model_flops)
 
 
 def computation(name, *lines):

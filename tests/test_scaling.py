@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from models import gpt_config
-from zero_jax import paper, scaling
-from zero_jax.targets import target
+from zero_jax.hlo.targets import target
+from zero_jax.plan import paper, scaling
 
 V100 = target("v100-32gb")
 LAYERS, WIDTH, SEQ, VOCAB = 132, 6144, 1024, 50304  # 60B

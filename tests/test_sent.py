@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_hlo import compile_on, compile_on_8, make_mesh, snippet
 
-from zero_jax import groups, hlo
+from zero_jax.hlo import auditor, replica_groups
 
 P = PartitionSpec
 M, K, N = 4, 8, 16
@@ -51,7 +51,7 @@ def audited(text):
         for host in ("", "host_")
         for kind in ("argument", "output", "alias", "temp")
     }
-    return hlo.of_text(text, types.SimpleNamespace(**sizes), None)
+    return auditor.of_text(text, types.SimpleNamespace(**sizes), None)
 
 
 def computation(name, lines, root):
@@ -71,7 +71,7 @@ def test_a_product_between_start_and_done_hides_a_gather():
     report = audited(schedule([start, product("y"), done]))
     (c,) = report.collectives
     assert (c.asynchronous, c.overlapped_flops, c.hidden) == (True, FLOPS, True)
-    assert report.hidden() == hlo.Hidden(hidden=2 * GATHERED, exposed=0)
+    assert report.hidden() == auditor.Hidden(hidden=2 * GATHERED, exposed=0)
     assert report.hidden().fraction == 1
 
 
@@ -80,7 +80,7 @@ def test_products_before_the_start_and_after_the_done_hide_nothing():
     report = audited(schedule([product("x"), start, done, product("y")]))
     (c,) = report.collectives
     assert (c.asynchronous, c.overlapped_flops, c.hidden) == (True, 0, False)
-    assert report.hidden() == hlo.Hidden(hidden=0, exposed=2 * GATHERED)
+    assert report.hidden() == auditor.Hidden(hidden=0, exposed=2 * GATHERED)
     assert report.hidden().fraction == 0
 
 
@@ -88,7 +88,7 @@ def test_elementwise_work_hides_nothing():
     start, done = gather("g")
     work = computation("double", [], "%s = f32[4,8]{1,0} add(%a, %a)")
     fusion = "%y = f32[4,8]{1,0} fusion(%a, %b), kind=kLoop, calls=%double"
-    (c,) = hlo.collectives(schedule([start, fusion, done], work))
+    (c,) = auditor.collectives(schedule([start, fusion, done], work))
     assert (c.asynchronous, c.overlapped_flops, c.hidden) == (True, 0, False)
 
 
@@ -96,21 +96,21 @@ def test_a_product_inside_a_fusion_hides():
     start, done = gather("g")
     fused = computation("gemm", [], product("y"))
     fusion = f"%y = f32[{M},{N}]{{1,0}} fusion(%a, %b), kind=kCustom, calls=%gemm"
-    (c,) = hlo.collectives(schedule([start, fusion, fusion.replace("%y", "%z"), done], fused))
+    (c,) = auditor.collectives(schedule([start, fusion, fusion.replace("%y", "%z"), done], fused))
     assert c.overlapped_flops == 2 * FLOPS
 
 
 def test_each_of_two_collectives_under_way_sees_what_runs_in_its_own_time():
     (one, one_done), (two, two_done) = gather("one"), gather("two")
     lines = [one, product("x"), two, product("y"), one_done, product("z"), two_done]
-    found = hlo.collectives(schedule(lines))
+    found = auditor.collectives(schedule(lines))
     assert [c.name for c in found] == ["one-start", "two-start"]
     assert [c.overlapped_flops for c in found] == [2 * FLOPS, 2 * FLOPS]
 
 
 def test_a_start_that_blocks_is_exposed_whatever_stands_between():
     start, done = gather("g", ', backend_config={"collective_backend_config":{"is_sync":true}}')
-    (c,) = hlo.collectives(schedule([start, product("y"), done]))
+    (c,) = auditor.collectives(schedule([start, product("y"), done]))
     assert (c.asynchronous, c.overlapped_flops, c.hidden) == (False, 0, False)
 
 
@@ -134,7 +134,7 @@ def test_an_update_between_start_and_done_ends_nothing(calls):
         f"%d = f32[4]{{0}} async-done(%v){calls}",
         product("z"),
     ]
-    (c,) = hlo.collectives(schedule(lines, WRAPPED))
+    (c,) = auditor.collectives(schedule(lines, WRAPPED))
     assert (c.kind, c.words, c.overlapped_flops) == ("reduce-scatter", 32, 2 * FLOPS)
 
 
@@ -154,7 +154,7 @@ def test_wrappers_around_wrappers_are_followed():
         product("x"),
         "%d = f32[4]{0} async-done(%s), calls=%outer",
     ]
-    (c,) = hlo.collectives(schedule(lines, outer, middle, WRAPPED))
+    (c,) = auditor.collectives(schedule(lines, outer, middle, WRAPPED))
     assert (c.kind, c.name, c.elements, c.words) == ("reduce-scatter", "rs", 32, 32)
     assert (c.asynchronous, c.overlapped_flops) == (True, FLOPS)
 
@@ -170,7 +170,7 @@ def test_an_asynchronous_product_hides_once_not_at_its_start_update_and_done():
         f"%d = f32[{M},{N}]{{1,0}} async-done(%u), calls=%gemm",
         done,
     ]
-    (c,) = hlo.collectives(schedule(lines, gemm))
+    (c,) = auditor.collectives(schedule(lines, gemm))
     assert c.overlapped_flops == FLOPS
 
 
@@ -210,9 +210,9 @@ def test_loops_are_told_from_the_rest_of_the_step():
         (1, False, False),
     ]
     assert report.collectives[0].overlapped_flops == FLOPS, "of each run"
-    assert report.hidden() == hlo.Hidden(hidden=5 * 2 * GATHERED, exposed=2 * GATHERED)
+    assert report.hidden() == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=2 * GATHERED)
     assert report.hidden().fraction == pytest.approx(5 / 6)
-    assert report.hidden(layers_only=True) == hlo.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
+    assert report.hidden(layers_only=True) == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
 
 
 def test_a_loop_without_products_is_none_over_layers():
@@ -220,25 +220,25 @@ def test_a_loop_without_products_is_none_over_layers():
     gathering, texts = loop_of(gather("g"), trips=5)
     report = audited(schedule(gathering, *texts))
     assert [(c.runs, c.in_layers) for c in report.collectives] == [(5, False)]
-    assert report.hidden(layers_only=True) == hlo.Hidden(0, 0)
+    assert report.hidden(layers_only=True) == auditor.Hidden(0, 0)
     assert report.hidden().exposed == 5 * 2 * GATHERED
 
     rows, row_texts = loop_of(gather("g"), trips=5, name="rows")
     layers, layer_texts = loop_of([*rows, product("y")], trips=3)
-    (c,) = hlo.collectives(schedule(layers, *row_texts, *layer_texts))
+    (c,) = auditor.collectives(schedule(layers, *row_texts, *layer_texts))
     assert (c.runs, c.in_layers) == (3 * 5, True)
 
 
 def test_the_products_of_a_loop_are_left_to_its_own_collectives():
     start, done = gather("h")
     loop, texts = loop_of([product("y")], trips=5)
-    (c,) = hlo.collectives(schedule([start, *loop, done], *texts))
+    (c,) = auditor.collectives(schedule([start, *loop, done], *texts))
     assert (c.asynchronous, c.overlapped_flops) == (True, 0)
 
 
 def test_a_step_that_sends_nothing_waits_for_nothing():
     report = audited(schedule([product("y")]))
-    assert report.hidden() == hlo.Hidden(0, 0)
+    assert report.hidden() == auditor.Hidden(0, 0)
     assert report.hidden().fraction == 1
 
 
@@ -253,7 +253,7 @@ def test_sent_bytes_are_words_in_bytes():
         ),
         "%alone = f32[5]{0} all-reduce(%h), replica_groups={{0},{1},{2},{3}}, to_apply=%add",
     ]
-    total, both, alone = hlo.collectives(schedule(lines))
+    total, both, alone = auditor.collectives(schedule(lines))
     assert (total.words, total.sent_bytes) == (2 * 5, 2 * 5 * 4)
     assert (both.dtype, both.words, both.sent_bytes) == ("bf16,f32", 88, 48 * 2 + 40 * 4)
     assert (alone.words, alone.sent_bytes) == (0, 0)
@@ -288,7 +288,7 @@ def loops_on_a_cube(outer, middle, inner):
 
 
 def test_three_nested_loops_along_several_axes():
-    found = {c.axis: c for c in hlo.collectives(loops_on_a_cube(5, 3, 2), dict(cube().shape))}
+    found = {c.axis: c for c in auditor.collectives(loops_on_a_cube(5, 3, 2), dict(cube().shape))}
     assert {axis: (c.kind, c.runs, c.group_size) for axis, c in found.items()} == {
         "model": ("all-reduce", 5 * 3 * 2, 2),
         "data": ("all-gather", 5 * 3, 2),
@@ -304,7 +304,9 @@ def test_a_branch_in_a_loop_counts_as_taken_each_time():
     def body(_, x):
         return jax.lax.cond(x[0] > 0, lambda: jnp.sin(jax.lax.psum(x, "data")), lambda: -x)
 
-    (c,) = hlo.collectives(compile_on_8(lambda x: jax.lax.fori_loop(0, 7, body, x), jnp.ones(4)))
+    (c,) = auditor.collectives(
+        compile_on_8(lambda x: jax.lax.fori_loop(0, 7, body, x), jnp.ones(4))
+    )
     assert (c.runs, c.conditional) == (7, True)
 
 
@@ -321,7 +323,7 @@ def test_one_unknown_loop_makes_the_count_unknown(known):
 
     outer, inner = (four_times, unknown) if known == "outer" else (unknown, four_times)
     program = compile_on_8(lambda x: outer(lambda s: inner(send, s), x), jnp.ones(4))
-    (c,) = hlo.collectives(program)
+    (c,) = auditor.collectives(program)
     assert c.runs is None
 
 
@@ -331,7 +333,7 @@ def test_a_computation_that_is_called_twice_sends_twice():
         "  ROOT %g = bf16[48]{0} all-gather(%shard), replica_groups={}, dimensions={0}\n}\n"
     )
     calls = [f"%{n} = bf16[48]{{0}} call(%shard), to_apply=%called" for n in "xy"]
-    found = hlo.collectives(schedule(calls, called))
+    found = auditor.collectives(schedule(calls, called))
     assert [(c.kind, c.words) for c in found] == [("all-gather", GATHERED)] * 2
 
 
@@ -345,7 +347,7 @@ def test_collectives_that_xla_combines_in_a_loop_are_one_with_all_their_words():
     def f(*xs):
         return jax.lax.scan(layer, xs, None, length=6)[0]
 
-    found = hlo.collectives(compile_on_8(f, *(jnp.ones(n) for n in sizes)))
+    found = auditor.collectives(compile_on_8(f, *(jnp.ones(n) for n in sizes)))
     assert len(found) < len(sizes), "nothing was combined: the test shows nothing"
     assert {c.runs for c in found} == {6}
     assert sum(c.words for c in found) == 6 * 2 * sum(sizes)
@@ -382,12 +384,12 @@ CUBE = {"replica": 2, "data": 2, "model": 2}
     ],
 )
 def test_axes_are_found_in_every_spelling_of_groups(text, axis):
-    assert groups.axis_of(text, CUBE) == axis
+    assert replica_groups.axis_of(text, CUBE) == axis
 
 
 def test_without_a_mesh_only_the_text_can_say():
-    assert groups.axis_of("{{0,1},{2,3}}", None) == "?"
-    assert groups.axis_of("mesh['gpu'=2] {'gpu'}", None) == "gpu"
+    assert replica_groups.axis_of("{{0,1},{2,3}}", None) == "?"
+    assert replica_groups.axis_of("mesh['gpu'=2] {'gpu'}", None) == "gpu"
 
 
 def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():
@@ -398,6 +400,6 @@ def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():
     whole = jax.NamedSharding(mesh, P())
     step = jax.jit(jnp.matmul, in_shardings=(rows, columns), out_shardings=whole)
     compiled = step.lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
-    found = {c.kind: c.axis for c in hlo.collectives(compiled, dict(mesh.shape))}
+    found = {c.kind: c.axis for c in auditor.collectives(compiled, dict(mesh.shape))}
     assert found["all-reduce"] == "data"
     assert found["all-gather"] == "replica+model"

@@ -14,7 +14,8 @@ from flax import nnx
 
 import zero_jax
 from models import gpt
-from zero_jax import collectives, grads
+from zero_jax.collectives import gather_scatter
+from zero_jax.engine import grads
 
 L, D, ROWS = 3, 16, 8
 
@@ -116,7 +117,7 @@ def test_gradients_are_those_without_slots(loss, stage, monkeypatch):
     traced = grads.read(zero.settings, loss, params, batch, (), has_aux=False)
     with_slots = traced.leaves[0].waits_in is not None
     value, found = zero.value_and_grad(loss)(params, batch)
-    monkeypatch.setattr(collectives, "takes_slot", lambda cut, wire: False)
+    monkeypatch.setattr(gather_scatter, "takes_slot", lambda cut, wire: False)
     other, wanted = zero.value_and_grad(loss)(params, batch)
     assert with_slots == (loss in (scanned, used_in_remat, looped_inside))
     assert value == other
@@ -145,7 +146,7 @@ def test_linen_stacks_have_slots(own_remat, remat, monkeypatch):
 
     assert stacks_in_bf16(zero, loss, params, batch)
     _, found = zero.value_and_grad(loss)(params, batch)
-    monkeypatch.setattr(collectives, "takes_slot", lambda cut, wire: False)
+    monkeypatch.setattr(gather_scatter, "takes_slot", lambda cut, wire: False)
     _, wanted = zero.value_and_grad(loss)(params, batch)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
@@ -171,7 +172,7 @@ def test_a_gpt_trains_the_same_with_and_without(settings, monkeypatch):
         return jax.tree.leaves(params), float(metrics.loss)
 
     found, value = trained()
-    monkeypatch.setattr(collectives, "takes_slot", lambda cut, wire: False)
+    monkeypatch.setattr(gather_scatter, "takes_slot", lambda cut, wire: False)
     wanted, other = trained()
     assert value == other
     for mine, theirs in zip(found, wanted, strict=True):

@@ -10,7 +10,8 @@ from problems import ODD_GPT, gpt_problem
 
 import zero_jax
 from models import gpt
-from zero_jax import layout, plan, traced
+from zero_jax.plan import command, flat_trace
+from zero_jax.sharding import layout
 
 N = 4
 CONFIG = dataclasses.replace(ODD_GPT, layers=4, width=32)
@@ -41,7 +42,7 @@ def barriers(jaxpr):
                 turned = loop and "transpose(" in str(eqn.source_info.name_stack)
                 walk(getattr(inner, "jaxpr", inner), backward or turned)
 
-    walk(traced.device_part(jaxpr), False)
+    walk(flat_trace.device_part(jaxpr), False)
     return sorted(found)
 
 
@@ -94,7 +95,7 @@ def compiled(model, devices, bucket):
     zero = zero_jax.Zero(
         zero_jax.abstract_mesh(devices), 3, precision=precision, remat="block", bucket_bytes=bucket
     )
-    return plan.Case(gpt.preset(model), zero, "adamw", 4 * devices).plan(3, target="h100")
+    return command.Case(gpt.preset(model), zero, "adamw", 4 * devices).plan(3, target="h100")
 
 
 @pytest.mark.prove

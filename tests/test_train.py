@@ -342,7 +342,7 @@ def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
 @pytest.mark.parametrize("mesh", ["replica=4", "model=8"])
 def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch, mesh):
     monkeypatch.setattr(zero_jax, "initialize", lambda *_: None)
-    monkeypatch.setattr(zero_jax.mesh, "launched_processes", lambda: 32)
+    monkeypatch.setattr(train, "launched_processes", lambda: 32)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     train.join(Config(mesh=mesh))
     with pytest.raises(ValueError, match="must be a multiple of 32 processes"):

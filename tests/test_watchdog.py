@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from zero_jax.watchdog import ENDED, Watchdog
+from zero_jax.cluster.watchdog import ENDED, Watchdog
 
 ROOT = Path(__file__).parent.parent
 STUCK = """
 import sys, time
-from zero_jax.watchdog import Watchdog
+from zero_jax.cluster.watchdog import Watchdog
 with Watchdog(sys.argv[1], dead_after=1, slow_factor=5, slow_after=1) as watchdog:
     for number in range(1, 9):
         time.sleep(0.1)

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zero_jax import nvme
-from zero_jax.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.offload.state_files import discard
 
 PyTree = Any
 FOLDER = "checkpoints"
@@ -64,7 +64,7 @@ def state_files(directory: str | None, out: pathlib.Path) -> Iterator[None]:
         return
     owner = pathlib.Path(directory, f"process-{jax.process_index():05d}", "run.txt")
     if owner.is_file() and owner.read_text() == str(out):
-        nvme.discard(directory)
+        discard(directory)
     yield
     owner.write_text(str(out))
 

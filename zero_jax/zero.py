@@ -1,4 +1,4 @@
-"""The one noun: `Zero` ties layout, doors, gradients and optimizer to a mesh and a stage.
+"""The one noun: `Zero` ties layout, gradients and optimizer to a mesh and a stage.
 
 A Zero is a value: settings only, no parameters and no state, so two models with two optimizers
 in one program just work.
@@ -15,14 +15,17 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import choose, grads, layout, optimizer, paths, planned, selfcheck, tiers
-from zero_jax.auto import AutoStep
-from zero_jax.compiler import Program
-from zero_jax.mesh import on_gpu
-from zero_jax.nvme_step import NvmeStep
-from zero_jax.precision import cast
-from zero_jax.settings import AUTO, Settings
-from zero_jax.step import TrainStep
+from zero_jax.collectives.precision import cast
+from zero_jax.engine import grads, offload_check, optimizer
+from zero_jax.engine.compiler import Program
+from zero_jax.engine.file_step import NvmeStep
+from zero_jax.engine.settings import AUTO, Settings
+from zero_jax.engine.step import TrainStep
+from zero_jax.offload import tiers
+from zero_jax.plan import choose, planning
+from zero_jax.plan.auto import AutoStep
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.mesh import on_gpu
 
 PyTree = Any
 
@@ -76,8 +79,7 @@ class Zero(Settings):
     @property
     def settings(self) -> Settings:
         """The same settings, as the gradient code takes them; "auto" rests as stage 3 does."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
-        return Settings(**(fields | ({"stage": 3} if self.stage == AUTO else {})))
+        return dataclasses.replace(self, stage=3) if self.stage == AUTO else self
 
     def _jit(self, fn: Callable[..., Any], loss_fn: grads.LossFn, has_aux: bool, k: int) -> Any:
         def options(params: PyTree, batch: PyTree, *extras: Any, **_: Any) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class Zero(Settings):
         Its `init` gives a state that is born partitioned, its `update` takes gradients and
         parameters as they rest. A step whose gradients are not finite is skipped.
         """
-        selfcheck.ensure(self.settings)
+        offload_check.ensure(self.settings)
         return optimizer.partition(
             tx,
             self.mesh,
@@ -299,7 +301,7 @@ class Zero(Settings):
         kind = NvmeStep if self.settings.offload.in_files else TrainStep
         return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
-    def plan(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> planned.Plan:
+    def plan(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> planning.Plan:
         """What a step will hold and send: predicted from its shapes, proven by compiling it.
 
         Args:
@@ -312,7 +314,7 @@ class Zero(Settings):
         """
         if self.stage == AUTO:
             raise ValueError('stage="auto" has many plans: see zero.choice(...)')
-        return planned.of(self, loss_fn, tx, *args, **options)
+        return planning.of(self, loss_fn, tx, *args, **options)
 
     def choice(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> choose.Choice:
         """Which stage, micro-batches, remat and host tiers fit in `memory_limit` at least cost.

@@ -1,0 +1,7 @@
+"""Runs `python -m zero_jax.checkpoint`."""
+
+import sys
+
+from zero_jax.checkpoint.command import main
+
+sys.exit(main())

@@ -1,0 +1,127 @@
+"""One array on the disk: zarr 3 by TensorStore, in chunks that each carry a CRC-32C.
+
+What is stored is the logical array. A chunk never crosses the border of two devices' shards, so
+every process writes its own chunks and none is written twice; a shard larger than CHUNK_BYTES has
+several, so that little has to be read for a small part of it. A chunk that is missing, cut short
+or altered is an error when it is read, never zeros.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from zero_jax.checkpoint.checksum import words
+
+CHUNK_BYTES = 64 * 2**20
+# Names of dtypes that zarr knows; others are stored as unsigned integers of the same bits.
+_KNOWN = {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"} | {
+    f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
+
+
+class Damaged(ValueError):
+    """What is on the disk is not what was written."""
+
+
+def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The shape of a chunk: a shard, or an even part of it of about CHUNK_BYTES.
+
+    Args:
+      shape: of the whole array.
+      shard: the largest piece that one device holds.
+      itemsize: bytes of an element.
+
+    >>> chunk_shape((36, 4096, 4096), (36, 512, 4096), 4)
+    (8, 512, 4096)
+    """
+    chunk = [max(1, min(a, b)) for a, b in zip(shape, shard, strict=True)]
+    cut = [a < b for a, b in zip(chunk, shape, strict=True)]
+    for dim in sorted(range(len(chunk)), key=lambda d: cut[d]):
+        size = chunk[dim]
+        least = min(size, math.ceil(math.prod(chunk) * itemsize / CHUNK_BYTES))
+        if not cut[dim]:
+            chunk[dim] = -(-size // least)
+            continue
+        # Here shards begin at multiples of `size`, and so must chunks.
+        even = (n for n in range(least, min(size, 8 * least) + 1) if size % n == 0)
+        chunk[dim] = size // next(even, 1)
+    return tuple(chunk)
+
+
+class Array:
+    """An array on the disk.
+
+    Args:
+      folder: where its chunks are.
+      shape: of the whole array.
+      dtype: its name.
+      chunk: from `chunk_shape`.
+    """
+
+    def __init__(self, folder: str, shape: Sequence[int], dtype: str, chunk: Sequence[int]):
+        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
+        self._folder = folder
+        self._stored = dtype if dtype in _KNOWN else f"uint{8 * self.dtype.itemsize}"
+        grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+        self._spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{folder}/"},
+            "metadata": {
+                "shape": list(shape),
+                "data_type": self._stored,
+                "chunk_grid": grid,
+                "chunk_key_encoding": {"name": "default"},
+                "codecs": [
+                    {"name": "bytes", "configuration": {"endian": "little"}},
+                    {"name": "crc32c"},
+                ],
+            },
+        }
+
+    def create(self) -> None:
+        """Writes the description that other readers of zarr need; one process does."""
+        ts.open(self._spec, create=True, open=False).result()
+
+    def write(self, pieces: Sequence[tuple[tuple[int, ...], np.ndarray]]) -> None:
+        """Writes pieces, each with where it starts; all of their chunks at once.
+
+        They are not copied, and must not change until this returns.
+        """
+        store = self._open()
+        known = jnp.dtype(self._stored)
+        futures = []
+        for starts, piece in pieces:
+            value = piece if piece.dtype == known else words(piece)
+            place = store[_box(starts, piece.shape)]
+            futures.append(place.write(value, can_reference_source_data_indefinitely=True))
+        for future in futures:
+            future.result()
+
+    def read(self, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        """Reads a part.
+
+        Raises:
+          Damaged: a chunk is not as it was written.
+        """
+        shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
+        if 0 in shape:
+            return np.zeros(shape, self.dtype)
+        try:
+            value = self._open()[_box(starts, shape)].read().result()
+        except ValueError as error:  # what TensorStore raises for all of this
+            raise Damaged(f"{self._folder}: {str(error).partition(' [')[0]}") from error
+        return np.asarray(value).view(self.dtype)
+
+    def _open(self) -> Any:
+        # Zeros are written as any other number, so that a missing chunk is always an error.
+        more = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+        spec = {**self._spec, **more}
+        return ts.open(spec, open=True, assume_metadata=True).result()
+
+
+def _box(starts: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(starts, shape, strict=True))

@@ -1,0 +1,327 @@
+"""Checkpoints that load on any mesh: `Checkpoints(directory).save(step, tree)` and `restore`.
+
+Orbax decides when a checkpoint counts (written beside, renamed when every process is done), which
+ones are kept, and lets training go on while files are written. What is written is zero_jax's own:
+logical arrays without padding or mesh (leaves.py), in chunks with checksums (arrays.py), and a
+manifest (manifest.py). No file of it is executed when it is read.
+
+    DIR/120/state/manifest.json
+    DIR/120/state/arrays/0007/c/0/3      a chunk
+    DIR/.lock                            of the run that writes here
+    DIR/.discarded                       what is being deleted (retention.py)
+
+Host memory: `save` copies this process's shards and returns; `restore` takes one leaf at a time.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from zero_jax.checkpoint import retention
+from zero_jax.checkpoint.arrays import Damaged
+from zero_jax.checkpoint.checksum import MODULUS
+from zero_jax.checkpoint.comparison import matched
+from zero_jax.checkpoint.leaves import leaves, rebuilt
+from zero_jax.checkpoint.manifest import NAME as MANIFEST
+from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.checkpoint.writer import (
+    Handler,
+    Save,
+    check_seal,
+    entries,
+    seal,
+    snapshot,
+    total,
+    versions,
+)
+from zero_jax.cluster.lock import locked
+
+PyTree = Any
+T = TypeVar("T")
+ITEM = "state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What came back.
+
+    Attributes:
+      tree: like the tree that was asked for, with the values of the checkpoint.
+      step: of the checkpoint.
+      config: as given to `save`.
+      extra: as given to `save`.
+      restored: paths that were read.
+      missing: paths that the checkpoint lacks, allowed by `may_differ`; they keep their value.
+      extra_arrays: paths that were not asked for, allowed by `may_differ`.
+      changed: paths of another shape or dtype, allowed by `may_differ`; they keep their value.
+    """
+
+    tree: PyTree
+    step: int
+    config: Any
+    extra: Any
+    restored: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra_arrays: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}: restored {len(self.restored)} arrays"]
+        for what, names in (
+            ("missing", self.missing),
+            ("extra", self.extra_arrays),
+            ("of another shape or dtype", self.changed),
+        ):
+            parts.append(f"{what}: {', '.join(names) or 'none'}")
+        return "; ".join(parts)
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one directory.
+
+    Args:
+      directory: is made; on storage that all processes share.
+      keep: how many of the latest are kept; None for all.
+      keep_every: steps whose multiples are kept for ever.
+      read_only: takes no lock, writes and deletes nothing.
+
+    Raises:
+      ValueError: another run writes there, or it can't be written; in all processes but the
+        first an OSError that says so.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
+    ...     checkpoints.save(1, {"w": jnp.arange(3.0)})
+    ...     checkpoints.restore({"w": jnp.zeros(3)}, say=print).tree["w"]
+    step 1: restored 1 arrays; missing: none; extra: none; of another shape or dtype: none
+    Array([0., 1., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        read_only: bool = False,
+    ):
+        for name, value in (("keep", keep), ("keep_every", keep_every)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
+        self.directory = pathlib.Path(directory).absolute()
+        self._lock = None if read_only else _by_the_first(lambda: locked(self.directory))
+        self._unsealed: int | None = None
+        self._manager = None if read_only else _manager(self.directory, keep, keep_every)
+        self._sweeper = None if self._lock is None else retention.Sweeper(self.directory)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps there are, ascending; waits for one that is being saved."""
+        self.wait()
+        found = self.directory.glob(f"*/{ITEM}/{MANIFEST}")
+        return sorted(int(p.parts[-3]) for p in found if p.parts[-3].isdigit())
+
+    @property
+    def latest(self) -> int | None:
+        """The last of them; the first process's, where storage shows it late to others."""
+        mine = np.int32(max(self.steps, default=-1))
+        last = int(multihost_utils.broadcast_one_to_all(mine))
+        return None if last < 0 else last
+
+    def save(self, step: int, tree: PyTree, *, config: Any = None, extra: Any = None) -> None:
+        """Copies what this process holds and writes it while training goes on.
+
+        Waits for the previous save first. Every process calls it.
+
+        Args:
+          step: number of the training step; not one that is there already.
+          tree: arrays at rest (parameters, optimizer state, random keys) and numbers.
+          config: the run's settings, as JSON.
+          extra: what else a run goes on from (the position in the data), as JSON.
+
+        Raises:
+          ValueError: the step is there, or something can't be saved.
+          OSError: no space is left, or an earlier save failed.
+        """
+        if self._manager is None:
+            raise ValueError("these checkpoints were opened with read_only=True")
+        if step in self.steps:
+            raise ValueError(f"{self.directory} holds step {step} already")
+        json.dumps([config, extra])
+        found = leaves(tree)
+        needed = sum(leaf.nbytes for leaf in found)
+        _by_the_first(lambda: _check_space(self.directory, needed))
+        manifest = Manifest(int(step), entries(found), versions(), config, extra)
+        args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
+        self._manager.save(step, args=args)
+        self._unsealed = step
+        if any(leaf.in_files for leaf in found):
+            self.wait()  # the next step writes to those files
+
+    def wait(self) -> None:
+        """Waits until the last save is on the disk.
+
+        Raises:
+          OSError: it failed; earlier checkpoints are intact.
+        """
+        if self._manager is None:
+            return
+        step, self._unsealed = self._unsealed, None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise OSError(f"saving to {self.directory} failed: {error}") from error
+        if step is not None and jax.process_index() == 0:
+            try:
+                seal(self.directory / str(step))
+            except OSError as error:  # it is whole without
+                _to_stderr(f"checkpoint {step} was saved, but not sealed: {error}")
+
+    def close(self) -> None:
+        """Waits, and lets other runs write here."""
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None:
+                self._manager.close()
+            if self._sweeper is not None:
+                self._sweeper.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """What a checkpoint says about itself; of the latest by default. Every process calls it.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return Manifest.read(self._folder(step))
+
+    def _folder(self, step: int | None) -> pathlib.Path:
+        steps = self.steps
+        step = self.latest if step is None else step
+        if step not in steps:
+            there = f"steps {', '.join(map(str, steps))}" if steps else "none"
+            wanted = "a checkpoint" if step is None else f"step {step}"
+            raise ValueError(f"{self.directory} does not hold {wanted}: there are {there}")
+        return self.directory / str(step) / ITEM
+
+    def restore(
+        self,
+        like: PyTree,
+        step: int | None = None,
+        *,
+        may_differ: str | None = None,
+        say: Callable[[str], Any] | None = None,
+    ) -> Restored:
+        """Reads a checkpoint into the shape and place of `like`, and checks every bit of it.
+
+        Every process calls it; each reads what its devices hold.
+
+        Args:
+          like: a tree at rest, as for `save`: arrays, or ShapeDtypeStructs with shardings from
+            `zero.abstract` and `zero.optimizer(tx).init` of them. Any mesh and stage.
+          step: the latest by default.
+          may_differ: pattern of paths that may be missing, extra or of another shape. Such a leaf
+            keeps the value it has in `like`.
+          say: is told what was restored; by default printed to stderr by the first process.
+
+        Raises:
+          Damaged: something on the disk is not as it was written.
+          ValueError: there is no such checkpoint, or it does not match `like`.
+        """
+        folder = self._folder(step)
+        check_seal(folder.parent)
+        manifest = Manifest.read(folder)
+        wanted = leaves(like)
+        outcome = matched(wanted, manifest, may_differ, str(folder))
+        nodes, sums = [], []
+        for leaf in wanted:
+            if leaf.name not in outcome["restored"]:
+                nodes.append(leaf.node)
+                continue
+            entry = manifest.arrays[leaf.name]
+            nodes.append(leaf.build(entry.array(folder).read))
+            sums.append(total(dataclasses.replace(leaf, node=nodes[-1]).pieces()))
+        names = [leaf.name for leaf in wanted if leaf.name in outcome["restored"]]
+        for name, found in zip(names, _over_processes(sums), strict=True):
+            if found != manifest.arrays[name].checksum:
+                raise Damaged(f"{folder}: {name} is not as it was saved: its checksum differs")
+        tree = rebuilt(like, nodes)
+        result = Restored(tree, manifest.step, manifest.config, manifest.extra, **outcome)
+        if say is None:
+            say = _to_stderr if jax.process_index() == 0 else lambda _: None
+        say(str(result))
+        return result
+
+
+def _manager(
+    directory: pathlib.Path, keep: int | None, keep_every: int | None
+) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        keep_period=keep_every,
+        cleanup_tmp_directories=True,
+        todelete_subdir=retention.FOLDER,
+        save_root_metadata=False,
+        # Else files could be written before their folder is made.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
+    return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
+
+
+def _by_the_first(work: Callable[[], T]) -> T | None:
+    """The first process's result, there; if it fails, all processes raise."""
+    trouble, result = None, None
+    if jax.process_index() == 0:
+        try:
+            result = work()
+        except (ValueError, OSError) as error:
+            trouble = error
+    if jax.process_count() > 1:
+        failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(trouble is not None)))
+        if failed and trouble is None:
+            trouble = OSError("process 0 can't write checkpoints: see its error")
+    if trouble is not None:
+        raise trouble
+    return result
+
+
+def _over_processes(sums: Sequence[int]) -> list[int]:
+    """Adds up each number over all processes, modulo 2^64."""
+    if jax.process_count() == 1:
+        return list(sums)
+    halves = np.array([[s >> 32, s & 0xFFFFFFFF] for s in sums], np.uint32).reshape(-1, 2)
+    every = multihost_utils.process_allgather(halves).astype(object)
+    high, low = every[..., 0].sum(axis=0), every[..., 1].sum(axis=0)
+    return [int(((h << 32) + w) % MODULUS) for h, w in zip(high, low, strict=True)]
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _check_space(directory: pathlib.Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(
+            f"{directory} has {free / 1e9:.2f} GB free, and a checkpoint takes "
+            f"{needed / 1e9:.2f} GB: make room, or keep fewer"
+        )

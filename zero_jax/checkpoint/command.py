@@ -1,0 +1,152 @@
+"""`python -m zero_jax.checkpoint`: looks at checkpoints, checks them, and trades with others.
+
+    inspect DIR          steps, times, sizes, versions, config, every array, and what is not whole
+    verify DIR           reads everything and compares every checksum; exits 1 if one differs
+    export DIR OUT       writes the parameters as a GPT-2 of Hugging Face's transformers
+    import IN DIR        makes a checkpoint of such a model, from which training can start
+
+Nothing of it uses a GPU. What export and import can and can't do is in docs/interchange.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from zero_jax.checkpoint import inspection
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.interchange import hugging_face
+from zero_jax.interchange.exporter import MAX_FILE_BYTES
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.zero import Zero
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code: 1 for damage, 2 for an error."""
+    # A GPU that is there has better things to do.
+    jax.config.update("jax_platforms", "cpu")
+    parsed = _parser().parse_args(args)
+    try:
+        return int(parsed.run(parsed))
+    except (ValueError, OSError) as error:
+        print("error:", error, file=sys.stderr)
+        return 2
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    folders = inspection.folders(args.dir)
+    shown = max(folders) if args.step is None else args.step
+    inspection.folders(args.dir, shown)  # raises if it is not there
+    steps = [inspection.glance(step, folder) for step, folder in folders.items()]
+    for step in steps:
+        print(step)
+        print(*(f"  {problem}\n" for problem in step.problems), sep="", end="")
+    for name in inspection.unfinished(args.dir):
+        print(f"{name}  left by a save that was cut off; the next run removes it")
+    for step in steps:
+        if step.step == shown and step.manifest is not None:
+            _show(step.manifest)
+    return int(any(step.problems for step in steps))
+
+
+def _show(manifest: Any) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    print(f"\nstep {manifest.step}, written by {versions}")
+    print(f"config {json.dumps(manifest.config)}")
+    print(f"extra {json.dumps(manifest.extra)}")
+    width = max(map(len, manifest.arrays), default=0)
+    for name, entry in manifest.arrays.items():
+        print(f"  {name:{width}}  {entry.dtype:8}  {entry.shape}")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    damaged = False
+    for step, folder in inspection.folders(args.dir, args.step).items():
+        found = inspection.damage(folder)
+        print(f"step {step}: {'DAMAGED' if found else 'as written'}")
+        print(*(f"  {text}\n" for text in found), sep="", end="", flush=True)
+        damaged = damaged or bool(found)
+    return int(damaged)
+
+
+def _export(args: argparse.Namespace) -> int:
+    files = hugging_face.export(
+        args.dir,
+        args.out,
+        step=args.step,
+        max_file_bytes=args.max_file_bytes,
+        heads=args.heads,
+        prefix=args.prefix,
+    )
+    size = sum(path.stat().st_size for path in files)
+    print(f"{args.out}: {len(files)} files, {size / 1e6:,.3f} MB")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from flax import nnx
+
+    if args.step < 0:
+        raise ValueError(f"step={args.step}: give 0 or more")
+    config = hugging_face.config(args.folder)
+    if args.dir.is_dir() and Checkpoints(args.dir, read_only=True).steps:
+        raise ValueError(f"{args.dir} holds checkpoints already: choose another folder")
+
+    def make() -> Any:
+        from models import gpt
+
+        return nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param)
+
+    params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).abstract(make))
+    with Checkpoints(args.dir) as checkpoints:
+        checkpoints.save(args.step, (params,), config={"model": dataclasses.asdict(config)})
+    print(f"{args.dir}: step {args.step}, {config}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m zero_jax.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help)
+        made.set_defaults(run=run)
+        return made
+
+    inspect = command("inspect", _inspect, "what is there")
+    inspect.add_argument("dir", type=pathlib.Path, help="folder of checkpoints")
+    inspect.add_argument("--step", type=int, help="whose arrays are shown; the latest unless given")
+    verify = command("verify", _verify, "is it as it was written?")
+    verify.add_argument("dir", type=pathlib.Path, help="folder of checkpoints")
+    verify.add_argument("--step", type=int, help="the only one to read; all unless given")
+    _add_export(command("export", _export, "as a model of transformers"))
+    given = command("import", _import, "from a model of transformers")
+    given.add_argument("folder", type=pathlib.Path, metavar="IN", help="config.json, safetensors")
+    given.add_argument("dir", type=pathlib.Path, help="folder of checkpoints to make")
+    given.add_argument("--step", type=int, default=0, help="number of the step that is written")
+    return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dir", type=pathlib.Path, help="folder of checkpoints")
+    add("out", type=pathlib.Path, metavar="OUT", help="folder to make")
+    add("--format", choices=("safetensors",), default="safetensors", help="of the files")
+    add("--step", type=int, help="the latest unless given")
+    add(
+        "--max-file-bytes",
+        type=float,
+        default=MAX_FILE_BYTES,
+        help="of tensors in one file, 2e9 unless given; a larger tensor has its own",
+    )
+    add("--heads", type=int, help="of attention; from the checkpoint's config unless given")
+    add("--prefix", help="of the paths of parameters; 0/, none or params/ unless given")

@@ -1,0 +1,126 @@
+"""What XLA's GPU compiler is told of a step, and how `jax.jit` is told."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zero_jax import releases
+
+# Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
+_XLA_MERGES = 30 * 2**20
+# Gathering ahead holds two layers: not where one is more than so many buckets.
+_AHEAD = 4
+
+
+def options(
+    bucket_bytes: int, devices: int, layer: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """XLA's options for GPUs: what it may merge, and what it does ahead of time.
+
+    Args:
+      bucket_bytes: the most that a collective moves at once, measured on the full side.
+      devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
+      layer: bytes of the largest layer, as it is gathered and as its gradients are sent, if layers
+        are gathered one by one (stage 3). Its leaves travel together, those of several layers do
+        not, and it is gathered while the one before it computes.
+
+    >>> options(2**30, 64)
+    {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
+    """
+    gathered, reduced = layer or (0, 0)
+    known = {}
+    for kind, own, parts in (
+        ("all_gather", gathered, 1),
+        ("all_reduce", 0, 1),
+        ("reduce_scatter", min(reduced, releases.SUMMED_AT_ONCE), devices),
+    ):
+        large = own > _XLA_MERGES
+        # A little more than a layer, for what is padded.
+        most = min(bucket_bytes, 17 * own // 16) if large else bucket_bytes
+        if large or most // parts < _XLA_MERGES:
+            known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
+    if not gathers_ahead(bucket_bytes, layer):
+        return known
+    return known | _first_known(releases.GATHER_AHEAD) | _first_known(releases.AT_ONCE)
+
+
+def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
+    """Whether a layer is gathered while the one before it computes; arguments as for `options`."""
+    return layer is not None and layer[0] <= _AHEAD * bucket_bytes
+
+
+@functools.cache
+def _first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The first of these options that the installed XLA has; a warning and none if it has none."""
+    for name, value in spellings:
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            return {name: value}
+    warnings.warn(
+        f"the XLA of jaxlib {jax.lib.__version__} knows none of "
+        f"{', '.join(name for name, _ in spellings)}: weights of layers are gathered more in the "
+        "open than they could be; use a jaxlib from 0.10 to 0.12",
+        stacklevel=2,
+    )
+    return {}
+
+
+class Program:
+    """A function of arrays, jitted with compiler options for them. Inside another `jit` it
+    takes that one's: JAX refuses options in a `jit` within a `jit`, as in a step of the user's own.
+
+    Args:
+      fn: the function.
+      options: the compiler's, of the same arguments; None for none.
+      **how: as for `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Callable[..., Mapping[str, Any]] | None = None,
+        **how: Any,
+    ):
+        functools.update_wrapper(self, fn)
+        self._within = jax.jit(fn, **how)
+        self._options = options
+        self._jit = functools.partial(jax.jit, fn, **how)
+        self._outermost: dict[Any, Any] = {}
+
+    def _for(self, *args: Any, **named: Any) -> Any:
+        """As it is jitted for arrays of these shapes."""
+        if self._options is None:
+            return self._within
+        leaves, treedef = jax.tree.flatten((args, named))
+        key = treedef, tuple((x.shape, x.dtype) if _is_array(x) else type(x) for x in leaves)
+        if key not in self._outermost:
+            options = dict(self._options(*args, **named))
+            self._outermost[key] = self._jit(compiler_options=options)
+        return self._outermost[key]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        try:
+            return self._for(*args, **named)(*args, **named)
+        except ValueError as error:
+            if "top-level `jax.jit`" not in str(error):
+                raise
+        return self._within(*args, **named)
+
+    def trace(self, *args: Any, **named: Any) -> Any:
+        """As of `jax.jit`."""
+        return self._for(*args, **named).trace(*args, **named)
+
+    def lower(self, *args: Any, **named: Any) -> Any:
+        """As of `jax.jit`."""
+        return self._for(*args, **named).lower(*args, **named)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")

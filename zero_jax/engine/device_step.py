@@ -1,0 +1,234 @@
+"""One device's part of a step, inside `shard_map`: what is gathered, differentiated and summed.
+
+A gradient is taken with respect to the shard of a leaf that is opened where it is read, else with
+respect to its copy.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.collectives import gather_scatter, precision
+from zero_jax.engine import losses, micro_batch, rewrite
+from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
+from zero_jax.engine.settings import Settings
+from zero_jax.engine.trace import Traced
+from zero_jax.engine.weights import Form, Source, Weight, whole
+from zero_jax.remat import policies
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.mesh import REPLICA, batch_axes, model_size
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one pass over the global batch gives, equal on every device except `grads` and rows.
+
+    Attributes:
+      loss: fp32 scalar, the global weighted mean.
+      weight: fp32 scalar, the global weight.
+      aux: the loss function's aux over devices and micro-batches, see `losses`.
+      grads: the gradient of `loss` at rest, or None for an evaluation.
+      grad_norm: fp32 scalar, the l2 norm of all gradients, or None.
+      finite: whether every number of the gradient is finite, or the guard is off; or None.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    grads: Any
+    grad_norm: Any
+    finite: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceStep:
+    """One device's part of a step; its methods run inside `shard_map`.
+
+    Attributes:
+      settings: of the run.
+      traced: the loss.
+      full: shapes of the parameters, logical.
+      k: micro-batches.
+    """
+
+    settings: Settings
+    traced: Traced
+    full: PyTree
+    k: int
+
+    def loss(self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array) -> Result:
+        """The global loss alone."""
+        values, copies = self._views(jax.tree.leaves(params))
+        weights = self._weights(values, copies, [None] * len(values))
+        total, weight, aux = self._run(weights, batch, micro_batch.fold_keys(extras, self._place()))
+        return self._result(*self._sums(total, weight), aux, (None, None, None))
+
+    def gradients(self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array) -> Result:
+        """The global loss, and this device's part of its gradients at rest."""
+        values, copies = self._views(jax.tree.leaves(params))
+
+        def one(micro: PyTree, index: Any) -> Any:
+            mine = micro_batch.fold_keys(extras, self._place() * self.k + index)
+            return self._one(values, copies, micro, mine, scale)
+
+        (total, weight, undo, aux), grads = micro_batch.accumulate(
+            one, batch, self.k, self.traced.kinds
+        )
+        total, weight = self._sums(total, weight)
+        return self._result(total, weight, aux, self._finish(grads, undo / (weight * scale)))
+
+    def _one(
+        self, values: list[Any], copies: list[Any], micro: PyTree, extras: Any, scale: jax.Array
+    ) -> Any:
+        """A micro-batch: (sum, weight, undo, aux), and its gradients as far as they are summed."""
+        leaves = self.traced.leaves
+        slots = [
+            None if leaf.waits_in is None else jnp.zeros(x.shape, leaf.waits_in)
+            for x, leaf in zip(values, leaves, strict=True)
+        ]
+        # None where there is nothing to differentiate: a frozen leaf, or one with a slot.
+        parts = zip(values, slots, leaves, strict=True)
+        trained = [None if leaf.frozen or s is not None else v for v, s, leaf in parts]
+
+        def objective(trained: list[Any], slots: list[Any]) -> Any:
+            own = [v if t is None else t for v, t in zip(values, trained, strict=True)]
+            total, weight, aux = self._run(self._weights(own, copies, slots), micro, extras)
+            down = self._scaled_down(weight)
+            return total * (scale * down), (total, weight, 1.0 / down, aux)
+
+        differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (_, out), found = differentiated(trained, slots)
+        grads = [g for pair in zip(*found, strict=True) for g in pair if g is not None]
+        return out, self._reduced(grads, MICRO_BATCH)
+
+    def _run(self, weights: list[Any], micro: PyTree, extras: Any) -> tuple[Any, Any, list[Any]]:
+        # Sizes of a trace are those of all devices of `model`.
+        bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
+        policy = policies.parse(self.settings.remat)
+        args = [*weights, *jax.tree.leaves((micro, extras))]
+        total, weight, *aux = rewrite.run(self.traced.closed, args, policy, bucket)
+        return total, jax.lax.stop_gradient(weight), aux
+
+    def _scaled_down(self, weight: jax.Array) -> Any:
+        """About 1 / weight, a power of two: fp16 gradients of a sum over thousands of tokens would
+        overflow. Equal on all devices, which add up their gradients."""
+        if not (self.settings.precision.scaled and self.traced.weighted):
+            return jnp.float32(1)
+        most = jax.lax.pmax(jnp.abs(weight), batch_axes(self.settings.mesh))
+        return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(most > 0, most, 1.0))))
+
+    def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
+        """What is differentiated, and what was gathered beside it for the whole step."""
+        pairs = list(zip(shards, self.traced.leaves, strict=True))
+        if LIFETIMES[self.settings.stage].copy == TOUCH:
+            wire = self.settings.wire
+            joined = [gather_scatter.join(x, leaf.cut, wire, REPLICA) for x, leaf in pairs]
+            return joined, [None] * len(shards)
+        copies = [self._copy(x, leaf.cut) for x, leaf in pairs]
+        both = list(zip(pairs, copies, strict=True))
+        values = [x if leaf.opens else copy for (x, leaf), copy in both]
+        return values, [copy if leaf.opens else None for (_, leaf), copy in both]
+
+    def _copy(self, shard: jax.Array, cut: layout.Split) -> jax.Array:
+        """A gathered leaf. Stacked matrices are gathered layer by layer."""
+
+        def gather(x: jax.Array) -> jax.Array:
+            return gather_scatter.gather(x, cut, self.settings.wire)
+
+        # Gathered as a whole, XLA lays them out with the split dim outermost; jax 0.10's compiler
+        # then keeps a second, transposed copy of all layers for one of the two loops over them.
+        matrices = cut.by_layer and cut.layer_rank > 1
+        return jax.lax.map(gather, shard) if matrices else gather(shard)
+
+    def _weights(self, values: list[Any], copies: list[Any], slots: list[Any]) -> list[Any]:
+        """The parameters as the traced loss is run with."""
+        parts = zip(values, copies, slots, self.traced.leaves, strict=True)
+        return [
+            Weight(self._source(value, copy, slot, leaf), _form(at, leaf.cut))
+            for at, (value, copy, slot, leaf) in enumerate(parts)
+        ]
+
+    def _source(self, value: Any, copy: Any, slot: Any, leaf: Leaf) -> Source:
+        if not leaf.opens:
+            return whole(value)
+        there = [x is not None for x in (value, copy, slot)]
+
+        def make(*given: Any) -> Any:
+            it = iter(given)
+            own = [next(it) if t else None for t in there]
+            shard, copy, slot = own
+            return gather_scatter.touch(shard, copy, slot, leaf.cut, self.settings.wire)
+
+        return Source(tuple(x for x in (value, copy, slot) if x is not None), make, free=False)
+
+    def _sums(self, total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total, weight = jax.lax.psum(jnp.stack([total, weight]), batch_axes(self.settings.mesh))
+        return total, weight
+
+    def _result(self, total: Any, weight: Any, aux: list[Any], gradients: Any) -> Result:
+        axes = batch_axes(self.settings.mesh)
+        aux = losses.over_devices(self.traced.kinds, aux, axes)
+        return Result(total / weight, weight, aux, *gradients)
+
+    @property
+    def _trained(self) -> list[Leaf]:
+        return [leaf for leaf in self.traced.leaves if not leaf.frozen]
+
+    def _reduced(self, grads: list[jax.Array], when: str) -> list[jax.Array]:
+        """Sums those gradients over `data` whose time has come."""
+        wire = self.settings.wire
+        return [
+            gather_scatter.reduce_scatter(g, leaf.cut, wire) if leaf.summed == when else g
+            for g, leaf in zip(grads, self._trained, strict=True)
+        ]
+
+    def _finish(
+        self, grads: list[jax.Array], factor: jax.Array
+    ) -> tuple[PyTree, jax.Array, jax.Array]:
+        """The mean gradient at rest, its norm, and whether it is finite, from sums over this
+        device's micro-batches."""
+        grads = self._reduced(grads, STEP)
+        grads = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
+        if REPLICA in batch_axes(self.settings.mesh):
+            pairs = zip(grads, self._trained, strict=True)
+            wire = self.settings.wire
+            grads = [gather_scatter.sum_parts(g, leaf.cut, wire, REPLICA) for g, leaf in pairs]
+        grads = [g * factor for g in grads]
+        norm, finite = self._norm(grads)
+        it = iter(grads)
+        leaves = zip(jax.tree.leaves(self.full), self.traced.leaves, strict=True)
+        out = [jnp.full((), -0.0, x.dtype) if leaf.frozen else next(it) for x, leaf in leaves]
+        pairs = zip(out, self.traced.leaves, strict=True)
+        rest = [_as_rest(g, leaf.cut) for g, leaf in pairs]
+        return jax.tree.unflatten(jax.tree.structure(self.full), rest), norm, finite
+
+    def _norm(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The l2 norm, and whether all is finite. A leaf that all hold counts on the first."""
+        axes = self.settings.rest_axes
+        first = jax.lax.axis_index(axes) == 0
+
+        def squares(factor: Any) -> jax.Array:
+            total = jnp.float32(0)
+            for grad, leaf in zip(grads, self._trained, strict=True):
+                own = precision.sum_of_squares(grad, factor)
+                total += own if leaf.cut.dim is not None else jnp.where(first, own, 0.0)
+            return total
+
+        norm, finite = precision.norm_of(jax.lax.psum(precision.two_sums(squares), axes))
+        return norm, finite if self.settings.guard else jnp.asarray(True)
+
+    def _place(self) -> Any:
+        return jax.lax.axis_index(batch_axes(self.settings.mesh))
+
+
+def _form(at: int, cut: layout.Split) -> Form:
+    return Form(at, len(cut.shape), cut.dim)
+
+
+def _as_rest(grad: jax.Array, cut: layout.Split) -> Any:
+    return paths.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad

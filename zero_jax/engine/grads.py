@@ -1,0 +1,135 @@
+"""Loss and gradients over the global batch.
+
+The loss is traced once (`trace.py`) and its program run on every device with weights in place of
+arrays (`device_step.py`, `rewrite.py`); how long copies and gradients live is in `lifetimes.py`.
+Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zero_jax.engine import losses, micro_batch
+from zero_jax.engine.device_step import DeviceStep
+from zero_jax.engine.device_step import Result as Result
+from zero_jax.engine.settings import Settings
+from zero_jax.engine.trace import Traced, trace
+from zero_jax.offload import tiers
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.mesh import batch_axes, batch_shards
+
+PyTree = Any
+LossFn = Callable[..., Any]
+
+
+def run(
+    settings: Settings,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    extras: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    differentiate: bool,
+    loss_scale: jax.Array | float = 1.0,
+) -> Result:
+    """Evaluates a loss over the global batch, with or without its gradients."""
+    if settings.offload.streams_params:
+        params = tiers.to_device(params)
+    k = settings.micro_batches if differentiate else 1
+    full, traced = _traced(settings, loss_fn, params, batch, extras, has_aux, k)
+    step = DeviceStep(settings, traced, full, k)
+    rest = jax.tree.structure(params)
+    specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
+    # The gradient of a frozen leaf is a scalar zero.
+    nothing = layout.split((), 1)
+    grad_cuts = [nothing if leaf.frozen else leaf.cut for leaf in traced.leaves]
+    grad_specs = jax.tree.unflatten(rest, [c.spec for c in grad_cuts]) if differentiate else None
+    axes: Any = PartitionSpec(batch_axes(settings.mesh))
+    same: Any = PartitionSpec()
+    aux = [axes if kind == losses.ROWS else same for kind in traced.kinds]
+    body = jax.shard_map(
+        step.gradients if differentiate else step.loss,
+        mesh=settings.mesh,
+        in_specs=(specs, axes, same, same),
+        out_specs=Result(same, same, aux, grad_specs, same, same),
+        # `model` stays automatic: XLA splits the matmuls by what the weights are split over.
+        axis_names=set(batch_axes(settings.mesh)),
+        # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
+        # scan carries start replicated do not trace.
+        check_vma=False,
+    )
+    try:
+        out = body(params, batch, extras, jnp.asarray(loss_scale, jnp.float32))
+    except ValueError as error:
+        if "lax.while_loop" not in str(error):
+            raise
+        raise _without_gradient(traced) from error
+    tree = jax.tree.structure(traced.aux)
+    return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
+
+
+def read(
+    settings: Settings,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    extras: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    micro_batches: int | None = None,
+) -> Traced:
+    """The traced loss and what it says of leaves and layers; allocates nothing.
+
+    Args:
+      settings: of the run.
+      loss_fn: the loss.
+      params: at rest, or their shapes.
+      batch: the global batch, or its shapes.
+      extras: further arguments of the loss.
+      has_aux: whether it returns (loss, aux).
+      micro_batches: 1 for an evaluation; by default those of the settings.
+    """
+    k = micro_batches or settings.micro_batches
+    return _traced(settings, loss_fn, params, batch, extras, has_aux, k)[1]
+
+
+def _traced(
+    settings: Settings,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    extras: tuple[Any, ...],
+    has_aux: bool,
+    k: int,
+) -> tuple[PyTree, Traced]:
+    """Logical shapes of the parameters, and the traced loss."""
+    full = jax.eval_shape(layout.logical, params)
+    cuts = settings.splitter(full)
+    _check_params(params, cuts)
+    micro_batch.check_batch(batch, batch_shards(settings.mesh), k)
+    traced = trace(settings, loss_fn, full, cuts, batch, extras, has_aux=has_aux, micro_batches=k)
+    return full, traced
+
+
+def _without_gradient(traced: Traced) -> ValueError:
+    """JAX's error about a loop without a gradient, with the parameters that it reads."""
+    names = ", ".join(traced.looped) or "what is made of parameters"
+    return ValueError(
+        f"a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are not "
+        f"Python numbers) reads {names}, and JAX has no gradient of it. Use lax.scan or a fixed "
+        "number of turns, wrap what it reads in jax.lax.stop_gradient, or freeze those leaves"
+    )
+
+
+def _check_params(params: PyTree, cuts: list[layout.Split]) -> None:
+    for (name, leaf), cut in zip(paths.named_leaves(params), cuts, strict=True):
+        if tuple(leaf.shape) != cut.rest_shape:
+            raise ValueError(
+                f"{name} has shape {tuple(leaf.shape)}, but over {cut.shards} devices it rests as "
+                f"{cut.rest_shape}: make parameters with zero.init or zero.shard of the same Zero"
+            )

@@ -1,0 +1,120 @@
+"""A scan over weights: slices of their shards go into it, and are gathered in its body."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_jax.engine.replay import How, replay
+from zero_jax.engine.weights import Apart, Source, Weight, follow, opened
+from zero_jax.jaxpr import equations
+from zero_jax.remat import layer_groups, recompute
+from zero_jax.remat.policies import DEVICE
+
+
+class Loop:
+    """A scan over weights.
+
+    Args:
+      eqn: the scan.
+      consts, carried: how many of its inputs are constants, and how many its carry.
+      values: its inputs.
+    """
+
+    def __init__(self, eqn: Any, consts: int, carried: int, values: Sequence[Any]):
+        self.body = equations.written_out(equations.inner(eqn))
+        self.params, self.consts, self.carried = eqn.params, consts, carried
+        self.sliced = {
+            i
+            for i, x in enumerate(values)
+            if i >= consts + carried and isinstance(x, Weight) and x.form.may_slice
+        }
+        self.slices = Apart([values[i].sliced() for i in sorted(self.sliced)])
+        self.others = [x for i, x in enumerate(values) if i not in self.sliced]
+
+    def run(self, given: Sequence[Any], how: How) -> list[Any]:
+        """Its results, given the inputs that are not sliced weights, whole, and arrays of those."""
+        length, reverse = self.params["length"], self.params["reverse"]
+        unroll, before = self.params["unroll"], self.consts
+        if how.policy.kind == "none":
+
+            def step(*flat: Any) -> list[Any]:
+                outs = how.evaluate(
+                    self.body, self._values(flat), dataclasses.replace(how, in_loop=True)
+                )
+                return list(map(opened, outs))
+
+            return layer_groups.loop(step, given, before, self.carried, length, reverse, unroll)
+        within = self._summed_within(how.bucket_bytes)
+        place = how.policy.inputs if self.sliced else DEVICE
+        if how.policy.kind == "block_sqrt" and self.sliced and layer_groups.size_of(length) > 1:
+            counts = before, self.carried
+            return layer_groups.scan(
+                self._layer(how), given, counts, length, reverse, place, within
+            )
+        places = {i: place for i in range(before, before + self.carried)}
+        # No barrier is needed: forward and backward of a scan are loops of their own.
+        layer = recompute.layer(self._layer(how), places, barrier=False, within=within)
+        return layer_groups.loop(layer, given, before, self.carried, length, reverse, unroll)
+
+    def _values(self, flat: Sequence[Any]) -> list[Any]:
+        """What the body is given, of the arrays that one turn has."""
+        count = len(self.others)
+        others, slices = iter(flat[:count]), iter(self.slices.together(flat[count:]))
+        both = range(len(self.body.jaxpr.invars))
+        return [next(slices) if i in self.sliced else next(others) for i in both]
+
+    def _layer(self, how: How) -> recompute.Run:
+        weights = {self.body.jaxpr.invars[i] for i in self.sliced}
+        return replay(self.body, self._values, weights, how, in_loop=True)
+
+    def _summed_within(self, bucket_bytes: float) -> list[int]:
+        """Which of the arrays of a turn have gradients that are not left to the next turn."""
+        if not self.sliced:
+            return []
+        opens = zip(sorted(self.sliced), self.slices.of([], self.slices.sources), strict=True)
+        named = [(self.body.jaxpr.invars[i], x) for i, x in opens]
+        own = summed_within(self.body.jaxpr, dict(named), bucket_bytes)
+        starts: dict[Any, int] = {}
+        at = len(self.others)
+        for source in self.slices.sources:
+            starts[source], at = at, at + len(source.arrays)
+        return [starts[s] + i for s in own for i in range(len(s.arrays))]
+
+
+def summed_within(jaxpr: Any, weights: Mapping[Any, Weight], bucket_bytes: float) -> list[Source]:
+    """Leaves of a layer whose gradients are summed over devices before its loop goes on.
+
+    XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
+    held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
+    that gathers more, those of the matrices that are used last come first, with the rest of its own
+    backward pass to hide behind: up to half of the layer is not left to the next.
+
+    Args:
+      jaxpr: a scanned layer.
+      weights: of its inputs those that are slices of leaves.
+      bucket_bytes: the most that collectives move at once.
+
+    Returns:
+      The sources, for the positions that `layer` is told.
+    """
+    forms = {var: weight.form for var, weight in weights.items()}
+    sources = {weight.form.leaf: weight.source for weight in weights.values()}
+    sizes = {
+        weight.form.leaf: var.aval.size * var.aval.dtype.itemsize for var, weight in weights.items()
+    }
+    ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
+    left = sum(sizes.values()) / 2
+    if 2 * left <= bucket_bytes:
+        return []
+    order: dict[int, None] = {}
+    for eqn in jaxpr.eqns:
+        mine = [forms[a].leaf for a in eqn.invars if equations.is_in(a, forms)]
+        if mine and not follow(eqn, forms):
+            order.update(dict.fromkeys(mine))
+    found = []
+    # Never that of the first matrix: it comes last, and would be summed in the open.
+    for leaf in reversed([leaf for leaf in order if ranks[leaf] > 1][1:]):
+        if sizes[leaf] <= left:
+            left -= sizes[leaf]
+            found.append(sources[leaf])
+    return found

@@ -1,0 +1,106 @@
+"""What a device works off at once: rows of a batch, keys of its own, sums over micro-batches."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.engine import losses
+
+PyTree = Any
+
+
+def accumulate(one: Callable[..., Any], batch: PyTree, k: int, kinds: Sequence[str]) -> Any:
+    """Sums of k micro-batches, gradients in fp32.
+
+    Args:
+      one: of a micro-batch and its index: (total, weight, undo, aux leaves), gradients. `undo` is
+        what the gradients are still to be multiplied by.
+      batch: this device's rows.
+      k: how many micro-batches.
+      kinds: of each aux leaf what becomes of it, see `losses`.
+    """
+    if k == 1:
+        return one(batch, 0)
+    micros = split(batch, k)
+
+    def up(grad: jax.Array, undo: Any) -> jax.Array:
+        return grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * undo
+
+    def parted(aux: Sequence[Any], rows: bool) -> list[Any]:
+        return [x for x, kind in zip(aux, kinds, strict=True) if (kind == losses.ROWS) == rows]
+
+    others = [kind for kind in kinds if kind != losses.ROWS]
+
+    def body(acc: Any, xs: Any) -> Any:
+        (total, weight, undo, aux), grads = one(*xs)
+        (acc_total, acc_weight, acc_aux), acc_grads = acc
+        means = losses.added(others, acc_aux, parted(aux, False), k)
+        grads = jax.tree.map(lambda a, b: a + up(b, undo), acc_grads, grads)
+        return ((acc_total + total, acc_weight + weight, means), grads), parted(aux, True)
+
+    first = jax.tree.map(lambda x: x[0], micros)
+    (total, weight, _, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
+    wide = jax.eval_shape(lambda g: jax.tree.map(lambda x: up(x, jnp.float32(1)), g), grads)
+    start = ((total, weight, parted(aux, False)), wide)
+    zeros = jax.tree.map(_zeros, start)
+    ((total, weight, means), grads), rows = jax.lax.scan(body, zeros, (micros, jnp.arange(k)))
+    means, whole = iter(means), iter(x.reshape(-1, *x.shape[2:]) for x in rows)
+    aux = [next(whole) if kind == losses.ROWS else next(means) for kind in kinds]
+    return (total, weight, jnp.float32(1), aux), grads
+
+
+def _zeros(like: Any) -> Any:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, like)
+        return jax.random.wrap_key_data(
+            jnp.zeros(words.shape, words.dtype), impl=jax.random.key_impl(like)
+        )
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def split(batch: PyTree, k: int) -> PyTree:
+    """Every array of the batch as k micro-batches."""
+    return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+
+
+def fold_keys(extras: Any, index: Any) -> Any:
+    """Gives typed PRNG keys a value of their own on every device and micro-batch."""
+
+    def one(x: Any) -> Any:
+        typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if not typed:
+            return x
+        fold = functools.partial(jax.random.fold_in, data=index)
+        for _ in range(x.ndim):
+            fold = jax.vmap(fold)
+        return fold(x)
+
+    return jax.tree.map(one, extras)
+
+
+def check_batch(batch: PyTree, n: int, k: int) -> None:
+    """Raises unless n devices x k micro-batches divide the rows of every array of the batch."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    if not leaves:
+        raise ValueError("the batch has no arrays: pass at least one array with the batch as dim 0")
+    sizes = set()
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path) or "the batch"
+        shape = tuple(getattr(x, "shape", ()))
+        if not shape:
+            raise ValueError(
+                f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass what "
+                "all devices share as an extra argument after the batch"
+            )
+        sizes.add(shape[0])
+        if shape[0] == 0 or shape[0] % (n * k):
+            below = shape[0] // (n * k) * n * k
+            raise ValueError(
+                f"{name} has {shape[0]} rows, but {n} devices x {k} micro-batches must divide "
+                f"them: use {below or n * k} or {below + n * k}"
+            )
+    if len(sizes) > 1:
+        raise ValueError(f"the arrays of the batch have {sorted(sizes)} rows: give all the same")

@@ -1,0 +1,202 @@
+"""ZeRO stages 1 and 2 for code that already lives inside `shard_map`, as an optax transformation.
+
+Parameters are replicated; the optimizer state is not. `update` takes this device's own full
+gradients, reduce-scatters them, updates this device's shard and gathers the updates:
+
+    state:  K/N bytes per parameter and device (K = 8 for Adam's two moments)
+    sent:   2Ψ words per step: a reduce-scatter of Ψ and a gather of Ψ
+
+which is what the all-reduce of plain data parallelism sends. Inside `shard_map` a transformation
+sees shards only, so `init` refuses those that are not elementwise (elementwise.py).
+Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from zero_jax.collectives.by_hand import shard
+from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
+from zero_jax.engine.elementwise import require_elementwise
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.layout import Split
+from zero_jax.sharding.splitter import Splitter
+
+PyTree = Any
+
+
+class Partitioned(optax.GradientTransformationExtraArgs):
+    """What `partitioned` returns: `init` and `update`, as any optax transformation."""
+
+
+def partitioned(
+    tx: optax.GradientTransformation, axis_name: str = "data", stage: int = 2
+) -> Partitioned:
+    """Partitions an elementwise transformation's state and work over a mesh axis.
+
+    `init` and `update` run inside `jax.shard_map`, manual over `axis_name`, with parameters in
+    full on every device. `update(grads, state, params)` takes what `jax.grad` of this device's
+    own loss gives, *not* summed over devices, and returns full updates, equal on every device.
+    The gradient that counts is the mean over devices: sum / N. Hence the loss that is
+    differentiated is the mean over this device's part of the batch; batches of unequal weight
+    have to be weighted in the loss.
+
+    Gradients must not be summed before. With `check_vma=True` (the default of `jax.shard_map`)
+    `jax.grad` with respect to a replicated value sums by itself, so differentiate with respect
+    to `jax.lax.pcast(params, axis_name, to="varying")`; summed gradients are refused. With
+    `check_vma=False` nothing is summed unless you do it, and nothing shows it: gradients from
+    `jax.lax.psum` would be N times too large, those from `jax.lax.pmean` right. With
+    `check_vma=True` a loss that is averaged by `jax.lax.pmean` inside the differentiated function
+    gives gradients that are N times too small: average it outside.
+
+    The state and the updates have the dtype of the parameters; gradients are summed in fp32.
+    Further keyword arguments of `update` are handed to `tx`, and must be equal on every device.
+
+    Args:
+      tx: an elementwise transformation, or a chain of them, without traced values in it (a learning
+        rate that is an argument of the step goes into `optax.inject_hyperparams`).
+      axis_name: the mesh axis to partition over.
+      stage: 1 keeps every full gradient until the backward pass has ended; 2 lets each be
+        reduce-scattered, and freed, as soon as it is there.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. The state crosses the boundary of `shard_map`
+      with the specs of `partition_specs`.
+
+    Raises:
+      ValueError: for another stage; by `init`, for a transformation that is not elementwise; by
+        `update`, for gradients that are summed already; by both, outside `shard_map`.
+
+    Source: ZeRO (arXiv:1910.02054), sections 5.1 and 5.2.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> tx, params = optax.adam(1e-3), {"w": jax.numpy.ones((4, 2))}
+    >>> ztx, specs = partitioned(tx), partition_specs(tx, params, num_shards=1)
+    >>> init = jax.shard_map(ztx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+    >>> init(params)[0].mu["w"].shape
+    (4, 2)
+    """
+    if stage not in (1, 2):
+        raise ValueError(
+            f"partitioned(stage={stage!r}): stage must be 1 or 2 where parameters are replicated. "
+            "For stages 0 and 3 use zero_jax.Zero(mesh, stage=3)"
+        )
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    inner = optax.with_extra_args_support(tx)
+    wire = Wire(axis_name)
+
+    def init(params: PyTree) -> PyTree:
+        cuts = Splitter(_axis_size(axis_name))(params)
+        # One device may be many tomorrow, so what is refused there is refused here.
+        trial = cuts if _axis_size(axis_name) > 1 else Splitter(2)(params)
+        require_elementwise(tx, params, trial)
+        return inner.init(shard(params, axis_name=axis_name))
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        shards = _axis_size(axis_name)
+        _refuse_summed(grads, axis_name)
+        like = grads if params is None else params
+        cuts = Splitter(shards)(like)
+        if stage == 1:
+            grads = jax.lax.optimization_barrier(grads)
+
+        def mean(full: jax.Array, cut: Split, leaf: jax.Array) -> jax.Array:
+            return (reduce_scatter(full, cut, wire) / shards).astype(leaf.dtype)
+
+        def gather(piece: jax.Array, cut: Split, leaf: jax.Array) -> jax.Array:
+            return _gather(piece, cut, axis_name).astype(leaf.dtype)
+
+        own = None if params is None else shard(params, axis_name=axis_name)
+        pieces, state = inner.update(_map(mean, grads, cuts, like), state, own, **extra)
+        return _map(gather, pieces, cuts, like), state
+
+    return Partitioned(init, update)
+
+
+def partition_specs(
+    tx: optax.GradientTransformation, params: PyTree, num_shards: int, axis_name: str = "data"
+) -> PyTree:
+    """How the state of `partitioned(tx)` crosses the boundary of `shard_map`.
+
+    A state leaf that is smaller on a shard than on full parameters is cut along that dim; all
+    others (counters, the moments of leaves too small to split) are equal on every device. Outside
+    `shard_map` a leaf has its shape at rest: padded with zeros to a multiple of `num_shards` along
+    the dim that is cut, so (10, 7) over 4 devices is (10, 8).
+
+    Args:
+      tx: the transformation that was given to `partitioned`.
+      params: full parameters, arrays or ShapeDtypeStructs.
+      num_shards: N, the size of the mesh axis.
+      axis_name: the mesh axis that the state is spread over.
+
+    Returns:
+      A tree of PartitionSpecs with the structure of the state, for `in_specs` and `out_specs`.
+
+    >>> params = {"w": jax.ShapeDtypeStruct((10, 7), "float32")}
+    >>> partition_specs(optax.sgd(0.1, momentum=0.9), params, 4)[0].trace
+    {'w': P(None, 'data')}
+    """
+    if isinstance(tx, Partitioned):
+        raise ValueError(
+            "partition_specs(tx) needs the transformation that was given to partitioned(tx), "
+            "not the one that it returned: partition_specs(optax.adam(1e-3), params, num_shards)"
+        )
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+
+    def piece(leaf: Any, cut: Split) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(cut.shard_shape, leaf.dtype)
+
+    def spec(full: Any, own: Any) -> PartitionSpec:
+        sizes = zip(full.shape, own.shape, strict=True)
+        dim = next((d for d, (a, b) in enumerate(sizes) if a != b), None)
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)
+
+    pieces = _map(piece, params, Splitter(num_shards)(params))
+    return jax.tree.map(spec, jax.eval_shape(tx.init, params), jax.eval_shape(tx.init, pieces))
+
+
+def _map(fn: Any, tree: PyTree, cuts: list[Split], *rest: PyTree) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    others = [jax.tree.leaves(t) for t in rest]
+    return jax.tree.unflatten(treedef, [fn(*x) for x in zip(leaves, cuts, *others, strict=True)])
+
+
+def _gather(piece: jax.Array, cut: Split, axis: str) -> jax.Array:
+    """The full leaf, known to be equal on every device; collectives.gather's is not."""
+    if cut.dim is None:
+        return piece
+    full = jax.lax.all_gather(piece, axis, axis=cut.dim % piece.ndim, tiled=True, to="invarying")
+    return layout.strip_dim(full, cut.dim, cut.size) if cut.padded else full
+
+
+def _axis_size(axis: str) -> int:
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        raise ValueError(
+            f"partitioned(axis_name={axis!r}) runs inside jax.shard_map over a mesh with an axis "
+            f"{axis!r}, and there is none here. Outside shard_map use zero.optimizer(tx)"
+        ) from None
+
+
+def _varies(x: jax.Array, axis: str) -> bool:
+    return axis in jax.typeof(x).manual_axis_type.varying
+
+
+def _refuse_summed(grads: PyTree, axis: str) -> None:
+    if not _varies(jax.lax.axis_index(axis), axis):
+        return  # check_vma=False: nothing is known, and nothing was summed by jax.grad
+    for name, leaf in paths.named_leaves(grads):
+        if not _varies(leaf, axis):
+            raise ValueError(
+                f"the gradient of {name} is already summed over {axis!r}: jax.grad with respect to "
+                "a replicated value does so inside shard_map. partitioned needs this device's own: "
+                f'differentiate with respect to jax.lax.pcast(params, {axis!r}, to="varying"), '
+                "or pass check_vma=False to shard_map"
+            )

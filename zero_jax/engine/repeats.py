@@ -1,0 +1,155 @@
+"""Finds the layers of a model that does not scan over them: stretches of its trace that repeat.
+
+Layers are neighbours: the same equations again and again, each time on other leaves. Where one
+begins and the next ends is where the least is alive between them: the layer's input, not the half
+of a norm that follows. To recompute any stretch of a program gives the same values, so what is
+found here decides on memory and overlap, never on results.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.engine.weights import Form, follow
+from zero_jax.jaxpr.equations import is_in
+
+# A stretch whose own parts repeat over so much of it is several layers.
+_MOST = 0.5
+
+
+def runs_of(jaxpr: Any, forms: dict[Any, Form]) -> list[list[list[int]]]:
+    """The runs of layers that follow on each other, in order; of each layer its equations, without
+    those that only re-arrange leaves.
+
+    Args:
+      jaxpr: with its calls written out.
+      forms: of its variables that are leaves, or slices of them, what they are.
+    """
+    forms = dict(forms)
+    computes, reads = [], []
+    for at, eqn in enumerate(jaxpr.eqns):
+        mine = [forms[a] for a in eqn.invars if is_in(a, forms)]
+        if mine and follow(eqn, forms):
+            continue
+        computes.append(at)
+        # Layers differ by their matrices.
+        reads.append(frozenset(form.leaf for form in mine if form.rank > 1))
+    marks: dict[Any, int] = {}
+    keys = [_key(jaxpr.eqns[at], forms) for at in computes]
+    kinds = np.array([marks.setdefault(key, len(marks)) for key in keys], np.int64)
+    alive = _alive(jaxpr, forms)
+    found = _within(kinds, reads, [alive[at] for at in computes], 0, len(computes))
+    return [[computes[a:b] for a, b in run] for run in found]
+
+
+def _key(eqn: Any, forms: dict[Any, Form]) -> Any:
+    """What is the same of an operation in every layer."""
+    given = tuple((is_in(a, forms), str(a.aval)) for a in eqn.invars)
+    return eqn.primitive.name, given, tuple(str(v.aval) for v in eqn.outvars)
+
+
+def _within(
+    kinds: np.ndarray, reads: Sequence[frozenset[int]], alive: Sequence[int], start: int, stop: int
+) -> list[list[tuple[int, int]]]:
+    """Runs of layers between two operations, each as (first, after the last) operation."""
+    best = _longest(kinds[start:stop], reads[start:stop])
+    if best is None:
+        return []
+    period, first, last = best[0], start + best[1], start + best[2]
+    layers = _cut(alive, period, first, last, start, stop)
+    a, b = layers[1]
+    inner = _within(kinds, reads, alive, a, b)
+    covered = sum(run[-1][1] - run[0][0] for run in inner)
+    # The more numerous ones are the layers.
+    if covered > _MOST * (b - a) and max(map(len, inner)) > len(layers):
+        own = [run for a, b in layers for run in _within(kinds, reads, alive, a, b)]
+    else:
+        own = [layers]
+    before = _within(kinds, reads, alive, start, layers[0][0])
+    after = _within(kinds, reads, alive, layers[-1][1], stop)
+    return [*before, *own, *after]
+
+
+def _longest(kinds: np.ndarray, reads: Sequence[frozenset[int]]) -> tuple[int, int, int] | None:
+    """(period, start, stop) of what repeats over most operations, the shortest such period."""
+    alike: dict[int, list[int]] = {}
+    for at, leaves in enumerate(reads):
+        if leaves:
+            alike.setdefault(int(kinds[at]), []).append(at)
+    periods = {
+        b - a
+        for places in alike.values()
+        for i, a in enumerate(places)
+        for b in places[i + 1 :]
+        if reads[a].isdisjoint(reads[b]) and 2 * (b - a) <= len(kinds)
+    }
+    best, most = None, 0
+    for period in sorted(periods):
+        for start, stop in _repeated(kinds, period):
+            if stop - start > most and _other_leaves(reads, period, start, stop):
+                best, most = (period, start, stop), stop - start
+    return best
+
+
+def _repeated(kinds: np.ndarray, period: int) -> list[tuple[int, int]]:
+    """Where every operation is again what it was a period before: at least two periods."""
+    same = np.concatenate([[False], kinds[:-period] == kinds[period:], [False]])
+    edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
+    return [(int(a), int(b) + period) for a, b in edges if b - a >= period]
+
+
+def _other_leaves(reads: Sequence[frozenset[int]], period: int, start: int, stop: int) -> bool:
+    """Whether each period reads a leaf that the one before it does not."""
+    for a in range(start, stop - 2 * period + 1, period):
+        one = frozenset().union(*reads[a : a + period])
+        two = frozenset().union(*reads[a + period : a + 2 * period])
+        if not two - one:
+            return False
+    return True
+
+
+def _cut(
+    alive: Sequence[int], period: int, first: int, last: int, low: int, high: int
+) -> list[tuple[int, int]]:
+    """Layers of one period each, cut where the least is alive between the first two of them."""
+    starts = range(first, min(first + period, last - 2 * period + 1))
+    begin = min(starts, key=lambda at: alive[at + period])
+    bounds = list(range(begin, last + 1, period))
+    # The first layer may begin in another way: what is before the cut belongs to it.
+    if 2 * (begin - first) > period:
+        before = max(low, begin - period - period // 2)
+        bounds.insert(0, min(range(before, first + 1), key=lambda at: alive[at]))
+    # And the last may go on.
+    if 2 * (last - bounds[-1]) > period and bounds[-1] + period <= high:
+        bounds.append(bounds[-1] + period)
+    return list(itertools.pairwise(bounds))
+
+
+def _alive(jaxpr: Any, weights: dict[Any, Form]) -> list[int]:
+    """Bytes of activations that are alive before each equation, and after the last."""
+    end = len(jaxpr.eqns)
+    last = {a: end for a in jaxpr.outvars if not isinstance(a, jex.Literal)}
+    for i in range(end - 1, -1, -1):
+        for atom in jaxpr.eqns[i].invars:
+            if not isinstance(atom, jex.Literal):
+                last.setdefault(atom, i)
+    change = [0] * (end + 2)
+    for i, eqn in enumerate(jaxpr.eqns):
+        for var in eqn.outvars:
+            if var in last and var not in weights and hasattr(var.aval, "dtype"):
+                change[i + 1] += _bytes(var.aval)
+                change[last[var] + 1] -= _bytes(var.aval)
+    alive = [0]
+    for step in change[1:-1]:
+        alive.append(alive[-1] + step)
+    return alive
+
+
+def _bytes(aval: Any) -> int:
+    size = aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.generic) else 4  # keys have none
+    return math.prod(aval.shape) * size

@@ -1,0 +1,234 @@
+"""Runs a traced loss with weights in place of arrays: gathers, recomputes, keeps and overlaps.
+
+A weight is opened just before the first equation that computes with it, and again in the backward
+pass: from there the third Ψ of stage 3's 3Ψ words comes (ZeRO, section 7.2.2). What follows from
+where it is read, and from nothing else:
+
+  a scan's slices        go into the scan as shards and are gathered in its body, layer by layer
+  what a loop reads in   is gathered before it, once; so is what a branch reads, since devices may
+  every turn             take different ones
+  a layer                gathers what it reads once, and is run again as a whole as the remat policy
+                         says: the body of a scan, a stretch that repeats, the model's own
+                         `jax.checkpoint`
+  any other operation    is fused with its gather: what is saved is the shard
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zero_jax.engine import repeats
+from zero_jax.engine.lifetimes import is_own_remat
+from zero_jax.engine.loops import Loop
+from zero_jax.engine.regathered import regathered
+from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
+from zero_jax.engine.unrolled import run_layers
+from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
+from zero_jax.jaxpr import equations
+from zero_jax.remat import policies, recompute
+from zero_jax.remat.policies import Place, Policy
+
+# Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
+# whole, or a function that has a gradient of its own since it should not be.
+_KEEPS = frozenset(("scan", "custom_vjp_call"))
+
+
+def run(closed: Any, args: Sequence[Any], policy: Policy, bucket_bytes: float) -> list[Any]:
+    """Runs a traced loss.
+
+    Args:
+      closed: its jaxpr, with calls written out.
+      args: its inputs: weights and arrays.
+      policy: what the layers keep.
+      bucket_bytes: see `How`.
+
+    Raises:
+      ValueError: for names that mark nothing, or a weight; for layers that can't be grouped.
+    """
+    _check_names(closed.jaxpr, policy)
+    jaxpr = closed.jaxpr
+    pairs = zip(jaxpr.invars, args, strict=True)
+    forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
+    runs = repeats.runs_of(jaxpr, forms)
+    outs = evaluate(closed, args, How(evaluate, policy, bucket_bytes=bucket_bytes), runs=runs)
+    return [opened(x) for x in outs]
+
+
+def apply(
+    fun: Callable[..., Any], policy: str, bucket_bytes: float = math.inf
+) -> Callable[..., Any]:
+    """Wraps a function of whole parameters so that its backward pass follows a remat policy.
+
+    Args:
+      fun: a function whose first argument is a tree of arrays.
+      policy: see `policies.parse`.
+      bucket_bytes: see `How`.
+    """
+
+    def wrapped(params: Any, *args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(params, *args)
+        leaves = enumerate(jax.tree.leaves(params))
+        held = [Weight(whole(x), Form(at, x.ndim, None)) for at, x in leaves]
+        given = [*held, *jax.tree.leaves(args)]
+        outs = run(equations.written_out(closed), given, policies.parse(policy), bucket_bytes)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return wrapped
+
+
+def evaluate(
+    closed: Any,
+    args: Sequence[Any],
+    how: How,
+    *,
+    runs: Sequence[Sequence[Sequence[int]]] = (),
+    kept: Mapping[int, Place] | None = None,
+    tap: Tap | None = None,
+) -> list[Any]:
+    """Evaluates a jaxpr; what has nothing to do with weights, in stretches.
+
+    Args:
+      closed: the jaxpr, its calls written out.
+      args: its inputs, arrays or weights.
+      how: how equations are run.
+      runs: those of its equations that are layers which are not scanned.
+      kept: by equation, the place of its results, of which `tap` is told.
+      tap: gives what goes on in a result's place.
+    """
+    jaxpr, kept = closed.jaxpr, kept or {}
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    stretch = equations.Stretches(jaxpr)
+    starts = {layers[0][0]: layers for layers in runs}
+    waiting: list[int] = []
+
+    def flush() -> None:
+        if waiting:
+            part = stretch(waiting)
+            outs = jex.jaxpr_as_fun(part)(*(env[v] for v in part.jaxpr.invars))
+            env.update(zip(part.jaxpr.outvars, outs, strict=True))
+            waiting.clear()
+
+    def one(at: int) -> None:
+        eqn = jaxpr.eqns[at]
+        if not any(isinstance(env.get(a), Weight) for a in eqn.invars if _is_var(a)):
+            waiting.append(at)
+        elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
+            flush()
+            values = [env[a] if _is_var(a) else a.val for a in eqn.invars]
+            env.update(zip(eqn.outvars, _equation(eqn, values, how), strict=True))
+
+    at = 0
+    while at < len(jaxpr.eqns):
+        if at in starts:
+            layers = starts[at]
+            own = {i for layer in layers for i in layer}
+            for other in range(at, layers[-1][-1] + 1):
+                if other not in own:  # re-arranges a leaf
+                    one(other)
+            flush()
+            run_layers(layers, env, stretch, {*jaxpr.invars, *jaxpr.constvars}, how)
+            at = layers[-1][-1] + 1
+            continue
+        one(at)
+        if at in kept and tap is not None:
+            flush()
+            for var in jaxpr.eqns[at].outvars:
+                if not isinstance(env.get(var), (Weight, type(None))):
+                    env[var] = tap(env[var], kept[at])
+        at += 1
+    flush()
+    return [env[a] if _is_var(a) else a.val for a in jaxpr.outvars]
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, jex.Literal)
+
+
+def _equation(eqn: Any, values: list[Any], how: How) -> list[Any]:
+    """The results of one equation that is given weights."""
+    name = eqn.primitive.name
+    if len(values) == 1 and (made := values[0].through(eqn)) is not None:
+        place_of(eqn, set(eqn.outvars), how.policy)  # complains of a name
+        return made
+    if name == "scan":
+        return _scan(eqn, values, how)
+    if how.open is not None:
+        return equations.function(eqn)(*map(how.open, values))
+    if is_own_remat(eqn):
+        return _own_remat(eqn, values, how)
+    return _gathering(equations.function(eqn), values, how, again=name not in _KEEPS)
+
+
+def _gathering(
+    run: Callable[..., list[Any]], values: Sequence[Any], how: How, *, again: bool
+) -> list[Any]:
+    """An operation with its gathers, which its backward pass repeats.
+
+    Args:
+      run: the operation.
+      values: weights and arrays that it is given.
+      how: how equations are run.
+      again: whether it is run again with them; if not, it keeps what it wants but the weights.
+    """
+    apart = Apart(values)
+    if apart.free:
+        return run(*map(opened, values))
+    if not how.in_loop:
+        # Else the gradient is computed, and sent, when layers have run backward: it or what it is
+        # made of would wait until then.
+        apart = apart.tied()
+        values = apart.values
+    if again:
+        fused = jax.checkpoint(
+            lambda *flat: _whole_run(run, apart, flat), prevent_cse=not how.in_loop
+        )
+        return fused(*apart.flat)
+
+    def on(leaves: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
+        return run(*map(opened, apart.of(plain, [whole(x) for x in leaves])))
+
+    return regathered(on)(apart.sources, apart.plain)
+
+
+def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any]) -> list[Any]:
+    return run(*map(Opener(), apart.together(flat)))
+
+
+def _scan(eqn: Any, values: list[Any], how: How) -> list[Any]:
+    """A scan over weights: slices of shards are gathered in its body, the rest before it."""
+    consts, carried = equations.scan_parts(eqn)
+    loop = Loop(eqn, consts, carried, values)
+    given = [*loop.others, *loop.slices.arrays]
+    if how.open is not None:
+        inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
+        return loop.run(list(map(how.open, given)), inside)
+    return _gathering(lambda *whole: loop.run(whole, how), given, how, again=False)
+
+
+def _own_remat(eqn: Any, values: list[Any], how: How) -> list[Any]:
+    """A `jax.checkpoint` of the model's own: a layer with a policy of its own."""
+    apart, body = Apart(values), equations.written_out(equations.inner(eqn))
+    if apart.free:
+        return equations.function(eqn)(*map(opened, values))
+    own = dataclasses.replace(how, policy=policies.of_jax(eqn.params["policy"]))
+    pairs = zip(body.jaxpr.invars, values, strict=True)
+    weights = {var for var, x in pairs if isinstance(x, Weight)}
+    layer = replay(body, apart.together, weights, own, in_loop=how.in_loop)
+    return recompute.layer(layer, {}, barrier=not how.in_loop)(*apart.flat)
+
+
+def _check_names(jaxpr: Any, policy: Policy) -> None:
+    """Raises if a name marks nothing."""
+    marked = equations.names_in(jaxpr) if policy.names else set()
+    for name, _ in policy.names:
+        if name not in marked:
+            known = ", ".join(sorted(marked)) or "none"
+            raise ValueError(
+                f"remat={str(policy)!r}: no value of the loss is marked {name!r}; names that are: "
+                f"{known}. Mark values by jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+            )

@@ -1,0 +1,207 @@
+"""The settings of a run, checked once: what `Zero` is told, and all that a step is made from."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+from flax.core import spmd
+
+from zero_jax.collectives.buckets import BUCKET_BYTES, check_bucket
+from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.collectives.precision import Precision
+from zero_jax.collectives.quantised import BITS
+from zero_jax.engine import compiler
+from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
+from zero_jax.engine.optimizer import Frozen
+from zero_jax.offload import tiers
+from zero_jax.remat import policies
+from zero_jax.sharding.mesh import (
+    MODEL,
+    REPLICA,
+    AnyMesh,
+    batch_axes,
+    check_mesh,
+    data_axis,
+    model_size,
+)
+from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
+from zero_jax.sharding.splitter import Splitter
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run is made from; `Zero` explains each field.
+
+    Raises:
+      ValueError: for a stage, mesh, precision, policy or count that can't be used.
+    """
+
+    mesh: AnyMesh
+    stage: Any = 3
+    precision: Any = Precision()
+    micro_batches: int = 1
+    remat: str = "none"
+    frozen: Frozen = None
+    model_specs: Any = None
+    axis_rules: Any = None
+    sequence_parallel: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    memory_limit: float | None = None
+    offload: Any = None
+    hierarchical: bool = False
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
+            raise ValueError(
+                f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
+                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
+                'or "auto" for the fewest words that fit'
+            )
+        limit = self.memory_limit
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (number and 1 <= limit < float("inf")):
+            raise ValueError(f"memory_limit={limit!r}: give bytes a device, 80e9 say")
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
+        check_mesh(self.mesh)
+        bucket = check_bucket(self.bucket_bytes, self.mesh.shape[data_axis(self.mesh)])
+        object.__setattr__(self, "bucket_bytes", bucket)
+        object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
+        if self.offload.activations:
+            self._move_activations()
+        policy = policies.check(self.remat, self.mesh)
+        if self.model_specs is not None:
+            object.__setattr__(self, "model_specs", check_specs(self.model_specs))
+        rules = spmd.get_logical_axis_rules() if self.axis_rules is None else self.axis_rules
+        object.__setattr__(self, "axis_rules", check_rules(rules))
+        if self.sequence_parallel and model_size(self.mesh) == 1:
+            raise ValueError(
+                "sequence_parallel=True splits sequences over the model axis, and this mesh has "
+                "none: make it with zero_jax.make_mesh(model=...)"
+            )
+        by_sequence = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
+        if self.sequence_parallel and not by_sequence:
+            raise ValueError(
+                f"sequence_parallel=True, but axis_rules={self.axis_rules} keep "
+                f"{SEQUENCE[0][0]!r} off the model axis: leave one of the two out"
+            )
+        if by_sequence and policy.partitioned:
+            raise ValueError(
+                f"remat={self.remat!r} with sequences that are split over the model axis: what is "
+                "kept is split already, leave out partitioned"
+            )
+        if not isinstance(self.precision, Precision):
+            object.__setattr__(self, "precision", Precision(self.precision))
+        if not self.guard and self.precision.scaled:
+            raise ValueError(
+                "guard=False with fp16: its loss scale is lowered by steps that are skipped; use "
+                "bf16, or leave the guard on"
+            )
+        devices = self.mesh.shape[data_axis(self.mesh)]
+        for what, bits in (("gather", self.precision.gather), ("scatter", self.precision.scatter)):
+            if bits is not None and (self.stage == 0 or devices == 1):
+                raise ValueError(
+                    f"{what}={bits!r} with stage={self.stage!r} on {data_axis(self.mesh)}="
+                    f"{devices}: nothing is gathered or scattered there; use stages 1 to 3 and 2 "
+                    "devices or more, or leave it out"
+                )
+        if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
+            raise ValueError(
+                f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
+                f"are cut over {REPLICA!r} too and joined once a step; use stage=3 and "
+                "zero_jax.make_mesh(replica=...), or leave it out"
+            )
+
+    def _move_activations(self) -> None:
+        if self.stage == AUTO or self.offload.tier != "host":
+            raise ValueError(
+                f'offload="{self.offload}" with stage={self.stage!r}: activations go to host '
+                'memory, of a stage that is named: remat="block@host" says the same'
+            )
+        object.__setattr__(self, "remat", policies.on_host(self.remat))
+
+    def at_stage(self, stage: int) -> Self:
+        """The same at another stage, less what that one cannot have: to show them side by side."""
+        precision = self.precision
+        if stage == 0:
+            precision = dataclasses.replace(precision, gather=None, scatter=None)
+        hierarchical = self.hierarchical and stage == 3
+        return dataclasses.replace(
+            self, stage=stage, precision=precision, hierarchical=hierarchical
+        )
+
+    @property
+    def shards(self) -> int:
+        """N: into how many pieces a parameter is cut."""
+        return 1 if self.stage == 0 else self.mesh.shape[data_axis(self.mesh)]
+
+    @property
+    def parts(self) -> int:
+        """R: into how many parts a piece is cut at rest, over `replica`."""
+        return self.mesh.shape[REPLICA] if self.hierarchical else 1
+
+    @property
+    def rest_axes(self) -> Any:
+        """The axis, or axes, over which pieces rest."""
+        data = data_axis(self.mesh)
+        return (data, REPLICA) if self.hierarchical else data
+
+    @property
+    def splitter(self) -> Splitter:
+        """Tells how each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
+        return Splitter(self.shards, self.model_axis, self.parts, data_axis(self.mesh))
+
+    @property
+    def wire(self) -> Wire:
+        """What travels between devices of the `data` axis."""
+        known = self.precision
+        return Wire(
+            axis=data_axis(self.mesh),
+            compute=known.compute,
+            reduce=known.reduce,
+            bucket=self.bucket_bytes,
+            gather_bits=BITS[known.gather],
+            scatter_bits=BITS[known.scatter],
+        )
+
+    def compiler_options(self, layers: Sequence[Layers]) -> dict[str, Any]:
+        """What `jax.jit` of a step should be given as `compiler_options`, for GPUs.
+
+        Args:
+          layers: of the traced loss.
+        """
+        return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(layers))
+
+    def gathers_ahead(self, layers: Sequence[Layers]) -> bool:
+        """Whether XLA for GPUs is told to gather a layer while the one before it computes."""
+        return compiler.gathers_ahead(self.bucket_bytes, self._layer_bytes(layers))
+
+    def _layer_bytes(self, layers: Sequence[Layers]) -> tuple[int, int] | None:
+        """Of the largest layer, as it is gathered and as its gradients are sent; None if layers
+        are not gathered one by one."""
+        # XLA would fetch activations ahead too, and compute them twice for it.
+        gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
+        if LIFETIMES[self.stage].copy != TOUCH or gathers_activations:
+            return None
+        words = max((layer.words for layer in layers), default=0)
+        gathered = self.wire.compute.itemsize if self.wire.gather_bits is None else 1
+        return words * gathered, words * self.wire.reduce.itemsize
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes that the batch is spread over, for losses and modules that reduce
+        over them: `jax.lax.pmean(x, zero.batch_axes)`, `nn.BatchNorm(axis_name=zero.batch_axes)`.
+        """
+        return batch_axes(self.mesh)
+
+    @property
+    def model_axis(self) -> ModelAxis:
+        """How leaves and named activations are split over `model`."""
+        size = model_size(self.mesh)
+        if size == 1:
+            return ModelAxis(1, self.model_specs)
+        rules = (*self.axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
+        return ModelAxis(size, self.model_specs, rules)

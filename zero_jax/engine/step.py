@@ -1,0 +1,207 @@
+"""The packaged training step: gradients, guard, update and metrics in one donated program."""
+
+import collections
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.cluster.processes import check_agreement
+from zero_jax.engine import grads
+from zero_jax.engine.compiler import Program
+from zero_jax.engine.optimizer import ZeroState, ZeroTransform
+from zero_jax.engine.settings import Settings
+from zero_jax.engine.trace import Traced
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.mesh import on_gpu
+
+PyTree = Any
+
+# Steps that may be in flight before the host looks at their counters: looking at the newest one
+# would make it wait for the device.
+_IN_FLIGHT = 2
+
+
+class NonFiniteError(ArithmeticError):
+    """Too many steps in a row had gradients that are not finite."""
+
+
+class Metrics(NamedTuple):
+    """What a training step reports, equal on every device.
+
+    Attributes:
+      loss: the global weighted mean.
+      grad_norm: l2 norm of the global gradient, before any clipping.
+      weight: the global weight (the number of devices times micro-batches if the loss is a mean).
+      skipped: steps skipped up to now because gradients were not finite.
+      skipped_in_a_row: of these, the ones since the last good step.
+      loss_scale: the scale used in this step; 1 unless compute is fp16.
+      aux: the loss function's aux, or None.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    weight: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    loss_scale: jax.Array
+    aux: Any = None
+
+
+class TrainStep:
+    """`step(params, opt_state, batch, *extras) -> (params, opt_state, Metrics)`.
+
+    The first two arguments are donated. Made by `Zero.train_step`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        loss_fn: grads.LossFn,
+        tx: ZeroTransform,
+        *,
+        has_aux: bool,
+        max_skips: int,
+    ):
+        if max_skips < 1:
+            raise ValueError(
+                f"max_skips={max_skips}: at least 1 step must be allowed to be skipped"
+            )
+        self.settings = settings
+        self._loss_fn = loss_fn
+        self._tx = tx
+        self._has_aux = has_aux
+        self._max_skips = max_skips
+        self._pending: collections.deque[jax.Array] = collections.deque()
+        self._agreed = False
+        options = self.compiler_options if on_gpu(settings.mesh) else None
+        self._jitted = Program(self._step, options, donate_argnums=(0, 1))
+        self._gradients = jax.jit(self._results)
+
+    def _results(
+        self, params: PyTree, scale: jax.Array, batch: PyTree, extras: Any
+    ) -> grads.Result:
+        return grads.run(
+            self.settings,
+            self._loss_fn,
+            params,
+            batch,
+            extras,
+            has_aux=self._has_aux,
+            differentiate=True,
+            loss_scale=scale,
+        )
+
+    def _step(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+    ) -> tuple[PyTree, ZeroState, Metrics]:
+        scale = opt_state.guard.loss_scale
+        out = self._results(params, scale, batch, extras)
+        with jax.named_scope("zero_update"):
+            params, opt_state = self._tx.apply(
+                out.grads, opt_state, params, finite=out.finite, value=out.loss
+            )
+        guard = opt_state.guard
+        metrics = Metrics(
+            loss=out.loss,
+            grad_norm=out.grad_norm,
+            weight=out.weight,
+            skipped=guard.skipped,
+            # A buffer of its own: the guard's is donated to the next step.
+            skipped_in_a_row=guard.consecutive + jnp.zeros((), jnp.int32),
+            loss_scale=scale,
+            aux=out.aux,
+        )
+        return params, opt_state, metrics
+
+    def __call__(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+    ) -> tuple[PyTree, ZeroState, Metrics]:
+        self._agree(batch)
+        while len(self._pending) >= _IN_FLIGHT:
+            self._look(params, opt_state, batch, extras)
+        params, opt_state, metrics = self._jitted(params, opt_state, batch, *extras)
+        self._pending.append(metrics.skipped_in_a_row)
+        return params, opt_state, metrics
+
+    def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Traced:
+        """What the traced loss says of leaves and layers; allocates nothing."""
+        own = self.settings, self._loss_fn
+        return grads.read(*own, params, batch, extras, has_aux=self._has_aux)
+
+    def compiler_options(self, *args: Any) -> dict[str, Any]:
+        """What XLA for GPUs is told of this step, given its arguments or their shapes."""
+        return self.settings.compiler_options(self.read(*args).layers)
+
+    @property
+    def function(self) -> Any:
+        """The step before `jit`: a function of (params, opt_state, batch, *extras)."""
+        return self._step
+
+    def trace(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Any:
+        """The traced program, for arrays or ShapeDtypeStructs; costs no compilation."""
+        return self._jitted.trace(params, opt_state, batch, *extras)
+
+    def lower(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Any:
+        """The lowered program, for arrays or ShapeDtypeStructs; `.compile()` it to audit it."""
+        return self._jitted.lower(params, opt_state, batch, *extras)
+
+    def first_bad_leaf(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+    ) -> str | None:
+        """Path of the first leaf whose gradient is not finite on this batch, or None.
+
+        A skipped step leaves the parameters as they were, so asking after it gives its answer.
+        """
+        out = self._gradients(params, opt_state.guard.loss_scale, batch, extras)
+        return first_nonfinite(layout.logical(out.grads))
+
+    def _look(self, params: PyTree, opt_state: ZeroState, batch: PyTree, extras: Any) -> None:
+        skips = int(self._pending.popleft())
+        if skips < self._max_skips:
+            return
+        self._pending.clear()
+        leaf = self.first_bad_leaf(params, opt_state, batch, *extras)
+        where = f"the gradient of {leaf}" if leaf else "an earlier batch (this one is finite)"
+        raise NonFiniteError(
+            f"{skips} steps in a row were skipped (max_skips={self._max_skips}); not finite: "
+            f"{where}; loss scale {float(opt_state.guard.loss_scale):g}. Parameters are those of "
+            "the last good step: lower the learning rate, or look at the data"
+        )
+
+    def _agree(self, batch: PyTree) -> None:
+        if self._agreed:
+            return
+        mesh = self.settings.mesh
+        if len(mesh.local_devices) == mesh.size:
+            self._agreed = True  # a process alone: others may not call
+            return
+        shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
+        s = self.settings
+        check_agreement(
+            {
+                "mesh": dict(s.mesh.shape),
+                "stage": s.stage,
+                "precision": s.precision,
+                "micro_batches": s.micro_batches,
+                "remat": s.remat,
+                "offload": s.offload,
+                "hierarchical": s.hierarchical,
+                "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
+                "batch shapes": shapes,
+                "jax version": jax.__version__,
+            }
+        )
+        self._agreed = True
+
+
+def first_nonfinite(tree: Any) -> str | None:
+    """Path of the first leaf that holds a NaN or an infinity, or None. Runs on the host.
+
+    >>> first_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])})
+    'b'
+    """
+    for name, leaf in paths.named_leaves(tree):
+        if not bool(jnp.all(jnp.isfinite(leaf))):
+            return name
+    return None

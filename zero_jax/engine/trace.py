@@ -1,0 +1,229 @@
+"""The loss as a program: traced once, with parameters of whole logical shape.
+
+A model only ever sees whole arrays, in the compute dtype. What a step does follows from this trace
+alone: which leaves are read layer by layer and how often, which layers there are, what becomes of
+the aux. No names, no shapes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+from jax.sharding import PartitionSpec
+
+from zero_jax.engine import lifetimes, losses
+from zero_jax.engine.settings import Settings
+from zero_jax.jaxpr import derivatives, equations, marks
+from zero_jax.remat import policies
+from zero_jax.sharding import paths
+from zero_jax.sharding.layout import Split
+from zero_jax.sharding.mesh import batch_axes, batch_shards
+from zero_jax.sharding.model_axis import named_activations
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced loss.
+
+    Attributes:
+      closed: its jaxpr, calls written out: of parameters, a micro-batch and extras, flat, to
+        sum, weight and the leaves of the aux.
+      leaves: what is known of each parameter.
+      layers: which layers there are.
+      weighted: whether the loss is a sum with a weight of its own.
+      aux: the structure of the aux.
+      kinds: what becomes of each leaf of it, see `losses`.
+      looped: names of trained leaves that a loop of unknown length reads.
+    """
+
+    closed: Any
+    leaves: list[lifetimes.Leaf]
+    layers: list[lifetimes.Layers]
+    weighted: bool
+    aux: Any
+    kinds: list[str]
+    looped: list[str]
+
+    @property
+    def window(self) -> int:
+        """Elements that one device gathers at once: the largest layer, or leaf that is in none."""
+        alone = [leaf.cut for leaf in self.leaves if not leaf.in_layer]
+        sizes = [math.prod(c.shape) // (1 if c.model is None else c.model_shards) for c in alone]
+        return max([0, *sizes, *(layer.words for layer in self.layers)])
+
+
+def trace(
+    settings: Settings,
+    loss_fn: Callable[..., Any],
+    full: PyTree,
+    cuts: Sequence[Split],
+    batch: PyTree,
+    extras: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    micro_batches: int,
+) -> Traced:
+    """Traces a loss as one device of the mesh runs it.
+
+    Args:
+      settings: of the run.
+      loss_fn: written for one device.
+      full: shapes of the parameters, logical.
+      cuts: how each is cut.
+      batch: the global batch, or its shapes.
+      extras: further arguments.
+      has_aux: whether it returns (loss, aux).
+      micro_batches: how many parts a device's rows are worked off in.
+
+    Raises:
+      ValueError: the loss returns what it can't; see `losses`.
+    """
+    parts = batch_shards(settings.mesh) * micro_batches
+    program = _Program(settings, loss_fn, full, extras, has_aux)
+    rows = jax.tree.map(lambda x: _rows(x, parts), batch)
+    found = program.of(rows)
+    names = [name for name, _ in paths.named_leaves(full)]
+    frozen = paths.frozen_leaves(full, settings.frozen)
+    trained = [not still for still in frozen]
+    trained += [False] * (len(found.jaxpr.invars) - len(trained))
+    _check_weight(found, trained)
+    # The sum alone is differentiated.
+    wanted = [at == 0 for at in range(len(found.jaxpr.outvars))]
+    found = derivatives.settled(found, trained, wanted)
+    reading = lifetimes.Reading(found.jaxpr, cuts, policies.parse(settings.remat))
+    leaves = [
+        reading.leaf(at, name, still, settings.stage, settings.wire)
+        for at, (name, still) in enumerate(zip(names, frozen, strict=True))
+    ]
+    kinds = _kinds(program, found, rows, batch_axes(settings.mesh), len(names))
+    looped = [names[at] for at in sorted(reading.read_by("while")) if not frozen[at]]
+    return Traced(found, leaves, reading.layers, program.weighted, program.aux, kinds, looped)
+
+
+def _rows(x: Any, parts: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+
+
+class _Program:
+    """A loss function as a jaxpr, for micro-batches of given shapes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        loss_fn: Callable[..., Any],
+        full: PyTree,
+        extras: tuple[Any, ...],
+        has_aux: bool,
+    ):
+        self._settings, self._loss_fn, self._has_aux = settings, loss_fn, has_aux
+        self.extras = jax.eval_shape(lambda x: x, extras)
+        compute = settings.wire.compute
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _dtype(x, compute)), full)
+        self._like = _unboxed(like)
+        self.weighted, self.aux = False, None
+
+    def of(self, rows: PyTree) -> Any:
+        """The jaxpr, its calls written out; remembers the structure of what is returned."""
+        axes, found = batch_axes(self._settings.mesh), []
+
+        def inside() -> Any:
+            found.append(jax.make_jaxpr(self._call)(self._like, rows, *self.extras))
+            return jnp.zeros(())
+
+        whole: Any = PartitionSpec()
+        mapped = jax.shard_map(
+            inside,
+            mesh=self._settings.mesh,
+            in_specs=(),
+            out_specs=whole,
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        jax.eval_shape(mapped)
+        return equations.written_out(found[0])
+
+    def _call(self, params: PyTree, rows: PyTree, *extras: Any) -> Any:
+        with named_activations(self._settings.model_axis.rules):
+            out = self._loss_fn(params, rows, *extras)
+        total, weight, aux = losses.taken_apart(out, self._has_aux)
+        self.weighted = isinstance(out[0] if self._has_aux else out, losses.Weighted)
+        self.aux = jax.eval_shape(lambda: aux)
+        return total, weight, aux
+
+
+def _dtype(x: Any, compute: Any) -> Any:
+    return compute if compute is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+
+
+def _unboxed(tree: PyTree) -> PyTree:
+    """Without linen's own boxes (`nn.with_partitioning`): they name axes of another mesh."""
+
+    def one(node: Any) -> Any:
+        return jax.tree.leaves(node)[0] if isinstance(node, meta.AxisMetadata) else node
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
+
+
+def _check_weight(closed: Any, trained: Sequence[bool]) -> None:
+    """Raises if the weight of the loss depends on parameters."""
+    if marks.marked(closed, trained, marks.has_gradient)[1]:
+        raise ValueError(
+            "the weight in zero_jax.Weighted(sum, weight) depends on the parameters, and no "
+            "gradient goes through it: a weight counts rows or tokens. Wrap it in "
+            "jax.lax.stop_gradient(weight) if it shall be taken as it is, or return a mean"
+        )
+
+
+def _kinds(
+    program: _Program, closed: Any, rows: PyTree, axes: Sequence[str], params: int
+) -> list[str]:
+    """What becomes of each leaf of the aux."""
+    named = jax.tree_util.tree_flatten_with_path(program.aux)[0]
+    if not named:
+        return []
+    aux = [(jax.tree_util.keystr(path), like) for path, like in named]
+    # Keys are folded with the device; other extras are the same everywhere.
+    keys = [_is_key(x) for x in jax.tree.leaves(program.extras)]
+    own = len(closed.jaxpr.invars) - params - len(keys)
+    given = [*[False] * params, *[True] * own, *keys]
+    differs = marks.marked(closed, given, marks.differs(axes))[2:]
+    count = jax.tree.leaves(rows)[0].shape[0]
+    maybe = [len(like.shape) > 0 and like.shape[0] == count for _, like in aux]
+    if any(maybe):
+        unsure = [path for (path, _), m in zip(aux, maybe, strict=True) if m]
+        maybe = _grow(program, rows, unsure)
+    return losses.kinds_of(aux, differs, maybe)
+
+
+def _is_key(like: Any) -> bool:
+    return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+
+
+def _grow(program: _Program, rows: PyTree, unsure: Sequence[str]) -> list[bool]:
+    """Which leaves of the aux have the rows of the batch as dim 0: they grow with it."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    longer = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
+    )
+    before = program.aux, program.weighted
+    try:
+        program.of(longer)
+        likes = jax.tree.leaves(program.aux)
+    except Exception as error:
+        raise ValueError(
+            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), and "
+            "whether these are its rows can't be told, since the loss can't be traced with "
+            f"{2 * count} rows. Write it for any number of rows; what is no row, return as "
+            f"aux[None]. The other trace says: {error}"
+        ) from error
+    finally:
+        program.aux, program.weighted = before
+    shapes = [like.shape for like in jax.tree.leaves(before[0])]
+    pairs = zip(shapes, likes, strict=True)
+    return [len(s) > 0 and s[0] == count and x.shape[0] == 2 * count for s, x in pairs]

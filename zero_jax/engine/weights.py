@@ -1,0 +1,253 @@
+"""A parameter inside the traced loss that nobody has computed with yet: what it is made of.
+
+The loss is traced with whole arrays. When its program runs, a parameter is not there yet: its
+`Weight` stands in its place, and is opened (gathered) just before the first operation that computes
+with it. Operations that only re-arrange a parameter are put off until it is whole; one slice of a
+stack of layers is the same slice of its shards.
+
+`Form` is what a program does to a leaf before anybody computes with it. The walk that looks at
+the trace beforehand (`lifetimes.py`) and the one that runs it (`rewrite.py`) follow it by the same
+rules, so that one foretells the other.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zero_jax.collectives import barriers
+from zero_jax.collectives.barriers import Arrays
+from zero_jax.jaxpr.equations import LAYOUT, function, is_in
+
+# What does the same to a slice as to the whole.
+_CASTS = frozenset(("convert_element_type", "copy", "name", "stop_gradient"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What became of a leaf up to some point of the program.
+
+    Attributes:
+      leaf: its index.
+      rank: dims of what is left of it, after slices along dim 0.
+      cut: the dim that is cut, counted from the end, or None.
+      arranged: whether an operation that waits for it to be whole does more than cast; then no
+        slice can be taken before it.
+      parted: whether it is a slice that the program took by itself, not a loop's.
+    """
+
+    leaf: int
+    rank: int
+    cut: int | None
+    arranged: bool = False
+    parted: bool = False
+
+    @property
+    def may_slice(self) -> bool:
+        """Whether slices along dim 0 are the same slices of its shards."""
+        return not self.arranged and self.rank > 0 and self.cut != -self.rank
+
+    def sliced(self) -> "Form":
+        """One element along dim 0."""
+        return dataclasses.replace(self, rank=self.rank - 1)
+
+
+def put_off(eqn: Any, form: Form) -> tuple[str, Form] | None:
+    """How an operation that reads nothing but a weight is put off, and what it makes; or None.
+
+    "slice" and "unstack" are done to the shards at once, "later" waits until the leaf is whole.
+    """
+    name = eqn.primitive.name
+    if name == "unstack" and eqn.params["axis"] == 0 and form.may_slice:
+        return "unstack", dataclasses.replace(form.sliced(), parted=True)
+    if name not in LAYOUT or len(eqn.invars) != 1:
+        return None
+    if form.may_slice:
+        if name == "slice" and _takes_whole_layers(eqn):
+            return "slice", dataclasses.replace(form, parted=True)
+        if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
+            return "slice", dataclasses.replace(form.sliced(), parted=True)
+    return "later", dataclasses.replace(form, arranged=form.arranged or name not in _CASTS)
+
+
+def _takes_whole_layers(eqn: Any) -> bool:
+    shape = eqn.invars[0].aval.shape
+    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(shape)
+    others = zip(starts[1:], stops[1:], shape[1:], strides[1:], strict=True)
+    return all((a, b, s) == (0, n, 1) for a, b, n, s in others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a weight comes from; equal only to itself, so that it can be opened once for several.
+
+    Attributes:
+      arrays: what it is made of: a shard, or a copy with its shard beside it.
+      make: makes the leaf of them, in the compute dtype, differentiably.
+      free: whether that sends nothing and makes nothing (stages 0 and 1).
+    """
+
+    arrays: tuple[Any, ...]
+    make: Callable[..., Any]
+    free: bool
+
+    def of(self, arrays: Arrays) -> "Source":
+        """The same, made of other arrays."""
+        return dataclasses.replace(self, arrays=tuple(arrays))
+
+    def open(self) -> Any:
+        """The whole leaf."""
+        return self.make(*self.arrays)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A leaf that is not there yet.
+
+    Attributes:
+      source: its arrays, and what opens them.
+      form: what became of it so far.
+      after: what waits until it is whole.
+    """
+
+    source: Source
+    form: Form
+    after: tuple[Callable[[Any], Any], ...] = ()
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self.source.arrays
+
+    def of(self, arrays: Arrays) -> "Weight":
+        """The same, made of other arrays."""
+        return dataclasses.replace(self, source=self.source.of(arrays))
+
+    def sliced(self) -> "Weight":
+        """As the body of a loop sees it, once its arrays are slices."""
+        return dataclasses.replace(self, form=self.form.sliced())
+
+    def finish(self, whole: Any) -> Any:
+        """What waited for the whole leaf."""
+        for fun in self.after:
+            whole = fun(whole)
+        return whole
+
+    def open(self) -> Any:
+        """The array."""
+        return self.finish(self.source.open())
+
+    def through(self, eqn: Any) -> list["Weight"] | None:
+        """What an operation that only re-arranges it makes of it; None if it does more."""
+        made = put_off(eqn, self.form)
+        if made is None:
+            return None
+        how, form = made
+        if how == "unstack":
+            parts = [jax.numpy.unstack(x, axis=0) for x in self.arrays]
+            arrays: Any = zip(*parts, strict=True)
+            return [dataclasses.replace(self.of(own), form=form) for own in arrays]
+        if how == "slice":
+            own = [_slice(eqn, x) for x in self.arrays]
+            return [dataclasses.replace(self.of(own), form=form)]
+        after = (*self.after, _waiting(eqn))
+        return [dataclasses.replace(self, form=form, after=after)]
+
+
+def _waiting(eqn: Any) -> Callable[[Any], Any]:
+    """An operation on a leaf, of whatever shape if it is a cast."""
+    if eqn.primitive.name == "convert_element_type":
+        return lambda whole: whole.astype(eqn.params["new_dtype"])
+    run = function(eqn)
+    return lambda whole: run(whole)[0]
+
+
+def _slice(eqn: Any, x: Any) -> Any:
+    if eqn.primitive.name == "squeeze":
+        return jax.lax.squeeze(x, (0,))
+    start, stop = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
+    strides = eqn.params["strides"]
+    return jax.lax.slice_in_dim(x, start, stop, strides[0] if strides else 1)
+
+
+class Apart:
+    """Values taken apart into plain arrays and the sources of weights, and put together again."""
+
+    def __init__(self, values: Sequence[Any]):
+        self.values = values
+        self.plain = [v for v in values if not isinstance(v, Weight)]
+        # Several values may come from one source: it is opened once for all of them.
+        self.sources = list(dict.fromkeys(v.source for v in values if isinstance(v, Weight)))
+
+    @property
+    def free(self) -> bool:
+        """Whether to open all of them sends nothing and makes nothing."""
+        return all(source.free for source in self.sources)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Those of all sources."""
+        return [x for source in self.sources for x in source.arrays]
+
+    @property
+    def flat(self) -> list[Any]:
+        """All arrays: plain ones first."""
+        return [*self.plain, *self.arrays]
+
+    def together(self, flat: Arrays) -> list[Any]:
+        """The values, made of other arrays."""
+        it = iter(flat[len(self.plain) :])
+        own = [s.of([next(it) for _ in s.arrays]) for s in self.sources]
+        return self.of(flat[: len(self.plain)], own)
+
+    def tied(self) -> "Apart":
+        """The same, whose gradients are there only when all of them are."""
+        return Apart(self.together(barriers.tied(self.flat)))
+
+    def of(self, plain: Arrays, sources: Sequence["Source"]) -> list[Any]:
+        """The values, of other arrays and sources."""
+        it, known = iter(plain), dict(zip(self.sources, sources, strict=True))
+        return [
+            dataclasses.replace(v, source=known[v.source]) if isinstance(v, Weight) else next(it)
+            for v in self.values
+        ]
+
+
+def whole(array: Any) -> Source:
+    """A source that is the leaf itself."""
+    return Source((array,), lambda x: x, free=True)
+
+
+class Opener:
+    """Opens each source once for all that read it: within a layer, run again as a whole."""
+
+    def __init__(self) -> None:
+        self._known: dict[Source, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Weight):
+            return value
+        if value.source not in self._known:
+            self._known[value.source] = value.source.open()
+        return value.finish(self._known[value.source])
+
+
+def opened(value: Any) -> Any:
+    """The array, of whatever."""
+    return value.open() if isinstance(value, Weight) else value
+
+
+def follow(eqn: Any, forms: dict[Any, Form]) -> bool:
+    """Extends `forms` by what an equation makes, if it only re-arranges a weight."""
+    mine = [a for a in eqn.invars if is_in(a, forms)]
+    made = put_off(eqn, forms[mine[0]]) if len(mine) == 1 == len(eqn.invars) else None
+    if made is not None:
+        forms.update((v, made[1]) for v in eqn.outvars)
+    return made is not None

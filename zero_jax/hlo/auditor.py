@@ -1,0 +1,202 @@
+"""What a compiled program sends and holds, read from its optimized HLO text.
+
+XLA has the last word: it merges, hoists, pipelines and drops collectives. So the cost of a ZeRO
+stage is counted in the program that will run, on CPU, on GPU or for a GPU that is not there. The
+unit is the paper's (ZeRO, arXiv:1910.02054, section 7): an all-gather or a reduce-scatter of E
+elements sends E words per device, an all-reduce, being both in a row, 2E. For Ψ parameters, data
+parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ of all-gather and Ψ of reduce-scatter.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from zero_jax.hlo import liveness, traffic
+from zero_jax.hlo.flops import Flops
+from zero_jax.hlo.hlo_text import Program, parse
+from zero_jax.hlo.traffic import Collective as Collective
+from zero_jax.hlo.traffic import collectives as collectives
+from zero_jax.sharding.mesh import MODEL
+from zero_jax.sharding.paths import Padded
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Bytes sent while matrix products run, and bytes that the device has to wait for."""
+
+    hidden: int
+    exposed: int
+
+    @property
+    def fraction(self) -> float:
+        """Hidden of all; 1.0 if nothing is sent."""
+        both = self.hidden + self.exposed
+        return self.hidden / both if both else 1.0
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What one device sends, computes and holds in one run of a compiled program."""
+
+    collectives: tuple[Collective, ...]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int  # of outputs that live in donated arguments
+    temp_bytes: int
+    host_bytes: int  # arguments, outputs and temporaries in host memory
+    peak: liveness.Peak  # the temporaries that live at once
+    flops: int | None  # of matrix products; None if a loop around one has an unknown trip count
+    uncounted: tuple[str, ...]  # library calls whose FLOPs are not among them
+    program: Program = field(repr=False, compare=False)  # the parsed text
+
+    @property
+    def total_bytes(self) -> int:
+        """What the program needs; aliased outputs live in donated arguments."""
+        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def fragmentation(self) -> float:
+        """Temporary memory over the largest set that lives at once; 1.0 is none.
+
+        Below 1.0 where XLA shares buffers in ways that `liveness` does not follow.
+        """
+        return self.temp_bytes / self.peak.bytes if self.peak.bytes else 1.0
+
+    @property
+    def words(self) -> dict[str, int]:
+        """Words sent per device and step, by kind."""
+        kinds = {c.kind: 0 for c in self.collectives}
+        return {k: sum(c.words for c in self.collectives if c.kind == k) for k in kinds}
+
+    def words_along(self, axis: str) -> int:
+        """Words sent per device and step along one mesh axis, over several axes together too."""
+        return sum(c.words for c in self.collectives if axis in c.axis.split("+"))
+
+    def words_per_param(self, num_params: int, model_parallel: int = 1) -> float:
+        """Words over Ψ / MP, those along `model` alone left out: 2 at stages 0 to 2, 3 at 3."""
+        words = sum(c.words for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
+        return words / num_params * model_parallel
+
+    def as_dict(self) -> dict[str, Any]:
+        """The bytes as plain data, for JSON."""
+        names = ("argument", "output", "alias", "temp", "host", "total")
+        return {
+            **{f"{name}_bytes": getattr(self, f"{name}_bytes") for name in names},
+            "fragmentation": self.fragmentation,
+            "largest_temporaries": [asdict(t) for t in self.peak.temporaries[:10]],
+        }
+
+    def hidden(self, *, layers_only: bool = False) -> Hidden:
+        """How much of what is sent matrix products cover, in the step or in its layers alone."""
+        sent = {True: 0, False: 0}
+        for c in self.collectives:
+            if c.in_layers or not layers_only:
+                sent[c.hidden] += c.sent_bytes
+        return Hidden(sent[True], sent[False])
+
+
+def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
+    """Summarises what one device sends, computes and holds in one run of a compiled function.
+
+    Args:
+        compiled: A compiled function: `step.lower(...).compile()`.
+        mesh: Sizes of the mesh's axes by name, as `dict(mesh.shape)`; see `collectives`.
+
+    Raises:
+        ValueError: If the backend reports no memory, or the text cannot be read.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ValueError("this backend gives no memory_analysis(); call `collectives` instead")
+    return of_text(compiled.as_text() or "", memory, mesh)
+
+
+def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
+    """The same from a program's text and what `memory_analysis()` said of it."""
+    program = parse(text)
+    flops = Flops(program)
+    try:
+        count = flops.total()
+    except ValueError:
+        count = None
+    return Audit(
+        collectives=traffic.of_program(program, mesh),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes
+        + memory.host_temp_size_in_bytes
+        + memory.host_output_size_in_bytes
+        - memory.host_alias_size_in_bytes,
+        peak=liveness.peak(program),
+        flops=count,
+        uncounted=flops.uncounted(),
+        program=program,
+    )
+
+
+def format_table(report: Audit) -> str:
+    """A text table of the collectives, most words first; "?" marks an unknown trip count."""
+    line = "{:<18} {:<8} {:>12} {:>6} {:>6} {:>14}  {}"
+    rows = []
+    for c in report.collectives:
+        words = c.words if c.runs is not None or c.group_size == 1 else math.inf
+        runs = ("<=" if c.conditional else "") + str("?" if c.runs is None else c.runs)
+        shown = "?" if words == math.inf else words
+        source = c.op_name[-48:] or c.name
+        cells = (c.kind, c.dtype, c.elements, c.group_size, runs, shown, source)
+        rows.append((-words, line.format(*cells)))
+    title = line.format("kind", "dtype", "elements", "group", "runs", "words", "from")
+    return "\n".join([title, *(row for _, row in sorted(rows))])
+
+
+def assert_communication(
+    compiled: Compiled | Audit,
+    words_per_param: float | Mapping[str, float],
+    *,
+    num_params: int | None = None,
+    rel: float = 0.01,
+) -> None:
+    """Asserts how many words per parameter a compiled step sends; for tests.
+
+    Args:
+        compiled: The compiled step, or its audit (`Zero.plan(...).compiled`).
+        words_per_param: All words divided by Ψ; or the same for each kind, where a kind left out
+            must send nothing: stage 3 is `{"all-gather": 2, "reduce-scatter": 1}`.
+        num_params: Ψ; None counts the leaves of a compiled function's first argument.
+        rel: Allowed difference, relative to the total asked for.
+
+    Raises:
+        AssertionError: If it sends anything else, or an unknown amount; shows the table.
+        ValueError: If Ψ is neither given nor to be counted.
+    """
+    report = compiled if isinstance(compiled, Audit) else audit(compiled)
+    if num_params is None:
+        num_params = _count_params(compiled)
+    try:
+        got = {kind: words / num_params for kind, words in report.words.items()}
+    except ValueError as error:
+        raise AssertionError(f"{error}\n{format_table(report)}") from error
+    if isinstance(words_per_param, Mapping):
+        want = dict(words_per_param)
+    else:
+        want, got = {"all": words_per_param}, {"all": sum(got.values())}
+    slack = rel * sum(want.values())
+    if any(abs(got.get(k, 0) - want.get(k, 0)) > slack for k in got | want):
+        raise AssertionError(
+            f"words per parameter: sent {got}, expected {want} to within {slack:g}, "
+            f"for {num_params} parameters\n{format_table(report)}"
+        )
+
+
+def _count_params(compiled: Compiled | Audit) -> int:
+    """Elements of the first argument, padding left out."""
+    if isinstance(compiled, Audit) or not compiled.args_info[0]:
+        raise ValueError("an audit does not know Ψ: pass num_params=, the number of parameters")
+    leaves = jax.tree.leaves(compiled.args_info[0][0], is_leaf=lambda x: isinstance(x, Padded))
+    return sum(math.prod(leaf.shape) for leaf in leaves)

@@ -1,0 +1,329 @@
+"""Compiles a step for devices that are not there, in a process of its own.
+
+The step is traced here on an abstract mesh, exported (`jax.export`), and compiled by a child
+process that knows the target: an H100 by its description, a TPU by its topology, CPU devices by
+number. The child's compiler is the one that a run on that hardware uses, so memory, collectives
+and schedule are those of the real program. A process of its own, because the GPU compiler needs
+settings that must stand before JAX starts, and because it dies without a word where ptxas or
+libdevice is missing.
+
+What such a compile cannot show is listed by `not_shown`.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.hlo import auditor
+from zero_jax.hlo.targets import Target
+
+_NOT_SHOWN = {
+    "cuda": (
+        "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
+        "kernels chosen by autotuning, which may use more or less scratch memory",
+        "cuDNN's fused attention: without cuDNN what a model does elsewhere is compiled instead",
+    ),
+    "tpu": (
+        "words: the compiler turns gathers and scatters into all-reduces",
+        "FLOPs: its products are convolutions, of which the padding is counted too",
+    ),
+    "cpu": ("bf16 is widened to fp32, on the wire and in temporaries",),
+}
+_MEMORY = tuple(
+    f"{prefix}{kind}_size_in_bytes"
+    for prefix in ("", "host_")
+    for kind in ("argument", "output", "alias", "temp")
+)
+
+
+def topology(target: Target, devices: int, given: str | None = None) -> str:
+    """How the devices hang together, as the compiler takes it.
+
+    Args:
+      target: the kind of device.
+      devices: how many.
+      given: the caller's own, "PARTITIONSxHOSTSxDEVICES" on GPUs, where a partition is one NVLink
+        domain, or "XxYxZ" on TPUs; None for full hosts with NVLink inside.
+
+    Raises:
+      ValueError: the devices do not fill hosts, or `given` is another number of devices.
+
+    >>> from zero_jax.hlo.targets import target
+    >>> topology(target("h100"), 64), topology(target("h100"), 4)
+    ('8x1x8', '1x1x4')
+    """
+    if given is not None:
+        parts = given.lower().split("x")
+        if len(parts) != 3 or not all(p.isdigit() for p in parts):
+            raise ValueError(
+                f"topology {given!r}: write three numbers, as 8x1x8 for 8 hosts of 8 GPUs"
+            )
+        if np.prod([int(p) for p in parts]) != devices:
+            raise ValueError(
+                f"topology {given!r} has {np.prod([int(p) for p in parts])} devices, but the plan "
+                f"is for {devices}: make the product {devices}"
+            )
+        return given.lower()
+    if target.platform == "tpu":
+        return "x".join(map(str, _box(devices)))
+    size = min(target.host_devices, devices)
+    if devices % size:
+        raise ValueError(
+            f"{devices} devices do not fill hosts of {size}: take {-(-devices // size) * size}, or "
+            f"give a topology, as {devices}x1x1 for one device a host"
+        )
+    return f"{devices // size}x1x{size}"
+
+
+def _box(devices: int) -> tuple[int, int, int]:
+    """The three sizes of the most cubic box of that many chips."""
+    boxes = [
+        (x, y, devices // (x * y))
+        for x in range(1, devices + 1)
+        if devices % x == 0
+        for y in range(x, devices // x + 1)
+        if (devices // x) % y == 0 and devices // (x * y) >= y
+    ]
+    return min(boxes, key=sum)
+
+
+def compile_for(
+    target: Target,
+    step: Any,
+    args: Sequence[Any],
+    mesh: Any,
+    *,
+    donated: int = 2,
+    given_topology: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    timeout: float = 1800,
+) -> auditor.Audit:
+    """Compiles a step for a target and audits it.
+
+    Args:
+      target: what to compile for.
+      step: a function of `args`; not jitted.
+      args: trees of ShapeDtypeStructs whose shardings, if any, are on `mesh`.
+      mesh: an AbstractMesh (or a Mesh), for the sizes and names of its axes.
+      donated: how many of the args are donated.
+      given_topology: see `topology`.
+      options: of the compiler, as `jax.jit` takes them.
+      timeout: seconds after which the child is ended.
+
+    Raises:
+      ValueError: the target cannot be compiled for here; says what to install.
+      RuntimeError: the compiler failed; shows its last lines.
+    """
+    if target.compute_capability is None and target.platform == "cuda":
+        raise ValueError(
+            f"{target.name} is for closed forms only, JAX does not run on it: compile for h100"
+        )
+    _check_installed(target)
+    shape = topology(target, mesh.size, given_topology) if target.platform != "cpu" else ""
+    exported = _export(target, step, args, donated)
+    with tempfile.TemporaryDirectory(prefix="zero_jax_prove_") as folder:
+        here = pathlib.Path(folder)
+        (here / "step.bin").write_bytes(exported["program"])
+        request = {
+            **exported["request"],
+            "platform": target.platform,
+            "name": target.name,
+            "config": target.config_text if target.platform == "cuda" else "",
+            "topology": shape,
+            "axes": list(mesh.shape.items()),
+            "options": dict(options or {}),
+        }
+        (here / "request.json").write_text(json.dumps(request))
+        _run_child(here, target, mesh.size, timeout)
+        numbers = json.loads((here / "memory.json").read_text())
+        text = (here / "program.txt").read_text()
+    return auditor.of_text(text, types.SimpleNamespace(**numbers), dict(mesh.shape))
+
+
+def install_line(target: Target) -> str:
+    """What to install to compile for a target."""
+    version = importlib.metadata.version("jaxlib")
+    if target.platform == "tpu":
+        return "pip install flatbuffers libtpu"
+    if target.platform == "cpu":
+        return "pip install flatbuffers"
+    return (
+        f"pip install flatbuffers jax-cuda12-plugin=={version} nvidia-cuda-nvcc-cu12 "
+        "nvidia-cuda-runtime-cu12 nvidia-nvjitlink-cu12 (in a checkout: pip install -e '.[prove]')"
+    )
+
+
+def not_shown(target: Target) -> tuple[str, ...]:
+    """What a program compiled for a target that is not there does not say, or says wrongly."""
+    return _NOT_SHOWN[target.platform]
+
+
+def _check_installed(target: Target) -> None:
+    needed = {"cuda": "jax_cuda12_plugin", "tpu": "libtpu"}.get(target.platform)
+    modules = ["flatbuffers", *([needed] if needed else [])]
+    if target.platform == "cuda" and importlib.util.find_spec("jax_cuda13_plugin"):
+        modules = ["flatbuffers"]
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"compiling for {target.name} needs {' and '.join(missing)}, not installed here: "
+            f"{install_line(target)}"
+        )
+
+
+def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dict[str, Any]:
+    """The step as a portable program of flat arrays, and what the child must know of those."""
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    count = len(jax.tree.leaves(tuple(args[:donated])))
+    impls = [
+        _key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+        for x in leaves
+    ]
+
+    def flat(*arrays: Any) -> tuple[Any, ...]:
+        wrapped = [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(arrays, impls, strict=True)
+        ]
+        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(treedef, wrapped))))
+
+    plain = [x if impl is None else _key_data(x) for x, impl in zip(leaves, impls, strict=True)]
+    jitted = jax.jit(flat, donate_argnums=tuple(range(count)))
+    try:
+        exported = jax.export.export(jitted, platforms=[target.platform])(*plain)
+        program = bytes(exported.serialize())
+    except NotImplementedError as error:
+        raise ValueError(
+            "the step calls back to Python (jax.debug.print, a callback), which can't be compiled "
+            f"for another machine: take that out to prove it. JAX says: {error}"
+        ) from error
+    request = {
+        "shapes": [list(x.shape) for x in plain],
+        "dtypes": [str(x.dtype) for x in plain],
+        "specs": [_spec(x) for x in plain],
+        "kinds": [_kind(x) for x in plain],
+        "donated": count,
+    }
+    return {"program": program, "request": request}
+
+
+def _key_impl(key: Any) -> str:
+    """The name of a key's generator, which only an array tells."""
+    found: list[str] = []
+    jax.eval_shape(lambda k: found.append(str(jax.random.key_impl(k))), key)
+    return found[0]
+
+
+def _key_data(key: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, key)
+
+
+def _spec(leaf: Any) -> list[Any]:
+    sharding = getattr(leaf, "sharding", None)
+    return [list(e) if isinstance(e, tuple) else e for e in sharding.spec] if sharding else []
+
+
+def _kind(leaf: Any) -> str:
+    """The memory in which an argument rests."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "device"
+
+
+def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float) -> None:
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0" if target.platform == "cuda" else "",
+        "JAX_NUM_CPU_DEVICES": str(devices if target.platform == "cpu" else 1),
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PYTHONPATH": os.pathsep.join(
+            [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    command = [sys.executable, "-m", "zero_jax.hlo.prove", str(here)]
+    try:
+        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"compiling for {target.name} took more than {timeout:.0f} s and was ended"
+        ) from error
+    if child.returncode == 0:
+        return
+    said = [line[:300] for line in child.stderr.splitlines() if line.strip()][-12:]
+    text = "\n".join(said)
+    if child.returncode < 0 or "libdevice" in text or "ptxas" in text:
+        raise ValueError(
+            f"the compiler for {target.name} ended with {child.returncode}, most often because "
+            f"ptxas or libdevice is missing: {install_line(target)}\n{text}"
+        )
+    raise RuntimeError(f"compiling for {target.name} failed:\n{text}")
+
+
+def _devices(request: dict[str, Any], count: int) -> Sequence[Any]:
+    from jax.experimental import topologies
+
+    if request["platform"] == "cpu":
+        return jax.devices()[:count]
+    if request["platform"] == "tpu":
+        name = f"{request['name']}:{request['topology']}"
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    return topologies.get_topology_desc(
+        "any",
+        platform="cuda",
+        target_config=request["config"],
+        topology=request["topology"],
+    ).devices
+
+
+def _child(here: pathlib.Path) -> None:
+    request = json.loads((here / "request.json").read_text())
+    names, sizes = zip(*request["axes"], strict=True)
+    devices = np.array(_devices(request, int(np.prod(sizes)))).reshape(sizes)
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
+    donated, hosted = request["donated"], "pinned_host" in request["kinds"]
+    # With a concrete mesh of devices that are not there, JAX drops memory kinds without a word;
+    # with an abstract one every argument and result needs a kind.
+    own = mesh.abstract_mesh if hosted else mesh
+    placed = [
+        NamedSharding(
+            own, PartitionSpec(*map(_entry, spec)), **({"memory_kind": kind} if hosted else {})
+        )
+        for spec, kind in zip(request["specs"], request["kinds"], strict=True)
+    ]
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype, sharding in zip(request["shapes"], request["dtypes"], placed, strict=True)
+    ]
+    options: dict[str, Any] = {}
+    if hosted:  # the donated arguments come back as the first results, and the rest is small
+        small = NamedSharding(own, PartitionSpec(), memory_kind="device")
+        count = len(exported.out_avals) - donated
+        options = {"out_shardings": (*placed[:donated], *[small] * count)}
+    jitted = jax.jit(exported.call, donate_argnums=tuple(range(donated)), **options)
+    with jax.set_mesh(mesh) if hosted else contextlib.nullcontext():
+        compiled = jitted.lower(*args).compile(compiler_options=request["options"])
+    memory = compiled.memory_analysis()
+    numbers = {name: getattr(memory, name) for name in _MEMORY}
+    (here / "memory.json").write_text(json.dumps(numbers))
+    (here / "program.txt").write_text(compiled.as_text() or "")
+
+
+def _entry(entry: Any) -> Any:
+    return tuple(entry) if isinstance(entry, list) else entry
+
+
+if __name__ == "__main__":
+    _child(pathlib.Path(sys.argv[1]))

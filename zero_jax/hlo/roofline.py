@@ -1,0 +1,329 @@
+"""How long a compiled step would take on a target: a roofline of compute, memory and wire.
+
+XLA's schedule says which kernels run, what each reads and writes, and which collectives are under
+way meanwhile. A kernel takes the longer of its matrix products and its memory traffic at the
+target's peaks (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009); a collective takes
+what a ring sends, of which the device waits for what no matrix product covers:
+
+  step = sum of max(FLOPs / peak, bytes / bandwidth) over kernels + exposed wire time.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from zero_jax.hlo.flops import Flops
+from zero_jax.hlo.hlo_text import Computation, Instruction, Program, bits
+from zero_jax.hlo.targets import Target
+from zero_jax.hlo.traffic import Collective
+from zero_jax.hlo.trip_counts import trip_count
+
+# Views, and what moves nothing in device memory by itself; collectives are wire time.
+_NO_KERNEL = {"bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier"}
+_NO_KERNEL |= {"add-dependency", "after-all", "domain", "partition-id", "replica-id", "recv"}
+_RING = {"all-gather", "reduce-scatter", "all-reduce"}
+_TO_ALL, _PAIRWISE = {"all-to-all", "ragged-all-to-all"}, {"collective-permute", "send"}
+_NO_KERNEL |= _RING | _TO_ALL | _PAIRWISE | {"collective-broadcast"}
+_SLICES, _UPDATES = {"slice", "dynamic-slice", "gather"}, {"dynamic-update-slice", "scatter"}
+# Inside a fusion these read of their operand what is read of them.
+_SAME_PLACE = {"bitcast", "copy", "convert", "reshape"}
+# What a kernel updates in place, by the name of the output that this makes.
+_Updates: TypeAlias = Mapping[str, Instruction]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step on one device of a target, as long as `assumptions` hold; see the fields."""
+
+    seconds: float  # kernel_seconds + exposed_seconds
+    kernel_seconds: float  # of all kernels, each by whichever of the next two takes it longer
+    compute_seconds: float  # of the matrix products alone
+    memory_seconds: float  # of the memory traffic alone
+    wire_seconds: float  # of the collectives alone
+    exposed_seconds: float  # of those, what the device waits for
+    hidden_seconds: float  # of those, what matrix products cover
+    flops: int  # of matrix products
+    traffic_bytes: int  # read from and written to device memory by kernels
+    wire_bytes: float  # sent by each device
+    model_flops_fraction: float | None  # of the target's peak; None if model_flops was not given
+    target: Target  # whose figures were used
+    assumptions: tuple[str, ...]
+
+
+def step_time(
+    program: Program,
+    collectives: Sequence[Collective],
+    target: Target,
+    model_flops: float | None = None,
+) -> StepTime:
+    """Estimates the time of one run of a compiled program on a target.
+
+    Args:
+      program: A scheduled program, parsed.
+      collectives: Its collectives, from `sent.of_program`.
+      target: From `targets.target`; not "cpu", which comes without peaks. Where the fast wire
+        joins fewer or more devices than a host, `dataclasses.replace` its `host_devices`.
+      model_flops: FLOPs of a step on one device, without recomputation.
+
+    Raises:
+      ValueError: The target has no peaks, or a loop has no known trip count.
+
+    Example:
+      >>> from zero_jax.hlo import hlo_text, targets
+      >>> text = '''HloModule step, is_scheduled=true, num_partitions=1
+      ... ENTRY %main (p: f32[1000000]) -> f32[1000000] {
+      ...   %p = f32[1000000]{0} parameter(0)
+      ...   ROOT %c = f32[1000000]{0} copy(%p)
+      ... }'''
+      >>> time = step_time(hlo_text.parse(text), (), targets.target("h100"))
+      >>> time.traffic_bytes, f"{time.seconds * 1e6:.2f} microseconds"
+      (8000000, '2.39 microseconds')
+    """
+    if not all(x > 0 for x in (target.flops, target.memory_bandwidth, target.slow_wire)):
+        raise ValueError(
+            f"{target.name!r} comes without the FLOP/s, memory bandwidth and wires that are "
+            "needed; take an accelerator, 'h100' say"
+        )
+    kernels = _Kernels(program, target)
+    work = kernels.run(program.entry)
+    wires = [_wire(c, program.num_devices, target) for c in collectives]
+    wire, exposed, sent = (sum(w[part] for w in wires) for part in range(3))
+    seconds = work.seconds + exposed
+    fraction = model_flops / target.flops / seconds if model_flops and seconds else None
+    return StepTime(
+        seconds=seconds,
+        kernel_seconds=work.seconds,
+        compute_seconds=work.flops / target.flops,
+        memory_seconds=work.traffic / target.memory_bandwidth,
+        wire_seconds=wire,
+        exposed_seconds=exposed,
+        hidden_seconds=wire - exposed,
+        flops=work.flops,
+        traffic_bytes=work.traffic,
+        wire_bytes=sent,
+        model_flops_fraction=fraction,
+        target=target,
+        assumptions=_assumptions(target, kernels.flops.uncounted(), collectives),
+    )
+
+
+def format_step_time(t: StepTime) -> str:
+    """A few aligned lines: the step, its kernels, its wires, and the model's part of the peak."""
+    lines = [
+        f"step     {t.seconds:9.4f} s  on {t.target.name}, at its peak rates",
+        f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
+        f"({t.flops / 1e12:.1f} TFLOP), memory {t.memory_seconds:.4f} s "
+        f"({t.traffic_bytes / 1e9:.1f} GB)",
+        f"wire     {t.wire_seconds:9.4f} s  hidden {t.hidden_seconds:.4f} s, "
+        f"exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
+    ]
+    if t.model_flops_fraction is not None:
+        lines.append(f"model    {t.model_flops_fraction:9.1%}    of the peak FLOP/s")
+    return "\n".join(lines)
+
+
+class _Work(NamedTuple):
+    seconds: float = 0.0
+    flops: int = 0
+    traffic: int = 0  # bytes
+
+    def add(self, other: "_Work", times: int = 1) -> "_Work":
+        seconds, flops, traffic = (times * part for part in other)
+        return _Work(self.seconds + seconds, self.flops + int(flops), self.traffic + int(traffic))
+
+
+class _Kernels:
+    """Follows what a program runs, and sums what its kernels take."""
+
+    def __init__(self, program: Program, target: Target):
+        self.program, self.target, self.flops = program, target, Flops(program)
+
+    def run(self, name: str) -> _Work:
+        """Work of one run of a computation."""
+        computation, work = self.program.computations[name], _Work()
+        for i in computation.instructions.values():
+            work = work.add(self._instruction(computation, i))
+        return work
+
+    def _instruction(self, computation: Computation, i: Instruction) -> _Work:
+        kind = i.opcode.removesuffix("-start")
+        if kind == "while":
+            return self._loop(computation, i)
+        if kind == "conditional":
+            return max((self.run(name) for name in i.called), default=_Work())
+        if kind in ("call", "async"):
+            return self.run(i.called[0])
+        if kind in _NO_KERNEL or kind.endswith(("-done", "-update")):
+            return _Work()
+        flops = self.flops.instruction(computation, i)
+        traffic = traffic_bytes(self.program, computation, i)
+        compute, memory = flops / self.target.flops, traffic / self.target.memory_bandwidth
+        return _Work(max(compute, memory), flops, traffic)
+
+    def _loop(self, computation: Computation, i: Instruction) -> _Work:
+        trips = trip_count(self.program, computation, i)
+        if trips is None:
+            raise ValueError(
+                f"the loop {i.name} has no trip count in the program, so its seconds are unknown; "
+                "use a loop of fixed length (jax.lax.scan)"
+            )
+        body, condition = (i.attributes[role].lstrip("%") for role in ("body", "condition"))
+        return _Work().add(self.run(body), trips).add(self.run(condition), trips + 1)
+
+
+def traffic_bytes(program: Program, computation: Computation, i: Instruction) -> int:
+    """Bytes that a kernel reads from and writes to device memory.
+
+    Its operands and results; but of an operand that it only slices the slices, and of one that it
+    updates in place the update, which a scatter reads before too.
+    """
+    if i.opcode.startswith("fusion"):
+        inside = program.computations[i.called[0]]
+        outputs, updates = _outputs(inside), _in_place(inside)
+        read = [_demand(inside, name, updates) for name in _parameters(inside)]
+    else:
+        inside, outputs = computation, [i]
+        updates = {i.name: i} if i.opcode in _UPDATES and len(i.arrays) == 1 else {}
+        read = [_read_by(inside, i, at, updates) for at in range(len(i.operands))]
+    values, reads = computation.instructions, dict(zip(i.operands, read, strict=True))
+    traffic = sum(_bytes(values[name], n) for name, n in reads.items() if name in values)
+    if i.opcode == "copy-start":
+        return 2 * traffic  # its result holds the operand too
+    written = (_changed(inside, updates.get(part.name)) for part in outputs)
+    return traffic + sum(_bytes(part, n) for part, n in zip(outputs, written, strict=True))
+
+
+def _demand(inside: Computation, value: str, updates: _Updates) -> float:
+    """Elements of a value that the rest of a fusion reads, infinite for all."""
+    elements = math.inf if value in (part.name for part in _outputs(inside)) else 0.0
+    for user in (i for i in inside.instructions.values() if value in i.operands):
+        if user.opcode in _SAME_PLACE:
+            elements += _demand(inside, user.name, updates)
+        else:
+            ats = (at for at, name in enumerate(user.operands) if name == value)
+            elements += sum(_read_by(inside, user, at, updates) for at in ats)
+    return elements
+
+
+def _read_by(inside: Computation, user: Instruction, at: int, updates: _Updates) -> float:
+    """Elements that an instruction reads of one operand, infinite for all."""
+    if at == 0 and user.opcode in _SLICES:
+        return sum(count for _, count in user.arrays)
+    if at == 0 and user in updates.values():
+        return _changed(inside, user) if user.opcode == "scatter" else 0
+    return math.inf
+
+
+def _in_place(inside: Computation) -> _Updates:
+    """The updates that a fusion makes in the buffer of a parameter."""
+    found = {}
+    for part in _outputs(inside):
+        update = _through(inside, part)
+        users = [i for i in inside.instructions.values() if update.name in i.operands]
+        if update.opcode in _UPDATES and len(users) < 2:  # nobody else reads the whole
+            whole = _through(inside, inside.instructions[update.operands[0]])
+            if whole.opcode == "parameter" and whole.array_bytes == part.array_bytes:
+                found[part.name] = update
+    return found
+
+
+def _through(inside: Computation, i: Instruction) -> Instruction:
+    while i.opcode in _SAME_PLACE:
+        i = inside.instructions[i.operands[0]]
+    return i
+
+
+def _outputs(inside: Computation) -> list[Instruction]:
+    root = inside.instructions[inside.root]
+    names = root.operands if root.opcode == "tuple" else [root.name]
+    return [inside.instructions[name] for name in names]
+
+
+def _parameters(inside: Computation) -> list[str]:
+    found = [i for i in inside.instructions.values() if i.opcode == "parameter"]
+    return [i.name for i in sorted(found, key=lambda i: int(i.operands[0]))]
+
+
+def _changed(inside: Computation, update: Instruction | None) -> float:
+    """Elements that an update writes, infinite (all) where there is none."""
+    if update is None:
+        return math.inf
+    name = update.operands[1 if update.opcode == "dynamic-update-slice" else -1]
+    return sum(count for _, count in inside.instructions[name].arrays)
+
+
+def _bytes(value: Instruction, elements: float) -> int:
+    """Bytes of so many of its elements, at most of all."""
+    whole = sum(value.array_bytes)
+    return int(min([whole, *(elements * bits(dtype) / 8 for dtype, _ in value.arrays)]))
+
+
+def _wire(c: Collective, num_devices: int, target: Target) -> tuple[float, float, float]:
+    """Seconds of a collective in a step, seconds that the device waits for it, bytes it sends."""
+    if not c.words or c.runs is None:  # `words` complains of an unknown number of runs
+        return 0.0, 0.0, 0.0
+    n, rounds = c.group_size, 1 + (c.kind == "all-reduce")
+    sent = rounds * c.bytes * ((n - 1) / n if c.kind in _RING | _TO_ALL else 1.0)
+    in_host = devices_per_host_in_group(c, num_devices, target.host_devices)
+    cards = in_host if c.kind in _RING else 1
+    crossing = min(target.fast_wire, cards * target.slow_wire)
+    once = sent / (target.fast_wire if in_host == n else crossing)
+    exposed = max(0.0, once - c.overlapped_flops / target.flops) if c.hidden else once
+    return c.runs * once, c.runs * exposed, c.runs * sent
+
+
+def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
+    """Devices that a collective's first group has on a host, on that with the fewest.
+
+    Devices are numbered host by host, as in a mesh over full hosts; groups that cannot be read are
+    neighbours. A permute that leaves a host anywhere has one device a host.
+    """
+    if c.kind in _PAIRWISE:
+        pairs = re.findall(r"\{(\d+),(\d+)\}", c.replica_groups)
+        crosses = any(int(a) // host_devices != int(b) // host_devices for a, b in pairs)
+        return 1 if crosses else c.group_size
+    hosts = _first_group(c, num_devices) // host_devices
+    return int(np.unique(hosts, return_counts=True)[1].min())
+
+
+def _first_group(c: Collective, num_devices: int) -> np.ndarray:
+    text, ids = c.replica_groups, np.arange(num_devices)
+    if lists := re.match(r"\{\{([\d,]+)\}", text):  # {{0,1},{2,3}}
+        return np.array([int(n) for n in lists[1].split(",")])
+    if iota := re.match(r"\[.*\]<=\[([\d,]+)\]T\(([\d,]+)\)", text):  # [4,2]<=[2,4]T(1,0)
+        dims, order = ([int(n) for n in part.split(",")] for part in iota.groups())
+        ids = ids.reshape(dims).transpose(order).reshape(-1)
+    elif mesh := re.match(r"mesh\[(.*?)\] \{([^:]*)\}$", text):  # mesh['a'=4,'b'=2] {'b'}
+        sizes = re.findall(r"'([^']*)'=(\d+)", mesh[1])
+        taken = tuple(slice(None) if f"'{axis}'" in mesh[2] else 0 for axis, _ in sizes)
+        ids = ids.reshape([int(size) for _, size in sizes])[taken].reshape(-1)
+    return ids[: c.group_size]
+
+
+def _assumptions(
+    target: Target, uncounted: Sequence[str], collectives: Sequence[Collective]
+) -> tuple[str, ...]:
+    fast, slow, in_host = target.fast_wire / 1e9, target.slow_wire / 1e9, target.host_devices
+    found = [
+        f"Every kernel reaches the peaks of {target.name}: {target.flops / 1e12:.4g} TFLOP/s of "
+        f"16-bit matrix products, whatever the dtype, and {target.memory_bandwidth / 1e9:.4g} GB/s "
+        "of memory; a run reaches less.",
+        "A kernel takes the longer of its matrix products and its memory traffic, other arithmetic "
+        "is free; kernels run one after the other, without launch gaps.",
+        "A kernel reads its operands from memory once and writes its results there: what caches "
+        "keep makes it faster, what it reads twice slower.",
+        f"Collectives are rings without latency: {fast:.4g} GB/s a device within a host of "
+        f"{in_host}; between hosts {slow:.4g} GB/s for each device that the group has on a host, "
+        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host.",
+        "A collective is hidden by the matrix products scheduled between its start and its done, "
+        "at their peak, each collective as if alone; other kernels hide nothing.",
+    ]
+    if any(c.conditional for c in collectives):
+        found.append("Of a conditional the dearer branch runs, but the collectives of all.")
+    if uncounted:
+        found.append(f"The FLOPs of these library calls are left out: {', '.join(uncounted)}.")
+    return tuple(found)

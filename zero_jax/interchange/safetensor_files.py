@@ -1,0 +1,205 @@
+"""A folder of safetensors files: written in any order and in parts, read in parts.
+
+A file is the length of its header (8 bytes), the header (JSON: dtype, shape and place of each
+tensor), and the tensors one after the other. All sizes are known before the first byte, so files
+are made at once in full size, and parts go straight to their place through mapped memory.
+
+    DIR/model-00001-of-00003.safetensors
+    DIR/model.safetensors.index.json        which tensor is in which file
+
+The format: https://github.com/huggingface/safetensors.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.checkpoint.checksum import words
+
+INDEX = "model.safetensors.index.json"
+ONE = "model.safetensors"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_OTHERS = {"F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
+_NAMES = {**{theirs: ours for ours, theirs in DTYPES.items()}, **_OTHERS}
+Kinds = Mapping[str, tuple[Sequence[int], str]]
+
+
+def grouped(kinds: Kinds, max_file_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file, in the given order; a larger tensor has its own file.
+
+    >>> grouped({n: ((4,), "float32") for n in "abc"}, 32)
+    [['a', 'b'], ['c']]
+    """
+    files: list[list[str]] = []
+    held = 0
+    for name, kind in kinds.items():
+        size = _nbytes(*kind)
+        if not files or held + size > max_file_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
+
+
+class Writer:
+    """Writes tensors in parts.
+
+    Args:
+      folder: is there.
+      kinds: shape and dtype by name, none of them empty.
+      max_file_bytes: of the tensors of one file.
+    """
+
+    def __init__(self, folder: pathlib.Path, kinds: Kinds, max_file_bytes: int):
+        self._folder = folder
+        self._kinds = kinds
+        self._left = {name: _nbytes(*kind) for name, kind in kinds.items()}
+        self._places: dict[str, tuple[pathlib.Path, int]] = {}
+        self._files = self._begin(grouped(kinds, max_file_bytes))
+
+    def _begin(self, groups: list[list[str]]) -> list[pathlib.Path]:
+        many = len(groups) > 1
+        files = []
+        for at, names in enumerate(groups, start=1):
+            file = f"model-{at:05d}-of-{len(groups):05d}.safetensors" if many else ONE
+            files.append(self._folder / file)
+            header, begin = self._header(names), 0
+            with open(files[-1], "wb") as out:
+                out.write(header)
+                for name in names:
+                    self._places[name] = (files[-1], len(header) + begin)
+                    begin += self._left[name]
+                # Mapped memory without space on the disk would end the process.
+                out.flush()
+                os.posix_fallocate(out.fileno(), 0, len(header) + begin)
+        return files
+
+    def _header(self, names: Sequence[str]) -> bytes:
+        known: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        begin = 0
+        for name in names:
+            shape, dtype = self._kinds[name]
+            end = begin + self._left[name]
+            known[name] = {
+                "dtype": DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
+            begin = end
+        text = json.dumps(known, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, name: str, box: Any, part: np.ndarray) -> None:
+        """Writes a part of a tensor to `tensor[box]`; no element twice."""
+        shape, dtype = self._kinds[name]
+        assert str(part.dtype) == dtype, f"{name} is {dtype}, not {part.dtype}"
+        path, begin = self._places[name]
+        value = words(part)
+        np.memmap(path, value.dtype, mode="r+", offset=begin, shape=tuple(shape))[box] = value
+        self._left[name] -= part.nbytes
+
+    def finish(self) -> None:
+        """Writes the index, once every tensor is there."""
+        left = [name for name, count in self._left.items() if count]
+        assert not left, f"not written whole: {left[:5]}"
+        if len(self._files) == 1:
+            return
+        total = sum(_nbytes(*kind) for kind in self._kinds.values())
+        where = {name: path.name for name, (path, _) in self._places.items()}
+        known = {"metadata": {"total_size": total}, "weight_map": where}
+        (self._folder / INDEX).write_text(json.dumps(known, indent=2) + "\n")
+
+
+class Folder:
+    """Reads tensors in parts, by safetensors, which maps files into memory.
+
+    Args:
+      folder: with an index, or a single file model.safetensors.
+
+    Attributes:
+      kinds: shape and dtype by name.
+
+    Raises:
+      ValueError: files are missing or damaged, or safetensors is not installed.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._where: dict[str, Any] = {}
+        self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+        listed = self._listed()
+        for file in sorted(set(listed.values())):
+            self._open(folder / file)
+        lost = [name for name in listed if name not in self._where and name != ONE]
+        if lost:
+            raise ValueError(f"{folder / INDEX} names tensors that no file has: {_few(lost)}")
+
+    def _listed(self) -> dict[str, str]:
+        """The file of each tensor that the index knows; of the only file, itself."""
+        index = self._folder / INDEX
+        if not index.exists():
+            if not (self._folder / ONE).exists():
+                raise ValueError(
+                    f"{self._folder} has no safetensors, neither {ONE} nor {INDEX}: save the model "
+                    "by save_pretrained of transformers; files of pickle (.bin) are not read"
+                )
+            return {ONE: ONE}
+        try:
+            listed = dict(json.loads(index.read_bytes())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is no index of safetensors: save the model anew") from error
+        for file in listed.values():
+            if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+                raise ValueError(f"{index} names {file!r}, which is no file beside it")
+        return listed
+
+    def _open(self, path: pathlib.Path) -> None:
+        if not path.exists():
+            raise ValueError(f"{path} is missing, though {INDEX} names it: copy all files")
+        safetensors = _safetensors()
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            if name in self._where:
+                raise ValueError(f"{name} is in two files of {self._folder}: remove one")
+            part = file.get_slice(name)
+            dtype = part.get_dtype()
+            self.kinds[name] = tuple(part.get_shape()), _NAMES.get(dtype, dtype)
+            self._where[name] = file
+
+    def read(self, name: str, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        """The part of a tensor between starts and stops."""
+        shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
+        if 0 in shape:
+            return np.zeros(shape, jnp.dtype(self.kinds[name][1]))
+        box = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
+        return np.asarray(self._where[name].get_slice(name)[box])
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ValueError(
+            "safetensors is not installed, which reads such files: pip install safetensors, or "
+            "pip install 'zero_jax[train]'"
+        ) from error
+    return safetensors
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,159 @@
+"""Which leaves of an optimizer's state rest in host memory, and whether they can stream there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.offload.blame import blame
+from zero_jax.offload.tiers import HOST
+from zero_jax.offload.update_recipes import NotPiecewise, Program, Recipe
+from zero_jax.sharding import layout
+from zero_jax.sharding.layout import Split
+
+PyTree = Any
+
+
+class CannotStream(ValueError):
+    """A transformation that can't be updated in pieces."""
+
+
+def owners(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[int | None]:
+    """For each leaf of a state, which parameter it mirrors."""
+    # layout.state_splits hands out a mirrored parameter's own Split, so identity tells.
+    index = {id(cut): at for at, cut in enumerate(cuts)}
+    return [index.get(id(cut)) for cut in state_cuts]
+
+
+def offloaded(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[bool]:
+    """Which leaves of a state rest in host memory: those that mirror a parameter of rank 1 up."""
+    pairs = zip(state_cuts, owners(state_cuts, cuts), strict=True)
+    return [owner is not None and bool(cut.shape) for cut, owner in pairs]
+
+
+def placed_on_host(placed: PyTree, state: PyTree, params: PyTree, cuts: Sequence[Split]) -> PyTree:
+    """The state's shardings, in host memory for the leaves that rest there."""
+    shardings, treedef = jax.tree.flatten(placed)
+    flags = offloaded(layout.state_splits(state, params, cuts), cuts)
+    pairs = zip(shardings, flags, strict=True)
+    moved = [s.with_memory_kind(HOST) if flag else s for s, flag in pairs]
+    return jax.tree.unflatten(treedef, moved)
+
+
+def require_piecewise(
+    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
+    params: PyTree,
+    cuts: Sequence[Split],
+    frozen: Sequence[bool],
+    masters: bool,
+) -> None:
+    """Raises unless `tx` can be updated in pieces.
+
+    Args:
+      tx: the user's transformation.
+      inner: the same, on trained leaves only.
+      params: logical parameters, abstract.
+      cuts: how they are split.
+      frozen: which of them are not trained.
+      masters: whether they rest in host memory too.
+
+    Raises:
+      CannotStream: naming the transformation, within a chain the one that is to blame.
+    """
+
+    def why(part: optax.GradientTransformation) -> str:
+        try:
+            _try(part, params, cuts, frozen, masters)
+        except NotPiecewise as error:
+            return str(error)
+        return ""
+
+    found = why(inner)
+    if found:
+        name = blame(tx, lambda part: bool(why(part)))
+        raise CannotStream(
+            f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
+            "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
+            "transformation with a state; else leave offload out, or use an elementwise one, adamw"
+            " say"
+        )
+
+
+def _try(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    cuts: Sequence[Split],
+    frozen: Sequence[bool],
+    masters: bool,
+) -> None:
+    tx = optax.with_extra_args_support(tx)
+    leaves, treedef = jax.tree.flatten(params)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)  # the gradient of a frozen leaf
+    flat = [scalar if f else x for x, f in zip(leaves, frozen, strict=True)]
+    state = jax.eval_shape(tx.init, params)
+    state_cuts = layout.state_splits(state, params, cuts)
+    owner, held = owners(state_cuts, cuts), offloaded(state_cuts, cuts)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+        return tx.update(grads, state, params, value=jnp.float32(1.0))
+
+    own = [masters and bool(cut.shape) for cut in cuts]
+    trees = (jax.tree.unflatten(treedef, flat), state, params)
+    traced = program(update, trees, owner, held, own)
+    recipes(traced, cuts, owner, held, frozen, own)
+
+
+def program(
+    update: Callable[..., Any],
+    trees: tuple[PyTree, ...],
+    owner: Sequence[int | None],
+    state_held: Sequence[bool],
+    params_held: Sequence[bool],
+) -> Program:
+    """The update as a program of (gradients, state, parameters, ...) to (updates, state).
+
+    Args:
+      update: of those trees.
+      trees: what it is called with, abstract; all after the first three is global.
+      owner: which parameter each leaf of the state mirrors.
+      state_held: which leaves of the state come in pieces only.
+      params_held: which parameters do.
+    """
+    leaves, treedef = jax.tree.flatten(trees)
+    # As on the device, wherever they rest.
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    count = len(jax.tree.leaves(trees[0]))
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(update(*jax.tree.unflatten(treedef, leaves)))
+
+    own = list(range(count))
+    more = len(avals) - count - len(state_held) - len(params_held)
+    leaf_of = [*own, *owner, *own[: len(params_held)], *[None] * more]
+    held = [*[False] * count, *state_held, *params_held, *[False] * more]
+    return Program(flat, avals, leaf_of, held)
+
+
+def recipes(
+    traced: Program,
+    cuts: Sequence[Split],
+    owner: Sequence[int | None],
+    held: Sequence[bool],
+    frozen: Sequence[bool],
+    masters: Sequence[bool],
+) -> dict[int, Recipe]:
+    """A recipe for each leaf that has something in host memory."""
+    found = {}
+    for at, cut in enumerate(cuts):
+        states = [j for j, (o, h) in enumerate(zip(owner, held, strict=True)) if o == at and h]
+        if cut.shape and not frozen[at] and (states or masters[at]):
+            outputs = [at, *(len(cuts) + j for j in states)]
+            found[at] = traced.recipe(at, outputs, cut.shape)
+    for output in range(len(cuts) + len(held)):
+        made = any(output in recipe.outputs for recipe in found.values())
+        if not made and not traced.is_global(output):
+            raise NotPiecewise("a value that is no part of one leaf")
+    return found

@@ -1,0 +1,198 @@
+"""Which states rest outside the device, and where: `Zero(mesh, offload="optimizer,params")`.
+
+  optimizer    the optimizer state, 8Ψ/N bytes for Adam
+  params       the fp32 masters, 4Ψ/N bytes; they come with the optimizer state (on nvme a copy of
+               them, see state_files.py)
+  activations  what remat saves; that is decided by the remat policy and only read here
+
+The host tier is JAX's `pinned_host` memory: the devices read and write it themselves. The third
+tier, `nvme=DIR`, is memory-mapped files. Source: ZeRO, section 9 (heterogeneous tiers as its next
+step); piecewise updates as in ZeRO-Offload (arXiv:2101.06840), section 5.
+"""
+
+import dataclasses
+import difflib
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+PyTree = Any
+HOST = "pinned_host"
+STATES = ("optimizer", "params", "activations")
+TIERS = ("host", "nvme", "auto")
+GRAMMAR = "optimizer,params,activations[:host|nvme=DIR|auto]"
+PIECE_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What rests outside the device.
+
+    Attributes:
+      optimizer: the optimizer state.
+      params: the fp32 masters too.
+      activations: asked for; the remat policy does it.
+      tier: "host" or "nvme".
+      directory: of the nvme tier.
+      auto: keep the states on the device, with a warning, where there is no host memory kind.
+      piece_bytes: most bytes of state, update and masters that one piece of the update has; two
+        pieces are on the device at once.
+      host_bytes: most bytes of pieces that a process of the nvme tier has in host memory; None
+        for what `piece_bytes` makes of it.
+
+    Raises:
+      ValueError: for a piece of less than 4 KiB, or masters without their optimizer state.
+    """
+
+    optimizer: bool = False
+    params: bool = False
+    activations: bool = False
+    tier: str = "host"
+    directory: str | None = None
+    auto: bool = False
+    piece_bytes: int = PIECE_BYTES
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.piece_bytes, int) or self.piece_bytes < 4096:
+            raise ValueError(
+                f"piece_bytes={self.piece_bytes!r}: a piece of the update has at least 4096 bytes; "
+                f"the default is {PIECE_BYTES} (64 MiB)"
+            )
+        if self.host_bytes is not None and self.host_bytes < 1 << 14:
+            raise ValueError(f"host_bytes={self.host_bytes!r}: give it at least 16384 bytes")
+        if self.params and not self.optimizer:
+            raise ValueError(
+                'offload="params" alone: masters are only read by the update, so offload the '
+                'optimizer state first: offload="optimizer,params"'
+            )
+
+    @property
+    def states(self) -> bool:
+        """Whether any model state rests outside the device."""
+        return self.optimizer or self.params
+
+    @property
+    def streams(self) -> bool:
+        """Whether states rest in host memory and are updated in a stream inside the step."""
+        return self.states and self.tier == "host"
+
+    @property
+    def in_files(self) -> bool:
+        """Whether states rest in files and are updated by the host."""
+        return self.states and self.tier == "nvme"
+
+    @property
+    def streams_params(self) -> bool:
+        """Whether the masters do too."""
+        return self.params and self.tier == "host"
+
+    def __str__(self) -> str:
+        words = [word for word in STATES if getattr(self, word)]
+        place = {"nvme": f":nvme={self.directory}"}.get(self.tier, ":auto" if self.auto else "")
+        return ",".join(words) + place if words else "none"
+
+
+NONE = Offload()
+
+
+def parse(given: "str | Offload | None") -> Offload:
+    """Reads the setting: an `Offload`, None, or words as on the command line.
+
+    Raises:
+      ValueError: a word or a tier that is not known; names the nearest.
+
+    >>> parse("optimizer,params").params, parse("optimizer:nvme=/scratch").directory
+    (True, '/scratch')
+    """
+    if given is None or given == "none":
+        return NONE
+    if isinstance(given, Offload):
+        return given
+    if not isinstance(given, str):
+        raise ValueError(f"offload={given!r}: write {GRAMMAR}, or pass an Offload")
+    names, _, place = given.partition(":")
+    words = [word.strip() for word in names.split(",")]
+    for word in words:
+        if word not in STATES:
+            raise ValueError(_unknown(given, word, STATES))
+    tier, _, directory = place.partition("=")
+    if place and tier not in TIERS:
+        raise ValueError(_unknown(given, tier, TIERS))
+    if (tier == "nvme") != bool(directory):
+        raise ValueError(
+            f"offload={given!r}: only the nvme tier has a directory, and it needs one: "
+            f"{names}:nvme=/path/on/nvme"
+        )
+    return Offload(
+        **{word: True for word in words},
+        tier="nvme" if tier == "nvme" else "host",
+        directory=directory or None,
+        auto=tier == "auto",
+    )
+
+
+def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+    return f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}"
+
+
+def settle(offload: Offload, mesh: Any) -> Offload:
+    """What can be had on a mesh's devices; says so if "auto" leaves the states there.
+
+    Raises:
+      ValueError: the devices have no host memory kind, and the setting is not "auto".
+    """
+    if not offload.streams or isinstance(mesh, AbstractMesh):
+        return offload
+    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    if HOST in kinds:
+        return offload
+    device = mesh.devices.flat[0]
+    lacks = f"{device.device_kind} has no {HOST} memory in this JAX (it has {', '.join(kinds)})"
+    if not offload.auto:
+        raise ValueError(
+            f'offload="{offload}": {lacks}. Leave offload out, or use '
+            f'offload="{offload}:auto" to offload only where it can be done'
+        )
+    stays = dataclasses.replace(offload, optimizer=False, params=False)
+    warnings.warn(f'offload="{offload}": {lacks}, so states stay on the device', stacklevel=4)
+    return stays
+
+
+def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
+    """Shardings of masters: in host memory if they are to rest there, from rank 1 on."""
+    if not offload.streams_params:
+        return placed
+    return jax.tree.map(lambda s, x: s.with_memory_kind(HOST) if x.shape else s, placed, leaves)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, a traced value or a ShapeDtypeStruct rests in host memory."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    if kind is None and isinstance(leaf, jax.core.Tracer):
+        return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)
+    return kind == HOST
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """Moves what rests in host memory to the device; for use inside `jit`."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def bytes_on(tree: PyTree, kind: str = "device") -> int:
+    """Bytes of one device's pieces in one kind of memory."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    sharding = getattr(leaf, "sharding", None)
+    shape = np.shape(leaf)
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.shard_shape(shape)
+    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize

@@ -1,0 +1,141 @@
+"""The ways to run a step that `stage="auto"` chooses among, and the order it tries them in.
+
+A candidate is a stage, a number of micro-batches, a remat policy with the place where it keeps
+things, and what rests in host memory. Cheapest first: fewest words that leave the device, to
+others or to host memory and back; then least recomputation, what is kept whole before what is
+split over the model axis, fewest micro-batches, and the higher stage, whose reductions can hide
+behind the backward pass. Stage 0 is never one: stage 1 sends the same words and holds less.
+"""
+
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from zero_jax.hlo.targets import target as target_of
+from zero_jax.offload import tiers
+from zero_jax.offload.tiers import Offload
+from zero_jax.plan.planning import Plan, words_per_param
+from zero_jax.remat import policies
+from zero_jax.sharding.mesh import MODEL, model_size
+from zero_jax.sharding.model_axis import SEQUENCE
+
+# The states' tiers, from the one that leaves the device least.
+STATES = tuple(map(tiers.parse, ("none", "optimizer", "optimizer,params")))
+# Of host memory; the rest is left to the data, the system and the program.
+HOST_SHARE = 0.8
+# A process may see one device of a host, and the hosts of GPU clusters have eight.
+_HOST_DEVICES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run the step; its fields are those of `Zero`."""
+
+    stage: int
+    micro_batches: int
+    remat: str
+    offload: Offload = tiers.NONE
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields by name, for `dataclasses.replace` of a `Zero`."""
+        return dict(vars(self))
+
+    @property
+    def uses_host(self) -> bool:
+        return self.offload.states or any(p.host for p in policies.parse(self.remat).places)
+
+    def cost(self, plan: Plan | None = None) -> tuple[float, float, bool, int, int]:
+        """What candidates are ordered by; without a plan a lower bound, as if the host were free.
+
+        The first number is words over Ψ / MP: those of the paper, and what crosses to the host.
+        """
+        words = words_per_param(self.stage, self.micro_batches, self.remat)
+        crossing = plan.host_words_per_param if plan is not None else 0.0
+        policy = policies.parse(self.remat)
+        order = (policy.passes, policy.partitioned, self.micro_batches, -self.stage)
+        return (words + crossing, *order)
+
+    def __str__(self) -> str:
+        rests = f", {self.offload} in host memory" if self.offload.streams else ""
+        return f"stage {self.stage}, {self.micro_batches} micro-batches, remat {self.remat}{rests}"
+
+
+def candidates(
+    rows: int,
+    *,
+    micro_batches: int = 1,
+    remat: str = "none",
+    places: tuple[str, ...] = (),
+    states: tuple[Offload, ...] = STATES[:1],
+) -> list[Candidate]:
+    """All candidates, cheapest first as far as that is known without a plan.
+
+    Args:
+      rows: rows of the batch on one device; k must divide them.
+      micro_batches: the least k, a divisor of every k.
+      remat: the policy that keeps most. One with places or names of its own is the only one.
+      places: where else than on the device the inputs of layers may be kept.
+      states: what may be done with the optimizer state and the masters.
+
+    >>> [str(c) for c in candidates(1)][:2]
+    ['stage 2, 1 micro-batches, remat none', 'stage 1, 1 micro-batches, remat none']
+    """
+    counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % micro_batches == 0]
+    ways = itertools.product((1, 2, 3), counts, _policies(remat, places), states)
+    return sorted((Candidate(*way) for way in ways), key=Candidate.cost)
+
+
+def _policies(remat: str, places: tuple[str, ...]) -> list[str]:
+    known = policies.POLICIES
+    if remat not in known:
+        return [remat]
+    least = known[known.index(remat) :]
+    moved = [f"{p}@{at}" for p in least if p.startswith("block") for at in places]
+    return [*least, *moved]
+
+
+def of(zero: Any, rows: int, target: str | None, born: bool) -> list[Candidate]:
+    """The candidates of a `Zero`.
+
+    Args:
+      zero: what it fixes is kept: offload if it is set, remat with a place.
+      rows: of the batch on one device.
+      target: as for `planned.of`.
+      born: parameters and optimizer state are there, and stay where they are.
+    """
+    host = host_memory(zero, target) > 0
+    split = zero.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
+    parts = model_size(zero.mesh) > 1 and not split
+    places = [str(policies.Place(h, p)) for h in (False, True) for p in (False, True)]
+    usable = [p for p in places[1:] if (host or "host" not in p) and (parts or "part" not in p)]
+    stay = born or not host or zero.offload != tiers.NONE
+    return candidates(
+        rows,
+        micro_batches=zero.micro_batches,
+        remat=zero.remat,
+        places=tuple(usable),
+        states=(zero.offload,) if stay else STATES,
+    )
+
+
+def host_memory(zero: Any, target: str | None) -> int:
+    """Bytes of host memory that a device may use; 0 where it has none of its own.
+
+    A forced CPU device has no memory but the host's, so nothing is gained by a move there.
+    """
+    if target is not None:
+        aim = target_of(target)
+        return int(aim.host_memory * HOST_SHARE) if aim.platform == "cuda" else 0
+    if isinstance(zero.mesh, AbstractMesh):
+        return 0
+    device = zero.mesh.local_devices[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if device.platform == "cpu" or tiers.HOST not in kinds:
+        return 0
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(whole * HOST_SHARE / max(_HOST_DEVICES, jax.local_device_count()))

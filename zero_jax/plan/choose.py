@@ -1,0 +1,252 @@
+"""Picks the stage, micro-batches, remat policy and host tiers that a memory limit allows.
+
+Candidates are tried from the cheapest on (candidates.py). One that is predicted to need clearly
+more than the limit is dropped; any other is compiled, and the first whose compiled program fits is
+taken. Stages 1 to 3 rest alike, so the choice can be made after parameters were born; where they
+and the optimizer state rest is then no part of it.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from zero_jax.engine.offload_check import WrongHere
+from zero_jax.hlo.targets import target as target_of
+from zero_jax.offload.streamable import CannotStream
+from zero_jax.plan import candidates
+from zero_jax.plan.candidates import Candidate
+from zero_jax.plan.planning import Plan
+from zero_jax.remat.layer_groups import CannotGroup
+from zero_jax.sharding.mesh import batch_shards
+
+# Part of a device's memory left to what no plan shows: the runtime, its libraries, NCCL.
+RESERVE = 0.08
+# A prediction this far above the limit is believed without compiling. The largest seen were 19 %
+# for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
+MARGIN = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Considered:
+    """A candidate with its plan and what became of it."""
+
+    candidate: Candidate
+    plan: Plan
+    verdict: str
+    fits: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and everything that was looked at on the way, in order."""
+
+    chosen: Considered
+    considered: tuple[Considered, ...]
+    limit: int
+
+    def __str__(self) -> str:
+        return _listed(self.considered, self.limit)
+
+
+def choose(
+    tried: Sequence[Candidate],
+    plan: Callable[[Candidate, bool], Plan],
+    limit: float,
+    report: Callable[[str], Any] = print,
+    host_limit: float = math.inf,
+) -> Choice:
+    """Takes the cheapest candidate whose compiled program fits.
+
+    Args:
+      tried: the candidates.
+      plan: plans a candidate; the second argument says whether to compile it.
+      limit: bytes of one device that may be used.
+      host_limit: bytes of host memory that may be used for one device.
+      report: is told the outcome, and of each candidate why it was dropped.
+
+    Raises:
+      ValueError: nothing fits; names the smallest candidate, its bytes and what would help.
+    """
+    limit = int(limit)
+    considered: list[Considered] = []
+    for candidate, planned in _by_cost(tried, plan, report):
+        considered.append(_judged(candidate, planned, plan, limit, host_limit))
+        if considered[-1].fits:
+            choice = Choice(considered[-1], tuple(considered), limit)
+            report(f"chose {candidate}\n{choice}")
+            return choice
+    report(_listed(considered, limit))
+    raise ValueError(_nothing_fits(considered, limit))
+
+
+def _by_cost(
+    tried: Sequence[Candidate],
+    plan: Callable[[Candidate, bool], Plan],
+    report: Callable[[str], Any],
+) -> Iterator[tuple[Candidate, Plan]]:
+    """Candidates with their predicted plans, cheapest first.
+
+    What crosses to host memory is known once a candidate was planned. Until then it stands where
+    it would if that were free; after, it waits for its true turn.
+    """
+    queue: list[tuple[Any, int, Plan | None]] = [(c.cost(), i, None) for i, c in enumerate(tried)]
+    heapq.heapify(queue)
+    while queue:
+        _, at, planned = heapq.heappop(queue)
+        candidate = tried[at]
+        if planned is None:
+            try:
+                planned = plan(candidate, False)
+            except (CannotGroup, CannotStream, WrongHere) as error:
+                report(f"left out {candidate}: {error}")
+                continue
+            if candidate.uses_host:
+                heapq.heappush(queue, (candidate.cost(planned), at, planned))
+                continue
+        yield candidate, planned
+
+
+def _judged(
+    candidate: Candidate,
+    planned: Plan,
+    plan: Callable[[Candidate, bool], Plan],
+    limit: float,
+    host_limit: float,
+) -> Considered:
+    size, host = planned.total_bytes, planned.predicted.host
+    beside = f", {gigabytes(host)} in host memory" if host else ""
+    if size > limit * (1 + MARGIN):
+        return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
+    if host > host_limit:
+        verdict = f"predicted{beside[1:]}: too much, a device's part is {gigabytes(host_limit)}"
+        return Considered(candidate, planned, verdict)
+    planned, verdict = _compiled(plan, candidate, planned)
+    if verdict:
+        return Considered(candidate, planned, verdict)
+    fits = planned.total_bytes <= limit
+    outcome = "fits, taken" if fits else "too much"
+    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}: {outcome}"
+    return Considered(candidate, planned, verdict, fits)
+
+
+def _compiled(
+    plan: Callable[[Candidate, bool], Plan], candidate: Candidate, planned: Plan
+) -> tuple[Plan, str]:
+    """The compiled plan; the predicted one and a verdict where the compiler itself refuses."""
+    try:
+        return plan(candidate, True), ""
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return planned, "does not compile: out of memory"
+
+
+def _listed(considered: Sequence[Considered], limit: int) -> str:
+    wide = max((len(str(c.candidate)) for c in considered), default=0)
+    rows = [
+        f"  {c.candidate.cost(c.plan)[0]:.3g}Ψ words  {c.candidate!s:{wide}} {c.verdict}"
+        for c in considered
+    ]
+    return "\n".join([f"for at most {gigabytes(limit)} a device:", *rows])
+
+
+def choice(
+    zero: Any,
+    loss_fn: Any,
+    tx: Any,
+    params: Any,
+    batch: Any,
+    *extras: Any,
+    target: str | None = None,
+    topology: str | None = None,
+    report: Callable[[str], Any] | None = None,
+    born: bool | None = None,
+    **options: Any,
+) -> Choice:
+    """Chooses for a `Zero`; what `Zero.choice` calls. Arguments as for `planned.of`.
+
+    Args:
+      report: is told the outcome; by default printed by the first process.
+      born: parameters and optimizer state are there already, and stay in the memory they are in;
+        by default whether `params` are arrays.
+
+    Raises:
+      ValueError: nothing fits, or the device does not say how much memory it has.
+    """
+
+    def plan(candidate: Candidate, compile: bool) -> Plan:
+        settled = dataclasses.replace(zero, **candidate.settings)
+        aim = {"compile": True, "target": target, "topology": topology} if compile else {}
+        return settled.plan(loss_fn, tx, params, batch, *extras, **aim, **options)
+
+    rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(zero.mesh)
+    if born is None:
+        born = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    tried = candidates.of(zero, rows, target, born)
+    if report is None:
+        report = print if jax.process_index() == 0 else lambda _: None
+    host = candidates.host_memory(zero, target) or math.inf
+    return choose(tried, plan, _limit(zero, target), report, host)
+
+
+def _limit(zero: Any, target: str | None) -> float:
+    if zero.memory_limit is not None:
+        return zero.memory_limit
+    if target is not None:
+        return default_limit(target_of(target).memory_bytes, target)
+    if isinstance(zero.mesh, AbstractMesh):
+        return default_limit(None, "a mesh without devices")
+    device = zero.mesh.local_devices[0]
+    pool = (device.memory_stats() or {}).get("bytes_limit")  # what JAX itself leaves to others
+    return pool if pool else default_limit(None, str(device))
+
+
+def default_limit(memory_bytes: int | None, what: str) -> int:
+    """What may be used of a device's memory.
+
+    Raises:
+      ValueError: the device does not say how much it has.
+    """
+    if not memory_bytes:
+        raise ValueError(
+            f"{what} does not say how much memory it has: give memory_limit= in bytes a device, "
+            "16e9 say (--memory-limit takes GB)"
+        )
+    return int(memory_bytes * (1 - RESERVE))
+
+
+def gigabytes(size: float) -> str:
+    """Bytes as text, 1e9 to the GB.
+
+    >>> gigabytes(1.5e9), gigabytes(2.5e6), gigabytes(0)
+    ('1.50 GB', '2.50 MB', '0')
+    """
+    if size >= 1e9:
+        return f"{size / 1e9:,.2f} GB"
+    return f"{size / 1e6:.2f} MB" if size >= 1e4 else f"{size:.0f} B" if size else "0"
+
+
+def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
+    if not considered:
+        return "there is no candidate: the micro-batches must divide the rows of a device"
+    least = min(considered, key=lambda c: c.plan.total_bytes)
+    plan = least.plan
+    terms = sorted(plan.predicted.terms.items(), key=lambda item: -item[1])[:3]
+    largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in terms)
+    at_rest = plan.predicted.alias_bytes
+    shards = math.prod(plan.axes.values())
+    if at_rest > limit:
+        more = -(-at_rest // limit)
+        advice = f"what rests alone is more than that: take at least {more} x {shards} devices"
+    else:
+        advice = "take more devices, shorter or fewer rows a device, or a smaller model"
+    return (
+        f"nothing fits in {gigabytes(limit)} a device. The smallest is {least.candidate}: "
+        f"{gigabytes(plan.total_bytes)} ({largest}). To fit, {advice}"
+    )

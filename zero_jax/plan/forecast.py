@@ -1,0 +1,314 @@
+"""What a training step will hold at once, foretold from its trace: no compiler, no device.
+
+The traced step is walked once. Elementwise operations are taken to be fused into what reads them;
+results of matrix products, reductions, loops and collectives are in memory from the operation
+that makes them to the last that reads them. Two habits of XLA's scheduler matter enough to be
+followed: gradients that only wait to be summed over devices are computed last, and inside a loop
+they are summed one iteration later, while the next layer computes, so that one layer of them is
+always under way (of a layer of several buckets what is not behind a barrier, and three buckets at
+most: on GPUs as many collectives are under way at a time). Nothing is fitted: `docs/plan.md` has
+the error against the compiled program.
+
+What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
+B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
+
+  copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
+  gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N (of scanned
+             matrices rΨ/N, if there is one micro-batch) and one layer's
+  saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
+             "dots" the results of products, for a GPT L·B·T·9·D·c;
+             "none" all that the backward pass reads
+  loss       logits and their gradients, a chunk at a time
+  buffers    a layer's gradients under way between devices, r times its parameters
+  work       what one layer computes while it runs, forward or backward
+
+Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_jax.plan.flat_program import Body, Flat, Operation, Value
+from zero_jax.plan.flat_trace import device_part, flatten
+from zero_jax.plan.lifespans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
+from zero_jax.releases import COLLECTIVES_AT_ONCE
+
+TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is alive at the worst instant.
+
+    Attributes:
+      bytes: on one device.
+      term: one of `TERMS`.
+      what: dtype and shape, "bf16[36,4,1024,4096]".
+      made_by: the operation and where it stands in the traced function.
+    """
+
+    bytes: int
+    term: str
+    what: str
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Temporaries of one device at the worst instant of a step.
+
+    Attributes:
+      held: largest first.
+      host: bytes kept in host memory from forward to backward.
+    """
+
+    held: tuple[Held, ...]
+    host: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(h.bytes for h in self.held)
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Bytes by term; the sum is `bytes`."""
+        return {term: sum(h.bytes for h in self.held if h.term == term) for term in TERMS}
+
+
+def forecast(
+    jaxpr: Any,
+    params: int,
+    given: int | None = None,
+    *,
+    split: Sequence[int | None] = (),
+    parts: int = 1,
+    ahead: bool = False,
+    bucket_bytes: float = math.inf,
+) -> Forecast:
+    """Foretells the temporaries of a traced training step.
+
+    Args:
+      jaxpr: the step, `jax.jit(step).trace(...).jaxpr`, with a shard_map in it.
+      params: how many of the first inputs of that shard_map are parameters.
+      given: how many inputs it was given; arrays that the loss closes over come before them.
+      split: of each parameter, the dim that is split over `model`, or None.
+      parts: MP, the size of that axis.
+      ahead: whether loops over layers gather the next one's weights while one computes.
+      bucket_bytes: the most that collectives move at once. Of a layer of several buckets one is
+        gathered ahead by the worst instant, since later ones take the place of weights that are
+        not needed any more, and as many are still to be summed as are under way at a time.
+
+    Raises:
+      ValueError: there is no shard_map.
+    """
+    part = device_part(jaxpr)
+    first = len(part.invars) - (given or len(part.invars))
+    flat = flatten(part, [None] * first + list(split), parts)
+    held = _Walk(
+        flat, set(flat.inputs[first : first + params]), "step", ahead, bucket_bytes
+    ).worst()
+    return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)), _in_host(flat))
+
+
+class _Walk:
+    """One pass over a flat program: the step, one micro-batch of it, or one iteration of a loop.
+
+    Args:
+      flat: the program.
+      weights: its inputs that are parameters, or slices of them.
+      level: "step" (the outermost, whose results the optimizer reads as they come), "pass" (a
+        loop body that runs forward and backward), "layer", or "loss".
+      ahead, bucket_bytes: see `forecast`.
+    """
+
+    def __init__(
+        self, flat: Flat, weights: set[Value], level: str, ahead: bool, bucket_bytes: float
+    ):
+        self.level, self.ahead, self.bucket_bytes = level, ahead, bucket_bytes
+        self.outputs = set(flat.outputs)
+        self.operations = self._scheduled(flat.operations)
+        self.end = len(self.operations)
+        self.weights = _copies_of(weights, self.operations)
+        self.spans = spans_of(self.operations, self.outputs, self.end)
+        layers = [at for at, o in enumerate(self.operations) if self._is_layers(o)]
+        backward = [at for at, o in enumerate(self.operations) if o.backward]
+        self.backward = backward[0] if backward else self.end
+        # After the last layer's forward and before the first backward operation stands the loss.
+        self.loss = max((at for at in layers if at < self.backward), default=self.end)
+        self.gradients = self._only_summed()
+
+    def _is_layers(self, operation: Operation) -> bool:
+        """Whether it is a loop that slices parameters and computes, one layer at a time."""
+        return not self.weights.issuperset(operation.outputs) and any(
+            theirs in self.weights and len(mine.shape) < len(theirs.shape)
+            for body in operation.bodies
+            for mine, theirs in body.given
+        )
+
+    def _scheduled(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Puts last what only feeds a sum of gradients over devices, that sum, what follows it."""
+        readers = readers_of(operations)
+        finishes, waits = set[int](), set[int]()
+        for at in range(len(operations) - 1, -1, -1):
+            operation = operations[at]
+            reads = [r for o in operation.outputs for r in readers.get(o, ())]
+            sums = _sums(operation)
+            if (sums or operation.name not in SOLID) and finishes.issuperset(reads):
+                finishes.add(at)
+            feeds = bool(reads) and self.outputs.isdisjoint(operation.outputs)
+            if (sums and at in finishes) or (feeds and waits.issuperset(reads)):
+                waits.add(at)
+        early, late = [], []
+        after: set[Value] = set()
+        for at, operation in enumerate(operations):
+            if at in waits or not after.isdisjoint(operation.inputs):
+                late.append(operation)
+                after.update(operation.outputs)
+            else:
+                early.append(operation)
+        return early + late
+
+    def worst(self) -> list[Held]:
+        """Everything alive at the instant when that is most."""
+        change = [0] * (self.end + 2)
+        for span in self.spans:
+            change[span.start] += span.value.bytes
+            change[span.stop + 1] -= span.value.bytes
+        most, worst_at, worst_inside, current = -1, 0, list[Held](), 0
+        for at in range(self.end + 1):
+            current += change[at]
+            inside = self._inside(at) if at < self.end else []
+            if current + _total(inside) > most:
+                most, worst_at, worst_inside = current + _total(inside), at, inside
+        alive = [self._held(span) for span in self.spans if span.start <= worst_at <= span.stop]
+        return alive + worst_inside + self._under_way()
+
+    def _inside(self, at: int) -> list[Held]:
+        """What lives inside a loop or a branch while it runs, at the worst instant."""
+        operation = self.operations[at]
+        found = []
+        for body in operation.bodies:
+            weights = {mine for mine, theirs in body.given if theirs in self.weights}
+            level = self._level_of(operation, body, at)
+            found.append(_Walk(body.flat, weights, level, self.ahead, self.bucket_bytes).worst())
+        return max(found, key=_total, default=[])
+
+    def _level_of(self, operation: Operation, body: Body, at: int) -> str:
+        if self._is_layers(operation) or self.level in ("layer", "loss"):
+            return "layer" if self.level != "loss" else "loss"
+        if any(o.backward for o in body.flat.operations) and not operation.backward:
+            return "pass"
+        return "loss" if self.loss < at < self.backward else "layer"
+
+    def _held(self, span: Span) -> Held:
+        value, operation = span.value, self.operations[span.made_at]
+        what = f"{value.dtype}{list(value.shape)}".replace(" ", "")
+        made_by = f"{operation.context}/{operation.name}".lstrip("/")
+        return Held(value.bytes, self._term(span), what, made_by)
+
+    def _term(self, span: Span) -> str:
+        if span.value in self.weights:
+            return "copy"
+        if span.value in self.gradients:
+            return "gradients"
+        if self.level in ("layer", "loss"):
+            return "work" if self.level == "layer" else "loss"
+        if self.loss < span.made_at < self.backward:
+            return "loss"
+        return "saved" if span.made_at < self.backward <= span.stop else "work"
+
+    def _only_summed(self) -> set[Value]:
+        """Values from which nothing is made but gradients: sums over devices and results."""
+        found = set[Value]()
+        readers = readers_of(self.operations)
+        for at in range(self.end - 1, -1, -1):
+            operation = self.operations[at]
+            for value in operation.outputs:
+                reads = [self.operations[r] for r in readers.get(value, ())]
+                ends = all(
+                    (o.name not in SOLID or _sums(o)) and found.issuperset(o.outputs) for o in reads
+                )
+                # A layer's carry is a result too; what it hands to the next is no gradient.
+                if ends and (reads or self.level != "layer"):
+                    found.add(value)
+        return found
+
+    def _under_way(self) -> list[Held]:
+        """Over layers, gradients of the last iteration are summed while this one computes (but
+        those that stand behind a barrier), and weights of the next one gathered."""
+        if self.level != "layer":
+            return []
+        readers = readers_of(self.operations)
+        waiting = [
+            v
+            for o in self.operations
+            if o.name == "reduce_scatter" and not self._behind_barrier(o.outputs[0], readers)
+            for v in o.inputs
+        ]
+        next_ones = [v for o in self.operations if o.name == "all_gather" for v in o.outputs]
+        waiting = _within(waiting, COLLECTIVES_AT_ONCE * self.bucket_bytes)
+        next_ones = _within(next_ones if self.ahead else [], self.bucket_bytes)
+        found = [(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
+        found += [(v, "copy", "all_gather of the layer after") for v in next_ones]
+        return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]
+
+    def _behind_barrier(self, value: Value, readers: dict[Value, list[int]]) -> bool:
+        """Whether it goes through a barrier, on its way out of the loop."""
+        reads = [self.operations[r] for r in readers.get(value, ())]
+        return any(
+            o.name == "optimization_barrier"
+            or (o.name not in SOLID and any(self._behind_barrier(v, readers) for v in o.outputs))
+            for o in reads
+        )
+
+
+def _within(values: Iterable[Value], most: float) -> list[Value]:
+    """The first of these values, up to so many bytes."""
+    found = []
+    for value in values:
+        most -= value.bytes
+        if most >= 0:
+            found.append(value)
+    return found
+
+
+def _sums(operation: Operation) -> bool:
+    """Whether it sums over devices, or is a loop that does nothing else, a layer at a time."""
+    inside = [o for body in operation.bodies for o in body.flat.operations]
+    alone = all(o.name not in SOLID or _sums(o) for o in inside)
+    return operation.name in SUMS_OVER_DEVICES or (alone and any(map(_sums, inside)))
+
+
+def _in_host(flat: Flat) -> int:
+    """Bytes put into host memory; of a loop its stack counts, not the slices it is made of."""
+    found = 0
+    for operation in flat.operations:
+        if operation.bodies or operation.name == "device_put":
+            found += sum(v.host_bytes for v in operation.outputs if v not in flat.outputs)
+        found += max((_in_host(body.flat) for body in operation.bodies), default=0)
+    return found
+
+
+def _total(held: Iterable[Held]) -> int:
+    return sum(h.bytes for h in held)
+
+
+def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Value]:
+    """The weights, and what is made of weights alone without computing: casts and gathers."""
+    weights = set(weights)
+    for operation in operations:
+        moves = operation.name not in SOLID | REDUCTIONS or operation.name == "all_gather"
+        moves = moves or (
+            bool(operation.bodies) and all(_moves(b, weights) for b in operation.bodies)
+        )
+        if moves and operation.inputs and weights.issuperset(operation.inputs):
+            weights.update(operation.outputs)
+    return weights
+
+
+def _moves(body: Body, weights: set[Value]) -> bool:
+    """Whether a loop does nothing but cast and gather weights, a layer at a time."""
+    inside = {mine for mine, theirs in body.given if theirs in weights}
+    return _copies_of(inside, body.flat.operations).issuperset(body.flat.outputs)

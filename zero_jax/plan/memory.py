@@ -1,0 +1,165 @@
+"""Closed forms: what each stage holds on a device, from abstract shapes alone.
+
+Ψ is the number of parameters, N the size of the `data` axis, c and g the bytes of a word in the
+compute dtype and of a gradient (4 when micro-batches accumulate, c otherwise). Per device (with
+tensor parallelism of degree MP, Ψ stands for Ψ/MP of the leaves that are split over it):
+
+  stage   at rest           gathered copy   gradients
+  0       4Ψ + state        cΨ (c < 4)      gΨ
+  1       (4Ψ + state)/N    cΨ              gΨ + 4Ψ/N
+  2       (4Ψ + state)/N    cΨ              window + 4Ψ/N
+  3       (4Ψ + state)/N    window          window + 4Ψ/N
+
+The state of Adam is 8Ψ, so 12Ψ/N rest at stages 1 to 3. The window is one layer. Padding and
+leaves that stay whole are counted exactly. Activations, logits and buffers are not included.
+Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and table 1; there the fp16 parameters (2Ψ) rest
+beside the fp32 masters (part of K = 12), here they are the gathered copy.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from zero_jax.collectives.precision import Guard, Precision, init_guard
+from zero_jax.engine import optimizer
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.model_axis import ModelAxis
+from zero_jax.sharding.splitter import Splitter
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes on one device.
+
+    Attributes:
+      parameters: fp32 masters at rest, padding included.
+      state: optimizer state at rest, the guard's 16 bytes included.
+      copy: gathered parameters in the compute dtype, the most that live at once.
+      gradients: full gradients that live at once, and their fp32 shards.
+    """
+
+    parameters: int
+    state: int
+    copy: int
+    gradients: int
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Every term by name."""
+        return dataclasses.asdict(self)
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes between steps: what the compiled step takes as arguments, besides the batch."""
+        return self.parameters + self.state
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of model state that exist only during a step."""
+        return self.copy + self.gradients
+
+    @property
+    def total(self) -> int:
+        return self.at_rest + self.in_flight
+
+
+def estimate(
+    params: PyTree,
+    *,
+    shards: int,
+    stage: int,
+    parts: int = 1,
+    tx: optax.GradientTransformation | None = None,
+    precision: Precision | str = Precision(),
+    micro_batches: int = 1,
+    frozen: optimizer.Frozen = None,
+    model_axis: ModelAxis = ModelAxis(),
+    window: int | None = None,
+) -> Estimate:
+    """The closed form of one stage.
+
+    Args:
+      params: the logical tree, of arrays or ShapeDtypeStructs.
+      shards: N, the size of the `data` axis.
+      stage: 0 to 3.
+      parts: R, where stage 3 cuts each piece over `replica` too: `Zero(hierarchical=True)`.
+      tx: the optax transformation; None counts no state.
+      precision: as for `Zero`.
+      micro_batches: as for `Zero`.
+      frozen: as for `Zero`.
+      model_axis: how leaves are split over `model`, `Zero.model_axis`.
+      window: elements that are gathered at once: the largest `Layers.words` of a trace, or leaf
+        outside of layers; by default the largest leaf.
+
+    >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+    >>> estimate(shapes, shards=4, stage=3, tx=optax.adam(1e-3)).at_rest == 12 * 2**20 // 4 + 20
+    True
+    """
+    if not isinstance(precision, Precision):
+        precision = Precision(precision)
+    parts = parts if stage == 3 else 1
+    splitter = Splitter(1 if stage == 0 else shards, model_axis, parts)
+    cuts = splitter(params)
+    leaves = jax.tree.leaves(params)
+    flags = paths.frozen_leaves(params, frozen)
+    trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
+    gathered = max(map(_elements, cuts), default=0) if window is None else window
+    copied = sum(map(_elements, cuts))
+    word = precision.compute.itemsize
+    grad_word = word if micro_batches == 1 else 4
+    full_grads = sum(map(_elements, trained_cuts))
+    shard_grads = 4 * sum(map(_in_step, trained_cuts))
+    joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
+    # A stage-0 master in the compute dtype is its own copy.
+    copies = {0: 0 if word == 4 else word * copied, 3: word * gathered + joined}
+    gradients = {
+        0: grad_word * full_grads,
+        1: grad_word * full_grads + shard_grads,
+        2: word * gathered + shard_grads,
+        3: word * gathered + shard_grads,
+    }
+    return Estimate(
+        parameters=layout.bytes_per_device(cuts, [_master(x) for x in leaves]),
+        state=_state_bytes(params, cuts, tx, frozen),
+        copy=copies.get(stage, word * copied),
+        gradients=gradients[stage],
+    )
+
+
+def _elements(cut: layout.Split) -> int:
+    """Elements of a gathered leaf on one device."""
+    return math.prod(cut.shape) // (1 if cut.model is None else cut.model_shards)
+
+
+def _in_step(cut: layout.Split) -> int:
+    """Elements of a device's shard during a step, whose parts are joined."""
+    return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
+
+
+def _master(leaf: Any) -> Any:
+    """A leaf as it rests: floats narrower than fp32 are widened."""
+    floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    wide = jax.numpy.promote_types(leaf.dtype, np.float32) if floating else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, wide)
+
+
+def _state_bytes(
+    params: PyTree,
+    cuts: list[layout.Split],
+    tx: optax.GradientTransformation | None,
+    frozen: optimizer.Frozen,
+) -> int:
+    if tx is None:
+        return 0
+    masters = jax.tree.map(_master, params)
+    state = jax.eval_shape(optimizer.without_frozen(tx, frozen).init, masters)
+    guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
+    leaves = [*jax.tree.leaves(state), *guard]
+    splits = layout.state_splits(state, params, cuts) + [layout.split((), 1)] * len(guard)
+    return layout.bytes_per_device(splits, leaves)

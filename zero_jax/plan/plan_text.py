@@ -1,0 +1,177 @@
+"""Plans as text: terms by stage, the proof beside them, and a picture of both."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.plan.choose import gigabytes
+from zero_jax.plan.planning import Plan
+
+
+def format_stages(plans: Sequence[Plan]) -> str:
+    """Predicted bytes of one device, a row a term, a column a stage."""
+    columns = ["", *(f"stage {plan.stage}" for plan in plans)]
+    names = [name for name in plans[0].predicted.terms if any(_term(p, name) for p in plans)]
+    rows = [[name, *(gigabytes(_term(p, name)) for p in plans)] for name in names]
+    rows.append(["total", *(gigabytes(p.predicted.total_bytes) for p in plans)])
+    compiled = [p for p in plans if p.compiled]
+    if compiled:
+        rows.append(["compiled", *(gigabytes(p.total_bytes) if p.compiled else "" for p in plans)])
+        rows.append(["error", *(f"{p.error:+.1%}" if p.compiled else "" for p in plans)])
+    rows.append(["words / Ψ", *(_words(p, 3) for p in plans)])
+    return table([columns, *rows])
+
+
+def format_layers(plan: Plan) -> str:
+    """The layers that were found in the loss, and what their backward passes keep."""
+    if not plan.layers:
+        return "layers: none found; activations are kept whatever remat says"
+    found = [
+        f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.words:,} parameters, remat "
+        f"{x.policy}"
+        for x in plan.layers
+    ]
+    return "layers: " + "; ".join(found)
+
+
+def format_proof(plan: Plan, memory_bytes: int) -> str:
+    """What the compiled program says, and what it cannot say."""
+    audit = plan.compiled
+    assert audit is not None
+    name = plan.target.name if plan.target else "these devices"
+    fits = ""
+    if memory_bytes:
+        word = "fits" if audit.total_bytes <= memory_bytes else "does NOT fit"
+        fits = f": {word} in {gigabytes(memory_bytes)}"
+    flops = "unknown" if audit.flops is None else f"{audit.flops / 1e12:,.1f} TFLOP"
+    rows = [
+        ["total", gigabytes(audit.total_bytes) + fits],
+        ["  arguments", f"{audit.argument_bytes:,} (predicted {plan.predicted.argument_bytes:,})"],
+        ["  aliased", f"{audit.alias_bytes:,} (predicted {plan.predicted.alias_bytes:,})"],
+        [
+            "  temporaries",
+            f"{gigabytes(audit.temp_bytes)}, fragmentation {audit.fragmentation:.3f}",
+        ],
+        ["  outputs not aliased", gigabytes(audit.output_bytes - audit.alias_bytes)],
+        ["  host", gigabytes(audit.host_bytes)],
+        ["predicted", f"{gigabytes(plan.predicted.total_bytes)} ({plan.error:+.1%})"],
+        ["words / Ψ", _words(plan, 4)],
+        ["sent", _sent(plan, layers_only=False)],
+        ["  in layers' loops", _sent(plan, layers_only=True)],
+        ["matrix products", flops],
+    ]
+    if audit.uncounted:
+        rows.append(["  not counted", ", ".join(audit.uncounted)])
+    parts = [f"Stage {plan.stage} compiled for {name}", table(rows), "", "Largest temporaries"]
+    parts += [
+        f"  {gigabytes(t.bytes):>10}  {t.shape.split('{')[0][:40]:40}  {t.source}"
+        for t in audit.peak.temporaries[:8]
+    ]
+    parts += ["", "Collectives", auditor.format_table(audit)]
+    if plan.time is not None:
+        parts += ["", "Step time", roofline.format_step_time(plan.time)]
+        parts += [f"- {line}" for line in plan.time.assumptions]
+        if audit.host_bytes:
+            crossing = gigabytes(2 * audit.host_bytes)
+            parts += [f"- The link to host memory is free; up to {crossing} cross it a step."]
+    if plan.target is not None:
+        parts += [
+            "",
+            "What such a compile does not show",
+            *(f"- {line}" for line in prove.not_shown(plan.target)),
+        ]
+    return "\n".join(parts)
+
+
+def _words(plan: Plan, digits: int) -> str:
+    return f"{plan.words_per_param:.{digits}f}" if plan.countable else "?"
+
+
+def _sent(plan: Plan, *, layers_only: bool) -> str:
+    assert plan.compiled is not None
+    if not plan.countable:
+        return "unknown: a loop around a collective depends on data"
+    sent = plan.compiled.hidden(layers_only=layers_only)
+    return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the rest to the right of two, else to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = len(widths) > 2
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def plot(
+    plans: Sequence[Plan],
+    curves: Mapping[int, Sequence[tuple[int, float]]],
+    path: str | pathlib.Path,
+    title: str,
+    limit: int = 0,
+) -> None:
+    """Draws bytes per device by stage, stacked by term, and model states against N.
+
+    Args:
+      plans: one for each stage.
+      curves: for each stage, (N, bytes of model states).
+      path: where to write the picture.
+      title: its title.
+      limit: bytes of the device, drawn as a line; 0 draws none.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install 'zero_jax[train]'"
+        ) from error
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    bars, lines = figure.subplots(1, 2, width_ratios=[3, 2])
+    _draw_bars(bars, plans, limit)
+    for stage, points in curves.items():
+        lines.plot(
+            *zip(*((n, size / 1e9) for n, size in points), strict=True),
+            "o-",
+            label=f"stage {stage}",
+        )
+    if limit:
+        lines.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1)
+    lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
+    lines.set_title("model states, without activations", fontsize=10)
+    lines.legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
+    bottom = [0.0] * len(plans)
+    labels = [f"stage {plan.stage}" for plan in plans]
+    for name in (n for n in plans[0].predicted.terms if n != "host"):
+        heights = [_term(plan, name) / 1e9 for plan in plans]
+        if max(heights) < 0.002 * max(plan.predicted.total_bytes for plan in plans) / 1e9:
+            continue  # would not be seen
+        axes.bar(labels, heights, bottom=bottom, label=name.replace("_", " "))
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for at, plan in enumerate(plans):
+        mark = "" if plan.compiled is None else f"\ncompiled {plan.total_bytes / 1e9:.3g}"
+        text = f"{plan.predicted.total_bytes / 1e9:.3g} GB{mark}"
+        axes.annotate(text, (at, bottom[at]), ha="center", va="bottom", fontsize=8)
+    if limit:
+        axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1)
+    axes.set(ylabel="GB per device", ylim=(0, 1.15 * max(bottom)))
+    axes.set_title("predicted, at the worst instant of a step", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def _term(plan: Plan, name: str) -> int:
+    return plan.predicted.terms[name]

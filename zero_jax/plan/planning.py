@@ -1,0 +1,323 @@
+"""What a training step will hold, send and take on one device, before any device is there.
+
+A plan has up to two halves. The prediction comes from shapes and the trace alone, in under a
+second for any size of model: arguments exactly, temporaries by `forecast`. The proof comes from
+the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be asserted on.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from zero_jax.engine.lifetimes import Layers
+from zero_jax.engine.optimizer import ZeroTransform
+from zero_jax.engine.step import TrainStep
+from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.hlo.targets import Target
+from zero_jax.hlo.targets import target as target_of
+from zero_jax.offload import tiers
+from zero_jax.offload.tiers import HOST
+from zero_jax.plan import forecast
+from zero_jax.remat import policies
+from zero_jax.sharding import layout
+from zero_jax.sharding.mesh import MODEL, abstract_of, batch_sharding
+
+PyTree = Any
+_WORD_BYTES = 2  # as the paper counts: bf16 or fp16
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Bytes of one device at the worst instant of a step, by what they are for.
+
+    Attributes:
+      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ); on the device.
+      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes;
+        on the device.
+      batch: this device's rows, and the extra arguments.
+      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
+        also fetched (masters while the model uses them) and pieces (two, of what streams).
+      host_states: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there.
+      host_saved: in host memory, from forward to backward: what a remat policy keeps there.
+    """
+
+    parameters: int
+    optimizer_state: int
+    batch: int
+    temporaries: Mapping[str, int]
+    host_states: int = 0
+    host_saved: int = 0
+
+    @property
+    def host(self) -> int:
+        """All that is in host memory."""
+        return self.host_states + self.host_saved
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Every term by name; those on the device add up to `total_bytes`."""
+        own = {
+            "parameters": self.parameters,
+            "optimizer_state": self.optimizer_state,
+            "batch": self.batch,
+        }
+        return {**own, **self.temporaries, "host": self.host}
+
+    @property
+    def alias_bytes(self) -> int:
+        """Arguments that are donated, and whose memory the results take over."""
+        return self.parameters + self.optimizer_state
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the compiled program takes as arguments; predicted exactly."""
+        return self.alias_bytes + self.batch
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + sum(self.temporaries.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One step on one mesh: what is predicted, and what was compiled.
+
+    Attributes:
+      stage: 0 to 3.
+      micro_batches: k.
+      remat: the policy.
+      axes: sizes of the mesh's axes by name.
+      num_params: Ψ.
+      layers: what layers were found in the loss, and under which policy.
+      window: elements of the largest layer or leaf that is gathered at once.
+      predicted: bytes by term.
+      compiled: the audit of the compiled program, None if only predicted.
+      target: what it was compiled for, None for the devices of the mesh itself.
+      time: a lower bound of the step's time, None if only predicted or without figures.
+    """
+
+    stage: int
+    micro_batches: int
+    remat: str
+    axes: Mapping[str, int]
+    num_params: int
+    layers: tuple[Layers, ...]
+    window: int
+    predicted: Predicted
+    compiled: auditor.Audit | None = None
+    target: Target | None = None
+    time: roofline.StepTime | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Compiled if there is a compiled program, else predicted."""
+        return self.predicted.total_bytes if self.compiled is None else self.compiled.total_bytes
+
+    @property
+    def error(self) -> float:
+        """Predicted over compiled total, minus one; nan if only predicted."""
+        if self.compiled is None:
+            return float("nan")
+        return self.predicted.total_bytes / self.compiled.total_bytes - 1
+
+    @property
+    def model_parallel(self) -> int:
+        """MP."""
+        return self.axes.get(MODEL, 1)
+
+    @property
+    def words_per_param(self) -> float:
+        """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
+        paper's. What tensor parallelism sends along `model` is not among them."""
+        if self.compiled is not None:
+            return self.compiled.words_per_param(self.num_params, self.model_parallel)
+        return words_per_param(self.stage, self.micro_batches, self.remat)
+
+    @property
+    def host_words_per_param(self) -> float:
+        """Words that go to host memory and back per device and step, over Ψ / MP, predicted."""
+        predicted = self.predicted
+        crossing = 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
+        return crossing / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
+
+    @property
+    def countable(self) -> bool:
+        """Whether it is known how often each collective runs: no loop depends on data."""
+        found = () if self.compiled is None else self.compiled.collectives
+        return all(c.runs is not None or c.group_size == 1 for c in found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: `predicted`, and where compiled all that was read from it."""
+        known: dict[str, Any] = {
+            "stage": self.stage,
+            "micro_batches": self.micro_batches,
+            "remat": self.remat,
+            "mesh": dict(self.axes),
+            "num_params": self.num_params,
+            "predicted": {
+                "total_bytes": self.predicted.total_bytes,
+                "argument_bytes": self.predicted.argument_bytes,
+                "alias_bytes": self.predicted.alias_bytes,
+                "terms": self.predicted.terms,
+            },
+            "words_per_param": self.words_per_param if self.countable else None,
+        }
+        if self.compiled is None:
+            return known
+        return known | {
+            "target": self.target.name if self.target else None,
+            "error": self.error,
+            "compiled": self.compiled.as_dict(),
+            "hidden_fraction": {
+                "layer_loop": self.compiled.hidden(layers_only=True).fraction,
+                "step": self.compiled.hidden().fraction,
+            }
+            if self.countable
+            else None,
+            "collectives": [c.as_dict() for c in self.compiled.collectives],
+            "flops": self.compiled.flops,
+            "flops_not_counted": list(self.compiled.uncounted),
+            "step_time": dataclasses.asdict(self.time) if self.time else None,
+            "not_shown": list(prove.not_shown(self.target)) if self.target else [],
+        }
+
+
+def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> float:
+    """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
+
+    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt.
+
+    >>> [words_per_param(stage, 4) for stage in range(4)]
+    [2, 2, 5, 12]
+    """
+    runs = 4 if policies.parse(remat).kind == "block_sqrt" else 3
+    return (2, 2, 1 + micro_batches, runs * micro_batches)[stage]
+
+
+def of(
+    zero: Any,
+    loss_fn: Any,
+    tx: Any,
+    params: PyTree,
+    batch: PyTree,
+    *extras: Any,
+    has_aux: bool = False,
+    compile: bool = False,
+    target: str | Target | None = None,
+    topology: str | None = None,
+    model_flops: float | None = None,
+) -> Plan:
+    """Plans the step of a `Zero`; what `Zero.plan` calls.
+
+    Args:
+      zero: with a stage from 0 to 3.
+      loss_fn: as for `Zero.train_step`.
+      tx: as for `Zero.train_step`.
+      params: parameters at rest, from `Zero.init` or `Zero.abstract`.
+      batch: the global batch, arrays or ShapeDtypeStructs.
+      *extras: further arguments of the loss.
+      has_aux: as for `Zero.train_step`.
+      compile: whether to compile the step too, for the devices of the mesh.
+      target: compiles for devices that need not be there: "h100", "a100", "h200", "b200", "v5p"
+        or "cpu", or a `targets.Target` of your own; needs the extra `prove`.
+      topology: how those hang together, "8x1x8" for 8 hosts of 8; full hosts by default.
+      model_flops: FLOPs of forward and backward on one device, without recomputation.
+
+    Raises:
+      ValueError: the target is unknown or cannot be compiled for here, or the mesh has no devices.
+    """
+    aim = None if target is None else target_of(target)
+    if topology is not None and aim is None:
+        raise ValueError(f"topology={topology!r} is that of a target: name it, target='h100' say")
+    step = zero.train_step(loss_fn, tx, has_aux=has_aux)
+    # As this Zero lays them out, wherever they come from.
+    shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
+    wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
+    args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(zero.mesh)), *extras)
+    plan = _predict(step, args)
+    if not compile and aim is None:
+        return plan
+    compiled = _compile(step, args, zero.mesh, aim, topology)
+    time = None
+    if aim is not None and aim.platform == "cuda" and compiled.flops is not None:
+        time = roofline.step_time(compiled.program, compiled.collectives, aim, model_flops)
+    return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
+
+
+def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
+    params, opt_state, batch, *extras = args
+    counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
+    given = sum(counts) + 1  # the loss scale
+    settings = step.settings
+    full = jax.eval_shape(layout.logical, params)
+    cuts, traced = settings.splitter(full), step.read(*args)
+    temporaries = forecast.forecast(
+        *(step.trace(*args).jaxpr, counts[0], given),
+        split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
+        parts=settings.model_axis.size,
+        ahead=settings.gathers_ahead(traced.layers),
+        bucket_bytes=settings.bucket_bytes,
+    )
+    host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
+    streams = {}
+    if host:
+        # Stages 1 and 2 are done with the masters once they have gathered them.
+        fetched = tiers.bytes_on(params, HOST) if settings.stage in (0, 3) else 0
+        pieces = min(2 * settings.offload.piece_bytes, host)
+        streams = {"fetched": fetched, "pieces": pieces}
+    return Plan(
+        stage=settings.stage,
+        micro_batches=settings.micro_batches,
+        remat=settings.remat,
+        axes=dict(settings.mesh.shape),
+        num_params=sum(x.size for x in jax.tree.leaves(full)),
+        layers=tuple(traced.layers),
+        window=traced.window,
+        predicted=Predicted(
+            parameters=tiers.bytes_on(params),
+            optimizer_state=tiers.bytes_on(opt_state),
+            batch=tiers.bytes_on(batch) + tiers.bytes_on(extras),
+            temporaries=temporaries.terms | streams,
+            host_states=host,
+            host_saved=temporaries.host,
+        ),
+    )
+
+
+def _compile(
+    step: TrainStep, args: tuple[Any, ...], mesh: Any, target: Target | None, topology: str | None
+) -> auditor.Audit:
+    if target is not None:
+        abstract = jax.tree.map(lambda x: _abstract(x, abstract_of(mesh)), args)
+        return prove.compile_for(
+            *(target, step.function, abstract, abstract_of(mesh)),
+            given_topology=topology,
+            options=step.compiler_options(*args) if target.platform == "cuda" else {},
+        )
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "the mesh has no devices to compile for: name a target, as target='h100', or use "
+            "zero_jax.make_mesh()"
+        )
+    return auditor.audit(step.lower(*args).compile(), dict(mesh.shape))
+
+
+def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+    kind = getattr(sharding, "memory_kind", None)
+    placed = None if spec is None else NamedSharding(mesh, spec, memory_kind=kind)
+    dtype = getattr(x, "dtype", None) or jax.dtypes.result_type(x)
+    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=placed)
+
+
+def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
+    """A batch as ShapeDtypeStructs whose rows are split over the devices."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding),
+        batch,
+    )

@@ -1,0 +1,27 @@
+"""What differs between releases of JAX and XLA: all of it, so that a new one is taken in here."""
+
+import math
+from typing import Any
+
+import jax
+
+# By default XLA for GPUs has one collective under way at a time, and those of a layer wait for
+# those of another in the open. docs/performance.md has what each option does.
+COLLECTIVES_AT_ONCE = 3
+# Spellings of one option, of which the first that the installed XLA knows is taken.
+Spellings = tuple[tuple[str, Any], ...]
+# A loop over layers gathers the next one's weights while this one computes: from jaxlib 0.12 on,
+# before.
+GATHER_AHEAD: Spellings = (
+    ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
+    ("xla_gpu_enable_pipelined_all_gather", True),
+)
+AT_ONCE: Spellings = (
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", COLLECTIVES_AT_ONCE),
+)
+# XLA before jaxlib 0.12 holds the gradients of a layer until one sum can take all that travel
+# together: of a large layer no more than so many bytes do.
+SUMMED_AT_ONCE = 2**28 if jax.__version_info__ < (0, 12) else math.inf
+# The jaxlib whose compiler does, inside `shard_map` over several devices; of those from 0.10.2 to
+# 0.12.0.1 this one alone.
+CRASHES_ON_EMPTY = "0.11.2"

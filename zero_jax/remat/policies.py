@@ -1,0 +1,243 @@
+"""Remat policies by name: what the backward pass keeps of a layer, and where that lives.
+
+  none          everything
+  dots          the layer's input and its matrix products
+  names:a,b     the layer's input and what the model marks with
+                `jax.ad_checkpoint.checkpoint_name(x, "a")`
+  block         the layer's input
+  block_sqrt    the input of every group of about √L layers; those of one group's layers while
+                that group runs backward
+
+Between forward and backward the kept values live on the `device`, or at a place that is written
+after an @ ("block@host", "block_sqrt@partitioned", "names:a@host,b", "names@host:a,b@host"; the
+place of the layer's input stands after the policy's name):
+
+  host              in pinned host memory
+  partitioned       P_a: 1/MP of it on each device of the `model` axis
+  partitioned+host  P_a+cpu: 1/MP of it, in pinned host memory
+
+Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
+"""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from zero_jax.sharding.mesh import MODEL
+
+# From what keeps most to what keeps least, of the policies that need no knowledge of the model.
+POLICIES = ("none", "dots", "block", "block_sqrt")
+_ALL = (*POLICIES, "names")
+# FLOPs of a step's layers, forward and backward being 3: one forward more for each level of
+# recomputation. Products that `dots` keeps are not computed again, elementwise work is.
+_PASSES = {
+    "none": 3.0,
+    "jax": 4.0,
+    "dots": 3.0 + 1e-3,
+    "names": 4.0 - 1e-3,
+    "block": 4.0,
+    "block_sqrt": 5.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a kept value lives between forward and backward.
+
+    Attributes:
+      host: in pinned host memory, instead of the device's own.
+      partitioned: 1/MP of it, split over the mesh axis `model`.
+    """
+
+    host: bool = False
+    partitioned: bool = False
+
+    def __str__(self) -> str:
+        kinds = [k for k in ("partitioned", "host") if getattr(self, k)]
+        return "+".join(kinds) or "device"
+
+
+DEVICE = Place()
+PLACES = {str(p): p for p in (DEVICE, Place(True), Place(False, True), Place(True, True))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A remat policy, read from its name by `parse`.
+
+    Attributes:
+      kind: "none", "dots", "block", "block_sqrt" or "names".
+      inputs: where the input of a layer (for block_sqrt: of a group) lives.
+      names: (name, place) of the marked values that are kept.
+      asked: a policy of JAX's, or of the user's own, of kind "jax": asked about each equation.
+    """
+
+    kind: str
+    inputs: Place = DEVICE
+    names: tuple[tuple[str, Place], ...] = ()
+    asked: Callable[..., Any] | None = None
+
+    @property
+    def passes(self) -> float:
+        """FLOPs of the layers in units of one forward pass; the backward pass alone is 2. Of what a
+        policy of JAX's keeps nobody knows before it is asked: at most one pass more."""
+        return _PASSES[self.kind]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place that it names."""
+        return (self.inputs, *(place for _, place in self.names))
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether anything is kept in parts on the devices of the `model` axis."""
+        return any(place.partitioned for place in self.places)
+
+    def place_of(self, eqn: Any) -> Place | None:
+        """Where the results of an equation of a layer are kept, or None if they are not."""
+        if self.asked is not None:
+            given = [atom.aval for atom in eqn.invars]
+            return _answer(self.asked(eqn.primitive, *given, **eqn.params))
+        if self.kind == "dots":
+            return DEVICE if eqn.primitive.name == "dot_general" else None
+        return dict(self.names).get(eqn.params["name"]) if eqn.primitive.name == "name" else None
+
+    def __str__(self) -> str:
+        if self.asked is not None:
+            return getattr(self.asked, "__qualname__", repr(self.asked)).partition(".<locals>")[0]
+        own = self.kind + _at(self.inputs)
+        return own + (":" + ",".join(n + _at(p) for n, p in self.names) if self.names else "")
+
+
+def of_jax(asked: Callable[..., Any] | None) -> Policy:
+    """The policy that `jax.checkpoint(policy=...)` is given; None keeps the inputs alone."""
+    return Policy("block") if asked is None else Policy("jax", asked=asked)
+
+
+def _answer(given: Any) -> Place | None:
+    """What a policy of JAX's says of an equation: a bool, or one of three kinds of JAX's own."""
+    if getattr(given, "dst", None) is not None:
+        return Place(host=True)
+    if isinstance(given, bool) or type(given).__name__ not in _KINDS:
+        return DEVICE if given else None
+    return _KINDS[type(given).__name__]
+
+
+# The answers of `save_and_offload_only_these_names`, whose types JAX does not export.
+_KINDS = {"RecomputeType": None, "SaveableType": DEVICE}
+
+
+@functools.cache
+def parse(text: Any) -> Policy:
+    """Reads a policy.
+
+    Raises:
+      ValueError: for an unknown policy or place, naming the nearest; names that are missing,
+        given twice or given to a policy without names; a place where nothing is kept.
+
+    >>> policy = parse("names@host:a,b@partitioned")
+    >>> str(policy.inputs), [(name, str(place)) for name, place in policy.names]
+    ('host', [('a', 'device'), ('b', 'partitioned')])
+    >>> str(parse("block@device")), parse("block_sqrt").passes
+    ('block', 5.0)
+    """
+    if callable(text):
+        return of_jax(text)
+    own, colon, marked = str(text).partition(":")
+    kind, place = _placed(text, own)
+    if kind not in _ALL:
+        near = _nearest(kind, _ALL)
+        raise ValueError(f"remat={text!r}: use one of {_listed(_ALL)}; nearest: {near!r}")
+    if place != DEVICE and kind in ("none", "dots"):
+        raise ValueError(
+            f"remat={text!r}: {kind} keeps its values on the device. What can live elsewhere is "
+            'the input of layers, "block@host" say, or marked values, "names:a@host"'
+        )
+    if (kind == "names") != bool(colon):
+        raise ValueError(
+            f"remat={text!r}: names, and only names, is followed by a colon and what is kept: "
+            '"names:a,b" for values marked by jax.ad_checkpoint.checkpoint_name(x, "a")'
+        )
+    names = tuple(_placed(text, part) for part in marked.split(",")) if colon else ()
+    known = [name for name, _ in names]
+    if any(not name for name in known) or len(set(known)) < len(known):
+        raise ValueError(f"remat={text!r}: write each name once, with commas: names:a,b@host")
+    return Policy(kind, place, names)
+
+
+def on_host(text: str) -> str:
+    """The policy with all that it keeps in host memory: what `offload="activations"` makes of it.
+
+    Raises:
+      ValueError: for a policy that keeps everything, or products, on the device.
+
+    >>> on_host("block"), on_host("names@partitioned:a,b")
+    ('block@host', 'names@partitioned+host:a@host,b@host')
+    """
+    policy = parse(text)
+    if policy.kind in ("none", "dots"):
+        raise ValueError(
+            f'offload="activations" with remat={text!r}: it moves what remat keeps of layers to '
+            'the host, and this keeps too much to move: use remat="block"'
+        )
+    names = tuple((name, dataclasses.replace(at, host=True)) for name, at in policy.names)
+    inputs = dataclasses.replace(policy.inputs, host=True)
+    return str(dataclasses.replace(policy, inputs=inputs, names=names))
+
+
+def check(text: str, mesh: Any) -> Policy:
+    """Reads a policy and checks that the mesh has what it needs.
+
+    Args:
+      text: the policy.
+      mesh: of real devices, or abstract, which has every kind of memory.
+
+    Raises:
+      ValueError: as `parse`; partitioned without a `model` axis; host on devices without
+        pinned host memory.
+    """
+    policy = parse(text)
+    if policy.partitioned and MODEL not in mesh.axis_names:
+        raise ValueError(
+            f"remat={text!r} splits what is kept over the mesh axis {MODEL!r}, and the mesh has "
+            f"only {_listed(mesh.axis_names)}: take zero_jax.make_mesh(model=2), or leave out "
+            "partitioned"
+        )
+    if any(p.host for p in policy.places) and not isinstance(mesh, AbstractMesh):
+        kinds = [m.kind for m in mesh.local_devices[0].addressable_memories()]
+        if "pinned_host" not in kinds:
+            raise ValueError(
+                f"remat={text!r} keeps values in pinned host memory, and "
+                f"{mesh.local_devices[0]} has only {_listed(kinds)}: leave out host"
+            )
+    return policy
+
+
+def _at(place: Place) -> str:
+    return "" if place == DEVICE else f"@{place}"
+
+
+def _placed(text: str, part: str) -> tuple[str, Place]:
+    """One name with its place, "a@host"."""
+    name, at, place = (word.strip() for word in part.partition("@"))
+    if not at:
+        return name, DEVICE
+    if place not in PLACES:
+        near = _nearest(place, PLACES)
+        raise ValueError(
+            f"remat={text!r}: no place is called {place!r}; use one of {_listed(PLACES)}; "
+            f"nearest: {near!r}"
+        )
+    return name, PLACES[place]
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)

@@ -1,0 +1,204 @@
+"""Meshes and batches: which axes there are, and which part of the data a process feeds.
+
+Axes: `data` (parameters are partitioned over it), optional `replica` outside it (gradients are
+summed over it too, parameters repeat), and `model` inside it, for tensor parallelism. The batch is
+split over `replica` and `data`.
+"""
+
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA = "data"
+REPLICA = "replica"
+MODEL = "model"
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+
+def make_mesh(
+    data: int | None = None,
+    *,
+    replica: int = 1,
+    model: int = 1,
+    devices: list[jax.Device] | None = None,
+    data_axis: str = DATA,
+) -> Mesh:
+    """A mesh with every device on `data`, or with `replica` and `model` beside it.
+
+    Args:
+      data: size of the axis that parameters are partitioned over; default: what remains.
+      replica: copies of the partitioned state (outermost: put nodes here).
+      model: size of the tensor-parallel axis (innermost: put NVLink neighbours here).
+      devices: default all of `jax.devices()`.
+      data_axis: another name for `data`, of a model that hard-codes one.
+
+    Raises:
+      ValueError: if the product is not the number of devices.
+
+    >>> make_mesh(devices=jax.devices()[:1]).shape["data"]
+    1
+    """
+    devices = list(jax.devices()) if devices is None else list(devices)
+    if data is None:
+        data = max(len(devices) // (replica * model), 1)
+    if min(data, replica, model) < 1 or data * replica * model != len(devices):
+        raise ValueError(
+            f"replica={replica} x data={data} x model={model} = {replica * data * model}, but "
+            f"there are {len(devices)} devices: make the product equal, or pass devices=..."
+        )
+    sizes = {REPLICA: replica, data_axis: data, MODEL: model}
+    axes = [a for a in sizes if a == data_axis or sizes[a] > 1]
+    shape = tuple(sizes[a] for a in axes)
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=devices)
+
+
+def abstract_mesh(
+    data: int, *, replica: int = 1, model: int = 1, data_axis: str = DATA
+) -> AbstractMesh:
+    """A mesh of devices that need not be there, to plan and to compile for.
+
+    Args:
+      data: size of the axis that parameters are partitioned over.
+      replica: copies of the partitioned state.
+      model: size of the tensor-parallel axis.
+      data_axis: another name for `data`.
+
+    >>> dict(abstract_mesh(8, replica=2).shape)
+    {'replica': 2, 'data': 8}
+    """
+    if min(data, replica, model) < 1:
+        raise ValueError(f"replica={replica}, data={data}, model={model}: each must be at least 1")
+    sizes = {REPLICA: replica, data_axis: data, MODEL: model}
+    axes = tuple(a for a in sizes if a == data_axis or sizes[a] > 1)
+    shape = tuple(sizes[a] for a in axes)
+    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def abstract_of(mesh: AnyMesh) -> AbstractMesh:
+    """The same mesh without its devices."""
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def check_mesh(mesh: AnyMesh) -> None:
+    """Raises for a mesh that Zero can't use.
+
+    Raises:
+      ValueError: no `data` axis, an axis of another name, or explicit axis types.
+    """
+    data = data_axis(mesh)
+    for axis, size in mesh.shape.items():
+        if size > 1 and axis not in (REPLICA, data, MODEL):
+            raise ValueError(
+                f"mesh axis {axis!r} of size {size}: Zero knows {data!r}, 'replica' and 'model' "
+                f"only. Give {axis!r} size 1."
+            )
+    if any(t != AxisType.Auto for t in mesh.axis_types):
+        raise ValueError(
+            f"the mesh has axis types {mesh.axis_types}, but Zero needs Auto axes (jax.make_mesh "
+            "makes Explicit ones by default): use zero_jax.make_mesh()"
+        )
+
+
+def data_axis(mesh: AnyMesh) -> str:
+    """The axis that parameters are partitioned over: `data`, or the one that is neither `replica`
+    nor `model`.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    others = [axis for axis in mesh.axis_names if axis not in (REPLICA, MODEL)]
+    if DATA in others:
+        return DATA
+    if len(others) == 1:
+        return others[0]
+    raise ValueError(
+        f"the mesh has axes {mesh.axis_names}, but parameters are partitioned over an axis named "
+        "'data', or the only one that is neither 'replica' nor 'model': make the mesh with "
+        "zero_jax.make_mesh()"
+    )
+
+
+def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The mesh axes that the batch is split over."""
+    return tuple(a for a in (REPLICA, data_axis(mesh)) if a in mesh.shape)
+
+
+def on_gpu(mesh: AnyMesh) -> bool:
+    """Whether the devices of a mesh are there, and are GPUs."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
+
+
+def model_size(mesh: AnyMesh) -> int:
+    """MP, the size of the `model` axis; 1 without one."""
+    return mesh.shape.get(MODEL, 1)
+
+
+def batch_shards(mesh: AnyMesh) -> int:
+    """Into how many pieces the batch is split."""
+    return int(np.prod([mesh.shape[a] for a in batch_axes(mesh)]))
+
+
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
+    """The sharding of a batch: dim 0 over `replica` and `data`."""
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+
+
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+    """Which part of the global batch this process feeds: (index, count).
+
+    Processes that share rows, because a `model` axis runs across them, get the same index.
+
+    Raises:
+      ValueError: if this process's devices do not hold one even part of the batch.
+
+    >>> batch_share(make_mesh())
+    (0, 1)
+    """
+    shards = batch_shards(mesh)
+    names = [a for a in mesh.axis_names if a in batch_axes(mesh)]
+    own = {d.id for d in mesh.local_devices}
+    sizes = [mesh.shape[a] for a in names]
+    held = {
+        int(np.ravel_multi_index([at[mesh.axis_names.index(a)] for a in names], sizes))
+        for at, device in np.ndenumerate(mesh.devices)
+        if device.id in own
+    }
+    first, count = min(held, default=0), max(len(held), 1)
+    if held != set(range(first, first + count)) or first % count or shards % count:
+        raise ValueError(
+            f"process {jax.process_index()} holds rows {sorted(held)} of {shards} parts of the "
+            "batch, which is not one even share: order the devices of the mesh by process"
+        )
+    return first // count, shards // count
+
+
+def global_batch(mesh: Mesh, local: Any) -> Any:
+    """Global arrays from each process's part of the batch.
+
+    Args:
+      mesh: the mesh.
+      local: a pytree of numpy arrays, this process's rows (see `batch_share`): (B / count, ...).
+
+    Returns:
+      The same tree of global arrays (B, ...), dim 0 split over the devices.
+
+    Raises:
+      ValueError: if this process's devices do not divide its rows.
+    """
+    sharding = batch_sharding(mesh)
+    pieces = batch_shards(mesh) // batch_share(mesh)[1]
+
+    def one(path: Any, x: Any) -> jax.Array:
+        x = np.asarray(x)
+        if x.ndim == 0 or x.shape[0] % pieces:
+            raise ValueError(
+                f"batch leaf {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
+                f"process, but it feeds {pieces} parts of the batch, which must divide dim 0: make "
+                f"the batch a multiple of {batch_shards(mesh)}"
+            )
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    return jax.tree_util.tree_map_with_path(one, local)

@@ -1,0 +1,215 @@
+"""The `model` axis: which dim of a leaf tensor parallelism splits, and work on its pieces.
+
+Tensor parallelism is an annotation. Each leaf may have one dim split over `model`, as Megatron
+splits columns, rows and the vocabulary; the `data` partition takes another dim of the same leaf,
+so a matrix rests as 1 / (N·MP). Inside the step `model` stays an automatic axis of `shard_map`:
+XLA splits the matmuls of an unmodified model by what its weights and activations are named.
+
+Note [pieces over model]: XLA does not split a collective over a manual axis along an automatic
+one; it gathers the operand over `model` first. So collectives over `data` run in a nested
+`shard_map` in which `model` is manual too: each device sends its own 1/MP of the leaf.
+
+Source: ZeRO (arXiv:1910.02054), section 1; Megatron-LM (arXiv:1909.08053), section 3.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta, spmd
+from jax.sharding import PartitionSpec
+
+from zero_jax.sharding import paths
+from zero_jax.sharding.mesh import MODEL
+
+PyTree = Any
+# Names of a transformer's dims that Megatron splits, besides the name of the axis itself.
+MEGATRON = (("heads", MODEL), ("mlp", MODEL), ("vocab", MODEL))
+# What Megatron's sequence parallelism (arXiv:2205.05198) splits besides, outside the matmuls.
+SEQUENCE = (("seq", MODEL),)
+# Where Flax keeps the names of a variable's dims, newest first.
+_NAMES = ("out_sharding", "sharding_names", "sharding")
+# JAX keeps traces of loop bodies, and does not know that Flax's rules are in them.
+_RULES_OF_TRACE = jax.make_user_context(())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelAxis:
+    """How leaves are split over `model`.
+
+    Attributes:
+      size: MP, the size of the axis.
+      specs: (pattern of paths, PartitionSpec) pairs; None for the names the model itself carries.
+      rules: (name of a dim, "model" or None) pairs; the first that has a name counts.
+    """
+
+    size: int = 1
+    specs: tuple[tuple[str, PartitionSpec], ...] | None = None
+    rules: tuple[tuple[str, Any], ...] = ()
+
+    def dims(self, tree: PyTree) -> list[int | None]:
+        """The dim of each leaf that is split over `model`, counted from the end, or None.
+
+        Args:
+          tree: a logical tree, of arrays or ShapeDtypeStructs.
+
+        Raises:
+          ValueError: a spec names another axis, more dims than there are, or a dim that MP does
+            not divide.
+        """
+        leaves = paths.named_leaves(tree)
+        if self.size == 1 and self.specs is None:
+            return [None] * len(leaves)
+        named = zip(leaves, self._specs(tree, [name for name, _ in leaves]), strict=True)
+        # Specs are looked at without a model axis too, so that a slip shows before the cluster.
+        dims = [self._dim(name, tuple(leaf.shape), spec) for (name, leaf), spec in named]
+        return dims if self.size > 1 else [None] * len(leaves)
+
+    def stacks(self, tree: PyTree) -> list[bool]:
+        """Of each leaf whether its names are those of a layer's dims, which dim 0 stacks."""
+        leaves = jax.tree.leaves(tree)
+        if self.size == 1:
+            return [False] * len(leaves)
+        names = zip(leaves, names_of_dims(tree), strict=True)
+        return [0 < len(given) == len(x.shape) - 1 for x, given in names]
+
+    def check_split(self, dims: Sequence[int | None]) -> None:
+        """Raises ValueError if a model axis splits no leaf at all."""
+        if self.size > 1 and dims and all(dim is None for dim in dims):
+            raise ValueError(
+                f"the mesh has a model axis of {self.size}, but no parameter is split over it, so "
+                "each would be held and worked on that many times: give model_specs={'pattern of "
+                "paths': PartitionSpec(None, 'model')}, name the dims in the model "
+                "(nnx.with_partitioning), or make the mesh with model=1"
+            )
+
+    def axis_of(self, name: Any) -> Any:
+        """What a dim's own name means: `model`, or None."""
+        return MODEL if dict(reversed(self.rules)).get(name, name) == MODEL else None
+
+    def _specs(self, tree: PyTree, names: list[str]) -> list[tuple[Any, ...]]:
+        """For each leaf the mesh axis of every dim, as far as they are given."""
+        if self.specs is None:
+            return [tuple(map(self.axis_of, given)) for given in names_of_dims(tree)]
+        found: list[tuple[Any, ...]] = [()] * len(names)
+        for pattern, spec in self.specs:
+            hits = paths.matches(pattern, names, "model_specs")
+            found = [tuple(spec) if hit else old for hit, old in zip(hits, found, strict=True)]
+        return found
+
+    def _dim(self, name: str, shape: tuple[int, ...], spec: tuple[Any, ...]) -> int | None:
+        split = [d for d, axis in enumerate(spec) if axis is not None]
+        if not split:
+            return None
+        # A layer names its own dims, and stacking it puts one before them.
+        shift = 1 if self.specs is None and len(spec) == len(shape) - 1 else 0
+        dim, axis = split[0] + shift, spec[split[0]]
+        where = f"{name} {shape} has the spec {PartitionSpec(*spec)}"
+        if axis != MODEL:
+            raise ValueError(
+                f"{where}, but the axis to split over is {MODEL!r}, not {axis!r}: the data axis "
+                f"takes a dim by itself. Write PartitionSpec(..., {MODEL!r})"
+            )
+        if len(split) > 1 or dim >= len(shape):
+            raise ValueError(f"{where}: name {MODEL!r} for one of its {len(shape)} dims")
+        if shape[dim] % self.size:
+            fit = [d for d in range(len(shape)) if shape[d] % self.size == 0]
+            raise ValueError(
+                f"{where}, but a model axis of {self.size} does not divide {shape[dim]}: "
+                + (f"dims {fit} would work" if fit else "none of its dims would work")
+                + ", or another size of the model axis"
+            )
+        return dim - len(shape)
+
+
+def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Model specs as pairs.
+
+    Raises:
+      ValueError: one is not a PartitionSpec.
+    """
+    specs = tuple(dict(given).items())
+    for pattern, spec in specs:
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f"model_specs gives {pattern!r} the spec {spec!r}: write a "
+                f"jax.sharding.PartitionSpec, PartitionSpec(None, {MODEL!r}) say"
+            )
+    return specs
+
+
+def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
+    """Rules for the names of dims as pairs of a name and `model` or None.
+
+    Axes that the step is manual over (a batch over `data`) are nothing to split by inside it.
+
+    Raises:
+      ValueError: one is not a pair of a name and a mesh axis.
+
+    >>> check_rules({"batch": "data", "mlp": ("model",)})
+    (('batch', None), ('mlp', 'model'))
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+    rules = []
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(
+                f"axis_rules has {pair!r}: write pairs of a dim's name and a mesh axis or None, "
+                f"(('mlp', {MODEL!r}), ('embed', None)) say"
+            )
+        axes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
+        rules.append((pair[0], MODEL if MODEL in axes else None))
+    return tuple(rules)
+
+
+@contextlib.contextmanager
+def named_activations(rules: tuple[tuple[str, Any], ...]) -> Iterator[None]:
+    """While a model is traced: `nn.with_logical_constraint` splits activations by these rules."""
+    with _RULES_OF_TRACE(rules), spmd.logical_axis_rules(rules), nnx.use_eager_sharding(False):
+        yield
+
+
+def names_of_dims(tree: PyTree) -> list[tuple[Any, ...]]:
+    """For each leaf the names that its model gave to its dims; () for a leaf without."""
+
+    def is_named(node: Any) -> bool:
+        return isinstance(node, (nnx.Variable, meta.AxisMetadata))
+
+    found: list[tuple[Any, ...]] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_named):
+        given: Any = ()
+        if isinstance(node, nnx.Variable):
+            metadata = node.get_metadata()
+            given = next((metadata[key] for key in _NAMES if metadata.get(key)), ())
+        elif isinstance(node, meta.AxisMetadata):
+            given = getattr(node, "names", ())
+        found += [tuple(given)] * len(jax.tree.leaves(node))
+    return found
+
+
+def on_pieces(fn: Callable[[Any], Any], x: Any, dim: int | None, size: int) -> Any:
+    """Runs a collective on each device's own piece of a value; see [pieces over model].
+
+    Args:
+      fn: of one array; keeps its rank.
+      x: a value inside the step.
+      dim: the dim of `x` that is split over `model`, counted from the end, or None.
+      size: MP.
+    """
+    if size == 1:
+        return fn(x)
+    spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * (dim % x.ndim), MODEL)
+    return over_model(fn, x, spec, spec)
+
+
+def over_model(fn: Callable[[Any], Any], x: Any, given: PartitionSpec, made: PartitionSpec) -> Any:
+    """Runs `fn` with `model` as a manual axis: it gets and returns pieces by these specs."""
+    if MODEL in jax.sharding.get_abstract_mesh().manual_axes:
+        return fn(x)
+    mapped = jax.shard_map(
+        fn, in_specs=(given,), out_specs=made, axis_names={MODEL}, check_vma=False
+    )
+    return mapped(x)
