@@ -198,9 +198,8 @@ class Zero(Settings):
 
         Args:
           loss_fn: `loss_fn(params, batch, *extras)`, written for one device. It returns a scalar
-            mean, or a pair (sum, weight) when weights differ between devices.
-          has_aux: whether it returns (loss, aux) instead. Floating aux comes back averaged over
-            devices and micro-batches, other aux as on the first device.
+            mean, or `Weighted(sum, weight)` where weights differ between devices.
+          has_aux: whether it returns (loss, aux). Rows come back as rows, floats as means.
 
         Returns:
           A function of (params, batch, *extras, loss_scale=1.0) that returns (loss, grads), or
@@ -309,7 +308,7 @@ class Zero(Settings):
           tx: as for `train_step`.
           *args: parameters at rest (from `init` or `abstract`), the global batch and further
             arguments of the loss; arrays or ShapeDtypeStructs.
-          **options: of `planned.of`: `compile=True` for the devices of the mesh, `target="h100"`
+          **options: of `planning.of`: `compile=True` for the devices of the mesh, `target="h100"`
             for devices that need not be there.
         """
         if self.stage == AUTO:

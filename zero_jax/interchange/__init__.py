@@ -3,5 +3,6 @@
 May import `checkpoint` and what that may.
 """
 
+from zero_jax.interchange.hugging_face import config as config
 from zero_jax.interchange.hugging_face import export as export
 from zero_jax.interchange.hugging_face import load as load

@@ -1,7 +1,7 @@
 """`python -m zero_jax.offload --check`: is offload right on this machine?
 
 Compares a small step with and without offload on the first device here, prints what came out and
-remembers it (engine/offload_check.py). What rests where, and what that costs, is in docs/offload.md.
+remembers it (engine/offload_check.py). What rests where is in docs/offload.md.
 """
 
 import argparse

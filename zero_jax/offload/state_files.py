@@ -1,9 +1,9 @@
 """The third tier: an optimizer's state in files, for states larger than host memory.
 
-Each process keeps the shards of its own devices, 8Ψ/N bytes a device for Adam, twice (mapped_store.py).
-With "params" the masters are written beside them, so that the folder alone is enough to go on
-from; the device keeps its copy of them in any case, because the next step reads all of it. Host
-memory holds two pieces, each once as read and once as it will be written.
+Each process keeps the shards of its own devices, 8Ψ/N bytes a device for Adam, twice
+(mapped_store.py). With "params" the masters are written beside them, so that the folder alone is
+enough to go on from; the device keeps its copy of them in any case, because the next step reads all
+of it. Host memory holds two pieces, each once as read and once as it will be written.
 """
 
 import pathlib

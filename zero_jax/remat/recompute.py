@@ -6,8 +6,8 @@ kept result in place of the one that is computed again, whose computation is the
 as nothing else needs it, and takes the gradient. `jax.checkpoint` would split a partitioned value
 in the forward pass and gather it there too, since it splits one trace in two.
 
-`layer` is one layer, of a scan say, which gathers its weights itself; `engine/chain.py` has runs of layers
-that are not scanned.
+`layer` is one layer, of a scan say, which gathers its weights itself; `engine/chain.py` has runs of
+layers that are not scanned.
 
 Inputs that a scan hands over unchanged (weights, constants, keys) are kept as what they are: the
 scan does not stack them a second time.
