@@ -22,7 +22,6 @@ import tyro
 from flax import nnx
 
 import zero_jax
-from models import gpt
 from training import optimizers
 from training.config import Config, mesh_sizes, shared, stage_and_remat
 from training.data import batches, eval_batches
@@ -39,6 +38,7 @@ from training.text import decode
 from zero_jax.checkpoint.replicas import check_replicas
 from zero_jax.cluster.processes import launched_processes
 from zero_jax.cluster.watchdog import ENDED, Watchdog
+from zero_jax.models import gpt
 from zero_jax.sharding import mesh
 
 PyTree = Any

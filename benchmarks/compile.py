@@ -21,8 +21,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 
-from models import gpt
 from zero_jax import Precision, Zero, make_mesh
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "compile.json"

@@ -38,9 +38,9 @@ import numpy as np
 import optax
 
 import zero_jax
-from models import gpt
 from training.room import host_memory
 from zero_jax.hlo import targets
+from zero_jax.models import gpt
 from zero_jax.offload import tiers
 from zero_jax.plan.command import Case
 

@@ -19,9 +19,9 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import gpt
 from zero_jax.collectives.precision import cast
 from zero_jax.engine import rewrite
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 from zero_jax.sharding.mesh import DATA, abstract_of
 

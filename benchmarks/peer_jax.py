@@ -12,7 +12,7 @@ import peer
 from flax import nnx
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models import gpt
 from training.supervise import free_address
+from zero_jax.models import gpt
 from zero_jax.sharding.paths import named_leaves
 
 FOLDER = pathlib.Path(__file__).parent

@@ -24,8 +24,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from models import gpt
 from zero_jax.collectives import quantised
+from zero_jax.models import gpt
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "rounding.json"
 DEVICES, ROWS, STEPS, LAST, SEEDS = 8, 4, 200, 50, (1, 2)

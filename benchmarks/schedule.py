@@ -23,9 +23,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import gspmd
 import jax
 
-from models import gpt
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.hlo import auditor, prove, roofline, targets
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"

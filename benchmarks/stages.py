@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "stages.json"

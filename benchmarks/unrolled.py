@@ -19,9 +19,9 @@ import optax
 from flax import nnx
 
 import zero_jax
-from models import gpt
-from models.attention import causal_attention
-from models.cross_entropy import chunked_cross_entropy
+from zero_jax.models import gpt
+from zero_jax.models.attention import causal_attention
+from zero_jax.models.cross_entropy import chunked_cross_entropy
 from zero_jax.plan.command import Case
 
 ROWS = 4

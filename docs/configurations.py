@@ -16,8 +16,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 
-from models import gpt
 from zero_jax import Precision, Zero, abstract_mesh, configuration
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 
 DEVICES, MP, ROWS = 400, 16, 16

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import optax
 from flax import nnx
 
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan import memory
 
 DEVICES = 64

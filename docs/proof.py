@@ -20,8 +20,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 
-from models import gpt
 from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 
 CASES = (("1.5b", 64), ("7.5b", 64), ("128b", 256))

@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from models.attention import causal_attention
-from models.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
-from models.gpt_config import PRESETS as PRESETS
-from models.gpt_config import GPTConfig as GPTConfig
-from models.gpt_config import flops_per_token as flops_per_token
-from models.gpt_config import num_params as num_params
-from models.gpt_config import preset as preset
+from .attention import causal_attention
+from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from .gpt_config import PRESETS as PRESETS
+from .gpt_config import GPTConfig as GPTConfig
+from .gpt_config import flops_per_token as flops_per_token
+from .gpt_config import num_params as num_params
+from .gpt_config import preset as preset
 
 _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 

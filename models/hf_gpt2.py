@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.gpt_config import GPTConfig
+from .gpt_config import GPTConfig
 
 PREFIX = "transformer."
 HEAD = "lm_head.weight"

@@ -17,8 +17,8 @@ import optax
 from flax import nnx
 
 import zero_jax
-from models import gpt
 from zero_jax.hlo import auditor
+from zero_jax.models import gpt
 from zero_jax.plan import memory
 
 

@@ -15,9 +15,9 @@ import transformers
 from flax import nnx
 from test_checkpoints import zero_on
 
-from models import gpt
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.command import main
+from zero_jax.models import gpt
 
 # Logits of fp32 models, whose sums come in another order.
 ATOL = 1e-4

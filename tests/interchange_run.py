@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 
 import zero_jax
-from models import gpt
 from zero_jax.checkpoint import leaves
 from zero_jax.interchange import hugging_face, safetensor_files
+from zero_jax.models import gpt
 
 
 def main(folder: str, out: str, address: str, count: str, index: str) -> None:

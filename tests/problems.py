@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import zero_jax
-from models import gpt, resnet
+from zero_jax.models import gpt, resnet
 
 # 120 rows: divisible by every N that is tested, times two micro-batches.
 ROWS = 120

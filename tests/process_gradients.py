@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.sharding.paths import named_leaves
 
 ROWS = 8

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax
-from models.attention import BLOCK, BLOCKS, causal_attention
 from zero_jax.hlo import prove, targets
+from zero_jax.models.attention import BLOCK, BLOCKS, causal_attention
 
 
 def at_once(q, k, v):

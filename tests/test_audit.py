@@ -17,10 +17,10 @@ import pytest
 from flax import nnx
 
 import zero_jax
-from models import gpt
 from zero_jax.collectives import gather_scatter
 from zero_jax.engine import rewrite, weights
 from zero_jax.hlo import auditor
+from zero_jax.models import gpt
 
 CONFIG = gpt.GPTConfig(layers=8, width=64, heads=2, vocab=32, seq=16, loss_chunk=16)
 PSI = gpt.num_params(CONFIG)

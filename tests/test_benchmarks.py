@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan.command import Case
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"

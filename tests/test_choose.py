@@ -12,7 +12,7 @@ from flax import nnx
 from problems import gpt_problem, zoo_problem
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.offload.streamable import CannotStream
 from zero_jax.plan import candidates as ways
 from zero_jax.plan import choose

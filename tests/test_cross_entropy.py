@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.cross_entropy import chunked_cross_entropy
+from zero_jax.models.cross_entropy import chunked_cross_entropy
 
 M, D, V = 26, 16, 61
 

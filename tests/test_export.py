@@ -15,11 +15,11 @@ from flax import nnx
 from gpt2_models import ATOL, CONFIGS, loaded, make, our_logits, run, their_logits, their_model
 from test_checkpoints import assert_bitwise, files_of, zero_on
 
-from models import gpt, hf_gpt2
 from zero_jax.checkpoint import arrays
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.interchange import hugging_face, safetensor_files
+from zero_jax.models import gpt, hf_gpt2
 
 pytestmark = pytest.mark.interchange
 

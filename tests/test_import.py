@@ -30,10 +30,10 @@ from gpt2_models import (
 from test_checkpoints import assert_bitwise, whole, zero_on
 
 import zero_jax
-from models import gpt
 from training.supervise import free_address
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.interchange import hugging_face, safetensor_files
+from zero_jax.models import gpt
 
 pytestmark = pytest.mark.interchange
 

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from problems import ROWS, Problem, gpt_problem, train_plain, ulps
 
 import zero_jax
-from models import gpt
 from zero_jax.collectives import gather_scatter
 from zero_jax.hlo import auditor
+from zero_jax.models import gpt
 from zero_jax.sharding import layout, model_axis, paths
 from zero_jax.sharding.model_axis import ModelAxis
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import zero_jax
-from models import gpt
 from zero_jax.hlo import prove, targets
+from zero_jax.models import gpt
 from zero_jax.offload.tiers import Offload
 from zero_jax.plan import command
 from zero_jax.sharding.mesh import abstract_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flax import nnx
 
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.sharding.paths import named_leaves
 
 pytestmark = pytest.mark.interchange

@@ -9,8 +9,8 @@ import pytest
 from problems import gpt_problem, resnet_problem
 
 import zero_jax
-from models import gpt
 from zero_jax.hlo import prove, targets
+from zero_jax.models import gpt
 from zero_jax.plan import command, paper, planning, scaling
 
 TX = optax.adamw(1e-3)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import Problem, train_plain, train_zero, ulps
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan import flat_trace
 
 KNOWN = jax.checkpoint_policies

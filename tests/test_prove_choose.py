@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan import candidates as ways
 from zero_jax.plan import choose
 from zero_jax.plan.command import Case

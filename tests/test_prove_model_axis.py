@@ -8,7 +8,7 @@ import functools
 
 import pytest
 
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan import command
 
 pytestmark = pytest.mark.prove

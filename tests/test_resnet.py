@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import resnet
+from zero_jax.models import resnet
 
 
 @pytest.fixture(scope="module")

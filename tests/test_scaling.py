@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from models import gpt_config
 from zero_jax.hlo.targets import target
+from zero_jax.models import gpt_config
 from zero_jax.plan import paper, scaling
 
 V100 = target("v100-32gb")

@@ -13,9 +13,9 @@ from flax import linen as nn
 from flax import nnx
 
 import zero_jax
-from models import gpt
 from zero_jax.collectives import gather_scatter
 from zero_jax.engine import grads
+from zero_jax.models import gpt
 
 L, D, ROWS = 3, 16, 8
 

@@ -9,7 +9,7 @@ import pytest
 from problems import ODD_GPT, gpt_problem
 
 import zero_jax
-from models import gpt
+from zero_jax.models import gpt
 from zero_jax.plan import command, flat_trace
 from zero_jax.sharding import layout
 

@@ -18,11 +18,11 @@ from flax import nnx
 
 import train
 import zero_jax
-from models import gpt
 from training import optimizers
 from training.config import Config, resolve
 from training.plan import check_batch, load
 from training.supervise import free_address
+from zero_jax.models import gpt
 
 SCRIPT = Path(train.__file__).resolve()
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes

@@ -13,10 +13,10 @@ import jax
 import optax
 
 import zero_jax
-from models import gpt
 from training import optimizers, show
 from training.config import Config, resolve
 from training.text import IntArray, Tokens, load_tokens, split
+from zero_jax.models import gpt
 
 
 @dataclasses.dataclass(frozen=True)

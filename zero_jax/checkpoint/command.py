@@ -22,6 +22,7 @@ from zero_jax.checkpoint import inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.interchange import hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
+from zero_jax.models import gpt
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero
 
@@ -98,8 +99,6 @@ def _import(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.dir} holds checkpoints already: choose another folder")
 
     def make() -> Any:
-        from models import gpt
-
         return nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param)
 
     params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).abstract(make))

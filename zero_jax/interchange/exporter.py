@@ -23,6 +23,7 @@ from zero_jax.checkpoint.inspection import Chunk, read_checked
 from zero_jax.checkpoint.manifest import Entry, Manifest
 from zero_jax.checkpoint.writer import check_seal
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
+from zero_jax.models import gpt_config, hf_gpt2
 
 Path = str | os.PathLike[str]
 MAX_FILE_BYTES = 2 * 10**9
@@ -126,7 +127,6 @@ def _config_of(
     manifest: Manifest, arrays: Mapping[str, Entry], heads: int | None, where: str
 ) -> Any:
     """The GPTConfig of these arrays, all of which it must account for."""
-    hf_gpt2 = mapping()
     if heads is None:
         heads = _heads(manifest.config, arrays, where)
     known = {path: entry.shape for path, entry in arrays.items()}
@@ -157,7 +157,7 @@ def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
 
 
 def _of_preset(name: Any, arrays: Mapping[str, Entry]) -> int | None:
-    preset = mapping("gpt_config").PRESETS.get(name) if isinstance(name, str) else None
+    preset = gpt_config.PRESETS.get(name) if isinstance(name, str) else None
     if preset is None or _EMBEDDING not in arrays:
         return None
     return preset.heads if arrays[_EMBEDDING].shape[-1:] == (preset.width,) else None
@@ -170,7 +170,6 @@ def _stream(
     out: pathlib.Path,
     max_file_bytes: int,
 ) -> None:
-    hf_gpt2 = mapping()
     dtype = arrays[_EMBEDDING].dtype
     places = hf_gpt2.places(config)
     files = Writer(out, {place.name: (place.shape, dtype) for place in places}, max_file_bytes)
@@ -216,14 +215,3 @@ def differences(
 def few(problems: list[str]) -> str:
     more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
     return "; ".join(problems[:5]) + more
-
-
-def mapping(module: str = "hf_gpt2") -> Any:
-    try:
-        import models.gpt_config
-        import models.hf_gpt2
-    except ImportError as error:
-        raise ValueError(
-            "models.gpt lives in the repository's models/: run this in a checkout"
-        ) from error
-    return getattr(models, module)

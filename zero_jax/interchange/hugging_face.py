@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.leaves import Leaf, Read, leaves, rebuilt
-from zero_jax.interchange.exporter import Path, differences, few, mapping
+from zero_jax.interchange.exporter import Path, differences, few
 from zero_jax.interchange.exporter import export as export
 from zero_jax.interchange.safetensor_files import DTYPES, Folder
+from zero_jax.models import hf_gpt2
 
 PyTree = Any
 _AT_ONCE = 1 << 24  # elements of two tensors that are compared
@@ -32,7 +33,7 @@ def config(folder: Path) -> Any:
         known = json.loads(path.read_bytes())
         if not isinstance(known, dict):
             raise ValueError("it holds no settings")
-        return mapping().from_json(known)
+        return hf_gpt2.from_json(known)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: a model of transformers has one") from error
     except ValueError as error:
@@ -64,7 +65,7 @@ def load(folder: Path, like: PyTree) -> PyTree:
 
 
 def _check_like(wanted: list[Leaf], made_for: Any, folder: pathlib.Path) -> None:
-    shapes = mapping().shapes(made_for)
+    shapes = hf_gpt2.shapes(made_for)
     problems = differences(shapes, {leaf.name: leaf.shape for leaf in wanted})
     if problems:
         raise ValueError(
@@ -77,7 +78,6 @@ class _Model:
     """The tensors of a folder, by our paths."""
 
     def __init__(self, files: Folder, config: Any, where: str):
-        hf_gpt2 = mapping()
         self._config, self._where, self._files = config, where, files
         self._names: dict[str, str] = {}
         for name in files.kinds:
@@ -143,7 +143,7 @@ class _Model:
     def _part(
         self, path: str, layer: int | None, starts: tuple[int, ...], stops: tuple[int, ...]
     ) -> np.ndarray:
-        hf_gpt2, name = mapping(), self._names[self._places[path, layer]]
+        name = self._names[self._places[path, layer]]
         if hf_gpt2.QKV not in path or starts[-1] == stops[-1]:
             return self._files.read(name, starts, stops)
         heads, width = self._config.heads, self._config.width

@@ -4,7 +4,7 @@
     python -m zero_jax.plan scaling --model 60b --devices 64,128,256,400 --device v100-32gb
     python -m zero_jax.plan tables
 
-The models are those of this repository's `models/`. For a model of your own call `Zero.plan`.
+The models are those of `zero_jax.models`. For a model of your own call `Zero.plan`.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from zero_jax.collectives.buckets import BUCKET_BYTES
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine import grads, losses
 from zero_jax.hlo import targets
+from zero_jax.models import gpt
 from zero_jax.plan import choose, memory, paper, plan_text, planning, scaling
 from zero_jax.remat.policies import POLICIES
 from zero_jax.sharding.mesh import abstract_mesh
@@ -65,14 +66,10 @@ class Case:
 
     def make(self) -> Any:
         """The parameters; only ever traced here."""
-        from models import gpt
-
         return nnx.state(gpt.GPT(self.config, rngs=nnx.Rngs(0)), nnx.Param)
 
     @property
     def loss_fn(self) -> Callable[..., Any]:
-        from models import gpt
-
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(self.config, rngs=nnx.Rngs(0))))
         return lambda params, tokens: losses.Weighted(
             *gpt.loss(nnx.merge(graphdef, params), tokens)
@@ -85,8 +82,6 @@ class Case:
     @property
     def model_flops(self) -> float:
         """FLOPs of forward and backward on one device, without recomputation."""
-        from models import gpt
-
         return gpt.flops_per_token(self.config) * self.config.seq * self.rows / self.zero.mesh.size
 
     def plan(self, stage: int, **options: Any) -> planning.Plan:
@@ -164,7 +159,6 @@ def _plan(args: Sequence[str]) -> int:
 
 
 def _case(parsed: argparse.Namespace) -> Case:
-    gpt = _gpt()
     if parsed.optimizer not in _OPTIMIZERS:
         raise ValueError(_unknown("optimizer", parsed.optimizer, _OPTIMIZERS))
     for name in ("replica", "model_parallel", "micro_batches"):
@@ -227,7 +221,7 @@ def _scaling(args: Sequence[str]) -> int:
         raise ValueError(
             f"--devices {parsed.devices!r}: numbers with commas, 64,128 say"
         ) from error
-    config = _gpt().preset(parsed.model, vocab=50304, seq=parsed.seq)
+    config = gpt.preset(parsed.model, vocab=50304, seq=parsed.seq)
     points = scaling.scaling(
         *(config.layers, config.width, config.seq, config.vocab),
         targets.target(parsed.device),
@@ -248,17 +242,6 @@ def _tables(args: Sequence[str]) -> int:
     print()
     print(paper.format_table_2())
     return 0
-
-
-def _gpt() -> Any:
-    try:
-        from models import gpt
-    except ImportError as error:
-        raise ValueError(
-            "the presets live in the repository's models/: run this in a checkout, or call "
-            "Zero.plan with a model of your own"
-        ) from error
-    return gpt
 
 
 def _unknown(what: str, name: str, known: Any) -> str:
