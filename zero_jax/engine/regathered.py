@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from zero_jax.collectives.barriers import Arrays, is_float, together
+from zero_jax.collectives.barriers import Arrays, is_float, known, together
 from zero_jax.engine.weights import Source
 from zero_jax.remat.recompute import Known
 
@@ -41,25 +43,64 @@ def regathered(run: Callable[[Arrays, Arrays], list[Any]]) -> Any:
         def wrapped(shards: Any, moving: Arrays) -> list[Any]:
             return whole(opened(shards), moving)
 
-        def forward(shards: Any, moving: Arrays) -> Any:
+        def forward(shards: Any, moving: Any) -> Any:
+            trained = [i for i, own in enumerate(shards) if any(x.perturbed for x in own)]
+            moved = [i for i, x in enumerate(moving) if x.perturbed]
+            shards, moving = jax.tree.map(lambda x: x.value, (shards, moving), is_leaf=_is_input)
             leaves = opened(shards)
-            outs, pull = jax.vjp(whole, leaves, moving)
+
+            # JAX refuses to differentiate what an operation closes over: only what has a gradient.
+            def some(own: Arrays, others: Arrays) -> list[Any]:
+                return whole(_with(leaves, trained, own), _with(moving, moved, others))
+
+            given = [leaves[i] for i in trained], [moving[i] for i in moved]
+            outs, pull = jax.vjp(some, *given)
             kept, treedef = jax.tree.flatten(pull)
             where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in kept)
             held = [x for x, at in zip(kept, where, strict=True) if at < 0]
-            return outs, (Known((treedef, where)), held, shards)
+            likes = tuple(map(jax.typeof, outs))
+            return outs, (Known((treedef, where, trained, moved, likes)), held, shards)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            known, held, shards = residuals
-            treedef, where = known.value
+            held, shards = residuals[1:]
+            treedef, where, trained, moved, likes = residuals[0].value
+            cotangents = [_made(c, like) for c, like in zip(cotangents, likes, strict=True)]
             shards, cotangents = together((shards, cotangents))
-            leaves, scatter = jax.vjp(opened, shards)
+
+            def partly(own: Sequence[Arrays]) -> tuple[list[Any], list[Any]]:
+                leaves = opened(_with(shards, trained, own))
+                return [leaves[i] for i in trained], leaves
+
+            _, scatter, leaves = jax.vjp(partly, [shards[i] for i in trained], has_aux=True)
             it = iter(held)
             kept = [leaves[at] if at >= 0 else next(it) for at in where]
-            grads, moved = jax.tree.unflatten(treedef, kept)(cotangents)
-            return scatter(grads)[0], moved
+            grads, others = jax.tree.unflatten(treedef, kept)(cotangents)
+            none = [[None] * len(own) for own in shards]
+            found = _with([None] * len(moving), moved, others)
+            return _with(none, trained, scatter(grads)[0]), found
 
-        wrapped.defvjp(forward, backward)
+        wrapped.defvjp(forward, backward, symbolic_zeros=True)
         return wrapped([s.arrays for s in sources], moving)
 
     return call
+
+
+def _is_input(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+def _with(values: Sequence[Any], places: Sequence[int], own: Sequence[Any]) -> list[Any]:
+    """The values, with others at these places."""
+    out = list(values)
+    for i, x in zip(places, own, strict=True):
+        out[i] = x
+    return out
+
+
+def _made(cotangent: Any, like: Any) -> Any:
+    """A cotangent; zeros for one that nobody made."""
+    if known(cotangent) is not None:
+        return cotangent
+    if not is_float(like):
+        return np.zeros(like.shape, jax.dtypes.float0)
+    return jnp.zeros(like.shape, like.dtype)

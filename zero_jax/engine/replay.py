@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.engine.weights import Apart, Opener
+from zero_jax.engine.weights import Apart, Opener, Weight
 from zero_jax.jaxpr import equations
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
@@ -83,7 +83,7 @@ def _asked(
 
     def run(flat: Sequence[Any], tap: Tap, trained: Sequence[int]) -> list[Any]:
         values, moved = values_of(flat), {id(flat[i]) for i in trained}
-        moving = [i for i, v in enumerate(values) if any(id(x) in moved for x in Apart([v]).flat)]
+        moving = [i for i, v in enumerate(values) if _moves(v, moved)]
         whole = list(map(Opener(), values))
         if not moving:
             return how.evaluate(body, whole, inside)
@@ -98,6 +98,12 @@ def _asked(
         return layer.run(evaluate, whole)
 
     return run
+
+
+def _moves(value: Any, moved: set[int]) -> bool:
+    """Whether a value has a gradient, given the identities of arrays that do."""
+    stopped = isinstance(value, Weight) and value.form.stopped
+    return not stopped and any(id(x) in moved for x in Apart([value]).flat)
 
 
 def _kept(jaxpr: Any, pure: set[Any], policy: Policy) -> dict[int, Place]:

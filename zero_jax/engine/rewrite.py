@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from zero_jax.engine import repeats
 from zero_jax.engine.lifetimes import is_own_remat
@@ -101,7 +102,9 @@ def evaluate(
     """
     jaxpr, kept = closed.jaxpr, kept or {}
     env = dict(zip(jaxpr.invars, args, strict=True))
-    env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    # JAX's own functions are given arrays, where a trace may hold NumPy's.
+    env.update(zip(jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
+    idle = equations.without_derivative(jaxpr)
     stretch = equations.Stretches(jaxpr)
     starts = {layers[0][0]: layers for layers in runs}
     waiting: list[int] = []
@@ -120,7 +123,8 @@ def evaluate(
         elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
             flush()
             values = [env[a] if _is_var(a) else a.val for a in eqn.invars]
-            env.update(zip(eqn.outvars, _equation(eqn, values, how), strict=True))
+            stopped = [_is_var(a) and a in idle for a in eqn.invars]
+            env.update(zip(eqn.outvars, _equation(eqn, values, stopped, how), strict=True))
 
     at = 0
     while at < len(jaxpr.eqns):
@@ -149,29 +153,35 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, jex.Literal)
 
 
-def _equation(eqn: Any, values: list[Any], how: How) -> list[Any]:
-    """The results of one equation that is given weights."""
+def _equation(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
+    """The results of one equation that is given weights, and values some of which are stopped."""
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:
         place_of(eqn, set(eqn.outvars), how.policy)  # complains of a name
         return made
     if name == "scan":
-        return _scan(eqn, values, how)
+        return _scan(eqn, values, stopped, how)
     if how.open is not None:
         return equations.function(eqn)(*map(how.open, values))
     if is_own_remat(eqn):
         return _own_remat(eqn, values, how)
-    return _gathering(equations.function(eqn), values, how, again=name not in _KEEPS)
+    return _gathering(equations.function(eqn), values, stopped, how, again=name not in _KEEPS)
 
 
 def _gathering(
-    run: Callable[..., list[Any]], values: Sequence[Any], how: How, *, again: bool
+    run: Callable[..., list[Any]],
+    values: Sequence[Any],
+    stopped: Sequence[bool],
+    how: How,
+    *,
+    again: bool,
 ) -> list[Any]:
     """An operation with its gathers, which its backward pass repeats.
 
     Args:
       run: the operation.
       values: weights and arrays that it is given.
+      stopped: which of them have no derivative; behind a tie they would look as if they had.
       how: how equations are run.
       again: whether it is run again with them; if not, it keeps what it wants but the weights.
     """
@@ -181,8 +191,11 @@ def _gathering(
     if not how.in_loop:
         # Else the gradient is computed, and sent, when layers have run backward: it or what it is
         # made of would wait until then.
-        apart = apart.tied()
-        values = apart.values
+        values = [
+            jax.lax.stop_gradient(v) if own and not isinstance(v, Weight) else v
+            for v, own in zip(apart.tied().values, stopped, strict=True)
+        ]
+        apart = Apart(values)
     if again:
         fused = jax.checkpoint(
             lambda *flat: _whole_run(run, apart, flat), prevent_cse=not how.in_loop
@@ -199,7 +212,7 @@ def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any])
     return run(*map(Opener(), apart.together(flat)))
 
 
-def _scan(eqn: Any, values: list[Any], how: How) -> list[Any]:
+def _scan(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
     """A scan over weights: slices of shards are gathered in its body, the rest before it."""
     consts, carried = equations.scan_parts(eqn)
     loop = Loop(eqn, consts, carried, values)
@@ -207,7 +220,9 @@ def _scan(eqn: Any, values: list[Any], how: How) -> list[Any]:
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
         return loop.run(list(map(how.open, given)), inside)
-    return _gathering(lambda *whole: loop.run(whole, how), given, how, again=False)
+    others = [own for i, own in enumerate(stopped) if i not in loop.sliced]
+    still = [*others, *[False] * (len(given) - len(others))]
+    return _gathering(lambda *whole: loop.run(whole, how), given, still, how, again=False)
 
 
 def _own_remat(eqn: Any, values: list[Any], how: How) -> list[Any]:

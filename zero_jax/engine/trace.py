@@ -172,7 +172,7 @@ def _unboxed(tree: PyTree) -> PyTree:
 
 def _check_weight(closed: Any, trained: Sequence[bool]) -> None:
     """Raises if the weight of the loss depends on parameters."""
-    if marks.marked(closed, trained, marks.has_gradient)[1]:
+    if marks.marked(closed, trained, marks.HAS_GRADIENT)[1]:
         raise ValueError(
             "the weight in zero_jax.Weighted(sum, weight) depends on the parameters, and no "
             "gradient goes through it: a weight counts rows or tokens. Wrap it in "

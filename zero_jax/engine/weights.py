@@ -35,6 +35,7 @@ class Form:
       arranged: whether an operation that waits for it to be whole does more than cast; then no
         slice can be taken before it.
       parted: whether it is a slice that the program took by itself, not a loop's.
+      stopped: whether it has no derivative, by a `stop_gradient` that waits for it to be whole.
     """
 
     leaf: int
@@ -42,6 +43,7 @@ class Form:
     cut: int | None
     arranged: bool = False
     parted: bool = False
+    stopped: bool = False
 
     @property
     def may_slice(self) -> bool:
@@ -68,7 +70,10 @@ def put_off(eqn: Any, form: Form) -> tuple[str, Form] | None:
             return "slice", dataclasses.replace(form, parted=True)
         if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
             return "slice", dataclasses.replace(form.sliced(), parted=True)
-    return "later", dataclasses.replace(form, arranged=form.arranged or name not in _CASTS)
+    arranged, stopped = name not in _CASTS, name == "stop_gradient"
+    return "later", dataclasses.replace(
+        form, arranged=form.arranged or arranged, stopped=form.stopped or stopped
+    )
 
 
 def _takes_whole_layers(eqn: Any) -> bool:

@@ -22,39 +22,43 @@ def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any
 
     Args:
       closed: its jaxpr.
-      trained: which of its inputs have a gradient. The others are constants for JAX already.
+      trained: which of its inputs have a gradient.
       wanted: which of its results are differentiated.
 
-    >>> program = jax.make_jaxpr(lambda w, x: (w * x, jnp.sqrt(w)))(1.0, 2.0)
-    >>> [e.primitive.name for e in settled(program, [True, False], [True, False]).jaxpr.eqns]
-    ['mul', 'stop_gradient', 'sqrt']
+    >>> program = jax.make_jaxpr(lambda w: (w * w, jnp.sqrt(w) + 1))(1.0)
+    >>> [e.primitive.name for e in settled(program, [True], [True, False]).jaxpr.eqns]
+    ['mul', 'stop_gradient', 'sqrt', 'stop_gradient', 'add']
     """
-    given = closed.jaxpr.invars
-    still = {v for v, own in zip(given, trained, strict=True) if not own}
-    return _settled(closed, trained, wanted, still | set(closed.jaxpr.constvars))
-
-
-def _settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool], still: set[Any]) -> Any:
     jaxpr = closed.jaxpr
-    changed = marks.spread(closed, trained, marks.has_gradient)
+    changed = marks.spread(closed, trained, marks.HAS_GRADIENT)
     used = _used(jaxpr, wanted)
     eqns: list[Any] = []
 
     def counts(atom: Any) -> bool:
         return _is_var(atom) and changed.get(atom, False) and atom in used
 
+    def read(atom: Any) -> Any:
+        """The same without a derivative."""
+        if not _is_var(atom) or not _is_float(atom):
+            return atom
+        (stop,) = jax.make_jaxpr(jax.lax.stop_gradient)(atom.aval).jaxpr.eqns
+        made = jex.Var(atom.aval)
+        eqns.append(stop.replace(invars=[atom], outvars=[made]))
+        return made
+
     for eqn in jaxpr.eqns:
         alive = any(map(counts, eqn.outvars))
         if alive and equations.inner(eqn) is not None:
             eqn = _inside(eqn, list(map(counts, eqn.invars)), [v in used for v in eqn.outvars])
-        atoms = list(eqn.invars)
-        for i, atom in enumerate(atoms):
-            idle = not (alive and counts(atom)) and any(map(_is_float, eqn.outvars))
-            if idle and _is_var(atom) and _is_float(atom) and atom not in still:
-                atoms[i] = jex.Var(atom.aval)
-                eqns.append(_stop(atom, atoms[i]))
+        floats = any(map(_is_float, eqn.outvars))
+        atoms = [read(a) if floats and not (alive and counts(a)) else a for a in eqn.invars]
         eqns.append(eqn.replace(invars=atoms))
-    new = jex.Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.effects)
+    # To return a value is to read it.
+    pairs = zip(jaxpr.outvars, wanted, strict=True)
+    outvars = [
+        a if own or not (_is_var(a) and changed.get(a, False)) else read(a) for a, own in pairs
+    ]
+    new = jex.Jaxpr(jaxpr.constvars, jaxpr.invars, outvars, eqns, jaxpr.effects)
     return jex.ClosedJaxpr(new, closed.consts)
 
 
@@ -63,10 +67,10 @@ def _inside(eqn: Any, given: list[bool], made: list[bool]) -> Any:
     body = equations.inner(eqn)
     if eqn.primitive.name == "scan":
         consts, carried = equations.scan_parts(eqn)
-        given = marks.at_rest(body, given, consts, carried, marks.has_gradient)
+        given = marks.at_rest(body, given, consts, carried, marks.HAS_GRADIENT)
         made = _carried(body.jaxpr, made, consts, carried)
     key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    own = _settled(body, given, made, set(body.jaxpr.constvars))
+    own = settled(body, given, made)
     closed = hasattr(eqn.params[key], "jaxpr")
     return eqn.replace(params={**eqn.params, key: own if closed else own.jaxpr})
 
@@ -102,11 +106,6 @@ def _carried(body: Any, made: list[bool], consts: int, carried: int) -> list[boo
         if more == made:
             return made
         made = more
-
-
-def _stop(atom: Any, made: Any) -> Any:
-    (eqn,) = jax.make_jaxpr(jax.lax.stop_gradient)(atom.aval).jaxpr.eqns
-    return eqn.replace(invars=[atom], outvars=[made])
 
 
 def _is_var(atom: Any) -> bool:

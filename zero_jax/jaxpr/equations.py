@@ -84,6 +84,11 @@ def written_out(closed: Any) -> Any:
     return jex.ClosedJaxpr(jaxpr, list(consts.values()))
 
 
+def without_derivative(jaxpr: Any) -> set[Any]:
+    """The variables that are results of `stop_gradient`."""
+    return {v for e in jaxpr.eqns if e.primitive.name == "stop_gradient" for v in e.outvars}
+
+
 class Stretches:
     """Stretches of a jaxpr's equations as jaxprs of their own."""
 

@@ -4,6 +4,7 @@ A mark says something of a value that goes over to what is made of it: that it d
 devices, or that a parameter changes it.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,20 @@ import jax.numpy as jnp
 
 from zero_jax.jaxpr import equations
 
-# Of an equation and of whether one of its operands is marked, whether its results are.
-Rule = Callable[[Any, bool], bool]
 _ALIKE = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How marks go through an operation that is no loop or branch.
+
+    Attributes:
+      through: of an equation and of whether one of its operands is marked, whether its results are.
+      whole: calls that are one operation to it, whatever is inside.
+    """
+
+    through: Callable[[Any, bool], bool]
+    whole: frozenset[str] = frozenset()
 
 
 def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
@@ -23,11 +35,11 @@ def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
     Args:
       closed: the program.
       marks: which of its inputs are.
-      rule: how marks go through an operation that is no call, loop or branch.
+      rule: how marks go through an operation.
 
     >>> import jax
     >>> program = jax.make_jaxpr(lambda a, b: (a + 1, a * b))(1.0, 2.0)
-    >>> marked(program, [False, True], lambda eqn, given: given)
+    >>> marked(program, [False, True], Rule(lambda eqn, given: given))
     [False, True]
     """
     env = spread(closed, marks, rule)
@@ -61,9 +73,10 @@ def _through(eqn: Any, given: list[bool], rule: Rule) -> list[bool]:
         branches = [marked(b, given[1:], rule) for b in params["branches"]]
         return [given[0] or any(each) for each in zip(*branches, strict=True)]
     body = equations.inner(eqn) or params.get("call_jaxpr") or params.get("fun_jaxpr")
-    if body is not None and len(getattr(body, "jaxpr", body).invars) == len(given):
+    known = body is not None and len(getattr(body, "jaxpr", body).invars) == len(given)
+    if known and name not in rule.whole:
         return marked(body, given, rule)
-    return [rule(eqn, any(given))] * len(eqn.outvars)
+    return [rule.through(eqn, any(given))] * len(eqn.outvars)
 
 
 def at_rest(body: Any, given: Sequence[bool], consts: int, carried: int, rule: Rule) -> list[bool]:
@@ -89,7 +102,7 @@ def _while(params: Any, given: list[bool], rule: Rule) -> list[bool]:
 def differs(axes: Sequence[str]) -> Rule:
     """Of what differs between devices of these axes; a sum over all of them does not."""
 
-    def rule(eqn: Any, given: bool) -> bool:
+    def through(eqn: Any, given: bool) -> bool:
         if eqn.primitive.name == "axis_index":
             return True
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -98,10 +111,14 @@ def differs(axes: Sequence[str]) -> Rule:
         alike = eqn.primitive.name in _ALIKE and set(axes) <= set(over) and whole
         return given and not alike
 
-    return rule
+    return Rule(through)
 
 
-def has_gradient(eqn: Any, given: bool) -> bool:
-    """Of what a gradient goes through."""
+def _has_gradient(eqn: Any, given: bool) -> bool:
     floats = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
     return given and floats and eqn.primitive.name != "stop_gradient"
+
+
+# Of what a gradient goes through. A function with a gradient of its own may round or compare where
+# its gradient does not: its body says nothing about it.
+HAS_GRADIENT = Rule(_has_gradient, frozenset(("custom_jvp_call", "custom_vjp_call")))
