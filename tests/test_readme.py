@@ -1,19 +1,23 @@
-"""Every Python block of the README and of the guide runs, top to bottom, as a user would."""
+"""The README and the pages of docs/: their Python runs, and what they name is there."""
 
+import importlib.util
 import pathlib
 import re
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+WITH_CODE = [page for page in PAGES if "```python" in (ROOT / page).read_text()]
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-NAMES = ("guide", "plan", "offload", "parallelism", "checkpoints", "interchange")
-PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
-MODULES = ("hlo", "plan", "offload", "interchange", "checkpoint", "checkpoints")
+def test_pages_that_show_python_are_run():
+    names = ("guide", "plan", "offload", "parallelism", "checkpoints", "interchange")
+    assert {"README.md", *(f"docs/{name}.md" for name in names)} <= set(WITH_CODE)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_code_blocks_run(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
@@ -35,9 +39,44 @@ def test_code_blocks_run(page, capsys):
         assert "'optimizer_state'" in printed
 
 
-def test_every_name_in_the_readme_exists():
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_exists(page):
     import zero_jax
 
-    for page in PAGES:
-        for name in re.findall(r"zero_jax\.(\w+)", (ROOT / page).read_text()):
-            assert hasattr(zero_jax, name) or name in MODULES, name
+    for name in re.findall(r"zero_jax\.(\w+)", (ROOT / page).read_text()):
+        assert hasattr(zero_jax, name) or importlib.util.find_spec(f"zero_jax.{name}"), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_is_named_is_there(page):
+    """As `tests/fuzz.py`, or within the library: `engine/step.py`."""
+    for name in re.findall(r"(?<![\w/*.-])\w+(?:/\w+)+\.(?:py|md)\b", (ROOT / page).read_text()):
+        assert (ROOT / name).exists() or (ROOT / "zero_jax" / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    for target, anchor in LINK.findall((ROOT / page).read_text()):
+        if target.startswith("https://"):
+            continue
+        path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in map(anchor_of, titles), f"{target}#{anchor}"
+
+
+def anchor_of(title: str) -> str:
+    """What a forge makes of a title: letters, digits and hyphens, in lower case.
+
+    >>> anchor_of("What is predicted"), anchor_of("train.py")
+    ('what-is-predicted', 'trainpy')
+    """
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.encode()) <= 5000
+    linked = {target for target, _ in LINK.findall(readme)}
+    assert linked >= set(PAGES) - {"README.md"}
