@@ -36,10 +36,11 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what compiles for GPUs, which needs an extra, unless -m asks for it."""
-    if "prove" in config.option.markexpr:
-        return
-    chosen = [item for item in items if item.get_closest_marker("prove") is None]
+    """Without -m leaves out what takes long; and what compiles for GPUs, which needs an extra,
+    unless -m names it."""
+    asked = config.option.markexpr
+    left_out = [*["heavy"] * (not asked), *["prove"] * ("prove" not in asked)]
+    chosen = [item for item in items if not any(map(item.get_closest_marker, left_out))]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = chosen
