@@ -109,7 +109,11 @@ def alone(layer):
     return lambda params, x: jnp.mean(layer(x, params["l0"]["w"], params["l1"]["b"]) ** 2)
 
 
-@pytest.mark.parametrize("remat", ["none", "block", POLICY], ids=["none", "block", "policy"])
+@pytest.mark.parametrize(
+    "remat",
+    ["block", *(pytest.param(r, marks=pytest.mark.heavy) for r in ("none", POLICY))],
+    ids=["block", "none", "policy"],
+)
 @pytest.mark.parametrize("form", [unrolled, alone])
 @pytest.mark.parametrize("name", LAYER)
 def test_gradients_are_those_of_jax(name, form, remat):
@@ -122,7 +126,9 @@ def test_gradients_are_those_of_jax_where_copies_are_kept(name):
     check(unrolled(LAYER[name]), 1, "block")
 
 
-@pytest.mark.parametrize("remat", ["none", "block", "block_sqrt", POLICY])
+@pytest.mark.parametrize(
+    "remat", ["block", *(pytest.param(r, marks=pytest.mark.heavy) for r in ("none", "block_sqrt"))]
+)
 def test_a_result_of_a_branch_that_nobody_reads_has_no_derivative(remat):
     """A metric whose derivative is infinite, beside an activation, from a loop's turn."""
 
