@@ -16,8 +16,8 @@ BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models"}
 BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo"}
-# Facts that everybody may know: about this release, and about those of JAX.
-FACTS = {"_version", "releases"}
+# What everybody may know: this release, those of JAX, and which name was meant.
+FACTS = {"_version", "names", "releases"}
 DOORS = {"zero.py", "command.py", "__main__.py"}
 
 

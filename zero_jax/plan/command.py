@@ -9,7 +9,6 @@ The models are those of `zero_jax.models`. For a model of your own call `Zero.pl
 
 import argparse
 import dataclasses
-import difflib
 import json
 import pathlib
 import sys
@@ -27,6 +26,7 @@ from zero_jax.collectives.precision import Precision
 from zero_jax.engine import grads, losses
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
+from zero_jax.names import unknown
 from zero_jax.plan import choose, memory, paper, plan_text, planning, scaling
 from zero_jax.remat.policies import POLICIES
 from zero_jax.sharding.mesh import abstract_mesh
@@ -118,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> int:
     name = given.pop(0) if given and not given[0].startswith("-") else "plan"
     try:
         if name not in commands:
-            raise ValueError(_unknown("command", name, commands))
+            raise ValueError(unknown("command", name, commands))
         return commands[name](given)
     except (ValueError, RuntimeError, OSError) as error:
         print("error:", error, file=sys.stderr)
@@ -160,7 +160,7 @@ def _plan(args: Sequence[str]) -> int:
 
 def _case(parsed: argparse.Namespace) -> Case:
     if parsed.optimizer not in _OPTIMIZERS:
-        raise ValueError(_unknown("optimizer", parsed.optimizer, _OPTIMIZERS))
+        raise ValueError(unknown("optimizer", parsed.optimizer, _OPTIMIZERS))
     for name in ("replica", "model_parallel", "micro_batches"):
         if getattr(parsed, name) < 1:
             option = "--" + name.replace("_", "-")
@@ -242,11 +242,6 @@ def _tables(args: Sequence[str]) -> int:
     print()
     print(paper.format_table_2())
     return 0
-
-
-def _unknown(what: str, name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
-    return f"no {what} is called {name!r}; the nearest is {near!r}. Known: {', '.join(known)}"
 
 
 def _title(case: Case, parsed: argparse.Namespace) -> str:
