@@ -27,7 +27,7 @@ from zero_jax.engine import grads, losses
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
 from zero_jax.names import unknown
-from zero_jax.plan import choose, memory, paper, plan_text, planning, scaling
+from zero_jax.plan import candidates, memory, paper, plan_text, planning, scaling
 from zero_jax.remat.policies import POLICIES
 from zero_jax.sharding.mesh import abstract_mesh
 from zero_jax.zero import Zero
@@ -131,7 +131,7 @@ def _plan(args: Sequence[str]) -> int:
     case = _case(parsed)
     memory_bytes = int(parsed.memory_limit * 1e9) if parsed.memory_limit is not None else 0
     if not memory_bytes and target.memory_bytes:
-        memory_bytes = choose.default_limit(target.memory_bytes, target.name)
+        memory_bytes = candidates.usable(target)
     options = {"target": parsed.target, "topology": parsed.topology}
     if parsed.auto:
         case = _chosen(case, parsed)

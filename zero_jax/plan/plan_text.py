@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.hlo import auditor, prove, roofline
-from zero_jax.plan.choose import gigabytes
 from zero_jax.plan.planning import Plan
+from zero_jax.plan.tables import gigabytes, table
 
 
 def format_stages(plans: Sequence[Plan]) -> str:
@@ -63,7 +63,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     ]
     if audit.uncounted:
         rows.append(["  not counted", ", ".join(audit.uncounted)])
-    parts = [f"Stage {plan.stage} compiled for {name}", table(rows), "", "Largest temporaries"]
+    parts = [f"Stage {plan.stage} compiled for {name}", table(rows, "<"), "", "Largest temporaries"]
     parts += [
         f"  {gigabytes(t.bytes):>10}  {t.shape.split('{')[0][:40]:40}  {t.source}"
         for t in audit.peak.temporaries[:8]
@@ -94,20 +94,6 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
         return "unknown: a loop around a collective depends on data"
     sent = plan.compiled.hidden(layers_only=layers_only)
     return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the rest to the right of two, else to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = len(widths) > 2
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if right and i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def plot(

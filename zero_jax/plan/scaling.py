@@ -217,7 +217,7 @@ def format_scaling(points: Sequence[Point]) -> str:
     base = next((point.flops_per_device for point in points if point.batch), 0.0)
     header = "devices|N|states GB|saved GB|work GB|batch|paper|step s|compute s|data s|model s"
     header += "|TFLOP/s each|PFLOP/s all|of linear"
-    lines = [paper.text_table(header.split("|"), [_row(point, base) for point in points]), ""]
+    lines = [paper.shown([header.split("|"), *(_row(point, base) for point in points)]), ""]
     lines += [f"- {line}" for line in assumptions(points[0].setting)]
     if not all(point.batch for point in points):
         lines.append("- batch 0: not a row fits; take more devices, a higher stage or more MP")
