@@ -9,7 +9,7 @@ import zero_jax
 from zero_jax.models import gpt
 from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import of_zero
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 pytestmark = pytest.mark.prove
 
