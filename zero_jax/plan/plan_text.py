@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.plan import pictures
 from zero_jax.plan.planning import Plan
 from zero_jax.plan.tables import gigabytes, table
 
@@ -115,14 +116,8 @@ def plot(
     Raises:
       ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'zero_jax[train]'"
-        ) from error
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    bars, lines = figure.subplots(1, 2, width_ratios=[3, 2])
+    drawn = pictures.figure(10, 4.5)
+    bars, lines = drawn.subplots(1, 2, width_ratios=[3, 2])
     _draw_bars(bars, plans, limit)
     for stage, points in curves.items():
         lines.plot(
@@ -135,8 +130,8 @@ def plot(
     lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
     lines.set_title("model states, without activations", fontsize=10)
     lines.legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    drawn.suptitle(title, fontsize=11)
+    drawn.savefig(path)
 
 
 def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
