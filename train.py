@@ -23,7 +23,7 @@ from flax import nnx
 
 import zero_jax
 from training import optimizers
-from training.config import Config, mesh_sizes, shared, stage_and_remat
+from training.config import Config, mesh_sizes, shared
 from training.data import batches, eval_batches
 from training.entropy import bigram_entropy, unigram_entropy
 from training.plan import Plan, check_batch, facts, load, print_plan
@@ -59,18 +59,7 @@ class Trainer:
         check_batch(config.batch, mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
-        self.zero = zero_jax.Zero(
-            self.mesh,
-            **stage_and_remat(config),
-            precision=zero_jax.Precision(
-                config.compute, config.reduce, config.gather, config.scatter
-            ),
-            micro_batches=config.micro_batches,
-            sequence_parallel=config.sequence_parallel,
-            hierarchical=config.hierarchical,
-            offload=config.offload,
-            memory_limit=None if config.memory_limit is None else 1e9 * config.memory_limit,
-        )
+        self.zero = zero_jax.Zero(self.mesh, **config.settings())
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._planned())
         self.tx = self.zero.optimizer(self.plain_tx)

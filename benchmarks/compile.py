@@ -23,7 +23,7 @@ import jax
 
 from zero_jax import Precision, Zero, make_mesh
 from zero_jax.models import gpt
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "compile.json"
 CASES = ((12, 64), (48, 64), (96, 64), (48, 1), (48, 8), (48, 256), (48, 1024))  # layers, devices

@@ -42,7 +42,7 @@ from training.room import host_memory
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
 from zero_jax.offload import tiers
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.collectives.precision import cast
 from zero_jax.engine import rewrite
 from zero_jax.models import gpt
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 from zero_jax.sharding.mesh import DATA, abstract_of
 
 PyTree = Any

@@ -26,7 +26,7 @@ import jax
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.hlo import auditor, prove, roofline, targets
 from zero_jax.models import gpt
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"
 MODELS, DEVICES, ROWS, REMAT = ("1.5b", "7.5b", "128b"), (8, 64, 256), 4, "block"

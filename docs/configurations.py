@@ -18,7 +18,7 @@ import jax
 
 from zero_jax import Precision, Zero, abstract_mesh, configuration
 from zero_jax.models import gpt
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 DEVICES, MP, ROWS = 400, 16, 16
 # The largest model of the paper, in billions, and the width of the layers.

@@ -22,7 +22,7 @@ import jax
 
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.models import gpt
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 CASES = (("1.5b", 64), ("7.5b", 64), ("128b", 256))
 POLICIES = ("block", "dots", "none")

@@ -13,7 +13,7 @@ import pytest
 
 import zero_jax
 from zero_jax.models import gpt
-from zero_jax.plan.command import Case
+from zero_jax.plan.case import Case
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

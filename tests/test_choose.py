@@ -14,8 +14,9 @@ from problems import gpt_problem, zoo_problem
 import zero_jax
 from zero_jax.models import gpt
 from zero_jax.offload.streamable import CannotStream
-from zero_jax.plan import candidates as ways
-from zero_jax.plan import choose
+from zero_jax.plan import candidates
+from zero_jax.plan.auto import search
+from zero_jax.plan.tables import gigabytes
 
 TX = optax.adamw(1e-3)
 
@@ -77,12 +78,12 @@ def compiled(name):
         )
         return zero.plan(loss, TX, zero.abstract(make), batch, compile=compile)
 
-    return plan, ways.candidates(rows)
+    return plan, candidates.combinations(rows)
 
 
-def cheapest_that_fits(plan, candidates, limit):
+def cheapest_that_fits(plan, tried, limit):
     """The exhaustive search: words, then FLOPs of the compiled program, then the stated order."""
-    fitting = [c for c in candidates if plan(c, True).total_bytes <= limit]
+    fitting = [c for c in tried if plan(c, True).total_bytes <= limit]
     order = {"none": 0, "dots": 1, "block": 2, "block_sqrt": 3}
     gathers = {"none": 3, "dots": 3, "block": 3, "block_sqrt": 4}
     return min(
@@ -100,12 +101,12 @@ def cheapest_that_fits(plan, candidates, limit):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CASES)
 def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name):
-    plan, candidates = compiled(name)
-    limits = sorted({plan(c, True).total_bytes for c in candidates})  # each lets one more in
+    plan, tried = compiled(name)
+    limits = sorted({plan(c, True).total_bytes for c in tried})  # each lets one more in
     picked = []
     for limit in limits:
-        choice = choose.choose(candidates, plan, limit, report=lambda _: None)
-        assert choice.chosen.candidate == cheapest_that_fits(plan, candidates, limit)
+        choice = search(tried, plan, limit, report=lambda _: None)
+        assert choice.chosen.candidate == cheapest_that_fits(plan, tried, limit)
         assert choice.chosen.plan.compiled.total_bytes <= limit
         picked.append(choice.chosen.candidate)
     assert len(limits) >= 8 and len(set(picked)) >= 3, "or this could hardly fail"
@@ -113,12 +114,12 @@ def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name)
 
 @pytest.mark.heavy
 def test_a_limit_that_nothing_fits_under_names_the_smallest_and_what_would_help():
-    plan, candidates = compiled("mlp on 4")
-    least = min(plan(c, False).total_bytes for c in candidates)
+    plan, tried = compiled("mlp on 4")
+    least = min(plan(c, False).total_bytes for c in tried)
     with pytest.raises(ValueError, match="nothing fits in .* smallest is stage 3") as error:
-        choose.choose(candidates, plan, least / 4, report=lambda _: None)
+        search(tried, plan, least / 4, report=lambda _: None)
     assert "devices" in str(error.value)
-    assert choose.gigabytes(least) in str(error.value)
+    assert gigabytes(least) in str(error.value)
 
 
 def auto(limit, **settings):
@@ -164,7 +165,7 @@ def test_the_topology_is_only_asked_of_what_is_compiled(monkeypatch):
     """A prediction has no topology; the compile for the target gets the caller's."""
     seen = []
     monkeypatch.setattr(
-        choose, "choose", lambda tried, plan, *_: seen.append(plan(tried[0], False))
+        "zero_jax.plan.auto.search", lambda tried, plan, *_: seen.append(plan(tried[0], False))
     )
     problem = gpt_problem()
     zero = zero_jax.Zero(zero_jax.abstract_mesh(8), "auto", memory_limit=1e9)
@@ -174,7 +175,7 @@ def test_the_topology_is_only_asked_of_what_is_compiled(monkeypatch):
 
 
 def test_micro_batches_and_remat_are_the_least_that_may_be_chosen():
-    found = ways.candidates(4, micro_batches=2, remat="dots")
+    found = candidates.combinations(4, micro_batches=2, remat="dots")
     assert {c.micro_batches for c in found} == {2, 4}
     assert {c.remat for c in found} == {"dots", "block", "block_sqrt"}
     assert [c.cost() for c in found] == sorted(c.cost() for c in found)
@@ -202,7 +203,7 @@ def test_a_limit_must_be_positive(limit):
 
 def test_costs_follow_the_words_of_the_paper():
     """Which gathers twice a micro-batch at stage 3; layers in groups are gathered once more."""
-    words = {(c.stage, c.micro_batches, c.remat): c.cost()[0] for c in ways.candidates(4)}
+    words = {(c.stage, c.micro_batches, c.remat): c.cost()[0] for c in candidates.combinations(4)}
     for stage, k in itertools.product((1, 2, 3), (1, 2, 4)):
         for remat, runs in (("none", 3), ("block", 3), ("block_sqrt", 4)):
             assert words[stage, k, remat] == {1: 2, 2: 1 + k, 3: runs * k}[stage]
@@ -233,7 +234,7 @@ def planner(host, total=100, seen=None):
 
 
 def host_tiers(rows=1):
-    return ways.candidates(rows, remat="block", places=HOST, states=ways.STATES)
+    return candidates.combinations(rows, remat="block", places=HOST, states=candidates.STATES)
 
 
 def bytes_in_host(candidate):
@@ -245,7 +246,7 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     """0.3 or 0.8 words to the host are dearer than none, and cheaper than the gather of stage 3."""
     choice = None
     fits = lambda c: 100 if c.stage == 3 and not c.uses_host else 200  # noqa: E731
-    choice = choose.choose(host_tiers(), planner(bytes_in_host, fits), 100, report=lambda _: None)
+    choice = search(host_tiers(), planner(bytes_in_host, fits), 100, report=lambda _: None)
     order = [c.candidate for c in choice.considered]
     costs = [c.candidate.cost(c.plan) for c in choice.considered]
     assert costs == sorted(costs)
@@ -257,22 +258,22 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     before = {(c.remat, str(c.offload)) for c in order if c.stage < 3}
     assert ("block@host", "none") in before and ("block", "optimizer") in before
     assert ("block", "optimizer,params") not in before, "1.2 words are more than stage 3's one"
-    assert choice.chosen.candidate == ways.Candidate(3, 1, "block")
+    assert choice.chosen.candidate == candidates.Candidate(3, 1, "block")
 
 
 def test_candidates_are_planned_no_earlier_than_their_turn_can_come():
     seen = []
-    choose.choose(host_tiers(), planner(bytes_in_host, seen=seen), 100, report=lambda _: None)
+    search(host_tiers(), planner(bytes_in_host, seen=seen), 100, report=lambda _: None)
     assert [str(c) for c in seen] == ["stage 2, 1 micro-batches, remat block"]
 
 
 def test_more_host_memory_than_there_is_is_too_much():
     said = []
-    only = [ways.Candidate(2, 1, "block", ways.STATES[1])]
+    only = [candidates.Candidate(2, 1, "block", candidates.STATES[1])]
     with pytest.raises(ValueError, match="nothing fits"):
-        choose.choose(only, planner(bytes_in_host), 100, report=said.append, host_limit=799)
+        search(only, planner(bytes_in_host), 100, report=said.append, host_limit=799)
     assert "predicted 800 B in host memory: too much, a device's part is 799 B" in said[0]
-    choice = choose.choose(only, planner(bytes_in_host), 100, said.append, host_limit=800)
+    choice = search(only, planner(bytes_in_host), 100, said.append, host_limit=800)
     assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, taken"
 
 
@@ -280,8 +281,8 @@ def test_an_optimizer_that_can_not_stream_leaves_its_tiers_out():
     said = []
     refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
     fits = lambda c: 100 if c.stage == 3 else 200  # noqa: E731
-    choice = choose.choose(host_tiers(), planner(refuse, fits), 100, report=said.append)
-    assert choice.chosen.candidate == ways.Candidate(3, 1, "block")
+    choice = search(host_tiers(), planner(refuse, fits), 100, report=said.append)
+    assert choice.chosen.candidate == candidates.Candidate(3, 1, "block")
     assert "left out stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
 
 
@@ -291,31 +292,35 @@ def zero_of(mesh, **settings):
 
 def test_host_memory_is_used_where_a_device_has_some_beside_its_own():
     abstract = zero_of(zero_jax.abstract_mesh(8))
-    tiers = {(c.remat, str(c.offload)) for c in ways.of(abstract, 1, "h100", born=False)}
+    tiers = {(c.remat, str(c.offload)) for c in candidates.of_zero(abstract, 1, "h100", born=False)}
     assert ("block@host", "optimizer,params") in tiers and ("none", "optimizer") in tiers
     for target, zero in (("cpu", abstract), ("v5p", abstract), (None, auto(1e9))):
-        assert not any(c.uses_host for c in ways.of(zero, 1, target, born=False))
+        assert not any(c.uses_host for c in candidates.of_zero(zero, 1, target, born=False))
 
 
 def test_states_that_are_born_or_placed_by_the_caller_stay():
     zero = zero_of(zero_jax.abstract_mesh(8))
-    born = ways.of(zero, 1, "h100", born=True)
+    born = candidates.of_zero(zero, 1, "h100", born=True)
     assert not any(c.offload.states for c in born) and any(c.uses_host for c in born)
     placed = zero_of(zero_jax.abstract_mesh(8), offload="optimizer")
-    assert {str(c.offload) for c in ways.of(placed, 1, "h100", born=False)} == {"optimizer"}
+    assert {str(c.offload) for c in candidates.of_zero(placed, 1, "h100", born=False)} == {
+        "optimizer"
+    }
 
 
 def test_what_is_kept_may_be_split_over_a_model_axis_unless_it_is_already():
     mesh = zero_jax.abstract_mesh(4, model=2)
-    places = {c.remat.partition("@")[2] for c in ways.of(zero_of(mesh), 1, "h100", born=False)}
+    places = {
+        c.remat.partition("@")[2] for c in candidates.of_zero(zero_of(mesh), 1, "h100", born=False)
+    }
     assert places == {"", "host", "partitioned", "partitioned+host"}
-    by_sequence = ways.of(zero_of(mesh, sequence_parallel=True), 1, "h100", born=False)
+    by_sequence = candidates.of_zero(zero_of(mesh, sequence_parallel=True), 1, "h100", born=False)
     assert {c.remat.partition("@")[2] for c in by_sequence} == {"", "host"}
 
 
 def test_parameters_that_are_arrays_are_born(monkeypatch):
     asked = []
-    monkeypatch.setattr(choose.candidates, "of", lambda *args: asked.append(args[-1]) or [])
+    monkeypatch.setattr(candidates, "of_zero", lambda *args: asked.append(args[-1]) or [])
     problem = gpt_problem()
     zero = auto(1e9)
     for params in (zero.abstract(problem.make), zero.init(problem.make)):

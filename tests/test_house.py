@@ -15,9 +15,9 @@ BELOW["offload"] = {"jaxpr", "sharding", "collectives"}
 BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models"}
 BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload"}
-BELOW["plan"] = BELOW["engine"] | {"engine", "hlo"}
-# Facts that everybody may know: about this release, and about those of JAX.
-FACTS = {"_version", "releases"}
+BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models"}
+# What everybody may know: this release, those of JAX, and which name was meant.
+FACTS = {"_version", "names", "releases"}
 DOORS = {"zero.py", "command.py", "__main__.py"}
 
 

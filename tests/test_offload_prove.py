@@ -12,7 +12,7 @@ import zero_jax
 from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
 from zero_jax.offload.tiers import Offload
-from zero_jax.plan import command
+from zero_jax.plan.case import Case
 from zero_jax.sharding.mesh import abstract_of
 
 pytestmark = pytest.mark.prove
@@ -76,7 +76,7 @@ def plan_of(setting, layers, stage=3):
         remat="block",
         offload=SETTINGS[setting],
     )
-    return command.Case(config, zero, "adamw", N).plan(stage, target="h100")
+    return Case(config, zero, "adamw", N).plan(stage, target="h100")
 
 
 def at_rest(layers):

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import tyro
 from problems import gpt_problem, resnet_problem
 
 import zero_jax
+from training.config import Config
 from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
 from zero_jax.plan import command, paper, planning, scaling
@@ -141,6 +143,18 @@ def test_scaling_more_than_doubles_from_64_to_128_devices_where_memory_bounds(ca
     assert points[1].total_flops > 2 * points[0].total_flops
     assert scaling.format_scaling(points) in capsys.readouterr().out
     assert picture.stat().st_size > 10_000
+
+
+def test_the_options_of_a_zero_reach_it_from_both_command_lines():
+    words = "--hierarchical --micro-batches 2 --compute fp16 --reduce bf16 --gather int8"
+    words += " --scatter int4 --remat dots --memory-limit 16"
+    args = ["--model", "nano", "--replica", "2", "--batch-per-device", "2", *words.split()]
+    zero = command.case_of(command.parser().parse_args(args)).zero
+    assert zero.precision == zero_jax.Precision("fp16", "bf16", "int8", "int4")
+    assert (zero.stage, zero.remat, zero.micro_batches) == (3, "dots", 2)
+    assert zero.hierarchical and not zero.sequence_parallel and zero.memory_limit == 16e9
+    config = tyro.cli(Config, args=words.split())
+    assert zero == zero_jax.Zero(zero.mesh, **config.settings())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 import zero_jax
 from zero_jax.models import gpt
-from zero_jax.plan import candidates as ways
-from zero_jax.plan import choose
-from zero_jax.plan.command import Case
+from zero_jax.plan.auto import search
+from zero_jax.plan.candidates import of_zero
+from zero_jax.plan.case import Case
 
 pytestmark = pytest.mark.prove
 
@@ -48,14 +48,14 @@ def test_auto_picks_what_a_search_over_all_h100_programs_picks():
     zero = zero_jax.Zero(zero_jax.abstract_mesh(N), "auto", remat="block")
     tried = [
         c
-        for c in ways.of(zero, 1, "h100", born=False)
+        for c in of_zero(zero, 1, "h100", born=False)
         if c.stage > 1 and c.remat in REMAT and str(c.offload) in STATES
     ]
     assert len(tried) == 8
     limits = sorted({plan(c, True).total_bytes for c in tried})
     picked = set()
     for limit in limits:
-        choice = choose.choose(tried, plan, limit, report=lambda _: None)
+        choice = search(tried, plan, limit, report=lambda _: None)
         assert choice.chosen.candidate == by_search(tried, limit)
         picked.add(choice.chosen.candidate)
     assert len(limits) == 8 and len(picked) >= 4

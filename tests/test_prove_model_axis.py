@@ -20,8 +20,8 @@ RESIDUAL = ROWS * T * D  # b·s·h elements
 def planned(*more, model="7.5b", devices=64, mp=8, stage=3, rows=ROWS):
     args = ["--model", model, "--devices", devices, "--model-parallel", mp, "--stage", stage]
     args += ["--batch-per-device", rows, "--reduce", "bf16", *more]
-    parsed = command._parser().parse_args([str(a) for a in args])
-    return command._case(parsed).plan(stage, target="h100")
+    parsed = command.parser().parse_args([str(a) for a in args])
+    return command.case_of(parsed).plan(stage, target="h100")
 
 
 def along_model(*more, **options):

@@ -10,7 +10,8 @@ from problems import ODD_GPT, gpt_problem
 
 import zero_jax
 from zero_jax.models import gpt
-from zero_jax.plan import command, flat_trace
+from zero_jax.plan import flat_trace
+from zero_jax.plan.case import Case
 from zero_jax.sharding import layout
 
 N = 4
@@ -95,7 +96,7 @@ def compiled(model, devices, bucket):
     zero = zero_jax.Zero(
         zero_jax.abstract_mesh(devices), 3, precision=precision, remat="block", bucket_bytes=bucket
     )
-    return command.Case(gpt.preset(model), zero, "adamw", 4 * devices).plan(3, target="h100")
+    return Case(gpt.preset(model), zero, "adamw", 4 * devices).plan(3, target="h100")
 
 
 @pytest.mark.prove

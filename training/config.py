@@ -10,29 +10,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import zero_jax
 from training import profile
+from zero_jax.plan.options import Options
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Trains a GPT on text, with the model states partitioned over the devices by ZeRO."""
 
-    stage: int | Literal["auto"] | None = None
-    """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
-    chooses that, micro-batches, remat and, on GPUs, what rests in host memory, the fewest words
-    that fit; 3 unless given."""
     config: str | None = None
     """A configuration of the ZeRO paper, which decides stage and remat: c1, c2, c3, c4, c5 or
     zero-100b; c2, c4, c5 and zero-100b need a model axis in --mesh."""
-    memory_limit: float | None = None
-    """GB (1e9 bytes) of a device that --stage auto may use; JAX's pool of its memory unless
-    given."""
     devices: int | None = None
     """Devices of the whole run on a machine without GPUs, where they are slices of the CPU,
     shared out evenly to the processes; those of --mesh, or 4, unless given. GPUs are always all
@@ -41,10 +35,6 @@ class Config:
     """Sizes of the mesh's axes, as data=4,model=2: replica (copies of the partitioned states), data
     (what they are partitioned over) and model (tensor parallelism); all devices are on data unless
     given."""
-    sequence_parallel: bool = False
-    """Split sequences over the model axis too, between the matrix products."""
-    hierarchical: bool = False
-    """At stage 3, cut states over replica too, and join what a replica needs once a step."""
 
     model: str = "nano"
     """Preset of models.gpt: nano, 124m, 1.5b and so on to 1t."""
@@ -61,8 +51,6 @@ class Config:
     """Updates of the parameters."""
     batch: int = 16
     """Sequences in a global batch: a multiple of devices x micro-batches."""
-    micro_batches: int = 1
-    """Parts the batch is worked off in, one after the other; gradients add up."""
     optimizer: str = "adamw"
     """adamw, sgd, lion, adafactor, lamb or muon."""
     lr: float | None = None
@@ -76,27 +64,6 @@ class Config:
     """Largest global norm of the gradient, beyond which it is scaled down; 0 never clips."""
     seed: int = 0
     """Seed of initial values, order of the data and sample."""
-
-    compute: str = "fp32"
-    """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32. GPUs
-    multiply fp32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set."""
-    reduce: str = "fp32"
-    """Dtype in which gradients are summed over devices: fp32 or bf16."""
-    gather: str | None = None
-    """int8 sends weights in half the bytes of bf16, each within half of 1/127 of the largest of its
-    block; in the dtype of --compute unless given."""
-    scatter: str | None = None
-    """int8 or int4 sends gradients in half or a quarter of the bytes of bf16 and sums them in fp32,
-    each within half of 1/127 or 1/7 of the largest of its block; in the dtype of --reduce unless
-    given."""
-    remat: str | None = None
-    """What is kept for the backward pass: none (everything is), dots (matrix products), block (the
-    input of each layer), block_sqrt (of each group of layers) or names:a,b (marked values), on the
-    device or @host, @partitioned; block unless given, or what fits with --stage auto."""
-    offload: str | None = None
-    """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
-    fp32 masters too, and activations for what remat keeps; with :auto only where the devices can,
-    with :nvme=DIR in files."""
 
     out: str | None = None
     """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of
@@ -144,6 +111,23 @@ class Config:
     """Rank of this one, from 0."""
     debug: bool = False
     """Show where an error came from."""
+
+    def stage_and_remat(self) -> Mapping[str, Any]:
+        """What is partitioned and what is kept: as given, or as the named configuration says.
+
+        Raises:
+            ValueError: No configuration has that name, or it was given beside --stage or --remat.
+
+        >>> dict(Config(config="c1").stage_and_remat())
+        {'stage': 1, 'remat': 'block'}
+        """
+        if self.config is None:
+            return super().stage_and_remat()
+        if self.stage is not None or self.remat is not None:
+            raise ValueError(
+                f"--config {self.config} decides --stage and --remat: leave those out, or --config"
+            )
+        return zero_jax.configuration(self.config)
 
 
 _LEAST = {
@@ -199,26 +183,6 @@ def mesh_sizes(given: str | None) -> dict[str, int]:
     return sizes
 
 
-def stage_and_remat(config: Config) -> Mapping[str, Any]:
-    """What is partitioned and what is kept: as given, or as the named configuration says.
-
-    Raises:
-        ValueError: No configuration has that name, or it was given beside --stage or --remat.
-
-    >>> dict(stage_and_remat(Config(config="c1")))
-    {'stage': 1, 'remat': 'block'}
-    """
-    if config.config is None:
-        least = "none" if config.stage == "auto" else "block"
-        stage = 3 if config.stage is None else config.stage
-        return {"stage": stage, "remat": config.remat or least}
-    if config.stage is not None or config.remat is not None:
-        raise ValueError(
-            f"--config {config.config} decides --stage and --remat: leave those out, or --config"
-        )
-    return zero_jax.configuration(config.config)
-
-
 def flag(name: str) -> str:
     """A setting as it is written on the command line.
 
@@ -264,5 +228,5 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
 
 def shared(config: Config) -> dict[str, Any]:
     """The settings that must be equal in all processes of a run."""
-    given = {**dataclasses.asdict(config), **stage_and_remat(config)}
+    given = {**dataclasses.asdict(config), **config.stage_and_remat()}
     return {k: v for k, v in given.items() if k not in LOCAL}

@@ -7,7 +7,6 @@ layers is a matrix by its rank, so leaves are told apart by name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import optax
 from optax import contrib
 
 from training.config import Config
+from zero_jax.names import unknown
 
 PyTree = Any
 Rate = Callable[[Any], Any]
@@ -39,11 +39,7 @@ def check_name(name: str) -> str:
         ValueError: naming the nearest one.
     """
     if name not in RATES:
-        near = difflib.get_close_matches(name.lower(), RATES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"no optimizer is called {name!r}; the nearest is {near!r}. "
-            f"Choose one of {', '.join(RATES)}"
-        )
+        raise ValueError(unknown("optimizer", name, RATES, "Choose one of"))
     return name
 
 

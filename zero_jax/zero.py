@@ -22,8 +22,7 @@ from zero_jax.engine.file_step import NvmeStep
 from zero_jax.engine.settings import AUTO, Settings
 from zero_jax.engine.step import TrainStep
 from zero_jax.offload import tiers
-from zero_jax.plan import choose, planning
-from zero_jax.plan.auto import AutoStep
+from zero_jax.plan import auto, planning
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import on_gpu
 
@@ -267,7 +266,7 @@ class Zero(Settings):
         *,
         has_aux: bool = False,
         max_skips: int = 20,
-    ) -> TrainStep | AutoStep:
+    ) -> TrainStep | auto.AutoStep:
         """The packaged step: gradients, guard, update, metrics; jitted and donated.
 
         Args:
@@ -290,13 +289,13 @@ class Zero(Settings):
             )
         if self.stage == AUTO:
 
-            def decide(params: PyTree, _: PyTree, batch: PyTree, *extras: Any) -> TrainStep:
+            def made_for(params: PyTree, _: PyTree, batch: PyTree, *extras: Any) -> TrainStep:
                 zero = self.choose(loss_fn, tx, params, batch, *extras, has_aux=has_aux, born=True)
                 step = zero.train_step(loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
                 assert isinstance(step, TrainStep)
                 return step
 
-            return AutoStep(decide)
+            return auto.AutoStep(made_for)
         kind = NvmeStep if self.settings.offload.in_files else TrainStep
         return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
@@ -315,14 +314,14 @@ class Zero(Settings):
             raise ValueError('stage="auto" has many plans: see zero.choice(...)')
         return planning.of(self, loss_fn, tx, *args, **options)
 
-    def choice(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> choose.Choice:
+    def choice(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> auto.Choice:
         """Which stage, micro-batches, remat and host tiers fit in `memory_limit` at least cost.
 
         Arguments as for `plan`, and `born`, whether parameters and optimizer state are there
         already and stay where they are: by default, whether params are arrays. What was
         considered, and why it was dropped, is printed.
         """
-        return choose.choice(self, loss_fn, tx, *args, **options)
+        return auto.decide(self, loss_fn, tx, *args, **options)
 
     def choose(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> "Zero":
         """This Zero with all of that chosen; arguments as for `choice`."""

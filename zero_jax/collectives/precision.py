@@ -10,12 +10,13 @@ arXiv:1710.03740, section 3.2).
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from zero_jax.names import nearest
 
 _DTYPES = {
     "fp32": jnp.float32,
@@ -36,7 +37,7 @@ def parse_dtype(given: Any, allowed: tuple[str, ...], what: str) -> Any:
     name = given if isinstance(given, str) else jnp.dtype(given).name
     dtype = _DTYPES.get(name)
     if dtype is None or dtype not in [_DTYPES[a] for a in allowed]:
-        near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.0)[0]
+        near = nearest(name, allowed)
         raise ValueError(f"{what}={given!r}: use one of {', '.join(allowed)}, for example {near!r}")
     return jnp.dtype(dtype)
 

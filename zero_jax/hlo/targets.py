@@ -7,8 +7,9 @@ compute capabilities) and, for L2, clock and memory, what a device of that kind 
 """
 
 import dataclasses
-import difflib
 import math
+
+from zero_jax.names import unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +208,5 @@ def target(name: str | Target) -> Target:
     if isinstance(name, Target):
         return name
     if name not in TARGETS:
-        starts = [known for known in TARGETS if known.startswith(str(name).lower())]
-        near = (starts or difflib.get_close_matches(str(name).lower(), TARGETS, 1, cutoff=0.0))[0]
-        raise ValueError(
-            f"no target is called {name!r}; the nearest is {near!r}. Known: {', '.join(TARGETS)}"
-        )
+        raise ValueError(unknown("target", str(name), TARGETS))
     return TARGETS[name]

@@ -11,13 +11,14 @@ step); piecewise updates as in ZeRO-Offload (arXiv:2101.06840), section 5.
 """
 
 import dataclasses
-import difflib
 import warnings
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+
+from zero_jax.names import nearest
 
 PyTree = Any
 HOST = "pinned_host"
@@ -136,7 +137,7 @@ def parse(given: "str | Offload | None") -> Offload:
 
 
 def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+    near = nearest(word, known)
     return f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}"
 
 

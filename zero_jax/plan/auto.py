@@ -1,9 +1,222 @@
-"""A training step that decides at its first call how it runs: `Zero(mesh, stage="auto")`."""
+"""`stage="auto"`: picks the stage, micro-batches, remat and host tiers that a memory limit allows.
 
-from collections.abc import Callable
+Candidates are tried from the cheapest on (candidates.py). One that is predicted to need clearly
+more than the limit is dropped; any other is compiled, and the first whose compiled program fits is
+taken. Stages 1 to 3 rest alike, so the choice can be made after parameters were born, by an
+`AutoStep`; where they and the optimizer state rest is then no part of it.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+import optax
+
+from zero_jax.engine.grads import LossFn
+from zero_jax.engine.offload_check import WrongHere
+from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import TrainStep
+from zero_jax.hlo.targets import Target
+from zero_jax.offload.streamable import CannotStream
+from zero_jax.plan import candidates
+from zero_jax.plan.candidates import Candidate
+from zero_jax.plan.planning import AnyZero, Plan
+from zero_jax.plan.tables import gigabytes
+from zero_jax.remat.layer_groups import CannotGroup
+from zero_jax.sharding.mesh import batch_shards
+
+# A prediction this far above the limit is believed without compiling. The largest seen were 19 %
+# for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
+MARGIN = 0.25
+
+PyTree = Any
+# Plans a candidate; the second argument says whether to compile it.
+Planner = Callable[[Candidate, bool], Plan]
+Report = Callable[[str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Considered:
+    """A candidate with its plan and what became of it."""
+
+    candidate: Candidate
+    plan: Plan
+    verdict: str
+    fits: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and everything that was looked at on the way, in order."""
+
+    chosen: Considered
+    considered: tuple[Considered, ...]
+    limit: int
+
+    def __str__(self) -> str:
+        return _listed(self.considered, self.limit)
+
+
+def search(
+    tried: Sequence[Candidate],
+    plan: Planner,
+    limit: float,
+    report: Report = print,
+    host_limit: float = math.inf,
+) -> Choice:
+    """Takes the cheapest candidate whose compiled program fits.
+
+    Args:
+      tried: the candidates.
+      plan: plans one of them.
+      limit: bytes of one device that may be used.
+      host_limit: bytes of host memory that may be used for one device.
+      report: is told the outcome, and of each candidate why it was dropped.
+
+    Raises:
+      ValueError: nothing fits; names the smallest candidate, its bytes and what would help.
+    """
+    limit = int(limit)
+    considered: list[Considered] = []
+    for candidate, planned in _by_cost(tried, plan, report):
+        considered.append(_judged(candidate, planned, plan, limit, host_limit))
+        if considered[-1].fits:
+            choice = Choice(considered[-1], tuple(considered), limit)
+            report(f"chose {candidate}\n{choice}")
+            return choice
+    report(_listed(considered, limit))
+    raise ValueError(_nothing_fits(considered, limit))
+
+
+def _by_cost(
+    tried: Sequence[Candidate], plan: Planner, report: Report
+) -> Iterator[tuple[Candidate, Plan]]:
+    """Candidates with their predicted plans, cheapest first.
+
+    What crosses to host memory is known once a candidate was planned. Until then it stands where
+    it would if that were free; after, it waits for its true turn.
+    """
+    queue: list[tuple[Any, int, Plan | None]] = [(c.cost(), i, None) for i, c in enumerate(tried)]
+    heapq.heapify(queue)
+    while queue:
+        _, at, planned = heapq.heappop(queue)
+        candidate = tried[at]
+        if planned is None:
+            try:
+                planned = plan(candidate, False)
+            except (CannotGroup, CannotStream, WrongHere) as error:
+                report(f"left out {candidate}: {error}")
+                continue
+            if candidate.uses_host:
+                heapq.heappush(queue, (candidate.cost(planned), at, planned))
+                continue
+        yield candidate, planned
+
+
+def _judged(
+    candidate: Candidate,
+    planned: Plan,
+    plan: Planner,
+    limit: float,
+    host_limit: float,
+) -> Considered:
+    size, host = planned.total_bytes, planned.predicted.host
+    beside = f", {gigabytes(host)} in host memory" if host else ""
+    if size > limit * (1 + MARGIN):
+        return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
+    if host > host_limit:
+        verdict = f"predicted{beside[1:]}: too much, a device's part is {gigabytes(host_limit)}"
+        return Considered(candidate, planned, verdict)
+    planned, verdict = _compiled(plan, candidate, planned)
+    if verdict:
+        return Considered(candidate, planned, verdict)
+    fits = planned.total_bytes <= limit
+    outcome = "fits, taken" if fits else "too much"
+    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}: {outcome}"
+    return Considered(candidate, planned, verdict, fits)
+
+
+def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan, str]:
+    """The compiled plan; the predicted one and a verdict where the compiler itself refuses."""
+    try:
+        return plan(candidate, True), ""
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return planned, "does not compile: out of memory"
+
+
+def _listed(considered: Sequence[Considered], limit: int) -> str:
+    wide = max((len(str(c.candidate)) for c in considered), default=0)
+    rows = [
+        f"  {c.candidate.cost(c.plan)[0]:.3g}Ψ words  {c.candidate!s:{wide}} {c.verdict}"
+        for c in considered
+    ]
+    return "\n".join([f"for at most {gigabytes(limit)} a device:", *rows])
+
+
+def decide(
+    zero: AnyZero,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    batch: PyTree,
+    *extras: Any,
+    target: str | Target | None = None,
+    topology: str | None = None,
+    report: Report | None = None,
+    born: bool | None = None,
+    **options: Any,
+) -> Choice:
+    """Chooses for a `Zero`; what `Zero.choice` calls. Arguments as for `planned.of`.
+
+    Args:
+      report: is told the outcome; by default printed by the first process.
+      born: parameters and optimizer state are there already, and stay in the memory they are in;
+        by default whether `params` are arrays.
+
+    Raises:
+      ValueError: nothing fits, or the device does not say how much memory it has.
+    """
+
+    def plan(candidate: Candidate, compile: bool) -> Plan:
+        settled = dataclasses.replace(zero, **candidate.settings)
+        aim = {"compile": True, "target": target, "topology": topology} if compile else {}
+        return settled.plan(loss_fn, tx, params, batch, *extras, **aim, **options)
+
+    rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(zero.mesh)
+    if born is None:
+        born = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    tried = candidates.of_zero(zero, rows, target, born)
+    if report is None:
+        report = print if jax.process_index() == 0 else lambda _: None
+    limit = candidates.device_limit(zero, target)
+    host = candidates.host_limit(zero, target) or math.inf
+    return search(tried, plan, limit, report, host)
+
+
+def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
+    if not considered:
+        return "there is no candidate: the micro-batches must divide the rows of a device"
+    least = min(considered, key=lambda c: c.plan.total_bytes)
+    plan = least.plan
+    terms = sorted(plan.predicted.terms.items(), key=lambda item: -item[1])[:3]
+    largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in terms)
+    at_rest = plan.predicted.alias_bytes
+    shards = math.prod(plan.axes.values())
+    if at_rest > limit:
+        more = -(-at_rest // limit)
+        advice = f"what rests alone is more than that: take at least {more} x {shards} devices"
+    else:
+        advice = "take more devices, shorter or fewer rows a device, or a smaller model"
+    return (
+        f"nothing fits in {gigabytes(limit)} a device. The smallest is {least.candidate}: "
+        f"{gigabytes(plan.total_bytes)} ({largest}). To fit, {advice}"
+    )
 
 
 class AutoStep:
@@ -14,17 +227,17 @@ class AutoStep:
     It has all that a `TrainStep` has. Made by `Zero.train_step`.
     """
 
-    def __init__(self, decide: Callable[..., TrainStep]):
-        self._decide = decide
+    def __init__(self, made_for: Callable[..., TrainStep]):
+        self._made_for = made_for
         self._step: TrainStep | None = None
 
     def _decided(self, args: tuple[Any, ...]) -> TrainStep:
         if self._step is None:
-            self._step = self._decide(*args)
+            self._step = self._made_for(*args)
         return self._step
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> Settings:
         """The settings that were chosen.
 
         Raises:

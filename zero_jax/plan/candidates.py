@@ -1,4 +1,4 @@
-"""The ways to run a step that `stage="auto"` chooses among, and the order it tries them in.
+"""The ways to run a step that `stage="auto"` chooses among, their order, and their limits.
 
 A candidate is a stage, a number of micro-batches, a remat policy with the place where it keeps
 things, and what rests in host memory. Cheapest first: fewest words that leave the device, to
@@ -15,16 +15,19 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import Offload
-from zero_jax.plan.planning import Plan, words_per_param
+from zero_jax.plan.planning import AnyZero, Plan, words_per_param
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size
 from zero_jax.sharding.model_axis import SEQUENCE
 
 # The states' tiers, from the one that leaves the device least.
 STATES = tuple(map(tiers.parse, ("none", "optimizer", "optimizer,params")))
+# Part of a device's memory left to what no plan shows: the runtime, its libraries, NCCL.
+RESERVE = 0.08
 # Of host memory; the rest is left to the data, the system and the program.
 HOST_SHARE = 0.8
 # A process may see one device of a host, and the hosts of GPU clusters have eight.
@@ -65,7 +68,7 @@ class Candidate:
         return f"stage {self.stage}, {self.micro_batches} micro-batches, remat {self.remat}{rests}"
 
 
-def candidates(
+def combinations(
     rows: int,
     *,
     micro_batches: int = 1,
@@ -82,7 +85,7 @@ def candidates(
       places: where else than on the device the inputs of layers may be kept.
       states: what may be done with the optimizer state and the masters.
 
-    >>> [str(c) for c in candidates(1)][:2]
+    >>> [str(c) for c in combinations(1)][:2]
     ['stage 2, 1 micro-batches, remat none', 'stage 1, 1 micro-batches, remat none']
     """
     counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % micro_batches == 0]
@@ -99,22 +102,22 @@ def _policies(remat: str, places: tuple[str, ...]) -> list[str]:
     return [*least, *moved]
 
 
-def of(zero: Any, rows: int, target: str | None, born: bool) -> list[Candidate]:
+def of_zero(zero: AnyZero, rows: int, target: str | Target | None, born: bool) -> list[Candidate]:
     """The candidates of a `Zero`.
 
     Args:
       zero: what it fixes is kept: offload if it is set, remat with a place.
       rows: of the batch on one device.
-      target: as for `planned.of`.
+      target: as for `planning.of`.
       born: parameters and optimizer state are there, and stay where they are.
     """
-    host = host_memory(zero, target) > 0
+    host = host_limit(zero, target) > 0
     split = zero.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
     parts = model_size(zero.mesh) > 1 and not split
     places = [str(policies.Place(h, p)) for h in (False, True) for p in (False, True)]
     usable = [p for p in places[1:] if (host or "host" not in p) and (parts or "part" not in p)]
     stay = born or not host or zero.offload != tiers.NONE
-    return candidates(
+    return combinations(
         rows,
         micro_batches=zero.micro_batches,
         remat=zero.remat,
@@ -123,7 +126,44 @@ def of(zero: Any, rows: int, target: str | None, born: bool) -> list[Candidate]:
     )
 
 
-def host_memory(zero: Any, target: str | None) -> int:
+def device_limit(zero: AnyZero, target: str | Target | None) -> float:
+    """Bytes of a device that a step may use: `memory_limit`, or what the device has.
+
+    Raises:
+      ValueError: the device does not say how much memory it has.
+    """
+    if zero.memory_limit is not None:
+        return zero.memory_limit
+    if target is not None:
+        return usable(target_of(target))
+    if isinstance(zero.mesh, AbstractMesh):
+        raise _unsaid("a mesh without devices")
+    device = zero.mesh.local_devices[0]
+    pool = (device.memory_stats() or {}).get("bytes_limit")  # what JAX itself leaves to others
+    if not pool:
+        raise _unsaid(str(device))
+    return float(pool)
+
+
+def usable(target: Target) -> int:
+    """Bytes of a target's memory that a step may use.
+
+    Raises:
+      ValueError: it does not say how much it has.
+    """
+    if not target.memory_bytes:
+        raise _unsaid(target.name)
+    return int(target.memory_bytes * (1 - RESERVE))
+
+
+def _unsaid(device: str) -> ValueError:
+    return ValueError(
+        f"{device} does not say how much memory it has: give memory_limit= in bytes a device, "
+        "16e9 say (--memory-limit takes GB)"
+    )
+
+
+def host_limit(zero: AnyZero, target: str | Target | None) -> int:
     """Bytes of host memory that a device may use; 0 where it has none of its own.
 
     A forced CPU device has no memory but the host's, so nothing is gained by a move there.

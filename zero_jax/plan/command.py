@@ -8,105 +8,25 @@ The models are those of `zero_jax.models`. For a model of your own call `Zero.pl
 """
 
 import argparse
-import dataclasses
-import difflib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
-from flax import nnx
-from optax import contrib
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
-from zero_jax.collectives.precision import Precision
-from zero_jax.engine import grads, losses
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
-from zero_jax.plan import choose, memory, paper, plan_text, planning, scaling
-from zero_jax.remat.policies import POLICIES
+from zero_jax.names import unknown
+from zero_jax.plan import candidates, paper, plan_text, scaling
+from zero_jax.plan.case import OPTIMIZERS, Case
+from zero_jax.plan.options import add_options, parsed_options
 from zero_jax.sharding.mesh import abstract_mesh
 from zero_jax.zero import Zero
 
-_OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
-    "adamw": optax.adamw,
-    "adam": optax.adam,
-    "sgd": lambda rate: optax.sgd(rate, momentum=0.9),
-    "lion": optax.lion,
-    "adafactor": optax.adafactor,
-    "lamb": optax.lamb,
-    "muon": contrib.muon,
-}
 _CURVE = (1, 4, 16, 64, 256, 1024)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model and how it is to be trained; everything but the stage.
-
-    Attributes:
-      config: of `models.gpt`.
-      zero: the mesh and all settings.
-      optimizer: name.
-      rows: rows of the global batch.
-    """
-
-    config: Any
-    zero: Zero
-    optimizer: str
-    rows: int
-
-    @property
-    def tx(self) -> optax.GradientTransformation:
-        return _OPTIMIZERS[self.optimizer](1e-4)
-
-    def make(self) -> Any:
-        """The parameters; only ever traced here."""
-        return nnx.state(gpt.GPT(self.config, rngs=nnx.Rngs(0)), nnx.Param)
-
-    @property
-    def loss_fn(self) -> Callable[..., Any]:
-        graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(self.config, rngs=nnx.Rngs(0))))
-        return lambda params, tokens: losses.Weighted(
-            *gpt.loss(nnx.merge(graphdef, params), tokens)
-        )
-
-    @property
-    def batch(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, self.config.seq + 1), jnp.int32)
-
-    @property
-    def model_flops(self) -> float:
-        """FLOPs of forward and backward on one device, without recomputation."""
-        return gpt.flops_per_token(self.config) * self.config.seq * self.rows / self.zero.mesh.size
-
-    def plan(self, stage: int, **options: Any) -> planning.Plan:
-        zero = self.zero.at_stage(stage)
-        params = zero.abstract(self.make)
-        return zero.plan(
-            *(self.loss_fn, self.tx, params, self.batch), model_flops=self.model_flops, **options
-        )
-
-    def states(self, shards: int, stage: int) -> int:
-        """Bytes of model states on N devices, in closed form."""
-        shapes = jax.eval_shape(self.make)
-        zero = self.zero.at_stage(3)
-        params = zero.abstract(self.make)
-        traced = grads.read(zero.settings, self.loss_fn, params, self.batch, (), has_aux=False)
-        return memory.estimate(
-            shapes,
-            shards=shards,
-            stage=stage,
-            parts=self.zero.settings.parts,
-            tx=self.tx,
-            precision=self.zero.precision,
-            model_axis=self.zero.model_axis,
-            window=traced.window,
-        ).total
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -118,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     name = given.pop(0) if given and not given[0].startswith("-") else "plan"
     try:
         if name not in commands:
-            raise ValueError(_unknown("command", name, commands))
+            raise ValueError(unknown("command", name, commands))
         return commands[name](given)
     except (ValueError, RuntimeError, OSError) as error:
         print("error:", error, file=sys.stderr)
@@ -126,15 +46,15 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: Sequence[str]) -> int:
-    parsed = _parser().parse_args(args)
+    parsed = parser().parse_args(args)
     target = targets.target(parsed.target)
-    case = _case(parsed)
+    case = case_of(parsed)
     memory_bytes = int(parsed.memory_limit * 1e9) if parsed.memory_limit is not None else 0
     if not memory_bytes and target.memory_bytes:
-        memory_bytes = choose.default_limit(target.memory_bytes, target.name)
+        memory_bytes = candidates.usable(target)
     options = {"target": parsed.target, "topology": parsed.topology}
     if parsed.auto:
-        case = _chosen(case, parsed)
+        case = case.choose(**options)
         plans = [case.plan(int(case.zero.stage), **options)]
         shown = plans[0]
     else:
@@ -158,9 +78,47 @@ def _plan(args: Sequence[str]) -> int:
     return 0
 
 
-def _case(parsed: argparse.Namespace) -> Case:
-    if parsed.optimizer not in _OPTIMIZERS:
-        raise ValueError(_unknown("optimizer", parsed.optimizer, _OPTIMIZERS))
+def parser() -> argparse.ArgumentParser:
+    """Of `plan`, the command without a name."""
+    made = argparse.ArgumentParser(
+        "python -m zero_jax.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--model", default="7.5b", help="preset: 124m, 1.5b, 7.5b, 13b, 60b, 128b, 1t ...")
+    add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
+    add("--devices", type=int, default=8, help="of the whole run")
+    add("--replica", type=int, default=1, help="copies of the partitioned state")
+    add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
+    add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
+    add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
+    add("--vocab", type=int, default=50304)
+    add("--optimizer", default="adamw", help="one of " + ", ".join(OPTIMIZERS))
+    add_options(made, compute="bf16")
+    add(
+        "--bucket-bytes",
+        type=int,
+        default=BUCKET_BYTES,
+        help="most that a collective moves at once",
+    )
+    add("--target", default="h100", help="one of " + ", ".join(targets.COMPILED_FOR))
+    add("--topology", help="8x1x8 for 8 hosts of 8 GPUs; full hosts with NVLink unless given")
+    add("--compile", action="store_true", help="prove it on the compiled program")
+    add("--auto", action="store_true", help="choose all of that, and prove it")
+    add("--json", help="file for all of it as data")
+    add("--plot", help="file for a picture")
+    return made
+
+
+def case_of(parsed: argparse.Namespace) -> Case:
+    """What `parser` was given.
+
+    Raises:
+      ValueError: a name is not known, or numbers do not go together.
+    """
+    if parsed.optimizer not in OPTIMIZERS:
+        raise ValueError(unknown("optimizer", parsed.optimizer, OPTIMIZERS))
     for name in ("replica", "model_parallel", "micro_batches"):
         if getattr(parsed, name) < 1:
             option = "--" + name.replace("_", "-")
@@ -177,30 +135,14 @@ def _case(parsed: argparse.Namespace) -> Case:
             f"--micro-batches {parsed.micro_batches}"
         )
     shape = {"vocab": parsed.vocab} | ({"seq": parsed.seq} if parsed.seq else {})
+    options = parsed_options(parsed, "auto" if parsed.auto else parsed.stage)
     zero = Zero(
         abstract_mesh(parsed.devices // split, replica=parsed.replica, model=parsed.model_parallel),
-        stage="auto" if parsed.auto else parsed.stage,
-        precision=Precision(parsed.compute, parsed.reduce, parsed.gather, parsed.scatter),
-        micro_batches=parsed.micro_batches,
-        remat=parsed.remat or ("none" if parsed.auto else "block"),
-        sequence_parallel=parsed.sequence_parallel,
-        hierarchical=parsed.hierarchical,
         bucket_bytes=parsed.bucket_bytes,
-        offload=parsed.offload,
-        memory_limit=None if parsed.memory_limit is None else parsed.memory_limit * 1e9,
+        **options.settings(),
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
     return Case(gpt.preset(parsed.model, **shape), zero, parsed.optimizer, rows)
-
-
-def _chosen(case: Case, parsed: argparse.Namespace) -> Case:
-    params = case.zero.abstract(case.make)
-    zero = case.zero.choose(
-        *(case.loss_fn, case.tx, params, case.batch),
-        target=parsed.target,
-        topology=parsed.topology,
-    )
-    return dataclasses.replace(case, zero=zero)
 
 
 def _scaling(args: Sequence[str]) -> int:
@@ -244,11 +186,6 @@ def _tables(args: Sequence[str]) -> int:
     return 0
 
 
-def _unknown(what: str, name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
-    return f"no {what} is called {name!r}; the nearest is {near!r}. Known: {', '.join(known)}"
-
-
 def _title(case: Case, parsed: argparse.Namespace) -> str:
     zero, config = case.zero, case.config
     return (
@@ -262,48 +199,3 @@ def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
     names = "model devices batch_per_device compute reduce gather scatter optimizer"
     known = {name: getattr(parsed, name) for name in names.split()}
     return {**known, "seq": case.config.seq, "jax": jax.__version__}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m zero_jax.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--model", default="7.5b", help="preset: 124m, 1.5b, 7.5b, 13b, 60b, 128b, 1t ...")
-    add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
-    add("--devices", type=int, default=8, help="of the whole run")
-    add("--replica", type=int, default=1, help="copies of the partitioned state")
-    add("--hierarchical", action="store_true", help="states are cut over replicas too")
-    add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
-    add("--sequence-parallel", action="store_true", help="split sequences over MP, between matmuls")
-    add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
-    add("--micro-batches", type=int, default=1, help="k, parts in which those are worked off")
-    add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
-    add("--vocab", type=int, default=50304)
-    add(
-        "--remat",
-        help=f"one of {', '.join(POLICIES)}, names:a,b, with a place: block@host; block unless "
-        "given, or the least for --auto",
-    )
-    add("--offload", help="what rests in host memory: optimizer or optimizer,params")
-    add("--optimizer", default="adamw", help="one of " + ", ".join(_OPTIMIZERS))
-    add("--compute", default="bf16", help="fp32, bf16 or fp16")
-    add("--reduce", default="fp32", help="fp32 or bf16")
-    add("--gather", help="int8 sends weights in half the bytes of bf16")
-    add("--scatter", help="int8 or int4 sends gradients in half or a quarter of them")
-    add(
-        "--bucket-bytes",
-        type=int,
-        default=BUCKET_BYTES,
-        help="most that a collective moves at once",
-    )
-    add("--target", default="h100", help="one of " + ", ".join(targets.COMPILED_FOR))
-    add("--topology", help="8x1x8 for 8 hosts of 8 GPUs; full hosts with NVLink unless given")
-    add("--compile", action="store_true", help="prove it on the compiled program")
-    add("--auto", action="store_true", help="choose all of that, and prove it")
-    add("--memory-limit", type=float, help="GB (1e9 bytes) of a device; the target's unless given")
-    add("--json", help="file for all of it as data")
-    add("--plot", help="file for a picture")
-    return parser

@@ -8,7 +8,10 @@ Source: ZeRO (arXiv:1910.02054v3), sections 3, 5, 7 and 8, tables 1 and 2.
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
+
+from zero_jax.plan.tables import table
 
 STAGES = ("baseline", "P_os", "P_os+g", "P_os+g+p")
 
@@ -202,7 +205,7 @@ def format_table_1() -> str:
         [f"{r.psi / 1e9:g}B", r.shards, *map(_beside, r.computed, r.printed)] for r in table_1()
     ]
     title = "Table 1: model states in GB per device, computed [printed]\n"
-    return title + text_table(["model", "N", *STAGES[1:]], rows)
+    return title + shown([["model", "N", *STAGES[1:]], *rows])
 
 
 def format_table_2() -> str:
@@ -216,21 +219,12 @@ def format_table_2() -> str:
         theory = map(_beside, (psi / 1e9 for psi in row.computed), row.printed)
         rows.append([row.model_parallel, row.devices, *theory, " / ".join(row.measured)])
     title = "Table 2: largest model on 32 GB, N = 64, in 1e9 parameters, computed [printed]\n"
-    return title + text_table(["MP", "devices", *STAGES, "measured"], rows)
+    return title + shown([["MP", "devices", *STAGES, "measured"], *rows])
 
 
-def text_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Aligns cells to the right under a header, two spaces apart.
-
-    >>> print(text_table(["N", "GB"], [[64, 1.875]]))
-       N     GB
-      64  1.875
-    """
-    cells = [[str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "".join(f"  {cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in cells
-    )
+def shown(rows: Sequence[Sequence[object]]) -> str:
+    """A table of figures as it is printed: indented, all to the right."""
+    return textwrap.indent(table(rows, ">"), "  ")
 
 
 def _theory(stage: int, model_parallel: int) -> float:

@@ -11,10 +11,11 @@ Constant-size buffers (CB) and static memory planning (MD) are always on. P_a ne
 the paper's is 16. Source: ZeRO (arXiv:1910.02054), section 10.1 and table 3.
 """
 
-import difflib
 import types
 from collections.abc import Mapping
 from typing import Any
+
+from zero_jax.names import unknown
 
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
     {
@@ -38,9 +39,5 @@ def configuration(name: str) -> Mapping[str, Any]:
     'block@partitioned+host'
     """
     if name not in CONFIGURATIONS:
-        near = difflib.get_close_matches(name.lower(), CONFIGURATIONS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"no configuration is called {name!r}; the nearest is {near!r}. Known: "
-            f"{', '.join(CONFIGURATIONS)}"
-        )
+        raise ValueError(unknown("configuration", name, CONFIGURATIONS))
     return CONFIGURATIONS[name]

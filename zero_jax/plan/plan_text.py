@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.hlo import auditor, prove, roofline
-from zero_jax.plan.choose import gigabytes
+from zero_jax.plan import pictures
 from zero_jax.plan.planning import Plan
+from zero_jax.plan.tables import gigabytes, table
 
 
 def format_stages(plans: Sequence[Plan]) -> str:
@@ -63,7 +64,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     ]
     if audit.uncounted:
         rows.append(["  not counted", ", ".join(audit.uncounted)])
-    parts = [f"Stage {plan.stage} compiled for {name}", table(rows), "", "Largest temporaries"]
+    parts = [f"Stage {plan.stage} compiled for {name}", table(rows, "<"), "", "Largest temporaries"]
     parts += [
         f"  {gigabytes(t.bytes):>10}  {t.shape.split('{')[0][:40]:40}  {t.source}"
         for t in audit.peak.temporaries[:8]
@@ -96,20 +97,6 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
     return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the rest to the right of two, else to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = len(widths) > 2
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if right and i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def plot(
     plans: Sequence[Plan],
     curves: Mapping[int, Sequence[tuple[int, float]]],
@@ -129,14 +116,8 @@ def plot(
     Raises:
       ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'zero_jax[train]'"
-        ) from error
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    bars, lines = figure.subplots(1, 2, width_ratios=[3, 2])
+    drawn = pictures.figure(10, 4.5)
+    bars, lines = drawn.subplots(1, 2, width_ratios=[3, 2])
     _draw_bars(bars, plans, limit)
     for stage, points in curves.items():
         lines.plot(
@@ -149,8 +130,8 @@ def plot(
     lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
     lines.set_title("model states, without activations", fontsize=10)
     lines.legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    drawn.suptitle(title, fontsize=11)
+    drawn.savefig(path)
 
 
 def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:

@@ -6,80 +6,71 @@ the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be 
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from zero_jax.collectives.precision import Precision
+from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Layers
 from zero_jax.engine.optimizer import ZeroTransform
+from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import auditor, prove, roofline
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
-from zero_jax.offload.tiers import HOST
+from zero_jax.offload.tiers import HOST, Offload
 from zero_jax.plan import forecast
+from zero_jax.plan.predicted import Predicted
 from zero_jax.remat import policies
 from zero_jax.sharding import layout
-from zero_jax.sharding.mesh import MODEL, abstract_of, batch_sharding
+from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding
+from zero_jax.sharding.model_axis import ModelAxis
 
 PyTree = Any
 _WORD_BYTES = 2  # as the paper counts: bf16 or fp16
 
 
-@dataclasses.dataclass(frozen=True)
-class Predicted:
-    """Bytes of one device at the worst instant of a step, by what they are for.
+class AnyZero(Protocol):
+    """What plans ask of a `Zero`, which stands above this package."""
 
-    Attributes:
-      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ); on the device.
-      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes;
-        on the device.
-      batch: this device's rows, and the extra arguments.
-      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
-        also fetched (masters while the model uses them) and pieces (two, of what streams).
-      host_states: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there.
-      host_saved: in host memory, from forward to backward: what a remat policy keeps there.
-    """
-
-    parameters: int
-    optimizer_state: int
-    batch: int
-    temporaries: Mapping[str, int]
-    host_states: int = 0
-    host_saved: int = 0
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def host(self) -> int:
-        """All that is in host memory."""
-        return self.host_states + self.host_saved
-
+    def mesh(self) -> AnyMesh: ...
     @property
-    def terms(self) -> dict[str, int]:
-        """Every term by name; those on the device add up to `total_bytes`."""
-        own = {
-            "parameters": self.parameters,
-            "optimizer_state": self.optimizer_state,
-            "batch": self.batch,
-        }
-        return {**own, **self.temporaries, "host": self.host}
-
+    def stage(self) -> Any: ...
     @property
-    def alias_bytes(self) -> int:
-        """Arguments that are donated, and whose memory the results take over."""
-        return self.parameters + self.optimizer_state
-
+    def micro_batches(self) -> int: ...
     @property
-    def argument_bytes(self) -> int:
-        """What the compiled program takes as arguments; predicted exactly."""
-        return self.alias_bytes + self.batch
-
+    def remat(self) -> str: ...
     @property
-    def total_bytes(self) -> int:
-        return self.argument_bytes + sum(self.temporaries.values())
+    def precision(self) -> Precision: ...
+    @property
+    def offload(self) -> Offload: ...
+    @property
+    def memory_limit(self) -> float | None: ...
+    @property
+    def model_axis(self) -> ModelAxis: ...
+    @property
+    def settings(self) -> Settings: ...
+    def at_stage(self, stage: int) -> Self: ...
+    def abstract(self, fn: Callable[..., PyTree], *args: Any) -> PyTree: ...
+    def optimizer(self, tx: optax.GradientTransformation) -> ZeroTransform: ...
+    def train_step(
+        self, loss_fn: LossFn, tx: optax.GradientTransformation, *, has_aux: bool = False
+    ) -> Any: ...
+    def plan(
+        self, loss_fn: LossFn, tx: optax.GradientTransformation, *args: Any, **options: Any
+    ) -> "Plan": ...
+    def choose(
+        self, loss_fn: LossFn, tx: optax.GradientTransformation, *args: Any, **options: Any
+    ) -> Self: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +190,9 @@ def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> floa
 
 
 def of(
-    zero: Any,
-    loss_fn: Any,
-    tx: Any,
+    zero: AnyZero,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
     params: PyTree,
     batch: PyTree,
     *extras: Any,
@@ -233,7 +224,7 @@ def of(
     aim = None if target is None else target_of(target)
     if topology is not None and aim is None:
         raise ValueError(f"topology={topology!r} is that of a target: name it, target='h100' say")
-    step = zero.train_step(loss_fn, tx, has_aux=has_aux)
+    step: TrainStep = zero.train_step(loss_fn, tx, has_aux=has_aux)
     # As this Zero lays them out, wherever they come from.
     shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
     wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
@@ -289,7 +280,11 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
 
 
 def _compile(
-    step: TrainStep, args: tuple[Any, ...], mesh: Any, target: Target | None, topology: str | None
+    step: TrainStep,
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    target: Target | None,
+    topology: str | None,
 ) -> auditor.Audit:
     if target is not None:
         abstract = jax.tree.map(lambda x: _abstract(x, abstract_of(mesh)), args)

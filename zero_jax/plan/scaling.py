@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_jax.hlo.targets import Target
-from zero_jax.plan import paper
+from zero_jax.plan import paper, pictures
 
 # Blocks held whole during a step, which table 1 leaves out: gradients, at stage 3 parameters too.
 _WHOLE_BLOCKS = (0, 0, 1, 2)
@@ -217,7 +217,7 @@ def format_scaling(points: Sequence[Point]) -> str:
     base = next((point.flops_per_device for point in points if point.batch), 0.0)
     header = "devices|N|states GB|saved GB|work GB|batch|paper|step s|compute s|data s|model s"
     header += "|TFLOP/s each|PFLOP/s all|of linear"
-    lines = [paper.text_table(header.split("|"), [_row(point, base) for point in points]), ""]
+    lines = [paper.shown([header.split("|"), *(_row(point, base) for point in points)]), ""]
     lines += [f"- {line}" for line in assumptions(points[0].setting)]
     if not all(point.batch for point in points):
         lines.append("- batch 0: not a row fits; take more devices, a higher stage or more MP")
@@ -234,16 +234,8 @@ def plot_scaling(points: Sequence[Point], path: str | Path) -> None:
     if not shown:
         tried = ", ".join(str(p.devices) for p in points)
         raise ValueError(f"nothing to draw: no row fits on {tried} devices; take more devices.")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "a picture needs matplotlib, which is missing: pip install 'zero_jax[train]'"
-        ) from error
-    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: neither a display nor a global state is needed
-    axes = figure.add_subplot()
+    drawn = pictures.figure(8, 5.5)
+    axes = drawn.add_subplot()
     counts, totals = [p.devices for p in shown], [p.total_flops / 1e15 for p in shown]
     setting, perfect = shown[0].setting, [totals[0] * count / counts[0] for count in counts]
     axes.plot(counts, totals, "o-", label="predicted")
@@ -255,8 +247,8 @@ def plot_scaling(points: Sequence[Point], path: str | Path) -> None:
     axes.set(xlabel="devices", ylabel="model PFLOP/s of all devices", title=title, xticks=counts)
     axes.set(xlim=(0, 1.25 * counts[-1]), ylim=(0, 1.1 * totals[-1]))
     axes.legend(frameon=False, loc="upper left")
-    figure.supxlabel("\n".join(assumptions(setting)), fontsize=7, x=0.02, ha="left")
-    figure.savefig(path)
+    drawn.supxlabel("\n".join(assumptions(setting)), fontsize=7, x=0.02, ha="left")
+    drawn.savefig(path)
 
 
 def _point(setting: Setting, devices: int) -> Point:

@@ -20,13 +20,13 @@ Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
 """
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
+from zero_jax.names import nearest
 from zero_jax.sharding.mesh import MODEL
 
 # From what keeps most to what keeps least, of the policies that need no knowledge of the model.
@@ -150,7 +150,7 @@ def parse(text: Any) -> Policy:
     own, colon, marked = str(text).partition(":")
     kind, place = _placed(text, own)
     if kind not in _ALL:
-        near = _nearest(kind, _ALL)
+        near = nearest(kind, _ALL)
         raise ValueError(f"remat={text!r}: use one of {_listed(_ALL)}; nearest: {near!r}")
     if place != DEVICE and kind in ("none", "dots"):
         raise ValueError(
@@ -227,16 +227,12 @@ def _placed(text: str, part: str) -> tuple[str, Place]:
     if not at:
         return name, DEVICE
     if place not in PLACES:
-        near = _nearest(place, PLACES)
+        near = nearest(place, PLACES)
         raise ValueError(
             f"remat={text!r}: no place is called {place!r}; use one of {_listed(PLACES)}; "
             f"nearest: {near!r}"
         )
     return name, PLACES[place]
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
 
 
 def _listed(words: Iterable[str]) -> str:
