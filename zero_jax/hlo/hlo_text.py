@@ -6,12 +6,12 @@ CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of 
 
 import dataclasses
 import math
-import os
+import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LIBRARY = os.path.join(os.path.dirname(__file__), "")
+_LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
 
 
@@ -145,7 +145,7 @@ class Program:
     def source(self, instruction: Instruction) -> str:
         """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say.
 
-        The innermost line that is not in an installed package, else the innermost.
+        The innermost line that is in no installed package and not ours, else the innermost.
         """
         metadata = instruction.attributes.get("metadata", "")
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata):
@@ -156,7 +156,7 @@ class Program:
         while at in self.frames and len(lines) < len(self.frames):
             lines.append(self.frames[at])
             at = self.frames[at].parent
-        own = [f for f in lines if not ("-packages" in f.file or f.file.startswith(_LIBRARY))]
+        own = [f for f in lines if not _is_library(f.file)]
         return next((f"{_short(f.file)}:{f.line}" for f in (*own, *lines)), "")
 
 
@@ -203,6 +203,12 @@ def _frames(text: str) -> dict[int, Frame]:
         # XLA prints the parent plus one, so that a frame without one names itself or 1.
         frames[key] = Frame(files[int(file)].strip('"'), int(number), int(parent) - 1)
     return frames
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is an installed package's or ours; the models are somebody's own."""
+    ours = file.startswith(_LIBRARY) and not file.startswith(f"{_LIBRARY}models/")
+    return ours or "-packages" in file
 
 
 def _short(path: str) -> str:
