@@ -384,12 +384,12 @@ CUBE = {"replica": 2, "data": 2, "model": 2}
     ],
 )
 def test_axes_are_found_in_every_spelling_of_groups(text, axis):
-    assert replica_groups.axis_of(text, CUBE) == axis
+    assert replica_groups.parse(text, 8).axis(CUBE) == axis
 
 
 def test_without_a_mesh_only_the_text_can_say():
-    assert replica_groups.axis_of("{{0,1},{2,3}}", None) == "?"
-    assert replica_groups.axis_of("mesh['gpu'=2] {'gpu'}", None) == "gpu"
+    assert replica_groups.parse("{{0,1},{2,3}}", 4).axis(None) == "?"
+    assert replica_groups.parse("mesh['gpu'=2] {'gpu'}", 2).axis(None) == "gpu"
 
 
 def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():

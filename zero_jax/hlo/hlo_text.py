@@ -5,6 +5,7 @@ CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of 
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -12,7 +13,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
+_ARRAY = re.compile(r"((?!token|opaque)\b[a-z]\w*\[[\d,<=]*\])(\{[^}]*\}|)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
+# These show their operand in another shape, dtype or order; these change a part of it.
+RESHAPES = frozenset(("bitcast", "copy", "convert", "reshape"))
+UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+_SCALAR_CALLS = frozenset(
+    ("reduce", "all-reduce", "reduce-scatter", "scatter", "sort", "reduce-window")
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a result: "bf16[4,8]", and whether it is in host memory."""
+
+    shape: str
+    on_host: bool
+
+    @property
+    def dtype(self) -> str:
+        return self.shape.partition("[")[0]
+
+    @property
+    def dims(self) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", self.shape.partition("[")[2])]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element: of bf16, f8e4m3fn, s4, c64, pred."""
+        digits = re.search(r"\d+", self.dtype)
+        return int(digits[0]) if digits else 8
+
+    @property
+    def bytes(self) -> int:
+        return (self.elements * self.bits + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -25,37 +63,44 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: Mapping[str, str]
 
-    @property
-    def arrays(self) -> list[tuple[str, int]]:
-        """The `(dtype, elements)` of each array in the result."""
-        found = re.findall(r"(?!token|opaque)\b([a-z]\w*)\[([\d,<=]*)\]", self.shape)
-        return [(dtype, product(re.findall(r"\d+", dims))) for dtype, dims in found]
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of the result, tuples flattened."""
+        return tuple(Array(m[1], "S(5)" in m[2]) for m in _ARRAY.finditer(self.shape))
 
     @property
-    def array_shapes(self) -> list[str]:
-        """The dtype and dims of each array in the result, "bf16[4,8]"."""
-        return re.findall(r"(?!token|opaque)\b[a-z]\w*\[[\d,<=]*\]", self.shape)
-
-    @property
-    def array_bytes(self) -> list[int]:
-        """Bytes of each array in the result, tuples flattened."""
-        return [(count * bits(dtype) + 7) // 8 for dtype, count in self.arrays]
-
-    @property
-    def device_bytes(self) -> list[int]:
-        """The same, 0 for arrays in host memory."""
-        layouts = re.findall(r"(?!token|opaque)\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\}|)", self.shape)
-        sizes = zip(self.array_bytes, layouts, strict=True)
-        return [0 if "S(5)" in layout else size for size, layout in sizes]
+    def bytes(self) -> int:
+        """Bytes of the whole result."""
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def element_counts(self) -> list[int]:
         """How many arrays each element of a tuple holds; [1] for an array."""
         return _element_counts(self.shape)
 
+    @functools.cached_property
+    def kind(self) -> str:
+        """What it does, whether the device waits for it or it only starts here."""
+        return self.opcode.removesuffix("-start")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it only continues or ends what another instruction started."""
+        return self.opcode.endswith(("-update", "-done"))
+
     @property
     def is_parameter(self) -> bool:
         return self.opcode == "parameter"
+
+    @property
+    def config(self) -> str:
+        """What the backend notes of it."""
+        return self.attributes.get("backend_config", "")
+
+    @property
+    def target(self) -> str:
+        """The function that a custom call calls, "" of other instructions."""
+        return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
     def op_name(self) -> str:
@@ -63,10 +108,16 @@ class Instruction:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def called(self) -> list[str]:
-        """Names of the computations it runs, a loop's condition and body excepted."""
-        roles = (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
+        """Names of the computations it runs: a loop's body and condition, branches, what it fuses.
+
+        None where it goes on with what runs already, or calls a scalar function.
+        """
+        if self.goes_on or self.kind in _SCALAR_CALLS:
+            return []
+        roles = ["body", "condition"] if self.kind == "while" else []
+        roles += (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
         return re.findall(r"[\w.\-]+", " ".join(self.attributes[role] for role in roles))
 
     @property
@@ -86,6 +137,12 @@ class Computation:
     root: str
 
     @property
+    def parameters(self) -> list[Instruction]:
+        """What is given to it, in order."""
+        found = [i for i in self.instructions.values() if i.is_parameter]
+        return sorted(found, key=lambda i: int(i.operands[0]))
+
+    @property
     def results(self) -> list[Instruction]:
         """What makes its result: the parts of a tuple, else the root."""
         root = self.instructions[self.root]
@@ -98,12 +155,20 @@ class Computation:
         for position, part in enumerate(self.results):
             same = part.opcode == "get-tuple-element" and int(part.attributes["index"]) == position
             source = self.instructions[part.operands[0]] if same else part
-            flags += [same and source.is_parameter] * len(part.array_bytes)
+            flags += [same and source.is_parameter] * len(part.arrays)
         return tuple(flags)
+
+    @property
+    def updates(self) -> list[tuple[int, Instruction, Instruction]]:
+        """Results that update a parameter in place: position, the update, the parameter."""
+        ends = [(position, self.behind(part)) for position, part in enumerate(self.results)]
+        updates = [(at, end) for at, end in ends if end.opcode in UPDATES]
+        found = [(at, i, self.behind(self.instructions[i.operands[0]])) for at, i in updates]
+        return [(at, i, whole) for at, i, whole in found if whole.is_parameter]
 
     def behind(self, instruction: Instruction) -> Instruction:
         """What an instruction shows in another shape or dtype, itself if it computes."""
-        while instruction.opcode in ("bitcast", "copy", "convert", "reshape"):
+        while instruction.opcode in RESHAPES:
             instruction = self.instructions[instruction.operands[0]]
         return instruction
 
@@ -181,7 +246,7 @@ def parse(text: str) -> Program:
     head = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     donated = frozenset(map(int, re.findall(r": \((\d+), \{\}, (?:may|must)-alias\)", head)))
-    return Program(computations, entry, product(counts), _frames(text), donated)
+    return Program(computations, entry, math.prod(map(int, counts)), _frames(text), donated)
 
 
 def _frames(text: str) -> dict[int, Frame]:
@@ -247,19 +312,8 @@ def _split(text: str, separator: str) -> list[str]:
     return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
 
 
-def bits(dtype: str) -> int:
-    """Bits of one element: of bf16, f8e4m3fn, s4, c64, pred."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
-
-
 def _element_counts(shape: str) -> list[int]:
     if not shape.startswith("("):
         return [0 if shape.startswith(("token", "opaque")) else 1]
     inside = shape[1 : shape.rindex(")")]
     return [sum(_element_counts(part)) for part in _split(inside, ",")]
-
-
-def product(numbers: list[str]) -> int:
-    """The product of decimal numbers, 1 of none."""
-    return math.prod(int(n) for n in numbers)
