@@ -52,11 +52,11 @@ def _products(computation: Computation, i: Instruction) -> tuple[int] | None:
     return None
 
 
-def _dims(computation: Computation, name: str) -> list[int]:
+def _dims(computation: Computation, name: str) -> tuple[int, ...]:
     return computation.instructions[name].arrays[0].dims
 
 
-def _result(i: Instruction) -> list[int]:
+def _result(i: Instruction) -> tuple[int, ...]:
     """Dims of what it computes, which a start wraps as ((operands), result, context)."""
     return i.arrays[i.element_counts[0] if i.shape.startswith("((") else 0].dims
 

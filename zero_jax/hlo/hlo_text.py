@@ -11,10 +11,13 @@ import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
-_ARRAY = re.compile(r"((?!token|opaque)\b[a-z]\w*\[[\d,<=]*\])(\{[^}]*\}|)")
+_ARRAY = re.compile(r"(?!token|opaque)\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\}|)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
+# These name memory that is there already.
+VIEWS = frozenset(("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple"))
 # These show their operand in another shape, dtype or order; these change a part of it.
 RESHAPES = frozenset(("bitcast", "copy", "convert", "reshape"))
 UPDATES = frozenset(("dynamic-update-slice", "scatter"))
@@ -23,20 +26,12 @@ _SCALAR_CALLS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Array:
-    """One array of a result: "bf16[4,8]", and whether it is in host memory."""
+class Array(NamedTuple):
+    """One array of a result."""
 
-    shape: str
+    dtype: str
+    dims: tuple[int, ...]
     on_host: bool
-
-    @property
-    def dtype(self) -> str:
-        return self.shape.partition("[")[0]
-
-    @property
-    def dims(self) -> list[int]:
-        return [int(n) for n in re.findall(r"\d+", self.shape.partition("[")[2])]
 
     @property
     def elements(self) -> int:
@@ -66,7 +61,10 @@ class Instruction:
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
         """The arrays of the result, tuples flattened."""
-        return tuple(Array(m[1], "S(5)" in m[2]) for m in _ARRAY.finditer(self.shape))
+        found = _ARRAY.findall(self.shape)
+        return tuple(
+            Array(dtype, _integers(dims), "S(5)" in layout) for dtype, dims, layout in found
+        )
 
     @property
     def bytes(self) -> int:
@@ -251,23 +249,16 @@ def parse(text: str) -> Program:
 
 def _frames(text: str) -> dict[int, Frame]:
     """The tables of source lines at the head of a module; {} where there are none."""
-    tables: dict[str, dict[int, str]] = {}
-    name = ""
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            name = line
-        elif name and (row := re.match(r"(\d+) (.*)", line)):
-            tables.setdefault(name, {})[int(row[1])] = row[2]
-        elif line.startswith(("%", "ENTRY")):
-            break
-    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
-    frames = {}
-    for key, frame in tables.get("StackFrames", {}).items():
-        place, parent = re.findall(r"=(\d+)", frame)[:2]
-        file, _, number = re.findall(r"=(\d+)", places[int(place)])[:3]
-        # XLA prints the parent plus one, so that a frame without one names itself or 1.
-        frames[key] = Frame(files[int(file)].strip('"'), int(number), int(parent) - 1)
-    return frames
+    head = text.partition("\n%")[0].partition("\nENTRY ")[0]
+    named = head.partition("\nFileNames\n")[2].partition("\n\n")[0]
+    files = dict(re.findall(r'(\d+) "(.*)"', named))
+    places = {
+        key: (files[file], int(line))
+        for key, file, line in re.findall(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head)
+    }
+    frames = re.findall(r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", head)
+    # XLA prints the parent plus one, so that a frame without one names itself or 1.
+    return {int(key): Frame(*places[place], int(parent) - 1) for key, place, parent in frames}
 
 
 def _is_library(file: str) -> bool:
@@ -317,3 +308,7 @@ def _element_counts(shape: str) -> list[int]:
         return [0 if shape.startswith(("token", "opaque")) else 1]
     inside = shape[1 : shape.rindex(")")]
     return [sum(_element_counts(part)) for part in _split(inside, ",")]
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))

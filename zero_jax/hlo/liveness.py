@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from zero_jax.hlo.hlo_text import UPDATES, Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import UPDATES, VIEWS, Computation, Instruction, Program
 
-_VIEWS = frozenset(("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple"))
 _IN_PLACE = UPDATES | {"all-reduce-start"}
 # These read an operand in another order than they write their result.
 _REORDERS = frozenset(
@@ -58,7 +57,8 @@ class _Buffer:
 
     @property
     def shape(self) -> str:
-        return self.made_by.arrays[self.position].shape
+        array = self.made_by.arrays[self.position]
+        return f"{array.dtype}[{','.join(map(str, array.dims))}]"
 
 
 _Flags: TypeAlias = "tuple[bool, ...] | None"  # for each array; None: all True
@@ -184,7 +184,10 @@ class _Liveness:
         operands: list[list[_Buffer]],
         outside: _Flags,
     ) -> list[_Buffer]:
-        """The buffers of an instruction's result, those it shares with operands included."""
+        """The buffers of an instruction's result, those it shares with operands included.
+
+        Of a start those come first that its done is a view of, whatever its shape.
+        """
         flat = [b for operand in operands for b in operand]
         new = _new_buffers(i)
         if i.is_parameter or i.opcode == "constant":
@@ -201,25 +204,12 @@ class _Liveness:
         if i.opcode in _IN_PLACE:
             return _update([*flat, *flat][: len(new)])  # 0.12 starts with ((operands), results)
         if i.opcode.endswith("-done"):
-            return self._finished(computation, i, operands[0])
+            return operands[0][: len(new)]
         if i.opcode == "copy-start":  # (destination, source, context)
-            return [new[0], *flat, _Buffer(0, i, 0)]
-        if i.opcode.endswith("-start"):
-            return [*flat, *self._written(i, operands, new[len(flat) :])]
+            return [new[0], *flat]
+        if i.opcode.endswith("-start"):  # ((operands), results, context)
+            return [*self._written(i, operands, new[len(flat) :]), *flat]
         return self._written(i, operands, new)
-
-    def _finished(
-        self, computation: Computation, i: Instruction, started: list[_Buffer]
-    ) -> list[_Buffer]:
-        """A done is a view of the results in what its start (or the updates between) returned."""
-        start = computation.instructions[i.operands[0]]
-        while start.opcode.endswith("-update"):
-            start = computation.instructions[start.operands[0]]
-        if len(started) == len(i.arrays) or start.opcode == "copy-start":
-            return started[: len(i.arrays)]
-        given = [computation.instructions[operand] for operand in start.operands]
-        passed = sum(len(operand.arrays) for operand in given)
-        return started[passed : passed + len(i.arrays)]
 
     def _written(
         self, i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]
@@ -319,7 +309,7 @@ def _sums_in_place(i: Instruction) -> bool:
 
 
 def _is_view(i: Instruction) -> bool:
-    return i.opcode in _VIEWS or i.opcode.endswith("-update")
+    return i.opcode in VIEWS or i.opcode.endswith("-update")
 
 
 def _new_buffers(i: Instruction) -> list[_Buffer]:

@@ -1,8 +1,8 @@
 """Which devices take part in a collective together, and which mesh axis that is.
 
 XLA writes replica groups in three ways: lists of ids, an iota `[groups,size]<=[dims]T(order)`, and
-axes of a mesh by name, which may be a mesh of XLA's own (`axis_0`). All three become rows of device
-positions, and rows become axis names by comparison with the mesh.
+axes of a mesh by name, which may be a mesh of XLA's own (`axis_0`). All three, and the pairs of a
+permute, become rows of device positions, and rows become axis names by comparison with the mesh.
 """
 
 import functools
@@ -25,7 +25,7 @@ class Groups:
     @property
     def size(self) -> int:
         """Devices that take part together."""
-        return max(map(len, self.rows))
+        return max(len(set(row)) for row in self.rows)
 
     def axis(self, mesh: Mapping[str, int] | None) -> str:
         """The mesh axis that the groups run along.
@@ -81,11 +81,6 @@ def parse(text: str, num_devices: int) -> Groups:
     else:
         raise ValueError(f"cannot read these replica groups: {text}")
     return Groups(tuple(map(tuple, rows.tolist())), names)
-
-
-def pairs(text: str) -> list[tuple[int, int]]:
-    """Source and target of each pair of a permute or a send."""
-    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
 
 
 def _iota(text: str) -> np.ndarray:

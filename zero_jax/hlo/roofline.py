@@ -16,17 +16,16 @@ from typing import TypeAlias
 
 from zero_jax.hlo import replica_groups
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import RESHAPES, UPDATES, Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import RESHAPES, UPDATES, VIEWS, Computation, Instruction, Program
 from zero_jax.hlo.runs import Cost, Totals
 from zero_jax.hlo.targets import Target
-from zero_jax.hlo.traffic import PAIRWISE, Collective
+from zero_jax.hlo.traffic import KINDS, Collective
 
-# Views, and what moves nothing in device memory by itself; collectives are wire time.
-_NO_KERNEL = {"bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier"}
-_NO_KERNEL |= {"add-dependency", "after-all", "domain", "partition-id", "replica-id", "recv"}
+# What moves nothing in device memory by itself; collectives are wire time.
+_NO_KERNEL = VIEWS | KINDS | {"parameter", "constant", "after-all", "domain", "recv"}
+_NO_KERNEL |= {"partition-id", "replica-id"}
 _RING = {"all-gather", "reduce-scatter", "all-reduce"}
 _TO_ALL = {"all-to-all", "ragged-all-to-all"}
-_NO_KERNEL |= _RING | _TO_ALL | PAIRWISE | {"collective-broadcast"}
 _CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
 _SLICES = {"slice", "dynamic-slice", "gather"}
 # What a kernel updates in place, by the name of the output that this makes.
@@ -223,17 +222,13 @@ def _wire(c: Collective, num_devices: int, target: Target) -> tuple[float, float
 
 
 def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
-    """Devices that a collective's first group has on a host, on that with the fewest.
+    """Devices that a collective's group, or pair, has on a host, where these are fewest.
 
-    Devices are numbered host by host, as in a mesh over full hosts. A permute that leaves a host
-    anywhere has one device a host.
+    Devices are numbered host by host, as in a mesh over full hosts.
     """
-    if c.kind in PAIRWISE:
-        pairs = replica_groups.pairs(c.replica_groups)
-        crosses = any(a // host_devices != b // host_devices for a, b in pairs)
-        return 1 if crosses else c.group_size
-    first = replica_groups.parse(c.replica_groups, num_devices).rows[0]
-    return min(collections.Counter(device // host_devices for device in first).values())
+    groups = replica_groups.parse(c.replica_groups, num_devices).rows
+    hosts = (collections.Counter(device // host_devices for device in group) for group in groups)
+    return min(count for host in hosts for count in host.values())
 
 
 def _assumptions(

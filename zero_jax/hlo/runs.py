@@ -6,8 +6,7 @@ where it starts. `runs` lists all of it; `Totals` adds up what it costs.
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from zero_jax.hlo.hlo_text import Computation, Instruction, Program
 from zero_jax.hlo.trip_counts import trip_count
@@ -15,24 +14,13 @@ from zero_jax.hlo.trip_counts import trip_count
 Cost: TypeAlias = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """An instruction where it runs; see the fields."""
 
     computation: Computation
     instruction: Instruction
     callers: "tuple[Run, ...]"  # the loops, branches, fusions, starts around it, outermost first
-    times: int | None  # per run of the program; None if a loop around it has no trip count
-
-    @property
-    def conditional(self) -> bool:
-        """Whether it is in a branch, of which `times` says how often it runs if always taken."""
-        return any(run.instruction.kind == "conditional" for run in self.callers)
-
-    @property
-    def loops(self) -> list[Instruction]:
-        """The loops around it, outermost first."""
-        return [r.instruction for r in self.callers if r.instruction.kind == "while"]
+    times: int | None  # per run of the program, every branch taken; None if a trip count is unknown
 
 
 def runs(program: Program) -> Iterator[Run]:

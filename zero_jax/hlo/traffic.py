@@ -17,9 +17,10 @@ from zero_jax.hlo.flops import Flops
 from zero_jax.hlo.hlo_text import Instruction, Program, parse
 from zero_jax.hlo.runs import Run, runs
 
-_KINDS = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}
-PAIRWISE = {"collective-permute", "send"}
-_RARE_KINDS = {"collective-broadcast", "ragged-all-to-all", "send"}  # data is the first operand
+_PAIRWISE = {"collective-permute", "send"}
+_FIRST_OPERAND = {"collective-broadcast", "ragged-all-to-all", "send"}  # holds the data
+KINDS = _PAIRWISE | _FIRST_OPERAND | {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+_GROUPS = ("replica_groups", "source_target_pairs", "frontend_attributes")
 
 
 @dataclass(frozen=True)
@@ -123,50 +124,40 @@ def of_program(program: Program, mesh: Mapping[str, int] | None) -> tuple[Collec
 
 
 def _sends(i: Instruction) -> bool:
-    return i.kind in _KINDS | _RARE_KINDS and i.attributes.get("is_host_transfer") != "true"
+    return i.kind in KINDS and i.attributes.get("is_host_transfer") != "true"
 
 
 def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
     i = run.instruction
     # Operands look alike everywhere; results differ between plain, start and wrapped forms.
-    names = i.operands[:1] if i.kind in _RARE_KINDS else i.operands
+    names = i.operands[:1] if i.kind in _FIRST_OPERAND else i.operands
     arrays = [a for name in names for a in run.computation.instructions[name].arrays]
-    size, axis, text = _groups(i, flops.program.num_devices, mesh)
-    full = size if i.kind == "all-gather" else 1
+    text = next((i.attributes[key] for key in _GROUPS if key in i.attributes), "{}")
+    try:
+        groups = replica_groups.parse(text, flops.program.num_devices)
+    except ValueError as error:
+        raise ValueError(f"cannot read the replica groups of {i.name}: {text}") from error
+    full = groups.size if i.kind == "all-gather" else 1
+    around = [caller.instruction for caller in run.callers]
+    loops = [caller for caller in around if caller.kind == "while"]
     start = next((r for r in (run, *reversed(run.callers)) if _only_starts(r.instruction)), None)
     return Collective(
         kind=i.kind,
         dtype=",".join(sorted({a.dtype for a in arrays})),
         elements=full * sum(a.elements for a in arrays),
         bytes=full * sum(a.elements * a.bits for a in arrays) // 8,
-        group_size=size,
-        axis=axis,
+        group_size=groups.size,
+        axis="?" if i.kind in _PAIRWISE else groups.axis(mesh),
         replica_groups=text,
         runs=run.times,
         name=i.name,
         op_name=i.op_name,
-        conditional=run.conditional,
+        conditional=any(caller.kind == "conditional" for caller in around),
         asynchronous=start is not None,
         overlapped_flops=_until_done(start, flops) if start else 0,
-        in_loop=bool(run.loops),
-        in_layers=any(_computes(loop.called[0], flops) for loop in run.loops),
+        in_loop=bool(loops),
+        in_layers=any(_computes(loop.called[0], flops) for loop in loops),
     )
-
-
-def _groups(
-    i: Instruction, num_devices: int, mesh: Mapping[str, int] | None
-) -> tuple[int, str, str]:
-    """Devices per group, the axis they are along, and the groups as XLA spells them."""
-    if i.kind in PAIRWISE:
-        text = i.attributes.get("source_target_pairs", i.attributes.get("frontend_attributes", ""))
-        pairs = replica_groups.pairs(text)
-        return (1 if pairs and all(a == b for a, b in pairs) else 2), "?", text
-    text = i.attributes.get("replica_groups", "{}")
-    try:
-        groups = replica_groups.parse(text, num_devices)
-    except ValueError as error:
-        raise ValueError(f"cannot read the replica groups of {i.name}: {text}") from error
-    return groups.size, groups.axis(mesh), text
 
 
 def _only_starts(i: Instruction) -> bool:
