@@ -4,23 +4,19 @@
 CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of being left out.
 """
 
-import dataclasses
 import functools
 import math
-import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
+from zero_jax.hlo.source_lines import Frame, frames_of, source_of
+
 _ARRAY = re.compile(r"(?!token|opaque)\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\}|)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
 # These name memory that is there already.
 VIEWS = frozenset(("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple"))
-# These show their operand in another shape, dtype or order; these change a part of it.
-RESHAPES = frozenset(("bitcast", "copy", "convert", "reshape"))
-UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 _SCALAR_CALLS = frozenset(
     ("reduce", "all-reduce", "reduce-scatter", "scatter", "sort", "reduce-window")
 )
@@ -156,29 +152,6 @@ class Computation:
             flags += [same and source.is_parameter] * len(part.arrays)
         return tuple(flags)
 
-    @property
-    def updates(self) -> list[tuple[int, Instruction, Instruction]]:
-        """Results that update a parameter in place: position, the update, the parameter."""
-        ends = [(position, self.behind(part)) for position, part in enumerate(self.results)]
-        updates = [(at, end) for at, end in ends if end.opcode in UPDATES]
-        found = [(at, i, self.behind(self.instructions[i.operands[0]])) for at, i in updates]
-        return [(at, i, whole) for at, i, whole in found if whole.is_parameter]
-
-    def behind(self, instruction: Instruction) -> Instruction:
-        """What an instruction shows in another shape or dtype, itself if it computes."""
-        while instruction.opcode in RESHAPES:
-            instruction = self.instructions[instruction.operands[0]]
-        return instruction
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A line of source and the frame that called it (0: none)."""
-
-    file: str
-    line: int
-    parent: int
-
 
 @dataclass(frozen=True)
 class Program:
@@ -191,8 +164,8 @@ class Program:
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
-    frames: Mapping[int, Frame] = dataclasses.field(default_factory=dict)
-    donated: frozenset[int] = frozenset()
+    frames: Mapping[int, Frame]
+    donated: frozenset[int]
 
     def moves_argument(self, computation: Computation, i: Instruction) -> bool:
         """Whether it copies a donated argument that nothing else reads.
@@ -206,21 +179,8 @@ class Program:
         return given.is_parameter and alone and int(given.operands[0]) in self.donated
 
     def source(self, instruction: Instruction) -> str:
-        """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say.
-
-        The innermost line that is in no installed package and not ours, else the innermost.
-        """
-        metadata = instruction.attributes.get("metadata", "")
-        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata):
-            return f"{_short(old[1])}:{old[2]}"
-        found = re.search(r"stack_frame_id=(\d+)", metadata)
-        at = int(found[1]) if found else 0
-        lines: list[Frame] = []
-        while at in self.frames and len(lines) < len(self.frames):
-            lines.append(self.frames[at])
-            at = self.frames[at].parent
-        own = [f for f in lines if not _is_library(f.file)]
-        return next((f"{_short(f.file)}:{f.line}" for f in (*own, *lines)), "")
+        """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say."""
+        return source_of(instruction.attributes.get("metadata", ""), self.frames)
 
 
 def parse(text: str) -> Program:
@@ -244,32 +204,7 @@ def parse(text: str) -> Program:
     head = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     donated = frozenset(map(int, re.findall(r": \((\d+), \{\}, (?:may|must)-alias\)", head)))
-    return Program(computations, entry, math.prod(map(int, counts)), _frames(text), donated)
-
-
-def _frames(text: str) -> dict[int, Frame]:
-    """The tables of source lines at the head of a module; {} where there are none."""
-    head = text.partition("\n%")[0].partition("\nENTRY ")[0]
-    named = head.partition("\nFileNames\n")[2].partition("\n\n")[0]
-    files = dict(re.findall(r'(\d+) "(.*)"', named))
-    places = {
-        key: (files[file], int(line))
-        for key, file, line in re.findall(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head)
-    }
-    frames = re.findall(r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", head)
-    # XLA prints the parent plus one, so that a frame without one names itself or 1.
-    return {int(key): Frame(*places[place], int(parent) - 1) for key, place, parent in frames}
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file is an installed package's or ours; the models are somebody's own."""
-    ours = file.startswith(_LIBRARY) and not file.startswith(f"{_LIBRARY}models/")
-    return ours or "-packages" in file
-
-
-def _short(path: str) -> str:
-    """The last folder and the file."""
-    return "/".join(re.split(r"[/\\]", path)[-2:])
+    return Program(computations, entry, math.prod(map(int, counts)), frames_of(text), donated)
 
 
 def _instruction(line: str) -> tuple[Instruction, bool]:

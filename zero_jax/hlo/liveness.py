@@ -15,17 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from zero_jax.hlo.hlo_text import UPDATES, VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.kernels import UPDATES, reached_in_order, updates
 
 _IN_PLACE = UPDATES | {"all-reduce-start"}
-# These read an operand in another order than they write their result.
-_REORDERS = frozenset(
-    (
-        *("broadcast", "concatenate", "convolution", "copy", "custom-call", "dot", "fusion"),
-        *("dynamic-slice", "dynamic-update-slice", "gather", "pad", "reduce", "reduce-window"),
-        *("reshape", "reverse", "scatter", "select-and-scatter", "slice", "sort", "transpose"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -218,7 +211,7 @@ class _Liveness:
         for position, operand in i.aliases:
             (out[position],) = _update(operands[operand])
         if i.kind == "fusion":
-            for position, _, whole in self.program.computations[i.called[0]].updates:
+            for position, _, whole in updates(self.program.computations[i.called[0]]):
                 buffer = operands[int(whole.operands[0])][0]
                 if buffer.bytes == out[position].bytes:
                     (out[position],) = _update([buffer])
@@ -235,7 +228,7 @@ class _Liveness:
             inside = self.program.computations[i.called[0]]
             parts = [part.name for part in inside.results]
             for parameter in inside.parameters:
-                reached = _reached_in_order(inside, parameter, i.attributes.get("kind", ""))
+                reached = reached_in_order(inside, parameter, i.attributes.get("kind", ""))
                 (operand,) = operands[int(parameter.operands[0])]
                 pairs += [
                     (b, operand) for b, part in zip(out, parts, strict=True) if part in reached
@@ -289,18 +282,6 @@ def _update(buffers: list[_Buffer]) -> list[_Buffer]:
     for buffer in buffers:
         buffer.updated = True
     return buffers
-
-
-def _reached_in_order(inside: Computation, parameter: Instruction, kind: str) -> set[str]:
-    """What a fusion makes of a parameter element by element; empty if it is read otherwise too."""
-    reached = {parameter.name}
-    for i in inside.instructions.values():
-        if reached.isdisjoint(i.operands) or (kind == "kInput" and i.opcode == "reduce"):
-            continue  # a reduction's kernel reads all of its input before it writes the rest
-        if i.opcode in _REORDERS:
-            return set()
-        reached.add(i.name)
-    return reached
 
 
 def _sums_in_place(i: Instruction) -> bool:

@@ -9,14 +9,13 @@ what a ring sends, of which the device waits for what no matrix product covers:
 """
 
 import collections
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from zero_jax.hlo import replica_groups
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import RESHAPES, UPDATES, VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.kernels import traffic_bytes
 from zero_jax.hlo.runs import Cost, Totals
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.traffic import KINDS, Collective
@@ -27,9 +26,6 @@ _NO_KERNEL |= {"partition-id", "replica-id"}
 _RING = {"all-gather", "reduce-scatter", "all-reduce"}
 _TO_ALL = {"all-to-all", "ragged-all-to-all"}
 _CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
-_SLICES = {"slice", "dynamic-slice", "gather"}
-# What a kernel updates in place, by the name of the output that this makes.
-_Updates: TypeAlias = Mapping[str, Instruction]
 
 
 @dataclass(frozen=True)
@@ -138,73 +134,6 @@ def _kernels(program: Program, target: Target, flops: Flops) -> Totals:
         return seconds, work, traffic
 
     return Totals(program, kernel, nothing)
-
-
-def traffic_bytes(program: Program, computation: Computation, i: Instruction) -> int:
-    """Bytes that a kernel reads from and writes to device memory.
-
-    Its operands and results; but of an operand that it only slices the slices, and of one that it
-    updates in place the update, which a scatter reads before too.
-    """
-    if i.kind == "fusion":
-        inside = program.computations[i.called[0]]
-        outputs, updates = inside.results, _in_place(inside)
-        read = [_demand(inside, given.name, updates) for given in inside.parameters]
-    else:
-        inside, outputs = computation, [i]
-        updates = {i.name: i} if i.opcode in UPDATES and len(i.arrays) == 1 else {}
-        read = [_read_by(inside, i, at, updates) for at in range(len(i.operands))]
-    values, reads = computation.instructions, dict(zip(i.operands, read, strict=True))
-    traffic = sum(_bytes(values[name], n) for name, n in reads.items() if name in values)
-    if i.opcode == "copy-start":
-        return 2 * traffic  # its result holds the operand too
-    written = (_changed(inside, updates.get(part.name)) for part in outputs)
-    return traffic + sum(_bytes(part, n) for part, n in zip(outputs, written, strict=True))
-
-
-def _demand(inside: Computation, value: str, updates: _Updates) -> float:
-    """Elements of a value that the rest of a fusion reads, infinite for all."""
-    elements = math.inf if value in (part.name for part in inside.results) else 0.0
-    for user in (i for i in inside.instructions.values() if value in i.operands):
-        if user.opcode in RESHAPES:
-            elements += _demand(inside, user.name, updates)
-        else:
-            ats = (at for at, name in enumerate(user.operands) if name == value)
-            elements += sum(_read_by(inside, user, at, updates) for at in ats)
-    return elements
-
-
-def _read_by(inside: Computation, user: Instruction, at: int, updates: _Updates) -> float:
-    """Elements that an instruction reads of one operand, infinite for all."""
-    if at == 0 and user.opcode in _SLICES:
-        return sum(array.elements for array in user.arrays)
-    if at == 0 and user in updates.values():
-        return _changed(inside, user) if user.opcode == "scatter" else 0
-    return math.inf
-
-
-def _in_place(inside: Computation) -> _Updates:
-    """The updates that a fusion makes in the buffer of a parameter."""
-    found = {}
-    for position, update, whole in inside.updates:
-        part = inside.results[position]
-        users = [i for i in inside.instructions.values() if update.name in i.operands]
-        if len(users) < 2 and whole.bytes == part.bytes:  # nobody else reads the whole
-            found[part.name] = update
-    return found
-
-
-def _changed(inside: Computation, update: Instruction | None) -> float:
-    """Elements that an update writes, infinite (all) where there is none."""
-    if update is None:
-        return math.inf
-    name = update.operands[1 if update.opcode == "dynamic-update-slice" else -1]
-    return sum(array.elements for array in inside.instructions[name].arrays)
-
-
-def _bytes(value: Instruction, elements: float) -> int:
-    """Bytes of so many of its elements, at most of all."""
-    return int(min([value.bytes, *(elements * array.bits / 8 for array in value.arrays)]))
 
 
 def _wire(c: Collective, num_devices: int, target: Target) -> tuple[float, float, float]:
