@@ -2,12 +2,13 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo_programs import compile_on_8, snippet
 from jax.sharding import PartitionSpec
-from test_hlo import compile_on_8, snippet
 
 from zero_jax.hlo import auditor, hlo_text
 from zero_jax.hlo.flops import Flops
@@ -202,6 +203,19 @@ def test_a_branch_in_a_loop_counts_as_the_dearer_one_each_time():
 
     flops = flops_on_8(lambda x, ws: jax.lax.scan(body, x, ws)[0], (32, 48), (5, 48, 48))
     assert flops == 5 * 2 * 32 * 48 * 48
+
+
+def test_the_products_of_a_condition_count_once_more_than_the_trips():
+    def loop(x):
+        return jax.lax.while_loop(
+            lambda s: (s[0] < 6) & (jnp.sum(s[1] @ s[1]) > -1.0), lambda s: (s[0] + 1, s[1]), (0, x)
+        )
+
+    text = compile_on_8(loop, jnp.ones((16, 16))).as_text()
+    known = re.sub(
+        r"( while\(.*)", r'\1, backend_config={"known_trip_count":{"n":"6"}}', text, count=1
+    )
+    assert flops_of(known) == (6 + 1) * 2 * 16 * 16 * 16
 
 
 def until_large(f):

@@ -1,16 +1,12 @@
-"""What is sent, how often, along which axis and under which products, known by construction."""
+"""What is sent and under which products, known by construction."""
 
 import types
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
-from test_hlo import compile_on, compile_on_8, make_mesh, snippet
+from hlo_programs import snippet
 
-from zero_jax.hlo import auditor, replica_groups
+from zero_jax.hlo import auditor
 
-P = PartitionSpec
 M, K, N = 4, 8, 16
 FLOPS = 2 * M * K * N  # of `product`
 GATHERED = 8 * 6  # elements of what `gather` makes
@@ -257,149 +253,3 @@ def test_sent_bytes_are_words_in_bytes():
     assert (total.words, total.sent_bytes) == (2 * 5, 2 * 5 * 4)
     assert (both.dtype, both.words, both.sent_bytes) == ("bf16,f32", 88, 48 * 2 + 40 * 4)
     assert (alone.words, alone.sent_bytes) == (0, 0)
-
-
-# How often: real programs of eight CPU devices.
-
-
-def cube():
-    return make_mesh((2, 2, 2), ("replica", "data", "model"))
-
-
-def loops_on_a_cube(outer, middle, inner):
-    """Each axis in a loop of its own, three deep."""
-
-    def innermost(c, _):
-        return jnp.tanh(c + jax.lax.psum(c, "model")), None
-
-    def between(c, _):
-        c, _ = jax.lax.scan(innermost, c, None, length=inner)
-        return c + jax.lax.all_gather(c, "data")[0], None
-
-    def outermost(c, _):
-        c, _ = jax.lax.scan(between, c, None, length=middle)
-        piece = jax.lax.psum_scatter(c, ("replica", "model"), tiled=True)
-        return jnp.tile(jnp.sin(piece), 4), None
-
-    def f(x):
-        return jax.lax.psum(jax.lax.scan(outermost, x, None, length=outer)[0], ("replica", "data"))
-
-    return compile_on(cube(), f, jnp.ones(12))
-
-
-def test_three_nested_loops_along_several_axes():
-    found = {c.axis: c for c in auditor.collectives(loops_on_a_cube(5, 3, 2), dict(cube().shape))}
-    assert {axis: (c.kind, c.runs, c.group_size) for axis, c in found.items()} == {
-        "model": ("all-reduce", 5 * 3 * 2, 2),
-        "data": ("all-gather", 5 * 3, 2),
-        "replica+model": ("reduce-scatter", 5, 4),
-        "replica+data": ("all-reduce", 1, 4),
-    }
-    assert found["model"].words == 5 * 3 * 2 * 2 * 12
-    assert found["data"].words == 5 * 3 * 2 * 12
-    assert found["replica+model"].words == 5 * 12
-
-
-def test_a_branch_in_a_loop_counts_as_taken_each_time():
-    def body(_, x):
-        return jax.lax.cond(x[0] > 0, lambda: jnp.sin(jax.lax.psum(x, "data")), lambda: -x)
-
-    (c,) = auditor.collectives(
-        compile_on_8(lambda x: jax.lax.fori_loop(0, 7, body, x), jnp.ones(4))
-    )
-    assert (c.runs, c.conditional) == (7, True)
-
-
-@pytest.mark.parametrize("known", ["outer", "inner"])
-def test_one_unknown_loop_makes_the_count_unknown(known):
-    def unknown(f, x):
-        return jax.lax.while_loop(lambda s: jnp.sum(s) < 10, f, x)
-
-    def four_times(f, x):
-        return jax.lax.scan(lambda s, _: (f(s), None), x, None, length=4)[0]
-
-    def send(s):
-        return jnp.sin(s) + jax.lax.psum(s, "data")
-
-    outer, inner = (four_times, unknown) if known == "outer" else (unknown, four_times)
-    program = compile_on_8(lambda x: outer(lambda s: inner(send, s), x), jnp.ones(4))
-    (c,) = auditor.collectives(program)
-    assert c.runs is None
-
-
-def test_a_computation_that_is_called_twice_sends_twice():
-    called = (
-        "%called (s: bf16[6]) -> bf16[48] {\n  %shard = bf16[6]{0} parameter(0)\n"
-        "  ROOT %g = bf16[48]{0} all-gather(%shard), replica_groups={}, dimensions={0}\n}\n"
-    )
-    calls = [f"%{n} = bf16[48]{{0}} call(%shard), to_apply=%called" for n in "xy"]
-    found = auditor.collectives(schedule(calls, called))
-    assert [(c.kind, c.words) for c in found] == [("all-gather", GATHERED)] * 2
-
-
-def test_collectives_that_xla_combines_in_a_loop_are_one_with_all_their_words():
-    """Nine leaves a layer, in one all-reduce: more than the five after which XLA numbers them."""
-    sizes = (2, 3, 5, 7, 11, 13, 17, 19, 23)
-
-    def layer(xs, _):
-        return jax.tree.map(lambda x, s: jnp.tanh(x + s), xs, jax.lax.psum(xs, "data")), None
-
-    def f(*xs):
-        return jax.lax.scan(layer, xs, None, length=6)[0]
-
-    found = auditor.collectives(compile_on_8(f, *(jnp.ones(n) for n in sizes)))
-    assert len(found) < len(sizes), "nothing was combined: the test shows nothing"
-    assert {c.runs for c in found} == {6}
-    assert sum(c.words for c in found) == 6 * 2 * sum(sizes)
-
-
-# Along which axis.
-
-CUBE = {"replica": 2, "data": 2, "model": 2}
-
-
-@pytest.mark.parametrize(
-    ("text", "axis"),
-    [
-        ("{{0,4},{1,5},{2,6},{3,7}}", "replica"),
-        ("{{0,2},{1,3},{4,6},{5,7}}", "data"),
-        ("{{6,7},{4,5},{2,3},{0,1}}", "model"),  # in any order
-        ("{{0,1,4,5},{2,3,6,7}}", "replica+model"),
-        ("{{0,4,1,5},{2,6,3,7}}", "replica+model"),  # gathered in another order
-        ("{{0,1,2,3,4,5,6,7}}", "replica+data+model"),
-        ("{}", "replica+data+model"),
-        ("{{0,3},{1,2},{4,7},{5,6}}", "?"),
-        ("{{0,1,2},{3,4,5,6,7}}", "?"),
-        ("[4,2]<=[8]", "model"),
-        ("[4,2]<=[4,2]T(1,0)", "data"),  # {0,2} {4,6} {1,3} {5,7}
-        ("[4,2]<=[2,2,2]T(0,2,1)", "data"),
-        ("[2,4]<=[2,2,2]T(1,0,2)", "replica+model"),
-        ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", "replica+model"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", "model"),
-        ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", "data"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", "data"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2}", "replica"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", "replica+model"),
-        ("mesh['axis_0'=8] {'axis_0':(2)4}", "data+model"),
-    ],
-)
-def test_axes_are_found_in_every_spelling_of_groups(text, axis):
-    assert replica_groups.axis_of(text, CUBE) == axis
-
-
-def test_without_a_mesh_only_the_text_can_say():
-    assert replica_groups.axis_of("{{0,1},{2,3}}", None) == "?"
-    assert replica_groups.axis_of("mesh['gpu'=2] {'gpu'}", None) == "gpu"
-
-
-def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():
-    """GSPMD names a mesh of its own; the product's sum runs along what was contracted."""
-    mesh = cube()
-    rows = jax.NamedSharding(mesh, P(("replica", "model"), "data"))
-    columns = jax.NamedSharding(mesh, P("data"))
-    whole = jax.NamedSharding(mesh, P())
-    step = jax.jit(jnp.matmul, in_shardings=(rows, columns), out_shardings=whole)
-    compiled = step.lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
-    found = {c.kind: c.axis for c in auditor.collectives(compiled, dict(mesh.shape))}
-    assert found["all-reduce"] == "data"
-    assert found["all-gather"] == "replica+model"

@@ -4,15 +4,44 @@
 CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of being left out.
 """
 
-import dataclasses
+import functools
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_LIBRARY = os.path.join(os.path.dirname(__file__), "")
+from zero_jax.hlo.source_lines import Frame, frames_of, source_of
+
+_ARRAY = re.compile(r"(?!token|opaque)\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\}|)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
+# These name memory that is there already.
+VIEWS = frozenset(("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple"))
+_SCALAR_CALLS = frozenset(
+    ("reduce", "all-reduce", "reduce-scatter", "scatter", "sort", "reduce-window")
+)
+
+
+class Array(NamedTuple):
+    """One array of a result."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    on_host: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element: of bf16, f8e4m3fn, s4, c64, pred."""
+        digits = re.search(r"\d+", self.dtype)
+        return int(digits[0]) if digits else 8
+
+    @property
+    def bytes(self) -> int:
+        return (self.elements * self.bits + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -25,37 +54,47 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: Mapping[str, str]
 
-    @property
-    def arrays(self) -> list[tuple[str, int]]:
-        """The `(dtype, elements)` of each array in the result."""
-        found = re.findall(r"(?!token|opaque)\b([a-z]\w*)\[([\d,<=]*)\]", self.shape)
-        return [(dtype, product(re.findall(r"\d+", dims))) for dtype, dims in found]
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of the result, tuples flattened."""
+        found = _ARRAY.findall(self.shape)
+        return tuple(
+            Array(dtype, _integers(dims), "S(5)" in layout) for dtype, dims, layout in found
+        )
 
     @property
-    def array_shapes(self) -> list[str]:
-        """The dtype and dims of each array in the result, "bf16[4,8]"."""
-        return re.findall(r"(?!token|opaque)\b[a-z]\w*\[[\d,<=]*\]", self.shape)
-
-    @property
-    def array_bytes(self) -> list[int]:
-        """Bytes of each array in the result, tuples flattened."""
-        return [(count * bits(dtype) + 7) // 8 for dtype, count in self.arrays]
-
-    @property
-    def device_bytes(self) -> list[int]:
-        """The same, 0 for arrays in host memory."""
-        layouts = re.findall(r"(?!token|opaque)\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\}|)", self.shape)
-        sizes = zip(self.array_bytes, layouts, strict=True)
-        return [0 if "S(5)" in layout else size for size, layout in sizes]
+    def bytes(self) -> int:
+        """Bytes of the whole result."""
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def element_counts(self) -> list[int]:
         """How many arrays each element of a tuple holds; [1] for an array."""
         return _element_counts(self.shape)
 
+    @functools.cached_property
+    def kind(self) -> str:
+        """What it does, whether the device waits for it or it only starts here."""
+        return self.opcode.removesuffix("-start")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it only continues or ends what another instruction started."""
+        return self.opcode.endswith(("-update", "-done"))
+
     @property
     def is_parameter(self) -> bool:
         return self.opcode == "parameter"
+
+    @property
+    def config(self) -> str:
+        """What the backend notes of it."""
+        return self.attributes.get("backend_config", "")
+
+    @property
+    def target(self) -> str:
+        """The function that a custom call calls, "" of other instructions."""
+        return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
     def op_name(self) -> str:
@@ -63,10 +102,16 @@ class Instruction:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def called(self) -> list[str]:
-        """Names of the computations it runs, a loop's condition and body excepted."""
-        roles = (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
+        """Names of the computations it runs: a loop's body and condition, branches, what it fuses.
+
+        None where it goes on with what runs already, or calls a scalar function.
+        """
+        if self.goes_on or self.kind in _SCALAR_CALLS:
+            return []
+        roles = ["body", "condition"] if self.kind == "while" else []
+        roles += (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
         return re.findall(r"[\w.\-]+", " ".join(self.attributes[role] for role in roles))
 
     @property
@@ -86,6 +131,12 @@ class Computation:
     root: str
 
     @property
+    def parameters(self) -> list[Instruction]:
+        """What is given to it, in order."""
+        found = [i for i in self.instructions.values() if i.is_parameter]
+        return sorted(found, key=lambda i: int(i.operands[0]))
+
+    @property
     def results(self) -> list[Instruction]:
         """What makes its result: the parts of a tuple, else the root."""
         root = self.instructions[self.root]
@@ -98,23 +149,8 @@ class Computation:
         for position, part in enumerate(self.results):
             same = part.opcode == "get-tuple-element" and int(part.attributes["index"]) == position
             source = self.instructions[part.operands[0]] if same else part
-            flags += [same and source.is_parameter] * len(part.array_bytes)
+            flags += [same and source.is_parameter] * len(part.arrays)
         return tuple(flags)
-
-    def behind(self, instruction: Instruction) -> Instruction:
-        """What an instruction shows in another shape or dtype, itself if it computes."""
-        while instruction.opcode in ("bitcast", "copy", "convert", "reshape"):
-            instruction = self.instructions[instruction.operands[0]]
-        return instruction
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A line of source and the frame that called it (0: none)."""
-
-    file: str
-    line: int
-    parent: int
 
 
 @dataclass(frozen=True)
@@ -128,8 +164,8 @@ class Program:
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
-    frames: Mapping[int, Frame] = dataclasses.field(default_factory=dict)
-    donated: frozenset[int] = frozenset()
+    frames: Mapping[int, Frame]
+    donated: frozenset[int]
 
     def moves_argument(self, computation: Computation, i: Instruction) -> bool:
         """Whether it copies a donated argument that nothing else reads.
@@ -143,21 +179,8 @@ class Program:
         return given.is_parameter and alone and int(given.operands[0]) in self.donated
 
     def source(self, instruction: Instruction) -> str:
-        """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say.
-
-        The innermost line that is not in an installed package, else the innermost.
-        """
-        metadata = instruction.attributes.get("metadata", "")
-        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata):
-            return f"{_short(old[1])}:{old[2]}"
-        found = re.search(r"stack_frame_id=(\d+)", metadata)
-        at = int(found[1]) if found else 0
-        lines: list[Frame] = []
-        while at in self.frames and len(lines) < len(self.frames):
-            lines.append(self.frames[at])
-            at = self.frames[at].parent
-        own = [f for f in lines if not ("-packages" in f.file or f.file.startswith(_LIBRARY))]
-        return next((f"{_short(f.file)}:{f.line}" for f in (*own, *lines)), "")
+        """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say."""
+        return source_of(instruction.attributes.get("metadata", ""), self.frames)
 
 
 def parse(text: str) -> Program:
@@ -181,33 +204,7 @@ def parse(text: str) -> Program:
     head = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     donated = frozenset(map(int, re.findall(r": \((\d+), \{\}, (?:may|must)-alias\)", head)))
-    return Program(computations, entry, product(counts), _frames(text), donated)
-
-
-def _frames(text: str) -> dict[int, Frame]:
-    """The tables of source lines at the head of a module; {} where there are none."""
-    tables: dict[str, dict[int, str]] = {}
-    name = ""
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            name = line
-        elif name and (row := re.match(r"(\d+) (.*)", line)):
-            tables.setdefault(name, {})[int(row[1])] = row[2]
-        elif line.startswith(("%", "ENTRY")):
-            break
-    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
-    frames = {}
-    for key, frame in tables.get("StackFrames", {}).items():
-        place, parent = re.findall(r"=(\d+)", frame)[:2]
-        file, _, number = re.findall(r"=(\d+)", places[int(place)])[:3]
-        # XLA prints the parent plus one, so that a frame without one names itself or 1.
-        frames[key] = Frame(files[int(file)].strip('"'), int(number), int(parent) - 1)
-    return frames
-
-
-def _short(path: str) -> str:
-    """The last folder and the file."""
-    return "/".join(re.split(r"[/\\]", path)[-2:])
+    return Program(computations, entry, math.prod(map(int, counts)), frames_of(text), donated)
 
 
 def _instruction(line: str) -> tuple[Instruction, bool]:
@@ -241,12 +238,6 @@ def _split(text: str, separator: str) -> list[str]:
     return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
 
 
-def bits(dtype: str) -> int:
-    """Bits of one element: of bf16, f8e4m3fn, s4, c64, pred."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
-
-
 def _element_counts(shape: str) -> list[int]:
     if not shape.startswith("("):
         return [0 if shape.startswith(("token", "opaque")) else 1]
@@ -254,6 +245,5 @@ def _element_counts(shape: str) -> list[int]:
     return [sum(_element_counts(part)) for part in _split(inside, ",")]
 
 
-def product(numbers: list[str]) -> int:
-    """The product of decimal numbers, 1 of none."""
-    return math.prod(int(n) for n in numbers)
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))

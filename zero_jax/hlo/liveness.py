@@ -15,20 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from zero_jax.hlo.hlo_text import Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.kernels import UPDATES, reached_in_order, updates
 
-_VIEWS = frozenset(
-    ("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple", "async-update")
-)
-_IN_PLACE = frozenset(("all-reduce-start", "dynamic-update-slice", "scatter"))
-# These read an operand in another order than they write their result.
-_REORDERS = frozenset(
-    (
-        *("broadcast", "concatenate", "convolution", "copy", "custom-call", "dot", "fusion"),
-        *("dynamic-slice", "dynamic-update-slice", "gather", "pad", "reduce", "reduce-window"),
-        *("reshape", "reverse", "scatter", "select-and-scatter", "slice", "sort", "transpose"),
-    )
-)
+_IN_PLACE = UPDATES | {"all-reduce-start"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,8 @@ class _Buffer:
 
     @property
     def shape(self) -> str:
-        return self.made_by.array_shapes[self.position]
+        array = self.made_by.arrays[self.position]
+        return f"{array.dtype}[{','.join(map(str, array.dims))}]"
 
 
 _Flags: TypeAlias = "tuple[bool, ...] | None"  # for each array; None: all True
@@ -130,7 +121,7 @@ class _Liveness:
         meanwhile: list[_Meanwhile] = []
         for time, i in enumerate(instructions):
             operands = [values[name] for name in i.operands if name in values]
-            used = () if i.opcode in _VIEWS else operands  # a view reads nothing
+            used = () if _is_view(i) else operands  # a view reads nothing
             for buffer in (b for operand in used for b in operand):
                 dies[buffer] = time
             if i.opcode == "while":
@@ -157,7 +148,7 @@ class _Liveness:
     def _loop(
         self, i: Instruction, state: list[_Buffer], held: _Held
     ) -> tuple[list[_Buffer], _Meanwhile]:
-        body, condition = (i.attributes[role].lstrip("%") for role in ("body", "condition"))
+        body, condition = i.called
         kept = self.program.computations[body].passed_on
         for position, buffer in enumerate(state):
             buffer.outside |= (i.name, position) in held
@@ -173,8 +164,9 @@ class _Liveness:
         return out, _Meanwhile(buffers, frozenset(own))
 
     def _branches(self, i: Instruction, held: _Held) -> tuple[list[_Buffer], _Meanwhile]:
-        sizes = enumerate(i.device_bytes)
-        out = [_Buffer(size, i, at, (i.name, at) in held) for at, size in sizes]
+        out = _new_buffers(i)
+        for buffer in out:
+            buffer.outside = (i.name, buffer.position) in held
         runs = [self.run(called, None, tuple(b.outside for b in out)) for called in i.called]
         return _update(out), _Meanwhile(max(runs, key=lambda run: run[0])[1], frozenset(out))
 
@@ -185,9 +177,12 @@ class _Liveness:
         operands: list[list[_Buffer]],
         outside: _Flags,
     ) -> list[_Buffer]:
-        """The buffers of an instruction's result, those it shares with operands included."""
+        """The buffers of an instruction's result, those it shares with operands included.
+
+        Of a start those come first that its done is a view of, whatever its shape.
+        """
         flat = [b for operand in operands for b in operand]
-        new = [_Buffer(size, i, at) for at, size in enumerate(i.device_bytes)]
+        new = _new_buffers(i)
         if i.is_parameter or i.opcode == "constant":
             for buffer in new:
                 buffer.outside = outside is None or not i.is_parameter or outside[buffer.position]
@@ -197,30 +192,17 @@ class _Liveness:
             index = int(i.attributes["index"])
             start = sum(counts[:index])
             return operands[0][start : start + counts[index]]
-        if i.opcode in _VIEWS or self.program.moves_argument(computation, i):
+        if _is_view(i) or self.program.moves_argument(computation, i):
             return flat[: len(new)]
         if i.opcode in _IN_PLACE:
             return _update([*flat, *flat][: len(new)])  # 0.12 starts with ((operands), results)
         if i.opcode.endswith("-done"):
-            return self._finished(computation, i, operands[0])
+            return operands[0][: len(new)]
         if i.opcode == "copy-start":  # (destination, source, context)
-            return [new[0], *flat, _Buffer(0, i, 0)]
-        if i.opcode.endswith("-start"):
-            return [*flat, *self._written(i, operands, new[len(flat) :])]
+            return [new[0], *flat]
+        if i.opcode.endswith("-start"):  # ((operands), results, context)
+            return [*self._written(i, operands, new[len(flat) :]), *flat]
         return self._written(i, operands, new)
-
-    def _finished(
-        self, computation: Computation, i: Instruction, started: list[_Buffer]
-    ) -> list[_Buffer]:
-        """A done is a view of the results in what its start (or the updates between) returned."""
-        start = computation.instructions[i.operands[0]]
-        while start.opcode.endswith("-update"):
-            start = computation.instructions[start.operands[0]]
-        if len(started) == len(i.array_bytes) or start.opcode == "copy-start":
-            return started[: len(i.array_bytes)]
-        given = [computation.instructions[operand] for operand in start.operands]
-        passed = sum(len(operand.array_bytes) for operand in given)
-        return started[passed : passed + len(i.array_bytes)]
 
     def _written(
         self, i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]
@@ -228,14 +210,10 @@ class _Liveness:
         """New buffers, but for results that update an operand in place."""
         for position, operand in i.aliases:
             (out[position],) = _update(operands[operand])
-        if not i.opcode.startswith("fusion"):
-            return out
-        inside = self.program.computations[i.called[0]]
-        for position, part in enumerate(map(inside.behind, inside.results)):
-            if part.opcode in ("dynamic-update-slice", "scatter"):
-                updated = inside.behind(inside.instructions[part.operands[0]])
-                buffer = operands[int(updated.operands[0])][0] if updated.is_parameter else None
-                if buffer is not None and buffer.bytes == out[position].bytes:
+        if i.kind == "fusion":
+            for position, _, whole in updates(self.program.computations[i.called[0]]):
+                buffer = operands[int(whole.operands[0])][0]
+                if buffer.bytes == out[position].bytes:
                     (out[position],) = _update([buffer])
         return out
 
@@ -249,8 +227,8 @@ class _Liveness:
         elif i.opcode == "fusion":
             inside = self.program.computations[i.called[0]]
             parts = [part.name for part in inside.results]
-            for parameter in (p for p in inside.instructions.values() if p.is_parameter):
-                reached = _reached_in_order(inside, parameter, i.attributes.get("kind", ""))
+            for parameter in inside.parameters:
+                reached = reached_in_order(inside, parameter, i.attributes.get("kind", ""))
                 (operand,) = operands[int(parameter.operands[0])]
                 pairs += [
                     (b, operand) for b, part in zip(out, parts, strict=True) if part in reached
@@ -306,19 +284,15 @@ def _update(buffers: list[_Buffer]) -> list[_Buffer]:
     return buffers
 
 
-def _reached_in_order(inside: Computation, parameter: Instruction, kind: str) -> set[str]:
-    """What a fusion makes of a parameter element by element; empty if it is read otherwise too."""
-    reached = {parameter.name}
-    for i in inside.instructions.values():
-        if reached.isdisjoint(i.operands) or (kind == "kInput" and i.opcode == "reduce"):
-            continue  # a reduction's kernel reads all of its input before it writes the rest
-        if i.opcode in _REORDERS:
-            return set()
-        reached.add(i.name)
-    return reached
-
-
 def _sums_in_place(i: Instruction) -> bool:
     """A blocking all-reduce of a GPU; CPU devices write their sum elsewhere."""
-    config = i.attributes.get("backend_config", "")
-    return i.opcode == "all-reduce" and "collective_backend_config" in config
+    return i.opcode == "all-reduce" and "collective_backend_config" in i.config
+
+
+def _is_view(i: Instruction) -> bool:
+    return i.opcode in VIEWS or i.opcode.endswith("-update")
+
+
+def _new_buffers(i: Instruction) -> list[_Buffer]:
+    """One for each array of the result; what is in host memory takes no bytes of the device's."""
+    return [_Buffer(0 if a.on_host else a.bytes, i, at) for at, a in enumerate(i.arrays)]

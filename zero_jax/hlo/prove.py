@@ -249,7 +249,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
         "JAX_NUM_CPU_DEVICES": str(devices if target.platform == "cpu" else 1),
         "TPU_SKIP_MDS_QUERY": "1",
         "PYTHONPATH": os.pathsep.join(
-            [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         ),
     }
     command = [sys.executable, "-m", "zero_jax.hlo.prove", str(here)]

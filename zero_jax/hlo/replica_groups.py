@@ -1,99 +1,99 @@
 """Which devices take part in a collective together, and which mesh axis that is.
 
 XLA writes replica groups in three ways: lists of ids, an iota `[groups,size]<=[dims]T(order)`, and
-axes of a mesh by name, which may be a mesh of XLA's own (`axis_0`). All three become rows of device
-positions, and rows become axis names by comparison with the mesh.
+axes of a mesh by name, which may be a mesh of XLA's own (`axis_0`). All three, and the pairs of a
+permute, become rows of device positions, and rows become axis names by comparison with the mesh.
 """
 
 import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from zero_jax.hlo.hlo_text import product
+
+@dataclass(frozen=True)
+class Groups:
+    """Device positions of each group; `names` are the axes that the text names, if it does."""
+
+    rows: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Devices that take part together."""
+        return max(len(set(row)) for row in self.rows)
+
+    def axis(self, mesh: Mapping[str, int] | None) -> str:
+        """The mesh axis that the groups run along.
+
+        Args:
+          mesh: sizes of the mesh's axes by name, in order; None if it is not known.
+
+        Returns:
+          The name; "replica+data" for two axes together, in the order of the mesh; "?" if neither
+          the text nor the mesh says.
+
+        >>> parse("{{0,2},{1,3}}", 4).axis({"replica": 2, "data": 2})
+        'replica'
+        """
+        if mesh is None:
+            return "+".join(self.names) or "?"
+        if self.names and set(self.names) <= set(mesh):
+            return "+".join(axis for axis in mesh if axis in self.names)
+        ids = np.arange(math.prod(mesh.values()))
+        for count in range(1, len(mesh) + 1):
+            for axes in itertools.combinations(mesh, count):
+                along = _along(mesh, {axis: (1, mesh[axis]) for axis in axes}, ids)
+                if _sets(self.rows) == _sets(along.tolist()):
+                    return "+".join(axes)
+        return "?"
 
 
 @functools.lru_cache
-def size_of(text: str, num_devices: int) -> int:
-    """Devices that take part together; `num_devices` if the text names none.
+def parse(text: str, num_devices: int) -> Groups:
+    """The groups that XLA spells so; all of `num_devices` together if the text names none.
 
     Raises:
       ValueError: if the groups cannot be read.
 
-    >>> size_of("[8,4]<=[32]", 32), size_of("mesh['a'=4,'b'=2] {'b'}", 8)
-    (4, 2)
+    >>> parse("[2,2]<=[4]", 4).rows, parse("mesh['a'=4,'b'=2] {'b'}", 8).size
+    (((0, 1), (2, 3)), 2)
     """
-    if text == "{}":
-        return num_devices
     if lists := re.findall(r"\{([\d,]+)\}", text):  # {{0,1},{2,3}}
-        return max(ids.count(",") + 1 for ids in lists)
-    if iota := re.match(r"\[\d+,(\d+)\]<=", text):  # [groups,size]<=[4,2]T(1,0)
-        return int(iota[1])
-    if mesh := re.match(r"mesh\[(.*?)\].*\{(.*)\}$", text):  # mesh['a'=4,'b'=2] {'a':(2)2,'b'}
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])
-        return product([part or sizes[axis] for axis, part in axes])
-    raise ValueError(f"cannot read these replica groups: {text}")
-
-
-def axis_of(text: str, mesh: Mapping[str, int] | None) -> str:
-    """The mesh axis that the groups run along.
-
-    Args:
-      text: the groups as XLA spells them.
-      mesh: sizes of the mesh's axes by name, in order; None if it is not known.
-
-    Returns:
-      The name; "replica+data" for two axes together, in the order of the mesh; "?" if neither the
-      text nor the mesh says.
-
-    >>> axis_of("{{0,2},{1,3}}", {"replica": 2, "data": 2})
-    'replica'
-    """
-    named = re.match(r"mesh\[.*?\].*\{(.*)\}$", text)
-    names = re.findall(r"'([^']*)'", named[1]) if named else []
-    if mesh is None:
-        return "+".join(names) or "?"
-    if names and set(names) <= set(mesh):
-        return "+".join(axis for axis in mesh if axis in names)
-    wanted = _rows(text, math.prod(mesh.values()))
-    for count in range(1, len(mesh) + 1):
-        for axes in itertools.combinations(mesh, count):
-            if _same(wanted, _mesh_rows(mesh, axes)):
-                return "+".join(axes)
-    return "?"
-
-
-def _rows(text: str, num_devices: int) -> np.ndarray:
+        return Groups(tuple(tuple(map(int, ids.split(","))) for ids in lists))
+    names: tuple[str, ...] = ()
     if text == "{}":
-        return np.arange(num_devices)[None]
-    if lists := re.findall(r"\{([\d,]+)\}", text):
-        rows = [[int(i) for i in ids.split(",")] for ids in lists]
-        return np.array(rows) if len({len(row) for row in rows}) == 1 else np.zeros((0, 0))
-    if mesh := re.match(r"mesh\[(.*?)\](.*)\{(.*)\}$", text):
-        return _named_rows(*mesh.groups())
-    iota = re.match(r"\[(\d+),(\d+)\]<=(.*)", text)
-    return _iota(iota[3]).reshape(int(iota[1]), int(iota[2])) if iota else np.zeros((0, 0))
+        rows = np.arange(num_devices)[None]
+    elif iota := re.match(r"\[(\d+),(\d+)\]<=(.*)", text):  # [groups,size]<=[4,2]T(1,0)
+        rows = _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))
+    elif mesh := re.match(r"mesh\[(.*?)\](.*)\{(.*)\}$", text):
+        # mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(2)2,'b'}: half of a, and b
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[3])
+        names = tuple(axis for axis, _, _ in parts)
+        ids = _iota(mesh[2].partition("=")[2] or f"[{math.prod(sizes.values())}]")
+        chosen = {a: (int(before or 1), int(size or sizes[a])) for a, before, size in parts}
+        rows = _along(sizes, chosen, ids)
+    else:
+        raise ValueError(f"cannot read these replica groups: {text}")
+    return Groups(tuple(map(tuple, rows.tolist())), names)
 
 
 def _iota(text: str) -> np.ndarray:
     """Ids in the order of "[4,2]T(1,0)"."""
-    dims, _, order = (re.findall(r"\d+", part) for part in text.partition("T"))
-    ids = np.arange(product(dims)).reshape([int(d) for d in dims])
-    return ids.transpose([int(d) for d in order]) if order else ids
+    dims, _, order = ([int(n) for n in re.findall(r"\d+", part)] for part in text.partition("T"))
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(order) if order else ids
 
 
-def _named_rows(axes: str, order: str, chosen: str) -> np.ndarray:
-    """Rows of "'a'=4,'b'=2", "device_ids=([2,4]T(1,0))", "'a':(2)2,'b'" (half of a, and b)."""
-    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-    parts = {
-        axis: (int(before or 1), int(size or sizes[axis]))
-        for axis, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", chosen)
-    }
-    ids = _iota(order.partition("=")[2] or f"[{math.prod(sizes.values())}]")
+def _along(
+    sizes: Mapping[str, int], parts: Mapping[str, tuple[int, int]], ids: np.ndarray
+) -> np.ndarray:
+    """Rows of ids along a part of each named axis: what is before it, and its size."""
     dims = []  # of each axis: what is before the chosen part, that part, and what is after it
     for axis, size in sizes.items():
         before, mine = parts.get(axis, (size, 1))
@@ -103,15 +103,5 @@ def _named_rows(axes: str, order: str, chosen: str) -> np.ndarray:
     return ids.reshape(-1, math.prod(mine for _, mine in parts.values()))
 
 
-def _mesh_rows(mesh: Mapping[str, int], axes: tuple[str, ...]) -> np.ndarray:
-    ids = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    chosen = [list(mesh).index(axis) for axis in axes]
-    ids = np.moveaxis(ids, chosen, range(ids.ndim - len(chosen), ids.ndim))
-    return ids.reshape(-1, math.prod(mesh[axis] for axis in axes))
-
-
-def _same(rows: np.ndarray, others: np.ndarray) -> bool:
-    def key(array: np.ndarray) -> list[list[int]]:
-        return sorted(sorted(row) for row in array.tolist())
-
-    return rows.shape == others.shape and key(rows) == key(others)
+def _sets(rows: Iterable[Iterable[int]]) -> set[frozenset[int]]:
+    return {frozenset(row) for row in rows}

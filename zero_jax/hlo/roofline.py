@@ -8,31 +8,24 @@ what a ring sends, of which the device waits for what no matrix product covers:
   step = sum of max(FLOPs / peak, bytes / bandwidth) over kernels + exposed wire time.
 """
 
-import math
-import re
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
+from zero_jax.hlo import replica_groups
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import Computation, Instruction, Program, bits
+from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.kernels import traffic_bytes
+from zero_jax.hlo.runs import Cost, Totals
 from zero_jax.hlo.targets import Target
-from zero_jax.hlo.traffic import Collective
-from zero_jax.hlo.trip_counts import trip_count
+from zero_jax.hlo.traffic import KINDS, Collective
 
-# Views, and what moves nothing in device memory by itself; collectives are wire time.
-_NO_KERNEL = {"bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier"}
-_NO_KERNEL |= {"add-dependency", "after-all", "domain", "partition-id", "replica-id", "recv"}
+# What moves nothing in device memory by itself; collectives are wire time.
+_NO_KERNEL = VIEWS | KINDS | {"parameter", "constant", "after-all", "domain", "recv"}
+_NO_KERNEL |= {"partition-id", "replica-id"}
 _RING = {"all-gather", "reduce-scatter", "all-reduce"}
-_TO_ALL, _PAIRWISE = {"all-to-all", "ragged-all-to-all"}, {"collective-permute", "send"}
-_NO_KERNEL |= _RING | _TO_ALL | _PAIRWISE | {"collective-broadcast"}
-_SLICES, _UPDATES = {"slice", "dynamic-slice", "gather"}, {"dynamic-update-slice", "scatter"}
-# Inside a fusion these read of their operand what is read of them.
-_SAME_PLACE = {"bitcast", "copy", "convert", "reshape"}
-# What a kernel updates in place, by the name of the output that this makes.
-_Updates: TypeAlias = Mapping[str, Instruction]
+_TO_ALL = {"all-to-all", "ragged-all-to-all"}
+_CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ def step_time(
 
     Args:
       program: A scheduled program, parsed.
-      collectives: Its collectives, from `sent.of_program`.
+      collectives: Its collectives, from `traffic.of_program`.
       target: From `targets.target`; not "cpu", which comes without peaks. Where the fast wire
         joins fewer or more devices than a host, `dataclasses.replace` its `host_devices`.
       model_flops: FLOPs of a step on one device, without recomputation.
@@ -88,26 +81,26 @@ def step_time(
             f"{target.name!r} comes without the FLOP/s, memory bandwidth and wires that are "
             "needed; take an accelerator, 'h100' say"
         )
-    kernels = _Kernels(program, target)
-    work = kernels.run(program.entry)
+    flops = Flops(program)
+    kernels, work, traffic = _kernels(program, target, flops).computation(program.entry)
     wires = [_wire(c, program.num_devices, target) for c in collectives]
     wire, exposed, sent = (sum(w[part] for w in wires) for part in range(3))
-    seconds = work.seconds + exposed
+    seconds = kernels + exposed
     fraction = model_flops / target.flops / seconds if model_flops and seconds else None
     return StepTime(
         seconds=seconds,
-        kernel_seconds=work.seconds,
-        compute_seconds=work.flops / target.flops,
-        memory_seconds=work.traffic / target.memory_bandwidth,
+        kernel_seconds=kernels,
+        compute_seconds=work / target.flops,
+        memory_seconds=traffic / target.memory_bandwidth,
         wire_seconds=wire,
         exposed_seconds=exposed,
         hidden_seconds=wire - exposed,
-        flops=work.flops,
-        traffic_bytes=work.traffic,
+        flops=int(work),
+        traffic_bytes=int(traffic),
         wire_bytes=sent,
         model_flops_fraction=fraction,
         target=target,
-        assumptions=_assumptions(target, kernels.flops.uncounted(), collectives),
+        assumptions=_assumptions(target, flops.uncounted(), collectives),
     )
 
 
@@ -126,140 +119,21 @@ def format_step_time(t: StepTime) -> str:
     return "\n".join(lines)
 
 
-class _Work(NamedTuple):
-    seconds: float = 0.0
-    flops: int = 0
-    traffic: int = 0  # bytes
+def _kernels(program: Program, target: Target, flops: Flops) -> Totals:
+    """Sums (seconds, FLOPs, bytes of traffic) of the kernels that a program runs."""
+    nothing = (0.0, 0, 0)
 
-    def add(self, other: "_Work", times: int = 1) -> "_Work":
-        seconds, flops, traffic = (times * part for part in other)
-        return _Work(self.seconds + seconds, self.flops + int(flops), self.traffic + int(traffic))
+    def kernel(computation: Computation, i: Instruction) -> Cost | None:
+        if i.kind in _CALLS:
+            return None
+        if i.kind in _NO_KERNEL or i.goes_on:
+            return nothing
+        work = flops.instruction(computation, i)[0]
+        traffic = traffic_bytes(program, computation, i)
+        seconds = max(work / target.flops, traffic / target.memory_bandwidth)
+        return seconds, work, traffic
 
-
-class _Kernels:
-    """Follows what a program runs, and sums what its kernels take."""
-
-    def __init__(self, program: Program, target: Target):
-        self.program, self.target, self.flops = program, target, Flops(program)
-
-    def run(self, name: str) -> _Work:
-        """Work of one run of a computation."""
-        computation, work = self.program.computations[name], _Work()
-        for i in computation.instructions.values():
-            work = work.add(self._instruction(computation, i))
-        return work
-
-    def _instruction(self, computation: Computation, i: Instruction) -> _Work:
-        kind = i.opcode.removesuffix("-start")
-        if kind == "while":
-            return self._loop(computation, i)
-        if kind == "conditional":
-            return max((self.run(name) for name in i.called), default=_Work())
-        if kind in ("call", "async"):
-            return self.run(i.called[0])
-        if kind in _NO_KERNEL or kind.endswith(("-done", "-update")):
-            return _Work()
-        flops = self.flops.instruction(computation, i)
-        traffic = traffic_bytes(self.program, computation, i)
-        compute, memory = flops / self.target.flops, traffic / self.target.memory_bandwidth
-        return _Work(max(compute, memory), flops, traffic)
-
-    def _loop(self, computation: Computation, i: Instruction) -> _Work:
-        trips = trip_count(self.program, computation, i)
-        if trips is None:
-            raise ValueError(
-                f"the loop {i.name} has no trip count in the program, so its seconds are unknown; "
-                "use a loop of fixed length (jax.lax.scan)"
-            )
-        body, condition = (i.attributes[role].lstrip("%") for role in ("body", "condition"))
-        return _Work().add(self.run(body), trips).add(self.run(condition), trips + 1)
-
-
-def traffic_bytes(program: Program, computation: Computation, i: Instruction) -> int:
-    """Bytes that a kernel reads from and writes to device memory.
-
-    Its operands and results; but of an operand that it only slices the slices, and of one that it
-    updates in place the update, which a scatter reads before too.
-    """
-    if i.opcode.startswith("fusion"):
-        inside = program.computations[i.called[0]]
-        outputs, updates = _outputs(inside), _in_place(inside)
-        read = [_demand(inside, name, updates) for name in _parameters(inside)]
-    else:
-        inside, outputs = computation, [i]
-        updates = {i.name: i} if i.opcode in _UPDATES and len(i.arrays) == 1 else {}
-        read = [_read_by(inside, i, at, updates) for at in range(len(i.operands))]
-    values, reads = computation.instructions, dict(zip(i.operands, read, strict=True))
-    traffic = sum(_bytes(values[name], n) for name, n in reads.items() if name in values)
-    if i.opcode == "copy-start":
-        return 2 * traffic  # its result holds the operand too
-    written = (_changed(inside, updates.get(part.name)) for part in outputs)
-    return traffic + sum(_bytes(part, n) for part, n in zip(outputs, written, strict=True))
-
-
-def _demand(inside: Computation, value: str, updates: _Updates) -> float:
-    """Elements of a value that the rest of a fusion reads, infinite for all."""
-    elements = math.inf if value in (part.name for part in _outputs(inside)) else 0.0
-    for user in (i for i in inside.instructions.values() if value in i.operands):
-        if user.opcode in _SAME_PLACE:
-            elements += _demand(inside, user.name, updates)
-        else:
-            ats = (at for at, name in enumerate(user.operands) if name == value)
-            elements += sum(_read_by(inside, user, at, updates) for at in ats)
-    return elements
-
-
-def _read_by(inside: Computation, user: Instruction, at: int, updates: _Updates) -> float:
-    """Elements that an instruction reads of one operand, infinite for all."""
-    if at == 0 and user.opcode in _SLICES:
-        return sum(count for _, count in user.arrays)
-    if at == 0 and user in updates.values():
-        return _changed(inside, user) if user.opcode == "scatter" else 0
-    return math.inf
-
-
-def _in_place(inside: Computation) -> _Updates:
-    """The updates that a fusion makes in the buffer of a parameter."""
-    found = {}
-    for part in _outputs(inside):
-        update = _through(inside, part)
-        users = [i for i in inside.instructions.values() if update.name in i.operands]
-        if update.opcode in _UPDATES and len(users) < 2:  # nobody else reads the whole
-            whole = _through(inside, inside.instructions[update.operands[0]])
-            if whole.opcode == "parameter" and whole.array_bytes == part.array_bytes:
-                found[part.name] = update
-    return found
-
-
-def _through(inside: Computation, i: Instruction) -> Instruction:
-    while i.opcode in _SAME_PLACE:
-        i = inside.instructions[i.operands[0]]
-    return i
-
-
-def _outputs(inside: Computation) -> list[Instruction]:
-    root = inside.instructions[inside.root]
-    names = root.operands if root.opcode == "tuple" else [root.name]
-    return [inside.instructions[name] for name in names]
-
-
-def _parameters(inside: Computation) -> list[str]:
-    found = [i for i in inside.instructions.values() if i.opcode == "parameter"]
-    return [i.name for i in sorted(found, key=lambda i: int(i.operands[0]))]
-
-
-def _changed(inside: Computation, update: Instruction | None) -> float:
-    """Elements that an update writes, infinite (all) where there is none."""
-    if update is None:
-        return math.inf
-    name = update.operands[1 if update.opcode == "dynamic-update-slice" else -1]
-    return sum(count for _, count in inside.instructions[name].arrays)
-
-
-def _bytes(value: Instruction, elements: float) -> int:
-    """Bytes of so many of its elements, at most of all."""
-    whole = sum(value.array_bytes)
-    return int(min([whole, *(elements * bits(dtype) / 8 for dtype, _ in value.arrays)]))
+    return Totals(program, kernel, nothing)
 
 
 def _wire(c: Collective, num_devices: int, target: Target) -> tuple[float, float, float]:
@@ -277,31 +151,13 @@ def _wire(c: Collective, num_devices: int, target: Target) -> tuple[float, float
 
 
 def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
-    """Devices that a collective's first group has on a host, on that with the fewest.
+    """Devices that a collective's group, or pair, has on a host, where these are fewest.
 
-    Devices are numbered host by host, as in a mesh over full hosts; groups that cannot be read are
-    neighbours. A permute that leaves a host anywhere has one device a host.
+    Devices are numbered host by host, as in a mesh over full hosts.
     """
-    if c.kind in _PAIRWISE:
-        pairs = re.findall(r"\{(\d+),(\d+)\}", c.replica_groups)
-        crosses = any(int(a) // host_devices != int(b) // host_devices for a, b in pairs)
-        return 1 if crosses else c.group_size
-    hosts = _first_group(c, num_devices) // host_devices
-    return int(np.unique(hosts, return_counts=True)[1].min())
-
-
-def _first_group(c: Collective, num_devices: int) -> np.ndarray:
-    text, ids = c.replica_groups, np.arange(num_devices)
-    if lists := re.match(r"\{\{([\d,]+)\}", text):  # {{0,1},{2,3}}
-        return np.array([int(n) for n in lists[1].split(",")])
-    if iota := re.match(r"\[.*\]<=\[([\d,]+)\]T\(([\d,]+)\)", text):  # [4,2]<=[2,4]T(1,0)
-        dims, order = ([int(n) for n in part.split(",")] for part in iota.groups())
-        ids = ids.reshape(dims).transpose(order).reshape(-1)
-    elif mesh := re.match(r"mesh\[(.*?)\] \{([^:]*)\}$", text):  # mesh['a'=4,'b'=2] {'b'}
-        sizes = re.findall(r"'([^']*)'=(\d+)", mesh[1])
-        taken = tuple(slice(None) if f"'{axis}'" in mesh[2] else 0 for axis, _ in sizes)
-        ids = ids.reshape([int(size) for _, size in sizes])[taken].reshape(-1)
-    return ids[: c.group_size]
+    groups = replica_groups.parse(c.replica_groups, num_devices).rows
+    hosts = (collections.Counter(device // host_devices for device in group) for group in groups)
+    return min(count for host in hosts for count in host.values())
 
 
 def _assumptions(

@@ -85,42 +85,33 @@ gpu_device_info {{
 """
 
 
+_H100 = Target(
+    "h100",
+    "cuda",
+    "NVIDIA H100 80GB HBM3",
+    memory_bytes=84942979072,
+    flops=989.4e12,
+    memory_bandwidth=3352.32e9,
+    host_devices=8,
+    fast_wire=450e9,  # NVLink 4; one 400 Gb/s card a GPU
+    slow_wire=50e9,
+    host_memory=250 * 10**9,  # DGX: 2 TB for 8
+    compute_capability=(9, 0),
+    cores=132,
+    core_limits=(233472, 232448, 128),
+    l2_bytes=52428800,
+    clock_ghz=1.98,
+)
 TARGETS = {
     target.name: target
     for target in (
-        Target(
-            "h100",
-            "cuda",
-            "NVIDIA H100 80GB HBM3",
-            memory_bytes=84942979072,
-            flops=989.4e12,
-            memory_bandwidth=3352.32e9,
-            host_devices=8,
-            fast_wire=450e9,  # NVLink 4; one 400 Gb/s card a GPU
-            slow_wire=50e9,
-            host_memory=250 * 10**9,  # DGX: 2 TB for 8
-            compute_capability=(9, 0),
-            cores=132,
-            core_limits=(233472, 232448, 128),
-            l2_bytes=52428800,
-            clock_ghz=1.98,
-        ),
-        Target(
-            "h200",
-            "cuda",
-            "NVIDIA H200",
+        _H100,
+        dataclasses.replace(
+            _H100,
+            name="h200",
+            description="NVIDIA H200",
             memory_bytes=151397597184,
-            flops=989.4e12,
             memory_bandwidth=4800e9,
-            host_devices=8,
-            fast_wire=450e9,
-            slow_wire=50e9,
-            host_memory=250 * 10**9,  # DGX: 2 TB for 8
-            compute_capability=(9, 0),
-            cores=132,
-            core_limits=(233472, 232448, 128),
-            l2_bytes=52428800,
-            clock_ghz=1.98,
         ),
         Target(
             "a100",

@@ -6,9 +6,7 @@ section 7): an all-gather or a reduce-scatter of E elements sends E words per de
 being both in a row, 2E.
 """
 
-import dataclasses
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +14,13 @@ from jax.stages import Compiled
 
 from zero_jax.hlo import replica_groups
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import Computation, Instruction, Program, bits, parse
-from zero_jax.hlo.trip_counts import trip_count
+from zero_jax.hlo.hlo_text import Instruction, Program, parse
+from zero_jax.hlo.runs import Run, runs
 
-_KINDS = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}
 _PAIRWISE = {"collective-permute", "send"}
-_RARE_KINDS = {"collective-broadcast", "ragged-all-to-all", "send"}  # data is the first operand
+_FIRST_OPERAND = {"collective-broadcast", "ragged-all-to-all", "send"}  # holds the data
+KINDS = _PAIRWISE | _FIRST_OPERAND | {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+_GROUPS = ("replica_groups", "source_target_pairs", "frontend_attributes")
 
 
 @dataclass(frozen=True)
@@ -119,108 +118,73 @@ def collectives(
 
 def of_program(program: Program, mesh: Mapping[str, int] | None) -> tuple[Collective, ...]:
     """The same, of a parsed program."""
-    return tuple(_Walk(program, mesh).run(program.entry))
+    flops = Flops(program)
+    sending = (run for run in runs(program) if _sends(run.instruction))
+    return tuple(_collective(run, flops, mesh) for run in sending)
 
 
-class _Walk:
-    """Follows what a program runs, and yields the collectives on the way."""
-
-    def __init__(self, program: Program, mesh: Mapping[str, int] | None):
-        self.program, self.mesh = program, mesh
-        self.flops = Flops(program)
-
-    def run(self, name: str) -> Iterator[Collective]:
-        """The collectives of one run of a computation."""
-        computation = self.program.computations[name]
-        for i in computation.instructions.values():
-            kind = i.opcode.removesuffix("-start")
-            if kind in _KINDS | _RARE_KINDS and i.attributes.get("is_host_transfer") != "true":
-                yield self._collective(computation, i, kind)
-            elif kind == "while":
-                yield from self._loop(computation, i)
-            elif not kind.endswith(("-done", "-update")):
-                for c in (c for called in i.called for c in self.run(called)):
-                    conditional = c.conditional or kind == "conditional"
-                    started = kind != i.opcode and not c.asynchronous
-                    flops = self._between(computation, i) if started else c.overlapped_flops
-                    yield dataclasses.replace(
-                        c,
-                        conditional=conditional,
-                        asynchronous=c.asynchronous or started,
-                        overlapped_flops=flops,
-                    )
-
-    def _loop(self, computation: Computation, loop: Instruction) -> Iterator[Collective]:
-        body, condition = (loop.attributes[role].lstrip("%") for role in ("body", "condition"))
-        inner = [(c, 0) for c in self.run(body)]
-        inner += [(c, 1) for c in self.run(condition)]  # which has one run more
-        trips = trip_count(self.program, computation, loop) if inner else None
-        computes = bool(inner) and self._computes(body)
-        for c, extra in inner:
-            runs = None if trips is None or c.runs is None else c.runs * (trips + extra)
-            yield dataclasses.replace(c, runs=runs, in_loop=True, in_layers=c.in_layers or computes)
-
-    def _computes(self, name: str) -> bool:
-        """Whether a computation has matrix products; one that cannot be counted has."""
-        try:
-            return self.flops.computation(name) > 0
-        except ValueError:
-            return True
-
-    def _collective(self, computation: Computation, i: Instruction, kind: str) -> Collective:
-        # Operands look alike everywhere; results differ between plain, start and wrapped forms.
-        names = i.operands[:1] if kind in _RARE_KINDS else i.operands
-        arrays = [array for name in names for array in computation.instructions[name].arrays]
-        group_size, text = _groups(self.program, i)
-        full = group_size if kind == "all-gather" else 1
-        # 0.10 spells blocking collectives of a GPU as start and done too.
-        blocking = '"is_sync":true' in i.attributes.get("backend_config", "")
-        asynchronous = kind != i.opcode and not blocking
-        return Collective(
-            kind=kind,
-            dtype=",".join(sorted({dtype for dtype, _ in arrays})),
-            elements=full * sum(n for _, n in arrays),
-            bytes=full * sum(n * bits(dtype) for dtype, n in arrays) // 8,
-            group_size=group_size,
-            axis="?" if kind in _PAIRWISE else replica_groups.axis_of(text, self.mesh),
-            replica_groups=text,
-            runs=1,
-            name=i.name,
-            op_name=i.op_name,
-            conditional=False,
-            asynchronous=asynchronous,
-            overlapped_flops=self._between(computation, i) if asynchronous else 0,
-            in_loop=False,
-            in_layers=False,
-        )
-
-    def _between(self, computation: Computation, start: Instruction) -> int:
-        """FLOPs scheduled between a start and its done, which are in one computation.
-
-        A loop in between is left out: its products cover the collectives that stand in it.
-        """
-        flops, under_way = 0, {start.name}
-        after = False
-        for i in computation.instructions.values():
-            if i.name == start.name:
-                after = True
-            elif after and not under_way.isdisjoint(i.operands):
-                if i.opcode.endswith("-done"):
-                    return flops
-                under_way.add(i.name)  # an update
-            elif after and i.opcode != "while":
-                flops += self.flops.instruction(computation, i)
-        return flops
+def _sends(i: Instruction) -> bool:
+    return i.kind in KINDS and i.attributes.get("is_host_transfer") != "true"
 
 
-def _groups(program: Program, i: Instruction) -> tuple[int, str]:
-    """Devices per group, and the groups as XLA spells them."""
-    if i.opcode.startswith(("collective-permute", "send")):
-        text = i.attributes.get("source_target_pairs", i.attributes.get("frontend_attributes", ""))
-        pairs = re.findall(r"\{(\d+),(\d+)\}", text)
-        return (1 if pairs and all(a == b for a, b in pairs) else 2), text
-    text = i.attributes.get("replica_groups", "{}")
+def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
+    i = run.instruction
+    # Operands look alike everywhere; results differ between plain, start and wrapped forms.
+    names = i.operands[:1] if i.kind in _FIRST_OPERAND else i.operands
+    arrays = [a for name in names for a in run.computation.instructions[name].arrays]
+    text = next((i.attributes[key] for key in _GROUPS if key in i.attributes), "{}")
     try:
-        return replica_groups.size_of(text, program.num_devices), text
+        groups = replica_groups.parse(text, flops.program.num_devices)
     except ValueError as error:
         raise ValueError(f"cannot read the replica groups of {i.name}: {text}") from error
+    full = groups.size if i.kind == "all-gather" else 1
+    around = [caller.instruction for caller in run.callers]
+    loops = [caller for caller in around if caller.kind == "while"]
+    start = next((r for r in (run, *reversed(run.callers)) if _only_starts(r.instruction)), None)
+    return Collective(
+        kind=i.kind,
+        dtype=",".join(sorted({a.dtype for a in arrays})),
+        elements=full * sum(a.elements for a in arrays),
+        bytes=full * sum(a.elements * a.bits for a in arrays) // 8,
+        group_size=groups.size,
+        axis="?" if i.kind in _PAIRWISE else groups.axis(mesh),
+        replica_groups=text,
+        runs=run.times,
+        name=i.name,
+        op_name=i.op_name,
+        conditional=any(caller.kind == "conditional" for caller in around),
+        asynchronous=start is not None,
+        overlapped_flops=_until_done(start, flops) if start else 0,
+        in_loop=bool(loops),
+        in_layers=any(_computes(loop.called[0], flops) for loop in loops),
+    )
+
+
+def _only_starts(i: Instruction) -> bool:
+    """Whether it goes on beside what follows; 0.10 spells blocking ones of a GPU as starts too."""
+    return i.kind != i.opcode and '"is_sync":true' not in i.config
+
+
+def _computes(name: str, flops: Flops) -> bool:
+    """Whether a computation has matrix products; one that cannot be counted has."""
+    try:
+        return any(flops.computation(name))
+    except ValueError:
+        return True
+
+
+def _until_done(start: Run, flops: Flops) -> int:
+    """FLOPs scheduled between a start and its done, which are in one computation.
+
+    A loop in between is left out: its products cover the collectives that stand in it.
+    """
+    total, under_way = 0, {start.instruction.name}
+    instructions = list(start.computation.instructions.values())
+    for i in instructions[instructions.index(start.instruction) + 1 :]:
+        if not under_way.isdisjoint(i.operands):
+            if i.opcode.endswith("-done"):
+                break
+            under_way.add(i.name)  # an update
+        elif i.opcode != "while":
+            total += int(flops.instruction(start.computation, i)[0])
+    return total

@@ -20,10 +20,9 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
     the loop is run here on what is known of its state: counters that start at a constant and move
     by constants.
     """
-    config = loop.attributes.get("backend_config", "")
-    if known := re.search(r"known_trip_count\W+n\W+(\d+)", config):
+    if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.config):
         return int(known[1])
-    body, condition = (loop.attributes[role].lstrip("%") for role in ("body", "condition"))
+    body, condition = loop.called
     state = _evaluate(program, computation.name, loop.operands[0], ())
     for trips in range(10_000):
         go_on = _evaluate(program, condition, "", (state,))

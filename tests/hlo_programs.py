@@ -1,0 +1,52 @@
+"""Programs for the tests of the audit: compiled for eight CPU devices, or literal text."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from zero_jax.hlo import auditor
+
+P = PartitionSpec
+WHOLE = P()
+
+
+def make_mesh(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def compile_on(mesh, f, *arrays, in_specs=WHOLE, out_specs=WHOLE):
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped).lower(*arrays).compile()
+
+
+def compile_on_8(f, *arrays, **specs):
+    return compile_on(make_mesh((8,), ("data",)), f, *arrays, **specs)
+
+
+def snippet(body, *computations, header="num_partitions=8"):
+    """An HLO module whose entry computation holds `body`."""
+    reduction = (
+        "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
+        "  %b = f32[] parameter(1)\n  ROOT %sum = f32[] add(%a, %b)\n}\n"
+    )
+    entry = "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"
+    return f"HloModule m, is_scheduled=true, {header}\n\n{reduction}\n" + "\n".join(
+        [*computations, entry]
+    )
+
+
+def the_only(compiled):
+    found = auditor.collectives(compiled)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def nested_scans(outer, inner):
+    def step(c, _):
+        return jnp.tanh(c + jax.lax.psum(c, "data")), None
+
+    def layer(c, _):
+        c, _ = jax.lax.scan(step, c, None, length=inner)
+        return c + jax.lax.all_gather(c, "data")[0], None
+
+    return compile_on_8(lambda x: jax.lax.scan(layer, x, None, length=outer)[0], jnp.ones(4))
