@@ -7,7 +7,7 @@ gradients, reduce-scatters them, updates this device's shard and gathers the upd
     sent:   2Ψ words per step: a reduce-scatter of Ψ and a gather of Ψ
 
 which is what the all-reduce of plain data parallelism sends. Inside `shard_map` a transformation
-sees shards only, so `init` refuses those that are not elementwise (elementwise.py).
+sees shards only, so `init` refuses those that are not elementwise (shard_proof.py).
 Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 """
 
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.by_hand import shard
 from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
-from zero_jax.engine.elementwise import require_elementwise
+from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.layout import Split
 from zero_jax.sharding.splitter import Splitter
