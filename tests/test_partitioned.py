@@ -423,10 +423,16 @@ def test_a_row_norm_is_refused_only_where_rows_are_cut():
 
 def test_a_dim_of_one_is_cut_like_any_other():
     """Of (3, 1, 1) over 2 devices the second has padding only."""
-    params = {"w": jax.ShapeDtypeStruct((3, 1, 1), "float32")}
-    assert Splitter(2)(params)[0].shard_shape == (3, 1, 1)
+    params = {"w": jnp.arange(3.0).reshape(3, 1, 1)}
+    cuts = Splitter(2)(params)
+    assert cuts[0].shard_shape == (3, 1, 1)
     with pytest.raises(ValueError, match="^clip_by_global_norm is not elementwise"):
-        require_elementwise(optax.clip_by_global_norm(1.0), params, Splitter(2)(params))
+        require_elementwise(optax.clip_by_global_norm(1.0), params, cuts)
+    run = Run(optax.adam(1e-2), params, 2)
+    state = run.init(params)
+    assert state[0].mu["w"].shape == (3, 2, 1)
+    got, _ = run.step(params, state, run.rows)
+    assert_close(got, plain(optax.adam(1e-2), params, 1)[0])
 
 
 # Errors.

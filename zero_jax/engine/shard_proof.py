@@ -52,17 +52,24 @@ def require_elementwise(
     Raises:
       ValueError: naming the transformation, within a chain the one that is to blame.
     """
-    leaves, treedef = jax.tree.flatten(params)
-
-    def of_shapes(shapes: Sequence[tuple[int, ...]]) -> PyTree:
-        pairs = zip(shapes, leaves, strict=True)
-        return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in pairs])
-
-    # Padded as at rest: so that a dim that is cut is longer than that of a shard, even one of 1.
-    full, piece = of_shapes([c.rest_shape for c in cuts]), of_shapes([c.shard_shape for c in cuts])
+    full, piece = at_rest_and_shard(params, cuts)
     # A thread of its own: here `init` is being traced under the mesh's manual axes.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_require, tx, full, piece).result()
+
+
+def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, PyTree]:
+    """Parameters as they rest and as one shard, abstract.
+
+    At rest a dim that is cut is longer than on a shard, even one of 1, which is padded.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+
+    def of(shapes: Sequence[tuple[int, ...]]) -> PyTree:
+        pairs = zip(shapes, leaves, strict=True)
+        return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in pairs])
+
+    return of([cut.rest_shape for cut in cuts]), of([cut.shard_shape for cut in cuts])
 
 
 def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
