@@ -8,7 +8,7 @@ forecasts (all calls, since nothing is differentiated any more).
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.extend.core as jex
@@ -28,7 +28,7 @@ OWN_GRADIENT = frozenset(("custom_jvp_call", "custom_vjp_call"))
 CALLS = JIT | REMAT | OWN_GRADIENT
 
 
-def is_var(atom: Atom) -> bool:
+def is_var(atom: Atom) -> TypeGuard[jex.Var]:
     """Whether an atom is a variable, not a literal."""
     return not isinstance(atom, jex.Literal)
 

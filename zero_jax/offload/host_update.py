@@ -132,7 +132,7 @@ class Update:
         arrays = [rest[i] for i in places] + [
             rest_of(values[w], cut, self.mesh) for w in recipe.wholes
         ]
-        dtype = program.outputs[at].dtype
+        dtype = program.dtype_of(at)
         target = places.index(own[0] if apply else at)
         if arrays[target].dtype != dtype and not apply:
             target = len(arrays)
