@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from zero_jax.collectives.precision import next_guard
 from zero_jax.engine.optimizer import ZeroState, without_frozen
 from zero_jax.engine.step import Metrics, TrainStep
-from zero_jax.jaxpr.operations import Atom
+from zero_jax.jaxpr.equations import Atom
 from zero_jax.offload import streamable
 from zero_jax.offload.host_update import applied, logical_of, rest_of
 from zero_jax.offload.piece_stream import boxes

@@ -134,8 +134,8 @@ def _alive(jaxpr: Any, weights: dict[Any, Form]) -> list[int]:
     for i, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
             if var in last and var not in weights and hasattr(var.aval, "dtype"):
-                change[i + 1] += bytes_of(var.aval)
-                change[last[var] + 1] -= bytes_of(var.aval)
+                change[i + 1] += bytes_of(var)
+                change[last[var] + 1] -= bytes_of(var)
     alive = [0]
     for step in change[1:-1]:
         alive.append(alive[-1] + step)

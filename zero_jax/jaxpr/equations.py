@@ -59,11 +59,16 @@ def last_reads(jaxpr: Any) -> dict[Any, int]:
     return last | {a: len(jaxpr.eqns) for a in jaxpr.outvars if is_var(a)}
 
 
-def bytes_of(aval: Any) -> int:
-    """What a value takes in memory; keys and tokens, which have no itemsize, are small."""
-    dtype = getattr(aval, "dtype", None)
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """The shape of what it stands for; that of a token is ()."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def bytes_of(atom: Atom) -> int:
+    """What it takes in memory; keys and tokens, which have no itemsize, are small."""
+    dtype = getattr(atom.aval, "dtype", None)
     size = dtype.itemsize if dtype is not None and jnp.issubdtype(dtype, jnp.generic) else 4
-    return math.prod(getattr(aval, "shape", ())) * size
+    return math.prod(shape_of(atom)) * size
 
 
 # What calls, loops and branches run.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.jaxpr.equations import Atom
+from zero_jax.jaxpr.equations import shape_of
 
 ELEMENTWISE = frozenset(
     (
@@ -19,11 +19,6 @@ ELEMENTWISE = frozenset(
         *("shift_right_logical", "shift_right_arithmetic"),
     )
 )
-
-
-def shape_of(atom: Atom) -> tuple[int, ...]:
-    """The shape of what it stands for; that of a token is ()."""
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def runs_on_pieces(eqn: Any, shape: tuple[int, ...]) -> bool:

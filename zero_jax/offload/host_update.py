@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zero_jax.jaxpr.operations import Atom
+from zero_jax.jaxpr.equations import Atom
 from zero_jax.offload.piece_stream import Leaf, stream
 from zero_jax.offload.streamable import owners
 from zero_jax.offload.streamable import program as traced

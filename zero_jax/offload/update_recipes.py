@@ -20,8 +20,8 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.jaxpr.equations import CALLS, Atom, is_var, read, variables, written_out
-from zero_jax.jaxpr.operations import on_piece, runs_on_pieces, shape_of
+from zero_jax.jaxpr.equations import CALLS, Atom, is_var, read, shape_of, variables, written_out
+from zero_jax.jaxpr.operations import on_piece, runs_on_pieces
 from zero_jax.jaxpr.reads import needed
 
 PyTree = Any
