@@ -7,14 +7,15 @@ one that JAX does not have. So the trace says it: whoever reads such a value, or
 through `stop_gradient`. That changes no number, and lowers to nothing.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
-from zero_jax.jaxpr import equations, marks
+from zero_jax.jaxpr import equations, marks, reads
+from zero_jax.jaxpr.equations import is_float, is_var
 
 
 def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any:
@@ -41,54 +42,51 @@ def _settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool], still
     eqns: list[Any] = []
 
     def counts(atom: Any) -> bool:
-        return _is_var(atom) and changed.get(atom, False) and atom in used
+        return is_var(atom) and changed.get(atom, False) and atom in used
 
     for eqn in jaxpr.eqns:
         alive = any(map(counts, eqn.outvars))
-        if alive and equations.inner(eqn) is not None:
+        if alive and _body(eqn) is not None:
             eqn = _inside(eqn, list(map(counts, eqn.invars)), [v in used for v in eqn.outvars])
         atoms = list(eqn.invars)
         for i, atom in enumerate(atoms):
-            idle = not (alive and counts(atom)) and any(map(_is_float, eqn.outvars))
-            if idle and _is_var(atom) and _is_float(atom) and atom not in still:
-                atoms[i] = jex.Var(atom.aval)
-                eqns.append(_stop(atom, atoms[i]))
+            idle = not (alive and counts(atom)) and any(map(is_float, eqn.outvars))
+            if idle and is_var(atom) and is_float(atom) and atom not in still:
+                eqns.append(equations.equation(jax.lax.stop_gradient, [atom]))
+                (atoms[i],) = eqns[-1].outvars
         eqns.append(eqn.replace(invars=atoms))
     new = jex.Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.effects)
     return jex.ClosedJaxpr(new, closed.consts)
 
 
+def _body(eqn: Any) -> Any:
+    """What a call or a scan runs, but for functions that have gradients of their own."""
+    own = eqn.primitive.name in equations.OWN_GRADIENT
+    return None if own else equations.inner(eqn)
+
+
 def _inside(eqn: Any, given: list[bool], made: list[bool]) -> Any:
     """A call or a scan with a body that is settled."""
-    body = equations.inner(eqn)
+    body = _body(eqn)
     if eqn.primitive.name == "scan":
-        consts, carried = equations.scan_parts(eqn)
+        consts, carried = equations.state_of(eqn)
         given = marks.at_rest(body, given, consts, carried, marks.has_gradient)
         made = _carried(body.jaxpr, made, consts, carried)
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    own = _settled(body, given, made, set(body.jaxpr.constvars))
-    closed = hasattr(eqn.params[key], "jaxpr")
-    return eqn.replace(params={**eqn.params, key: own if closed else own.jaxpr})
+    return equations.with_inner(eqn, _settled(body, given, made, set(body.jaxpr.constvars)))
 
 
 def _used(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
     """The variables on which the wanted results depend."""
-    used = {a for a, w in zip(jaxpr.outvars, wanted, strict=True) if w and _is_var(a)}
-    for eqn in reversed(jaxpr.eqns):
-        made = [v in used for v in eqn.outvars]
-        if any(made):
-            reads = zip(eqn.invars, _reads(eqn, made), strict=True)
-            used.update(a for a, read in reads if read and _is_var(a))
-    return used
+    return reads.needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted), _reads)
 
 
-def _reads(eqn: Any, made: list[bool]) -> list[bool]:
+def _reads(eqn: Any, made: list[bool]) -> Sequence[bool]:
     """Which operands those results of an operation depend on."""
-    body = equations.inner(eqn)
-    if body is None:
-        return [True] * len(eqn.invars)
+    body = _body(eqn)
+    if body is None or not any(made):
+        return reads.reads_all(eqn, made)
     if eqn.primitive.name == "scan":
-        made = _carried(body.jaxpr, made, *equations.scan_parts(eqn))
+        made = _carried(body.jaxpr, made, *equations.state_of(eqn))
     used = _used(body.jaxpr, made)
     return [v in used for v in body.jaxpr.invars]
 
@@ -102,16 +100,3 @@ def _carried(body: Any, made: list[bool], consts: int, carried: int) -> list[boo
         if more == made:
             return made
         made = more
-
-
-def _stop(atom: Any, made: Any) -> Any:
-    (eqn,) = jax.make_jaxpr(jax.lax.stop_gradient)(atom.aval).jaxpr.eqns
-    return eqn.replace(invars=[atom], outvars=[made])
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, jex.Literal)
-
-
-def _is_float(atom: Any) -> bool:
-    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.inexact)

@@ -56,7 +56,7 @@ class HostUpdate:
         places = sorted({at, *recipe.inputs, *states, *own})
         arrays = [self.arrays[i] for i in places] + update.wholes(at, values)
         target = places.index(own[0] if own else at)
-        dtype = update.program.outputs[at].dtype
+        dtype = update.program.dtype_of(at)
         if arrays[target].dtype != dtype and not self.apply:
             target = len(arrays)
             arrays.append(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from zero_jax.collectives.precision import unless_skipped
-from zero_jax.jaxpr.operations import Atom
+from zero_jax.jaxpr.equations import Atom
 from zero_jax.offload import streamable
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Split
