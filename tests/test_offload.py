@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 from problems import PROBLEMS, train_zero, ulps, zoo_without_empty
 
 import zero_jax
-from zero_jax import offload
 from zero_jax.engine import offload_check
 from zero_jax.offload import piece_stream, streamable, tiers
+from zero_jax.offload.__main__ import main
 from zero_jax.offload.tiers import Offload, parse
 from zero_jax.sharding import layout
 from zero_jax.sharding.splitter import Splitter
@@ -327,7 +327,7 @@ def fresh(tmp_path, monkeypatch):
 
 
 def test_the_check_passes_here_and_is_remembered(fresh, capsys):
-    assert offload.main(["--check"]) == 0
+    assert main(["--check"]) == 0
     assert capsys.readouterr().out.count("passed: ") == 2
     assert fresh.exists() and jax.__version__ in fresh.name
 
@@ -340,7 +340,7 @@ def test_a_difference_refuses_offload_with_the_versions(fresh, what, monkeypatch
     with pytest.raises(ValueError, match=f"wrong results with jax {jax.__version__}.*FAILED"):
         zero_on(2, offload="optimizer").optimizer(ADAMW)
     assert not fresh.exists()
-    assert offload.main(["--check"]) == 1 and "FAILED: " in capsys.readouterr().out
+    assert main(["--check"]) == 1 and "FAILED: " in capsys.readouterr().out
 
 
 def test_a_cache_that_can_not_be_written_is_left_alone(fresh, tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
 from zero_jax.collectives.by_hand import shard
-from zero_jax.engine import elementwise
 from zero_jax.engine.partitioned import partition_specs, partitioned
+from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.hlo import auditor
 from zero_jax.sharding import paths
 from zero_jax.sharding.splitter import Splitter
@@ -261,6 +261,31 @@ def normalised():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def by_first_norm():
+    """What is not elementwise is where it begins, not what it does."""
+
+    def init(params):
+        return optax.tree.norm(params)
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+def elementwise_but_for_order(u):
+    """Moves elements about and back, and loops."""
+    u = jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, u.T).T
+    return (u.reshape(*u.shape, 1) * 2).reshape(u.shape)
+
+
+def of_leaves(name, fn):
+    """A transformation of each leaf alone, called `name`."""
+
+    def update(updates, params=None):
+        return jax.tree.map(fn, updates)
+
+    update.__name__ = name
+    return rf"stateless\({name}\)", optax.stateless(update)
+
+
 def by_name(params):
     return {name: name == "w" for name in params}
 
@@ -291,6 +316,7 @@ ACCEPTED = {
     "inject": optax.inject_hyperparams(optax.adamw)(learning_rate=WARM),
     "bf16_moment": optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
     "accumulated": optax.MultiSteps(optax.adam(1e-3), 8).gradient_transformation(),
+    "moved": optax.stateless(lambda updates, _: jax.tree.map(elementwise_but_for_order, updates)),
 }
 CLIP = "clip_by_global_norm"
 LONG = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), 8)
@@ -309,20 +335,48 @@ REFUSED = {
     "sm3": ("scale_by_sm3", optax.sm3(1e-3)),
     "lbfgs": ("scale_by_lbfgs", optax.lbfgs(1e-3, memory_size=1)),
     "muon": ("scale_by_muon", contrib.muon(1e-3)),
+    "galore": ("scale_by_galore", contrib.galore(1e-3)),
     "noisy": ("add_noise", optax.noisy_sgd(1e-3, key=0)),
     "own": ("normalised", optax.chain(optax.sgd(0.1), normalised())),
     "inject": (r"inject_hyperparams\(lamb\)", optax.inject_hyperparams(optax.lamb)(1e-3)),
     "if_finite": ("apply_if_finite", optax.apply_if_finite(optax.sgd(0.1), 3)),
+    "size": of_leaves("over_size", lambda u: u / u.size),
+    "power": of_leaves("to_the_power_of_a_size", lambda u: u ** u.shape[0]),
+    "first": of_leaves("times_the_first", lambda u: u * u.ravel()[0]),
+    "sorted": of_leaves("in_order", lambda u: jnp.sort(u, axis=0)),
+    "summed": of_leaves("summed_up", lambda u: jnp.cumsum(u, axis=0)),
+    "index": of_leaves("by_index", lambda u: u * jnp.arange(len(u))[:, None]),
+    "loop": of_leaves("in_a_loop", lambda u: jax.lax.fori_loop(0, 2, lambda _, x: x / x.max(), u)),
+    "branch": of_leaves("if_large", lambda u: jax.lax.cond(u.sum() > 0, jnp.sin, jnp.cos, u)),
+    "init": ("by_first_norm", by_first_norm()),
 }
 ONE = {"w": jax.ShapeDtypeStruct((300, 140), "float32")}  # large enough to be factored
 LARGE = ONE | {"b": jax.ShapeDtypeStruct((9,), "float32")}
 
 
+# The first is large enough to be factored; of the last some leaves are padded, some not cut.
+TREES = {"one": ONE, "large": LARGE, "odd": jax.eval_shape(odd_params)}
+
+
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", [*ACCEPTED, *REFUSED])
+def test_what_is_elementwise_is_accepted_and_others_are_refused_by_name(name, tree, n):
+    params, cuts = TREES[tree], Splitter(n)(TREES[tree])
+    if name in ACCEPTED:
+        require_elementwise(ACCEPTED[name], params, cuts)
+        return
+    culprit, tx = REFUSED[name]
+    # Labels that go by rank, and what can't be run on scalars, hide the one that is to blame.
+    who = culprit if tree == "one" else r"\w+(\(\w+\))?"
+    with pytest.raises(ValueError, match=rf"^{who} .* elementwise.*zero\.optimizer\(tx\)"):
+        require_elementwise(tx, params, cuts)
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_elementwise_transformations_are_accepted(name):
+def test_what_is_accepted_runs_and_can_be_carried(name):
+    """The specs fit, and no state leaf changes its type in a step."""
     tx, n = ACCEPTED[name], 2
-    elementwise.require_elementwise(tx, LARGE, Splitter(n)(LARGE))
-    # And the specs fit, and no state leaf changes its type in a step, so that it can be carried.
     ztx, specs = partitioned(tx), partition_specs(tx, LARGE, n)
 
     def steps(params):
@@ -343,13 +397,6 @@ def rest_state(tx, n):
     return jax.eval_shape(tx.init, jax.tree.unflatten(jax.tree.structure(LARGE), padded))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_others_are_refused_by_name(name):
-    culprit, tx = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"^{culprit} .* elementwise.*zero\.optimizer\(tx\)"):
-        elementwise.require_elementwise(tx, ONE, Splitter(8)(ONE))
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_init_refuses_at_every_n(n):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -358,7 +405,7 @@ def test_init_refuses_at_every_n(n):
 
 
 def test_a_row_norm_is_refused_only_where_rows_are_cut():
-    """The trial cuts along the dims along which the parameters themselves are cut."""
+    """What is shown is shown for the dims along which the parameters themselves are cut."""
 
     def by_rows(updates, params=None):
         return jax.tree.map(lambda u: u / jnp.linalg.norm(u, axis=1, keepdims=True), updates)
@@ -369,9 +416,23 @@ def test_a_row_norm_is_refused_only_where_rows_are_cut():
         cuts = Splitter(8)(params)
         if refused:
             with pytest.raises(ValueError, match=r"stateless\(by_rows\) is not elementwise"):
-                elementwise.require_elementwise(tx, params, cuts)
+                require_elementwise(tx, params, cuts)
         else:
-            elementwise.require_elementwise(tx, params, cuts)
+            require_elementwise(tx, params, cuts)
+
+
+def test_a_dim_of_one_is_cut_like_any_other():
+    """Of (3, 1, 1) over 2 devices the second has padding only."""
+    params = {"w": jnp.arange(3.0).reshape(3, 1, 1)}
+    cuts = Splitter(2)(params)
+    assert cuts[0].shard_shape == (3, 1, 1)
+    with pytest.raises(ValueError, match="^clip_by_global_norm is not elementwise"):
+        require_elementwise(optax.clip_by_global_norm(1.0), params, cuts)
+    run = Run(optax.adam(1e-2), params, 2)
+    state = run.init(params)
+    assert state[0].mu["w"].shape == (3, 2, 1)
+    got, _ = run.step(params, state, run.rows)
+    assert_close(got, plain(optax.adam(1e-2), params, 1)[0])
 
 
 # Errors.

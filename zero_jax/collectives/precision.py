@@ -103,12 +103,12 @@ _LARGE = 1e30
 _DOWN = 2.0**-90
 
 
-def sum_of_squares(x: jax.Array, factor: Any = 1.0) -> jax.Array:
+def sum_of_squares(x: jax.Array, factor: jax.Array | float = 1.0) -> jax.Array:
     """The fp32 sum of the squares of the numbers times a factor."""
     return jnp.sum(jnp.square(x.astype(jnp.float32) * factor))
 
 
-def two_sums(squares: Callable[[Any], jax.Array]) -> jax.Array:
+def two_sums(squares: Callable[[jax.Array | float], jax.Array]) -> jax.Array:
     """Squares of this device's numbers, added up in the first of two, or scaled in the second.
 
     Added over devices, they give `norm_of`. The scaled sum waits for the other, and is one of zeros
@@ -182,3 +182,17 @@ def next_guard(guard: Guard, finite: jax.Array, precision: Precision) -> Guard:
         guard.skipped + skip,
         jnp.where(finite, 0, guard.consecutive + 1).astype(jnp.int32),
     )
+
+
+def unless_skipped(
+    finite: jax.Array | bool, new: jax.Array, old: jax.Array | None = None
+) -> jax.Array:
+    """What a step makes of a value: the new one, or the old one if it is skipped.
+
+    Args:
+      finite: whether every gradient was.
+      new: the value.
+      old: the one before; None for an update, of which -0.0 is left: the addend that changes no bit
+        of any number, -0.0 included.
+    """
+    return jnp.where(finite, new, jnp.full_like(new, -0.0) if old is None else old)

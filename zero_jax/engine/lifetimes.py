@@ -211,7 +211,7 @@ class Reading:
     def _scan(
         self, eqn: Any, forms: dict[Any, Form], loops: int, layer: int | None, opening: Any
     ) -> None:
-        first = sum(equations.scan_parts(eqn))
+        first = sum(equations.state_of(eqn))
         sliced = {}
         body = equations.written_out(equations.inner(eqn)).jaxpr
         for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):

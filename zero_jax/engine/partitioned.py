@@ -7,10 +7,12 @@ gradients, reduce-scatters them, updates this device's shard and gathers the upd
     sent:   2Ψ words per step: a reduce-scatter of Ψ and a gather of Ψ
 
 which is what the all-reduce of plain data parallelism sends. Inside `shard_map` a transformation
-sees shards only, so `init` refuses those that are not elementwise (elementwise.py).
+sees shards only, so `init` refuses those that are not elementwise (shard_proof.py).
 Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.by_hand import shard
 from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
-from zero_jax.engine.elementwise import require_elementwise
+from zero_jax.engine.shard_proof import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.layout import Split
 from zero_jax.sharding.splitter import Splitter
@@ -83,39 +85,55 @@ def partitioned(
             f"partitioned(stage={stage!r}): stage must be 1 or 2 where parameters are replicated. "
             "For stages 0 and 3 use zero_jax.Zero(mesh, stage=3)"
         )
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    inner = optax.with_extra_args_support(tx)
-    wire = Wire(axis_name)
+    own = _OnShards(_plain(tx), axis_name, stage)
+    return Partitioned(own.init, own.update)
 
-    def init(params: PyTree) -> PyTree:
-        cuts = Splitter(_axis_size(axis_name))(params)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnShards:
+    """What `partitioned` was given, and the functions that it returns."""
+
+    tx: optax.GradientTransformation
+    axis: str
+    stage: int
+
+    def init(self, params: PyTree) -> PyTree:
+        shards = _axis_size(self.axis)
         # One device may be many tomorrow, so what is refused there is refused here.
-        trial = cuts if _axis_size(axis_name) > 1 else Splitter(2)(params)
-        require_elementwise(tx, params, trial)
-        return inner.init(shard(params, axis_name=axis_name))
+        require_elementwise(self.tx, params, Splitter(max(shards, 2))(params))
+        return self.tx.init(shard(params, axis_name=self.axis))
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+        self, grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        shards = _axis_size(axis_name)
-        _refuse_summed(grads, axis_name)
+        shards = _axis_size(self.axis)
+        _refuse_summed(grads, self.axis)
         like = grads if params is None else params
         cuts = Splitter(shards)(like)
-        if stage == 1:
+        if self.stage == 1:
             grads = jax.lax.optimization_barrier(grads)
+        own = None if params is None else shard(params, axis_name=self.axis)
+        inner = optax.with_extra_args_support(self.tx)
+        means = _map(self._mean, grads, cuts, like)
+        pieces, state = inner.update(means, state, own, **extra)
+        return _map(self._gathered, pieces, cuts, like), state
 
-        def mean(full: jax.Array, cut: Split, leaf: jax.Array) -> jax.Array:
-            return (reduce_scatter(full, cut, wire) / shards).astype(leaf.dtype)
+    def _mean(self, full: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
+        """This device's shard of the mean over devices."""
+        return (reduce_scatter(full, cut, Wire(self.axis)) / cut.shards).astype(like.dtype)
 
-        def gather(piece: jax.Array, cut: Split, leaf: jax.Array) -> jax.Array:
-            return _gather(piece, cut, axis_name).astype(leaf.dtype)
+    def _gathered(self, piece: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
+        """The full leaf, known to be equal on every device; collectives.gather's is not."""
+        if cut.dim is None:
+            return piece.astype(like.dtype)
+        at = cut.dim % piece.ndim
+        full = jax.lax.all_gather(piece, self.axis, axis=at, tiled=True, to="invarying")
+        full = layout.strip_dim(full, cut.dim, cut.size) if cut.padded else full
+        return full.astype(like.dtype)
 
-        own = None if params is None else shard(params, axis_name=axis_name)
-        pieces, state = inner.update(_map(mean, grads, cuts, like), state, own, **extra)
-        return _map(gather, pieces, cuts, like), state
 
-    return Partitioned(init, update)
+def _plain(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformation:
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
 def partition_specs(
@@ -146,33 +164,21 @@ def partition_specs(
             "partition_specs(tx) needs the transformation that was given to partitioned(tx), "
             "not the one that it returned: partition_specs(optax.adam(1e-3), params, num_shards)"
         )
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
+    tx = _plain(tx)
 
-    def piece(leaf: Any, cut: Split) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(cut.shard_shape, leaf.dtype)
-
-    def spec(full: Any, own: Any) -> PartitionSpec:
+    def spec(full: jax.ShapeDtypeStruct, own: jax.ShapeDtypeStruct) -> PartitionSpec:
         sizes = zip(full.shape, own.shape, strict=True)
         dim = next((d for d, (a, b) in enumerate(sizes) if a != b), None)
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)
 
-    pieces = _map(piece, params, Splitter(num_shards)(params))
-    return jax.tree.map(spec, jax.eval_shape(tx.init, params), jax.eval_shape(tx.init, pieces))
+    trees = at_rest_and_shard(params, Splitter(num_shards)(params))
+    return jax.tree.map(spec, *(jax.eval_shape(tx.init, tree) for tree in trees))
 
 
-def _map(fn: Any, tree: PyTree, cuts: list[Split], *rest: PyTree) -> PyTree:
+def _map(fn: Callable[..., Any], tree: PyTree, cuts: list[Split], *rest: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     others = [jax.tree.leaves(t) for t in rest]
     return jax.tree.unflatten(treedef, [fn(*x) for x in zip(leaves, cuts, *others, strict=True)])
-
-
-def _gather(piece: jax.Array, cut: Split, axis: str) -> jax.Array:
-    """The full leaf, known to be equal on every device; collectives.gather's is not."""
-    if cut.dim is None:
-        return piece
-    full = jax.lax.all_gather(piece, axis, axis=cut.dim % piece.ndim, tiled=True, to="invarying")
-    return layout.strip_dim(full, cut.dim, cut.size) if cut.padded else full
 
 
 def _axis_size(axis: str) -> int:

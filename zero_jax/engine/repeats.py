@@ -7,16 +7,13 @@ found here decides on memory and overlap, never on results.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.extend.core as jex
-import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.engine.weights import Form, follow
-from zero_jax.jaxpr.equations import is_in
+from zero_jax.jaxpr.equations import bytes_of, is_in, last_reads
 
 # A stretch whose own parts repeat over so much of it is several layers.
 _MOST = 0.5
@@ -31,10 +28,13 @@ def runs_of(jaxpr: Any, forms: dict[Any, Form]) -> list[list[list[int]]]:
       forms: of its variables that are leaves, or slices of them, what they are.
     """
     forms = dict(forms)
-    computes, reads = [], []
+    computes, reads, stops = [], [], set()
     for at, eqn in enumerate(jaxpr.eqns):
         mine = [forms[a] for a in eqn.invars if is_in(a, forms)]
         if mine and follow(eqn, forms):
+            continue
+        if eqn.primitive.name == "stop_gradient":
+            stops.add(at)  # goes with what reads it, and is no part of what repeats
             continue
         computes.append(at)
         # Layers differ by their matrices.
@@ -44,7 +44,13 @@ def runs_of(jaxpr: Any, forms: dict[Any, Form]) -> list[list[list[int]]]:
     kinds = np.array([marks.setdefault(key, len(marks)) for key in keys], np.int64)
     alive = _alive(jaxpr, forms)
     found = _within(kinds, reads, [alive[at] for at in computes], 0, len(computes))
-    return [[computes[a:b] for a, b in run] for run in found]
+    own = stops.union(computes)
+
+    def equations(a: int, b: int) -> list[int]:
+        first = computes[a - 1] + 1 if a else 0
+        return [at for at in range(first, computes[b - 1] + 1) if at in own]
+
+    return [[equations(a, b) for a, b in run] for run in found]
 
 
 def _key(eqn: Any, forms: dict[Any, Form]) -> Any:
@@ -132,24 +138,14 @@ def _cut(
 
 def _alive(jaxpr: Any, weights: dict[Any, Form]) -> list[int]:
     """Bytes of activations that are alive before each equation, and after the last."""
-    end = len(jaxpr.eqns)
-    last = {a: end for a in jaxpr.outvars if not isinstance(a, jex.Literal)}
-    for i in range(end - 1, -1, -1):
-        for atom in jaxpr.eqns[i].invars:
-            if not isinstance(atom, jex.Literal):
-                last.setdefault(atom, i)
-    change = [0] * (end + 2)
+    last = last_reads(jaxpr)
+    change = [0] * (len(jaxpr.eqns) + 2)
     for i, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
             if var in last and var not in weights and hasattr(var.aval, "dtype"):
-                change[i + 1] += _bytes(var.aval)
-                change[last[var] + 1] -= _bytes(var.aval)
+                change[i + 1] += bytes_of(var)
+                change[last[var] + 1] -= bytes_of(var)
     alive = [0]
     for step in change[1:-1]:
         alive.append(alive[-1] + step)
     return alive
-
-
-def _bytes(aval: Any) -> int:
-    size = aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.generic) else 4  # keys have none
-    return math.prod(aval.shape) * size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.engine.weights import Apart, Opener, Weight
-from zero_jax.jaxpr import equations
+from zero_jax.jaxpr import equations, reads
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
@@ -53,7 +53,7 @@ def replay(
     has midway."""
     if how.policy.asked is not None:
         return _asked(body, values_of, weights, how, in_loop=in_loop)
-    pure = equations.made_of(body.jaxpr, weights)
+    pure = reads.made_of(body.jaxpr, weights)
     kept: dict[int, Any] = _kept(body.jaxpr, pure, how.policy)
     if midway:
         kept |= _midway(body.jaxpr, pure, kept)
@@ -89,7 +89,7 @@ def _asked(
             return how.evaluate(body, whole, inside)
         layer = Linear.of(body, moving)
         pairs = zip(body.jaxpr.invars, layer.closed.jaxpr.invars, strict=True)
-        pure = equations.made_of(layer.closed.jaxpr, {own for var, own in pairs if var in weights})
+        pure = reads.made_of(layer.closed.jaxpr, {own for var, own in pairs if var in weights})
         kept = _kept(layer.closed.jaxpr, pure, how.policy)
 
         def evaluate(values: Sequence[Any]) -> list[Any]:

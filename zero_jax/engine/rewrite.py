@@ -118,12 +118,12 @@ def evaluate(
 
     def one(at: int) -> None:
         eqn = jaxpr.eqns[at]
-        if not any(isinstance(env.get(a), Weight) for a in eqn.invars if _is_var(a)):
+        if not any(isinstance(env.get(a), Weight) for a in equations.variables([eqn])):
             waiting.append(at)
         elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
             flush()
-            values = [env[a] if _is_var(a) else a.val for a in eqn.invars]
-            stopped = [_is_var(a) and a in idle for a in eqn.invars]
+            values = [equations.read(env, a) for a in eqn.invars]
+            stopped = [equations.is_in(a, idle) for a in eqn.invars]
             env.update(zip(eqn.outvars, _equation(eqn, values, stopped, how), strict=True))
 
     at = 0
@@ -146,11 +146,7 @@ def evaluate(
                     env[var] = tap(env[var], kept[at])
         at += 1
     flush()
-    return [env[a] if _is_var(a) else a.val for a in jaxpr.outvars]
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, jex.Literal)
+    return [equations.read(env, a) for a in jaxpr.outvars]
 
 
 def _equation(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
@@ -214,7 +210,7 @@ def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any])
 
 def _scan(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
     """A scan over weights: slices of shards are gathered in its body, the rest before it."""
-    consts, carried = equations.scan_parts(eqn)
+    consts, carried = equations.state_of(eqn)
     loop = Loop(eqn, consts, carried, values)
     given = [*loop.others, *loop.slices.arrays]
     if how.open is not None:

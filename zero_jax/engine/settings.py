@@ -12,7 +12,7 @@ from zero_jax.collectives.precision import Precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
-from zero_jax.engine.optimizer import Frozen
+from zero_jax.engine.transformations import Frozen
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import (

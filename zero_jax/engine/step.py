@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.cluster.processes import check_agreement
+from zero_jax.collectives.precision import Guard
 from zero_jax.engine import grads
 from zero_jax.engine.compiler import Program
 from zero_jax.engine.optimizer import ZeroState, ZeroTransform
@@ -46,6 +47,20 @@ class Metrics(NamedTuple):
     skipped_in_a_row: jax.Array
     loss_scale: jax.Array
     aux: Any = None
+
+
+def reported(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
+    """What a step reports, of its gradients, the guard after it and its loss scale."""
+    return Metrics(
+        loss=out.loss,
+        grad_norm=out.grad_norm,
+        weight=out.weight,
+        skipped=guard.skipped,
+        # A buffer of its own: the guard's is donated to the next step.
+        skipped_in_a_row=guard.consecutive + jnp.zeros((), jnp.int32),
+        loss_scale=scale,
+        aux=out.aux,
+    )
 
 
 class TrainStep:
@@ -101,18 +116,7 @@ class TrainStep:
             params, opt_state = self._tx.apply(
                 out.grads, opt_state, params, finite=out.finite, value=out.loss
             )
-        guard = opt_state.guard
-        metrics = Metrics(
-            loss=out.loss,
-            grad_norm=out.grad_norm,
-            weight=out.weight,
-            skipped=guard.skipped,
-            # A buffer of its own: the guard's is donated to the next step.
-            skipped_in_a_row=guard.consecutive + jnp.zeros((), jnp.int32),
-            loss_scale=scale,
-            aux=out.aux,
-        )
-        return params, opt_state, metrics
+        return params, opt_state, reported(out, opt_state.guard, scale)
 
     def __call__(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any

@@ -7,14 +7,15 @@ one that JAX does not have. So the trace says it: whoever reads such a value, or
 through `stop_gradient`. That changes no number, and lowers to nothing.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
-from zero_jax.jaxpr import equations, marks
+from zero_jax.jaxpr import equations, marks, reads
+from zero_jax.jaxpr.equations import is_float, is_var
 
 
 def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any:
@@ -35,64 +36,59 @@ def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any
     eqns: list[Any] = []
 
     def counts(atom: Any) -> bool:
-        return _is_var(atom) and changed.get(atom, False) and atom in used
+        return is_var(atom) and changed.get(atom, False) and atom in used
 
     def read(atom: Any) -> Any:
         """The same without a derivative."""
-        if not _is_var(atom) or not _is_float(atom):
+        if not is_var(atom) or not is_float(atom):
             return atom
-        (stop,) = jax.make_jaxpr(jax.lax.stop_gradient)(atom.aval).jaxpr.eqns
-        made = jex.Var(atom.aval)
-        eqns.append(stop.replace(invars=[atom], outvars=[made]))
-        return made
+        eqns.append(equations.equation(jax.lax.stop_gradient, [atom]))
+        return eqns[-1].outvars[0]
 
     for eqn in jaxpr.eqns:
         alive = any(map(counts, eqn.outvars))
-        if alive and equations.inner(eqn) is not None:
+        if alive and _body(eqn) is not None:
             eqn = _inside(eqn, list(map(counts, eqn.invars)), [v in used for v in eqn.outvars])
-        floats = any(map(_is_float, eqn.outvars))
+        floats = any(map(is_float, eqn.outvars))
         atoms = [read(a) if floats and not (alive and counts(a)) else a for a in eqn.invars]
         eqns.append(eqn.replace(invars=atoms))
     # To return a value is to read it.
     pairs = zip(jaxpr.outvars, wanted, strict=True)
     outvars = [
-        a if own or not (_is_var(a) and changed.get(a, False)) else read(a) for a, own in pairs
+        a if own or not (is_var(a) and changed.get(a, False)) else read(a) for a, own in pairs
     ]
     new = jex.Jaxpr(jaxpr.constvars, jaxpr.invars, outvars, eqns, jaxpr.effects)
     return jex.ClosedJaxpr(new, closed.consts)
 
 
+def _body(eqn: Any) -> Any:
+    """What a call or a scan runs, but for functions that have gradients of their own."""
+    own = eqn.primitive.name in equations.OWN_GRADIENT
+    return None if own else equations.inner(eqn)
+
+
 def _inside(eqn: Any, given: list[bool], made: list[bool]) -> Any:
     """A call or a scan with a body that is settled."""
-    body = equations.inner(eqn)
+    body = _body(eqn)
     if eqn.primitive.name == "scan":
-        consts, carried = equations.scan_parts(eqn)
+        consts, carried = equations.state_of(eqn)
         given = marks.at_rest(body, given, consts, carried, marks.HAS_GRADIENT)
         made = _carried(body.jaxpr, made, consts, carried)
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    own = settled(body, given, made)
-    closed = hasattr(eqn.params[key], "jaxpr")
-    return eqn.replace(params={**eqn.params, key: own if closed else own.jaxpr})
+    return equations.with_inner(eqn, settled(body, given, made))
 
 
 def _used(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
     """The variables on which the wanted results depend."""
-    used = {a for a, w in zip(jaxpr.outvars, wanted, strict=True) if w and _is_var(a)}
-    for eqn in reversed(jaxpr.eqns):
-        made = [v in used for v in eqn.outvars]
-        if any(made):
-            reads = zip(eqn.invars, _reads(eqn, made), strict=True)
-            used.update(a for a, read in reads if read and _is_var(a))
-    return used
+    return reads.needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted), _reads)
 
 
-def _reads(eqn: Any, made: list[bool]) -> list[bool]:
+def _reads(eqn: Any, made: list[bool]) -> Sequence[bool]:
     """Which operands those results of an operation depend on."""
-    body = equations.inner(eqn)
-    if body is None:
-        return [True] * len(eqn.invars)
+    body = _body(eqn)
+    if body is None or not any(made):
+        return reads.reads_all(eqn, made)
     if eqn.primitive.name == "scan":
-        made = _carried(body.jaxpr, made, *equations.scan_parts(eqn))
+        made = _carried(body.jaxpr, made, *equations.state_of(eqn))
     used = _used(body.jaxpr, made)
     return [v in used for v in body.jaxpr.invars]
 
@@ -106,11 +102,3 @@ def _carried(body: Any, made: list[bool], consts: int, carried: int) -> list[boo
         if more == made:
             return made
         made = more
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, jex.Literal)
-
-
-def _is_float(atom: Any) -> bool:
-    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.inexact)

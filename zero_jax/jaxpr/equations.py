@@ -1,13 +1,20 @@
-"""Small tools on jaxprs: what an equation runs, one equation as a function, calls written out."""
+"""Traces, equation by equation: which are calls and loops, what they run, and one of them alone.
 
-import itertools
+A jaxpr with its calls written out is what everything else reads: the engine (`jit` calls only,
+since a `jax.checkpoint` is a layer and a `custom_vjp` keeps its gradient), updates in pieces and
+forecasts (all calls, since nothing is differentiated any more).
+"""
+
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
+Atom = jex.Var | jex.Literal
 # Operations that only re-arrange a leaf: they wait until it is gathered for one that computes.
 LAYOUT = frozenset(
     (
@@ -17,31 +24,133 @@ LAYOUT = frozenset(
 )
 JIT = frozenset(("jit", "pjit", "closed_call", "core_call"))
 REMAT = frozenset(("remat2", "checkpoint", "remat"))
+OWN_GRADIENT = frozenset(("custom_jvp_call", "custom_vjp_call"))
+CALLS = JIT | REMAT | OWN_GRADIENT
+
+
+def is_var(atom: Atom) -> TypeGuard[jex.Var]:
+    """Whether an atom is a variable, not a literal."""
+    return not isinstance(atom, jex.Literal)
+
+
+def is_in(atom: Atom, variables: Container[Any]) -> bool:
+    """Whether an atom is one of these variables; literals are not."""
+    return is_var(atom) and atom in variables
+
+
+def is_float(atom: Atom) -> bool:
+    """Whether an atom is an array that can have a derivative."""
+    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def read(env: Mapping[Any, Any], atom: Atom) -> Any:
+    """An atom's value, given those of variables."""
+    return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+
+def variables(eqns: Iterable[Any]) -> list[Any]:
+    """All that these equations read, but literals."""
+    return [a for e in eqns for a in e.invars if is_var(a)]
+
+
+def last_reads(jaxpr: Any) -> dict[Any, int]:
+    """Of each variable that is read the last equation that does; results are, after all of them."""
+    last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in variables([eqn])}
+    return last | {a: len(jaxpr.eqns) for a in jaxpr.outvars if is_var(a)}
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """The shape of what it stands for; that of a token is ()."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def bytes_of(atom: Atom) -> int:
+    """What it takes in memory; keys and tokens, which have no itemsize, are small."""
+    dtype = getattr(atom.aval, "dtype", None)
+    size = dtype.itemsize if dtype is not None and jnp.issubdtype(dtype, jnp.generic) else 4
+    return math.prod(shape_of(atom)) * size
+
+
+# What calls, loops and branches run.
+
+
+def as_closed(jaxpr: Any) -> jex.ClosedJaxpr:
+    """A jaxpr without constants of its own as a closed one; a closed one as it is."""
+    return jaxpr if hasattr(jaxpr, "jaxpr") else jex.ClosedJaxpr(jaxpr, ())
 
 
 def inner(eqn: Any) -> Any:
-    """The jaxpr that a call-like equation runs on its inputs, one to one, or None."""
-    if eqn.primitive.name not in JIT | REMAT | {"scan"}:
+    """The jaxpr that a call or a scan runs on its inputs, one to one, or None."""
+    if eqn.primitive.name not in CALLS | {"scan"}:
         return None
-    found = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-    return found if found is None or hasattr(found, "jaxpr") else jex.ClosedJaxpr(found, ())
+    return as_closed(eqn.params[_key(eqn)])
 
 
-def is_in(atom: Any, variables: Any) -> bool:
-    """Whether an atom is one of these variables; literals are not."""
-    return not isinstance(atom, jex.Literal) and atom in variables
+def with_inner(eqn: Any, body: jex.ClosedJaxpr) -> Any:
+    """The call or scan that runs another jaxpr."""
+    key = _key(eqn)
+    is_closed = hasattr(eqn.params[key], "jaxpr")
+    return eqn.replace(params={**eqn.params, key: body if is_closed else body.jaxpr})
+
+
+def _key(eqn: Any) -> str:
+    return "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+
+
+def bodies(eqn: Any) -> list[tuple[jex.ClosedJaxpr, int]]:
+    """What a loop or a branch runs, each with the first of the inputs that it is given."""
+    if eqn.primitive.name == "cond":
+        return [(branch, 1) for branch in eqn.params["branches"]]
+    if eqn.primitive.name == "while":
+        return [(eqn.params["body_jaxpr"], eqn.params["cond_nconsts"])]
+    return [(inner(eqn), 0)] if eqn.primitive.name == "scan" else []
+
+
+def state_of(eqn: Any) -> tuple[int, int]:
+    """The first of a loop's inputs that it carries from turn to turn, and how many it carries.
+
+    Before a scan's come constants, after them slices. Told by rank, since the names of a scan's
+    parameters differ between versions of JAX.
+    """
+    if eqn.primitive.name == "while":
+        return len(eqn.invars) - len(eqn.outvars), len(eqn.outvars)
+    body = inner(eqn).jaxpr
+    carried = sum(
+        len(a.aval.shape) == len(b.aval.shape)
+        for a, b in zip(body.outvars, eqn.outvars, strict=True)
+    )
+    sliced = sum(
+        len(a.aval.shape) < len(b.aval.shape) for a, b in zip(body.invars, eqn.invars, strict=True)
+    )
+    return len(eqn.invars) - sliced - carried, carried
 
 
 def names_in(jaxpr: Any) -> set[str]:
     """Every name that values are marked with, at any depth."""
     found = {e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
-    for eqn in jaxpr.eqns:
-        for param in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
-        ):
-            body = getattr(param, "jaxpr", param)
-            found |= names_in(body) if hasattr(body, "eqns") else set()
-    return found
+    inside = (body for e in jaxpr.eqns for body in jex.jaxprs_in_params(e.params))
+    return found.union(*map(names_in, inside))
+
+
+def products(jaxpr: Any) -> list[int]:
+    """Of each equation the multiplications in matrix products, loops and calls looked into."""
+    return [_products(eqn) for eqn in jaxpr.eqns]
+
+
+def _products(eqn: Any) -> int:
+    if eqn.primitive.name == "dot_general":
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in summed)
+    if eqn.primitive.name == "conv_general_dilated":
+        outputs = eqn.params["dimension_numbers"].rhs_spec[0]
+        kernel = eqn.invars[1].aval.shape
+        return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(kernel[outputs], 1)
+    inside = (sum(products(body)) for body in jex.jaxprs_in_params(eqn.params))
+    return eqn.params.get("length", 1) * max(inside, default=0)
+
+
+# One equation, and jaxprs made of others' equations.
 
 
 def function(eqn: Any) -> Callable[..., list[Any]]:
@@ -53,35 +162,71 @@ def function(eqn: Any) -> Callable[..., list[Any]]:
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 
-def written_out(closed: Any) -> Any:
-    """The same jaxpr with its `jit` calls written out in place, at every depth of calls."""
-    eqns: list[Any] = []
-    consts: dict[Any, Any] = {}
+def equation(fun: Callable[..., Any], atoms: Sequence[Atom]) -> Any:
+    """The equation that does to these atoms what a function of one operation does."""
+    (eqn,) = jax.make_jaxpr(fun)(*(a.aval for a in atoms)).jaxpr.eqns
+    return eqn.replace(invars=list(atoms), outvars=[jex.Var(v.aval) for v in eqn.outvars])
 
-    def run(body: Any, given: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        env = dict(zip(body.invars, given, strict=True))
-        for var, const in zip(body.constvars, own, strict=True):
+
+def written_out(
+    closed: jex.ClosedJaxpr, calls: frozenset[str] = JIT, *, branches: bool = False
+) -> jex.ClosedJaxpr:
+    """The same jaxpr with its calls written out in place, at every depth of calls.
+
+    Args:
+      closed: the jaxpr.
+      calls: the primitives that are written out. Loops never are.
+      branches: whether those of a `cond` are too: all are computed, and of their results one is
+        chosen, which changes no value.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.checkpoint(jax.jit(jnp.sin))(x) + 1)(1.0)
+    >>> [eqn.primitive.name for eqn in written_out(program, CALLS).jaxpr.eqns]
+    ['sin', 'add']
+    """
+    body, flat = closed.jaxpr, _Flat(calls, branches)
+    outvars = flat.run(closed, body.invars)
+    jaxpr = jex.Jaxpr(list(flat.consts), body.invars, outvars, flat.eqns, body.effects)
+    return jex.ClosedJaxpr(jaxpr, list(flat.consts.values()))
+
+
+@dataclass
+class _Flat:
+    """Equations that are written out one after the other, and the constants that they read."""
+
+    calls: frozenset[str]
+    branches: bool
+    eqns: list[Any] = field(default_factory=list)
+    consts: dict[Any, Any] = field(default_factory=dict)
+
+    def run(self, closed: Any, given: Sequence[Atom]) -> list[Atom]:
+        """Writes a jaxpr out on these inputs; returns its results."""
+        body = closed.jaxpr
+        env: dict[Any, Atom] = dict(zip(body.invars, given, strict=True))
+        for var, const in zip(body.constvars, closed.consts, strict=True):
             env[var] = jex.Var(var.aval)
-            consts[env[var]] = const
+            self.consts[env[var]] = const
 
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, jex.Literal) else env[atom]
+        def own(atom: Atom) -> Atom:
+            return env[atom] if is_var(atom) else atom
 
         for eqn in body.eqns:
-            atoms = [read(a) for a in eqn.invars]
-            if eqn.primitive.name in JIT:
-                called = inner(eqn)
-                outs = run(called.jaxpr, atoms, called.consts)
-            else:
-                outs = [jex.Var(v.aval) for v in eqn.outvars]
-                eqns.append(eqn.replace(invars=atoms, outvars=outs))
+            outs = self._one(eqn, [own(a) for a in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(a) for a in body.outvars]
+        return [own(a) for a in body.outvars]
 
-    body = closed.jaxpr
-    outvars = run(body, body.invars, closed.consts)
-    jaxpr = jex.Jaxpr(list(consts), body.invars, outvars, eqns, body.effects)
-    return jex.ClosedJaxpr(jaxpr, list(consts.values()))
+    def _one(self, eqn: Any, atoms: list[Atom]) -> Sequence[Atom]:
+        if eqn.primitive.name in self.calls:
+            return self.run(inner(eqn), atoms)
+        if eqn.primitive.name == "cond" and self.branches:
+            cases = [self.run(branch, atoms[first:]) for branch, first in bodies(eqn)]
+            chosen = [
+                equation(jax.lax.select_n, [atoms[0], *case]) for case in zip(*cases, strict=True)
+            ]
+            self.eqns += chosen
+            return [eqn.outvars[0] for eqn in chosen]
+        outs = [jex.Var(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=atoms, outvars=outs))
+        return outs
 
 
 def without_derivative(jaxpr: Any) -> set[Any]:
@@ -94,78 +239,13 @@ class Stretches:
 
     def __init__(self, jaxpr: Any):
         self._jaxpr = jaxpr
-        self.last_read = {v: at for at, e in enumerate(jaxpr.eqns) for v in _variables([e])}
-        returned = [a for a in jaxpr.outvars if not isinstance(a, jex.Literal)]
-        self.last_read.update((v, len(jaxpr.eqns)) for v in returned)
+        self.last_read = last_reads(jaxpr)
 
     def __call__(self, part: Sequence[int]) -> Any:
         """From what these equations read to what is read after the last of them."""
         eqns = [self._jaxpr.eqns[at] for at in part]
         made = {v for e in eqns for v in e.outvars}
-        given = list(dict.fromkeys(a for a in _variables(eqns) if a not in made))
+        given = list(dict.fromkeys(a for a in variables(eqns) if a not in made))
         results = [v for e in eqns for v in e.outvars if self.last_read.get(v, -1) > part[-1]]
         effects = set().union(*(e.effects for e in eqns))
         return jex.ClosedJaxpr(jex.Jaxpr((), given, results, eqns, effects), ())
-
-
-def _variables(eqns: Sequence[Any]) -> list[Any]:
-    return [a for e in eqns for a in e.invars if not isinstance(a, jex.Literal)]
-
-
-def read_inputs(jaxpr: Any) -> list[bool]:
-    """For each input of a jaxpr whether some result depends on it."""
-    needed = {a for a in jaxpr.outvars if not isinstance(a, jex.Literal)}
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            read = [True] * len(eqn.invars)
-            if eqn.primitive.name == "custom_vjp_call":
-                # Differentiated already: a call like any other.
-                read = read_inputs(eqn.params["call_jaxpr"].jaxpr)
-            atoms = itertools.compress(eqn.invars, read)
-            needed.update(a for a in atoms if not isinstance(a, jex.Literal))
-    return [var in needed for var in jaxpr.invars]
-
-
-def made_of(jaxpr: Any, inputs: set[Any]) -> set[Any]:
-    """The variables that are made of these inputs and constants alone, and the inputs."""
-    made, constant = set(inputs), set(jaxpr.constvars)
-    for eqn in jaxpr.eqns:
-        read = set(_variables([eqn]))
-        if read <= made | constant:
-            (made if read & made else constant).update(eqn.outvars)
-    return made
-
-
-def scan_parts(eqn: Any) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many its carry; slices are the rest.
-
-    Told by rank, since the names of a scan's parameters differ between versions of JAX.
-    """
-    body = inner(eqn).jaxpr
-    carried = sum(
-        len(a.aval.shape) == len(b.aval.shape)
-        for a, b in zip(body.outvars, eqn.outvars, strict=True)
-    )
-    sliced = sum(
-        len(a.aval.shape) < len(b.aval.shape) for a, b in zip(body.invars, eqn.invars, strict=True)
-    )
-    return len(eqn.invars) - sliced - carried, carried
-
-
-def products(jaxpr: Any) -> list[int]:
-    """Of each equation the multiplications in matrix products, loops and calls looked into."""
-    return [_products(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns]
-
-
-def _products(eqn: Any) -> int:
-    if eqn.primitive.name == "dot_general":
-        (summed, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in summed)
-    if eqn.primitive.name == "conv_general_dilated":
-        outputs = eqn.params["dimension_numbers"].rhs_spec[0]
-        kernel = eqn.invars[1].aval.shape
-        return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(kernel[outputs], 1)
-    bodies = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
-    bodies += eqn.params.get("branches", ())
-    return eqn.params.get("length", 1) * max((sum(products(b)) for b in bodies), default=0)

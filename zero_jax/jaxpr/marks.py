@@ -8,9 +8,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.extend.core as jex
-import jax.numpy as jnp
-
 from zero_jax.jaxpr import equations
 
 _ALIKE = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
@@ -43,39 +40,38 @@ def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
     [False, True]
     """
     env = spread(closed, marks, rule)
-    outs = getattr(closed, "jaxpr", closed).outvars
-    return [not isinstance(a, jex.Literal) and env.get(a, False) for a in outs]
+    return [_is_marked(a, env) for a in closed.jaxpr.outvars]
 
 
 def spread(closed: Any, marks: Sequence[bool], rule: Rule) -> dict[Any, bool]:
     """The same of all its variables."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    env = dict(zip(jaxpr.invars, marks, strict=True))
-
-    def read(atom: Any) -> bool:
-        return not isinstance(atom, jex.Literal) and env.get(atom, False)
-
-    for eqn in jaxpr.eqns:
-        made = _through(eqn, [read(a) for a in eqn.invars], rule)
+    env = dict(zip(closed.jaxpr.invars, marks, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        made = _through(eqn, [_is_marked(a, env) for a in eqn.invars], rule)
         env.update(zip(eqn.outvars, made, strict=True))
     return env
 
 
+def _is_marked(atom: Any, env: dict[Any, bool]) -> bool:
+    return equations.is_var(atom) and env.get(atom, False)
+
+
 def _through(eqn: Any, given: list[bool], rule: Rule) -> list[bool]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        consts, carried = equations.scan_parts(eqn)
-        body = equations.inner(eqn)
-        return marked(body, at_rest(body, given, consts, carried, rule), rule)
-    if name == "while":
-        return _while(params, given, rule)
-    if name == "cond":
-        branches = [marked(b, given[1:], rule) for b in params["branches"]]
+    runs = equations.bodies(eqn)
+    if eqn.primitive.name == "cond":
+        branches = [marked(branch, given[first:], rule) for branch, first in runs]
         return [given[0] or any(each) for each in zip(*branches, strict=True)]
-    body = equations.inner(eqn) or params.get("call_jaxpr") or params.get("fun_jaxpr")
-    known = body is not None and len(getattr(body, "jaxpr", body).invars) == len(given)
-    if known and name not in rule.whole:
-        return marked(body, given, rule)
+    if runs:
+        ((body, first),), (start, count) = runs, equations.state_of(eqn)
+        inside = at_rest(body, given[first:], start - first, count, rule)
+        if eqn.primitive.name == "scan":
+            return marked(body, inside, rule)
+        state, test = inside[start - first :], eqn.params["cond_jaxpr"]
+        ends = marked(test, given[:first] + state, rule)
+        return [m or any(ends) for m in state]
+    called = equations.inner(eqn)
+    if called is not None and eqn.primitive.name not in rule.whole:
+        return marked(called, given, rule)
     return [rule.through(eqn, any(given))] * len(eqn.outvars)
 
 
@@ -89,14 +85,6 @@ def at_rest(body: Any, given: Sequence[bool], consts: int, carried: int, rule: R
         if more == state:
             return given
         given[consts : consts + carried] = more
-
-
-def _while(params: Any, given: list[bool], rule: Rule) -> list[bool]:
-    tests, fixed = params["cond_nconsts"], params["body_nconsts"]
-    state = given[tests + fixed :]
-    made = at_rest(params["body_jaxpr"], given[tests:], fixed, len(state), rule)[fixed:]
-    ends = marked(params["cond_jaxpr"], given[:tests] + made, rule)
-    return [m or any(ends) for m in made]
 
 
 def differs(axes: Sequence[str]) -> Rule:
@@ -115,10 +103,10 @@ def differs(axes: Sequence[str]) -> Rule:
 
 
 def _has_gradient(eqn: Any, given: bool) -> bool:
-    floats = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+    floats = any(map(equations.is_float, eqn.outvars))
     return given and floats and eqn.primitive.name != "stop_gradient"
 
 
 # Of what a gradient goes through. A function with a gradient of its own may round or compare where
 # its gradient does not: its body says nothing about it.
-HAS_GRADIENT = Rule(_has_gradient, frozenset(("custom_jvp_call", "custom_vjp_call")))
+HAS_GRADIENT = Rule(_has_gradient, equations.OWN_GRADIENT)

@@ -1,22 +1,12 @@
-"""A traced function as operations that can be run one by one, on whole arrays or on pieces.
+"""Operations that do to a piece of an array what they do to the whole: the elementwise ones."""
 
-Calls (`jit`, `custom_jvp`) and branches are written out in place; loops stay one operation each.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
-_CALLS = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"),
-        *("custom_jvp_call", "custom_vjp_call"),
-    )
-)
+from zero_jax.jaxpr.equations import shape_of
+
 ELEMENTWISE = frozenset(
     (
         *("add", "add_any", "sub", "mul", "div", "rem", "neg", "sign", "abs", "square", "max"),
@@ -31,126 +21,19 @@ ELEMENTWISE = frozenset(
 )
 
 
-@dataclass(eq=False)
-class Slot:
-    """A value of the flat program, told apart by identity."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-@dataclass(eq=False)
-class Constant:
-    """A value that is known when the program is traced, or closed over."""
-
-    value: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(jnp.shape(self.value))
-
-    @property
-    def dtype(self) -> Any:
-        return jax.dtypes.result_type(self.value)
+def runs_on_pieces(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether it is elementwise along a leaf of that shape, with scalars as the rest."""
+    if shape == () or any(shape_of(var) != shape for var in eqn.outvars):
+        return False
+    shapes = {shape_of(atom) for atom in eqn.invars}
+    if eqn.primitive.name == "broadcast_in_dim":
+        return shapes == {()}
+    return eqn.primitive.name in ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
 
 
-Atom = Slot | Constant
-
-
-@dataclass(eq=False)
-class Operation:
-    """One equation, calls and branches written out."""
-
-    name: str
-    inputs: list[Atom]
-    outputs: list[Slot]
-    run: Callable[..., Sequence[Any]]
-
-    def on_piece(self, values: Sequence[Any], shape: tuple[int, ...]) -> Sequence[Any]:
-        """The results for one piece; scalars among the operands stand for whole leaves."""
-        if self.name == "broadcast_in_dim":
-            return [jnp.broadcast_to(values[0], shape)]
-        return self.run(*(jnp.broadcast_to(v, shape) for v in values))
-
-
-@dataclass(frozen=True)
-class Flat:
-    """Inputs, outputs and the operations between them, in order."""
-
-    inputs: list[Slot]
-    outputs: list[Atom]
-    operations: list[Operation]
-
-
-def flatten(fn: Callable[..., Any], avals: Sequence[Any]) -> Flat:
-    """Traces a function of flat arrays that returns flat arrays."""
-    closed = jax.make_jaxpr(fn)(*avals)
-    inputs = [_slot(v.aval) for v in closed.jaxpr.invars]
-    operations: list[Operation] = []
-    consts = [Constant(c) for c in closed.consts]
-    outputs = _inline(closed.jaxpr, inputs, consts, operations)
-    return Flat(inputs, outputs, operations)
-
-
-def _inline(
-    jaxpr: Any, given: Sequence[Atom], consts: Sequence[Atom], out: list[Operation]
-) -> list[Atom]:
-    """Appends a jaxpr's operations, calls and branches written out; returns its results."""
-    env: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
-    env.update(zip(jaxpr.constvars, consts, strict=True))
-
-    def read(atom: Any) -> Atom:
-        return Constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, [read(a) for a in eqn.invars]
-        if name in _CALLS:
-            params = eqn.params
-            inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
-            results = _inline_closed(inner, inputs, out)
-        elif name == "cond":
-            cases = [_inline_closed(b, inputs[1:], out) for b in eqn.params["branches"]]
-            results = [_select(inputs[0], list(case), out) for case in zip(*cases, strict=True)]
-        else:
-            made = [_slot(v.aval) for v in eqn.outvars]
-            out.append(Operation(name, inputs, made, _function(eqn)))
-            results = [*made]
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(a) for a in jaxpr.outvars]
-
-
-def _slot(aval: Any) -> Slot:
-    return Slot(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None))
-
-
-def _inline_closed(inner: Any, inputs: Sequence[Atom], out: list[Operation]) -> list[Atom]:
-    consts = [Constant(c) for c in getattr(inner, "consts", ())]
-    return _inline(getattr(inner, "jaxpr", inner), inputs, consts, out)
-
-
-def _select(index: Atom, cases: list[Atom], out: list[Operation]) -> Slot:
-    """A branch's result: both branches are computed, which changes no value."""
-
-    def select(index: Any, *cases: Any) -> list[Any]:
-        which = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(cases) - 1)
-        return [jax.lax.select_n(jnp.broadcast_to(which, jnp.shape(cases[0])), *cases)]
-
-    slot = Slot(cases[0].shape, cases[0].dtype)
-    out.append(Operation("select_n", [index, *cases], [slot], select))
-    return slot
-
-
-def _function(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """One equation as a function of its inputs, which for elementwise ones may be pieces."""
-    if eqn.primitive.name in ELEMENTWISE:
-
-        def run(*values: Any) -> Sequence[Any]:
-            return [eqn.primitive.bind(*values, **eqn.params)]
-
-        return run
-    invars = [jex.Var(a.aval) for a in eqn.invars]
-    outvars = [jex.Var(v.aval) for v in eqn.outvars]
-    alone = eqn.replace(invars=invars, outvars=outvars)
-    jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
-    function: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
-    return function
+def on_piece(eqn: Any, values: Sequence[Any], shape: tuple[int, ...]) -> Sequence[Any]:
+    """The results of such an equation for one piece; scalars stand for whole leaves."""
+    pieces = [jnp.broadcast_to(value, shape) for value in values]
+    if eqn.primitive.name == "broadcast_in_dim":
+        return pieces
+    return [eqn.primitive.bind(*pieces, **eqn.params)]

@@ -7,9 +7,7 @@ from typing import Any
 import optax
 
 
-def blame(
-    tx: optax.GradientTransformation, fails: Callable[[optax.GradientTransformation], bool]
-) -> str:
+def blame(tx: optax.GradientTransformation, fails: Callable[..., bool]) -> str:
     """The name of the part of a chain at which it begins to fail."""
     parts = parts_of(tx)
     for count in range(1, len(parts) + 1):
@@ -26,7 +24,7 @@ def _fails(tx: optax.GradientTransformation, fails: Callable[..., bool]) -> bool
         return False
 
 
-def parts_of(tx: Any) -> list[Any]:
+def parts_of(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
     """The transformations that `tx` was made of, as far as its closures tell."""
     # Names of optax's own variables: where they change, an error names less, and nothing else.
     init, update = _held(tx.init), _held(tx.update)
@@ -44,7 +42,7 @@ def _held(fn: Callable[..., Any]) -> dict[str, Any]:
     return dict(inspect.getclosurevars(fn).nonlocals) if inspect.isfunction(fn) else {}
 
 
-def _transforms_in(value: Any) -> Iterator[Any]:
+def _transforms_in(value: object) -> Iterator[optax.GradientTransformation]:
     if isinstance(value, optax.GradientTransformation):
         yield _unwrapped(value)
     elif isinstance(value, Mapping):
@@ -55,11 +53,13 @@ def _transforms_in(value: Any) -> Iterator[Any]:
             yield from _transforms_in(item)
 
 
-def _unwrapped(tx: Any) -> Any:
-    return _held(tx.update).get("tx", tx) if name_of(tx) == "with_extra_args_support" else tx
+def _unwrapped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    wraps = name_of(tx) == "with_extra_args_support"
+    inner: optax.GradientTransformation = _held(tx.update).get("tx", tx) if wraps else tx
+    return inner
 
 
-def name_of(tx: Any) -> str:
+def name_of(tx: optax.GradientTransformation) -> str:
     """The function that made `tx`, as 'clip_by_global_norm'."""
     name = getattr(tx.update, "__qualname__", type(tx).__name__).split(".<locals>")[0]
     held = _held(tx.update)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 RECORD = "step.json"
 _ALIGN = 4096
@@ -35,7 +36,11 @@ class Store:
     """
 
     def __init__(
-        self, folder: pathlib.Path, shapes: Mapping[str, tuple[Sequence[int], Any]], *, create: bool
+        self,
+        folder: pathlib.Path,
+        shapes: Mapping[str, tuple[Sequence[int], DTypeLike]],
+        *,
+        create: bool,
     ):
         self.folder = folder
         self._arrays: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}

@@ -59,7 +59,9 @@ def stream(leaves: Sequence[Leaf], mesh: AnyMesh, piece_bytes: int) -> list[list
     scalars = [leaf.scalars for leaf in leaves]
     specs = [[leaf.spec] * len(leaf.arrays) for leaf in leaves]
 
-    def local(arrays: list[list[jax.Array]], scalars: list[list[jax.Array]]) -> Any:
+    def local(
+        arrays: list[list[jax.Array]], scalars: list[list[jax.Array]]
+    ) -> list[list[jax.Array]]:
         arrays = [list(group) for group in arrays]
         for lane in lanes([sum(x.nbytes for x in group) for group in arrays]):
             _run_lane(lane, leaves, arrays, scalars, piece_bytes)
@@ -143,12 +145,12 @@ def _wait(arrays: list[list[jax.Array]], before: int, at: int) -> None:
         arrays[i][:] = group
 
 
-def _fetch(x: jax.Array, starts: Any, stops: Any, host: bool) -> jax.Array:
+def _fetch(x: jax.Array, starts: Sequence[int], stops: Sequence[int], host: bool) -> jax.Array:
     piece = jax.lax.slice(x, starts, stops)
     return jax.device_put(piece, _DEVICE) if host else piece
 
 
-def _store(x: jax.Array, piece: jax.Array, starts: Any, host: bool) -> jax.Array:
+def _store(x: jax.Array, piece: jax.Array, starts: Sequence[int], host: bool) -> jax.Array:
     piece = piece.astype(x.dtype)
     moved = jax.device_put(piece, _HOST) if host else piece
     return jax.lax.dynamic_update_slice(x, moved, starts)

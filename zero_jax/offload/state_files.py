@@ -7,12 +7,13 @@ of it. Host memory holds two pieces, each once as read and once as it will be wr
 """
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
@@ -23,6 +24,7 @@ from zero_jax.offload.state_in_files import Stored
 from zero_jax.offload.tiers import Offload
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Split
+from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
 
@@ -42,8 +44,8 @@ class Files:
 
     def __init__(
         self,
-        inner: Any,
-        mesh: Any,
+        inner: optax.GradientTransformation,
+        mesh: AnyMesh,
         params: PyTree,
         guard: PyTree,
         cuts: Sequence[Split],
@@ -54,13 +56,14 @@ class Files:
         full = jax.eval_shape(layout.logical, params)
         state = jax.eval_shape(inner.init, full)
         self.mesh, self.offload, self.cuts = mesh, offload, list(cuts)
+        self.guard, self._inner = guard, inner
         self.state_cuts = layout.state_splits(state, full, cuts)
         self.owner = streamable.owners(self.state_cuts, self.cuts)
         self.held = streamable.offloaded(self.state_cuts, self.cuts)
         self.state, self.full = state, full
         self.state_leaves = jax.tree.leaves(state)
         self.live_bytes = self.peak_bytes = 0
-        self._known: dict[str, dict[Any, str]] = {}
+        self._known: dict[str, dict[jax.Device, str]] = {}
         single = layout.split((), 1)
         kept = self.cuts if offload.params else []
         groups = {
@@ -92,7 +95,7 @@ class Files:
     def _shard_shape(self, name: str) -> tuple[int, ...]:
         return self.sharding(name).shard_shape(self._rest_shape(name))
 
-    def _places(self, name: str) -> dict[Any, str]:
+    def _places(self, name: str) -> dict[jax.Device, str]:
         """For each device of this process, what its shard is called; equal shards share a name."""
         if name in self._known:
             return self._known[name]
@@ -108,7 +111,7 @@ class Files:
         """How a leaf is cut."""
         return self._leaves[name][1]
 
-    def dtype_of(self, name: str) -> Any:
+    def dtype_of(self, name: str) -> np.dtype[Any]:
         return self._leaves[name][0].dtype
 
     def shards(self, name: str) -> list[tuple[str, tuple[int, ...], bool]]:
@@ -129,7 +132,7 @@ class Files:
         """How many different shards this process keeps."""
         return len(set(self._places(name).values()))
 
-    def fetch(self, step: int, name: str, starts: Any, stops: Any) -> jax.Array:
+    def fetch(self, step: int, name: str, starts: Sequence[int], stops: Sequence[int]) -> jax.Array:
         """The same part of every shard, as one array over the mesh."""
         places = self._places(name)
         parts = {
@@ -141,7 +144,7 @@ class Files:
         shape = tuple((b - a) * (w // max(s, 1)) for a, b, w, s in sizes)
         return jax.make_array_from_single_device_arrays(shape, self.sharding(name), arrays)
 
-    def put(self, step: int, name: str, starts: Any, value: jax.Array) -> None:
+    def put(self, step: int, name: str, starts: Sequence[int], value: jax.Array) -> None:
         """Writes what `fetch` would read."""
         places, written = self._places(name), set()
         for shard in value.addressable_shards:
@@ -150,7 +153,7 @@ class Files:
                 written.add(place)
                 self.store.write(step, f"{name}/{place}", starts, np.asarray(shard.data))
 
-    def put_whole(self, step: int, name: str, value: Any) -> None:
+    def put_whole(self, step: int, name: str, value: jax.Array) -> None:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         self.put(step, name, (0,) * value.ndim, value)
@@ -171,7 +174,7 @@ class Files:
             most = min(most, self.offload.host_bytes // (2 * element * self.local_shards(name)))
         return max(1, most)
 
-    def fetch_whole(self, step: int, name: str, like: Any) -> jax.Array:
+    def fetch_whole(self, step: int, name: str, like: jax.Array) -> jax.Array:
         shape = self._shard_shape(name)
         out = self.fetch(step, name, (0,) * len(shape), shape)
         if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -183,7 +186,9 @@ class Files:
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def write_rest(self, step: int, params: Sequence[Any], resident: Any, guard: Any) -> None:
+    def write_rest(
+        self, step: int, params: Sequence[jax.Array], resident: Sequence[jax.Array], guard: PyTree
+    ) -> None:
         """Writes what is not updated in pieces, and makes the step the one to resume from."""
         streamed = {self.owner[j] for j, held in enumerate(self.held) if held}
         for k, leaf in enumerate(params if self.offload.params else ()):
@@ -196,50 +201,46 @@ class Files:
             self.put_whole(step, f"guard{i}", leaf)
         self.store.commit(step)
 
+    def begin(self, params: PyTree) -> Stored:
+        """Writes the first state, one leaf on the device at a time."""
+        resident = []
+        for j, (held, cut) in enumerate(zip(self.held, self.state_cuts, strict=True)):
 
-def begin(make: Callable[..., Files], inner: Any, params: PyTree, guard: PyTree) -> Stored:
-    """Makes the files and the first state in them, one leaf on the device at a time."""
-    files = make(resume=False)
-    resident = []
-    for j, (held, cut) in enumerate(zip(files.held, files.state_cuts, strict=True)):
+            def leaf(params: PyTree, j: int = j, cut: Split = cut) -> jax.Array:
+                value = jax.tree.leaves(self._inner.init(layout.logical(params)))[j]
+                return jax.tree.leaves(layout.at_rest([value], [cut]))[0]
 
-        def leaf(params: PyTree, j: int = j, cut: Split = cut) -> Any:
-            value = jax.tree.leaves(inner.init(layout.logical(params)))[j]
-            return jax.tree.leaves(layout.at_rest([value], [cut]))[0]
+            value = jax.jit(leaf, out_shardings=NamedSharding(self.mesh, cut.spec_at_rest))(params)
+            if held:
+                self.put_in_pieces(0, f"state{j}", value)
+            else:
+                resident.append(value)
+        if self.offload.params:
+            for k, value in enumerate(jax.tree.leaves(params)):
+                self.put_in_pieces(0, f"param{k}", value)
+        self.write_rest(0, jax.tree.leaves(params), resident, self.guard)
+        return Stored(resident, self)
 
-        value = jax.jit(leaf, out_shardings=NamedSharding(files.mesh, cut.spec_at_rest))(params)
-        if held:
-            files.put_in_pieces(0, f"state{j}", value)
-        else:
-            resident.append(value)
-    if files.offload.params:
-        for k, value in enumerate(jax.tree.leaves(params)):
-            files.put_in_pieces(0, f"param{k}", value)
-    files.write_rest(0, jax.tree.leaves(params), resident, guard)
-    return Stored(resident, files)
+    def resume(self, params: PyTree) -> tuple[PyTree, Stored, PyTree]:
+        """Parameters, state and guard as of the last step that every process had finished."""
+        step = self.store.step
+        if jax.process_count() > 1:
+            step = int(np.min(multihost_utils.process_allgather(np.int32(step))))
+        if step != self.store.step:  # the slot of the later one is written again
+            self.store.commit(step)
+        like = jax.jit(lambda p: _small(self._inner.init(layout.logical(p)), self.held))(params)
+        others = [j for j, held in enumerate(self.held) if not held]
+        pairs = zip(others, like, strict=True)
+        resident = [self.fetch_whole(step, f"state{j}", leaf) for j, leaf in pairs]
+        guard = self._fetch_tree(step, "guard", self.guard)
+        if self.offload.params:
+            params = self._fetch_tree(step, "param", params)
+        return params, Stored(resident, self), guard
 
-
-def resume(
-    make: Callable[..., Files], inner: Any, params: PyTree, guard: PyTree
-) -> tuple[PyTree, Stored, PyTree]:
-    """Parameters, state and guard as of the last step that every process had finished."""
-    files = make(resume=True)
-    step = files.store.step
-    if jax.process_count() > 1:
-        step = int(np.min(multihost_utils.process_allgather(np.int32(step))))
-    if step != files.store.step:  # the slot of the later one is written again
-        files.store.commit(step)
-    like = jax.jit(lambda p: _small(inner.init(layout.logical(p)), files.held))(params)
-    others = [j for j, held in enumerate(files.held) if not held]
-    pairs = zip(others, like, strict=True)
-    resident = [files.fetch_whole(step, f"state{j}", leaf) for j, leaf in pairs]
-    leaves, treedef = jax.tree.flatten(guard)
-    kept = [files.fetch_whole(step, f"guard{i}", leaf) for i, leaf in enumerate(leaves)]
-    if files.offload.params:
-        given, structure = jax.tree.flatten(params)
-        read = [files.fetch_whole(step, f"param{k}", leaf) for k, leaf in enumerate(given)]
-        params = jax.tree.unflatten(structure, read)
-    return params, Stored(resident, files), jax.tree.unflatten(treedef, kept)
+    def _fetch_tree(self, step: int, group: str, like: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(like)
+        read = [self.fetch_whole(step, f"{group}{i}", leaf) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(treedef, read)
 
 
 def discard(directory: str) -> None:
@@ -253,7 +254,7 @@ def steps_stored(directory: str) -> int:
     return committed(pathlib.Path(directory) / f"process-{jax.process_index():05d}")
 
 
-def _small(state: PyTree, held: Sequence[bool]) -> list[Any]:
+def _small(state: PyTree, held: Sequence[bool]) -> list[jax.Array]:
     return [x for x, h in zip(jax.tree.leaves(state), held, strict=True) if not h]
 
 

@@ -23,7 +23,7 @@ class Stored:
       files: the rest.
     """
 
-    resident: list[Any]
+    resident: list[jax.Array]
     files: Any = dataclasses.field(metadata={"static": True})
 
     def unfolded(self) -> PyTree:
@@ -32,6 +32,7 @@ class Stored:
         files, kept = self.files, iter(self.resident)
         found = []
         for at, (held, cut) in enumerate(zip(files.held, files.state_cuts, strict=True)):
+            value: InFiles | jax.Array | Padded
             value = InFiles(files, f"state{at}") if held else next(kept)
             if not held and cut.padded and np.shape(value) == cut.rest_shape:
                 assert cut.dim is not None
@@ -65,7 +66,7 @@ class InFiles:
         return self.cut.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         return self.files.dtype_of(self.key)
 
     def shards(self) -> list[tuple[str, tuple[int, ...], bool]]:

@@ -16,9 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.jaxpr.operations import ELEMENTWISE, Atom, Constant, Operation, Slot, flatten
+from zero_jax.jaxpr.equations import CALLS, Atom, is_var, read, shape_of, variables, written_out
+from zero_jax.jaxpr.operations import on_piece, runs_on_pieces
+from zero_jax.jaxpr.reads import needed
 
 PyTree = Any
 
@@ -39,11 +43,11 @@ class Recipe:
     """
 
     inputs: tuple[int, ...]
-    wholes: tuple[Slot, ...]
-    scalars: tuple[Slot, ...]
+    wholes: tuple[jex.Var, ...]
+    scalars: tuple[jex.Var, ...]
     outputs: tuple[int, ...]
-    operations: tuple[Operation, ...]
-    slots: tuple[Slot, ...]
+    eqns: tuple[Any, ...]
+    variables: tuple[jex.Var, ...]
     results: tuple[Atom, ...]
 
     def run(
@@ -54,13 +58,13 @@ class Recipe:
         scalars: Sequence[Any],
     ) -> list[Any]:
         """The outputs' pieces, of this shape, in the order of `outputs`."""
-        env: dict[Atom, Any] = dict(zip(self.slots, pieces, strict=True))
+        env: dict[Any, Any] = dict(zip(self.variables, pieces, strict=True))
         env.update(zip(self.wholes, wholes, strict=True))
         env.update(zip(self.scalars, scalars, strict=True))
-        for operation in self.operations:
-            values = [_value(env, atom) for atom in operation.inputs]
-            env.update(zip(operation.outputs, operation.on_piece(values, shape), strict=True))
-        return [jnp.broadcast_to(_value(env, atom), shape) for atom in self.results]
+        for eqn in self.eqns:
+            values = [read(env, atom) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, on_piece(eqn, values, shape), strict=True))
+        return [jnp.broadcast_to(read(env, atom), shape) for atom in self.results]
 
 
 class Program:
@@ -80,14 +84,26 @@ class Program:
         leaf_of: Sequence[int | None],
         streamed: Sequence[bool],
     ):
-        flat = flatten(fn, avals)
-        self.inputs, self.outputs, self.operations = flat.inputs, flat.outputs, flat.operations
+        flat = written_out(jax.make_jaxpr(fn)(*avals), CALLS, branches=True)
+        self.inputs, self._eqns = flat.jaxpr.invars, flat.jaxpr.eqns
+        self._known = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+        self.outputs = [self._variable(atom) for atom in flat.jaxpr.outvars]
         self._leaf_of = dict(zip(self.inputs, leaf_of, strict=True))
-        self._streamed = {s for s, held in zip(self.inputs, streamed, strict=True) if held}
-        for operation in self.operations:
-            if not self._streamed.isdisjoint(operation.inputs):
-                self._streamed.update(operation.outputs)
-        self._made_by = {slot: o for o in self.operations for slot in o.outputs}
+        self._streamed = {v for v, held in zip(self.inputs, streamed, strict=True) if held}
+        for eqn in self._eqns:
+            if self._reads_streamed(eqn):
+                self._streamed.update(eqn.outvars)
+
+    def _variable(self, atom: Atom) -> jex.Var:
+        """A result; one that is a literal is a constant like those that are closed over."""
+        if is_var(atom):
+            return atom
+        var = jex.Var(atom.aval)
+        self._known[var] = read({}, atom)
+        return var
+
+    def _reads_streamed(self, eqn: Any) -> bool:
+        return not self._streamed.isdisjoint(variables([eqn]))
 
     def recipe(self, leaf: int, outputs: Sequence[int], shape: tuple[int, ...]) -> Recipe:
         """How these outputs, all of one leaf's shape, are made from pieces of it.
@@ -96,79 +112,61 @@ class Program:
           NotPiecewise: an operation on streamed state is not elementwise along that leaf.
         """
         results = [self.outputs[at] for at in outputs]
-        inputs, wholes, scalars = list[Slot](), list[Slot](), list[Slot]()
-        needed = {atom for atom in results if isinstance(atom, Slot)}
-        kept = list[Operation]()
-        for operation in reversed(self.operations):
-            wanted = [slot for slot in operation.outputs if slot in needed]
-            if not wanted:
-                continue
-            if self._runs_on_pieces(operation, shape):
-                kept.append(operation)
-                needed.update(a for a in operation.inputs if isinstance(a, Slot))
-                continue
-            if not self._streamed.isdisjoint(wanted):
+        inputs, wholes, scalars = list[jex.Var](), list[jex.Var](), list[jex.Var]()
+        wanted, kept = set(results), list[Any]()
+        for eqn in reversed(self._eqns):
+            made = [var for var in eqn.outvars if var in wanted]
+            if made and runs_on_pieces(eqn, shape):
+                kept.append(eqn)
+                wanted.update(variables([eqn]))
+            elif not self._streamed.isdisjoint(made):
                 raise NotPiecewise(self._culprit())
-            (wholes if wanted[0].shape == shape else scalars).extend(wanted)
-        made = set(self._made_by)
-        for slot in (s for s in self.inputs if s in needed and s not in made):
-            if slot.shape == () and slot not in self._streamed:
-                scalars.append(slot)
-            elif self._leaf_of[slot] == leaf and slot.shape == shape:
-                inputs.append(slot)
-            elif slot in self._streamed or slot.shape != shape:
+            else:
+                (wholes if made and shape_of(made[0]) == shape else scalars).extend(made)
+        for var in (v for v in (*self.inputs, *self._known) if v in wanted):
+            if shape_of(var) == () and var not in self._streamed:
+                scalars.append(var)
+            elif self._leaf_of.get(var) == leaf and shape_of(var) == shape:
+                inputs.append(var)
+            elif var in self._streamed or shape_of(var) != shape:
                 raise NotPiecewise("another leaf's state")
             else:
-                wholes.append(slot)
-        for slot in scalars:
-            if slot.shape != ():
-                raise NotPiecewise(f"a value of shape {slot.shape}")
+                wholes.append(var)
+        for var in scalars:
+            if shape_of(var) != ():
+                raise NotPiecewise(f"a value of shape {shape_of(var)}")
         return Recipe(
-            inputs=tuple(self.inputs.index(s) for s in inputs),
+            inputs=tuple(self.inputs.index(v) for v in inputs),
             wholes=tuple(wholes),
             scalars=tuple(scalars),
             outputs=tuple(outputs),
-            operations=tuple(reversed(kept)),
-            slots=tuple(inputs),
+            eqns=tuple(reversed(kept)),
+            variables=tuple(inputs),
             results=tuple(results),
         )
-
-    def _runs_on_pieces(self, operation: Operation, shape: tuple[int, ...]) -> bool:
-        """Whether it is elementwise along a leaf of that shape, with scalars as the rest."""
-        if any(slot.shape != shape for slot in operation.outputs) or shape == ():
-            return False
-        shapes = {atom.shape for atom in operation.inputs}
-        if operation.name == "broadcast_in_dim":
-            return shapes == {()}
-        return operation.name in ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
 
     def _culprit(self) -> str:
         """The first operation that makes something else than pieces of streamed state."""
         return next(
-            o.name
-            for o in self.operations
-            if not self._streamed.isdisjoint(o.inputs)
-            and not all(self._runs_on_pieces(o, slot.shape) for slot in o.outputs)
+            eqn.primitive.name
+            for eqn in self._eqns
+            if self._reads_streamed(eqn)
+            and not all(runs_on_pieces(eqn, shape_of(var)) for var in eqn.outvars)
         )
 
-    def evaluate(self, slots: Sequence[Atom], given: Mapping[Atom, Any]) -> list[Any]:
+    def evaluate(self, wanted: Sequence[jex.Var], given: Mapping[Atom, Any]) -> list[Any]:
         """Global values, from the whole arrays that are given for inputs."""
-        needed = {s for s in slots if isinstance(s, Slot)}
-        kept = list[Operation]()
-        for operation in reversed(self.operations):
-            if not needed.isdisjoint(operation.outputs):
-                kept.append(operation)
-                needed.update(a for a in operation.inputs if isinstance(a, Slot))
-        env: dict[Atom, Any] = dict(given)
-        for operation in reversed(kept):
-            values = [_value(env, atom) for atom in operation.inputs]
-            env.update(zip(operation.outputs, operation.run(*values), strict=True))
-        return [_value(env, atom) for atom in slots]
+        found = needed(self._eqns, wanted)
+        eqns = [eqn for eqn in self._eqns if not found.isdisjoint(eqn.outvars)]
+        known = self._known | dict(given)
+        jaxpr = jex.Jaxpr((), list(known), list(wanted), eqns)
+        return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*known.values())
+
+    def dtype_of(self, output: int) -> Any:
+        """The dtype of an output."""
+        aval: Any = self.outputs[output].aval
+        return aval.dtype
 
     def is_global(self, output: int) -> bool:
         """Whether an output needs no streamed state."""
         return self.outputs[output] not in self._streamed
-
-
-def _value(env: Mapping[Atom, Any], atom: Atom) -> Any:
-    return atom.value if isinstance(atom, Constant) else env[atom]

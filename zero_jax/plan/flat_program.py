@@ -1,13 +1,12 @@
 """A flat program: values, the operations between them, and what loops run."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from zero_jax.jaxpr.equations import bytes_of, shape_of
 from zero_jax.plan.model_spread import Dim
 
 
@@ -96,13 +95,9 @@ class Body:
 
 def value_of(var: Any, parts: int, split: Dim = None) -> Value:
     """What a variable of a jaxpr holds."""
-    aval = var.aval
-    shape = tuple(getattr(aval, "shape", ()))
-    dtype = getattr(aval, "dtype", None)
-    # Keys and tokens have no itemsize of their own; they are small.
-    size = dtype.itemsize if dtype is not None and jnp.issubdtype(dtype, jnp.generic) else 4
-    on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
-    return Value(shape, str(dtype), math.prod(shape) * size, split, parts, on_host)
+    on_host = getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+    dtype = str(getattr(var.aval, "dtype", None))
+    return Value(shape_of(var), dtype, bytes_of(var), split, parts, on_host)
 
 
 def present(values: Iterable[Value | None]) -> list[Value]:

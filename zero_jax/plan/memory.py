@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 from zero_jax.collectives.precision import Guard, Precision, init_guard
-from zero_jax.engine import optimizer
+from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.splitter import Splitter
@@ -78,7 +78,7 @@ def estimate(
     tx: optax.GradientTransformation | None = None,
     precision: Precision | str = Precision(),
     micro_batches: int = 1,
-    frozen: optimizer.Frozen = None,
+    frozen: Frozen = None,
     model_axis: ModelAxis = ModelAxis(),
     window: int | None = None,
 ) -> Estimate:
@@ -153,12 +153,12 @@ def _state_bytes(
     params: PyTree,
     cuts: list[layout.Split],
     tx: optax.GradientTransformation | None,
-    frozen: optimizer.Frozen,
+    frozen: Frozen,
 ) -> int:
     if tx is None:
         return 0
     masters = jax.tree.map(_master, params)
-    state = jax.eval_shape(optimizer.without_frozen(tx, frozen).init, masters)
+    state = jax.eval_shape(without_frozen(tx, frozen).init, masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
     splits = layout.state_splits(state, params, cuts) + [layout.split((), 1)] * len(guard)

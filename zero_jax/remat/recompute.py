@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.collectives.barriers import Arrays, instead, is_float, known, together, waiting
-from zero_jax.jaxpr import equations
+from zero_jax.jaxpr import reads
 from zero_jax.remat import activations
 from zero_jax.remat.policies import DEVICE, Place
 
@@ -108,7 +108,7 @@ class Layer:
         """Which of all that is kept the backward pass reads, or can't be told without."""
         floats = [x for x in outs if is_float(x)]
         again = jax.make_jaxpr(functools.partial(self.gradients, trained))(kept, floats)
-        read = equations.read_inputs(again.jaxpr)
+        read = reads.read_inputs(again.jaxpr)
         # Keys and counts stay too: they have no zero to stand in for them.
         return [r or not is_float(x) for r, x in zip(read, kept, strict=False)]
 

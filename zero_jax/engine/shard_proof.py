@@ -1,0 +1,223 @@
+"""Whether a transformation does to shards what it does to full leaves: read from its trace.
+
+Inside `shard_map` an optimizer sees this device's shards and nothing else, so a norm, a mean or
+a factored moment is taken over the wrong numbers and nobody notices. So `init` and `update` are
+traced twice, on full leaves and on shards, and the two programs are compared equation by
+equation. If they are the same, and no equation mixes elements along the dim that is cut, then what
+comes of a shard is the shard of what comes of the full leaf. What is equal on every device
+(counters, schedules, leaves too small to be cut) may be used in any way.
+
+No values are looked at, nothing is run and nothing is sent.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zero_jax.jaxpr.equations import JIT, REMAT
+from zero_jax.jaxpr.operations import ELEMENTWISE
+from zero_jax.offload.blame import blame
+from zero_jax.sharding.layout import Split
+
+PyTree = Any
+Atom = jex.Var | jex.Literal
+Pair = tuple[Atom, Atom]  # the same value in the two programs: of full leaves, and of shards
+
+# What these do is what the jaxprs among their parameters do, with their own operands.
+_CALLS = JIT | REMAT | {"custom_jvp_call", "custom_vjp_call", "cond", "while", "scan"}
+
+
+class _Unlike(ValueError):
+    """Something that is not on a shard what it is on a full leaf."""
+
+
+def require_elementwise(
+    tx: optax.GradientTransformation, params: PyTree, cuts: Sequence[Split]
+) -> None:
+    """Raises unless `tx` makes of shards the shards of what it makes of full leaves.
+
+    Args:
+      tx: the transformation.
+      params: the parameters it is for; only their tree, shapes and dtypes are looked at.
+      cuts: how they are cut, into two pieces or more.
+
+    Raises:
+      ValueError: naming the transformation, within a chain the one that is to blame.
+    """
+    full, piece = at_rest_and_shard(params, cuts)
+    # A thread of its own: here `init` is being traced under the mesh's manual axes.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_require, tx, full, piece).result()
+
+
+def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, PyTree]:
+    """Parameters as they rest and as one shard, abstract.
+
+    At rest a dim that is cut is longer than on a shard, even one of 1, which is padded.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+
+    def of(shapes: Sequence[tuple[int, ...]]) -> PyTree:
+        pairs = zip(shapes, leaves, strict=True)
+        return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in pairs])
+
+    return of([cut.rest_shape for cut in cuts]), of([cut.shard_shape for cut in cuts])
+
+
+def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
+    def fails(part: optax.GradientTransformation) -> bool:
+        try:
+            _compare(part, full, piece)
+        except _Unlike:
+            return True
+        return False
+
+    try:
+        _compare(tx, full, piece)
+    except _Unlike as error:
+        verdict, why = "is not", str(error)
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        verdict, why = "could not be shown to be", f"it raised {type(error).__name__}: {said}"
+    else:
+        return
+    raise ValueError(
+        f"{blame(tx, fails)} {verdict} elementwise, and inside shard_map it sees only this "
+        f"device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, which is exact "
+        "for every transformation"
+    )
+
+
+def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
+    """Raises `_Unlike` unless the state and the updates of shards are shards."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
+        return tx.update(grads, state, params, value=value)
+
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    trees = (full, piece)
+    inits, states = zip(*(_traced(tx.init, tree) for tree in trees), strict=True)
+    if len({jax.tree.structure(state) for state in states}) > 1:
+        raise _Unlike("its state has another structure on a shard")
+    _same_program(*inits)
+    updates = []
+    for tree, state in zip(trees, states, strict=True):
+        made, results = _traced(update, tree, state, tree, value)
+        if _shapes(results) != _shapes((tree, state)):
+            raise _Unlike("its update or its state has another shape than the one it was given")
+        updates.append(made)
+    _same_program(*updates)
+
+
+def _traced(fn: Callable[..., PyTree], *trees: PyTree) -> tuple[jex.ClosedJaxpr, PyTree]:
+    return jax.make_jaxpr(fn, return_shape=True)(*trees)
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def _same_program(full: Any, piece: Any) -> None:
+    """Raises unless the results on shards are shards of the results on full leaves."""
+    one, other = getattr(full, "jaxpr", full), getattr(piece, "jaxpr", piece)
+    sizes = [(len(p.eqns), len(p.invars), len(p.constvars)) for p in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise _Unlike("it does something else on a shard, by its shape")
+    for a, b in zip(getattr(full, "consts", ()), getattr(piece, "consts", ()), strict=True):
+        if a is not b and not np.array_equal(a, b):
+            raise _Unlike("it holds another constant for a shard")
+    known = dict(zip((*one.invars, *one.constvars), (*other.invars, *other.constvars), strict=True))
+    for a, b in zip(one.eqns, other.eqns, strict=True):
+        _same_atoms(a.invars, b.invars, known)
+        _same_equation(a, b)
+        known.update(zip(a.outvars, b.outvars, strict=True))
+    _same_atoms(one.outvars, other.outvars, known)
+
+
+def _same_atoms(
+    full: Sequence[Atom], piece: Sequence[Atom], known: Mapping[jex.Var, jex.Var]
+) -> None:
+    for a, b in itertools.zip_longest(full, piece):
+        if isinstance(a, jex.Literal) and isinstance(b, jex.Literal):
+            if not np.array_equal(a.val, b.val, equal_nan=True):
+                raise _Unlike(f"it uses {b.val} for a shard where it uses {a.val} for a full leaf")
+        elif not isinstance(a, jex.Var) or known[a] is not b:
+            raise _Unlike("it uses other values for a shard")
+
+
+def _same_equation(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> None:
+    """Raises unless of operands that are shards it makes the shards of its results."""
+    name = full.primitive.name
+    if full.primitive is not piece.primitive:
+        raise _Unlike(f"it does {piece.primitive.name} on a shard and {name} on a full leaf")
+    if _settings(full) != _settings(piece):
+        raise _Unlike(f"its {name} is another one on a shard")
+    if name in _CALLS:
+        for one, other in zip(_bodies(full.params), _bodies(piece.params), strict=True):
+            _same_program(one, other)
+        return
+    given = [_cut_dim(*pair) for pair in zip(full.invars, piece.invars, strict=True)]
+    made = [_cut_dim(*pair) for pair in zip(full.outvars, piece.outvars, strict=True)]
+    cut = any(at is not None for at in (*given, *made))
+    if cut and (len(made) > 1 or not _along(full, given, made[0])):
+        raise _Unlike(f"its {name} needs full leaves")
+
+
+def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                yield item
+
+
+def _settings(eqn: jex.JaxprEqn) -> dict[str, Any]:
+    """An equation's parameters but for shapes, which operands and results have, and functions."""
+    if eqn.primitive.name in _CALLS:
+        return {k: v for k, v in eqn.params.items() if isinstance(v, int)}
+    return {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
+
+
+def _cut_dim(full: Atom, piece: Atom) -> int | None:
+    """The dim along which a value is a shard; None if it is whole."""
+    shapes = _shape(full), _shape(piece)
+    dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
+    if len(dims) > 1 or len(shapes[0]) != len(shapes[1]):
+        raise _Unlike(f"it has a value {shapes[1]} on a shard, and {shapes[0]} on a full leaf")
+    return dims[0] if dims else None
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _along(eqn: jex.JaxprEqn, given: Sequence[int | None], made: int | None) -> bool:
+    """Whether it mixes nothing along the dims that are cut, those of operands and of the result."""
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [_shape(a) for a in eqn.invars]
+    if name in ELEMENTWISE:
+        return all(at == made for at, shape in zip(given, shapes, strict=True) if shape)
+    at, shape = given[0], shapes[0]
+    if name == "broadcast_in_dim":
+        places = params["broadcast_dimensions"]
+        if at is not None:
+            return bool(places[at] == made)
+        return all(d != made or size == 1 for d, size in zip(places, shape, strict=True))
+    if at is None or made is None:
+        return False
+    if name.startswith("reduce_") and "axes" in params:
+        return at not in params["axes"] and made == at - sum(d < at for d in params["axes"])
+    if name == "transpose":
+        return bool(params["permutation"][made] == at)
+    if name in ("reshape", "squeeze"):  # of what lies in one piece behind the same leading dims
+        return math.prod(shape[:at]) == math.prod(_shape(eqn.outvars[0])[:made])
+    return False

@@ -1,0 +1,63 @@
+"""What is asked of a user's transformation, and done to it, before it is run on shards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from zero_jax.sharding import paths
+
+PyTree = Any
+Frozen = str | Callable[[str], bool] | None
+
+
+def refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Raises for a transformation that takes gradients of each example: they come as their mean."""
+
+    def update(params: PyTree) -> Any:
+        return tx.update(params, tx.init(params), params)[0]
+
+    try:
+        updates = jax.eval_shape(update, params)
+    except Exception:  # wants more than gradients: checked when it is used
+        return
+    check_updates(params, updates)
+
+
+def check_updates(grads: PyTree, updates: PyTree) -> None:
+    """Raises where an update has lost the first dim of its gradient."""
+    pairs = zip(paths.named_leaves(grads), jax.tree.leaves(updates), strict=False)
+    for (name, given), made in pairs:
+        if given.shape != made.shape and given.shape[1:] == made.shape:
+            raise ValueError(
+                f"the transformation makes of the gradient {given.shape} of {name} an update "
+                f"{made.shape}: it takes gradients of each example along dim 0 (as "
+                "optax.contrib.differentially_private_aggregate does), and Zero hands it their "
+                "mean. Clip and add noise inside the loss, or leave it out"
+            )
+
+
+def without_frozen(
+    tx: optax.GradientTransformation, frozen: Frozen
+) -> optax.GradientTransformation:
+    """The transformation on trained leaves only: the others get no state and no update."""
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+
+    def trained(tree: PyTree) -> PyTree:
+        flags = paths.frozen_leaves(tree, frozen)
+        return jax.tree.unflatten(jax.tree.structure(tree), [not f for f in flags])
+
+    masked = optax.masked(tx, trained)
+
+    def pick(tree: PyTree) -> Any:
+        return masked if any(paths.frozen_leaves(tree, frozen)) else tx
+
+    # Without frozen leaves the state is exactly that of the user's own transformation.
+    return optax.GradientTransformationExtraArgs(
+        lambda params: pick(params).init(params),
+        lambda grads, state, params=None, **extra: optax.with_extra_args_support(
+            pick(grads)
+        ).update(grads, state, params, **extra),
+    )
