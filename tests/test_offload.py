@@ -32,6 +32,17 @@ ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Pieces of a page: every leaf of more than 256 parameters on a device is cut.
 STATE = Offload(optimizer=True, piece_bytes=4096)
 MASTERS = Offload(optimizer=True, params=True, piece_bytes=4096)
+
+
+def rates_of_its_own():
+    """A closed-over array of the shape of each leaf."""
+
+    def rated(x):
+        return x * np.linspace(0.5, 1.5, x.size, dtype=np.float32).reshape(x.shape)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(rated, updates))
+
+
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2, eps=1e-4),
     "clip and adamw": lambda: ADAMW,
@@ -48,6 +59,8 @@ OPTIMIZERS = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-4), every_k_schedule=3),
     "bf16 moments": lambda: optax.adamw(1e-2, eps=1e-4, mu_dtype=jnp.bfloat16),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2, eps=1e-4)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2, eps=1e-4), 3),
+    "closed-over arrays": lambda: optax.chain(optax.adam(1e-2, eps=1e-4), rates_of_its_own()),
 }
 
 

@@ -86,9 +86,19 @@ class _Trace:
         return made
 
     def _append(
-        self, eqn: Any, name: str, given: Sequence[Value | None], made: Sequence[Value]
+        self,
+        eqn: Any,
+        name: str,
+        given: Sequence[Value | None],
+        made: Sequence[Value],
+        bodies: Sequence[Body] = (),
+        carried: Sequence[tuple[Value, Value]] = (),
     ) -> None:
-        self.operations.append(_operation(eqn, name, given, made))
+        context = str(eqn.source_info.name_stack)
+        backward, reads = "transpose(" in context, present(given)
+        self.operations.append(
+            Operation(name, reads, list(made), list(bodies), list(carried), backward, context)
+        )
 
     def _loop(self, eqn: Any, given: list[Value | None], made: list[Value]) -> None:
         """A loop or a branch. What it makes is split as its body's results are; what it carries,
@@ -106,9 +116,7 @@ class _Trace:
         if eqn.primitive.name == "scan":
             unread = _unread(bodies[0]) - {start for start, _ in carried}
             reads = [value for value in given if value not in unread]
-        operation = _operation(eqn, eqn.primitive.name, reads, made)
-        operation.bodies, operation.carried = bodies, carried
-        self.operations.append(operation)
+        self._append(eqn, eqn.primitive.name, reads, made, bodies, carried)
 
     def _bodies(self, eqn: Any, given: Sequence[Value | None]) -> list[Body]:
         return [self._body(body, given[first:]) for body, first in equations.bodies(eqn)]
@@ -150,14 +158,6 @@ class _Trace:
         for out, value in zip(outs, made, strict=True):
             self._append(eqn, "reshape", [out], [value])
         return made
-
-
-def _operation(
-    eqn: Any, name: str, given: Sequence[Value | None], made: Sequence[Value]
-) -> Operation:
-    context = str(eqn.source_info.name_stack)
-    backward = "transpose(" in context
-    return Operation(name, present(given), list(made), [], [], backward, context)
 
 
 def _split_in(value: Value | None, shape: Sequence[int]) -> Dim:
