@@ -80,7 +80,7 @@ def test_only_what_devices_hold_is_read(exported, monkeypatch):
 def test_each_of_two_processes_reads_what_its_devices_hold(saved, exported, tmp_path):
     config = CONFIGS["even"]
     address = free_address()
-    script = [sys.executable, str(pathlib.Path(__file__).parent / "interchange_run.py")]
+    script = [sys.executable, str(pathlib.Path(__file__).parents[1] / "interchange_run.py")]
     runs = [
         subprocess.Popen(
             [

@@ -180,7 +180,7 @@ def test_every_run_gets_a_numbered_folder_of_its_own(tmp_path):
 
 def test_matplotlib_is_imported_only_for_the_picture():
     code = "import sys, training.report; assert not {'matplotlib', 'tensorboardX'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys):

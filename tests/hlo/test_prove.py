@@ -19,7 +19,7 @@ from zero_jax.hlo import auditor, prove, targets
 pytestmark = pytest.mark.prove
 P = PartitionSpec
 BF16, F32 = jnp.bfloat16, jnp.float32
-HERE = f"tests/{pathlib.Path(__file__).name}"
+HERE = f"tests/hlo/{pathlib.Path(__file__).name}"
 
 
 def line_of(text):

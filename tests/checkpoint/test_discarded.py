@@ -14,7 +14,7 @@ import pytest
 from zero_jax import Checkpoints
 from zero_jax.checkpoint import retention
 
-RUN = Path(__file__).parent / "deleting_run.py"
+RUN = Path(__file__).parents[1] / "deleting_run.py"
 
 
 @pytest.mark.parametrize("files", [0, 2, 4, 6, 8])

@@ -14,7 +14,7 @@ from zero_jax.cluster.watchdog import ENDED
 
 __all__ = ["folder"]  # a fixture
 
-FAILING = str(Path(__file__).parent / "failing_run.py")
+FAILING = str(Path(__file__).parents[1] / "failing_run.py")
 MANY = [*RUN, "--devices", "2", "--warmup", "2", "--out", "out", "--dead-after", "3"]
 
 

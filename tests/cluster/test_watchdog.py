@@ -11,7 +11,7 @@ import pytest
 
 from zero_jax.cluster.watchdog import ENDED, Watchdog
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STUCK = """
 import sys, time
 from zero_jax.cluster.watchdog import Watchdog

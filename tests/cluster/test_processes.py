@@ -14,7 +14,7 @@ from training.supervise import free_address
 
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "3"}
-SCRIPT = Path(__file__).parent / "process_gradients.py"
+SCRIPT = Path(__file__).parents[1] / "process_gradients.py"
 
 
 def run(out, *groups):

@@ -32,7 +32,7 @@ from zero_jax.checkpoint.writer import Handler
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Sums over other devices come in another order: as in test_parity.
 ULPS = 256
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
 
 

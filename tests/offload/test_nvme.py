@@ -26,7 +26,7 @@ from zero_jax.offload.tiers import Offload, parse
 
 STEPS, ULPS = 4, 4
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-SCRIPT = pathlib.Path(__file__).parent / "nvme_run.py"
+SCRIPT = pathlib.Path(__file__).parents[1] / "nvme_run.py"
 
 
 def on(folder, words="optimizer", **options):

@@ -16,7 +16,7 @@ from zero_jax.checkpoint import arrays, inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.command import main
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def tree(value=1.0):
