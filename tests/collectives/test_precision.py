@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import zero_jax
-from zero_jax.collectives.precision import Precision, init_guard, next_guard
+from zero_jax.collectives.precision import Precision
+from zero_jax.engine.loss_scale import init_guard, next_guard
 
 
 def loss(params, x):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.collectives import gather_scatter, precision
+from zero_jax.collectives import gather_scatter, norms
 from zero_jax.engine import losses, micro_batch, rewrite
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
 from zero_jax.engine.settings import Settings
@@ -215,11 +215,11 @@ class DeviceStep:
         def squares(factor: Any) -> jax.Array:
             total = jnp.float32(0)
             for grad, leaf in zip(grads, self._trained, strict=True):
-                own = precision.sum_of_squares(grad, factor)
+                own = norms.sum_of_squares(grad, factor)
                 total += own if leaf.cut.dim is not None else jnp.where(first, own, 0.0)
             return total
 
-        norm, finite = precision.norm_of(jax.lax.psum(precision.two_sums(squares), axes))
+        norm, finite = norms.norm_of(jax.lax.psum(norms.two_sums(squares), axes))
         return norm, finite if self.settings.guard else jnp.asarray(True)
 
     def _place(self) -> Any:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zero_jax.collectives.precision import Guard, next_guard
 from zero_jax.engine import grads
+from zero_jax.engine.loss_scale import Guard, next_guard
 from zero_jax.engine.optimizer import ZeroState
 from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import Metrics, TrainStep, reported

@@ -18,16 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.collectives.precision import (
-    Guard,
-    Precision,
-    init_guard,
-    next_guard,
-    norm_of,
-    sum_of_squares,
-    two_sums,
-    unless_skipped,
-)
+from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
+from zero_jax.collectives.precision import Precision
+from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import (
     Frozen,
     check_updates,

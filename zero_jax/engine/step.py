@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.cluster.processes import check_agreement
-from zero_jax.collectives.precision import Guard
 from zero_jax.engine import grads
 from zero_jax.engine.compiler import Program
+from zero_jax.engine.loss_scale import Guard
 from zero_jax.engine.optimizer import ZeroState, ZeroTransform
 from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.collectives.precision import unless_skipped
+from zero_jax.collectives.norms import unless_skipped
 from zero_jax.jaxpr.equations import Atom
 from zero_jax.offload import streamable
 from zero_jax.sharding import layout

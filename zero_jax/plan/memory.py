@@ -24,7 +24,8 @@ import jax
 import numpy as np
 import optax
 
-from zero_jax.collectives.precision import Guard, Precision, init_guard
+from zero_jax.collectives.precision import Precision
+from zero_jax.engine.loss_scale import Guard, init_guard
 from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis
