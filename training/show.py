@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import rich.box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
-
-from zero_jax.plan.tables import table
 
 
 class Show(Protocol):
@@ -103,12 +103,17 @@ class Speed:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table to stdout, never cut off: of two columns both to the left, of more all but
-    the first to the right."""
-    lines = table([columns, *rows], "<" if len(columns) == 2 else "<>").splitlines()
-    lines.insert(1, "─" * max(map(len, lines)))
-    Console().print(Text(title, "bold"), soft_wrap=True)
-    print("", *(f"  {line}" for line in lines), "", sep="\n")
+    """Prints a table to stdout, all columns but the first to the right; never cut off in a file."""
+    table = Table(title=Text(title, "bold"), box=rich.box.SIMPLE_HEAD, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        wide = Console(width=10_000)
+        console = Console(width=max(console.width, wide.measure(table).maximum))
+    console.print(table)
 
 
 def human_bytes(n: float) -> str:
