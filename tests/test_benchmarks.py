@@ -38,6 +38,7 @@ def run(name, *args):
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}, {"chunks": 4}])
 def test_gspmd_trains_as_zero_jax_does(load, how):
     zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat="block")

@@ -31,6 +31,7 @@ from zero_jax.collectives import gather_scatter
 
 STEPS = 10
 ULPS = 256
+HEAVY = functools.partial(pytest.param, marks=pytest.mark.heavy)
 
 # eps: the gradient of an attention key's bias is zero but for rounding, and Adam would turn
 # that rounding into full steps. ReLU has a kink, which a rounding can cross: small steps there.
@@ -92,13 +93,14 @@ def assert_parity(name, tx, n, want, **settings):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("stage", [HEAVY(0), 1, HEAVY(2), 3])
+@pytest.mark.parametrize("n", [HEAVY(1), HEAVY(2), 3, HEAVY(4), HEAVY(5), 8])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_ten_steps_equal_plain_optax(name, n, stage):
     assert_parity(name, TX[name], n, plain(name), stage=stage)
 
 
+@pytest.mark.heavy
 def test_seven_devices_and_two_hundred_tiny_leaves():
     zoo = zoo_problem(tiny=200)
     zoo.batch = jax.tree.map(lambda x: x[:112], zoo.batch)  # 120 rows have no factor 7
@@ -108,6 +110,7 @@ def test_seven_devices_and_two_hundred_tiny_leaves():
     assert ulps(params, want[1]) < ULPS
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_remat_changes_no_value(stage, remat):
@@ -115,7 +118,7 @@ def test_remat_changes_no_value(stage, remat):
 
 
 # Every stage, and four N, of which 3 and 5 pad most leaves.
-@pytest.mark.parametrize(("stage", "n"), [(0, 2), (1, 3), (2, 5), (3, 8)])
+@pytest.mark.parametrize(("stage", "n"), [HEAVY(0, 2), HEAVY(1, 3), HEAVY(2, 5), (3, 8)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_is_exact(optimizer, stage, n):
     tx = OPTIMIZERS[optimizer]()
@@ -149,6 +152,7 @@ def test_unequal_weights_are_divided_once_by_the_global_weight(stage):
         assert ulps(params, want[1]) < ULPS
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_in_bf16_the_stages_agree(name):
     """bf16 has 8 bits: one ulp is 2^-8; runs differ by summation order only."""

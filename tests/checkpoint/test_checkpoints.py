@@ -150,6 +150,7 @@ def test_the_next_step_is_that_of_the_run_that_never_stopped(saved, name, n, sta
         assert ulps(zero.full(mine[0]), zero_on(4).full(params)) <= ULPS
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("words", ["optimizer", "optimizer,params"])
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_a_state_in_files_is_saved_and_restored_like_any_other(saved, tmp_path, name, words):

@@ -60,6 +60,7 @@ def test_no_buffer_is_larger_than_a_bucket_and_the_words_stay_the_same(stage):
     assert words == same
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_in_pieces_equals_plain_optax(stage):
     problem = gpt_problem()

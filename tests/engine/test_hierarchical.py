@@ -22,6 +22,7 @@ BF16 = zero_jax.Precision("bf16", "bf16")
 MESHES = [(2, 4), (2, 3), (4, 2), (3, 1)]  # replica, data
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("replica", "n"), MESHES)
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_ten_steps_equal_plain_optax(name, replica, n):
@@ -102,6 +103,7 @@ def test_layers_are_gathered_inside_a_replica_and_shards_joined_once_a_step():
     assert set(sent(held, "replica")) == {"all-reduce"}
 
 
+@pytest.mark.heavy
 def test_with_a_model_axis_it_trains_as_replicas_that_hold_all():
     made, found = problem_with_model("gpt"), []
     for hierarchical in (False, True):
@@ -113,6 +115,7 @@ def test_with_a_model_axis_it_trains_as_replicas_that_hold_all():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_checkpoints_of_one_mesh_come_back_bitwise(tmp_path, name):
     made = test_checkpoints.problem(name)

@@ -97,6 +97,7 @@ def test_offload_changes_no_value(name, n, stage, setting):
     assert_equal_to_no_offload(name, "clip and adamw", n, stage, setting)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_that_streams_is_exact(optimizer):
     assert_equal_to_no_offload("zoo without empty", optimizer, 3, 3, MASTERS)
@@ -239,6 +240,7 @@ def test_replicas_loss_scales_and_micro_batches_change_nothing(settings):
     assert ulps(run(MASTERS), run(None)) <= ULPS
 
 
+@pytest.mark.heavy
 def test_the_chosen_stage_keeps_the_setting():
     made = problem("zoo")
     zero = zero_on(4, stage="auto", offload="optimizer", memory_limit=1e9)

@@ -149,6 +149,7 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
         assert jnp.array_equal(mine, theirs)
 
 
+@pytest.mark.heavy
 def test_what_was_dropped_is_printed_with_its_bytes(capsys):
     problem = gpt_problem()
     params = auto(None).abstract(problem.make)

@@ -133,6 +133,7 @@ def test_what_is_saved_is_what_jax_checkpoint_saves(model, name):
     assert ours(model, name) == jaxs(model, name)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_policy_changes_a_value(model, name):

@@ -76,6 +76,7 @@ def test_the_order_is_that_of_use():
     assert barriers(jaxpr) == [(32 // N, 24)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("remat", ["block", "block_sqrt"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_the_same(stage, remat):

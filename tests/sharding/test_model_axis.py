@@ -92,6 +92,7 @@ def assert_parity(name, mesh, **settings):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("n_mp", MESHES, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -105,6 +106,7 @@ def test_sequence_parallelism_equals_one_device(n_mp, stage):
     assert_parity("gpt", mesh_of(*n_mp), stage=stage, sequence_parallel=True, remat="block")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_of_a_partitioned_and_split_model_equal_one_device(stage):
     assert_parity("gpt", mesh_of(2, 2, replica=2), stage=stage, micro_batches=2)

@@ -50,6 +50,7 @@ class StopAfterFour(Stop):
         return GO_ON_LATER if self.calls == 5 else 0
 
 
+@pytest.mark.heavy
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkeypatch):
     assert train_here("--steps", "8", "--out", "whole", "--warmup", "2") == 0
     # The rate falls over all steps, so the first half must know of the second.
@@ -67,6 +68,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkey
     assert sorted(p.name for p in Path("out/checkpoints").glob("[0-9]*")) == ["4", "6", "8"]
 
 
+@pytest.mark.heavy
 def test_hours_end_a_run(folder):
     assert train_here("--steps", "8", "--max-hours", "0", "--out", "out") == GO_ON_LATER
     assert train_here("--steps", "8", "--out", "out") == 0
@@ -202,6 +204,7 @@ def test_the_settings_of_the_run_are_in_the_checkpoint(done):
     assert os.fspath(done) not in text and "/four" not in text, "it can be moved"
 
 
+@pytest.mark.heavy
 def test_a_state_goes_from_the_device_to_files(done):
     args = ["--steps", "6", "--offload", "optimizer:nvme=nvme", *OWN]
     assert train_here(*args) == 0
@@ -211,6 +214,7 @@ def test_a_state_goes_from_the_device_to_files(done):
     assert last_loss("out") == before
 
 
+@pytest.mark.heavy
 def test_state_files_give_way_to_their_own_run_only(folder, monkeypatch, capsys):
     """Killed before the first checkpoint, it begins anew; another run is refused."""
     step = zero_jax.TrainStep.__call__
@@ -229,6 +233,7 @@ def test_state_files_give_way_to_their_own_run_only(folder, monkeypatch, capsys)
     assert len(curve("out")) == 2
 
 
+@pytest.mark.heavy
 def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, monkeypatch, capsys):
     seen = []
     step = zero_jax.TrainStep.__call__

@@ -245,6 +245,7 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         assert all(word in error for word in words), error
 
 
+@pytest.mark.heavy
 def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
     traced, started = [], jax.profiler.start_trace
     monkeypatch.setattr(
