@@ -19,7 +19,7 @@ from zero_jax.hlo import auditor, prove, targets
 pytestmark = pytest.mark.prove
 P = PartitionSpec
 BF16, F32 = jnp.bfloat16, jnp.float32
-HERE = f"tests/hlo/{pathlib.Path(__file__).name}"
+HERE = f"hlo/{pathlib.Path(__file__).name}"  # as sources are named, by their folder
 
 
 def line_of(text):
