@@ -108,11 +108,16 @@ def print_plan(
         step: The plan of the training step.
     """
     psi = known["psi"]
-    rows = {name: "-" if value is None else value for name, value in known.items()} | {
-        "clip": f"global norm {known['clip']:g}" if known["clip"] else "off",
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
-        "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
-    }
+    first = dict.fromkeys(("psi", "mesh"))  # the size of both, before all settings
+    rows = (
+        first
+        | {name: "-" if value is None else value for name, value in known.items()}
+        | {
+            "clip": f"global norm {known['clip']:g}" if known["clip"] else "off",
+            "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
+            "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
+        }
+    )
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
     shards = zero.mesh.shape["data"]
