@@ -59,7 +59,11 @@ def regathered(run: Callable[[Arrays, Arrays], list[Any]]) -> Any:
             where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in kept)
             held = [x for x, at in zip(kept, where, strict=True) if at < 0]
             likes = tuple(map(jax.typeof, outs))
-            return outs, (Known((treedef, where, trained, moved, likes)), held, shards)
+            return outs, (
+                Known((treedef, where, tuple(trained), tuple(moved), likes)),
+                held,
+                shards,
+            )
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             held, shards = residuals[1:]
