@@ -97,7 +97,7 @@ def test_clipping_by_the_global_norm_adds_no_collective_of_its_own():
     assert sum(clipped.words.values()) - sum(plain.words.values()) < 100
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_arguments_are_12_psi_over_n(stage, k):
     """Ψ is divisible by 8 leaf by leaf here; beside it: Adam's counter, the guard, the batch."""

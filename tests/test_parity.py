@@ -126,8 +126,8 @@ def test_every_optimizer_is_exact(optimizer, stage, n):
     assert_parity(name, tx, n, plain(name, optimizer), stage=stage)
 
 
-@pytest.mark.parametrize("k", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("k", [2, HEAVY(3)])
+@pytest.mark.parametrize("stage", [HEAVY(0), 1, HEAVY(2), 3])
 def test_micro_batches_equal_one_batch(stage, k):
     assert_parity("gpt", ADAM, 4, plain("gpt"), stage=stage, micro_batches=k)
 

@@ -85,6 +85,7 @@ def sent(audit, axis):
     return found
 
 
+@pytest.mark.heavy
 def test_states_take_the_bytes_of_all_devices():
     ours = compiled(mesh_of(2, 4), hierarchical=True)
     assert ours.argument_bytes == compiled(mesh_of(1, 8)).argument_bytes

@@ -121,7 +121,7 @@ def test_gradients_are_those_of_jax(name, form, remat):
     assert any(np.abs(g).max() > 1e-4 for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize("name", ["straight through", "ode"])
+@pytest.mark.parametrize("name", ["straight through", pytest.param("ode", marks=pytest.mark.heavy)])
 def test_gradients_are_those_of_jax_where_copies_are_kept(name):
     check(unrolled(LAYER[name]), 1, "block")
 

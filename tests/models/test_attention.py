@@ -25,10 +25,11 @@ def results(attend, dtype, *shape, scale=1.0):
 
 
 # Up to a block, one token more, blocks that T fills and does not fill, more than BLOCKS of BLOCK.
-LENGTHS = [1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 7, BLOCKS * BLOCK + 100]
+LENGTHS = [1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 7]
+LONG = pytest.param(BLOCKS * BLOCK + 100, marks=pytest.mark.heavy)
 
 
-@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("T", [*LENGTHS, LONG])
 def test_blocks_equal_attention_at_once(T):
     B, N = (2, 3) if T < 1000 else (1, 1)
     found = results(causal_attention, jnp.float32, B, T, N, 8)

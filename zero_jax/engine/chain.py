@@ -12,11 +12,11 @@ Holds two gathered layers at a time, and one full gradient under way beside the 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays, is_float, known, together
 from zero_jax.engine.weights import Source
@@ -64,22 +64,37 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
     Returns:
       A function of the given arrays and of each layer's shards that returns the results.
     """
+    own = _Chain(links, given, results)
+    wrapped = jax.custom_vjp(own.run)
+    wrapped.defvjp(own.forward, own.backward, symbolic_zeros=True)
+    return wrapped
 
-    @jax.custom_vjp
-    def wrapped(arrays: Arrays, shards: Sequence[Arrays]) -> list[Any]:
-        env = dict(zip(given, arrays, strict=True))
-        for link, leaves, read in _forward(links, env, shards):
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """What `chain` was given, and its passes."""
+
+    links: Sequence[Link]
+    given: Sequence[Any]
+    results: Sequence[Any]
+
+    def run(self, arrays: Arrays, shards: Sequence[Arrays]) -> list[Any]:
+        """Without a gradient."""
+        env = dict(zip(self.given, arrays, strict=True))
+        for link, leaves, read in _forward(self.links, env, shards):
             outs = link.run([*leaves, *read], lambda x, _: x, ())
             env.update(zip(link.makes, outs, strict=True))
-        return [env[name] for name in results]
+        return [env[name] for name in self.results]
 
-    def forward(arrays: Any, shards: Any) -> tuple[list[Any], Any]:
-        moved = {n for n, x in zip(given, arrays, strict=True) if x.perturbed and is_float(x.value)}
+    def forward(self, arrays: Any, shards: Any) -> tuple[list[Any], Any]:
+        """The results, and what the backward pass reads."""
+        inputs = list(zip(self.given, arrays, strict=True))
+        moved = {name for name, x in inputs if x.perturbed and is_float(x.value)}
         moving = [[x.perturbed and is_float(x.value) for x in own] for own in shards]
         shards = [[x.value for x in own] for own in shards]
-        env = {name: x.value for name, x in zip(given, arrays, strict=True)}
+        env = {name: x.value for name, x in inputs}
         turns = []
-        for at, (link, leaves, read) in enumerate(_forward(links, env, shards)):
+        for at, (link, leaves, read) in enumerate(_forward(self.links, env, shards)):
             turn = _Turn.of(link, moving[at], moved)
             layer = link.layer(leaves, list(map(jax.typeof, read)))
             outs, kept = layer.keep_all([*leaves, *read], turn.trained(leaves))
@@ -90,57 +105,89 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
             env.update(zip(link.makes, outs, strict=True))
             moved.update(n for n, x in zip(link.makes, outs, strict=True) if turn and is_float(x))
             turns.append((Known(turn), held))
-        likes = {n: jax.typeof(env[n]) for n in (*given, *(n for li in links for n in li.makes))}
-        return [env[name] for name in results], (turns, shards, Known(_Types(likes)))
+        names = (*self.given, *(n for link in self.links for n in link.makes))
+        likes = {name: jax.typeof(env[name]) for name in names}
+        return [env[name] for name in self.results], (turns, shards, Known(_Types(likes)))
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(self, residuals: Any, cotangents: Any) -> Any:
+        """The gradients of the given arrays, and of each layer's shards."""
         turns, shards, likes = residuals[0], residuals[1], residuals[2].value.of
-        found: dict[Any, Any] = {}
-        for name, c in zip(results, cotangents, strict=True):
+        way = _WayBack(self.links, [t.value for t, _ in turns], shards, likes)
+        for name, c in zip(self.results, cotangents, strict=True):
             if is_float(likes[name]) and known(c) is not None:
-                found[name] = c
-        grads: list[Any] = [[None] * len(own) for own in shards]
-        ahead: tuple[int, _Opened] | None = None
-        later: tuple[int, _Sums, Callable[[Arrays], list[Any]]] | None = None
-        for at in range(len(links) - 1, -1, -1):
-            link, turn, held = links[at], turns[at][0].value, turns[at][1]
-            floats = [n for n in link.makes if is_float(likes[n])]
-            enters = [found.pop(n, None) for n in floats]
-            if not turn or all(c is None for c in enters):
-                continue
-            if ahead is None or ahead[0] != at:
-                own, enters = together((shards[at], enters))
-                ahead = at, _Opened.of(link, own, turn)
-            opened = ahead[1]
-            if at:
-                own, opened.leaves, enters = together((shards[at - 1], opened.leaves, enters))
-                ahead = at - 1, _Opened.of(links[at - 1], own, turns[at - 1][0].value)
-            held, enters = together((held, enters))
-            kept = held.all()
-            leaves = opened.leaves
-            kept[: len(leaves)] = leaves
-            layer = link.layer(leaves, [likes[n] for n in link.reads])
-            trained = turn.trained(leaves)
-            due = later[1].due if later is not None else None
-            leaving = together(list(layer.gradients(trained, kept, enters, due)))
-            count = sum(i < len(leaves) for i in trained)
-            if later is not None:
-                later[1].arrays, leaving[count:] = together((later[1].arrays, leaving[count:]))
-                grads[later[0]] = later[2](later[1].arrays)
-            later = (
-                at,
-                opened.sums(leaving[:count]),
-                functools.partial(turn.placed, len(shards[at])),
-            )
-            for i, x in zip(trained[count:], leaving[count:], strict=True):
-                name = link.reads[i - len(leaves)]
-                found[name] = found[name] + x if name in found else x
-        if later is not None:
-            grads[later[0]] = later[2](later[1].arrays)
-        return [found.get(name) for name in given], grads
+                way.found[name] = c
+        for at in reversed(range(len(self.links))):
+            way.layer(at, turns[at][1])
+        way.settle(None)
+        return [way.found.get(name) for name in self.given], way.grads
 
-    wrapped.defvjp(forward, backward, symbolic_zeros=True)
-    return wrapped
+
+class _WayBack:
+    """The layers' backward passes, last layer first.
+
+    Attributes:
+      found: cotangents by name, as far as they are known.
+      grads: of each layer those of its shards.
+      ahead: the layer that is gathered already, and its leaves.
+      later: the layer whose gradients are on their way, and these.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        turns: Sequence["_Turn"],
+        shards: Sequence[Arrays],
+        likes: Mapping[Any, Any],
+    ):
+        self._links, self._turns, self._shards, self._likes = links, turns, shards, likes
+        self.found: dict[Any, Any] = {}
+        self.grads: list[list[Any]] = [[None] * len(own) for own in shards]
+        self.ahead: tuple[int, _Opened] | None = None
+        self.later: tuple[int, _Sums] | None = None
+
+    def layer(self, at: int, held: Held) -> None:
+        """One of them, while the layer before it is gathered and the one after it is summed."""
+        link, turn = self._links[at], self._turns[at]
+        enters = [self.found.pop(n, None) for n in link.makes if is_float(self._likes[n])]
+        if not turn or all(c is None for c in enters):
+            return
+        opened, enters = self._opened(at, enters)
+        held, enters = together((held, enters))
+        leaves, kept = opened.leaves, held.all()
+        kept[: len(leaves)] = leaves
+        layer = link.layer(leaves, [self._likes[n] for n in link.reads])
+        trained = turn.trained(leaves)
+        due = self.later[1].due if self.later is not None else None
+        leaving = together(list(layer.gradients(trained, kept, enters, due)))
+        count = len(turn.leaves)
+        leaving[count:] = self.settle(leaving[count:])
+        self.later = at, opened.sums(leaving[:count])
+        for i, x in zip(turn.reads, leaving[count:], strict=True):
+            name = link.reads[i]
+            self.found[name] = self.found[name] + x if name in self.found else x
+
+    def _opened(self, at: int, enters: Arrays) -> tuple["_Opened", Any]:
+        """A layer's leaves; the gather of the layer before it waits for what enters this one."""
+        if self.ahead is None or self.ahead[0] != at:
+            own, enters = together((self._shards[at], enters))
+            self.ahead = at, _Opened.of(self._links[at], own, self._turns[at])
+        opened = self.ahead[1]
+        if at:
+            before = at - 1
+            own, opened.leaves, enters = together((self._shards[before], opened.leaves, enters))
+            self.ahead = before, _Opened.of(self._links[before], own, self._turns[before])
+        return opened, enters
+
+    def settle(self, leaving: Any) -> Any:
+        """What leaves a layer, once the sums of the layer after it are there."""
+        if self.later is None:
+            return leaving
+        at, sums = self.later
+        if leaving is not None:
+            sums.arrays, leaving = together((sums.arrays, leaving))
+        for i, x in zip(self._turns[at].shards, sums.arrays, strict=True):
+            self.grads[at][i] = x
+        return leaving
 
 
 def _forward(links: Sequence[Link], env: dict[Any, Any], shards: Sequence[Arrays]) -> Any:
@@ -167,7 +214,7 @@ class _Turn:
     reads: tuple[int, ...]
 
     @classmethod
-    def of(cls, link: Link, moving: Sequence[bool], moved: set[Any]) -> "_Turn":
+    def of(cls, link: Link, moving: Sequence[bool], moved: set[jex.Var]) -> "_Turn":
         it = iter(moving)
         trained = [any([next(it) for _ in source.arrays]) for source in link.sources]
         return cls(
@@ -182,11 +229,6 @@ class _Turn:
     def trained(self, leaves: Arrays) -> tuple[int, ...]:
         """Positions among the layer's inputs: leaves, then what it reads."""
         return (*self.leaves, *(len(leaves) + i for i in self.reads))
-
-    def placed(self, count: int, sums: Arrays) -> list[Any]:
-        """Gradients among all arrays of its shards."""
-        own = dict(zip(self.shards, sums, strict=True))
-        return [own.get(i) for i in range(count)]
 
 
 class _Types:

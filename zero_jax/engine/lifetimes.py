@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter
@@ -123,7 +124,7 @@ class Reading:
       policy: what layers keep.
     """
 
-    def __init__(self, jaxpr: Any, cuts: Sequence[Split], policy: Policy):
+    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Split], policy: Policy):
         self._policy, self._cuts = policy, cuts
         self._reads: list[_Read] = []
         # Of each layer the number of those that are alike, whether scanned, and its policy.
@@ -182,8 +183,8 @@ class Reading:
 
     def _walk(
         self,
-        jaxpr: Any,
-        forms: dict[Any, Form],
+        jaxpr: jex.Jaxpr,
+        forms: dict[jex.Var, Form],
         loops: int,
         layer: int | None,
         opening: Any,
@@ -209,7 +210,12 @@ class Reading:
             self._read(form, loops, layer, opening, "return")
 
     def _scan(
-        self, eqn: Any, forms: dict[Any, Form], loops: int, layer: int | None, opening: Any
+        self,
+        eqn: jex.JaxprEqn,
+        forms: dict[jex.Var, Form],
+        loops: int,
+        layer: int | None,
+        opening: Any,
     ) -> None:
         first = sum(equations.state_of(eqn))
         sliced = {}
@@ -243,12 +249,14 @@ class Reading:
         return sum(_elements(self._cuts[leaf], form) for leaf, form in forms.items())
 
 
-def is_own_remat(eqn: Any) -> bool:
+def is_own_remat(eqn: jex.JaxprEqn) -> bool:
     """Whether it is a `jax.checkpoint` of the model's own, not of a gradient within the loss."""
     return eqn.primitive.name in equations.REMAT and not eqn.params.get("differentiated")
 
 
-def _inside(body: Any, eqn: Any, forms: Mapping[Any, Form]) -> dict[Any, Form]:
+def _inside(
+    body: jex.Jaxpr, eqn: jex.JaxprEqn, forms: Mapping[jex.Var, Form]
+) -> dict[jex.Var, Form]:
     pairs = zip(body.invars, eqn.invars, strict=True)
     return {var: forms[a] for var, a in pairs if equations.is_in(a, forms)}
 

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from zero_jax.engine.replay import How, replay
 from zero_jax.engine.weights import Apart, Source, Weight, follow, opened
 from zero_jax.jaxpr import equations
@@ -20,7 +22,7 @@ class Loop:
       values: its inputs.
     """
 
-    def __init__(self, eqn: Any, consts: int, carried: int, values: Sequence[Any]):
+    def __init__(self, eqn: jex.JaxprEqn, consts: int, carried: int, values: Sequence[Any]):
         self.body = equations.written_out(equations.inner(eqn))
         self.params, self.consts, self.carried = eqn.params, consts, carried
         self.sliced = {
@@ -81,7 +83,9 @@ class Loop:
         return [starts[s] + i for s in own for i in range(len(s.arrays))]
 
 
-def summed_within(jaxpr: Any, weights: Mapping[Any, Weight], bucket_bytes: float) -> list[Source]:
+def summed_within(
+    jaxpr: jex.Jaxpr, weights: Mapping[jex.Var, Weight], bucket_bytes: float
+) -> list[Source]:
     """Leaves of a layer whose gradients are summed over devices before its loop goes on.
 
     XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
@@ -99,9 +103,7 @@ def summed_within(jaxpr: Any, weights: Mapping[Any, Weight], bucket_bytes: float
     """
     forms = {var: weight.form for var, weight in weights.items()}
     sources = {weight.form.leaf: weight.source for weight in weights.values()}
-    sizes = {
-        weight.form.leaf: var.aval.size * var.aval.dtype.itemsize for var, weight in weights.items()
-    }
+    sizes = {weight.form.leaf: equations.bytes_of(var) for var, weight in weights.items()}
     ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
     left = sum(sizes.values()) / 2
     if 2 * left <= bucket_bytes:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import numpy as np
 
 from zero_jax.engine.weights import Form, follow
@@ -19,7 +20,7 @@ from zero_jax.jaxpr.equations import bytes_of, is_in, last_reads
 _MOST = 0.5
 
 
-def runs_of(jaxpr: Any, forms: dict[Any, Form]) -> list[list[list[int]]]:
+def runs_of(jaxpr: jex.Jaxpr, forms: dict[jex.Var, Form]) -> list[list[list[int]]]:
     """The runs of layers that follow on each other, in order; of each layer its equations, without
     those that only re-arrange leaves.
 
@@ -53,7 +54,7 @@ def runs_of(jaxpr: Any, forms: dict[Any, Form]) -> list[list[list[int]]]:
     return [[equations(a, b) for a, b in run] for run in found]
 
 
-def _key(eqn: Any, forms: dict[Any, Form]) -> Any:
+def _key(eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> Any:
     """What is the same of an operation in every layer."""
     given = tuple((is_in(a, forms), str(a.aval)) for a in eqn.invars)
     return eqn.primitive.name, given, tuple(str(v.aval) for v in eqn.outvars)
@@ -136,7 +137,7 @@ def _cut(
     return list(itertools.pairwise(bounds))
 
 
-def _alive(jaxpr: Any, weights: dict[Any, Form]) -> list[int]:
+def _alive(jaxpr: jex.Jaxpr, weights: dict[jex.Var, Form]) -> list[int]:
     """Bytes of activations that are alive before each equation, and after the last."""
     last = last_reads(jaxpr)
     change = [0] * (len(jaxpr.eqns) + 2)

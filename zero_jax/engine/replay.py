@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from zero_jax.engine.weights import Apart, Opener, Weight
 from zero_jax.jaxpr import equations, reads
 from zero_jax.remat import policies, recompute
@@ -41,9 +43,9 @@ class How:
 
 
 def replay(
-    body: Any,
+    body: jex.ClosedJaxpr,
     values_of: Callable[[Sequence[Any]], list[Any]],
-    weights: set[Any],
+    weights: set[jex.Var],
     how: How,
     *,
     in_loop: bool,
@@ -68,9 +70,9 @@ def replay(
 
 
 def _asked(
-    body: Any,
+    body: jex.ClosedJaxpr,
     values_of: Callable[[Sequence[Any]], list[Any]],
-    weights: set[Any],
+    weights: set[jex.Var],
     how: How,
     *,
     in_loop: bool,
@@ -106,13 +108,13 @@ def _moves(value: Any, moved: set[int]) -> bool:
     return not stopped and any(id(x) in moved for x in Apart([value]).flat)
 
 
-def _kept(jaxpr: Any, pure: set[Any], policy: Policy) -> dict[int, Place]:
+def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Policy) -> dict[int, Place]:
     """Of the equations whose results are kept, the place."""
     eqns = enumerate(jaxpr.eqns)
     return {i: place for i, e in eqns if (place := place_of(e, pure, policy)) is not None}
 
 
-def place_of(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:
+def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Policy) -> Place | None:
     """Where the results of an equation of a layer are kept, or None. A gathered weight never is."""
     place = policy.place_of(eqn)
     if place is None or not any(v in pure for v in eqn.outvars):
@@ -126,7 +128,7 @@ def place_of(eqn: Any, pure: set[Any], policy: Policy) -> Place | None:
     )
 
 
-def _midway(jaxpr: Any, pure: set[Any], kept: Mapping[int, Any]) -> dict[int, Midway]:
+def _midway(jaxpr: jex.Jaxpr, pure: set[jex.Var], kept: Mapping[int, Any]) -> dict[int, Midway]:
     """The equations by which so much of the layer's products is done."""
     done = list(itertools.accumulate(equations.products(jaxpr)))
     able = [

@@ -38,7 +38,9 @@ from zero_jax.remat.policies import Place, Policy
 _KEEPS = frozenset(("scan", "custom_vjp_call"))
 
 
-def run(closed: Any, args: Sequence[Any], policy: Policy, bucket_bytes: float) -> list[Any]:
+def run(
+    closed: jex.ClosedJaxpr, args: Sequence[Any], policy: Policy, bucket_bytes: float
+) -> list[Any]:
     """Runs a traced loss.
 
     Args:
@@ -82,7 +84,7 @@ def apply(
 
 
 def evaluate(
-    closed: Any,
+    closed: jex.ClosedJaxpr,
     args: Sequence[Any],
     how: How,
     *,
@@ -149,7 +151,7 @@ def evaluate(
     return [equations.read(env, a) for a in jaxpr.outvars]
 
 
-def _equation(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
+def _equation(eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
     """The results of one equation that is given weights, and values some of which are stopped."""
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:
@@ -208,7 +210,7 @@ def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any])
     return run(*map(Opener(), apart.together(flat)))
 
 
-def _scan(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
+def _scan(eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
     """A scan over weights: slices of shards are gathered in its body, the rest before it."""
     consts, carried = equations.state_of(eqn)
     loop = Loop(eqn, consts, carried, values)
@@ -221,7 +223,7 @@ def _scan(eqn: Any, values: list[Any], stopped: Sequence[bool], how: How) -> lis
     return _gathering(lambda *whole: loop.run(whole, how), given, still, how, again=False)
 
 
-def _own_remat(eqn: Any, values: list[Any], how: How) -> list[Any]:
+def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:
     """A `jax.checkpoint` of the model's own: a layer with a policy of its own."""
     apart, body = Apart(values), equations.written_out(equations.inner(eqn))
     if apart.free:
@@ -233,7 +235,7 @@ def _own_remat(eqn: Any, values: list[Any], how: How) -> list[Any]:
     return recompute.layer(layer, {}, barrier=not how.in_loop)(*apart.flat)
 
 
-def _check_names(jaxpr: Any, policy: Policy) -> None:
+def _check_names(jaxpr: jex.Jaxpr, policy: Policy) -> None:
     """Raises if a name marks nothing."""
     marked = equations.names_in(jaxpr) if policy.names else set()
     for name, _ in policy.names:

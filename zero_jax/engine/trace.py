@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
@@ -42,7 +43,7 @@ class Traced:
       looped: names of trained leaves that a loop of unknown length reads.
     """
 
-    closed: Any
+    closed: jex.ClosedJaxpr
     leaves: list[lifetimes.Leaf]
     layers: list[lifetimes.Layers]
     weighted: bool
@@ -128,7 +129,7 @@ class _Program:
         self._like = _unboxed(like)
         self.weighted, self.aux = False, None
 
-    def of(self, rows: PyTree) -> Any:
+    def of(self, rows: PyTree) -> jex.ClosedJaxpr:
         """The jaxpr, its calls written out; remembers the structure of what is returned."""
         axes, found = batch_axes(self._settings.mesh), []
 
@@ -170,7 +171,7 @@ def _unboxed(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
 
 
-def _check_weight(closed: Any, trained: Sequence[bool]) -> None:
+def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
     """Raises if the weight of the loss depends on parameters."""
     if marks.marked(closed, trained, marks.HAS_GRADIENT)[1]:
         raise ValueError(
@@ -181,7 +182,7 @@ def _check_weight(closed: Any, trained: Sequence[bool]) -> None:
 
 
 def _kinds(
-    program: _Program, closed: Any, rows: PyTree, axes: Sequence[str], params: int
+    program: _Program, closed: jex.ClosedJaxpr, rows: PyTree, axes: Sequence[str], params: int
 ) -> list[str]:
     """What becomes of each leaf of the aux."""
     named = jax.tree_util.tree_flatten_with_path(program.aux)[0]

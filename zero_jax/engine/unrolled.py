@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from zero_jax.engine import chain
 from zero_jax.engine.replay import How, replay
 from zero_jax.engine.weights import Apart, Weight, whole
@@ -18,7 +20,7 @@ def run_layers(
     layers: Sequence[Sequence[int]],
     env: dict[Any, Any],
     stretch: equations.Stretches,
-    fixed: set[Any],
+    fixed: set[jex.Var],
     how: How,
 ) -> None:
     """Runs layers that are not scanned; extends `env` by their results.
@@ -44,8 +46,8 @@ def run_layers(
 
 
 def _own_inputs(
-    body: Any, layer: Sequence[int], stretch: equations.Stretches, fixed: set[Any]
-) -> set[Any]:
+    body: jex.ClosedJaxpr, layer: Sequence[int], stretch: equations.Stretches, fixed: set[jex.Var]
+) -> set[jex.Var]:
     """What a layer reads that nothing after it does: its input."""
     given = [v for v in body.jaxpr.invars if v not in fixed and can_move(v.aval)]
     return {v for v in given if stretch.last_read[v] <= layer[-1]}
@@ -55,7 +57,7 @@ def _group(
     layers: Sequence[Sequence[int]],
     env: dict[Any, Any],
     stretch: equations.Stretches,
-    fixed: set[Any],
+    fixed: set[jex.Var],
     how: How,
 ) -> None:
     """Runs neighbouring layers, which are run again as a whole, and then each by itself."""
@@ -80,7 +82,7 @@ def _chain(
     layers: Sequence[Sequence[int]],
     env: dict[Any, Any],
     stretch: equations.Stretches,
-    fixed: set[Any],
+    fixed: set[jex.Var],
     how: How,
 ) -> None:
     """Runs layers that gather while the one before them computes."""

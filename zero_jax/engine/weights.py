@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from zero_jax.collectives import barriers
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.jaxpr.equations import LAYOUT, function, is_in
+from zero_jax.jaxpr.equations import LAYOUT, function, is_in, shape_of
 
 # What does the same to a slice as to the whole.
 _CASTS = frozenset(("convert_element_type", "copy", "name", "stop_gradient"))
@@ -55,7 +56,7 @@ class Form:
         return dataclasses.replace(self, rank=self.rank - 1)
 
 
-def put_off(eqn: Any, form: Form) -> tuple[str, Form] | None:
+def put_off(eqn: jex.JaxprEqn, form: Form) -> tuple[str, Form] | None:
     """How an operation that reads nothing but a weight is put off, and what it makes; or None.
 
     "slice" and "unstack" are done to the shards at once, "later" waits until the leaf is whole.
@@ -76,8 +77,8 @@ def put_off(eqn: Any, form: Form) -> tuple[str, Form] | None:
     )
 
 
-def _takes_whole_layers(eqn: Any) -> bool:
-    shape = eqn.invars[0].aval.shape
+def _takes_whole_layers(eqn: jex.JaxprEqn) -> bool:
+    shape = shape_of(eqn.invars[0])
     starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(shape)
     others = zip(starts[1:], stops[1:], shape[1:], strides[1:], strict=True)
@@ -149,7 +150,7 @@ class Weight:
         """The array."""
         return self.finish(self.source.open())
 
-    def through(self, eqn: Any) -> list["Weight"] | None:
+    def through(self, eqn: jex.JaxprEqn) -> list["Weight"] | None:
         """What an operation that only re-arranges it makes of it; None if it does more."""
         made = put_off(eqn, self.form)
         if made is None:
@@ -166,7 +167,7 @@ class Weight:
         return [dataclasses.replace(self, form=form, after=after)]
 
 
-def _waiting(eqn: Any) -> Callable[[Any], Any]:
+def _waiting(eqn: jex.JaxprEqn) -> Callable[[Any], Any]:
     """An operation on a leaf, of whatever shape if it is a cast."""
     if eqn.primitive.name == "convert_element_type":
         return lambda whole: whole.astype(eqn.params["new_dtype"])
@@ -174,7 +175,7 @@ def _waiting(eqn: Any) -> Callable[[Any], Any]:
     return lambda whole: run(whole)[0]
 
 
-def _slice(eqn: Any, x: Any) -> Any:
+def _slice(eqn: jex.JaxprEqn, x: Any) -> Any:
     if eqn.primitive.name == "squeeze":
         return jax.lax.squeeze(x, (0,))
     start, stop = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
@@ -249,7 +250,7 @@ def opened(value: Any) -> Any:
     return value.open() if isinstance(value, Weight) else value
 
 
-def follow(eqn: Any, forms: dict[Any, Form]) -> bool:
+def follow(eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> bool:
     """Extends `forms` by what an equation makes, if it only re-arranges a weight."""
     mine = [a for a in eqn.invars if is_in(a, forms)]
     made = put_off(eqn, forms[mine[0]]) if len(mine) == 1 == len(eqn.invars) else None

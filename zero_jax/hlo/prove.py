@@ -28,7 +28,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.hlo import auditor
-from zero_jax.hlo.targets import Target
+from zero_jax.hlo.targets import Target, topology
+from zero_jax.sharding.mesh import AnyMesh
 
 _NOT_SHOWN = {
     "cuda": (
@@ -49,62 +50,30 @@ _MEMORY = tuple(
 )
 
 
-def topology(target: Target, devices: int, given: str | None = None) -> str:
-    """How the devices hang together, as the compiler takes it.
+def check(target: Target, devices: int, given: str | None = None) -> str:
+    """The topology that is compiled for; asked before anything is traced.
 
     Args:
-      target: the kind of device.
+      target: what to compile for.
       devices: how many.
-      given: the caller's own, "PARTITIONSxHOSTSxDEVICES" on GPUs, where a partition is one NVLink
-        domain, or "XxYxZ" on TPUs; None for full hosts with NVLink inside.
+      given: see `topology`.
 
     Raises:
-      ValueError: the devices do not fill hosts, or `given` is another number of devices.
-
-    >>> from zero_jax.hlo.targets import target
-    >>> topology(target("h100"), 64), topology(target("h100"), 4)
-    ('8x1x8', '1x1x4')
+      ValueError: the target cannot be compiled for here; says what to install.
     """
-    if given is not None:
-        parts = given.lower().split("x")
-        if len(parts) != 3 or not all(p.isdigit() for p in parts):
-            raise ValueError(
-                f"topology {given!r}: write three numbers, as 8x1x8 for 8 hosts of 8 GPUs"
-            )
-        if np.prod([int(p) for p in parts]) != devices:
-            raise ValueError(
-                f"topology {given!r} has {np.prod([int(p) for p in parts])} devices, but the plan "
-                f"is for {devices}: make the product {devices}"
-            )
-        return given.lower()
-    if target.platform == "tpu":
-        return "x".join(map(str, _box(devices)))
-    size = min(target.host_devices, devices)
-    if devices % size:
+    if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
-            f"{devices} devices do not fill hosts of {size}: take {-(-devices // size) * size}, or "
-            f"give a topology, as {devices}x1x1 for one device a host"
+            f"{target.name} is for closed forms only, JAX does not run on it: compile for h100"
         )
-    return f"{devices // size}x1x{size}"
-
-
-def _box(devices: int) -> tuple[int, int, int]:
-    """The three sizes of the most cubic box of that many chips."""
-    boxes = [
-        (x, y, devices // (x * y))
-        for x in range(1, devices + 1)
-        if devices % x == 0
-        for y in range(x, devices // x + 1)
-        if (devices // x) % y == 0 and devices // (x * y) >= y
-    ]
-    return min(boxes, key=sum)
+    _check_installed(target)
+    return "" if target.platform == "cpu" else topology(target, devices, given)
 
 
 def compile_for(
     target: Target,
     step: Any,
     args: Sequence[Any],
-    mesh: Any,
+    mesh: AnyMesh,
     *,
     donated: int = 2,
     given_topology: str | None = None,
@@ -124,15 +93,10 @@ def compile_for(
       timeout: seconds after which the child is ended.
 
     Raises:
-      ValueError: the target cannot be compiled for here; says what to install.
+      ValueError: see `check`; or the step calls back to Python.
       RuntimeError: the compiler failed; shows its last lines.
     """
-    if target.compute_capability is None and target.platform == "cuda":
-        raise ValueError(
-            f"{target.name} is for closed forms only, JAX does not run on it: compile for h100"
-        )
-    _check_installed(target)
-    shape = topology(target, mesh.size, given_topology) if target.platform != "cpu" else ""
+    shape = check(target, mesh.size, given_topology)
     exported = _export(target, step, args, donated)
     with tempfile.TemporaryDirectory(prefix="zero_jax_prove_") as folder:
         here = pathlib.Path(folder)

@@ -201,3 +201,53 @@ def target(name: str | Target) -> Target:
     if name not in TARGETS:
         raise ValueError(unknown("target", str(name), TARGETS))
     return TARGETS[name]
+
+
+def topology(target: Target, devices: int, given: str | None = None) -> str:
+    """How the devices hang together, as the compiler takes it.
+
+    Args:
+      target: the kind of device.
+      devices: how many.
+      given: the caller's own, "PARTITIONSxHOSTSxDEVICES" on GPUs, where a partition is one NVLink
+        domain, or "XxYxZ" on TPUs; None for full hosts with NVLink inside.
+
+    Raises:
+      ValueError: the devices do not fill hosts, or `given` is another number of devices.
+
+    >>> topology(target("h100"), 64), topology(target("h100"), 4)
+    ('8x1x8', '1x1x4')
+    """
+    if given is not None:
+        parts = given.lower().split("x")
+        if len(parts) != 3 or not all(p.isdigit() for p in parts):
+            raise ValueError(
+                f"topology {given!r}: write three numbers, as 8x1x8 for 8 hosts of 8 GPUs"
+            )
+        if (count := math.prod(map(int, parts))) != devices:
+            raise ValueError(
+                f"topology {given!r} has {count} devices, but the plan is for {devices}: make the "
+                f"product {devices}"
+            )
+        return given.lower()
+    if target.platform == "tpu":
+        return "x".join(map(str, _box(devices)))
+    size = min(target.host_devices, devices)
+    if devices % size:
+        raise ValueError(
+            f"{devices} devices do not fill hosts of {size}: take {-(-devices // size) * size}, or "
+            f"give a topology, as {devices}x1x1 for one device a host"
+        )
+    return f"{devices // size}x1x{size}"
+
+
+def _box(devices: int) -> tuple[int, int, int]:
+    """The three sizes of the most cubic box of that many chips."""
+    boxes = [
+        (x, y, devices // (x * y))
+        for x in range(1, devices + 1)
+        if devices % x == 0
+        for y in range(x, devices // x + 1)
+        if (devices // x) % y == 0 and devices // (x * y) >= y
+    ]
+    return min(boxes, key=sum)

@@ -18,7 +18,9 @@ from zero_jax.jaxpr import equations, marks, reads
 from zero_jax.jaxpr.equations import is_float, is_var
 
 
-def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any:
+def settled(
+    closed: jex.ClosedJaxpr, trained: Sequence[bool], wanted: Sequence[bool]
+) -> jex.ClosedJaxpr:
     """The same program; what has no derivative that anybody wants is read as a constant.
 
     Args:
@@ -33,7 +35,7 @@ def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any
     jaxpr = closed.jaxpr
     changed = marks.spread(closed, trained, marks.HAS_GRADIENT)
     used = _used(jaxpr, wanted)
-    eqns: list[Any] = []
+    eqns: list[jex.JaxprEqn] = []
 
     def counts(atom: Any) -> bool:
         return is_var(atom) and changed.get(atom, False) and atom in used
@@ -61,15 +63,15 @@ def settled(closed: Any, trained: Sequence[bool], wanted: Sequence[bool]) -> Any
     return jex.ClosedJaxpr(new, closed.consts)
 
 
-def _body(eqn: Any) -> Any:
+def _body(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
     """What a call or a scan runs, but for functions that have gradients of their own."""
     own = eqn.primitive.name in equations.OWN_GRADIENT
-    return None if own else equations.inner(eqn)
+    return None if own else equations.called(eqn)
 
 
-def _inside(eqn: Any, given: list[bool], made: list[bool]) -> Any:
+def _inside(eqn: jex.JaxprEqn, given: list[bool], made: list[bool]) -> jex.JaxprEqn:
     """A call or a scan with a body that is settled."""
-    body = _body(eqn)
+    body = equations.inner(eqn)
     if eqn.primitive.name == "scan":
         consts, carried = equations.state_of(eqn)
         given = marks.at_rest(body, given, consts, carried, marks.HAS_GRADIENT)
@@ -77,12 +79,12 @@ def _inside(eqn: Any, given: list[bool], made: list[bool]) -> Any:
     return equations.with_inner(eqn, settled(body, given, made))
 
 
-def _used(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
+def _used(jaxpr: jex.Jaxpr, wanted: Sequence[bool]) -> set[jex.Var]:
     """The variables on which the wanted results depend."""
     return reads.needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted), _reads)
 
 
-def _reads(eqn: Any, made: list[bool]) -> Sequence[bool]:
+def _reads(eqn: jex.JaxprEqn, made: list[bool]) -> Sequence[bool]:
     """Which operands those results of an operation depend on."""
     body = _body(eqn)
     if body is None or not any(made):
@@ -93,7 +95,7 @@ def _reads(eqn: Any, made: list[bool]) -> Sequence[bool]:
     return [v in used for v in body.jaxpr.invars]
 
 
-def _carried(body: Any, made: list[bool], consts: int, carried: int) -> list[bool]:
+def _carried(body: jex.Jaxpr, made: list[bool], consts: int, carried: int) -> list[bool]:
     """Which results of a loop's body are used: a state is where a used result depends on it."""
     while True:
         used = _used(body, made)

@@ -15,6 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 Atom = jex.Var | jex.Literal
+Program = jex.Jaxpr | jex.ClosedJaxpr
 # Operations that only re-arrange a leaf: they wait until it is gathered for one that computes.
 LAYOUT = frozenset(
     (
@@ -33,7 +34,7 @@ def is_var(atom: Atom) -> TypeGuard[jex.Var]:
     return not isinstance(atom, jex.Literal)
 
 
-def is_in(atom: Atom, variables: Container[Any]) -> bool:
+def is_in(atom: Atom, variables: Container[Any]) -> TypeGuard[jex.Var]:
     """Whether an atom is one of these variables; literals are not."""
     return is_var(atom) and atom in variables
 
@@ -48,12 +49,12 @@ def read(env: Mapping[Any, Any], atom: Atom) -> Any:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
 
-def variables(eqns: Iterable[Any]) -> list[Any]:
+def variables(eqns: Iterable[jex.JaxprEqn]) -> list[Any]:
     """All that these equations read, but literals."""
     return [a for e in eqns for a in e.invars if is_var(a)]
 
 
-def last_reads(jaxpr: Any) -> dict[Any, int]:
+def last_reads(jaxpr: jex.Jaxpr) -> dict[Any, int]:
     """Of each variable that is read the last equation that does; results are, after all of them."""
     last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in variables([eqn])}
     return last | {a: len(jaxpr.eqns) for a in jaxpr.outvars if is_var(a)}
@@ -74,30 +75,33 @@ def bytes_of(atom: Atom) -> int:
 # What calls, loops and branches run.
 
 
-def as_closed(jaxpr: Any) -> jex.ClosedJaxpr:
+def as_closed(jaxpr: Program) -> jex.ClosedJaxpr:
     """A jaxpr without constants of its own as a closed one; a closed one as it is."""
-    return jaxpr if hasattr(jaxpr, "jaxpr") else jex.ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, ())
 
 
-def inner(eqn: Any) -> Any:
-    """The jaxpr that a call or a scan runs on its inputs, one to one, or None."""
-    if eqn.primitive.name not in CALLS | {"scan"}:
-        return None
+def inner(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
+    """The jaxpr that a call or a scan runs on its inputs, one to one."""
     return as_closed(eqn.params[_key(eqn)])
 
 
-def with_inner(eqn: Any, body: jex.ClosedJaxpr) -> Any:
+def called(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
+    """The same, or None for any other operation."""
+    return inner(eqn) if eqn.primitive.name in CALLS | {"scan"} else None
+
+
+def with_inner(eqn: jex.JaxprEqn, body: jex.ClosedJaxpr) -> jex.JaxprEqn:
     """The call or scan that runs another jaxpr."""
     key = _key(eqn)
     is_closed = hasattr(eqn.params[key], "jaxpr")
     return eqn.replace(params={**eqn.params, key: body if is_closed else body.jaxpr})
 
 
-def _key(eqn: Any) -> str:
+def _key(eqn: jex.JaxprEqn) -> str:
     return "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
 
 
-def bodies(eqn: Any) -> list[tuple[jex.ClosedJaxpr, int]]:
+def bodies(eqn: jex.JaxprEqn) -> list[tuple[jex.ClosedJaxpr, int]]:
     """What a loop or a branch runs, each with the first of the inputs that it is given."""
     if eqn.primitive.name == "cond":
         return [(branch, 1) for branch in eqn.params["branches"]]
@@ -106,7 +110,7 @@ def bodies(eqn: Any) -> list[tuple[jex.ClosedJaxpr, int]]:
     return [(inner(eqn), 0)] if eqn.primitive.name == "scan" else []
 
 
-def state_of(eqn: Any) -> tuple[int, int]:
+def state_of(eqn: jex.JaxprEqn) -> tuple[int, int]:
     """The first of a loop's inputs that it carries from turn to turn, and how many it carries.
 
     Before a scan's come constants, after them slices. Told by rank, since the names of a scan's
@@ -116,36 +120,35 @@ def state_of(eqn: Any) -> tuple[int, int]:
         return len(eqn.invars) - len(eqn.outvars), len(eqn.outvars)
     body = inner(eqn).jaxpr
     carried = sum(
-        len(a.aval.shape) == len(b.aval.shape)
-        for a, b in zip(body.outvars, eqn.outvars, strict=True)
+        len(shape_of(a)) == len(shape_of(b)) for a, b in zip(body.outvars, eqn.outvars, strict=True)
     )
     sliced = sum(
-        len(a.aval.shape) < len(b.aval.shape) for a, b in zip(body.invars, eqn.invars, strict=True)
+        len(shape_of(a)) < len(shape_of(b)) for a, b in zip(body.invars, eqn.invars, strict=True)
     )
     return len(eqn.invars) - sliced - carried, carried
 
 
-def names_in(jaxpr: Any) -> set[str]:
+def names_in(jaxpr: jex.Jaxpr) -> set[str]:
     """Every name that values are marked with, at any depth."""
     found = {e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
     inside = (body for e in jaxpr.eqns for body in jex.jaxprs_in_params(e.params))
     return found.union(*map(names_in, inside))
 
 
-def products(jaxpr: Any) -> list[int]:
+def products(jaxpr: jex.Jaxpr) -> list[int]:
     """Of each equation the multiplications in matrix products, loops and calls looked into."""
     return [_products(eqn) for eqn in jaxpr.eqns]
 
 
-def _products(eqn: Any) -> int:
+def _products(eqn: jex.JaxprEqn) -> int:
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in summed)
+        shape = shape_of(eqn.invars[0])
+        return math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in summed)
     if eqn.primitive.name == "conv_general_dilated":
         outputs = eqn.params["dimension_numbers"].rhs_spec[0]
-        kernel = eqn.invars[1].aval.shape
-        return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(kernel[outputs], 1)
+        kernel = shape_of(eqn.invars[1])
+        return math.prod(shape_of(eqn.outvars[0])) * math.prod(kernel) // max(kernel[outputs], 1)
     inside = (sum(products(body)) for body in jex.jaxprs_in_params(eqn.params))
     return eqn.params.get("length", 1) * max(inside, default=0)
 
@@ -153,16 +156,16 @@ def _products(eqn: Any) -> int:
 # One equation, and jaxprs made of others' equations.
 
 
-def function(eqn: Any) -> Callable[..., list[Any]]:
+def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
     """One equation as a function of its inputs."""
     invars = [jex.Var(a.aval) for a in eqn.invars]
     outvars = [jex.Var(v.aval) for v in eqn.outvars]
-    alone = eqn.replace(invars=invars, outvars=outvars)
+    alone = eqn.replace(invars=list[Atom](invars), outvars=outvars)
     jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 
-def equation(fun: Callable[..., Any], atoms: Sequence[Atom]) -> Any:
+def equation(fun: Callable[..., Any], atoms: Sequence[Atom]) -> jex.JaxprEqn:
     """The equation that does to these atoms what a function of one operation does."""
     (eqn,) = jax.make_jaxpr(fun)(*(a.aval for a in atoms)).jaxpr.eqns
     return eqn.replace(invars=list(atoms), outvars=[jex.Var(v.aval) for v in eqn.outvars])
@@ -195,13 +198,13 @@ class _Flat:
 
     calls: frozenset[str]
     branches: bool
-    eqns: list[Any] = field(default_factory=list)
+    eqns: list[jex.JaxprEqn] = field(default_factory=list)
     consts: dict[Any, Any] = field(default_factory=dict)
 
-    def run(self, closed: Any, given: Sequence[Atom]) -> list[Atom]:
+    def run(self, closed: jex.ClosedJaxpr, given: Sequence[Atom]) -> list[Atom]:
         """Writes a jaxpr out on these inputs; returns its results."""
         body = closed.jaxpr
-        env: dict[Any, Atom] = dict(zip(body.invars, given, strict=True))
+        env: dict[jex.Var, Atom] = dict(zip(body.invars, given, strict=True))
         for var, const in zip(body.constvars, closed.consts, strict=True):
             env[var] = jex.Var(var.aval)
             self.consts[env[var]] = const
@@ -214,7 +217,7 @@ class _Flat:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [own(a) for a in body.outvars]
 
-    def _one(self, eqn: Any, atoms: list[Atom]) -> Sequence[Atom]:
+    def _one(self, eqn: jex.JaxprEqn, atoms: list[Atom]) -> Sequence[Atom]:
         if eqn.primitive.name in self.calls:
             return self.run(inner(eqn), atoms)
         if eqn.primitive.name == "cond" and self.branches:
@@ -229,7 +232,7 @@ class _Flat:
         return outs
 
 
-def without_derivative(jaxpr: Any) -> set[Any]:
+def without_derivative(jaxpr: jex.Jaxpr) -> set[jex.Var]:
     """The variables that are results of `stop_gradient`."""
     return {v for e in jaxpr.eqns if e.primitive.name == "stop_gradient" for v in e.outvars}
 
@@ -237,11 +240,11 @@ def without_derivative(jaxpr: Any) -> set[Any]:
 class Stretches:
     """Stretches of a jaxpr's equations as jaxprs of their own."""
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: jex.Jaxpr):
         self._jaxpr = jaxpr
         self.last_read = last_reads(jaxpr)
 
-    def __call__(self, part: Sequence[int]) -> Any:
+    def __call__(self, part: Sequence[int]) -> jex.ClosedJaxpr:
         """From what these equations read to what is read after the last of them."""
         eqns = [self._jaxpr.eqns[at] for at in part]
         made = {v for e in eqns for v in e.outvars}

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from zero_jax.jaxpr import equations
 
 _ALIKE = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
@@ -26,7 +28,7 @@ class Rule:
     whole: frozenset[str] = frozenset()
 
 
-def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
+def marked(closed: jex.ClosedJaxpr, marks: Sequence[bool], rule: Rule) -> list[bool]:
     """Which results are marked.
 
     Args:
@@ -43,7 +45,7 @@ def marked(closed: Any, marks: Sequence[bool], rule: Rule) -> list[bool]:
     return [_is_marked(a, env) for a in closed.jaxpr.outvars]
 
 
-def spread(closed: Any, marks: Sequence[bool], rule: Rule) -> dict[Any, bool]:
+def spread(closed: jex.ClosedJaxpr, marks: Sequence[bool], rule: Rule) -> dict[jex.Var, bool]:
     """The same of all its variables."""
     env = dict(zip(closed.jaxpr.invars, marks, strict=True))
     for eqn in closed.jaxpr.eqns:
@@ -52,11 +54,11 @@ def spread(closed: Any, marks: Sequence[bool], rule: Rule) -> dict[Any, bool]:
     return env
 
 
-def _is_marked(atom: Any, env: dict[Any, bool]) -> bool:
+def _is_marked(atom: equations.Atom, env: dict[jex.Var, bool]) -> bool:
     return equations.is_var(atom) and env.get(atom, False)
 
 
-def _through(eqn: Any, given: list[bool], rule: Rule) -> list[bool]:
+def _through(eqn: jex.JaxprEqn, given: list[bool], rule: Rule) -> list[bool]:
     runs = equations.bodies(eqn)
     if eqn.primitive.name == "cond":
         branches = [marked(branch, given[first:], rule) for branch, first in runs]
@@ -69,13 +71,15 @@ def _through(eqn: Any, given: list[bool], rule: Rule) -> list[bool]:
         state, test = inside[start - first :], eqn.params["cond_jaxpr"]
         ends = marked(test, given[:first] + state, rule)
         return [m or any(ends) for m in state]
-    called = equations.inner(eqn)
+    called = equations.called(eqn)
     if called is not None and eqn.primitive.name not in rule.whole:
         return marked(called, given, rule)
     return [rule.through(eqn, any(given))] * len(eqn.outvars)
 
 
-def at_rest(body: Any, given: Sequence[bool], consts: int, carried: int, rule: Rule) -> list[bool]:
+def at_rest(
+    body: jex.ClosedJaxpr, given: Sequence[bool], consts: int, carried: int, rule: Rule
+) -> list[bool]:
     """Marks of a loop's inputs, those of its state spread until there are no more."""
     given = list(given)
     while True:
@@ -90,7 +94,7 @@ def at_rest(body: Any, given: Sequence[bool], consts: int, carried: int, rule: R
 def differs(axes: Sequence[str]) -> Rule:
     """Of what differs between devices of these axes; a sum over all of them does not."""
 
-    def through(eqn: Any, given: bool) -> bool:
+    def through(eqn: jex.JaxprEqn, given: bool) -> bool:
         if eqn.primitive.name == "axis_index":
             return True
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -102,7 +106,7 @@ def differs(axes: Sequence[str]) -> Rule:
     return Rule(through)
 
 
-def _has_gradient(eqn: Any, given: bool) -> bool:
+def _has_gradient(eqn: jex.JaxprEqn, given: bool) -> bool:
     floats = any(map(equations.is_float, eqn.outvars))
     return given and floats and eqn.primitive.name != "stop_gradient"
 

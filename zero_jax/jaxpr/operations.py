@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zero_jax.jaxpr.equations import shape_of
@@ -21,7 +22,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-def runs_on_pieces(eqn: Any, shape: tuple[int, ...]) -> bool:
+def runs_on_pieces(eqn: jex.JaxprEqn, shape: tuple[int, ...]) -> bool:
     """Whether it is elementwise along a leaf of that shape, with scalars as the rest."""
     if shape == () or any(shape_of(var) != shape for var in eqn.outvars):
         return False
@@ -31,7 +32,7 @@ def runs_on_pieces(eqn: Any, shape: tuple[int, ...]) -> bool:
     return eqn.primitive.name in ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
 
 
-def on_piece(eqn: Any, values: Sequence[Any], shape: tuple[int, ...]) -> Sequence[Any]:
+def on_piece(eqn: jex.JaxprEqn, values: Sequence[Any], shape: tuple[int, ...]) -> Sequence[Any]:
     """The results of such an equation for one piece; scalars stand for whole leaves."""
     pieces = [jnp.broadcast_to(value, shape) for value in values]
     if eqn.primitive.name == "broadcast_in_dim":

@@ -4,18 +4,22 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from zero_jax.jaxpr.equations import Atom, inner, is_var, variables
 
 # Of an equation, and of which of its results are needed, which of its operands are.
 Rule = Callable[[Any, list[bool]], Sequence[bool]]
 
 
-def reads_all(eqn: Any, made: list[bool]) -> list[bool]:
+def reads_all(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
     """Every result depends on every operand."""
     return [any(made)] * len(eqn.invars)
 
 
-def needed(eqns: Sequence[Any], results: Iterable[Atom], rule: Rule = reads_all) -> set[Any]:
+def needed(
+    eqns: Sequence[jex.JaxprEqn], results: Iterable[Atom], rule: Rule = reads_all
+) -> set[jex.Var]:
     """The variables on which these results depend, which are among them.
 
     >>> import jax
@@ -30,10 +34,10 @@ def needed(eqns: Sequence[Any], results: Iterable[Atom], rule: Rule = reads_all)
     return found
 
 
-def read_inputs(jaxpr: Any) -> list[bool]:
+def read_inputs(jaxpr: jex.Jaxpr) -> list[bool]:
     """For each input of a jaxpr whether some result or effect depends on it."""
 
-    def rule(eqn: Any, made: list[bool]) -> list[bool]:
+    def rule(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
         used = any(made) or bool(eqn.effects)
         if used and eqn.primitive.name == "custom_vjp_call":
             # Differentiated already: a call like any other.
@@ -44,7 +48,7 @@ def read_inputs(jaxpr: Any) -> list[bool]:
     return [var in found for var in jaxpr.invars]
 
 
-def made_of(jaxpr: Any, inputs: set[Any]) -> set[Any]:
+def made_of(jaxpr: jex.Jaxpr, inputs: set[jex.Var]) -> set[jex.Var]:
     """The variables that are made of these inputs and constants alone, and the inputs."""
     made, constant = set(inputs), set(jaxpr.constvars)
     for eqn in jaxpr.eqns:

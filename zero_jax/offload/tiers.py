@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax.names import nearest
+from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
 HOST = "pinned_host"
@@ -141,7 +142,7 @@ def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
     return f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}"
 
 
-def settle(offload: Offload, mesh: Any) -> Offload:
+def settle(offload: Offload, mesh: AnyMesh) -> Offload:
     """What can be had on a mesh's devices; says so if "auto" leaves the states there.
 
     Raises:

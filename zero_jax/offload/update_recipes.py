@@ -46,7 +46,7 @@ class Recipe:
     wholes: tuple[jex.Var, ...]
     scalars: tuple[jex.Var, ...]
     outputs: tuple[int, ...]
-    eqns: tuple[Any, ...]
+    eqns: tuple[jex.JaxprEqn, ...]
     variables: tuple[jex.Var, ...]
     results: tuple[Atom, ...]
 
@@ -102,7 +102,7 @@ class Program:
         self._known[var] = read({}, atom)
         return var
 
-    def _reads_streamed(self, eqn: Any) -> bool:
+    def _reads_streamed(self, eqn: jex.JaxprEqn) -> bool:
         return not self._streamed.isdisjoint(variables([eqn]))
 
     def recipe(self, leaf: int, outputs: Sequence[int], shape: tuple[int, ...]) -> Recipe:

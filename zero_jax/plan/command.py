@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
-from zero_jax.hlo import targets
+from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
 from zero_jax.names import unknown
 from zero_jax.plan import candidates, paper, plan_text, scaling
@@ -53,6 +53,8 @@ def _plan(args: Sequence[str]) -> int:
     if not memory_bytes and target.memory_bytes:
         memory_bytes = candidates.usable(target)
     options = {"target": parsed.target, "topology": parsed.topology}
+    if parsed.compile:
+        prove.check(target, case.zero.mesh.size, parsed.topology)
     if parsed.auto:
         case = case.choose(**options)
         plans = [case.plan(int(case.zero.stage), **options)]

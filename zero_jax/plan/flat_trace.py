@@ -8,13 +8,15 @@ fuses and schedules, small enough to be walked in a fraction of a second for any
 from collections.abc import Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from zero_jax.jaxpr import equations
-from zero_jax.jaxpr.equations import CALLS, as_closed, is_var, shape_of, written_out
+from zero_jax.jaxpr.equations import CALLS, Program, as_closed, is_var, shape_of, written_out
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value, present, value_of
 from zero_jax.plan.model_spread import Dim, dim_of, spread
 
 
-def flatten(jaxpr: Any, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
+def flatten(jaxpr: Program, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
     """Writes a jaxpr out flat.
 
     Args:
@@ -36,7 +38,7 @@ def flatten(jaxpr: Any, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
     return Flat(inputs, results, _used(trace.operations, present(results)))
 
 
-def device_part(jaxpr: Any) -> Any:
+def device_part(jaxpr: Program) -> Any:
     """The jaxpr that one device runs: the body of the first `shard_map`.
 
     Raises:
@@ -55,10 +57,12 @@ class _Trace:
         self.parts = parts
         self.operations: list[Operation] = []
 
-    def run(self, closed: Any, given: Sequence[Value | None]) -> list[Value | None]:
+    def run(self, closed: jex.ClosedJaxpr, given: Sequence[Value | None]) -> list[Value | None]:
         """Writes a jaxpr out on these inputs, None for literals; returns its results."""
         flat = written_out(closed, CALLS).jaxpr
-        env: dict[Any, Value | None] = {var: value_of(var, self.parts) for var in flat.constvars}
+        env: dict[jex.Var, Value | None] = {
+            var: value_of(var, self.parts) for var in flat.constvars
+        }
         env.update(zip(flat.invars, given, strict=True))
 
         def read(atom: Any) -> Value | None:
@@ -69,7 +73,7 @@ class _Trace:
             env.update(zip(eqn.outvars, made, strict=True))
         return [read(a) for a in flat.outvars]
 
-    def _one(self, eqn: Any, given: list[Value | None]) -> list[Value]:
+    def _one(self, eqn: jex.JaxprEqn, given: list[Value | None]) -> list[Value]:
         name = eqn.primitive.name
         if name == "shard_map":
             return self._pieces(eqn, given)
@@ -87,7 +91,7 @@ class _Trace:
 
     def _append(
         self,
-        eqn: Any,
+        eqn: jex.JaxprEqn,
         name: str,
         given: Sequence[Value | None],
         made: Sequence[Value],
@@ -100,7 +104,7 @@ class _Trace:
             Operation(name, reads, list(made), list(bodies), list(carried), backward, context)
         )
 
-    def _loop(self, eqn: Any, given: list[Value | None], made: list[Value]) -> None:
+    def _loop(self, eqn: jex.JaxprEqn, given: list[Value | None], made: list[Value]) -> None:
         """A loop or a branch. What it makes is split as its body's results are; what it carries,
         from the start on."""
         bodies, carried = self._bodies(eqn, given), _carried(eqn, given, made)
@@ -118,17 +122,19 @@ class _Trace:
             reads = [value for value in given if value not in unread]
         self._append(eqn, eqn.primitive.name, reads, made, bodies, carried)
 
-    def _bodies(self, eqn: Any, given: Sequence[Value | None]) -> list[Body]:
+    def _bodies(self, eqn: jex.JaxprEqn, given: Sequence[Value | None]) -> list[Body]:
         return [self._body(body, given[first:]) for body, first in equations.bodies(eqn)]
 
-    def _body(self, closed: Any, given: Sequence[Value | None]) -> Body:
+    def _body(self, closed: jex.ClosedJaxpr, given: Sequence[Value | None]) -> Body:
         pairs = zip(given, closed.jaxpr.invars, strict=True)
         split = [_split_in(theirs, shape_of(var)) for theirs, var in pairs]
         flat = flatten(closed, split, self.parts)
         both = zip(flat.inputs, given, strict=True)
         return Body(flat, [(mine, theirs) for mine, theirs in both if theirs is not None])
 
-    def _once(self, eqn: Any, given: Sequence[Value | None], made: Sequence[Value]) -> None:
+    def _once(
+        self, eqn: jex.JaxprEqn, given: Sequence[Value | None], made: Sequence[Value]
+    ) -> None:
         """A loop of one iteration is none: its body, between views of slices in and out."""
         ((body, _),) = equations.bodies(eqn)
         inside: list[Value | None] = []
@@ -142,7 +148,7 @@ class _Trace:
             value.split = _split_in(out, value.shape)
             self._append(eqn, "reshape", [out], [value])
 
-    def _pieces(self, eqn: Any, given: Sequence[Value | None]) -> list[Value]:
+    def _pieces(self, eqn: jex.JaxprEqn, given: Sequence[Value | None]) -> list[Value]:
         """A part that is manual over `model`: inside, values are what one device has of them."""
         body = as_closed(eqn.params["jaxpr"])
         inside = [value_of(var, self.parts) for var in body.jaxpr.invars]
@@ -168,7 +174,7 @@ def _split_in(value: Value | None, shape: Sequence[int]) -> Dim:
 
 
 def _carried(
-    eqn: Any, given: Sequence[Value | None], made: Sequence[Value]
+    eqn: jex.JaxprEqn, given: Sequence[Value | None], made: Sequence[Value]
 ) -> list[tuple[Value, Value]]:
     """The state of a loop, in and out."""
     if eqn.primitive.name == "cond":

@@ -28,7 +28,8 @@ Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import jax.extend.core as jex
 
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
 from zero_jax.plan.flat_trace import device_part, flatten
@@ -78,7 +79,7 @@ class Forecast:
 
 
 def forecast(
-    jaxpr: Any,
+    jaxpr: jex.Jaxpr,
     params: int,
     given: int | None = None,
     *,

@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
+from zero_jax.jaxpr.equations import shape_of
 from zero_jax.sharding.mesh import MODEL
 
 Dim = int | None
 
 
-def spread(eqn: Any, given: Sequence[Dim]) -> list[Dim]:
+def spread(eqn: jex.JaxprEqn, given: Sequence[Dim]) -> list[Dim]:
     """The split dim of each result of an equation, or None.
 
     Args:
@@ -39,29 +42,29 @@ def dim_of(spec: Any) -> Dim:
     return next((d for d, names in enumerate(entries) if MODEL in names), None)
 
 
-def _alike(eqn: Any, given: Sequence[Dim]) -> list[Dim]:
+def _alike(eqn: jex.JaxprEqn, given: Sequence[Dim]) -> list[Dim]:
     """Elementwise: what is as large along the dim as a split operand is split as it is."""
-    found = [(a.aval.shape, d) for a, d in zip(eqn.invars, given, strict=True) if d is not None]
+    found = [(shape_of(a), d) for a, d in zip(eqn.invars, given, strict=True) if d is not None]
 
     def of(shape: tuple[int, ...]) -> Dim:
         alike = (d for s, d in found if len(s) == len(shape) and s[d] == shape[d])
         return next(alike, None)
 
-    return [of(tuple(getattr(v.aval, "shape", ()))) for v in eqn.outvars]
+    return [of(shape_of(v)) for v in eqn.outvars]
 
 
 def _first(dim: Callable[[Any, int], Dim]) -> Callable[[Any, Sequence[Dim]], list[Dim]]:
     """A rule that looks at the first operand only."""
 
-    def rule(eqn: Any, given: Sequence[Dim]) -> list[Dim]:
+    def rule(eqn: jex.JaxprEqn, given: Sequence[Dim]) -> list[Dim]:
         return [None if given[0] is None else dim(eqn, given[0])] * len(eqn.outvars)
 
     return rule
 
 
-def _reshaped(eqn: Any, dim: int) -> Dim:
+def _reshaped(eqn: jex.JaxprEqn, dim: int) -> Dim:
     """The dim of the new shape that begins where the split one began and is cut as evenly."""
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     before = math.prod(old[:dim])
     for at, size in enumerate(new):
         if math.prod(new[:at]) == before and size > 1:
@@ -69,39 +72,39 @@ def _reshaped(eqn: Any, dim: int) -> Dim:
     return None
 
 
-def _broadcast(eqn: Any, dim: int) -> Dim:
+def _broadcast(eqn: jex.JaxprEqn, dim: int) -> Dim:
     return eqn.params["broadcast_dimensions"][dim]
 
 
-def _squeezed(eqn: Any, dim: int) -> Dim:
+def _squeezed(eqn: jex.JaxprEqn, dim: int) -> Dim:
     return dim - sum(d < dim for d in eqn.params["dimensions"])
 
 
-def _reduced(eqn: Any, dim: int) -> Dim:
+def _reduced(eqn: jex.JaxprEqn, dim: int) -> Dim:
     axes = eqn.params["axes"]
     return None if dim in axes else dim - sum(d < dim for d in axes)
 
 
-def _kept(eqn: Any, dim: int) -> Dim:
+def _kept(eqn: jex.JaxprEqn, dim: int) -> Dim:
     """Slices and pads: split where the dim's size is what it was."""
-    same = eqn.invars[0].aval.shape[dim] == eqn.outvars[0].aval.shape[dim]
+    same = shape_of(eqn.invars[0])[dim] == shape_of(eqn.outvars[0])[dim]
     return dim if same else None
 
 
-def _unstacked(eqn: Any, dim: int) -> Dim:
+def _unstacked(eqn: jex.JaxprEqn, dim: int) -> Dim:
     axis = eqn.params["axis"]
     return None if dim == axis else dim - (axis < dim)
 
 
-def _stacked(eqn: Any, dim: int) -> Dim:
+def _stacked(eqn: jex.JaxprEqn, dim: int) -> Dim:
     return dim + (eqn.params["axis"] <= dim)
 
 
-def _product(eqn: Any, given: Sequence[Dim]) -> list[Dim]:
+def _product(eqn: jex.JaxprEqn, given: Sequence[Dim]) -> list[Dim]:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    lhs, rhs = (a.aval for a in eqn.invars)
-    free = [d for d in range(lhs.ndim) if d not in (*lhs_sum, *lhs_batch)]
-    columns = [d for d in range(rhs.ndim) if d not in (*rhs_sum, *rhs_batch)]
+    lhs, rhs = (len(shape_of(a)) for a in eqn.invars)
+    free = [d for d in range(lhs) if d not in (*lhs_sum, *lhs_batch)]
+    columns = [d for d in range(rhs) if d not in (*rhs_sum, *rhs_batch)]
     left = {d: at for at, d in enumerate((*lhs_batch, *free))}
     right = {d: at for at, d in enumerate(rhs_batch)}
     right |= {d: len(left) + at for at, d in enumerate(columns)}
@@ -109,7 +112,7 @@ def _product(eqn: Any, given: Sequence[Dim]) -> list[Dim]:
     return [next((s for s in spots if s is not None), None)]
 
 
-def _whole(eqn: Any, given: Sequence[Dim]) -> list[Dim]:
+def _whole(eqn: jex.JaxprEqn, given: Sequence[Dim]) -> list[Dim]:
     return [None] * len(eqn.outvars)
 
 

@@ -224,6 +224,8 @@ def of(
     aim = None if target is None else target_of(target)
     if topology is not None and aim is None:
         raise ValueError(f"topology={topology!r} is that of a target: name it, target='h100' say")
+    if aim is not None:
+        prove.check(aim, zero.mesh.size, topology)
     step: TrainStep = zero.train_step(loss_fn, tx, has_aux=has_aux)
     # As this Zero lays them out, wherever they come from.
     shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))

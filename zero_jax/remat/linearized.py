@@ -23,13 +23,13 @@ class Linear:
       form: puts together the linear function of these that has the results' tangents.
     """
 
-    closed: Any
+    closed: jex.ClosedJaxpr
     count: int
     moving: Sequence[int]
     form: Any
 
     @classmethod
-    def of(cls, body: Any, moving: Sequence[int]) -> "Linear":
+    def of(cls, body: jex.ClosedJaxpr, moving: Sequence[int]) -> "Linear":
         """Of a jaxpr, its calls written out, for such inputs.
 
         >>> layer = Linear.of(jax.make_jaxpr(jax.numpy.sin)(1.0), [0])

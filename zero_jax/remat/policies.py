@@ -24,10 +24,11 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
 from zero_jax.names import nearest
-from zero_jax.sharding.mesh import MODEL
+from zero_jax.sharding.mesh import MODEL, AnyMesh
 
 # From what keeps most to what keeps least, of the policies that need no knowledge of the model.
 POLICIES = ("none", "dots", "block", "block_sqrt")
@@ -97,7 +98,7 @@ class Policy:
         """Whether anything is kept in parts on the devices of the `model` axis."""
         return any(place.partitioned for place in self.places)
 
-    def place_of(self, eqn: Any) -> Place | None:
+    def place_of(self, eqn: jex.JaxprEqn) -> Place | None:
         """Where the results of an equation of a layer are kept, or None if they are not."""
         if self.asked is not None:
             given = [atom.aval for atom in eqn.invars]
@@ -189,7 +190,7 @@ def on_host(text: str) -> str:
     return str(dataclasses.replace(policy, inputs=inputs, names=names))
 
 
-def check(text: str, mesh: Any) -> Policy:
+def check(text: str, mesh: AnyMesh) -> Policy:
     """Reads a policy and checks that the mesh has what it needs.
 
     Args:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding import paths
-from zero_jax.sharding.mesh import DATA, MODEL, REPLICA
+from zero_jax.sharding.mesh import DATA, MODEL, REPLICA, AnyMesh
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any
@@ -263,7 +263,7 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
     return out
 
 
-def shardings(tree: PyTree, splits: Sequence[Split], mesh: Any) -> PyTree:
+def shardings(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
     """NamedShardings for a tree at rest."""
     treedef = jax.tree.structure(tree)
     placed = [NamedSharding(mesh, s.spec_at_rest) for s in splits]
