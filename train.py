@@ -58,7 +58,7 @@ class Trainer:
         self.mesh = zero_jax.make_mesh(**mesh_sizes(config.mesh))
         check_batch(config.batch, mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
-        self._graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
+        self.graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
         self.zero = zero_jax.Zero(self.mesh, **config.settings())
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._planned())
@@ -89,7 +89,7 @@ class Trainer:
 
     def loss(self, params: PyTree, batch: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Cross entropy of tokens, or of tokens and a mask, as on one device: (sum, weight)."""
-        return zero_jax.Weighted(*gpt.loss(nnx.merge(self._graphdef, params), *batch))
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(self.graphdef, params), *batch))
 
     def shapes(self) -> PyTree:
         """The logical parameters, not allocated."""
@@ -128,7 +128,7 @@ class Trainer:
         """Continues the first held-out tokens, working on one device."""
         config = self.plan.config
         alone = jax.tree.map(lambda x: x.addressable_data(0), params)
-        model = nnx.merge(self._graphdef, alone)
+        model = nnx.merge(self.graphdef, alone)
         prompt = jnp.asarray(self.plan.held_out[:PROMPT], jnp.int32)
         key = jax.random.key(config.seed)
         return np.asarray(gpt.generate(model, prompt, config.sample_length, key, temperature=0.8))

@@ -57,7 +57,7 @@ class LinenBlock(nn.Module):
         mixed = causal_attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D)
         x = x + nn.Dense(D, dtype=dtype)(mixed)
         h = nn.LayerNorm(epsilon=1e-5, dtype=dtype, use_fast_variance=False)(x)
-        return x + nn.Dense(D, dtype=dtype)(gpt._gelu(nn.Dense(4 * D, dtype=dtype)(h)))
+        return x + nn.Dense(D, dtype=dtype)(gpt.gelu(nn.Dense(4 * D, dtype=dtype)(h)))
 
 
 class LinenGPT(nn.Module):
@@ -103,7 +103,7 @@ def plain_hidden(params: Any, tokens: jax.Array, heads: int) -> jax.Array:
         mixed = causal_attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D)
         x = x + mixed @ p["proj"] + p["bproj"]
         h = _norm(x, p["g2"], p["b2"])
-        x = x + gpt._gelu(h @ p["up"] + p["bup"]) @ p["down"] + p["bdown"]
+        x = x + gpt.gelu(h @ p["up"] + p["bup"]) @ p["down"] + p["bdown"]
     return _norm(x, params["gf"], params["bf"])
 
 

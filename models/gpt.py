@@ -60,7 +60,7 @@ def _linear(
     return nnx.Linear(inputs, outputs, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs)
 
 
-def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
 
 
@@ -120,12 +120,12 @@ class Attention(nnx.Module):
 
 
 @jax.custom_vjp
-def _gelu(x: jax.Array) -> jax.Array:
+def gelu(x: jax.Array) -> jax.Array:
     """GELU that keeps its input alone for the backward pass: written out, it would keep five."""
     return nnx.gelu(x)
 
 
-_gelu.defvjp(
+gelu.defvjp(
     lambda x: (nnx.gelu(x), x),
     lambda x, cotangent: jax.vjp(nnx.gelu, x)[1](cotangent),
 )
@@ -140,7 +140,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         up_BxTxF = nn.with_logical_constraint(self.up(x_BxTxD), ("batch", "length", "mlp"))
-        return self.down(_gelu(up_BxTxF))
+        return self.down(gelu(up_BxTxF))
 
 
 class Block(nnx.Module):
@@ -150,9 +150,9 @@ class Block(nnx.Module):
         # Two branches a layer add to the residual stream, whose variance this keeps near 1.
         out_stddev = 0.02 / (2 * config.layers) ** 0.5
         self.rate = config.dropout
-        self.ln1 = _layer_norm(config.width, rngs)
+        self.ln1 = layer_norm(config.width, rngs)
         self.attn = Attention(config, out_stddev, rngs)
-        self.ln2 = _layer_norm(config.width, rngs)
+        self.ln2 = layer_norm(config.width, rngs)
         self.mlp = MLP(config, out_stddev, rngs)
 
     def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -182,7 +182,7 @@ class GPT(nnx.Module):
         self.wte = _embed(config.vocab, config.width, "vocab", rngs)
         self.wpe = _embed(config.seq, config.width, "positions", rngs)
         self.blocks = stacked(rngs)
-        self.ln_f = _layer_norm(config.width, rngs)
+        self.ln_f = layer_norm(config.width, rngs)
 
     def hidden(self, tokens_BxT: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Returns the final hidden states (B, T, D), after the last layer norm.

@@ -21,14 +21,14 @@ def test_random_losses_are_those_of_one_device(part):
 
 def plant_comparison(monkeypatch):
     """A parameter that is compared is compared by identity (kind 1)."""
-    equation = rewrite._equation
+    equation = rewrite.run_equation
 
-    def spoiled(eqn, values, how):
+    def spoiled(eqn, values, stopped, how):
         if eqn.primitive.name in ("eq", "ne"):
             return [jnp.full(eqn.outvars[0].aval.shape, eqn.primitive.name == "ne")]
-        return equation(eqn, values, how)
+        return equation(eqn, values, stopped, how)
 
-    monkeypatch.setattr(rewrite, "_equation", spoiled)
+    monkeypatch.setattr(rewrite, "run_equation", spoiled)
 
 
 def plant_rearrangement(monkeypatch):
@@ -87,7 +87,4 @@ def test_a_planted_fault_is_found(kind, monkeypatch):
     }
     assert fuzz.check(case, settings, 0) is None
     plant(monkeypatch)
-    try:
-        assert fuzz.check(dataclasses.replace(case), settings, 0) is not None
-    except Exception as error:
-        assert not any(known in str(error) for known in fuzz.REFUSALS)
+    assert fuzz.check(dataclasses.replace(case), settings, 0) is not None

@@ -343,14 +343,14 @@ def broken(*_):
 def test_a_process_whose_part_is_not_there_fails_the_save(tmp_path, monkeypatch):
     """Each would write to a disk of its own: found at the save, not at the restore."""
     with Checkpoints(tmp_path) as checkpoints:
-        write = writer._write_part
+        write = writer.write_part
 
         def elsewhere(folder, args):
             write(folder, args)
             for part in folder.glob("part-*.json"):
                 part.unlink()
 
-        monkeypatch.setattr(writer, "_write_part", elsewhere)
+        monkeypatch.setattr(writer, "write_part", elsewhere)
         checkpoints.save(1, small())
         with pytest.raises(OSError, match="parts of 0 of 1 processes"):
             checkpoints.wait()

@@ -13,7 +13,7 @@ def by_hand(piece, starts):
     for index in itertools.product(*map(range, piece.shape)):
         term = int(checksum.words(piece)[index])
         for dim, (start, at) in enumerate(zip(starts, index, strict=True)):
-            term *= int(checksum._factors(dim, start + at, 1)[0])
+            term *= int(checksum.factors(dim, start + at, 1)[0])
         total += term
     return total % checksum.MODULUS
 

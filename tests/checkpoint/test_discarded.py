@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from zero_jax import Checkpoints
@@ -77,11 +78,11 @@ def test_a_save_that_fails_is_told_and_not_waited_for(tmp_path, monkeypatch):
         checkpoints.save(1, {"w": jnp.ones(3)})
         checkpoints.wait()
 
-        def fails():
+        def fails(_):
             raise RuntimeError("another process is gone")
 
-        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fails)
-        monkeypatch.setattr(checkpoints._manager, "is_saving_in_progress", lambda: True)
+        monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", fails)
+        monkeypatch.setattr(ocp.CheckpointManager, "is_saving_in_progress", lambda _: True)
         with pytest.raises(OSError, match="another process is gone"):
             checkpoints.save(2, {"w": jnp.ones(3)})
         monkeypatch.undo()

@@ -94,8 +94,8 @@ def test_numbers_are_checked(tmp_path, given):
 def holding(watchdog, count):
     """Has the first of so many processes meet an error; what it tells, when it is through."""
     told = []
-    watchdog._count, watchdog._tell = count, told.append
-    held = threading.Thread(target=watchdog._hold, args=(OSError("gone"),))
+    watchdog.count, watchdog.tell = count, told.append
+    held = threading.Thread(target=watchdog.hold, args=(OSError("gone"),))
     held.start()
     return told, held
 
@@ -103,7 +103,7 @@ def holding(watchdog, count):
 def others(watchdog, **how):
     for rank, known in how.items():
         known = {"counter": 5, "step": 1, "process": rank, "failed": False} | known
-        watchdog._path(int(rank[1:])).write_text(json.dumps(known))
+        watchdog.path_of(int(rank[1:])).write_text(json.dumps(known))
 
 
 def test_an_error_goes_on_when_all_others_have_one_or_are_done(tmp_path):
@@ -114,7 +114,7 @@ def test_an_error_goes_on_when_all_others_have_one_or_are_done(tmp_path):
         told, held = holding(watchdog, 6)
         held.join(1.5)
         assert held.is_alive(), "one has none yet"
-        assert json.loads(watchdog._path(0).read_text())["failed"], "it is told"
+        assert json.loads(watchdog.path_of(0).read_text())["failed"], "it is told"
         others(watchdog, r5={"counter": 0})
         held.join(20)
         assert not held.is_alive() and not told

@@ -117,11 +117,11 @@ def test_parameters_of_other_shapes_get_options_of_their_own():
 
 
 def test_an_option_that_xla_does_not_know_is_named_and_left_out():
-    compiler._first_known.cache_clear()
+    compiler.first_known.cache_clear()
     known = ("xla_gpu_all_gather_combine_threshold_bytes", 1)
-    assert compiler._first_known((("xla_gpu_none", True), known)) == dict([known])
+    assert compiler.first_known((("xla_gpu_none", True), known)) == dict([known])
     with pytest.warns(UserWarning, match="knows none of xla_gpu_none, xla_gpu_neither"):
-        assert compiler._first_known((("xla_gpu_none", 1), ("xla_gpu_neither", 2))) == {}
+        assert compiler.first_known((("xla_gpu_none", 1), ("xla_gpu_neither", 2))) == {}
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -145,7 +145,7 @@ def test_compute_follows_the_dtype_of_the_parameters(tiny, dtype):
 def test_layer_norm_statistics_are_fp32_for_bf16_parameters():
     # Values 256 + {0, 1, 2, ...}: their mean is no bf16, so bf16 statistics would be far off.
     x = (256.0 + 2.0 * jnp.arange(16)).astype(jnp.bfloat16)[None]
-    norm = gpt._layer_norm(16, nnx.Rngs(0))
+    norm = gpt.layer_norm(16, nnx.Rngs(0))
     graphdef, params = nnx.split(norm)
     half = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
     got = np.asarray(half(x), np.float64)
@@ -273,5 +273,5 @@ def test_gelu_keeps_its_input_alone_for_the_backward_pass():
     wide = {id(k) for k in kept if getattr(k, "shape", None) == (2, 8, 4 * TINY.width)}
     assert len(wide) == 1  # of x; nothing is kept for the weights, which are not differentiated
     points = jnp.linspace(-4, 4, 9)
-    ours, plain = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(points) for f in (gpt._gelu, nnx.gelu))
+    ours, plain = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(points) for f in (gpt.gelu, nnx.gelu))
     np.testing.assert_array_equal(ours, plain)

@@ -165,7 +165,7 @@ def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
     plan = load(Config(data="text.txt", seq=16, batch=8, devices=8))
     trainer = train.Trainer(plan)
     params, _ = trainer.init()
-    model = nnx.merge(trainer._graphdef, trainer.zero.full(params))
+    model = nnx.merge(trainer.graphdef, trainer.zero.full(params))
     total, count, held_out = 0.0, 0, plan.held_out
     assert (held_out.size - 1) % 16 != 0  # the last window is a part of one
     for first in range(0, held_out.size - 1, 16):

@@ -40,7 +40,7 @@ def checksum(piece: np.ndarray, starts: tuple[int, ...]) -> int:
         return sum(checksum(part, at) for part, at in _slabs(piece, starts)) % MODULUS
     total = words(piece).astype(np.uint64)
     for dim in reversed(range(piece.ndim)):
-        total = total @ _factors(dim, starts[dim], piece.shape[dim])
+        total = total @ factors(dim, starts[dim], piece.shape[dim])
     return int(total)
 
 
@@ -55,7 +55,7 @@ def _slabs(
         yield part, (*starts[:dim], starts[dim] + at, *starts[dim + 1 :])
 
 
-def _factors(dim: int, start: int, count: int) -> np.ndarray:
+def factors(dim: int, start: int, count: int) -> np.ndarray:
     """Odd numbers without a pattern, one for each index (the finaliser of SplitMix64)."""
     x = np.arange(start, start + count, dtype=np.uint64)
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(dim << 56)

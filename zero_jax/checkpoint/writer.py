@@ -106,7 +106,7 @@ def _write_together(folder: pathlib.Path, args: Save) -> None:
         wait = get_barrier_sync_fn()
         wait(key=f"zero_jax.{work.__name__}.{number}", timeout_ms=_LONGEST_WAIT_MS)
 
-    attempt(_write_part)
+    attempt(write_part)
     attempt(_write_manifest)
     if trouble is None and not (folder / MANIFEST).exists():
         trouble = OSError(f"another process could not write its part of {folder}: see its error")
@@ -114,7 +114,7 @@ def _write_together(folder: pathlib.Path, args: Save) -> None:
         raise trouble
 
 
-def _write_part(folder: pathlib.Path, args: Save) -> None:
+def write_part(folder: pathlib.Path, args: Save) -> None:
     sums = {}
     for name, entry in args.manifest.arrays.items():
         array = entry.array(folder)

@@ -80,8 +80,8 @@ class Watchdog:
         own = f"{_OWN}{_agreed(time.time_ns())}"
         self._folder = pathlib.Path(folder).absolute() / own
         self._dead_after, self._slow = dead_after, (slow_factor, slow_after)
-        self._rank, self._count = jax.process_index(), jax.process_count()
-        nexts = {(self._rank + d) % self._count for d in range(1, _WATCHED + 1)} - {self._rank}
+        self._rank, self.count = jax.process_index(), jax.process_count()
+        nexts = {(self._rank + d) % self.count for d in range(1, _WATCHED + 1)} - {self._rank}
         self._others = {rank: _Other(time.monotonic()) for rank in sorted(nexts)}
         self._durations: collections.deque[float] = collections.deque(maxlen=100)
         self._last: float | None = None
@@ -103,7 +103,7 @@ class Watchdog:
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if isinstance(error, Exception) and self._others and jax.distributed.is_initialized():
-            self._hold(error)
+            self.hold(error)
             return  # the thread goes on: a usual exit waits for processes that may be dead
         self._ended.set()
         self._thread.join()
@@ -129,11 +129,11 @@ class Watchdog:
         """Tells that no step runs: nothing is timed until the next one is done."""
         self._last = None
 
-    def _hold(self, error: Exception) -> None:
+    def hold(self, error: Exception) -> None:
         """Returns when all others have an error too; ends the run if one has none."""
         self._error, self._last = error, None
         end = time.monotonic() + _HELD * self._dead_after
-        waited_for = [rank for rank in range(self._count) if rank != self._rank]
+        waited_for = [rank for rank in range(self.count) if rank != self._rank]
         while time.monotonic() < end:
             time.sleep(self._interval)  # the thread tells of this error, or that one is dead
             while waited_for and self._is_through(waited_for[-1]):
@@ -144,7 +144,7 @@ class Watchdog:
                 time.sleep((4 if self._rank == 0 else 2) * self._interval)
                 return
         said = str(error).partition("\n")[0]
-        self._tell(
+        self.tell(
             f"{_name(self._rank)} has an error that the others do not have: "
             f"{type(error).__name__}: {said}"
         )
@@ -152,7 +152,7 @@ class Watchdog:
     def _is_through(self, rank: int) -> bool:
         """Whether a process has an error, or is done."""
         with contextlib.suppress(OSError):
-            told = _read(self._path(rank))
+            told = _read(self.path_of(rank))
             return told is not None and (told["failed"] or told["counter"] == _LEFT)
         return False
 
@@ -184,7 +184,7 @@ class Watchdog:
             "process": _name(self._rank),
             "failed": self._error is not None,
         }
-        path = self._path(self._rank)
+        path = self.path_of(self._rank)
         beside = path.with_suffix(".new")
         beside.write_text(json.dumps(known))
         beside.rename(path)
@@ -195,15 +195,15 @@ class Watchdog:
         if told is not None:
             self._end(told["why"])
         for rank, other in self._others.items():
-            other.look(_read(self._path(rank)), now)
+            other.look(_read(self.path_of(rank)), now)
             both_failed = other.failed and self._error is not None
             gone = other.counter != _LEFT and now - other.since > self._dead_after
             if gone and not both_failed:
-                self._tell(self._silent(rank, other, now - other.since))
+                self.tell(self._silent(rank, other, now - other.since))
         limit, last = self.limit, self._last
         if limit is not None and last is not None and now - last > limit:
             median = statistics.median(self._durations)
-            self._tell(
+            self.tell(
                 f"{_name(self._rank)} has been in one step for {now - last:.0f} s, after step "
                 f"{self._number}; the median is {median:.2g} s"
             )
@@ -218,10 +218,10 @@ class Watchdog:
         silent = f"has given no sign of life for {seconds:.0f} s{at}"
         return f"{other.name} {silent}: it is dead or stopped"
 
-    def _path(self, rank: int) -> pathlib.Path:
+    def path_of(self, rank: int) -> pathlib.Path:
         return self._folder / f"{rank:05d}.json"
 
-    def _tell(self, why: str) -> None:
+    def tell(self, why: str) -> None:
         with contextlib.suppress(OSError):
             beside = self._folder / f"{self._rank:05d}.{_VERDICT}"
             beside.write_text(json.dumps({"why": why}))

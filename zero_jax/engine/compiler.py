@@ -44,7 +44,7 @@ def options(
             known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
     if not gathers_ahead(bucket_bytes, layer):
         return known
-    return known | _first_known(releases.GATHER_AHEAD) | _first_known(releases.AT_ONCE)
+    return known | first_known(releases.GATHER_AHEAD) | first_known(releases.AT_ONCE)
 
 
 def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
@@ -53,7 +53,7 @@ def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
 
 
 @functools.cache
-def _first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     """The first of these options that the installed XLA has; a warning and none if it has none."""
     for name, value in spellings:
         try:

@@ -5,6 +5,7 @@ what it keeps. Of what they keep the weights are told by identity and dropped; t
 gathers them again and puts them back.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,77 +17,101 @@ from zero_jax.collectives.barriers import Arrays, is_float, known, together
 from zero_jax.engine.weights import Source
 from zero_jax.remat.recompute import Known
 
+Operation = Callable[[Arrays, Arrays], list[Any]]  # of whole leaves and of other arrays
 
-def regathered(run: Callable[[Arrays, Arrays], list[Any]]) -> Any:
+
+def regathered(run: Operation, sources: Sequence[Source], args: Arrays) -> list[Any]:
     """Runs an operation on weights that keeps by itself what its backward pass reads (a loop, a
     `custom_vjp`), but for the weights, which are gathered again.
 
     Args:
       run: the operation, of whole leaves and of other arrays.
+      sources: of the leaves.
+      args: the other arrays.
 
     Returns:
-      A function of sources and of these arrays that returns the results.
+      The results.
+    """
+    own = _Regathered(run, sources, args)
+    wrapped = jax.custom_vjp(own.primal)
+    wrapped.defvjp(own.forward, own.backward, symbolic_zeros=True)
+    return wrapped([s.arrays for s in sources], [x for x in args if is_float(x)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What the backward pass is told beside arrays.
+
+    Attributes:
+      treedef: of the operation's own backward pass.
+      where: of each of its arrays the leaf that it is, or -1.
+      trained, moved: which leaves, and which other arrays, have gradients.
+      likes: types of the results.
     """
 
-    def call(sources: Sequence[Source], args: Arrays) -> list[Any]:
-        still = [i for i, x in enumerate(args) if not is_float(x)]
-        moving = [x for i, x in enumerate(args) if i not in still]
+    treedef: Any
+    where: tuple[int, ...]
+    trained: tuple[int, ...]
+    moved: tuple[int, ...]
+    likes: tuple[Any, ...]
 
-        def opened(shards: Sequence[Arrays]) -> list[Any]:
-            return [s.of(own).open() for s, own in zip(sources, shards, strict=True)]
 
-        def whole(leaves: Arrays, moving: Arrays) -> list[Any]:
-            it = iter(moving)
-            return run(leaves, [x if i in still else next(it) for i, x in enumerate(args)])
+@dataclasses.dataclass(frozen=True)
+class _Regathered:
+    """What `regathered` was given, and its passes: of shards, and of the arrays that are floats."""
 
-        @jax.custom_vjp
-        def wrapped(shards: Any, moving: Arrays) -> list[Any]:
-            return whole(opened(shards), moving)
+    run: Operation
+    sources: Sequence[Source]
+    args: Arrays
 
-        def forward(shards: Any, moving: Any) -> Any:
-            trained = [i for i, own in enumerate(shards) if any(x.perturbed for x in own)]
-            moved = [i for i, x in enumerate(moving) if x.perturbed]
-            shards, moving = jax.tree.map(lambda x: x.value, (shards, moving), is_leaf=_is_input)
-            leaves = opened(shards)
+    def _opened(self, shards: Sequence[Arrays]) -> list[Any]:
+        return [s.of(own).open() for s, own in zip(self.sources, shards, strict=True)]
 
-            # JAX refuses to differentiate what an operation closes over: only what has a gradient.
-            def some(own: Arrays, others: Arrays) -> list[Any]:
-                return whole(_with(leaves, trained, own), _with(moving, moved, others))
+    def _whole(self, leaves: Arrays, floats: Arrays) -> list[Any]:
+        it = iter(floats)
+        return self.run(leaves, [next(it) if is_float(x) else x for x in self.args])
 
-            given = [leaves[i] for i in trained], [moving[i] for i in moved]
-            outs, pull = jax.vjp(some, *given)
-            kept, treedef = jax.tree.flatten(pull)
-            where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in kept)
-            held = [x for x, at in zip(kept, where, strict=True) if at < 0]
-            likes = tuple(map(jax.typeof, outs))
-            return outs, (
-                Known((treedef, where, tuple(trained), tuple(moved), likes)),
-                held,
-                shards,
-            )
+    def primal(self, shards: Sequence[Arrays], floats: Arrays) -> list[Any]:
+        """Without a gradient."""
+        return self._whole(self._opened(shards), floats)
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
-            held, shards = residuals[1:]
-            treedef, where, trained, moved, likes = residuals[0].value
-            cotangents = [_made(c, like) for c, like in zip(cotangents, likes, strict=True)]
-            shards, cotangents = together((shards, cotangents))
+    def forward(self, shards: Any, floats: Any) -> tuple[list[Any], Any]:
+        """The results, and what the backward pass reads."""
+        trained = tuple(i for i, own in enumerate(shards) if any(x.perturbed for x in own))
+        moved = tuple(i for i, x in enumerate(floats) if x.perturbed)
+        shards, floats = jax.tree.map(lambda x: x.value, (shards, floats), is_leaf=_is_input)
+        leaves = self._opened(shards)
 
-            def partly(own: Sequence[Arrays]) -> tuple[list[Any], list[Any]]:
-                leaves = opened(_with(shards, trained, own))
-                return [leaves[i] for i in trained], leaves
+        # JAX refuses to differentiate what an operation closes over: only what has a gradient.
+        def some(own: Arrays, others: Arrays) -> list[Any]:
+            return self._whole(_with(leaves, trained, own), _with(floats, moved, others))
 
-            _, scatter, leaves = jax.vjp(partly, [shards[i] for i in trained], has_aux=True)
-            it = iter(held)
-            kept = [leaves[at] if at >= 0 else next(it) for at in where]
-            grads, others = jax.tree.unflatten(treedef, kept)(cotangents)
-            none = [[None] * len(own) for own in shards]
-            found = _with([None] * len(moving), moved, others)
-            return _with(none, trained, scatter(grads)[0]), found
+        outs, pull = jax.vjp(some, [leaves[i] for i in trained], [floats[i] for i in moved])
+        arrays, treedef = jax.tree.flatten(pull)
+        where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in arrays)
+        held = [x for x, at in zip(arrays, where, strict=True) if at < 0]
+        kept = _Kept(treedef, where, trained, moved, tuple(map(jax.typeof, outs)))
+        return outs, (Known(kept), held, shards)
 
-        wrapped.defvjp(forward, backward, symbolic_zeros=True)
-        return wrapped([s.arrays for s in sources], moving)
+    def backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
+        """The gradients of shards and of floats."""
+        kept: _Kept = residuals[0].value
+        held, shards = residuals[1:]
+        cotangents = [_made(c, like) for c, like in zip(cotangents, kept.likes, strict=True)]
+        shards, cotangents = together((shards, cotangents))
 
-    return call
+        def partly(own: Sequence[Arrays]) -> tuple[list[Any], list[Any]]:
+            leaves = self._opened(_with(shards, kept.trained, own))
+            return [leaves[i] for i in kept.trained], leaves
+
+        own = [shards[i] for i in kept.trained]
+        _, scatter, leaves = jax.vjp(partly, own, has_aux=True)
+        it = iter(held)
+        arrays = [leaves[at] if at >= 0 else next(it) for at in kept.where]
+        grads, others = jax.tree.unflatten(kept.treedef, arrays)(cotangents)
+        none: list[Any] = [[None] * len(own) for own in shards]
+        floats = [None] * sum(map(is_float, self.args))
+        return _with(none, kept.trained, scatter(grads)[0]), _with(floats, kept.moved, others)
 
 
 def _is_input(x: Any) -> bool:

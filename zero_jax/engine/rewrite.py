@@ -27,7 +27,7 @@ from zero_jax.engine.lifetimes import is_own_remat
 from zero_jax.engine.loops import Loop
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
-from zero_jax.engine.unrolled import run_layers
+from zero_jax.engine.unrolled import Unrolled
 from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
 from zero_jax.jaxpr import equations
 from zero_jax.remat import policies, recompute
@@ -102,56 +102,77 @@ def evaluate(
       kept: by equation, the place of its results, of which `tap` is told.
       tap: gives what goes on in a result's place.
     """
-    jaxpr, kept = closed.jaxpr, kept or {}
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    # JAX's own functions are given arrays, where a trace may hold NumPy's.
-    env.update(zip(jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
-    idle = equations.without_derivative(jaxpr)
-    stretch = equations.Stretches(jaxpr)
-    starts = {layers[0][0]: layers for layers in runs}
-    waiting: list[int] = []
-
-    def flush() -> None:
-        if waiting:
-            part = stretch(waiting)
-            outs = jex.jaxpr_as_fun(part)(*(env[v] for v in part.jaxpr.invars))
-            env.update(zip(part.jaxpr.outvars, outs, strict=True))
-            waiting.clear()
-
-    def one(at: int) -> None:
-        eqn = jaxpr.eqns[at]
-        if not any(isinstance(env.get(a), Weight) for a in equations.variables([eqn])):
-            waiting.append(at)
-        elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
-            flush()
-            values = [equations.read(env, a) for a in eqn.invars]
-            stopped = [equations.is_in(a, idle) for a in eqn.invars]
-            env.update(zip(eqn.outvars, _equation(eqn, values, stopped, how), strict=True))
-
+    kept, starts = kept or {}, {layers[0][0]: layers for layers in runs}
+    program = _Running(closed, args, how)
     at = 0
-    while at < len(jaxpr.eqns):
+    while at < len(closed.jaxpr.eqns):
         if at in starts:
-            layers = starts[at]
-            own = {i for layer in layers for i in layer}
-            for other in range(at, layers[-1][-1] + 1):
-                if other not in own:  # re-arranges a leaf
-                    one(other)
-            flush()
-            run_layers(layers, env, stretch, {*jaxpr.invars, *jaxpr.constvars}, how)
-            at = layers[-1][-1] + 1
+            program.layers(starts[at])
+            at = starts[at][-1][-1] + 1
             continue
-        one(at)
+        program.one(at)
         if at in kept and tap is not None:
-            flush()
-            for var in jaxpr.eqns[at].outvars:
-                if not isinstance(env.get(var), (Weight, type(None))):
-                    env[var] = tap(env[var], kept[at])
+            program.told(at, kept[at], tap)
         at += 1
-    flush()
-    return [equations.read(env, a) for a in jaxpr.outvars]
+    return program.results()
 
 
-def _equation(eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
+class _Running:
+    """A program on its way: what is known, and what waits to be run together."""
+
+    def __init__(self, closed: jex.ClosedJaxpr, args: Sequence[Any], how: How):
+        self._jaxpr, self._how = closed.jaxpr, how
+        self._env = dict(zip(self._jaxpr.invars, args, strict=True))
+        # JAX's own functions are given arrays, where a trace may hold NumPy's.
+        self._env.update(zip(self._jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
+        self._fixed = set(self._env)
+        self._idle = equations.without_derivative(self._jaxpr)
+        self._stretch = equations.Stretches(self._jaxpr)
+        self._waiting: list[int] = []
+
+    def one(self, at: int) -> None:
+        """An equation: later with its neighbours if it has nothing to do with weights."""
+        eqn = self._jaxpr.eqns[at]
+        if not any(isinstance(self._env.get(a), Weight) for a in equations.variables([eqn])):
+            self._waiting.append(at)
+        elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
+            self._flush()
+            values = [equations.read(self._env, a) for a in eqn.invars]
+            stopped = [equations.is_in(a, self._idle) for a in eqn.invars]
+            made = run_equation(eqn, values, stopped, self._how)
+            self._env.update(zip(eqn.outvars, made, strict=True))
+
+    def layers(self, layers: Sequence[Sequence[int]]) -> None:
+        """Layers that are not scanned, and what lies between them and only re-arranges leaves."""
+        own = {at for layer in layers for at in layer}
+        for other in range(layers[0][0], layers[-1][-1] + 1):
+            if other not in own:
+                self.one(other)
+        self._flush()
+        Unrolled(self._env, self._stretch, self._fixed, self._how).run(layers)
+
+    def told(self, at: int, place: Any, tap: Tap) -> None:
+        """Puts in place of an equation's results what `tap` makes of them."""
+        self._flush()
+        for var in self._jaxpr.eqns[at].outvars:
+            if not isinstance(self._env.get(var), (Weight, type(None))):
+                self._env[var] = tap(self._env[var], place)
+
+    def results(self) -> list[Any]:
+        self._flush()
+        return [equations.read(self._env, a) for a in self._jaxpr.outvars]
+
+    def _flush(self) -> None:
+        if self._waiting:
+            part = self._stretch(self._waiting)
+            outs = jex.jaxpr_as_fun(part)(*(self._env[v] for v in part.jaxpr.invars))
+            self._env.update(zip(part.jaxpr.outvars, outs, strict=True))
+            self._waiting.clear()
+
+
+def run_equation(
+    eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How
+) -> list[Any]:
     """The results of one equation that is given weights, and values some of which are stopped."""
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:
@@ -203,7 +224,7 @@ def _gathering(
     def on(leaves: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
         return run(*map(opened, apart.of(plain, [whole(x) for x in leaves])))
 
-    return regathered(on)(apart.sources, apart.plain)
+    return regathered(on, apart.sources, apart.plain)
 
 
 def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any]) -> list[Any]:

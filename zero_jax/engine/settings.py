@@ -15,6 +15,7 @@ from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
+from zero_jax.remat.policies import Policy
 from zero_jax.sharding.mesh import (
     MODEL,
     REPLICA,
@@ -54,6 +55,32 @@ class Settings:
     guard: bool = True
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        check_mesh(self.mesh)
+        self._settle("bucket_bytes", check_bucket(self.bucket_bytes, self._devices))
+        self._settle("offload", tiers.settle(tiers.parse(self.offload), self.mesh))
+        if self.offload.activations:
+            self._move_activations()
+        if self.model_specs is not None:
+            self._settle("model_specs", check_specs(self.model_specs))
+        rules = spmd.get_logical_axis_rules() if self.axis_rules is None else self.axis_rules
+        self._settle("axis_rules", check_rules(rules))
+        self._check_sequences(policies.check(self.remat, self.mesh))
+        if not isinstance(self.precision, Precision):
+            self._settle("precision", Precision(self.precision))
+        self._check_precision()
+        if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
+            raise ValueError(
+                f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
+                f"are cut over {REPLICA!r} too and joined once a step; use stage=3 and "
+                "zero_jax.make_mesh(replica=...), or leave it out"
+            )
+
+    def _settle(self, name: str, value: Any) -> None:
+        """A field as it is meant, in place of what the user wrote."""
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
         if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
             raise ValueError(
                 f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
@@ -66,54 +93,37 @@ class Settings:
             raise ValueError(f"memory_limit={limit!r}: give bytes a device, 80e9 say")
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
-        check_mesh(self.mesh)
-        bucket = check_bucket(self.bucket_bytes, self.mesh.shape[data_axis(self.mesh)])
-        object.__setattr__(self, "bucket_bytes", bucket)
-        object.__setattr__(self, "offload", tiers.settle(tiers.parse(self.offload), self.mesh))
-        if self.offload.activations:
-            self._move_activations()
-        policy = policies.check(self.remat, self.mesh)
-        if self.model_specs is not None:
-            object.__setattr__(self, "model_specs", check_specs(self.model_specs))
-        rules = spmd.get_logical_axis_rules() if self.axis_rules is None else self.axis_rules
-        object.__setattr__(self, "axis_rules", check_rules(rules))
+
+    def _check_sequences(self, policy: Policy) -> None:
         if self.sequence_parallel and model_size(self.mesh) == 1:
             raise ValueError(
                 "sequence_parallel=True splits sequences over the model axis, and this mesh has "
                 "none: make it with zero_jax.make_mesh(model=...)"
             )
-        by_sequence = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
-        if self.sequence_parallel and not by_sequence:
+        if self.sequence_parallel and not self._by_sequence:
             raise ValueError(
                 f"sequence_parallel=True, but axis_rules={self.axis_rules} keep "
                 f"{SEQUENCE[0][0]!r} off the model axis: leave one of the two out"
             )
-        if by_sequence and policy.partitioned:
+        if self._by_sequence and policy.partitioned:
             raise ValueError(
                 f"remat={self.remat!r} with sequences that are split over the model axis: what is "
                 "kept is split already, leave out partitioned"
             )
-        if not isinstance(self.precision, Precision):
-            object.__setattr__(self, "precision", Precision(self.precision))
+
+    def _check_precision(self) -> None:
         if not self.guard and self.precision.scaled:
             raise ValueError(
                 "guard=False with fp16: its loss scale is lowered by steps that are skipped; use "
                 "bf16, or leave the guard on"
             )
-        devices = self.mesh.shape[data_axis(self.mesh)]
         for what, bits in (("gather", self.precision.gather), ("scatter", self.precision.scatter)):
-            if bits is not None and (self.stage == 0 or devices == 1):
+            if bits is not None and (self.stage == 0 or self._devices == 1):
                 raise ValueError(
                     f"{what}={bits!r} with stage={self.stage!r} on {data_axis(self.mesh)}="
-                    f"{devices}: nothing is gathered or scattered there; use stages 1 to 3 and 2 "
-                    "devices or more, or leave it out"
+                    f"{self._devices}: nothing is gathered or scattered there; use stages 1 to 3 "
+                    "and 2 devices or more, or leave it out"
                 )
-        if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
-            raise ValueError(
-                f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
-                f"are cut over {REPLICA!r} too and joined once a step; use stage=3 and "
-                "zero_jax.make_mesh(replica=...), or leave it out"
-            )
 
     def _move_activations(self) -> None:
         if self.stage == AUTO or self.offload.tier != "host":
@@ -121,7 +131,7 @@ class Settings:
                 f'offload="{self.offload}" with stage={self.stage!r}: activations go to host '
                 'memory, of a stage that is named: remat="block@host" says the same'
             )
-        object.__setattr__(self, "remat", policies.on_host(self.remat))
+        self._settle("remat", policies.on_host(self.remat))
 
     def at_stage(self, stage: int) -> Self:
         """The same at another stage, less what that one cannot have: to show them side by side."""
@@ -136,7 +146,16 @@ class Settings:
     @property
     def shards(self) -> int:
         """N: into how many pieces a parameter is cut."""
-        return 1 if self.stage == 0 else self.mesh.shape[data_axis(self.mesh)]
+        return 1 if self.stage == 0 else self._devices
+
+    @property
+    def _devices(self) -> int:
+        return self.mesh.shape[data_axis(self.mesh)]
+
+    @property
+    def _by_sequence(self) -> bool:
+        """Whether activations between layers are split over `model`."""
+        return self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
 
     @property
     def parts(self) -> int:
@@ -183,8 +202,7 @@ class Settings:
         """Of the largest layer, as it is gathered and as its gradients are sent; None if layers
         are not gathered one by one."""
         # XLA would fetch activations ahead too, and compute them twice for it.
-        gathers_activations = self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
-        if LIFETIMES[self.stage].copy != TOUCH or gathers_activations:
+        if LIFETIMES[self.stage].copy != TOUCH or self._by_sequence:
             return None
         words = max((layer.words for layer in layers), default=0)
         gathered = self.wire.compute.itemsize if self.wire.gather_bits is None else 1
