@@ -12,15 +12,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import train
 import zero_jax
-from training import optimizers
-from training.config import Config, resolve
-from training.plan import check_batch, load
+from training.config import Config
+from training.plan import load
 from training.supervise import free_address
 from zero_jax.models import gpt
 
@@ -281,156 +279,3 @@ def test_what_runs_is_named(folder, stage):
             line for line in text.splitlines() if f" {kind}(" in line or f"{kind}-start(" in line
         ]
         assert lines and all(name in line for line in lines), lines
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--data", "nowhere.txt"], ["nowhere.txt", "check the path"]),
-        (["--data", "empty.txt"], ["empty.txt is empty"]),
-        (["--seq", "500"], ["2160 to train on and 240 held out", "501", "--seq"]),
-        (["--vocab", "100"], ["outside [0, 100)", "--vocab 120"]),
-        (["--data", "ids.npy"], ["token 256", "outside [0, 256)", "--vocab 300"]),
-        (["--steps", "4", "--profile"], ["steps 10 to 12", "--steps 4"]),
-        (["--batch", "12"], ["--batch 12", "8 devices x 1", "8 or 16"]),
-        (["--batch", "8", "--micro-batches", "3"], ["8 devices x 3", "= 24", "take 24"]),
-        (["--model", "nanno"], ["'nanno'", "'nano'"]),
-        (["--optimizer", "adam"], ["'adam'", "'adamw'", "lion"]),
-        (["--remat", "blok"], ["'blok'", "'block'"]),
-        (["--compute", "bf61"], ["'bf61'", "'bf16'"]),
-        (["--reduce", "fp16"], ["'fp16'", "bf16"]),
-        (["--stage", "4"], ["stage=4", "0 (nothing partitioned)"]),
-        (["--stage", "auto"], ["does not say how much memory", "memory_limit="]),
-        (["--stage", "auto", "--memory-limit", "1e-6"], ["nothing fits in", "smallest is"]),
-        (["--steps", "0"], ["--steps 0", "at least 1"]),
-        (["--lr", "nan"], ["--lr nan", "at least 0"]),
-        (["--warmup", "4"], ["--warmup 4", "--steps 4"]),
-        (["--mesh", "data=2,modle=4"], ["'modle=4'", "data=4,model=2"]),
-        (["--mesh", "data=2,model=2"], ["= 4, but there are 8 devices"]),
-        (["--sequence-parallel"], ["this mesh has none"]),
-        (["--config", "c6"], ["'c6'", "c1, c2, c3"]),
-        (["--config", "c1", "--remat", "dots"], ["--config c1 decides --stage and --remat"]),
-        (["--config", "c1", "--stage", "3"], ["--config c1 decides --stage and --remat"]),
-        (["--config", "c4"], ["block@partitioned", "make_mesh(model=2)"]),
-        (["--offload", "activations", "--remat", "none"], ["remat='none'", '"block"']),
-        (["--process-id", "0"], ["process_id=0", "give all three"]),
-        (["--out", "text.txt"], ["text.txt", "--out needs a folder"]),
-    ],
-    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
-)
-def test_input_of_no_use_is_refused_in_one_line_that_tells_what_is(folder, capsys, args, words):
-    (folder / "empty.txt").write_text("")
-    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    assert train.main([*TINY, *HERE, *args]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ")
-    assert "\n" not in error
-    assert all(word in error for word in words), error
-    assert not Path("runs").exists()
-
-
-def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
-    group = ["--num-processes", "3", "--process-id", "0", "--coordinator", "127.0.0.1:1"]
-    assert train.main([*TINY, *group, "--devices", "8"]) == 2
-    assert (
-        "8 devices must be a multiple of 3 processes: take --devices 9" in capsys.readouterr().err
-    )
-
-
-@pytest.mark.parametrize("mesh", ["replica=4", "model=8"])
-def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch, mesh):
-    monkeypatch.setattr(zero_jax, "initialize", lambda *_: None)
-    monkeypatch.setattr(train, "launched_processes", lambda: 32)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    train.join(Config(mesh=mesh))
-    with pytest.raises(ValueError, match="must be a multiple of 32 processes"):
-        train.join(Config(mesh=f"data=3,{mesh}"))
-
-
-@pytest.mark.parametrize(("processes", "ended"), [(1, "returned 2"), (4, "left with 2")])
-def test_too_little_memory_is_no_reason_to_start_again(monkeypatch, capsys, processes, ended):
-    def run(_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GB\nmore")
-
-    def leave(code):
-        raise SystemExit(f"left with {code}")
-
-    monkeypatch.setattr(train, "run", run)
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    monkeypatch.setattr(os, "_exit", leave)
-    try:
-        found = f"returned {train.main(HERE)}"
-    except SystemExit as left:
-        found = left.code
-    assert found == ended
-    error = capsys.readouterr().err
-    assert error.startswith("error: RESOURCE_EXHAUSTED: Out of memory: 9 GB. Less on each device: ")
-    assert "more\n" not in error
-
-
-def test_debug_shows_where_an_error_came_from(folder):
-    with pytest.raises(FileNotFoundError):
-        train.main([*TINY, *HERE, "--data", "nowhere.txt", "--debug"])
-
-
-def test_a_batch_that_divides_is_accepted():
-    check_batch(24, devices=4, micro_batches=3)
-    with pytest.raises(ValueError, match="4 devices x 3 micro-batches = 12: take 12 or 24"):
-        check_batch(18, devices=4, micro_batches=3)
-
-
-# Parts.
-
-
-def test_results_are_looked_at_one_late():
-    made = []
-    results = train.one_late(made.append(n) or n for n in range(4))
-    seen = [(result, len(made)) for result in results]
-    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
-    assert list(train.one_late([])) == []
-
-
-def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
-    shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
-    flags = jax.tree.leaves(optimizers.decayed(shapes))
-    sizes = [x.size for x in jax.tree.leaves(shapes)]
-    d, layers, rows = 128, 4, 256 + 128
-    matrices = layers * 12 * d * d + rows * d
-    assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
-
-
-@pytest.mark.parametrize("name", optimizers.RATES)
-def test_every_optimizer_goes_downhill_from_a_stack_of_matrices(name):
-    config = resolve(Config(optimizer=name, steps=30, weight_decay=0.0), optimizers.RATES)
-    tx = optimizers.make(config)
-    params = {
-        "kernel": jnp.ones((2, 4, 6)),
-        "bias": jnp.ones((2, 6)),
-        "embedding": jnp.ones((9, 4)),
-    }
-
-    @jax.jit
-    def step(params, state):
-        loss, grads = jax.value_and_grad(optax.global_norm)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state = tx.init(params)
-    seen = []
-    for _ in range(config.steps):
-        params, state, loss = step(params, state)
-        seen.append(float(loss))
-    assert seen[1] == seen[0]  # the rate begins at 0
-    assert seen[-1] < seen[0]
-
-
-def test_clipping_bounds_the_step_and_0_switches_it_off():
-    grads = {"kernel": jnp.full((2, 2), 100.0)}
-    for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
-        config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
-        tx = optimizers.make(config)
-        updates, _ = tx.update(grads, tx.init(grads), grads)
-        assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)

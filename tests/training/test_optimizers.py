@@ -1,0 +1,65 @@
+"""Parts of the script: its optimizers, and results that are looked at late."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import train
+from training import optimizers
+from training.config import Config, resolve
+from zero_jax.models import gpt
+
+# Parts.
+
+
+def test_results_are_looked_at_one_late():
+    made = []
+    results = train.one_late(made.append(n) or n for n in range(4))
+    seen = [(result, len(made)) for result in results]
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
+    assert list(train.one_late([])) == []
+
+
+def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
+    shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
+    flags = jax.tree.leaves(optimizers.decayed(shapes))
+    sizes = [x.size for x in jax.tree.leaves(shapes)]
+    d, layers, rows = 128, 4, 256 + 128
+    matrices = layers * 12 * d * d + rows * d
+    assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
+
+
+@pytest.mark.parametrize("name", optimizers.RATES)
+def test_every_optimizer_goes_downhill_from_a_stack_of_matrices(name):
+    config = resolve(Config(optimizer=name, steps=30, weight_decay=0.0), optimizers.RATES)
+    tx = optimizers.make(config)
+    params = {
+        "kernel": jnp.ones((2, 4, 6)),
+        "bias": jnp.ones((2, 6)),
+        "embedding": jnp.ones((9, 4)),
+    }
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(optax.global_norm)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    seen = []
+    for _ in range(config.steps):
+        params, state, loss = step(params, state)
+        seen.append(float(loss))
+    assert seen[1] == seen[0]  # the rate begins at 0
+    assert seen[-1] < seen[0]
+
+
+def test_clipping_bounds_the_step_and_0_switches_it_off():
+    grads = {"kernel": jnp.full((2, 2), 100.0)}
+    for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
+        config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
+        tx = optimizers.make(config)
+        updates, _ = tx.update(grads, tx.init(grads), grads)
+        assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)

@@ -1,0 +1,139 @@
+"""What train.py refuses, and how it ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train
+import zero_jax
+from training.config import Config
+from training.plan import check_batch
+
+SCRIPT = Path(train.__file__).resolve()
+TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes
+TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
+HERE = ["--devices", "8"]  # what conftest.py made of this process
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to run in, with a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*args, cwd=None, script=(str(SCRIPT),)):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, *script, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd,
+    )
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--data", "nowhere.txt"], ["nowhere.txt", "check the path"]),
+        (["--data", "empty.txt"], ["empty.txt is empty"]),
+        (["--seq", "500"], ["2160 to train on and 240 held out", "501", "--seq"]),
+        (["--vocab", "100"], ["outside [0, 100)", "--vocab 120"]),
+        (["--data", "ids.npy"], ["token 256", "outside [0, 256)", "--vocab 300"]),
+        (["--steps", "4", "--profile"], ["steps 10 to 12", "--steps 4"]),
+        (["--batch", "12"], ["--batch 12", "8 devices x 1", "8 or 16"]),
+        (["--batch", "8", "--micro-batches", "3"], ["8 devices x 3", "= 24", "take 24"]),
+        (["--model", "nanno"], ["'nanno'", "'nano'"]),
+        (["--optimizer", "adam"], ["'adam'", "'adamw'", "lion"]),
+        (["--remat", "blok"], ["'blok'", "'block'"]),
+        (["--compute", "bf61"], ["'bf61'", "'bf16'"]),
+        (["--reduce", "fp16"], ["'fp16'", "bf16"]),
+        (["--stage", "4"], ["stage=4", "0 (nothing partitioned)"]),
+        (["--stage", "auto"], ["does not say how much memory", "memory_limit="]),
+        (["--stage", "auto", "--memory-limit", "1e-6"], ["nothing fits in", "smallest is"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--lr", "nan"], ["--lr nan", "at least 0"]),
+        (["--warmup", "4"], ["--warmup 4", "--steps 4"]),
+        (["--mesh", "data=2,modle=4"], ["'modle=4'", "data=4,model=2"]),
+        (["--mesh", "data=2,model=2"], ["= 4, but there are 8 devices"]),
+        (["--sequence-parallel"], ["this mesh has none"]),
+        (["--config", "c6"], ["'c6'", "c1, c2, c3"]),
+        (["--config", "c1", "--remat", "dots"], ["--config c1 decides --stage and --remat"]),
+        (["--config", "c1", "--stage", "3"], ["--config c1 decides --stage and --remat"]),
+        (["--config", "c4"], ["block@partitioned", "make_mesh(model=2)"]),
+        (["--offload", "activations", "--remat", "none"], ["remat='none'", '"block"']),
+        (["--process-id", "0"], ["process_id=0", "give all three"]),
+        (["--out", "text.txt"], ["text.txt", "--out needs a folder"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_input_of_no_use_is_refused_in_one_line_that_tells_what_is(folder, capsys, args, words):
+    (folder / "empty.txt").write_text("")
+    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
+    assert train.main([*TINY, *HERE, *args]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert all(word in error for word in words), error
+    assert not Path("runs").exists()
+
+
+def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
+    group = ["--num-processes", "3", "--process-id", "0", "--coordinator", "127.0.0.1:1"]
+    assert train.main([*TINY, *group, "--devices", "8"]) == 2
+    assert (
+        "8 devices must be a multiple of 3 processes: take --devices 9" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("mesh", ["replica=4", "model=8"])
+def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch, mesh):
+    monkeypatch.setattr(zero_jax, "initialize", lambda *_: None)
+    monkeypatch.setattr(train, "launched_processes", lambda: 32)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    train.join(Config(mesh=mesh))
+    with pytest.raises(ValueError, match="must be a multiple of 32 processes"):
+        train.join(Config(mesh=f"data=3,{mesh}"))
+
+
+@pytest.mark.parametrize(("processes", "ended"), [(1, "returned 2"), (4, "left with 2")])
+def test_too_little_memory_is_no_reason_to_start_again(monkeypatch, capsys, processes, ended):
+    def run(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GB\nmore")
+
+    def leave(code):
+        raise SystemExit(f"left with {code}")
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        found = f"returned {train.main(HERE)}"
+    except SystemExit as left:
+        found = left.code
+    assert found == ended
+    error = capsys.readouterr().err
+    assert error.startswith("error: RESOURCE_EXHAUSTED: Out of memory: 9 GB. Less on each device: ")
+    assert "more\n" not in error
+
+
+def test_debug_shows_where_an_error_came_from(folder):
+    with pytest.raises(FileNotFoundError):
+        train.main([*TINY, *HERE, "--data", "nowhere.txt", "--debug"])
+
+
+def test_a_batch_that_divides_is_accepted():
+    check_batch(24, devices=4, micro_batches=3)
+    with pytest.raises(ValueError, match="4 devices x 3 micro-batches = 12: take 12 or 24"):
+        check_batch(18, devices=4, micro_batches=3)
