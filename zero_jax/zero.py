@@ -80,11 +80,9 @@ class Zero(Settings):
         """The same settings, as the gradient code takes them; "auto" rests as stage 3 does."""
         return dataclasses.replace(self, stage=3) if self.stage == AUTO else self
 
-    def _jit(self, fn: Callable[..., Any], loss_fn: grads.LossFn, has_aux: bool, k: int) -> Any:
+    def _jit(self, fn: Callable[..., Any], loss: grads.GlobalLoss, k: int) -> Any:
         def options(params: PyTree, batch: PyTree, *extras: Any, **_: Any) -> dict[str, Any]:
-            own = self.settings, loss_fn, params, batch, extras
-            traced = grads.read(*own, has_aux=has_aux, micro_batches=k)
-            return self.compiler_options(traced.layers)
+            return self.compiler_options(loss.read(params, batch, extras, k).layers)
 
         return Program(fn, options if on_gpu(self.mesh) else None)
 
@@ -212,29 +210,21 @@ class Zero(Settings):
                 'stage="auto" is decided by the whole step, optimizer included: use '
                 "zero.train_step(loss_fn, tx), or zero = zero.choose(loss_fn, tx, params, batch)"
             )
-        settings = self.settings
+        loss = grads.GlobalLoss(self.settings, loss_fn, has_aux)
 
         def value_and_grad(
             params: PyTree, batch: PyTree, *extras: Any, loss_scale: Any = None
         ) -> Any:
-            if loss_scale is None and settings.precision.scaled:
+            if loss_scale is None and loss.settings.precision.scaled:
                 raise ValueError(
                     "fp16 gradients underflow without a loss scale: pass "
                     "loss_scale=opt_state.guard.loss_scale, or use zero.train_step"
                 )
-            out = grads.run(
-                settings,
-                loss_fn,
-                params,
-                batch,
-                extras,
-                has_aux=has_aux,
-                differentiate=True,
-                loss_scale=1.0 if loss_scale is None else loss_scale,
-            )
+            scale = 1.0 if loss_scale is None else loss_scale
+            out = loss.gradients(params, batch, extras, scale)
             return ((out.loss, out.aux) if has_aux else out.loss), out.grads
 
-        return self._jit(value_and_grad, loss_fn, has_aux, settings.micro_batches)
+        return self._jit(value_and_grad, loss, loss.settings.micro_batches)
 
     def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
         """The global loss without gradients, for held-out data.
@@ -243,15 +233,13 @@ class Zero(Settings):
           A jitted function of (params, batch, *extras) that returns (loss, weight), or
           ((loss, aux), weight): the global weighted mean and the global weight.
         """
-        settings = self.settings
+        loss = grads.GlobalLoss(self.settings, loss_fn, has_aux)
 
         def evaluate(params: PyTree, batch: PyTree, *extras: Any) -> Any:
-            out = grads.run(
-                settings, loss_fn, params, batch, extras, has_aux=has_aux, differentiate=False
-            )
+            out = loss.value(params, batch, extras)
             return ((out.loss, out.aux) if has_aux else out.loss), out.weight
 
-        return self._jit(evaluate, loss_fn, has_aux, 1)
+        return self._jit(evaluate, loss, 1)
 
     def full(self, params: PyTree) -> PyTree:
         """Logical arrays, whole on every device: for a sample, an export, a look."""

@@ -114,7 +114,7 @@ def test_gradients_are_those_without_slots(loss, stage, monkeypatch):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage, precision=precision)
     params = zero.init(lambda: {"w": stack(D, D)})
     batch = jax.random.normal(jax.random.key(1), (ROWS, D))
-    traced = grads.read(zero.settings, loss, params, batch, (), has_aux=False)
+    traced = grads.GlobalLoss(zero.settings, loss).read(params, batch, ())
     with_slots = traced.leaves[0].waits_in is not None
     value, found = zero.value_and_grad(loss)(params, batch)
     monkeypatch.setattr(gather_scatter, "takes_slot", lambda cut, wire: False)

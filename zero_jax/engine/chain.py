@@ -70,7 +70,7 @@ def chain(links: Sequence[Link], given: Sequence[Any], results: Sequence[Any]) -
     return wrapped
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Chain:
     """What `chain` was given, and its passes."""
 

@@ -58,7 +58,7 @@ class NvmeStep(TrainStep):
         if self._update is None or self._update.files is not files:
             self._update = _FileUpdate(self.settings, files, self._tx.plain)
         scale = opt_state.guard.loss_scale
-        out = self._gradients(params, scale, batch, extras)
+        out = self._gradients(params, batch, extras, scale)
         params, opt_state = self._update.run(params, opt_state, out)
         return params, opt_state, reported(out, opt_state.guard, scale)
 

@@ -26,94 +26,99 @@ PyTree = Any
 LossFn = Callable[..., Any]
 
 
-def run(
-    settings: Settings,
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    extras: tuple[Any, ...],
-    *,
-    has_aux: bool,
-    differentiate: bool,
-    loss_scale: jax.Array | float = 1.0,
-) -> Result:
-    """Evaluates a loss over the global batch, with or without its gradients."""
-    if settings.offload.streams_params:
-        params = tiers.to_device(params)
-    k = settings.micro_batches if differentiate else 1
-    full, traced = _traced(settings, loss_fn, params, batch, extras, has_aux, k)
-    step = DeviceStep(settings, traced, full, k)
-    rest = jax.tree.structure(params)
-    specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
-    # The gradient of a frozen leaf is a scalar zero.
-    nothing = layout.split((), 1)
-    grad_cuts = [nothing if leaf.frozen else leaf.cut for leaf in traced.leaves]
-    grad_specs = jax.tree.unflatten(rest, [c.spec for c in grad_cuts]) if differentiate else None
-    axes: Any = PartitionSpec(batch_axes(settings.mesh))
-    same: Any = PartitionSpec()
-    aux = [axes if kind == losses.ROWS else same for kind in traced.kinds]
-    body = jax.shard_map(
-        step.gradients if differentiate else step.loss,
-        mesh=settings.mesh,
-        in_specs=(specs, axes, same, same),
-        out_specs=Result(same, same, aux, grad_specs, same, same),
-        # `model` stays automatic: XLA splits the matmuls by what the weights are split over.
-        axis_names=set(batch_axes(settings.mesh)),
-        # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
-        # scan carries start replicated do not trace.
-        check_vma=False,
-    )
-    try:
-        out = body(params, batch, extras, jnp.asarray(loss_scale, jnp.float32))
-    except ValueError as error:
-        if "lax.while_loop" not in str(error):
-            raise
-        raise _without_gradient(traced) from error
-    tree = jax.tree.structure(traced.aux)
-    return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
+@dataclasses.dataclass(frozen=True, eq=False)
+class GlobalLoss:
+    """A loss function over the global batch.
 
-
-def read(
-    settings: Settings,
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    extras: tuple[Any, ...],
-    *,
-    has_aux: bool,
-    micro_batches: int | None = None,
-) -> Traced:
-    """The traced loss and what it says of leaves and layers; allocates nothing.
-
-    Args:
+    Attributes:
       settings: of the run.
-      loss_fn: the loss.
-      params: at rest, or their shapes.
-      batch: the global batch, or its shapes.
-      extras: further arguments of the loss.
+      fn: the loss of one device: `fn(params, batch, *extras)`.
       has_aux: whether it returns (loss, aux).
-      micro_batches: 1 for an evaluation; by default those of the settings.
     """
-    k = micro_batches or settings.micro_batches
-    return _traced(settings, loss_fn, params, batch, extras, has_aux, k)[1]
+
+    settings: Settings
+    fn: LossFn
+    has_aux: bool = False
+
+    def value(self, params: PyTree, batch: PyTree, extras: tuple[Any, ...]) -> Result:
+        """The loss alone."""
+        return self._run(params, batch, extras, None)
+
+    def gradients(
+        self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], scale: jax.Array | float = 1.0
+    ) -> Result:
+        """The loss and its gradients, computed at this loss scale and divided by it."""
+        return self._run(params, batch, extras, scale)
+
+    def read(
+        self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], k: int | None = None
+    ) -> Traced:
+        """The traced loss and what it says of leaves and layers; allocates nothing.
+
+        Args:
+          params: at rest, or their shapes.
+          batch: the global batch, or its shapes.
+          extras: further arguments of the loss.
+          k: micro-batches: 1 for an evaluation; by default those of the settings.
+        """
+        return self._traced(params, batch, extras, k or self.settings.micro_batches)[1]
+
+    def _run(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        extras: tuple[Any, ...],
+        scale: jax.Array | float | None,
+    ) -> Result:
+        settings = self.settings
+        if settings.offload.streams_params:
+            params = tiers.to_device(params)
+        k = 1 if scale is None else settings.micro_batches
+        full, traced = self._traced(params, batch, extras, k)
+        step = DeviceStep(settings, traced, full, k)
+        rest = jax.tree.structure(params)
+        specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
+        grads = None if scale is None else jax.tree.unflatten(rest, _gradient_specs(traced))
+        axes: Any = PartitionSpec(batch_axes(settings.mesh))
+        same: Any = PartitionSpec()
+        aux = [axes if kind == losses.ROWS else same for kind in traced.kinds]
+        body = jax.shard_map(
+            step.loss if scale is None else step.gradients,
+            mesh=settings.mesh,
+            in_specs=(specs, axes, same, same),
+            out_specs=Result(same, same, aux, grads, same, same),
+            # `model` stays automatic: XLA splits the matmuls by what the weights are split over.
+            axis_names=set(batch_axes(settings.mesh)),
+            # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
+            # scan carries start replicated do not trace.
+            check_vma=False,
+        )
+        try:
+            given = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
+            out = body(params, batch, extras, given)
+        except ValueError as error:
+            if "lax.while_loop" not in str(error):
+                raise
+            raise _without_gradient(traced) from error
+        tree = jax.tree.structure(traced.aux)
+        return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
+
+    def _traced(
+        self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], k: int
+    ) -> tuple[PyTree, Traced]:
+        """Logical shapes of the parameters, and the traced loss."""
+        full = jax.eval_shape(layout.logical, params)
+        cuts = self.settings.splitter(full)
+        _check_params(params, cuts)
+        micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
+        own = self.settings, self.fn, full, cuts, batch, extras
+        return full, trace(*own, has_aux=self.has_aux, micro_batches=k)
 
 
-def _traced(
-    settings: Settings,
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    extras: tuple[Any, ...],
-    has_aux: bool,
-    k: int,
-) -> tuple[PyTree, Traced]:
-    """Logical shapes of the parameters, and the traced loss."""
-    full = jax.eval_shape(layout.logical, params)
-    cuts = settings.splitter(full)
-    _check_params(params, cuts)
-    micro_batch.check_batch(batch, batch_shards(settings.mesh), k)
-    traced = trace(settings, loss_fn, full, cuts, batch, extras, has_aux=has_aux, micro_batches=k)
-    return full, traced
+def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
+    """Where gradients rest; that of a frozen leaf is a scalar zero."""
+    nothing = layout.split((), 1).spec
+    return [nothing if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]
 
 
 def _without_gradient(traced: Traced) -> ValueError:

@@ -56,7 +56,7 @@ class _Kept:
     likes: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Regathered:
     """What `regathered` was given, and its passes: of shards, and of the arrays that are floats."""
 

@@ -83,35 +83,20 @@ class TrainStep:
                 f"max_skips={max_skips}: at least 1 step must be allowed to be skipped"
             )
         self.settings = settings
-        self._loss_fn = loss_fn
+        self._loss = grads.GlobalLoss(settings, loss_fn, has_aux)
         self._tx = tx
-        self._has_aux = has_aux
         self._max_skips = max_skips
         self._pending: collections.deque[jax.Array] = collections.deque()
         self._agreed = False
         options = self.compiler_options if on_gpu(settings.mesh) else None
         self._jitted = Program(self._step, options, donate_argnums=(0, 1))
-        self._gradients = jax.jit(self._results)
-
-    def _results(
-        self, params: PyTree, scale: jax.Array, batch: PyTree, extras: Any
-    ) -> grads.Result:
-        return grads.run(
-            self.settings,
-            self._loss_fn,
-            params,
-            batch,
-            extras,
-            has_aux=self._has_aux,
-            differentiate=True,
-            loss_scale=scale,
-        )
+        self._gradients = jax.jit(self._loss.gradients)
 
     def _step(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
     ) -> tuple[PyTree, ZeroState, Metrics]:
         scale = opt_state.guard.loss_scale
-        out = self._results(params, scale, batch, extras)
+        out = self._loss.gradients(params, batch, extras, scale)
         with jax.named_scope("zero_update"):
             params, opt_state = self._tx.apply(
                 out.grads, opt_state, params, finite=out.finite, value=out.loss
@@ -130,8 +115,7 @@ class TrainStep:
 
     def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Traced:
         """What the traced loss says of leaves and layers; allocates nothing."""
-        own = self.settings, self._loss_fn
-        return grads.read(*own, params, batch, extras, has_aux=self._has_aux)
+        return self._loss.read(params, batch, extras)
 
     def compiler_options(self, *args: Any) -> dict[str, Any]:
         """What XLA for GPUs is told of this step, given its arguments or their shapes."""
@@ -157,7 +141,7 @@ class TrainStep:
 
         A skipped step leaves the parameters as they were, so asking after it gives its answer.
         """
-        out = self._gradients(params, opt_state.guard.loss_scale, batch, extras)
+        out = self._gradients(params, batch, extras, opt_state.guard.loss_scale)
         return first_nonfinite(layout.logical(out.grads))
 
     def _look(self, params: PyTree, opt_state: ZeroState, batch: PyTree, extras: Any) -> None:

@@ -87,7 +87,7 @@ class Case:
         shapes = jax.eval_shape(self.make)
         zero = self.zero.at_stage(3)
         params = zero.abstract(self.make)
-        traced = grads.read(zero.settings, self.loss_fn, params, self.batch, (), has_aux=False)
+        traced = grads.GlobalLoss(zero.settings, self.loss_fn).read(params, self.batch, ())
         return memory.estimate(
             shapes,
             shards=shards,
