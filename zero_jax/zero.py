@@ -6,7 +6,7 @@ in one program just work.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import on_gpu
 
 PyTree = Any
+Tx: TypeAlias = optax.GradientTransformation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +288,7 @@ class Zero(Settings):
         kind = NvmeStep if self.settings.offload.in_files else TrainStep
         return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
-    def plan(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> planning.Plan:
+    def plan(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> planning.Plan:
         """What a step will hold and send: predicted from its shapes, proven by compiling it.
 
         Args:
@@ -302,7 +303,7 @@ class Zero(Settings):
             raise ValueError('stage="auto" has many plans: see zero.choice(...)')
         return planning.of(self, loss_fn, tx, *args, **options)
 
-    def choice(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> auto.Choice:
+    def choice(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> auto.Choice:
         """Which stage, micro-batches, remat and host tiers fit in `memory_limit` at least cost.
 
         Arguments as for `plan`, and `born`, whether parameters and optimizer state are there
@@ -311,7 +312,7 @@ class Zero(Settings):
         """
         return auto.decide(self, loss_fn, tx, *args, **options)
 
-    def choose(self, loss_fn: grads.LossFn, tx: Any, *args: Any, **options: Any) -> "Zero":
+    def choose(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> "Zero":
         """This Zero with all of that chosen; arguments as for `choice`."""
         chosen = self.choice(loss_fn, tx, *args, **options).chosen.candidate
         return dataclasses.replace(self, **chosen.settings)

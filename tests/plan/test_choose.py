@@ -13,7 +13,7 @@ from problems import gpt_problem, zoo_problem
 
 import zero_jax
 from zero_jax.models import gpt
-from zero_jax.offload.streamable import CannotStream
+from zero_jax.offload.piecewise import CannotStream
 from zero_jax.plan import candidates
 from zero_jax.plan.auto import search
 from zero_jax.plan.tables import gigabytes

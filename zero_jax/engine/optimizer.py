@@ -29,7 +29,7 @@ from zero_jax.engine.transformations import (
 )
 from zero_jax.offload import streamable, tiers
 from zero_jax.offload.host_update import HostUpdate
-from zero_jax.offload.piecewise import Piecewise, at_rest
+from zero_jax.offload.piecewise import Piecewise, at_rest, require_piecewise
 from zero_jax.offload.state_files import Files
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh
@@ -143,7 +143,7 @@ class _Partition:
         if self.offload.states:
             still = paths.frozen_leaves(full, self.frozen)
             cuts, masters = self.splitter(full), self.offload.streams_params
-            streamable.require_piecewise(self.tx, self.inner, full, cuts, still, masters)
+            require_piecewise(self.tx, self.inner, full, self.mesh, cuts, still, masters)
         if self.offload.streams:
             return streamable.placed_on_host(placed, state, full, self.splitter(full))
         return placed

@@ -4,20 +4,29 @@ Both tiers drive it: `host_update` inside the step's program, `engine/file_step`
 Arrays come and go as they rest; those that stream come in pieces.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from zero_jax.collectives.norms import unless_skipped
 from zero_jax.jaxpr.equations import Atom
 from zero_jax.offload import streamable
+from zero_jax.offload.blame import blame
+from zero_jax.offload.update_recipes import NotPiecewise
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Split
 from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
 Values = Mapping[Atom, jax.Array]  # by their place in the program
+
+
+class CannotStream(ValueError):
+    """A transformation that can't be updated in pieces."""
 
 
 class Piecewise:
@@ -128,6 +137,63 @@ class Piecewise:
         pairs = zip(new, (pieces[i] for i in states), strict=True)
         kept = [unless_skipped(finite, value, old).astype(old.dtype) for value, old in pairs]
         return unless_skipped(finite, update), kept
+
+
+def require_piecewise(
+    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
+    params: PyTree,
+    mesh: AnyMesh,
+    cuts: Sequence[Split],
+    frozen: Sequence[bool],
+    masters: bool,
+) -> None:
+    """Raises unless `tx` can be updated in pieces.
+
+    Args:
+      tx: the user's transformation.
+      inner: the same, on trained leaves only.
+      params: logical parameters, abstract.
+      mesh: the mesh.
+      cuts: how they are split.
+      frozen: which of them are not trained.
+      masters: whether they rest in host memory too.
+
+    Raises:
+      CannotStream: naming the transformation, within a chain the one that is to blame.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)  # the gradient of a frozen leaf
+    grads = [scalar if f else x for x, f in zip(leaves, frozen, strict=True)]
+
+    def why(part: optax.GradientTransformation) -> str:
+        part = optax.with_extra_args_support(part)
+        state = jax.eval_shape(part.init, params)
+        state_cuts = layout.state_splits(state, params, cuts)
+        try:
+            Piecewise(
+                functools.partial(part.update, value=jnp.float32(1.0)),
+                (jax.tree.unflatten(treedef, grads), state, params),
+                mesh=mesh,
+                cuts=cuts,
+                state_cuts=state_cuts,
+                state_held=streamable.offloaded(state_cuts, cuts),
+                params_held=[masters and bool(cut.shape) for cut in cuts],
+                frozen=frozen,
+            )
+        except NotPiecewise as error:
+            return str(error)
+        return ""
+
+    found = why(inner)
+    if found:
+        name = blame(tx, lambda part: bool(why(part)))
+        raise CannotStream(
+            f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
+            "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
+            "transformation with a state; else leave offload out, or use an elementwise one, adamw"
+            " say"
+        )
 
 
 def applied(param: jax.Array, update: jax.Array) -> jax.Array:

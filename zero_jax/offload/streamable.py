@@ -4,20 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
-from zero_jax.offload.blame import blame
 from zero_jax.offload.tiers import HOST
 from zero_jax.offload.update_recipes import NotPiecewise, Program, Recipe
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Split
 
 PyTree = Any
-
-
-class CannotStream(ValueError):
-    """A transformation that can't be updated in pieces."""
 
 
 def owners(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[int | None]:
@@ -40,70 +33,6 @@ def placed_on_host(placed: PyTree, state: PyTree, params: PyTree, cuts: Sequence
     pairs = zip(shardings, flags, strict=True)
     moved = [s.with_memory_kind(HOST) if flag else s for s, flag in pairs]
     return jax.tree.unflatten(treedef, moved)
-
-
-def require_piecewise(
-    tx: optax.GradientTransformation,
-    inner: optax.GradientTransformation,
-    params: PyTree,
-    cuts: Sequence[Split],
-    frozen: Sequence[bool],
-    masters: bool,
-) -> None:
-    """Raises unless `tx` can be updated in pieces.
-
-    Args:
-      tx: the user's transformation.
-      inner: the same, on trained leaves only.
-      params: logical parameters, abstract.
-      cuts: how they are split.
-      frozen: which of them are not trained.
-      masters: whether they rest in host memory too.
-
-    Raises:
-      CannotStream: naming the transformation, within a chain the one that is to blame.
-    """
-
-    def why(part: optax.GradientTransformation) -> str:
-        try:
-            _try(part, params, cuts, frozen, masters)
-        except NotPiecewise as error:
-            return str(error)
-        return ""
-
-    found = why(inner)
-    if found:
-        name = blame(tx, lambda part: bool(why(part)))
-        raise CannotStream(
-            f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
-            "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
-            "transformation with a state; else leave offload out, or use an elementwise one, adamw"
-            " say"
-        )
-
-
-def _try(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    cuts: Sequence[Split],
-    frozen: Sequence[bool],
-    masters: bool,
-) -> None:
-    tx = optax.with_extra_args_support(tx)
-    leaves, treedef = jax.tree.flatten(params)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)  # the gradient of a frozen leaf
-    flat = [scalar if f else x for x, f in zip(leaves, frozen, strict=True)]
-    state = jax.eval_shape(tx.init, params)
-    state_cuts = layout.state_splits(state, params, cuts)
-    owner, held = owners(state_cuts, cuts), offloaded(state_cuts, cuts)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
-        return tx.update(grads, state, params, value=jnp.float32(1.0))
-
-    own = [masters and bool(cut.shape) for cut in cuts]
-    trees = (jax.tree.unflatten(treedef, flat), state, params)
-    traced = program(update, trees, owner, held, own)
-    recipes(traced, cuts, owner, held, frozen, own)
 
 
 def program(

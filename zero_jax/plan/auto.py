@@ -21,7 +21,7 @@ from zero_jax.engine.offload_check import WrongHere
 from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import TrainStep
 from zero_jax.hlo.targets import Target
-from zero_jax.offload.streamable import CannotStream
+from zero_jax.offload.piecewise import CannotStream
 from zero_jax.plan import candidates
 from zero_jax.plan.candidates import Candidate
 from zero_jax.plan.planning import AnyZero, Plan
