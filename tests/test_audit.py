@@ -18,9 +18,10 @@ from flax import nnx
 
 import zero_jax
 from zero_jax.collectives import gather_scatter
-from zero_jax.engine import rewrite, weights
+from zero_jax.engine import optimizer, rewrite, weights
 from zero_jax.hlo import auditor
 from zero_jax.models import gpt
+from zero_jax.sharding import cuts
 
 CONFIG = gpt.GPTConfig(layers=8, width=64, heads=2, vocab=32, seq=16, loss_chunk=16)
 PSI = gpt.num_params(CONFIG)
@@ -170,9 +171,7 @@ def test_a_second_reduction_is_caught(monkeypatch):
 
 def test_state_left_whole_on_every_device_is_caught(monkeypatch):
     """Replicated moments: the numbers stay right, only the bytes tell."""
-    from zero_jax.sharding import layout
-
-    honest = layout.state_splits
-    whole = lambda *args: [layout.split(c.shape, 1) for c in honest(*args)]  # noqa: E731
-    monkeypatch.setattr(layout, "state_splits", whole)
+    honest = optimizer.state_splits
+    whole = lambda *args: [cuts.split(c.shape, 1) for c in honest(*args)]  # noqa: E731
+    monkeypatch.setattr(optimizer, "state_splits", whole)
     assert audit(stage=1).argument_bytes > 12 * PSI // 8 + 10_000

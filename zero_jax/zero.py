@@ -24,6 +24,7 @@ from zero_jax.engine.step import TrainStep
 from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import on_gpu
 
 PyTree = Any
@@ -87,7 +88,7 @@ class Zero(Settings):
 
         return Program(fn, options if on_gpu(self.mesh) else None)
 
-    def splits(self, params: PyTree) -> list[layout.Split]:
+    def splits(self, params: PyTree) -> list[Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
         return self.settings.splitter(params)
 

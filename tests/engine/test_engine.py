@@ -9,7 +9,7 @@ import pytest
 
 import zero_jax
 from zero_jax.plan import plan_text
-from zero_jax.sharding import layout
+from zero_jax.sharding.cuts import split
 
 N, ROWS, D = 4, 16, 16
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
@@ -97,7 +97,7 @@ def test_a_stack_that_is_cut_along_its_layers_is_gathered_before_its_loop():
     def loss(p, x):
         return jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x[:, :2], p["w"])[0])
 
-    assert layout.split((64, 2, 2), 8).dim == -3
+    assert split((64, 2, 2), 8).dim == -3
     plan = compiled(make, loss, n=8, stage=3, remat="block")
     gathers = [c for c in plan.compiled.collectives if c.kind == "all-gather"]
     assert {c.runs for c in gathers} == {1}

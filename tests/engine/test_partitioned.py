@@ -15,7 +15,7 @@ from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.hlo import auditor
 from zero_jax.sharding import paths
-from zero_jax.sharding.splitter import Splitter
+from zero_jax.sharding.cuts import Splitter
 
 P = PartitionSpec
 ROWS = 24  # divisible by every N below

@@ -11,7 +11,7 @@ from optax import contrib
 from zero_jax.collectives.by_hand import shard
 from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.shard_proof import require_elementwise
-from zero_jax.sharding.splitter import Splitter
+from zero_jax.sharding.cuts import Splitter
 
 P = PartitionSpec
 EVERY = [1, 2, 3, 8]

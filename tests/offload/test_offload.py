@@ -23,8 +23,7 @@ from zero_jax.engine import offload_check
 from zero_jax.offload import piece_stream, streamable, tiers
 from zero_jax.offload.__main__ import main
 from zero_jax.offload.tiers import Offload, parse
-from zero_jax.sharding import layout
-from zero_jax.sharding.splitter import Splitter
+from zero_jax.sharding.cuts import Splitter, state_splits
 
 STEPS, ULPS = 4, 4
 HEAVY = functools.partial(pytest.param, marks=pytest.mark.heavy)
@@ -273,7 +272,7 @@ def test_what_streams_are_the_leaves_that_mirror_a_parameter():
     params = jax.eval_shape(problem("zoo").make)
     cuts = Splitter(4)(params)
     state = jax.eval_shape(ADAMW.init, params)
-    flags = streamable.offloaded(layout.state_splits(state, params, cuts), cuts)
+    flags = streamable.offloaded(state_splits(state, params, cuts), cuts)
     moved = sum(x.size for x, f in zip(jax.tree.leaves(state), flags, strict=True) if f)
     whole = sum(x.size for x in jax.tree.leaves(params))
     scalars = sum(x.ndim == 0 for x in jax.tree.leaves(params))

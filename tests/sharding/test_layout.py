@@ -9,7 +9,7 @@ import pytest
 
 import zero_jax
 from zero_jax.sharding import layout
-from zero_jax.sharding.splitter import Splitter
+from zero_jax.sharding.cuts import Splitter, split, state_splits
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 
@@ -21,7 +21,7 @@ def cuts_of(tree, n):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 400])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pieces_cover_the_leaf_and_waste_less_than_one_row_each(shape, n):
-    cut = layout.split(shape, n)
+    cut = split(shape, n)
     if cut.dim is None:
         assert n == 1 or math.prod(shape) < n
         assert cut.shard_shape == cut.rest_shape == shape
@@ -32,20 +32,20 @@ def test_pieces_cover_the_leaf_and_waste_less_than_one_row_each(shape, n):
 
 
 def test_the_first_dim_that_n_divides_is_cut():
-    assert layout.split((9, 8, 16), 8).dim == -2
-    assert layout.split((16, 8), 8).dim == -2
+    assert split((9, 8, 16), 8).dim == -2
+    assert split((16, 8), 8).dim == -2
 
 
 def test_without_a_divisible_dim_the_least_padding_wins():
-    assert layout.split((10, 7), 4).dim == -1  # 7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5
+    assert split((10, 7), 4).dim == -1  # 7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5
 
 
 def test_what_may_count_layers_is_cut_only_where_all_else_wastes_far_more():
-    assert layout.split((8, 3, 16), 8).dim == -1
-    assert layout.split((8, 1000), 8).dim == -1  # a stack of vectors, as it looks
-    assert layout.split((8, 100), 8).dim == -2
-    assert layout.split((4096, 32, 128), 256).dim == -3  # 32 and 128 would be padded to 256
-    assert layout.split((4096, 32, 128), 128).dim == -1
+    assert split((8, 3, 16), 8).dim == -1
+    assert split((8, 1000), 8).dim == -1  # a stack of vectors, as it looks
+    assert split((8, 100), 8).dim == -2
+    assert split((4096, 32, 128), 256).dim == -3  # 32 and 128 would be padded to 256
+    assert split((4096, 32, 128), 128).dim == -1
     tree = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 400)), "gain": jnp.zeros(8)}}
     assert [c.dim for c in cuts_of(tree, 4)] == [-1, -1, -2]
 
@@ -66,7 +66,7 @@ def test_state_that_mirrors_a_parameter_is_cut_like_it():
     params = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 4))}}
     cuts = cuts_of(params, 4)
     state = ({"mu": params, "count": jnp.zeros(())}, {"rows": jnp.zeros((8, 16))})
-    got = layout.state_splits(state, params, cuts)
+    got = state_splits(state, params, cuts)
     assert got[0].dim is None
     assert got[1:3] == cuts
     assert got[3].dim == -2

@@ -22,7 +22,8 @@ import zero_jax
 from zero_jax.collectives import gather_scatter
 from zero_jax.hlo import auditor
 from zero_jax.models import gpt
-from zero_jax.sharding import layout, model_axis, paths
+from zero_jax.sharding import model_axis, paths
+from zero_jax.sharding.cuts import split
 from zero_jax.sharding.model_axis import ModelAxis
 
 STEPS = 10
@@ -148,7 +149,7 @@ def test_each_device_rests_on_its_piece_of_both_axes():
 
 
 def test_without_a_data_axis_a_bias_is_split_over_model():
-    cut = layout.split((2, 64), 1, model=-1, model_shards=4)
+    cut = split((2, 64), 1, model=-1, model_shards=4)
     assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
 
 

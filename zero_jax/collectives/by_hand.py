@@ -9,7 +9,7 @@ import jax
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.sharding.splitter import Splitter
+from zero_jax.sharding.cuts import Splitter
 
 PyTree = Any
 

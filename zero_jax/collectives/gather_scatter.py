@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import buckets, quantised
 from zero_jax.collectives.precision import cast
-from zero_jax.sharding.layout import Split, pad_dim, strip_dim
+from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.layout import pad_dim, strip_dim
 from zero_jax.sharding.model_axis import on_pieces
 
 

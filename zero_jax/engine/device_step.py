@@ -17,7 +17,8 @@ from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced
 from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
-from zero_jax.sharding import layout, paths
+from zero_jax.sharding import paths
+from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import REPLICA, batch_axes, model_size
 
 PyTree = Any
@@ -134,7 +135,7 @@ class DeviceStep:
         values = [x if leaf.opens else copy for (x, leaf), copy in both]
         return values, [copy if leaf.opens else None for (_, leaf), copy in both]
 
-    def _copy(self, shard: jax.Array, cut: layout.Split) -> jax.Array:
+    def _copy(self, shard: jax.Array, cut: Split) -> jax.Array:
         """A gathered leaf. Stacked matrices are gathered layer by layer."""
 
         def gather(x: jax.Array) -> jax.Array:
@@ -226,9 +227,9 @@ class DeviceStep:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))
 
 
-def _form(at: int, cut: layout.Split) -> Form:
+def _form(at: int, cut: Split) -> Form:
     return Form(at, len(cut.shape), cut.dim)
 
 
-def _as_rest(grad: jax.Array, cut: layout.Split) -> Any:
+def _as_rest(grad: jax.Array, cut: Split) -> Any:
     return paths.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad

@@ -20,6 +20,7 @@ from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.cuts import Split, split
 from zero_jax.sharding.mesh import batch_axes, batch_shards
 
 PyTree = Any
@@ -117,7 +118,7 @@ class GlobalLoss:
 
 def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
     """Where gradients rest; that of a frozen leaf is a scalar zero."""
-    nothing = layout.split((), 1).spec
+    nothing = split((), 1).spec
     return [nothing if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]
 
 
@@ -131,7 +132,7 @@ def _without_gradient(traced: Traced) -> ValueError:
     )
 
 
-def _check_params(params: PyTree, cuts: list[layout.Split]) -> None:
+def _check_params(params: PyTree, cuts: list[Split]) -> None:
     for (name, leaf), cut in zip(paths.named_leaves(params), cuts, strict=True):
         if tuple(leaf.shape) != cut.rest_shape:
             raise ValueError(

@@ -21,7 +21,7 @@ from zero_jax.engine.weights import Form, follow
 from zero_jax.jaxpr import equations
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Policy, of_jax
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split
 
 _NONE = policies.parse("none")
 STEP, MICRO_BATCH, TOUCH = "step", "micro-batch", "touch"

@@ -32,8 +32,8 @@ from zero_jax.offload.host_update import HostUpdate
 from zero_jax.offload.piecewise import Piecewise, at_rest, require_piecewise
 from zero_jax.offload.state_files import Files
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.cuts import Split, Splitter, state_splits
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.splitter import Splitter
 
 PyTree = Any
 Trees = tuple[PyTree, PyTree, PyTree | None]  # gradients, state and parameters, at rest
@@ -133,8 +133,8 @@ class _Partition:
         state = ZeroState(self.inner.init(full), init_guard(self.precision))
         return layout.at_rest(state, self._state_cuts(state, full))
 
-    def _state_cuts(self, state: PyTree, params: PyTree) -> list[layout.Split]:
-        return layout.state_splits(state, params, self.splitter(params))
+    def _state_cuts(self, state: PyTree, params: PyTree) -> list[Split]:
+        return state_splits(state, params, self.splitter(params))
 
     def _placed(self, abstract: ZeroState, full: PyTree) -> PyTree:
         """The state's shardings; raises where it can't be updated in pieces, and must be."""
@@ -232,7 +232,7 @@ class _Partition:
             shapes,
             mesh=self.mesh,
             cuts=cuts,
-            state_cuts=layout.state_splits(shapes[1], like, cuts),
+            state_cuts=state_splits(shapes[1], like, cuts),
             state_held=[tiers.is_on_host(x) for x in jax.tree.leaves(state)],
             params_held=[tiers.is_on_host(x) for x in jax.tree.leaves(params)],
             frozen=paths.frozen_leaves(like, self.frozen),

@@ -16,6 +16,7 @@ from zero_jax.engine.transformations import Frozen
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Policy
+from zero_jax.sharding.cuts import Splitter
 from zero_jax.sharding.mesh import (
     MODEL,
     REPLICA,
@@ -26,7 +27,6 @@ from zero_jax.sharding.mesh import (
     model_size,
 )
 from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
-from zero_jax.sharding.splitter import Splitter
 
 AUTO = "auto"
 

@@ -25,7 +25,7 @@ import optax
 from zero_jax.jaxpr.equations import JIT, REMAT
 from zero_jax.jaxpr.operations import ELEMENTWISE
 from zero_jax.offload.blame import blame
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split
 
 PyTree = Any
 Atom = jex.Var | jex.Literal

@@ -21,7 +21,7 @@ from zero_jax.engine.settings import Settings
 from zero_jax.jaxpr import derivatives, equations, marks
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import batch_axes, batch_shards
 from zero_jax.sharding.model_axis import named_activations
 

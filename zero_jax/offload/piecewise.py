@@ -18,7 +18,7 @@ from zero_jax.offload import streamable
 from zero_jax.offload.blame import blame
 from zero_jax.offload.update_recipes import NotPiecewise
 from zero_jax.sharding import layout
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split, split, state_splits
 from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
@@ -169,7 +169,7 @@ def require_piecewise(
     def why(part: optax.GradientTransformation) -> str:
         part = optax.with_extra_args_support(part)
         state = jax.eval_shape(part.init, params)
-        state_cuts = layout.state_splits(state, params, cuts)
+        state_cuts = state_splits(state, params, cuts)
         try:
             Piecewise(
                 functools.partial(part.update, value=jnp.float32(1.0)),
@@ -214,7 +214,7 @@ def at_rest(tree: PyTree, cuts: Sequence[Split], mesh: AnyMesh) -> PyTree:
     rest = layout.at_rest(tree, cuts)
     # The update of a frozen leaf is a scalar, whatever the leaf's shape.
     pairs = zip(cuts, jax.tree.leaves(tree), strict=True)
-    placed = [c if c.shape == x.shape else layout.split(x.shape, 1) for c, x in pairs]
+    placed = [c if c.shape == x.shape else split(x.shape, 1) for c, x in pairs]
     return jax.lax.with_sharding_constraint(rest, layout.shardings(rest, placed, mesh))
 
 

@@ -23,7 +23,7 @@ from zero_jax.offload.piece_stream import boxes
 from zero_jax.offload.state_in_files import Stored
 from zero_jax.offload.tiers import Offload
 from zero_jax.sharding import layout
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split, split, state_splits
 from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
@@ -57,14 +57,14 @@ class Files:
         state = jax.eval_shape(inner.init, full)
         self.mesh, self.offload, self.cuts = mesh, offload, list(cuts)
         self.guard, self._inner = guard, inner
-        self.state_cuts = layout.state_splits(state, full, cuts)
+        self.state_cuts = state_splits(state, full, cuts)
         self.owner = streamable.owners(self.state_cuts, self.cuts)
         self.held = streamable.offloaded(self.state_cuts, self.cuts)
         self.state, self.full = state, full
         self.state_leaves = jax.tree.leaves(state)
         self.live_bytes = self.peak_bytes = 0
         self._known: dict[str, dict[jax.Device, str]] = {}
-        single = layout.split((), 1)
+        single = split((), 1)
         kept = self.cuts if offload.params else []
         groups = {
             "param": (jax.tree.leaves(full)[: len(kept)], kept),

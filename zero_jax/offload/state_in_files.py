@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any

@@ -7,15 +7,14 @@ import jax
 
 from zero_jax.offload.tiers import HOST
 from zero_jax.offload.update_recipes import NotPiecewise, Program, Recipe
-from zero_jax.sharding import layout
-from zero_jax.sharding.layout import Split
+from zero_jax.sharding.cuts import Split, state_splits
 
 PyTree = Any
 
 
 def owners(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[int | None]:
     """For each leaf of a state, which parameter it mirrors."""
-    # layout.state_splits hands out a mirrored parameter's own Split, so identity tells.
+    # state_splits hands out a mirrored parameter's own Split, so identity tells.
     index = {id(cut): at for at, cut in enumerate(cuts)}
     return [index.get(id(cut)) for cut in state_cuts]
 
@@ -29,7 +28,7 @@ def offloaded(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[bool]:
 def placed_on_host(placed: PyTree, state: PyTree, params: PyTree, cuts: Sequence[Split]) -> PyTree:
     """The state's shardings, in host memory for the leaves that rest there."""
     shardings, treedef = jax.tree.flatten(placed)
-    flags = offloaded(layout.state_splits(state, params, cuts), cuts)
+    flags = offloaded(state_splits(state, params, cuts), cuts)
     pairs = zip(shardings, flags, strict=True)
     moved = [s.with_memory_kind(HOST) if flag else s for s, flag in pairs]
     return jax.tree.unflatten(treedef, moved)

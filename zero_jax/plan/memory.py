@@ -28,8 +28,8 @@ from zero_jax.collectives.precision import Precision
 from zero_jax.engine.loss_scale import Guard, init_guard
 from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.cuts import Split, Splitter, split, state_splits
 from zero_jax.sharding.model_axis import ModelAxis
-from zero_jax.sharding.splitter import Splitter
 
 PyTree = Any
 
@@ -133,12 +133,12 @@ def estimate(
     )
 
 
-def _elements(cut: layout.Split) -> int:
+def _elements(cut: Split) -> int:
     """Elements of a gathered leaf on one device."""
     return math.prod(cut.shape) // (1 if cut.model is None else cut.model_shards)
 
 
-def _in_step(cut: layout.Split) -> int:
+def _in_step(cut: Split) -> int:
     """Elements of a device's shard during a step, whose parts are joined."""
     return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
 
@@ -152,7 +152,7 @@ def _master(leaf: Any) -> Any:
 
 def _state_bytes(
     params: PyTree,
-    cuts: list[layout.Split],
+    cuts: list[Split],
     tx: optax.GradientTransformation | None,
     frozen: Frozen,
 ) -> int:
@@ -162,5 +162,5 @@ def _state_bytes(
     state = jax.eval_shape(without_frozen(tx, frozen).init, masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
-    splits = layout.state_splits(state, params, cuts) + [layout.split((), 1)] * len(guard)
+    splits = state_splits(state, params, cuts) + [split((), 1)] * len(guard)
     return layout.bytes_per_device(splits, leaves)
