@@ -6,10 +6,12 @@ import tempfile
 
 # Tests compile hundreds of small programs and run each for a moment: without LLVM's expensive
 # passes they compile in half the time, and without the newer kernel emitters, which can still be
-# switched off in 0.10, in a quarter. What XLA itself does to a program stays as it is.
+# switched off in 0.10, in a quarter; nor is it worth while to hand them out to threads. What XLA
+# itself does to a program stays as it is.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_parallel_codegen_split_count=1"
     + " --xla_cpu_use_fusion_emitters=false"
     * importlib.metadata.version("jaxlib").startswith("0.10.")
 )

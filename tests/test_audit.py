@@ -90,6 +90,7 @@ def test_the_norm_costs_one_scalar_all_reduce(stage):
     assert all(c.runs == 1 for c in small)
 
 
+@pytest.mark.heavy
 def test_clipping_by_the_global_norm_adds_no_collective_of_its_own():
     """optax's norm is one scalar a leaf; XLA sends them with ours, in one all-reduce."""
     clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

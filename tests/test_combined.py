@@ -50,6 +50,7 @@ def test_configurations_of_the_paper_train(name):
     assert_equal_to_one_device("gpt", mesh_of(2, 2), **zero_jax.configuration(name))
 
 
+@pytest.mark.heavy
 def test_replicas_stream_their_states_too():
     mesh = mesh_of(2, 2, replica=2)
     assert_equal_to_one_device("gpt", mesh, stage=3, remat="block@partitioned", offload=PIECES)

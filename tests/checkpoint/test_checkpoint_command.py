@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpoints import files_of, zero_on
+from test_checkpoint_faults import files_of
+from test_checkpoints import zero_on
 
 from zero_jax.checkpoint import arrays, inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints

@@ -124,7 +124,7 @@ def test_bits_are_the_same_on_any_mesh_and_stage_and_back(
 @pytest.mark.parametrize(
     ("n", "stage", "offload"), [(4, 3, None), (1, 0, None), (3, 2, "optimizer"), (8, 1, None)]
 )
-@pytest.mark.parametrize("name", ["gpt", "zoo"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("zoo", marks=pytest.mark.heavy)])
 def test_the_next_step_is_that_of_the_run_that_never_stopped(saved, name, n, stage, offload):
     folder, _, (params, state, metrics) = saved[name]
     zero = zero_on(n, stage, offload=offload)
@@ -163,7 +163,17 @@ def test_a_state_in_files_is_saved_and_restored_like_any_other(saved, tmp_path, 
     tx.resume(there[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# States of other shapes than the parameters, or of several transformations.
+TELLING = ("adamw", "adafactor", "muon", "MultiSteps", "mask on ndim")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        name if name in TELLING else pytest.param(name, marks=pytest.mark.heavy)
+        for name in OPTIMIZERS
+    ],
+)
 def test_the_state_of_every_optimizer_comes_back(tmp_path, optimizer):
     tx = OPTIMIZERS[optimizer]()
     made = zoo_without_empty() if optimizer == "muon" else problem("zoo")

@@ -93,6 +93,7 @@ def test_states_take_the_bytes_of_all_devices():
     assert compiled(mesh_of(2, 4)).argument_bytes - batch > 1.8 * (ours.argument_bytes - batch)
 
 
+@pytest.mark.heavy
 def test_layers_are_gathered_inside_a_replica_and_shards_joined_once_a_step():
     ours = compiled(mesh_of(2, 3), hierarchical=True, micro_batches=2, remat="block")
     once, held = (compiled(mesh_of(2, 3), hierarchical=h, remat="block") for h in (True, False))

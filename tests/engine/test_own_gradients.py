@@ -115,7 +115,9 @@ def alone(layer):
     ids=["block", "none", "policy"],
 )
 @pytest.mark.parametrize("form", [unrolled, alone])
-@pytest.mark.parametrize("name", LAYER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.heavy) if n == "ode" else n for n in LAYER]
+)
 def test_gradients_are_those_of_jax(name, form, remat):
     gradients = check(form(LAYER[name]), 3, remat)
     assert any(np.abs(g).max() > 1e-4 for g in jax.tree.leaves(gradients))

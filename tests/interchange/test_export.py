@@ -13,7 +13,8 @@ import safetensors.numpy
 import torch
 from flax import nnx
 from gpt2_models import ATOL, CONFIGS, loaded, make, our_logits, run, their_logits, their_model
-from test_checkpoints import assert_bitwise, files_of, zero_on
+from test_checkpoint_faults import files_of
+from test_checkpoints import assert_bitwise, zero_on
 
 from zero_jax.checkpoint import arrays
 from zero_jax.checkpoint.arrays import Damaged

@@ -61,7 +61,10 @@ def start(*args, cwd=None, script=(str(SCRIPT),)):
         (["--reduce", "fp16"], ["'fp16'", "bf16"]),
         (["--stage", "4"], ["stage=4", "0 (nothing partitioned)"]),
         (["--stage", "auto"], ["does not say how much memory", "memory_limit="]),
-        (["--stage", "auto", "--memory-limit", "1e-6"], ["nothing fits in", "smallest is"]),
+        pytest.param(
+            *(["--stage", "auto", "--memory-limit", "1e-6"], ["nothing fits in", "smallest is"]),
+            marks=pytest.mark.heavy,
+        ),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
         (["--lr", "nan"], ["--lr nan", "at least 0"]),
         (["--warmup", "4"], ["--warmup 4", "--steps 4"]),
