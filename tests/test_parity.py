@@ -7,8 +7,8 @@ see the guards at the end.
 """
 
 import functools
-import itertools
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
