@@ -1,9 +1,8 @@
-"""Checkpoints: equal on any mesh and stage, whole or refused."""
+"""Checkpoints: equal on any mesh and stage, of any optimizer."""
 
 import dataclasses
 import functools
 import itertools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from zero_jax.checkpoint.writer import Handler
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Sums over other devices come in another order: as in test_parity.
 ULPS = 256
-ROOT = pathlib.Path(__file__).parents[2]
 EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
 
 

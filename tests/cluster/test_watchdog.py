@@ -94,7 +94,7 @@ def test_numbers_are_checked(tmp_path, given):
 def holding(watchdog, count):
     """Has the first of so many processes meet an error; what it tells, when it is through."""
     told = []
-    watchdog.count, watchdog.tell = count, told.append
+    watchdog.count, watchdog.end_run = count, told.append
     held = threading.Thread(target=watchdog.hold, args=(OSError("gone"),))
     held.start()
     return told, held

@@ -12,7 +12,7 @@ from zero_jax.engine import repeats, weights
 from zero_jax.jaxpr import equations
 from zero_jax.plan import flat_trace
 
-WIDTH, ROWS, DEPTH = 16, 24, 5
+WIDTH, ROWS = 16, 24
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 

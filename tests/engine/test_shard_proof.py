@@ -14,7 +14,6 @@ from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.sharding.cuts import Splitter
 
 P = PartitionSpec
-EVERY = [1, 2, 3, 8]
 
 
 def mesh_of(n):

@@ -219,7 +219,11 @@ def test_a_second_step_does_not_recompile_and_leaks_nothing():
     state = zero.optimizer(optax.adam(1e-2)).init(params)
     params, state, _ = step(params, state, X)
     events = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+
+    def heard(name, *_, **__):
+        events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
     jax.jit(lambda: 0)()
     compiled = [name for name in events if "compile" in name]
     assert compiled, "compilations are heard of"
@@ -231,6 +235,7 @@ def test_a_second_step_does_not_recompile_and_leaks_nothing():
         now = sum(x.nbytes for x in jax.live_arrays())
         assert live is None or now <= live + 64
         live = now if live is None else live
+    jax.monitoring.unregister_event_duration_listener(heard)
     assert [name for name in events if "compile" in name] == compiled
 
 

@@ -336,9 +336,9 @@ def test_devices_without_host_memory_raise_or_with_auto_say_so():
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "cache"))
-    offload_check.found_on.cache_clear()
+    offload_check.fault_on.cache_clear()
     yield offload_check.marker_of(jax.local_devices()[0])
-    offload_check.found_on.cache_clear()
+    offload_check.fault_on.cache_clear()
 
 
 def test_the_check_passes_here_and_is_remembered(fresh, capsys):

@@ -11,6 +11,7 @@ from problems import gpt_problem, resnet_problem
 
 import zero_jax
 from training.config import Config
+from zero_jax.engine import grads
 from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
 from zero_jax.plan import command, paper, planning, scaling
@@ -194,11 +195,28 @@ def test_input_of_no_use_is_refused_with_a_way_out(args, words, capsys, monkeypa
     assert all(word in error for word in words), error
 
 
-def test_a_missing_plugin_gets_the_install_line(monkeypatch, capsys):
+def traced(*_, **__):
+    pytest.fail("nothing is traced before it is known that it can be compiled")
+
+
+@pytest.mark.parametrize("what", ["--compile", "--auto"])
+def test_a_missing_plugin_gets_the_install_line_at_once(what, monkeypatch, capsys):
     monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: None)
-    assert command.main(["--model", "nano", "--compile"]) == 2
+    monkeypatch.setattr(grads.GlobalLoss, "read", traced)
+    assert command.main(["--model", "nano", what]) == 2
     error = capsys.readouterr().err
     assert "jax_cuda12_plugin" in error and "pip install flatbuffers jax-cuda12-plugin==" in error
+
+
+def test_a_target_is_checked_before_a_step_is_traced(monkeypatch):
+    monkeypatch.setattr(grads.GlobalLoss, "read", traced)
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage=3)
+    params = zero.abstract(lambda: {"w": jnp.zeros((8, 8))})
+    batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    with pytest.raises(ValueError, match="8-1"):
+        zero.plan(
+            lambda p, x: jnp.mean(x @ p["w"]), TX, params, batch, target="h100", topology="8-1"
+        )
 
 
 def test_zero_plan_reads_what_the_mesh_would_run():

@@ -1,4 +1,4 @@
-"""`train.py` from the outside: what it writes, what it refuses, and that processes agree."""
+"""`train.py` from the outside: what it writes, and that processes agree."""
 
 import gzip
 import json

@@ -1,46 +1,19 @@
 """What train.py refuses, and how it ends."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from test_train import HERE, TINY, folder
 
 import train
 import zero_jax
 from training.config import Config
 from training.plan import check_batch
 
-SCRIPT = Path(train.__file__).resolve()
-TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes
-TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
-HERE = ["--devices", "8"]  # what conftest.py made of this process
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder to run in, with a text."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def start(*args, cwd=None, script=(str(SCRIPT),)):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, *script, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=cwd,
-    )
-
-
-# What is refused.
+__all__ = ["folder"]  # a fixture
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class Watchdog:
                 time.sleep((4 if self._rank == 0 else 2) * self._interval)
                 return
         said = str(error).partition("\n")[0]
-        self.tell(
+        self.end_run(
             f"{_name(self._rank)} has an error that the others do not have: "
             f"{type(error).__name__}: {said}"
         )
@@ -199,11 +199,11 @@ class Watchdog:
             both_failed = other.failed and self._error is not None
             gone = other.counter != _LEFT and now - other.since > self._dead_after
             if gone and not both_failed:
-                self.tell(self._silent(rank, other, now - other.since))
+                self.end_run(self._silent(rank, other, now - other.since))
         limit, last = self.limit, self._last
         if limit is not None and last is not None and now - last > limit:
             median = statistics.median(self._durations)
-            self.tell(
+            self.end_run(
                 f"{_name(self._rank)} has been in one step for {now - last:.0f} s, after step "
                 f"{self._number}; the median is {median:.2g} s"
             )
@@ -219,9 +219,11 @@ class Watchdog:
         return f"{other.name} {silent}: it is dead or stopped"
 
     def path_of(self, rank: int) -> pathlib.Path:
+        """Where a process tells how it is."""
         return self._folder / f"{rank:05d}.json"
 
-    def tell(self, why: str) -> None:
+    def end_run(self, why: str) -> None:
+        """Tells all processes why the run ends, and ends this one."""
         with contextlib.suppress(OSError):
             beside = self._folder / f"{self._rank:05d}.{_VERDICT}"
             beside.write_text(json.dumps({"why": why}))

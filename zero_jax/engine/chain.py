@@ -179,7 +179,8 @@ class _WayBack:
         return opened, enters
 
     def settle(self, leaving: Any) -> Any:
-        """What leaves a layer, once the sums of the layer after it are there."""
+        """Puts the gradients of the layer after into `grads`; what leaves this layer, None after
+        the last one, waits for them."""
         if self.later is None:
             return leaving
         at, sums = self.later

@@ -80,7 +80,7 @@ def ensure(settings: Settings) -> None:
         return
     if os.environ.get("ZERO_JAX_OFFLOAD_CHECK") == "off":
         return
-    failed = found_on(mesh.local_devices[0])
+    failed = fault_on(mesh.local_devices[0])
     if failed:
         raise WrongHere(
             f"offload gives wrong results with {versions(mesh.local_devices[0])}: {failed}. Known "
@@ -91,7 +91,7 @@ def ensure(settings: Settings) -> None:
 
 
 @functools.cache
-def found_on(device: jax.Device) -> str:
+def fault_on(device: jax.Device) -> str:
     """What failed, "" if nothing; remembered here, and in a file if it passed."""
     marker = marker_of(device)
     if marker.exists():

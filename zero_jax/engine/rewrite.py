@@ -151,7 +151,7 @@ class _Running:
         self._flush()
         Unrolled(self._env, self._stretch, self._fixed, self._how).run(layers)
 
-    def told(self, at: int, place: Any, tap: Tap) -> None:
+    def told(self, at: int, place: Place, tap: Tap) -> None:
         """Puts in place of an equation's results what `tap` makes of them."""
         self._flush()
         for var in self._jaxpr.eqns[at].outvars:

@@ -61,11 +61,12 @@ class Settings:
         self._settle("offload", tiers.settle(tiers.parse(self.offload), self.mesh))
         if self.offload.activations:
             self._move_activations()
+        policy = policies.check(self.remat, self.mesh)
         if self.model_specs is not None:
             self._settle("model_specs", check_specs(self.model_specs))
         rules = spmd.get_logical_axis_rules() if self.axis_rules is None else self.axis_rules
         self._settle("axis_rules", check_rules(rules))
-        self._check_sequences(policies.check(self.remat, self.mesh))
+        self._check_sequences(policy)
         if not isinstance(self.precision, Precision):
             self._settle("precision", Precision(self.precision))
         self._check_precision()

@@ -90,9 +90,9 @@ class Unrolled:
         places = self._places(reads, layer)
         return chain.Link(run, apart.sources, reads, body.jaxpr.outvars, places), apart.arrays
 
-    def _taken(self, layer: Sequence[int]) -> tuple[jex.ClosedJaxpr, Apart]:
+    def _taken(self, part: Sequence[int]) -> tuple[jex.ClosedJaxpr, Apart]:
         """Equations as a jaxpr, and its inputs."""
-        body = self.stretch(layer)
+        body = self.stretch(part)
         return body, Apart([self.env[v] for v in body.jaxpr.invars])
 
     def _made(self, results: Sequence[jex.Var], values: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 Atom = jex.Var | jex.Literal
-Program = jex.Jaxpr | jex.ClosedJaxpr
+AnyJaxpr = jex.Jaxpr | jex.ClosedJaxpr
 # Operations that only re-arrange a leaf: they wait until it is gathered for one that computes.
 LAYOUT = frozenset(
     (
@@ -75,7 +75,7 @@ def bytes_of(atom: Atom) -> int:
 # What calls, loops and branches run.
 
 
-def as_closed(jaxpr: Program) -> jex.ClosedJaxpr:
+def as_closed(jaxpr: AnyJaxpr) -> jex.ClosedJaxpr:
     """A jaxpr without constants of its own as a closed one; a closed one as it is."""
     return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, ())
 

@@ -53,7 +53,7 @@ def _plan(args: Sequence[str]) -> int:
     if not memory_bytes and target.memory_bytes:
         memory_bytes = candidates.usable(target)
     options = {"target": parsed.target, "topology": parsed.topology}
-    if parsed.compile:
+    if parsed.compile or parsed.auto:
         prove.check(target, case.zero.mesh.size, parsed.topology)
     if parsed.auto:
         case = case.choose(**options)

@@ -11,12 +11,12 @@ from typing import Any
 import jax.extend.core as jex
 
 from zero_jax.jaxpr import equations
-from zero_jax.jaxpr.equations import CALLS, Program, as_closed, is_var, shape_of, written_out
+from zero_jax.jaxpr.equations import CALLS, AnyJaxpr, as_closed, is_var, shape_of, written_out
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value, present, value_of
 from zero_jax.plan.model_spread import Dim, dim_of, spread
 
 
-def flatten(jaxpr: Program, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
+def flatten(jaxpr: AnyJaxpr, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
     """Writes a jaxpr out flat.
 
     Args:
@@ -38,7 +38,7 @@ def flatten(jaxpr: Program, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
     return Flat(inputs, results, _used(trace.operations, present(results)))
 
 
-def device_part(jaxpr: Program) -> Any:
+def device_part(jaxpr: AnyJaxpr) -> Any:
     """The jaxpr that one device runs: the body of the first `shard_map`.
 
     Raises:

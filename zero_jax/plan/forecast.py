@@ -29,8 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import jax.extend.core as jex
-
+from zero_jax.jaxpr.equations import AnyJaxpr
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
 from zero_jax.plan.flat_trace import device_part, flatten
 from zero_jax.plan.lifespans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
@@ -79,7 +78,7 @@ class Forecast:
 
 
 def forecast(
-    jaxpr: jex.Jaxpr,
+    jaxpr: AnyJaxpr,
     params: int,
     given: int | None = None,
     *,
