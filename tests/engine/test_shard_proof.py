@@ -2,33 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 from optax import contrib
+from test_partitioned import P, mesh_of, odd_params
 
 from zero_jax.collectives.by_hand import shard
 from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.sharding.cuts import Splitter
-
-P = PartitionSpec
-
-
-def mesh_of(n):
-    return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
-
-
-def odd_params(dtype=jnp.float32):
-    shapes = {"scalar": (), "three": (3,), "w": (10, 7), "v": (17, 5), "none": (0,)}
-    waves = {
-        name: np.cos(np.arange(np.prod(s, dtype=int)).reshape(s)) for name, s in shapes.items()
-    }
-    return {name: jnp.asarray(wave, dtype) for name, wave in waves.items()}
-
-
-# What is elementwise and what is not.
 
 
 def normalised():
