@@ -24,6 +24,8 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
+NEED_TORCH = ("test_export", "test_import", "test_import_refused", "test_peers")
+
 
 def pytest_configure(config):
     """Fixtures that need PyTorch, which is an extra, if -m asks for it."""
@@ -33,7 +35,7 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Leaves out what needs PyTorch, unless -m asks for it."""
-    torch = collection_path.name in ("test_export.py", "test_import.py", "test_peers.py")
+    torch = collection_path.stem in NEED_TORCH
     return True if torch and "interchange" not in config.option.markexpr else None
 
 

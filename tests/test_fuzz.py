@@ -3,6 +3,7 @@
 import dataclasses
 
 import fuzz
+import fuzz_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_planted_fault_is_found(kind, monkeypatch):
     plant, ops, dtype = PLANTED[kind]
     leaf = np.asarray(np.random.default_rng(0).integers(0, 3, (8, 4)), dtype)
     float_leaf = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32)
-    case = fuzz.case_of_ops([leaf, float_leaf], [ops, ["number left"]])
+    case = fuzz_cases.case_of_ops([leaf, float_leaf], [ops, ["number left"]])
     settings = {
         "mesh": (4, 1, 1),
         "stage": 3,

@@ -6,23 +6,17 @@ XLA may contract a product and a sum in one of two programs; most runs agree to 
 """
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import multihost_utils
 from problems import PROBLEMS, train_zero, ulps, zoo_without_empty
 
 import zero_jax
-from zero_jax.engine import offload_check
 from zero_jax.offload import piece_stream, streamable, tiers
-from zero_jax.offload.__main__ import main
-from zero_jax.offload.tiers import Offload, parse
+from zero_jax.offload.tiers import Offload
 from zero_jax.sharding.cuts import Splitter, state_splits
 
 STEPS, ULPS = 4, 4
@@ -277,111 +271,3 @@ def test_what_streams_are_the_leaves_that_mirror_a_parameter():
     whole = sum(x.size for x in jax.tree.leaves(params))
     scalars = sum(x.ndim == 0 for x in jax.tree.leaves(params))
     assert moved == 2 * (whole - scalars)
-
-
-# The setting.
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("optimiser", "'optimiser' is none of.*nearest: 'optimizer'"),
-        ("optimizer,param", "nearest: 'params'"),
-        ("optimizer:hots", "nearest: 'host'"),
-        ("optimizer:nvme", "needs one: optimizer:nvme=/path"),
-        ("optimizer:host=/x", "only the nvme tier has a directory"),
-        ("params", "offload the optimizer state first"),
-        (3, "offload=3: write optimizer,params"),
-    ],
-)
-def test_settings_that_can_not_be_read_name_the_nearest(given, message):
-    with pytest.raises(ValueError, match=message):
-        zero_on(2, offload=given)
-
-
-def test_a_piece_has_at_least_a_page():
-    with pytest.raises(ValueError, match="at least 4096 bytes"):
-        Offload(optimizer=True, piece_bytes=100)
-
-
-def test_the_grammar_of_the_command_line():
-    assert parse("optimizer,params,activations:host") == Offload(True, True, True)
-    assert parse("optimizer:auto").auto and str(parse("optimizer,params")) == "optimizer,params"
-    assert parse(None) == parse("none") and not parse("activations").states
-
-
-class _Bare:
-    """A mesh of devices that have their own memory only."""
-
-    device_kind = "Bare 1"
-
-    def addressable_memories(self):
-        return [type("Memory", (), {"kind": "device"})]
-
-    @property
-    def devices(self):
-        return np.array([self])
-
-
-def test_devices_without_host_memory_raise_or_with_auto_say_so():
-    with pytest.raises(ValueError, match="Bare 1 has no pinned_host memory.*optimizer:auto"):
-        tiers.settle(parse("optimizer"), _Bare())
-    with pytest.warns(UserWarning, match="so states stay on the device"):
-        assert not tiers.settle(parse("optimizer:auto"), _Bare()).states
-
-
-# The self-check.
-
-
-@pytest.fixture
-def fresh(tmp_path, monkeypatch):
-    monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "cache"))
-    offload_check.fault_on.cache_clear()
-    yield offload_check.marker_of(jax.local_devices()[0])
-    offload_check.fault_on.cache_clear()
-
-
-def test_the_check_passes_here_and_is_remembered(fresh, capsys):
-    assert main(["--check"]) == 0
-    assert capsys.readouterr().out.count("passed: ") == 2
-    assert fresh.exists() and jax.__version__ in fresh.name
-
-
-@pytest.mark.parametrize("what", ["_states", "_residuals"])
-def test_a_difference_refuses_offload_with_the_versions(fresh, what, monkeypatch, capsys):
-    run = getattr(offload_check, what)
-    wrong = lambda device, on: jax.tree.map(lambda x: x + on, run(device, on))  # noqa: E731
-    monkeypatch.setattr(offload_check, what, wrong)
-    with pytest.raises(ValueError, match=f"wrong results with jax {jax.__version__}.*FAILED"):
-        zero_on(2, offload="optimizer").optimizer(ADAMW)
-    assert not fresh.exists()
-    assert main(["--check"]) == 1 and "FAILED: " in capsys.readouterr().out
-
-
-def test_a_cache_that_can_not_be_written_is_left_alone(fresh, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(offload_check, "check", lambda device: [offload_check.Outcome("it", 0.0)])
-    zero_on(2, offload="optimizer").optimizer(ADAMW)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_what_was_remembered_is_not_run_again(fresh, monkeypatch):
-    offload_check.remember(fresh)
-    monkeypatch.setattr(offload_check, "check", lambda device: pytest.fail("ran again"))
-    zero_on(2, offload="optimizer").optimizer(ADAMW)
-
-
-def test_the_check_asks_no_other_process(fresh, monkeypatch):
-    """Others may have passed it before, and do not come."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    gather = lambda x, **_: pytest.fail("a collective of all processes")  # noqa: E731
-    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    assert [str(o) for o in offload_check.check(jax.local_devices()[0]) if not o.passed] == []
-
-
-def test_the_command_line_says_what_it_did(tmp_path):
-    env = {**os.environ, "ZERO_JAX_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "zero_jax.offload", "--help"]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert "--check" in out.stdout and not out.stderr

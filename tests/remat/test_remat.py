@@ -15,11 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import Problem, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
-from zero_jax.engine import rewrite, weights
-from zero_jax.hlo import auditor
-from zero_jax.jaxpr import equations
 from zero_jax.plan import flat_trace
-from zero_jax.remat import activations, policies
 
 TX = optax.sgd(1e-1)
 ULPS = 64
@@ -140,72 +136,6 @@ def test_no_policy_changes_a_gpt(stage, remat):
     assert_same("gpt", stage, remat)
 
 
-def over_model(name, policy, manual):
-    """Gradients on a mesh of 2 x 4, of a loss whose values are whole on the `model` axis."""
-    p, auto = problem(name), jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
-
-    def loss(params, batch):
-        closed = equations.written_out(jax.make_jaxpr(p.loss)(params, batch))
-        held = [
-            weights.Weight(weights.whole(x), weights.Form(at, x.ndim, None))
-            for at, x in enumerate(jax.tree.leaves(params))
-        ]
-        return rewrite.run(closed, [*held, batch], policies.parse(policy), 2.0**30)[0]
-
-    def step(params, batch):
-        return jax.tree.map(lambda g: jax.lax.psum(g, "data"), jax.grad(loss)(params, batch))
-
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(jax.P(), jax.P("data")),
-        out_specs=jax.P(),
-        axis_names=manual,
-        check_vma=False,
-    )
-    compiled = jax.jit(mapped).lower(p.start, p.batch).compile()
-    gathers = [
-        c for c in auditor.audit(compiled, dict(mesh.shape)).collectives if "gather" in c.kind
-    ]
-    return compiled(p.start, p.batch), sum(c.elements * c.runs for c in gathers)
-
-
-@pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=["automatic", "manual"])
-@pytest.mark.parametrize(
-    ("name", "policy", "gathered"),
-    [
-        ("scanned", "block@partitioned", 6),
-        ("scanned", "block_sqrt@partitioned+host", 3),
-        ("scanned", "names:h@partitioned", 6),
-        ("plain", "block@partitioned", DEPTH - 1),
-    ],
-)
-def test_partitioned_values_are_gathered_once_and_change_nothing(name, policy, gathered, manual):
-    """And only in the backward pass. An unrolled first layer's input is the batch, which stays."""
-    want, none = over_model(name, "block", manual)
-    got, words = over_model(name, policy, manual)
-    assert none == 0
-    assert words == gathered * (ROWS // 2) * WIDTH
-    assert ulps(got, want) < ULPS
-
-
-def test_a_value_that_mp_does_not_divide_is_padded_and_comes_back():
-    x = jnp.arange(15.0).reshape(5, 3)
-    place = policies.parse("block@partitioned").inputs
-
-    def there_and_back(x):
-        kept = activations.put(x, place)
-        assert kept.shape == (4,)
-        return activations.fetch(kept, place, x)
-
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    mapped = jax.shard_map(
-        there_and_back, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
-    )
-    assert (mapped(x) == x).all()
-
-
 # What is kept.
 
 
@@ -298,98 +228,6 @@ def test_layers_run_forward_as_often_as_the_policy_says(remat, forwards, stage):
     one = 6 * 2 * (ROWS // 4) * WIDTH * WIDTH
     assert flops("none", stage) == 3 * one
     assert flops(remat, stage) - flops("none", stage) == forwards * one
-
-
-# Errors.
-
-
-@pytest.mark.parametrize(
-    ("remat", "said"),
-    [
-        ("blok", "nearest: 'block'"),
-        ("block@hosst", "no place is called 'hosst'.*nearest: 'host'"),
-        ("dots@host", "dots keeps its values on the device"),
-        ("names", "followed by a colon"),
-        ("block:h", "followed by a colon"),
-        ("names:", "write each name once"),
-        ("names:a,a@host", "write each name once"),
-        ("block@partitioned", r"only data.*make_mesh\(model=2\)"),
-        ("names:a@partitioned+host", r"only data.*make_mesh\(model=2\)"),
-    ],
-)
-def test_policies_that_cannot_be_are_refused(remat, said):
-    with pytest.raises(ValueError, match=said):
-        zero_jax.Zero(zero_jax.make_mesh(), remat=remat)
-
-
-def test_host_needs_pinned_host_memory():
-    class Kind:
-        kind = "device"
-
-    class Device:
-        def addressable_memories(self):
-            return [Kind()]
-
-    class Mesh:
-        axis_names = ("data",)
-        local_devices = [Device()]
-
-    with pytest.raises(ValueError, match="has only device: leave out host"):
-        policies.check("block@host", Mesh())
-    policies.check("block", Mesh())
-
-
-@pytest.mark.parametrize("name", ["linen", "scanned"])
-def test_a_name_that_marks_nothing_is_refused_with_those_that_do(name):
-    with pytest.raises(ValueError, match="no value of the loss is marked 'g'; names that are: h"):
-        step_of(name, "names:h,g")
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("mark", ["gathered", "transposed", "computed"])
-def test_a_marked_weight_is_refused(mark, scanned):
-    def layer(x, w):
-        w = {"gathered": w, "transposed": w.T, "computed": w @ w.T}[mark]
-        return jnp.tanh(x @ checkpoint_name(w, "weight")), None
-
-    def loss(params, x):
-        if scanned:
-            return jnp.mean(jax.lax.scan(layer, x, params)[0])
-        for w in params:
-            x = layer(x, w)[0]
-        return jnp.mean(x)
-
-    def make():
-        stack = jnp.zeros((4, WIDTH, WIDTH))
-        return stack if scanned else list(stack)
-
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="names:weight")
-    with pytest.raises(ValueError, match="would keep a weight.*'weight'.*parameters alone"):
-        zero.plan(loss, TX, zero.abstract(make), X)
-
-
-def prime_problem():
-    def loss(params, x):
-        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
-        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
-
-    return (lambda: jnp.zeros((7, WIDTH, WIDTH))), loss
-
-
-def test_a_prime_number_of_scanned_layers_cannot_be_grouped():
-    make, loss = prime_problem()
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat="block_sqrt")
-    with pytest.raises(ValueError, match='scan over 7 layers.*use "block"'):
-        zero.plan(loss, TX, zero.abstract(make), X)
-
-
-def test_auto_leaves_out_what_cannot_be_grouped_and_says_so():
-    make, loss = prime_problem()
-    zero = zero_jax.Zero(zero_jax.make_mesh(), "auto", remat="block_sqrt", memory_limit=1e9)
-    said = []
-    with pytest.raises(ValueError, match="no candidate"):
-        zero.choice(loss, TX, zero.abstract(make), X, report=said.append)
-    assert any("left out" in line and "7 layers" in line for line in said)
 
 
 def test_no_policy_gathers_a_third_time_or_keeps_a_gathered_weight():

@@ -1,0 +1,90 @@
+"""Plans whose programs are compiled for GPUs that are not there."""
+
+import json
+
+import jax
+import pytest
+from problems import resnet_problem
+from test_plan import SCRIPT, TX
+
+import zero_jax
+from zero_jax.models import gpt
+from zero_jax.plan import command
+
+
+def compiled_for_h100(tmp_path, *args):
+    path = tmp_path / "plan.json"
+    assert command.main([*args, "--target", "h100", "--compile", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", [2, 3])
+def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(stage, tmp_path):
+    known = compiled_for_h100(tmp_path, *SCRIPT, "--stage", str(stage))
+    compiled, predicted = known["compiled"], known["predicted"]
+    assert compiled["argument_bytes"] == predicted["argument_bytes"]
+    assert compiled["alias_bytes"] == predicted["alias_bytes"]
+    assert compiled["total_bytes"] == (
+        compiled["argument_bytes"]
+        + compiled["temp_bytes"]
+        + compiled["output_bytes"]
+        - compiled["alias_bytes"]
+    )
+    assert predicted["total_bytes"] == pytest.approx(compiled["total_bytes"], rel=0.1)
+    assert known["words_per_param"] == pytest.approx({2: 2, 3: 3}[stage], rel=0.01)
+    assert 0.5 < known["hidden_fraction"]["layer_loop"] <= 1
+    # XLA shares a few buffers in ways that the text does not tell: the live set reads up to 2.4 %
+    # above the arena at stage 2 with jax 0.12.
+    assert 0.97 < compiled["fragmentation"] < 1.2
+    layers = {c["axis"] for c in known["collectives"]}
+    assert layers == {"data"} and any(c["hidden"] for c in known["collectives"])
+    flops = gpt.flops_per_token(gpt.preset("7.5b")) * 4 * 1024
+    assert 1.1 * flops < known["flops"] < 4 / 3 * flops  # one forward more, less what it needn't
+    sources = [t["source"] for t in known["compiled"]["largest_temporaries"]]
+    assert any(source.startswith("models/gpt.py:") for source in sources)
+
+
+@pytest.mark.prove
+def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_path, capsys):
+    args = ["--model", "1t", "--devices", "1024", "--batch-per-device", "1", "--reduce", "bf16"]
+    known = compiled_for_h100(tmp_path, *args)
+    assert known["compiled"]["total_bytes"] < 80e9
+    assert known["words_per_param"] == pytest.approx(3, rel=0.01)
+    # Leaves of 5 GB travel in pieces of 1 GiB.
+    assert abs(known["error"]) < 0.1
+    whole = compiled_for_h100(tmp_path, *args, "--bucket-bytes", str(2**34))
+    assert abs(whole["error"]) < 0.1
+    printed = capsys.readouterr().out
+    assert "fits in 78.15 GB" in printed and "Largest temporaries" in printed
+
+
+@pytest.mark.prove
+def test_auto_on_h100_proves_its_choice_and_says_what_it_dropped(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    args = ["--model", "1.5b", "--devices", "8", "--memory-limit", "10", "--auto"]
+    assert command.main([*args, "--json", str(path)]) == 0
+    known, printed = json.loads(path.read_text()), capsys.readouterr().out
+    assert known["compiled"]["total_bytes"] <= 10e9
+    assert "too much" in printed and "fits, taken" in printed
+    assert (known["stage"], known["remat"]) == (2, "dots")
+
+
+@pytest.mark.prove
+def test_keys_and_statistics_travel_to_the_target():
+    """A typed dropout key and batch statistics, besides the batch."""
+    problem = resnet_problem()
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), stage=3)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def loss(params, batch, stats, key):
+        noise = jax.random.normal(key, ())
+        (total, weight), stats = problem.loss_on_mesh(params, batch, stats)
+        return zero_jax.Weighted(total + noise, weight), stats
+
+    found = zero.plan(
+        *(loss, TX, zero.abstract(problem.make), problem.batch, *problem.extras, key),
+        has_aux=True,
+        target="h100",
+    )
+    assert found.compiled.argument_bytes == found.predicted.argument_bytes
