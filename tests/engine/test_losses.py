@@ -39,6 +39,19 @@ def test_rows_come_back_in_order_means_are_means_and_counters_stay(k, replica):
     np.testing.assert_allclose(evaluated[1]["logits"], want["logits"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_typed_key_that_is_the_same_everywhere_comes_back(k):
+    def loss(params, x):
+        return jnp.mean(x @ params["w"]), {"key": jax.random.key(5), "old": jax.random.PRNGKey(6)}
+
+    zero = zero_on(micro_batches=k)
+    (_, aux), _ = zero.value_and_grad(loss, has_aux=True)(zero.shard(W), X)
+    np.testing.assert_array_equal(
+        jax.random.key_data(aux["key"]), jax.random.key_data(jax.random.key(5))
+    )
+    np.testing.assert_array_equal(aux["old"], jax.random.PRNGKey(6))
+
+
 def test_a_vector_as_long_as_the_rows_of_a_device_is_no_rows():
     """Four rows a device, four channels: statistics, not rows. Only rows grow with the batch."""
 

@@ -45,6 +45,8 @@ def test_meshes_without_data_or_with_other_axes_are_refused():
         zero_jax.Zero(jax.make_mesh((8,), ("data",)))
     with pytest.raises(ValueError, match="replica=3 x data=2 x model=1 = 6, but there are 8"):
         zero_jax.make_mesh(replica=3)
+    with pytest.raises(ValueError, match="replica=0, data=8, model=1: each must be at least 1"):
+        zero_jax.abstract_mesh(8, replica=0)
 
 
 def test_parameters_that_are_not_arrays_are_refused():

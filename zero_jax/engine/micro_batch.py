@@ -45,20 +45,12 @@ def accumulate(one: Callable[..., Any], batch: PyTree, k: int, kinds: Sequence[s
     (total, weight, _, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
     wide = jax.eval_shape(lambda g: jax.tree.map(lambda x: up(x, jnp.float32(1)), g), grads)
     start = ((total, weight, parted(aux, False)), wide)
-    zeros = jax.tree.map(_zeros, start)
+    # Not `jnp.zeros`: an aux may be a typed key.
+    zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), start)
     ((total, weight, means), grads), rows = jax.lax.scan(body, zeros, (micros, jnp.arange(k)))
     means, whole = iter(means), iter(x.reshape(-1, *x.shape[2:]) for x in rows)
     aux = [next(whole) if kind == losses.ROWS else next(means) for kind in kinds]
     return (total, weight, jnp.float32(1), aux), grads
-
-
-def _zeros(like: Any) -> Any:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        words = jax.eval_shape(jax.random.key_data, like)
-        return jax.random.wrap_key_data(
-            jnp.zeros(words.shape, words.dtype), impl=jax.random.key_impl(like)
-        )
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def split(batch: PyTree, k: int) -> PyTree:

@@ -1,0 +1,31 @@
+"""What equations say of themselves: the products that they take."""
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.jaxpr import equations
+
+
+def test_products_of_a_convolution_in_a_loop_are_counted_each_turn():
+    """Of each output a product with every element of its kernel: k x k x channels in."""
+    images, side, c, k, turns = 2, 8, 3, 3, 4
+
+    def layer(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, numbers), None
+
+    def f(x, kernels):
+        return jax.lax.scan(layer, x, kernels)[0] + 1
+
+    shapes = ((images, side, side, c), (turns, k, k, c, c))
+    jaxpr = jax.make_jaxpr(f)(*map(jnp.zeros, shapes)).jaxpr
+    outputs = images * side * side * c
+    assert equations.products(jaxpr) == [turns * outputs * k * k * c, 0]
+
+
+def test_products_of_a_branch_are_those_of_the_longest():
+    def f(x, which):
+        return jax.lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    jaxpr = jax.make_jaxpr(f)(jnp.zeros((4, 4)), True).jaxpr
+    assert max(equations.products(jaxpr)) == 2 * 4**3
