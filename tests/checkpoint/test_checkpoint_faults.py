@@ -74,6 +74,13 @@ def test_what_may_differ_keeps_its_value_and_is_told(one):
     ]
 
 
+def test_two_leaves_of_one_name_are_refused_before_anything_is_written(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="two leaves are called 'a/b'"):
+            checkpoints.save(1, {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
+        assert checkpoints.latest is None
+
+
 def test_a_folder_without_checkpoints_says_what_there_is(tmp_path, one):
     with Checkpoints(tmp_path / "none", read_only=True) as checkpoints:
         assert checkpoints.steps == [] and checkpoints.latest is None

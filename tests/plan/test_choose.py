@@ -140,9 +140,12 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
 
     plain = zero_jax.Zero(zero_jax.make_mesh(), 2)
     params = plain.init(problem.make)
-    want = plain.train_step(problem.loss, TX)(
-        params, plain.optimizer(TX).init(params), problem.batch
-    )
+    args = (params, plain.optimizer(TX).init(params), problem.batch)
+    plain_step = plain.train_step(problem.loss, TX)
+    assert str(step.trace(*args).jaxpr) == str(plain_step.trace(*args).jaxpr)
+    assert step.lower(*args).as_text() == plain_step.lower(*args).as_text()
+    assert step.first_bad_leaf(*args) is None
+    want = plain_step(*args)
     for mine, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True):
         assert jnp.array_equal(mine, theirs)
 
