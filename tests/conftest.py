@@ -48,6 +48,6 @@ def pytest_collection_modifyitems(config, items):
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = chosen
-    # The files that take longest come first, or the last of them runs alone.
-    if "prove" in asked:
-        items.sort(key=lambda item: item.path.parent.name != "plan")
+    # What takes longest comes first, or the last of it runs alone.
+    first = {"test_chaos", "test_fuzz", "cluster", "training", "plan"}
+    items.sort(key=lambda item: first.isdisjoint({item.path.stem, item.path.parent.name}))

@@ -80,20 +80,6 @@ def test_zero_sends_its_words_along_data_for_its_part_of_the_model(stage, factor
     assert planned(stage=stage).words_per_param == pytest.approx(factor, rel=0.007)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_largest_buffer_is_the_same_whatever_the_models_size(stage):
-    bucket = 2**27
-
-    def largest(model):
-        found = planned("--bucket-bytes", bucket, model=model, mp=1, stage=stage)
-        assert abs(found.error) < 0.1
-        return max(c.bytes for c in found.compiled.collectives)
-
-    sizes = [largest(model) for model in ("1.5b", "7.5b", "128b")]
-    # A piece ends where a whole number of every device's elements does.
-    assert all(bucket - 64 * 4 < size <= bucket for size in sizes), sizes
-
-
 @pytest.mark.parametrize("mp", [2, 4, 8])
 def test_partitioned_activations_take_saved_inputs_to_one_part_in_mp(mp):
     whole, split = planned(mp=mp), planned("--remat", "block@partitioned", mp=mp)

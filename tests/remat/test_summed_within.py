@@ -9,9 +9,7 @@ import pytest
 from problems import ODD_GPT, gpt_problem
 
 import zero_jax
-from zero_jax.models import gpt
 from zero_jax.plan import flat_trace
-from zero_jax.plan.case import Case
 from zero_jax.sharding import layout
 
 N = 4
@@ -89,31 +87,3 @@ def test_gradients_are_the_same(stage, remat):
         found.append(jax.tree.map(np.asarray, layout.logical(grads)))
     for mine, theirs in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-8)
-
-
-@functools.cache
-def compiled(model, devices, bucket):
-    precision = zero_jax.Precision("bf16", reduce="bf16")
-    zero = zero_jax.Zero(
-        zero_jax.abstract_mesh(devices), 3, precision=precision, remat="block", bucket_bytes=bucket
-    )
-    return Case(gpt.preset(model), zero, "adamw", 4 * devices).plan(3, target="h100")
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize(
-    ("model", "devices", "bucket", "most"),
-    # Less than GSPMD's programs (docs/performance.md): 4.99, 3.86 and 22.0 GB, whichever compiler.
-    [
-        ("7.5b", 64, 2**27, 4.6e9),
-        ("7.5b", 64, 2**30, 4.95e9),
-        ("7.5b", 256, 2**30, 3.8e9),
-        ("128b", 256, 2**30, 21.5e9),
-    ],
-)
-def test_on_h100_all_is_hidden_and_less_is_held(model, devices, bucket, most):
-    found = compiled(model, devices, bucket)
-    assert found.compiled.total_bytes < most
-    assert found.compiled.hidden(layers_only=True).fraction >= 0.99
-    assert found.compiled.hidden().fraction >= 0.95
-    assert abs(found.error) < 0.05
