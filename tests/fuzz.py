@@ -4,8 +4,9 @@
 
 A case is a tree (nested containers, NNX states, dataclasses; scalars, empty, primes, dims below N,
 ranks 0 to 4; fp32, bf16, integers, booleans), a loss that reads each leaf by two to five of the
-operations of fuzz_operations.py, and settings. Loss, gradients and aux must be those of one device;
-nothing may fail but by a refusal that the docs state. The first setting of each tree is stage 3.
+operations of fuzz_operations.py, and settings. Loss, gradients and aux must be those of one device,
+and the words that are sent those of fuzz_words.py; nothing may fail but by a refusal that the docs
+state. The first setting of each tree is stage 3.
 """
 
 import argparse
@@ -26,6 +27,7 @@ if __name__ in ("__main__", "__mp_main__"):
     ]
     import conftest  # noqa: F401  eight fake devices
 
+import fuzz_words
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +85,8 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
         case.params,
     )
     own = zero.shard(case.params)
-    (value, aux), grads = zero.value_and_grad(case.loss, has_aux=True)(own, x)
+    grad_fn = zero.value_and_grad(case.loss, has_aux=True)
+    (value, aux), grads = grad_fn(own, x)
     (wanted, other), gradients = _reference(case.loss, given["precision"])(
         start, x.reshape(parts, 2, FEATURES)
     )
@@ -103,7 +106,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
             return (
                 f"gradient of {name}: {np.asarray(b).ravel()[:4]} for {np.asarray(a).ravel()[:4]}"
             )
-    return None
+    return fuzz_words.fault(zero, case.loss, grad_fn, own, x)
 
 
 def _near(got: Any, want: Any, loose: bool) -> bool:

@@ -63,26 +63,42 @@ def plant_aux(monkeypatch):
     monkeypatch.setattr(losses, "over_devices", first)
 
 
+def plant_kept(monkeypatch):
+    """A loop keeps its gathered weights for the backward pass."""
+
+    def kept(run, given):
+        return run(*map(weights.opened, given.values))
+
+    monkeypatch.setattr(rewrite, "regathered", kept)
+
+
+def plant_reopened(monkeypatch):
+    """What a layer reads twice is gathered twice."""
+    monkeypatch.setattr(weights.Opener, "__call__", lambda _, value: weights.opened(value))
+
+
 PLANTED = {
-    "equals": (plant_comparison, ["equals"], np.float32),
-    "differs": (plant_comparison, ["differs"], np.float32),
-    "flip": (plant_rearrangement, ["flip rows"], np.float32),
-    "dtype": (plant_dtype, ["full"], np.int32),
-    "aux": (plant_aux, ["penalty"], np.float32),
+    "equals": (plant_comparison, ["equals"], np.float32, (8, 4)),
+    "differs": (plant_comparison, ["differs"], np.float32, (8, 4)),
+    "flip": (plant_rearrangement, ["flip rows"], np.float32, (8, 4)),
+    "dtype": (plant_dtype, ["full"], np.int32, (8, 4)),
+    "aux": (plant_aux, ["penalty"], np.float32, (8, 4)),
+    "kept": (plant_kept, ["scan flipped"], np.float32, (8, 4)),
+    "reopened": (plant_reopened, ["scan"], np.float32, (4, 64)),
 }
 
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_a_planted_fault_is_found(kind, monkeypatch):
-    plant, ops, dtype = PLANTED[kind]
-    leaf = np.asarray(np.random.default_rng(0).integers(0, 3, (8, 4)), dtype)
+    plant, ops, dtype, shape = PLANTED[kind]
+    leaf = np.asarray(np.random.default_rng(0).integers(0, 3, shape), dtype)
     float_leaf = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32)
     case = fuzz_cases.case_of_ops([leaf, float_leaf], [ops, ["number left"]])
     settings = {
         "mesh": (4, 1, 1),
         "stage": 3,
         "micro_batches": 1,
-        "remat": "none",
+        "remat": "block",
         "bucket_bytes": 2**30,
         "precision": "fp32",
     }

@@ -1,8 +1,8 @@
 """An operation that keeps by itself what its backward pass reads, but for the weights it is given.
 
 A loop as a whole is too dear to be run again, and a function with a gradient of its own decides
-what it keeps. Of what they keep the weights are told by identity and dropped; the backward pass
-gathers them again and puts them back.
+what it keeps. Of what they keep the weights, re-arranged or not, are told by identity and dropped;
+the backward pass gathers them again and puts them back.
 """
 
 import dataclasses
@@ -14,28 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.collectives.barriers import Arrays, is_float, known, together
-from zero_jax.engine.weights import Source
+from zero_jax.engine.weights import Apart
 from zero_jax.remat.recompute import Known
 
-Operation = Callable[[Arrays, Arrays], list[Any]]  # of whole leaves and of other arrays
+Operation = Callable[..., list[Any]]
 
 
-def regathered(run: Operation, sources: Sequence[Source], args: Arrays) -> list[Any]:
+def regathered(run: Operation, given: Apart) -> list[Any]:
     """Runs an operation on weights that keeps by itself what its backward pass reads (a loop, a
     `custom_vjp`), but for the weights, which are gathered again.
 
     Args:
-      run: the operation, of whole leaves and of other arrays.
-      sources: of the leaves.
-      args: the other arrays.
+      run: the operation, of whole arrays.
+      given: what it is given, weights among it.
 
     Returns:
       The results.
     """
-    own = _Regathered(run, sources, args)
+    own = _Regathered(run, given)
     wrapped = jax.custom_vjp(own.primal)
     wrapped.defvjp(own.forward, own.backward, symbolic_zeros=True)
-    return wrapped([s.arrays for s in sources], [x for x in args if is_float(x)])
+    return wrapped([s.arrays for s in given.sources], list(filter(is_float, given.plain)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +43,15 @@ class _Kept:
 
     Attributes:
       treedef: of the operation's own backward pass.
-      where: of each of its arrays the leaf that it is, or -1.
-      trained, moved: which leaves, and which other arrays, have gradients.
+      where: of each of its arrays the weight that it is, or -1.
+      shards: whose arrays have gradients, of the sources.
+      trained, moved: which weights, and which other arrays, have gradients.
       likes: types of the results.
     """
 
     treedef: Any
     where: tuple[int, ...]
+    shards: tuple[int, ...]
     trained: tuple[int, ...]
     moved: tuple[int, ...]
     likes: tuple[Any, ...]
@@ -61,15 +62,15 @@ class _Regathered:
     """What `regathered` was given, and its passes: of shards, and of the arrays that are floats."""
 
     run: Operation
-    sources: Sequence[Source]
-    args: Arrays
+    given: Apart
 
     def _opened(self, shards: Sequence[Arrays]) -> list[Any]:
-        return [s.of(own).open() for s, own in zip(self.sources, shards, strict=True)]
+        return self.given.opened(shards)
 
-    def _whole(self, leaves: Arrays, floats: Arrays) -> list[Any]:
+    def _whole(self, weights: Arrays, floats: Arrays) -> list[Any]:
         it = iter(floats)
-        return self.run(leaves, [next(it) if is_float(x) else x for x in self.args])
+        plain = [next(it) if is_float(x) else x for x in self.given.plain]
+        return self.run(*self.given.filled(weights, plain))
 
     def primal(self, shards: Sequence[Arrays], floats: Arrays) -> list[Any]:
         """Without a gradient."""
@@ -77,20 +78,21 @@ class _Regathered:
 
     def forward(self, shards: Any, floats: Any) -> tuple[list[Any], Any]:
         """The results, and what the backward pass reads."""
-        trained = tuple(i for i, own in enumerate(shards) if any(x.perturbed for x in own))
+        own = tuple(i for i, arrays in enumerate(shards) if any(x.perturbed for x in arrays))
         moved = tuple(i for i, x in enumerate(floats) if x.perturbed)
         shards, floats = jax.tree.map(lambda x: x.value, (shards, floats), is_leaf=_is_input)
         leaves = self._opened(shards)
+        trained = tuple(i for i in self.given.moved_by(own) if is_float(leaves[i]))
 
         # JAX refuses to differentiate what an operation closes over: only what has a gradient.
-        def some(own: Arrays, others: Arrays) -> list[Any]:
-            return self._whole(_with(leaves, trained, own), _with(floats, moved, others))
+        def some(weights: Arrays, others: Arrays) -> list[Any]:
+            return self._whole(_with(leaves, trained, weights), _with(floats, moved, others))
 
         outs, pull = jax.vjp(some, [leaves[i] for i in trained], [floats[i] for i in moved])
         arrays, treedef = jax.tree.flatten(pull)
         where = tuple(next((i for i, w in enumerate(leaves) if w is x), -1) for x in arrays)
         held = [x for x, at in zip(arrays, where, strict=True) if at < 0]
-        kept = _Kept(treedef, where, trained, moved, tuple(map(jax.typeof, outs)))
+        kept = _Kept(treedef, where, own, trained, moved, tuple(map(jax.typeof, outs)))
         return outs, (Known(kept), held, shards)
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
@@ -101,17 +103,17 @@ class _Regathered:
         shards, cotangents = together((shards, cotangents))
 
         def partly(own: Sequence[Arrays]) -> tuple[list[Any], list[Any]]:
-            leaves = self._opened(_with(shards, kept.trained, own))
+            leaves = self._opened(_with(shards, kept.shards, own))
             return [leaves[i] for i in kept.trained], leaves
 
-        own = [shards[i] for i in kept.trained]
+        own = [shards[i] for i in kept.shards]
         _, scatter, leaves = jax.vjp(partly, own, has_aux=True)
         it = iter(held)
         arrays = [leaves[at] if at >= 0 else next(it) for at in kept.where]
         grads, others = jax.tree.unflatten(kept.treedef, arrays)(cotangents)
         none: list[Any] = [[None] * len(own) for own in shards]
-        floats = [None] * sum(map(is_float, self.args))
-        return _with(none, kept.trained, scatter(grads)[0]), _with(floats, kept.moved, others)
+        floats = [None] * sum(map(is_float, self.given.plain))
+        return _with(none, kept.shards, scatter(grads)[0]), _with(floats, kept.moved, others)
 
 
 def _is_input(x: Any) -> bool:

@@ -220,11 +220,7 @@ def _gathering(
             lambda *flat: _whole_run(run, apart, flat), prevent_cse=not how.in_loop
         )
         return fused(*apart.flat)
-
-    def on(leaves: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
-        return run(*map(opened, apart.of(plain, [whole(x) for x in leaves])))
-
-    return regathered(on, apart.sources, apart.plain)
+    return regathered(run, apart)
 
 
 def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any]) -> list[Any]:
