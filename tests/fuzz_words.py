@@ -210,15 +210,16 @@ class Touches:
         body, length = equations.written_out(equations.inner(eqn)), eqn.params["length"]
         pairs = list(zip(body.jaxpr.invars, eqn.invars, strict=True))
         own = {v: forms[a].sliced() for v, a in pairs if equations.is_in(a, slices)}
+        # Of a loop in which nothing is trained no result has a gradient.
+        alive = bool(live & set(eqn.outvars))
         if self.policy is None:
-            self.walk(body.jaxpr, own, turns * length, body.jaxpr.outvars)
+            self.walk(body.jaxpr, own, turns * length, body.jaxpr.outvars if alive else ())
             return
         first, carried = equations.state_of(eqn)
         moved = {v for v, a in pairs if equations.is_var(a) and a not in fixed}
         moved |= set(body.jaxpr.invars[first : first + carried])
         sqrt = self.remat == "block_sqrt" and carried and layer_groups.size_of(length) > 1
-        outs = set(filter(equations.is_var, body.jaxpr.outvars))
-        outs = outs if live & set(eqn.outvars) else set()
+        outs = set(filter(equations.is_var, body.jaxpr.outvars)) if alive else set()
         self.touch(body, own, moved, outs, self.policy, turns * length, 2 if sqrt else 1)
 
     def touch(
@@ -282,8 +283,14 @@ def _alone(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
 def _with_policy(eqn: jex.JaxprEqn, policy: Policy) -> jex.JaxprEqn:
     """A scan whose turns keep what the policy says."""
     body = equations.inner(eqn)
-    again = jax.checkpoint(jex.jaxpr_as_fun(body), policy=policy)
+    again = _under(policy, jex.jaxpr_as_fun(body))
     return equations.with_inner(eqn, jax.make_jaxpr(again)(*map(_like, body.jaxpr.invars)))
+
+
+def _under(policy: Policy, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with a backward pass that finds what the policy keeps."""
+    everything = policy in (None, jax.checkpoint_policies.everything_saveable)
+    return fun if everything else jax.checkpoint(fun, policy=policy)
 
 
 def _like(var: jex.Var) -> jax.ShapeDtypeStruct:
@@ -327,10 +334,8 @@ def _kept(
             outs = zip(jex.jaxpr_as_fun(body)(*full), used, strict=True)
             return [x for x, own in outs if own]
 
-        everything = policy in (None, jax.checkpoint_policies.everything_saveable)
-        run = some if everything else jax.checkpoint(some, policy=policy)
-        pull = jax.vjp(run, *(x for m, x in zip(moving, args, strict=True) if m))[1]
-        return jax.tree.leaves(pull)
+        moved = [x for m, x in zip(moving, args, strict=True) if m]
+        return jax.tree.leaves(jax.vjp(_under(policy, some), *moved)[1])
 
     if not any(moving):
         return set()
