@@ -64,9 +64,6 @@ class _Regathered:
     run: Operation
     given: Apart
 
-    def _opened(self, shards: Sequence[Arrays]) -> list[Any]:
-        return self.given.opened(shards)
-
     def _whole(self, weights: Arrays, floats: Arrays) -> list[Any]:
         it = iter(floats)
         plain = [next(it) if is_float(x) else x for x in self.given.plain]
@@ -74,14 +71,14 @@ class _Regathered:
 
     def primal(self, shards: Sequence[Arrays], floats: Arrays) -> list[Any]:
         """Without a gradient."""
-        return self._whole(self._opened(shards), floats)
+        return self._whole(self.given.opened(shards), floats)
 
     def forward(self, shards: Any, floats: Any) -> tuple[list[Any], Any]:
         """The results, and what the backward pass reads."""
         own = tuple(i for i, arrays in enumerate(shards) if any(x.perturbed for x in arrays))
         moved = tuple(i for i, x in enumerate(floats) if x.perturbed)
         shards, floats = jax.tree.map(lambda x: x.value, (shards, floats), is_leaf=_is_input)
-        leaves = self._opened(shards)
+        leaves = self.given.opened(shards)
         trained = tuple(i for i in self.given.moved_by(own) if is_float(leaves[i]))
 
         # JAX refuses to differentiate what an operation closes over: only what has a gradient.
@@ -103,7 +100,7 @@ class _Regathered:
         shards, cotangents = together((shards, cotangents))
 
         def partly(own: Sequence[Arrays]) -> tuple[list[Any], list[Any]]:
-            leaves = self._opened(_with(shards, kept.shards, own))
+            leaves = self.given.opened(_with(shards, kept.shards, own))
             return [leaves[i] for i in kept.trained], leaves
 
         own = [shards[i] for i in kept.shards]
