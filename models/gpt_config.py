@@ -6,6 +6,8 @@ the larger models follow Rajbhandari et al., arXiv:1910.02054.
 
 import dataclasses
 import difflib
+import math
+import re
 from typing import Any
 
 ATTENTION = ("auto", "xla", "cudnn")
@@ -88,12 +90,25 @@ def preset(name: str, **overrides: Any) -> GPTConfig:
       ValueError: no preset has that name.
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)[0]
+        near = _nearest(name.lower())
         raise ValueError(
             f"No preset is called {name!r}; the nearest is {near!r}. "
             f"Choose one of {', '.join(PRESETS)}, or write a GPTConfig."
         )
     return dataclasses.replace(PRESETS[name], **overrides)
+
+
+def _nearest(name: str) -> str:
+    """The preset of about this size, else the one that reads most like it.
+
+    >>> _nearest("350m"), _nearest("nanno")
+    ('124m', 'nano')
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([mbt])", name)
+    if size is None or not float(size[1]):
+        return difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+    wanted = float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2]]
+    return min(PRESETS, key=lambda own: abs(math.log(num_params(PRESETS[own]) / wanted)))
 
 
 def num_params(config: GPTConfig) -> int:

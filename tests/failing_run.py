@@ -7,8 +7,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 
-import train
 import zero_jax
+from training.main import main
 from zero_jax.checkpoint.arrays import Array
 
 
@@ -31,4 +31,4 @@ if __name__ == "__main__":
         fail_in(zero_jax.TrainStep, "__call__", rank, after=5)
     else:
         fail_in(Array, "write", rank, after=60)  # in the second checkpoint
-    sys.exit(train.main(sys.argv[3:]))
+    sys.exit(main(sys.argv[3:]))

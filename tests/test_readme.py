@@ -13,7 +13,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def test_pages_that_show_python_are_run():
-    names = ("guide", "plan", "offload", "parallelism", "checkpoints", "interchange")
+    names = ("guide", "nnx", "plan", "offload", "parallelism", "checkpoints", "interchange")
     assert {"README.md", *(f"docs/{name}.md" for name in names)} <= set(WITH_CODE)
 
 
@@ -33,6 +33,8 @@ def test_code_blocks_run(page, capsys):
         assert "step 4: restored" in printed and "{'sample': 32}" in printed
     elif page == "docs/parallelism.md":
         assert "'model'" in printed and "block@partitioned" in printed
+    elif page == "docs/nnx.md":
+        assert printed.endswith(" (16, 1)\n")
     elif page == "docs/interchange.md":
         assert "'model-00001-of-00003.safetensors'" in printed
     else:

@@ -56,12 +56,20 @@ def make(config: Config) -> optax.GradientTransformation:
     >>> len(tx.init({"kernel": 1.0}))  # clipping, optimizer
     2
     """
+    inner = _MAKERS[check_name(config.optimizer)](rate(config), config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.clip), inner) if config.clip else inner
+
+
+def rate(config: Config) -> Rate:
+    """The learning rate after so many updates, of settings with `lr` and `warmup` decided.
+
+    >>> [round(float(rate(Config(lr=1.0, warmup=2, steps=6))(step)), 3) for step in (0, 1, 2, 6)]
+    [0.0, 0.5, 1.0, 0.1]
+    """
     assert config.lr is not None and config.warmup is not None
-    rate = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
         0.0, config.lr, config.warmup, config.steps, end_value=config.lr / 10
     )
-    inner = _MAKERS[check_name(config.optimizer)](rate, config.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(config.clip), inner) if config.clip else inner
 
 
 def decayed(params: PyTree) -> PyTree:

@@ -5,14 +5,16 @@ once so that a killed run keeps all it knew; TensorBoard files; and `loss.png`, 
 from `metrics.jsonl`, so that a resumed run shows its whole curve. JSON has no NaN: a number that
 is not finite is written as null, and left out of TensorBoard and of the picture.
 
-Units follow the paper: losses in nats per token, GB = 1e9 bytes.
+Losses are in nats per token, or per byte of text that is read byte by byte.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,12 @@ class RunLog:
         enabled: False writes nothing: for all processes but the first.
         resume: Go on in a folder that already holds a run. If the config has changed, the earlier
             one stays as `config.1.json`, and so on.
-        levels: Losses to compare with, in nats per token: drawn as lines in the picture.
+        levels: Losses to compare with, drawn as lines in the picture.
+        unit: What a loss is of: "token", or "byte" of text that is read byte by byte.
 
     Raises:
-        ValueError: `out_dir` is a file or cannot be written, or holds a run and `resume` is False.
+        ValueError: `out_dir` is a file or cannot be written, another run writes there, or it holds
+            a run and `resume` is False. Nothing in it has been touched then.
     """
 
     def __init__(
@@ -46,16 +50,22 @@ class RunLog:
         *,
         resume: bool = False,
         levels: Mapping[str, float] | None = None,
+        unit: str = "token",
     ) -> None:
         self.out_dir = Path(out_dir)
+        self._unit = unit
         self._levels = dict(levels or {})
         self._open = enabled
         self._resumed = False
         self._writer: Any = None
         if not enabled:
             return
+        self._lock: int | None = None
+        from zero_jax.cluster.lock import locked  # here: it imports jax
+
         try:
             self.out_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(self.out_dir, "metrics")
             metrics = self.out_dir / "metrics.jsonl"
             self._resumed = metrics.exists() and metrics.stat().st_size > 0
             if self._resumed and not resume:
@@ -67,7 +77,11 @@ class RunLog:
             if self._resumed:
                 _drop_torn_line(metrics)
             self._file = metrics.open("a", encoding="utf-8")
+        except ValueError:
+            self._unlock()
+            raise
         except OSError as error:
+            self._unlock()
             raise ValueError(
                 f"cannot write a run to {self.out_dir}: {error}; --out needs a folder, or a name "
                 "for a new one, where you may write"
@@ -81,10 +95,21 @@ class RunLog:
         grad_norm: float,
         tokens_per_second: float,
         skipped: int = 0,
+        **more: float | None,
     ) -> None:
-        """Writes one training step; `skipped` is 1 where the update was not applied."""
+        """Writes one training step; `skipped` is 1 where the update was not applied.
+
+        Args:
+            step: Its number.
+            loss: Of its batch.
+            grad_norm: Before clipping.
+            tokens_per_second: Of the last steps.
+            skipped: See above.
+            **more: Other numbers by name; None where there is none.
+        """
         values = {"loss": loss, "grad_norm": grad_norm, "tokens_per_second": tokens_per_second}
-        self._write("train", step, {**values, "skipped": int(skipped)})
+        known = {name: value for name, value in more.items() if value is not None}
+        self._write("train", step, {**values, "skipped": int(skipped), **known})
 
     def evaluation(self, step: int, *, val_loss: float) -> None:
         """Writes the held-out loss after `step` steps, in nats per token."""
@@ -95,26 +120,40 @@ class RunLog:
         if not self._open:
             return
         self._open = False
-        self._file.close()
-        if self._writer is not None:
-            self._writer.close()
-        train, val = read_losses(self.out_dir / "metrics.jsonl")
-        if train or val:
-            draw_losses(self.out_dir / "loss.png", train, val, self._levels)
+        try:
+            self._file.close()
+            if self._writer is not None:
+                self._writer.close()
+            train, val = read_losses(self.out_dir / "metrics.jsonl")
+            if train or val:
+                draw_losses(self.out_dir / "loss.png", train, val, self._levels, self._unit)
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # What can't be written at the end does not hide the error that ends the run.
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.close()
 
     def _write(self, group: str, step: int, given: Mapping[str, float]) -> None:
         if not self._open:
             return
         # float waits for a device array
         values = {name: v if isinstance(v, int) else float(v) for name, v in given.items()}
-        self._file.write(json.dumps(_plain({"step": int(step), **values}), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(_plain({"step": int(step), **values}), allow_nan=False)
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:  # which does not say of which file
+            raise OSError(error.errno, error.strerror, self._file.name) from error
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
@@ -160,11 +199,16 @@ def read_losses(metrics: Path) -> tuple[Points, Points]:
 
 
 def draw_losses(
-    path: Path, train: Points, val: Points, levels: Mapping[str, float] | None = None
+    path: Path,
+    train: Points,
+    val: Points,
+    levels: Mapping[str, float] | None = None,
+    unit: str = "token",
 ) -> None:
     """Draws a loss curve: each step faint, their running mean, held-out points, named levels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: neither a display nor a global state is needed
@@ -172,7 +216,7 @@ def draw_losses(
     if train:
         steps, losses = np.array(train).T
         axes.plot(steps, losses, color="#4477aa", alpha=0.25, linewidth=0.8, label="train, a step")
-        mean = _running_mean(losses, reach=max(2, len(losses) // 50))
+        mean = _running_mean(losses, reach=max(4, len(losses) // 25))
         axes.plot(steps, mean, color="#4477aa", linewidth=1.8, label="train, running mean")
     if val:
         steps, losses = np.array(val).T
@@ -189,7 +233,8 @@ def draw_losses(
             va="bottom",
         )
     axes.set_xlabel("step (optimizer updates)")
-    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(f"loss (nats per {unit})")
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -197,10 +242,10 @@ def draw_losses(
 
 
 def _running_mean(values: np.ndarray, reach: int) -> np.ndarray:
-    """Mean of each value and up to `reach` neighbours on either side."""
+    """Mean of each value and up to `reach` before it: what comes later does not raise it."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
-    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
+    low, high = np.maximum(at - reach, 0), at + 1
     return np.asarray((sums[high] - sums[low]) / (high - low))
 
 

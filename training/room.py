@@ -25,6 +25,12 @@ def host_memory() -> int:
     return 1024 * int(found[1]) if found else 2**36
 
 
+def peak_bytes() -> int | None:
+    """The most that a device of this process has held; None where devices do not say."""
+    known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
+    return max((s["peak_bytes_in_use"] for s in known), default=None)
+
+
 def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:
     """Whether every device of every process has so much memory left; the same answer in all.
 

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from zero_jax.checkpoint.all_processes import by_the_first
+from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.inspection import folders
+from zero_jax.checkpoint.retention import set_aside
+from zero_jax.cluster.agreement import of_the_first
 from zero_jax.offload.state_files import discard
 
 PyTree = Any
@@ -39,13 +42,17 @@ def goes_on(out: str | pathlib.Path | None, fresh: bool) -> bool:
     return there
 
 
+def newest(out: pathlib.Path) -> int | None:
+    """The step of the newest checkpoint that is whole on the disk, of a run in this folder."""
+    if not pathlib.Path(out, FOLDER).is_dir():
+        return None
+    with Checkpoints(out / FOLDER, read_only=True) as checkpoints:
+        return max(checkpoints.steps, default=None)
+
+
 def same_everywhere(path: pathlib.Path) -> pathlib.Path:
     """The first process's path, as an absolute one: checkpoints are on storage that all share."""
-    letters = np.zeros(4096, np.uint8)
-    given = np.frombuffer(str(path.absolute()).encode(), np.uint8)
-    letters[: given.size] = given
-    shared = multihost_utils.broadcast_one_to_all(letters)
-    return pathlib.Path(bytes(np.asarray(shared)).rstrip(b"\0").decode())
+    return pathlib.Path(of_the_first(str(path.resolve())))
 
 
 @contextlib.contextmanager
@@ -69,6 +76,25 @@ def state_files(directory: str | None, out: pathlib.Path) -> Iterator[None]:
     owner.write_text(str(out))
 
 
+def _begin_from(directory: pathlib.Path, step: int) -> None:
+    """Makes a checkpoint the latest."""
+    try:
+        folders(directory, step)
+    except ValueError as error:
+        raise ValueError(f"--from-step {step}: {error}") from error
+    later = set_aside(directory, step)
+    if later is None:
+        print(
+            f"--from-step {step} was carried out before: {directory / f'after-{step}'} is there. "
+            "Going on from the latest"
+        )
+    elif later:
+        print(
+            f"Going on from step {step}: {', '.join(map(str, later))} are set aside in "
+            f"{directory / f'after-{step}'}"
+        )
+
+
 class Saver:
     """Saves every so many steps; all processes make one and call it alike.
 
@@ -78,6 +104,10 @@ class Saver:
         keep: How many of the latest stay.
         keep_every: Steps whose multiples stay for ever.
         known: What the run was started with, from `plan.facts`.
+        from_step: Go on from this checkpoint; later ones are set aside. None: from the latest.
+
+    Raises:
+        ValueError: There is no such checkpoint, or nothing can be written there.
     """
 
     def __init__(
@@ -87,10 +117,13 @@ class Saver:
         keep: int,
         keep_every: int | None,
         known: Mapping[str, Any],
+        from_step: int | None = None,
     ):
         self._every, self._known = every, dict(known)
         self._start, self._first_sample = 0, 0
         self._checkpoints = None
+        if from_step is not None:
+            by_the_first(lambda: _begin_from(out / FOLDER, from_step))
         if every:
             self._checkpoints = Checkpoints(out / FOLDER, keep=keep, keep_every=keep_every)
         self._saved = self._reached = 0
@@ -101,6 +134,11 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         if self._checkpoints is not None:
             self._checkpoints.close()
+
+    @property
+    def saved(self) -> int | None:
+        """The step of the newest checkpoint, on the disk or on its way; None if there is none."""
+        return self._saved or None
 
     def sample(self, step: int) -> int:
         """Global index of the sample that comes after `step` steps."""
@@ -128,7 +166,16 @@ class Saver:
                     f"this run has {self._known[name]}: samples would come in another order. Take "
                     "the same, or another --out"
                 )
-        found = self._checkpoints.restore(like(), say=lambda _: None)
+        try:
+            found = self._checkpoints.restore(like(), say=lambda _: None)
+        except Damaged as error:
+            latest, earlier = self._checkpoints.latest, self._checkpoints.steps[:-1]
+            if not earlier:
+                raise
+            raise Damaged(
+                f"{error}. That is of step {latest}; steps {', '.join(map(str, earlier))} are "
+                f"there too: --from-step {earlier[-1]} goes on from the last of them"
+            ) from error
         say(f"Going on from {self._checkpoints.directory}, {found}")
         self._start = self._saved = self._reached = found.step
         self._first_sample = int(found.extra["sample"])

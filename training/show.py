@@ -55,7 +55,13 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
         with Progress(*columns) as bar:
             task = bar.add_task("", total=total, completed=start)
 
+            is_first = True
+
             def show(step: int, loss: float, tokens_per_second: float) -> None:
+                nonlocal is_first
+                if is_first:  # its time was that of a compilation
+                    is_first = False
+                    bar.reset(task, completed=step)
                 text = f"loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
                 bar.update(task, completed=step, description=text)
 
@@ -63,17 +69,22 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
 
 
 def _lines(total: int, start: int) -> Show:
-    began, tenth = time.monotonic(), start * 10 // max(total, 1)
+    tenth = start * 10 // max(total, 1)
+    first: list[tuple[int, float]] = []  # the step that was compiled tells nothing of the others
 
     def show(step: int, loss: float, tokens_per_second: float) -> None:
         nonlocal tenth
+        first.append((step, time.monotonic()))
+        del first[1:]
         if step * 10 // max(total, 1) <= tenth:
             return
         tenth = step * 10 // max(total, 1)
-        left = round((time.monotonic() - began) / (step - start) * (total - step))
-        speed = f"{human_count(tokens_per_second)} tokens/s"
-        left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        print(f"step {step}/{total}  loss {loss:.4f}  {speed}  {left_text} left", flush=True)
+        (begin, began), speed = first[0], f"{human_count(tokens_per_second)} tokens/s"
+        text = f"step {step}/{total}  loss {loss:.4f}  {speed}"
+        if step > begin:
+            left = round((time.monotonic() - began) / (step - begin) * (total - step))
+            text += f"  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        print(text, flush=True)
 
     return show
 
@@ -87,14 +98,14 @@ class Speed:
     """
 
     def __init__(self, tokens_per_step: int, window: int = 20) -> None:
-        self._tokens = tokens_per_step
+        self.tokens_per_step = tokens_per_step
         self._times = collections.deque([time.monotonic()], window + 1)
 
     def tick(self) -> float:
         """Counts a step that ends now, and returns the speed."""
         self._times.append(time.monotonic())
         elapsed = self._times[-1] - self._times[0]
-        return self._tokens * (len(self._times) - 1) / max(elapsed, 1e-9)
+        return self.tokens_per_step * (len(self._times) - 1) / max(elapsed, 1e-9)
 
     def restart(self) -> None:
         """Forgets what was before: a compilation, an evaluation."""

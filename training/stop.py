@@ -7,8 +7,12 @@ wait. Exit codes: INTERRUPTED after Ctrl-C, GO_ON_LATER else: the same command g
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 INTERRUPTED = 130  # of a shell's Ctrl-C
 GO_ON_LATER = 75  # EX_TEMPFAIL
+# Flags that the command which goes on does not take over, with how many values each has.
+_ONCE = {
+    **{"--from-step": 1, "--fresh": 0, "--no-fresh": 0},
+    **{"--coordinator": 1, "--num-processes": 1, "--process-id": 1},
+}
+NOT_JOINED = 69  # EX_UNAVAILABLE: the processes did not find each other
 CODES = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: GO_ON_LATER,
@@ -25,12 +35,55 @@ CODES = {
 }
 
 
-class Stopped(Exception):
-    """The run was asked to end; its code is for `sys.exit`."""
+class Stopped(BaseException):
+    """The run was asked to end, or ends at once; as a KeyboardInterrupt, no error.
 
-    def __init__(self, code: int):
+    Args:
+        code: For `sys.exit`.
+        folder: Of the run.
+        saved: The step of its newest checkpoint; None if there is none.
+        at_once: Whether what came after that is lost.
+    """
+
+    def __init__(self, code: int, folder: Path, saved: int | None, *, at_once: bool = False):
         super().__init__("stopped")
-        self.code = code
+        self.code, self._folder, self._saved, self._at_once = code, folder, saved, at_once
+
+    def said(self, given: Sequence[str]) -> str:
+        """What became of the run, and the command that goes on with it.
+
+        Args:
+            given: The arguments it was started with.
+
+        >>> print(Stopped(130, Path("runs/001"), 37).said(["--steps", "90"]))
+        stopped after step 37, which is saved in runs/001. The command that goes on:
+        python train.py --steps 90 --out runs/001
+        """
+        if self._saved is None:
+            return f"stopped; nothing is saved in {self._folder}"
+        how = "stopped at once; the newest checkpoint is of" if self._at_once else "stopped after"
+        rest = "" if self._at_once else ", which is saved"
+        own = _without(given, _ONCE)
+        if not any(word.partition("=")[0] == "--out" for word in own):
+            own += ["--out", str(self._folder)]
+        return (
+            f"{how} step {self._saved}{rest} in {self._folder}. The command that goes on:\n"
+            f"python train.py {shlex.join(own)}"
+        )
+
+
+def _without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+    """Arguments without some flags and their values, of which each has so many."""
+    left, skip = [], 0
+    for word in given:
+        name, _, value = word.replace("_", "-").partition("=")
+        if skip:
+            skip -= 1
+        elif name in flags:
+            skip = 0 if value else flags[name]
+        else:
+            left.append(word)
+    return left
 
 
 class Stop:
@@ -60,6 +113,7 @@ class Stop:
     def _note(self, number: int, _: FrameType | None) -> None:
         self._code = max(self._code, CODES[signal.Signals(number)])
         if number == signal.SIGINT:
+            os.write(2, b"stopping after this step and a checkpoint; once more stops at once\n")
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self) -> int:

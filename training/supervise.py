@@ -11,10 +11,7 @@ again. On a cluster the scheduler does this.
 from __future__ import annotations
 
 import collections
-import contextlib
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +19,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from training.stop import CODES
+from zero_jax.cluster.addresses import free_port
 
 WRONG = 2  # a setting that can't be
 _LONGEST_WAIT = 60.0
@@ -53,7 +51,8 @@ def supervise(
             return 0
         if group.asked or WRONG in codes or attempt == restarts:
             return max(codes, key=abs) if WRONG not in codes else WRONG
-        lost = sum(code < 0 for code in group.own)
+        # JAX aborts processes that live, on machines that are there, when another one is gone.
+        lost = sum(code < 0 and code != -signal.SIGABRT for code in group.own)
         count = max(n for n in range(1, max(1, count - lost) + 1) if divides % n == 0)
         wait = min(_LONGEST_WAIT, backoff * 2**attempt)
         said = ", ".join(f"{n} x {code}" for code, n in collections.Counter(codes).items())
@@ -68,15 +67,8 @@ def supervise(
 
 
 def free_address() -> str:
-    """Where processes of one machine can find each other.
-
-    Not a port that the system picks: any connection that begins meanwhile could be given it.
-    """
-    while True:
-        address = "127.0.0.1", random.randrange(20000, 32000)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(address)
-            return f"{address[0]}:{address[1]}"
+    """Where processes of one machine can find each other."""
+    return f"127.0.0.1:{free_port()}"
 
 
 class _Group:
@@ -88,7 +80,10 @@ class _Group:
         address = free_address()
         names = ("--coordinator", address, "--num-processes", str(count), "--process-id")
         group = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
-        self._processes = [subprocess.Popen([*command, *own]) for own in group]
+        # In sessions of their own: a Ctrl-C in the terminal reaches them once, from here.
+        self._processes = [
+            subprocess.Popen([*command, *own], start_new_session=True) for own in group
+        ]
 
     def run(self, grace: float) -> list[int]:
         """Waits for all of them; ends those that do not end when another has failed."""

@@ -8,6 +8,7 @@ token ids are mapped, not read, so they may be larger than memory.
 
 from __future__ import annotations
 
+import codecs
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,9 @@ def load_tokens(
     """Reads a corpus and makes sure that every token is in `[0, vocab)`.
 
     Args:
-        source: None for the text inside CPython; a text file; a folder, all of whose files are
-            joined in the order of their paths; a `.bin` file of raw little-endian uint16 ids
-            (uint32 if named `.u32.bin`); or a one-dimensional integer `.npy` file.
+        source: None for the text inside CPython; a text file; a folder, all of whose files, also
+            behind links, are joined in the order of their paths; a `.bin` file of raw little-endian
+            uint16 ids (uint32 if named `.u32.bin`); or a one-dimensional integer `.npy` file.
         vocab: Number of token ids the model knows. Byte-level text needs at most 256.
         token_dtype: `uint16` or `uint32`: what a `.bin` file holds, whatever its name says.
 
@@ -65,8 +66,8 @@ def load_tokens(
     >>> corpus.byte_level, corpus.tokens.size > 100_000
     (True, True)
     """
-    if not 1 <= vocab <= 2**31:
-        raise ValueError(f"vocab={vocab}, but 1 <= vocab <= 2**31 is needed: batches are int32")
+    if not 1 <= vocab < 2**31:
+        raise ValueError(f"vocab={vocab}, but 1 <= vocab < 2**31 is needed: batches are int32")
     if source is not None and not str(source):
         raise ValueError("the source is an empty string; leave it out for the built-in text")
     path = None if source is None else Path(source)
@@ -82,6 +83,8 @@ def load_tokens(
         )
     elif path.is_dir():
         tokens = _read_folder(path)
+    elif not path.is_file():  # to open a pipe would wait for somebody who writes to it
+        raise ValueError(f"{path} is not a regular file; save its contents to one first")
     elif suffix == ".bin":
         tokens = _map_bin(path, token_dtype)
     elif suffix == ".npy":
@@ -174,7 +177,17 @@ def _read_builtin() -> IntArray:
 def _read_folder(folder: Path) -> IntArray:
     troubles: list[str] = []
     files: list[Path] = []
-    for root, _, names in os.walk(folder, onerror=lambda error: troubles.append(str(error))):
+
+    def note(error: OSError) -> None:
+        troubles.append(str(error))
+
+    above = {str(folder): frozenset([folder.resolve()])}  # what each folder is in, links followed
+    for root, folders, names in os.walk(folder, onerror=note, followlinks=True):
+        for name in folders:
+            inside = Path(root, name).resolve()
+            if inside in above[root]:
+                raise ValueError(f"{Path(root, name)} links to a folder that it is in: remove it")
+            above[os.path.join(root, name)] = above[root] | {inside}
         files += [Path(root, name) for name in names]
     parts = []
     for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
@@ -198,14 +211,24 @@ def _map(path: Path, dtype: np.dtype[Any]) -> IntArray:
 
 def _map_text(path: Path) -> IntArray:
     tokens = _map(path, np.dtype(np.uint8))
+    reader = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, tokens.size, CHUNK):
-        nul = tokens[start : start + CHUNK] == 0
-        if nul.any():
-            raise ValueError(
-                f"{path} is binary, not text: NUL byte at {start + int(nul.argmax())}; save text "
-                "as UTF-8, and name a file of token ids .bin or .npy"
-            )
+        part = tokens[start : start + CHUNK].tobytes()
+        held = len(reader.getstate()[0])  # of a character that the part before it ends in
+        try:
+            nul = reader.decode(part).find("\0")  # what a cut leaves at the very end is let be
+        except UnicodeDecodeError as error:
+            raise ValueError(_no_text(path, f"byte {start - held + error.start}")) from error
+        if nul >= 0:
+            raise ValueError(_no_text(path, f"NUL byte at {start + part.find(0)}"))
     return tokens
+
+
+def _no_text(path: Path, what: str) -> str:
+    return (
+        f"{path} is not text in UTF-8: {what}; save text as UTF-8 (iconv), and name a file of "
+        "token ids .bin or .npy"
+    )
 
 
 def _map_bin(path: Path, token_dtype: npt.DTypeLike | None) -> IntArray:
@@ -228,7 +251,7 @@ def _map_bin(path: Path, token_dtype: npt.DTypeLike | None) -> IntArray:
 def _map_npy(path: Path) -> IntArray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # whatever NumPy makes of a header that is wrong
         raise ValueError(f"{path} is not a readable .npy array ({error}); no pickles") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         found = getattr(tokens, "dtype", "an archive"), getattr(tokens, "shape", "")

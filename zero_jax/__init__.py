@@ -2,7 +2,8 @@
 
 from zero_jax._version import __version__ as __version__
 from zero_jax.checkpoint.checkpoints import Checkpoints as Checkpoints
-from zero_jax.cluster.processes import check_agreement as check_agreement
+from zero_jax.cluster.addresses import CannotJoin as CannotJoin
+from zero_jax.cluster.agreement import check_agreement as check_agreement
 from zero_jax.cluster.processes import initialize as initialize
 from zero_jax.cluster.watchdog import Watchdog as Watchdog
 from zero_jax.collectives.by_hand import gather as gather

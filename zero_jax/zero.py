@@ -25,7 +25,7 @@ from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split
-from zero_jax.sharding.mesh import on_gpu
+from zero_jax.sharding.mesh import check_global, on_gpu
 
 PyTree = Any
 Tx: TypeAlias = optax.GradientTransformation
@@ -86,7 +86,10 @@ class Zero(Settings):
         def options(params: PyTree, batch: PyTree, *extras: Any, **_: Any) -> dict[str, Any]:
             return self.compiler_options(loss.read(params, batch, extras, k).layers)
 
-        return Program(fn, options if on_gpu(self.mesh) else None)
+        def check(params: PyTree, batch: PyTree, *extras: Any, **named: Any) -> None:
+            check_global(batch, self.mesh)
+
+        return Program(fn, options if on_gpu(self.mesh) else None, check)
 
     def splits(self, params: PyTree) -> list[Split]:
         """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
@@ -100,7 +103,9 @@ class Zero(Settings):
         def fn(*args: Any) -> PyTree:
             # Variables that name their dims would be placed by Flax as soon as they are made.
             with nnx.use_eager_sharding(False):
-                return user_fn(*args)
+                made = user_fn(*args)
+            layout.check_arrays(made)
+            return made
 
         full = jax.eval_shape(fn, *args)
         layout.check_leaves(full, self.mesh.size)
@@ -266,8 +271,9 @@ class Zero(Settings):
           max_skips: how many steps in a row may be skipped before `NonFiniteError` is raised.
 
         Returns:
-          A callable `step(params, opt_state, batch, *extras)` that returns
-          (params, opt_state, Metrics) and consumes its first two arguments.
+          A callable `step(params, opt_state, batch, *extras, **named)` that returns
+          (params, opt_state, Metrics) and consumes its first two arguments. Extras go to the loss;
+          arrays that are passed by name go to the transformation, beside `value`, the loss.
         """
         own = self.optimizer(optax.identity())
         if not isinstance(tx, optimizer.ZeroTransform):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from test_resume import RUN, curve, last_loss, trained_until, wait_for
 from test_train import finish, folder, metrics, start, start_many
 
+from training.supervise import free_address
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.cluster.watchdog import ENDED
 
@@ -19,20 +21,74 @@ MANY = [*RUN, "--devices", "2", "--warmup", "2", "--out", "out", "--dead-after",
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
-def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, number):
+def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, number, rank):
+    """A dead one at once, before JAX aborts the others; a stopped one after --dead-after."""
     running = start_many(2, [*MANY, "--steps", "100000", "--checkpoint-every", "100"])
     wait_for(lambda: trained_until(5), running[0])
-    gone = running[1]
+    gone, other = running[rank], running[1 - rank]
     gone.send_signal(number)
     began = time.monotonic()
-    assert running[0].wait(timeout=60) == ENDED
+    assert other.wait(timeout=60) == ENDED
     assert time.monotonic() - began < 3 * 3 + 10
     gone.kill()
-    (_, _, error), _ = finish(running)
-    assert f"process 1 (pid {gone.pid} on" in error, error
-    assert "has given no sign of life" in error and "at step" in error
+    _, _, error = finish(running)[1 - rank]
+    said = "is gone" if number == signal.SIGKILL else "has given no sign of life"
+    assert f"process {rank} (pid {gone.pid} on" in error and said in error, error
+    assert "at step" in error
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
+
+
+@pytest.mark.heavy
+def test_processes_that_do_not_find_each_other_say_so_with_a_code_of_their_own(folder):
+    args = [*MANY, "--devices", "3", "--join-seconds", "3", "--coordinator", free_address()]
+    args += ["--num-processes", "3"]
+    results = finish([start(*args, "--process-id", rank) for rank in ("0", "2")])
+    assert [code for code, _, _ in results] == [69, 69], results
+    for _, _, error in results:
+        assert "process 1 of 3 did not come within 3 s" in error and "Traceback" not in error
+    ((code, _, error),) = finish(
+        [start(*MANY, "--coordinator", "here", "--num-processes", "2", "--process-id", "0")]
+    )
+    assert code == 2 and "write host:port" in error and "Traceback" not in error
+
+
+@pytest.mark.heavy
+def test_a_setting_of_jax_that_differs_is_told_before_the_run(folder):
+    args = [*MANY, "--coordinator", free_address(), "--num-processes", "2", "--process-id"]
+    other = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
+    results = finish([start(*args, "0"), start(*args, "1", environment=other)])
+    for code, _, error in results:
+        assert code == 2, error
+        assert "disagree on jax_default_prng_impl: process 0 has 'threefry2x32'" in error
+
+
+@pytest.mark.heavy
+def test_a_run_on_one_machine_cannot_be_reached_from_others(folder):
+    running = start_many(2, [*MANY, "--steps", "100000", "--checkpoint-every", "100"])
+    wait_for(lambda: trained_until(1), running[0])
+    found = [address for run in running for address in listening(run.pid)]
+    for run in running:
+        run.kill()
+    finish(running)
+    own = ("127.", "::1", "::ffff:127.")  # the last is the first, as a socket of IPv6 has it
+    assert found and all(address.startswith(own) for address in found), found
+
+
+def listening(pid):
+    """Addresses at which a process listens."""
+    links = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()]
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in own:
+                address = bytes.fromhex(words[1].partition(":")[0])
+                parts = [address[i : i + 4][::-1] for i in range(0, len(address), 4)]
+                found.append(socket.inet_ntop(family, b"".join(parts)))
+    return found
 
 
 @pytest.mark.heavy
@@ -46,6 +102,16 @@ def test_an_error_of_one_process_alone_ends_the_run(folder, rank):
     for _, _, error in results:
         assert said in error and "an error that the others do not have" in error, error
         assert "this host's disk is gone" in error, error
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_ends_also_where_what_it_says_goes_to_a_disk_that_is_full(folder, rank):
+    args = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
+    with open("/dev/full", "w") as full:
+        running = start_many(2, args, script=[FAILING, str(rank), "step"], stderr=full)
+        results = finish(running, seconds=60)
+    assert [code for code, _, _ in results] == [ENDED] * 2, results
 
 
 @pytest.mark.heavy

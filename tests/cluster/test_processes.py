@@ -11,6 +11,7 @@ import pytest
 
 import zero_jax
 from training.supervise import free_address
+from zero_jax.cluster import processes, roll
 
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "3"}
@@ -52,8 +53,14 @@ def test_each_process_takes_its_own_gpus(monkeypatch, given, own):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     told = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given: told.append(given[-1]))
-    zero_jax.initialize("somewhere:1", 2, 0)
+
+    def initialize(*, local_device_ids, **_):
+        told.append(local_device_ids)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(roll, "call", lambda *_: None)
+    monkeypatch.setattr(processes, "_links", [])
+    zero_jax.initialize("127.0.0.1:1", 2, 0)
     assert told == [own]
 
 

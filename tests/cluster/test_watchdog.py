@@ -1,14 +1,17 @@
 """The watchdog of one process: what counts as stuck, and what is said of it."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from zero_jax.cluster.signs import Other
 from zero_jax.cluster.watchdog import ENDED, Watchdog
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,11 @@ def test_a_start_leaves_no_more_than_its_own_folder(tmp_path):
     assert data == "data" and own.startswith("start-")
 
 
+def test_a_start_leaves_what_another_one_watches(tmp_path):
+    with Watchdog(tmp_path) as first, Watchdog(tmp_path):
+        assert first.signs.path_of(0).parent.is_dir()
+
+
 def test_nothing_is_timed_before_there_is_something_to_compare_with(tmp_path):
     watchdog = Watchdog(tmp_path, dead_after=0.1, slow_factor=2, slow_after=1e-9)
     for number in range(3):
@@ -103,7 +111,7 @@ def holding(watchdog, count):
 def others(watchdog, **how):
     for rank, known in how.items():
         known = {"counter": 5, "step": 1, "process": rank, "failed": False} | known
-        watchdog.path_of(int(rank[1:])).write_text(json.dumps(known))
+        watchdog.signs.path_of(int(rank[1:])).write_text(json.dumps(known))
 
 
 def test_an_error_goes_on_when_all_others_have_one_or_are_done(tmp_path):
@@ -114,7 +122,7 @@ def test_an_error_goes_on_when_all_others_have_one_or_are_done(tmp_path):
         told, held = holding(watchdog, 6)
         held.join(1.5)
         assert held.is_alive(), "one has none yet"
-        assert json.loads(watchdog.path_of(0).read_text())["failed"], "it is told"
+        assert json.loads(watchdog.signs.path_of(0).read_text())["failed"], "it is told"
         others(watchdog, r5={"counter": 0})
         held.join(20)
         assert not held.is_alive() and not told
@@ -128,3 +136,49 @@ def test_an_error_that_one_other_does_not_have_ends_the_run(tmp_path):
         assert not held.is_alive()
     (why,) = told
     assert "process 0 (pid" in why and why.endswith("do not have: OSError: gone")
+
+
+class OnFullDisk:
+    """What is written to it is lost."""
+
+    def write(self, text):
+        raise OSError("No space left on device")
+
+    flush = write
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO, OnFullDisk])
+def test_storage_that_is_away_or_full_says_nothing_of_anyone(tmp_path, monkeypatch, stderr):
+    """It looks on though it cannot tell, and all others have their time again."""
+    monkeypatch.setattr(sys, "stderr", said := stderr())
+    with Watchdog(tmp_path, dead_after=1) as watchdog:
+        others(watchdog, r1={})
+        watchdog._others = {1: Other(time.monotonic())}
+        watchdog.end_run = (told := []).append
+
+        def full(counter):
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(watchdog, "_beat", full)
+        time.sleep(3)
+        assert not told
+        assert watchdog._others[1].counter == 5, "it looks"
+        monkeypatch.delattr(watchdog, "_beat")
+        time.sleep(2)
+        assert told, "and its time runs again"
+    if stderr is io.StringIO:
+        assert "No space left on device" in said.getvalue()
+
+
+def test_a_step_is_timed_where_no_file_can_be_read(tmp_path, monkeypatch):
+    with Watchdog(tmp_path, dead_after=0.5, slow_after=0.5, slow_factor=1) as watchdog:
+        watchdog.end_run = (told := []).append
+
+        def away():
+            raise OSError("the storage is away")
+
+        monkeypatch.setattr(watchdog, "_look", away)
+        for number in range(4):
+            watchdog.step(number)
+        time.sleep(2.5)
+    assert told and "has been in one step" in told[0]

@@ -216,3 +216,25 @@ def test_paths_that_look_alike_are_told_apart():
     )
     np.testing.assert_allclose(value, jnp.mean(X @ (2 * params["a"])), rtol=1e-6)
     np.testing.assert_allclose(zero.full(grads)["a"], 2 * zero.full(grads)["a/b"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_negative_weight_anywhere_skips_the_step(stage, k):
+    """Weights count rows or tokens. One that is below zero is a slip, also if the sum is not."""
+
+    def loss(params, batch):
+        x, weight_of = batch
+        weight = jnp.sum(weight_of)
+        return zero_jax.Weighted(weight * jnp.mean((x @ params["w"]) ** 2), weight)
+
+    zero = zero_on(stage=stage, micro_batches=k)
+    params, tx = zero.shard(W), zero.optimizer(optax.sgd(0.1))
+    step, state = zero.train_step(loss, tx), tx.init(params)
+    good = jnp.ones(16)
+    params, state, metrics = step(params, state, (X, good))
+    assert (int(metrics.skipped), float(metrics.weight)) == (0, 16)
+    before = zero.full(params)
+    params, state, metrics = step(params, state, (X, good.at[0].set(-9.0)))
+    assert int(metrics.skipped) == 1 and np.isnan(metrics.loss)
+    np.testing.assert_array_equal(zero.full(params)["w"], before["w"])

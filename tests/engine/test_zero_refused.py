@@ -1,12 +1,18 @@
 """What a Zero refuses before it takes memory: meshes, parameters, batches, losses, states."""
 
+import types
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 from test_zero import X, loss, make, zero_on
 
 import zero_jax
+from zero_jax.sharding.mesh import check_global
 
 
 def test_patterns_that_match_nothing_are_refused():
@@ -17,6 +23,76 @@ def test_patterns_that_match_nothing_are_refused():
 def test_an_optimizer_of_another_zero_is_refused():
     with pytest.raises(ValueError, match="wrap it with the same Zero"):
         zero_on(stage=3).train_step(loss, zero_on(stage=0).optimizer(optax.adam(1e-3)))
+
+
+def test_what_is_no_optax_transformation_is_refused():
+    for tx in ("adam", optax.adam, None):
+        with pytest.raises(ValueError, match="no optax transformation"):
+            zero_on().optimizer(tx)
+        with pytest.raises(ValueError, match="no optax transformation"):
+            zero_on().train_step(loss, tx)
+
+
+def test_a_plain_optax_state_is_refused():
+    zero, tx = zero_on(), optax.adam(1e-3)
+    params = zero.init(make)
+    with pytest.raises(ValueError, match=r"state is a tuple: make it .*zero\.optimizer\(tx\)"):
+        zero.train_step(loss, tx)(params, tx.init(params), X)
+
+
+def test_a_complex_loss_is_refused():
+    zero = zero_on()
+    with pytest.raises(ValueError, match="returned a complex number"):
+        zero.value_and_grad(lambda p, x: loss(p, x) * 1j)(zero.init(make), X)
+
+
+class WithNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.drop = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_a_module_and_what_is_not_trained_are_refused_as_parameters():
+    zero = zero_on()
+    with pytest.raises(ValueError, match=r"a module, WithNorm: give .* nnx\.split"):
+        zero.init(lambda: WithNorm(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'norm/mean' is a BatchStat, which is not trained"):
+        zero.init(lambda: nnx.state(WithNorm(nnx.Rngs(0)), (nnx.Param, nnx.BatchStat)))
+    with pytest.raises(ValueError, match="is a Rng"):
+        zero.init(lambda: nnx.state(WithNorm(nnx.Rngs(0)), nnx.RngState))
+    zero.init(lambda: nnx.state(WithNorm(nnx.Rngs(0)), nnx.Param))
+
+
+class Graph(NamedTuple):
+    nodes: Any
+    edges: Any
+
+
+def test_a_batch_of_graphs_is_told_how_to_be_stacked():
+    zero = zero_on()
+    with pytest.raises(ValueError, match=r"rows: \.nodes 40, \.edges 96\. .*stack as many padded"):
+        zero.value_and_grad(loss)(zero.init(make), Graph(jnp.ones((40, 3)), jnp.ones((96, 3))))
+
+
+def test_what_is_no_mesh_and_a_device_twice_are_refused():
+    for mesh in (None, 4, jax.devices()):
+        with pytest.raises(ValueError, match="give a jax.sharding.Mesh"):
+            zero_jax.Zero(mesh)
+    with pytest.raises(ValueError, match="0 2 times: each place"):
+        zero_jax.Zero(zero_jax.make_mesh(devices=[jax.devices()[0]] * 2))
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ValueError, match=r"frozen='\(b' is no regular expression: missing \)"):
+        zero_on(frozen="(b").init(make)
+
+
+def test_rows_of_one_process_alone_are_refused_where_there_are_several():
+    several = types.SimpleNamespace(local_devices=[0], size=2)
+    check_global({"x": jax.ShapeDtypeStruct((4,), "float32")}, several)
+    for rows in (np.ones(4), jnp.ones(4), [1.0]):
+        with pytest.raises(ValueError, match=r"of this process alone.*zero_jax\.global_batch"):
+            check_global({"x": rows}, several)
+    check_global({"x": np.ones(4)}, zero_jax.make_mesh())
 
 
 BAD_SETTINGS = [
@@ -50,7 +126,7 @@ def test_meshes_without_data_or_with_other_axes_are_refused():
 
 
 def test_parameters_that_are_not_arrays_are_refused():
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="'w' is a str"):
         zero_on().init(lambda: {"w": "not an array"})
     with pytest.raises(ValueError, match="'w' is a float"):
         zero_on().shard({"w": 1.0})
@@ -78,7 +154,7 @@ BAD_BATCHES = [
     (jnp.ones((22, 10)), "22 rows.*4 devices x 1 micro-batches.*use 20 or 24"),
     (jnp.ones(()), "scalar"),
     ({}, "no arrays"),
-    ((jnp.ones((8, 10)), jnp.ones((4, 1))), r"\[4, 8\] rows"),
+    ((jnp.ones((8, 10)), jnp.ones((4, 1))), r"rows: \[0\] 8, \[1\] 4"),
 ]
 
 

@@ -220,6 +220,14 @@ def test_of_two_results_one_takes_the_place_of_an_operand():
     assert units(*lines, computations=[fused]) == 1 + 2 + 1
 
 
+def test_a_fusion_may_end_in_one_operation_of_two_results():
+    """A sort of keys and values, as of `top_k`; it overwrites neither."""
+    pair = f"({array()}, {array()})"
+    fused = computation("fused", {"x": array()}, [f"%r = {pair} sort(%x, %x), dimensions={{0}}"])
+    fusion = f"%b = {pair} fusion(%a), kind=kLoop, calls=%fused"
+    assert units(make("a", "p"), fusion, make("out", "b"), computations=[fused]) == 1 + 2
+
+
 def test_two_results_take_the_places_of_two_operands():
     pair = f"({array()}, {array()})"
     lines = ["%y = f32[256]{0} add(%x, %k)", "%z = f32[256]{0} subtract(%x, %k)"]

@@ -6,8 +6,7 @@ import optax
 import pytest
 from flax import nnx
 
-import train
-from training import optimizers
+from training import optimizers, trainer
 from training.config import Config, resolve
 from zero_jax.models import gpt
 
@@ -16,10 +15,10 @@ from zero_jax.models import gpt
 
 def test_results_are_looked_at_one_late():
     made = []
-    results = train.one_late(made.append(n) or n for n in range(4))
+    results = trainer.one_late(made.append(n) or n for n in range(4))
     seen = [(result, len(made)) for result in results]
     assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
-    assert list(train.one_late([])) == []
+    assert list(trainer.one_late([])) == []
 
 
 def test_decay_is_for_kernels_and_embeddings_and_nothing_else():

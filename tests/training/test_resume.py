@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from test_train import HERE, TEXT, TINY, finish, folder, metrics, start, start_many
 
-import train
+import training.run
 import zero_jax
+from training.main import main
 from training.saving import goes_on
 from training.stop import GO_ON_LATER, Stop
 
@@ -24,7 +25,7 @@ OWN = ["--checkpoint-every", "3", "--out", "out"]
 
 
 def train_here(*args):
-    return train.main([*RUN, *HERE, *args])
+    return main([*RUN, *HERE, *args])
 
 
 def curve(out):
@@ -56,7 +57,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkey
     # The rate falls over all steps, so the first half must know of the second.
     args = ["--steps", "8", "--warmup", "2", *OWN]
     with monkeypatch.context() as patch:
-        patch.setattr(train, "Stop", StopAfterFour)
+        patch.setattr(training.run, "Stop", StopAfterFour)
         assert train_here(*args) == GO_ON_LATER
     assert [line["step"] for line in metrics("out")] == [1, 2, 3, 4]
     capsys.readouterr()
@@ -66,6 +67,74 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkey
     assert curve("out") == curve("whole")
     assert last_loss("out") == last_loss("whole")
     assert sorted(p.name for p in Path("out/checkpoints").glob("[0-9]*")) == ["4", "6", "8"]
+
+
+@pytest.mark.heavy
+def test_a_stopped_run_says_which_step_is_saved_and_how_to_go_on(folder, capsys, monkeypatch):
+    args = ["--steps", "8", "--warmup", "2", *OWN]
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run, "Stop", StopAfterFour)
+        assert train_here(*args) == GO_ON_LATER
+    error = capsys.readouterr().err
+    assert f"stopped after step 4, which is saved in {Path('out').resolve()}" in error
+    command = error.rpartition("python train.py ")[2].split()
+    assert main(command) == 0 and len(curve("out")) == 8
+
+
+@pytest.mark.heavy
+def test_a_run_that_has_all_its_steps_says_so_and_more_are_refused(folder, capsys):
+    assert train_here("--steps", "4", *OWN) == 0
+    capsys.readouterr()
+    assert train_here("--steps", "4", *OWN) == 0
+    assert "Step 4 is the last of --steps 4: nothing is left to train" in capsys.readouterr().out
+    assert train_here("--steps", "3", *OWN) == 2
+    assert "is at step 4, beyond --steps 3: ask for more" in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+def test_a_damaged_checkpoint_offers_the_one_before(folder, capsys):
+    args = ["--steps", "8", "--warmup", "2", *OWN]
+    assert train_here(*args) == 0
+    chunk = next(p for p in Path("out/checkpoints/8").rglob("c/*") if p.is_file())
+    damaged = bytearray(chunk.read_bytes())
+    damaged[0] ^= 1
+    chunk.write_bytes(damaged)
+    capsys.readouterr()
+    assert train_here(*args) == 2
+    error = capsys.readouterr().err
+    assert "That is of step 8; steps 3, 6 are there too: --from-step 6 goes on" in error, error
+    assert train_here(*args, "--from-step", "6") == 0
+    out = capsys.readouterr().out
+    assert "8 are set aside in" in out and "step 6: restored" in out
+    assert Path("out/checkpoints/after-6/8").is_dir()
+    assert sorted(p.name for p in Path("out/checkpoints").glob("[0-9]*")) == ["3", "6", "8"]
+    # The same command once more, as after a kill, does not go back again.
+    assert train_here(*args, "--from-step", "6") == 0
+    out = capsys.readouterr().out
+    assert "--from-step 6 was carried out before" in out and "nothing is left to train" in out
+    assert sorted(p.name for p in Path("out/checkpoints").glob("[0-9]*")) == ["3", "6", "8"]
+    assert train_here(*args, "--from-step", "7") == 2
+    assert "--from-step 7" in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+def test_the_last_evaluation_says_how_far_it_is_and_can_be_stopped(folder, capsys, monkeypatch):
+    class StopInEvaluation(Stop):
+        calls = 0
+
+        def __call__(self):
+            self.calls += 1
+            return GO_ON_LATER if self.calls == 5 else 0  # after four steps and a batch
+
+    monkeypatch.setattr(training.run, "LONG", 2)
+    args = ["--steps", "4", *OWN]
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run, "Stop", StopInEvaluation)
+        assert train_here(*args) == GO_ON_LATER
+    said = capsys.readouterr()
+    assert "stopped after step 4, which is saved in" in said.err
+    assert main([*RUN, *HERE, *args]) == 0
+    assert "evaluating: " in capsys.readouterr().out
 
 
 @pytest.mark.heavy
@@ -146,8 +215,9 @@ def test_a_signal_saves_and_ends_a_run(folder, number, code):
     wait_for(lambda: trained_until(3), run)
     run.send_signal(number)
     ((got, _, error),) = finish(running, seconds=60)
-    assert (got, error.strip()) == (code, "stopped")
+    assert got == code and "Traceback" not in error
     saved = [int(p.name) for p in Path("out/checkpoints").glob("[0-9]*")]
+    assert f"stopped after step {saved[0]}, which is saved in" in error, error
     assert saved == [max(line["step"] for line in metrics("out"))]
 
 
@@ -189,12 +259,14 @@ def test_a_killed_run_loses_at_most_what_lies_after_its_last_checkpoint(folder):
 def test_two_runs_in_one_folder_are_refused_in_every_process(folder):
     (first,) = [start(*RUN, "--devices", "1", "--steps", "100000", "--out", "out")]
     wait_for(lambda: trained_until(1), first)
+    before = text_of("out/config.json"), os.listdir("out/alive")
     second = [*RUN, "--devices", "2", "--steps", "4", "--out", "out"]
     results = finish(start_many(2, second), seconds=120)
+    assert (text_of("out/config.json"), os.listdir("out/alive")) == before, "they are the first's"
     first.kill()
     first.communicate()
     assert [code for code, _, _ in results] == [2, 2], results
-    assert "another run writes checkpoints" in results[0][2]
+    assert "another run writes metrics" in results[0][2]
 
 
 def test_the_settings_of_the_run_are_in_the_checkpoint(done):

@@ -1,6 +1,7 @@
 """Text is read whole, and measured exactly."""
 
 import math
+import os
 import pickle
 from pathlib import Path
 
@@ -102,6 +103,61 @@ def test_folder_with_a_binary_file_is_refused_and_the_file_named(tmp_path):
     (tmp_path / "image.png").write_bytes(b"\0\0")
     with pytest.raises(ValueError, match=r"1 are not.*(\n|.)*image\.png"):
         load_tokens(tmp_path, vocab=256)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_what_is_no_utf8_is_refused_with_its_place(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(text, "CHUNK", chunk)
+    (tmp_path / "t.txt").write_bytes("häß".encode() + b"\xe4 latin-1")
+    with pytest.raises(ValueError, match="t.txt is not text in UTF-8: byte 5; "):
+        load_tokens(tmp_path / "t.txt", vocab=256)
+    (tmp_path / "t.txt").write_bytes("häß€".encode()[:-1])  # as `head -c` leaves it
+    assert load_tokens(tmp_path / "t.txt", vocab=256).tokens.size == 7
+
+
+def test_a_pickle_is_no_text(tmp_path):
+    (tmp_path / "t.pkl").write_bytes(pickle.dumps("a text of letters", protocol=4))
+    with pytest.raises(ValueError, match="not text in UTF-8"):
+        load_tokens(tmp_path / "t.pkl", vocab=256)
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.bin", "t.npy"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="not a regular file"):
+        load_tokens(tmp_path / name, vocab=256)
+    with pytest.raises(ValueError, match="not a regular file"):
+        load_tokens(tmp_path, vocab=256)
+
+
+def test_a_ring_of_two_folders_is_refused(tmp_path):
+    for name, other in (("one", "two"), ("two", "one")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("words")
+        (tmp_path / name / "link").symlink_to(tmp_path / other)
+    with pytest.raises(ValueError, match="link/link links to a folder that it is in"):
+        load_tokens(tmp_path / "one", vocab=256)
+
+
+def test_folders_behind_links_are_read_and_rings_are_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "away" / "deep").mkdir(parents=True)
+    (tmp_path / "away" / "deep" / "b.txt").write_text("b")
+    (tmp_path / "data" / "a.txt").write_text("a")
+    (tmp_path / "data" / "z").symlink_to(tmp_path / "away")
+    assert bytes(load_tokens(tmp_path / "data", vocab=256).tokens) == b"ab"
+    (tmp_path / "away" / "deep" / "up").symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match="up links to a folder that it is in"):
+        load_tokens(tmp_path / "data", vocab=256)
+
+
+@pytest.mark.parametrize("shape", ["(-3,)", "(9223372036854775807, 9)", "((((((", "(2,)" * 9999])
+def test_npy_with_a_header_of_no_sense_is_refused(tmp_path, shape):
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}".encode()
+    size = len(header).to_bytes(4, "little")
+    (tmp_path / "t.npy").write_bytes(b"\x93NUMPY\x02\x00" + size + header)
+    with pytest.raises(ValueError, match="not a readable .npy"):
+        load_tokens(tmp_path / "t.npy", vocab=256)
 
 
 def test_folder_with_a_broken_link_is_refused(tmp_path):

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import train
 import zero_jax
 from training.config import Config
+from training.main import main
 from training.plan import load
 from training.supervise import free_address
+from training.trainer import Trainer
 from zero_jax.models import gpt
 
-SCRIPT = Path(train.__file__).resolve()
+SCRIPT = Path(__file__).parents[2] / "train.py"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes
 TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
 TINY += ["--eval-batches", "1", "--sample-length", "8", "--optimizer", "sgd"]
@@ -37,12 +38,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def start(*args, cwd=None, script=(str(SCRIPT),)):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+def start(*args, cwd=None, script=(str(SCRIPT),), environment=None, stderr=subprocess.PIPE):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
     return subprocess.Popen(
         [sys.executable, *script, *args],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=environment,
         cwd=cwd,
@@ -120,6 +121,7 @@ def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
     lines = metrics(out)
     step = {"step", "loss", "grad_norm", "tokens_per_second", "skipped"}
+    step |= {"step_seconds", "learning_rate"}  # on CPUs nobody knows how much memory was taken
     val = {"step", "val_loss"}
     assert [set(line) for line in lines] == [step, step, val, step, step, val]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
@@ -130,7 +132,7 @@ def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
 @pytest.mark.heavy
 def test_auto_says_what_it_chose_and_records_it(folder, capsys):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
-    assert train.main(quiet) == 0
+    assert main(quiet) == 0
     said = capsys.readouterr().out
     assert "chose stage 2, 1 micro-batches, remat none" in said and "stage 2, this run" in said
     assert json.loads(Path("runs/001/config.json").read_text())["stage"] == 2
@@ -140,9 +142,9 @@ def test_auto_says_what_it_chose_and_records_it(folder, capsys):
 def test_the_same_seed_gives_the_same_losses_in_the_next_folder(folder):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--steps", "3"]
     for _ in range(2):
-        assert train.main(quiet) == 0
+        assert main(quiet) == 0
     assert losses("runs/001") == losses("runs/002")
-    assert train.main([*quiet, "--seed", "1", "--out", "other"]) == 0
+    assert main([*quiet, "--seed", "1", "--out", "other"]) == 0
     assert losses("other") != losses("runs/001")
 
 
@@ -151,7 +153,7 @@ def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
     chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "2", "--micro-batches", "2"]
     chosen += ["--batch", "16", "--optimizer", "muon", "--compute", "bf16", "--reduce", "bf16"]
-    assert train.main([*TINY, *HERE, *chosen, "--remat", "dots", "--clip", "0"]) == 0
+    assert main([*TINY, *HERE, *chosen, "--remat", "dots", "--clip", "0"]) == 0
     out = capsys.readouterr().out
     assert "nats per token" in out
     sample = json.loads(out[out.index("sample:") + len("sample:") :])
@@ -161,7 +163,7 @@ def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
 
 def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
     plan = load(Config(data="text.txt", seq=16, batch=8, devices=8))
-    trainer = train.Trainer(plan)
+    trainer = Trainer(plan)
     params, _ = trainer.init()
     model = nnx.merge(trainer.graphdef, trainer.zero.full(params))
     total, count, held_out = 0.0, 0, plan.held_out
@@ -177,8 +179,8 @@ def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
 
 @pytest.mark.heavy
 def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys):
-    wild = ["--lr", "1e30", "--clip", "0", "--steps", "60", "--eval-every", "0"]
-    assert train.main([*TINY, *HERE, *wild, "--out", "out"]) == 1
+    wild = ["--lr", "1e4", "--clip", "0", "--steps", "60", "--eval-every", "0"]
+    assert main([*TINY, *HERE, *wild, "--out", "out"]) == 1
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: 20 steps in a row")
     assert "\n" not in error
@@ -196,7 +198,8 @@ def test_ctrl_c_ends_a_run_with_all_its_files(folder):
         time.sleep(0.2)
     run.send_signal(signal.SIGINT)
     ((code, _, error),) = finish(running, seconds=60)
-    assert (code, error.strip()) == (130, "stopped")
+    assert code == 130 and error.startswith("stopping after this step"), error
+    assert "\nstopped after step" in error and "The command that goes on" in error, error
     assert Path("out/loss.png").exists()
 
 
@@ -258,7 +261,7 @@ def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
 
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", counted)
     args = ["--steps", "14", "--checkpoint-every", "0", "--sample-length", "0"]
-    assert train.main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
+    assert main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
     assert traced.index(Path.cwd() / "out" / "profile") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -270,7 +273,7 @@ def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_runs_is_named(folder, stage):
-    trainer = train.Trainer(load(Config(stage=stage, data="text.txt", devices=8, seq=16)))
+    trainer = Trainer(load(Config(stage=stage, data="text.txt", devices=8, seq=16)))
     text = trainer.step.lower(*trainer.like(), next(trainer.batches())).compile().as_text()
     for name in ("embed", "attention", "mlp", "loss", "zero_update"):
         assert f"/{name}" in text or f"({name})" in text, name

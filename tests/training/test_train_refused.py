@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_train import HERE, TINY, folder
 
-import train
 import zero_jax
+from training import main as program
 from training.config import Config
 from training.plan import check_batch
 
@@ -28,6 +28,7 @@ __all__ = ["folder"]  # a fixture
         (["--batch", "12"], ["--batch 12", "8 devices x 1", "8 or 16"]),
         (["--batch", "8", "--micro-batches", "3"], ["8 devices x 3", "= 24", "take 24"]),
         (["--model", "nanno"], ["'nanno'", "'nano'"]),
+        (["--model", "350m"], ["'350m'", "nearest is '124m'"]),
         (["--optimizer", "adam"], ["'adam'", "'adamw'", "lion"]),
         (["--remat", "blok"], ["'blok'", "'block'"]),
         (["--compute", "bf61"], ["'bf61'", "'bf16'"]),
@@ -39,6 +40,13 @@ __all__ = ["folder"]  # a fixture
             marks=pytest.mark.heavy,
         ),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--steps", "99999999999999999999"], ["--steps 99999999999999999999", "at most 2.1"]),
+        (["--seed", "9223372036854775808"], ["--seed 9223372036854775808", "at most 9.2"]),
+        (["--vocab", "2147483648"], ["--vocab 2147483648", "at most 2.1"]),
+        (["--lr", "1e38"], ["--lr 1e+38", "at most 10000"]),
+        (["--out", ""], ["--out is empty"]),
+        (["--memory-limit", "1e9"], ["--memory-limit 1e+09", "--stage auto"]),
+        (["--from-step", "3", "--out", "new"], ["--from-step 3", "does not hold a checkpoint"]),
         (["--lr", "nan"], ["--lr nan", "at least 0"]),
         (["--warmup", "4"], ["--warmup 4", "--steps 4"]),
         (["--mesh", "data=2,modle=4"], ["'modle=4'", "data=4,model=2"]),
@@ -47,7 +55,7 @@ __all__ = ["folder"]  # a fixture
         (["--config", "c6"], ["'c6'", "c1, c2, c3"]),
         (["--config", "c1", "--remat", "dots"], ["--config c1 decides --stage and --remat"]),
         (["--config", "c1", "--stage", "3"], ["--config c1 decides --stage and --remat"]),
-        (["--config", "c4"], ["block@partitioned", "make_mesh(model=2)"]),
+        (["--config", "c4"], ["--config c4", "--mesh model=2"]),
         (["--offload", "activations", "--remat", "none"], ["remat='none'", '"block"']),
         (["--process-id", "0"], ["process_id=0", "give all three"]),
         (["--out", "text.txt"], ["text.txt", "--out needs a folder"]),
@@ -57,7 +65,7 @@ __all__ = ["folder"]  # a fixture
 def test_input_of_no_use_is_refused_in_one_line_that_tells_what_is(folder, capsys, args, words):
     (folder / "empty.txt").write_text("")
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    assert train.main([*TINY, *HERE, *args]) == 2
+    assert program.main([*TINY, *HERE, *args]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
     assert "\n" not in error
@@ -67,7 +75,7 @@ def test_input_of_no_use_is_refused_in_one_line_that_tells_what_is(folder, capsy
 
 def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
     group = ["--num-processes", "3", "--process-id", "0", "--coordinator", "127.0.0.1:1"]
-    assert train.main([*TINY, *group, "--devices", "8"]) == 2
+    assert program.main([*TINY, *group, "--devices", "8"]) == 2
     assert (
         "8 devices must be a multiple of 3 processes: take --devices 9" in capsys.readouterr().err
     )
@@ -75,12 +83,12 @@ def test_devices_are_shared_out_evenly_to_the_processes(folder, capsys):
 
 @pytest.mark.parametrize("mesh", ["replica=4", "model=8"])
 def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch, mesh):
-    monkeypatch.setattr(zero_jax, "initialize", lambda *_: None)
-    monkeypatch.setattr(train, "launched_processes", lambda: 32)
+    monkeypatch.setattr(zero_jax, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(program, "launched_processes", lambda: 32)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    train.join(Config(mesh=mesh))
+    program.join(Config(mesh=mesh))
     with pytest.raises(ValueError, match="must be a multiple of 32 processes"):
-        train.join(Config(mesh=f"data=3,{mesh}"))
+        program.join(Config(mesh=f"data=3,{mesh}"))
 
 
 @pytest.mark.parametrize(("processes", "ended"), [(1, "returned 2"), (4, "left with 2")])
@@ -91,11 +99,11 @@ def test_too_little_memory_is_no_reason_to_start_again(monkeypatch, capsys, proc
     def leave(code):
         raise SystemExit(f"left with {code}")
 
-    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(program, "run", run)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(os, "_exit", leave)
     try:
-        found = f"returned {train.main(HERE)}"
+        found = f"returned {program.main(HERE)}"
     except SystemExit as left:
         found = left.code
     assert found == ended
@@ -106,7 +114,7 @@ def test_too_little_memory_is_no_reason_to_start_again(monkeypatch, capsys, proc
 
 def test_debug_shows_where_an_error_came_from(folder):
     with pytest.raises(FileNotFoundError):
-        train.main([*TINY, *HERE, "--data", "nowhere.txt", "--debug"])
+        program.main([*TINY, *HERE, "--data", "nowhere.txt", "--debug"])
 
 
 def test_a_batch_that_divides_is_accepted():

@@ -6,8 +6,11 @@ several, so that little has to be read for a small part of it. A chunk that is m
 or altered is an error when it is read, never zeros.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,12 +67,12 @@ class Array:
 
     def __init__(self, folder: str, shape: Sequence[int], dtype: str, chunk: Sequence[int]):
         self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
-        self._folder = folder
+        self._folder = os.path.realpath(folder)  # TensorStore takes no ".."
         self._stored = dtype if dtype in _KNOWN else f"uint{8 * self.dtype.itemsize}"
         grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
         self._spec = {
             "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{folder}/"},
+            "kvstore": {"driver": "file", "path": f"{self._folder}/"},
             "metadata": {
                 "shape": list(shape),
                 "data_type": self._stored,
@@ -84,7 +87,8 @@ class Array:
 
     def create(self) -> None:
         """Writes the description that other readers of zarr need; one process does."""
-        ts.open(self._spec, create=True, open=False).result()
+        with _os_errors(self._folder):
+            ts.open(self._spec, create=True, open=False).result()
 
     def write(self, pieces: Sequence[tuple[tuple[int, ...], np.ndarray]]) -> None:
         """Writes pieces, each with where it starts; all of their chunks at once.
@@ -98,8 +102,9 @@ class Array:
             value = piece if piece.dtype == known else words(piece)
             place = store[_box(starts, piece.shape)]
             futures.append(place.write(value, can_reference_source_data_indefinitely=True))
-        for future in futures:
-            future.result()
+        with _os_errors(self._folder):
+            for future in futures:
+                future.result()
 
     def read(self, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
         """Reads a part.
@@ -121,6 +126,24 @@ class Array:
         more = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
         spec = {**self._spec, **more}
         return ts.open(spec, open=True, assume_metadata=True).result()
+
+
+@contextlib.contextmanager
+def _os_errors(folder: str) -> Iterator[None]:
+    """What the system says of a write that fails, and of which chunk: TensorStore adds much more.
+
+    Raises:
+      OSError: it said something.
+    """
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        named = re.search(r'"([^"]+)"', str(error))
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), named[1] if named else folder) from None
 
 
 def _box(starts: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

@@ -15,12 +15,12 @@ Host memory: `save` copies this process's shards and returns; `restore` takes on
 
 import dataclasses
 import json
+import operator
 import os
 import pathlib
-import shutil
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,8 +28,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from zero_jax.checkpoint import retention
+from zero_jax.checkpoint.all_processes import by_the_first, over_processes
 from zero_jax.checkpoint.arrays import Damaged
-from zero_jax.checkpoint.checksum import MODULUS
 from zero_jax.checkpoint.comparison import matched
 from zero_jax.checkpoint.leaves import leaves, rebuilt
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
@@ -47,7 +47,6 @@ from zero_jax.checkpoint.writer import (
 from zero_jax.cluster.lock import locked
 
 PyTree = Any
-T = TypeVar("T")
 ITEM = "state"
 
 
@@ -118,8 +117,8 @@ class Checkpoints:
         for name, value in (("keep", keep), ("keep_every", keep_every)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
-        self.directory = pathlib.Path(directory).absolute()
-        self._lock = None if read_only else _by_the_first(lambda: locked(self.directory))
+        self.directory = pathlib.Path(directory).resolve()  # TensorStore takes no ".."
+        self._lock = None if read_only else by_the_first(lambda: locked(self.directory))
         self._unsealed: int | None = None
         self._manager = None if read_only else _manager(self.directory, keep, keep_every)
         self._sweeper = None if self._lock is None else retention.Sweeper(self.directory)
@@ -135,7 +134,7 @@ class Checkpoints:
         """The steps there are, ascending; waits for one that is being saved."""
         self.wait()
         found = self.directory.glob(f"*/{ITEM}/{MANIFEST}")
-        return sorted(int(p.parts[-3]) for p in found if p.parts[-3].isdigit())
+        return sorted(int(p.parts[-3]) for p in found if retention.is_step(p.parts[-3]))
 
     @property
     def latest(self) -> int | None:
@@ -150,29 +149,48 @@ class Checkpoints:
         Waits for the previous save first. Every process calls it.
 
         Args:
-          step: number of the training step; not one that is there already.
+          step: number of the training step, above that of the newest checkpoint.
           tree: arrays at rest (parameters, optimizer state, random keys) and numbers.
           config: the run's settings, as JSON.
           extra: what else a run goes on from (the position in the data), as JSON.
 
         Raises:
-          ValueError: the step is there, or something can't be saved.
+          ValueError: the step is there, is below the newest or no number, or something can't be
+            saved.
           OSError: no space is left, or an earlier save failed.
         """
         if self._manager is None:
             raise ValueError("these checkpoints were opened with read_only=True")
-        if step in self.steps:
-            raise ValueError(f"{self.directory} holds step {step} already")
+        step = self._checked(step)
         json.dumps([config, extra])
         found = leaves(tree)
         needed = sum(leaf.nbytes for leaf in found)
-        _by_the_first(lambda: _check_space(self.directory, needed))
-        manifest = Manifest(int(step), entries(found), versions(), config, extra)
+        by_the_first(lambda: _check_space(self.directory, needed, 2 * len(found)))
+        manifest = Manifest(step, entries(found), versions(), config, extra)
         args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
         self._manager.save(step, args=args)
         self._unsealed = step
         if any(leaf.in_files for leaf in found):
             self.wait()  # the next step writes to those files
+
+    def _checked(self, step: Any) -> int:
+        """The step as a number that comes next."""
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise ValueError(f"step={step!r}: give a whole number from 0")
+        there = self.steps
+        if number in there:
+            raise ValueError(f"{self.directory} holds step {number} already")
+        if there and number < there[-1]:
+            raise ValueError(
+                f"{self.directory} holds step {there[-1]}, and step {number} would never be its "
+                "latest: delete the later ones to go on from an earlier one, or take another "
+                "directory"
+            )
+        return number
 
     def wait(self) -> None:
         """Waits until the last save is on the disk.
@@ -261,7 +279,7 @@ class Checkpoints:
             nodes.append(leaf.build(entry.array(folder).read))
             sums.append(total(dataclasses.replace(leaf, node=nodes[-1]).pieces()))
         names = [leaf.name for leaf in wanted if leaf.name in outcome["restored"]]
-        for name, found in zip(names, _over_processes(sums), strict=True):
+        for name, found in zip(names, over_processes(sums), strict=True):
             if found != manifest.arrays[name].checksum:
                 raise Damaged(f"{folder}: {name} is not as it was saved: its checksum differs")
         tree = rebuilt(like, nodes)
@@ -287,41 +305,21 @@ def _manager(
     return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
 
 
-def _by_the_first(work: Callable[[], T]) -> T | None:
-    """The first process's result, there; if it fails, all processes raise."""
-    trouble, result = None, None
-    if jax.process_index() == 0:
-        try:
-            result = work()
-        except (ValueError, OSError) as error:
-            trouble = error
-    if jax.process_count() > 1:
-        failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(trouble is not None)))
-        if failed and trouble is None:
-            trouble = OSError("process 0 can't write checkpoints: see its error")
-    if trouble is not None:
-        raise trouble
-    return result
-
-
-def _over_processes(sums: Sequence[int]) -> list[int]:
-    """Adds up each number over all processes, modulo 2^64."""
-    if jax.process_count() == 1:
-        return list(sums)
-    halves = np.array([[s >> 32, s & 0xFFFFFFFF] for s in sums], np.uint32).reshape(-1, 2)
-    every = multihost_utils.process_allgather(halves).astype(object)
-    high, low = every[..., 0].sum(axis=0), every[..., 1].sum(axis=0)
-    return [int(((h << 32) + w) % MODULUS) for h, w in zip(high, low, strict=True)]
-
-
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _check_space(directory: pathlib.Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
+def _check_space(directory: pathlib.Path, needed: int, files: int) -> None:
+    """Raises OSError if the file system has too little left, of bytes or of files."""
+    known = os.statvfs(directory)
+    free = known.f_bavail * known.f_frsize
     if free < needed:
         raise OSError(
-            f"{directory} has {free / 1e9:.2f} GB free, and a checkpoint takes "
-            f"{needed / 1e9:.2f} GB: make room, or keep fewer"
+            f"{directory} has {free:,} bytes free, and a checkpoint takes {needed:,}: make room, "
+            "or keep fewer"
+        )
+    if known.f_files and known.f_favail < files:  # some file systems do not count them
+        raise OSError(
+            f"{directory} has room for {known.f_favail:,} files, and a checkpoint takes {files:,} "
+            "at least: delete some, or keep fewer checkpoints"
         )

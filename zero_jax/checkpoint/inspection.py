@@ -19,6 +19,7 @@ from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import ITEM
 from zero_jax.checkpoint.checksum import MODULUS, checksum
 from zero_jax.checkpoint.manifest import Entry, Manifest
+from zero_jax.checkpoint.retention import AFTER, is_step
 from zero_jax.checkpoint.writer import SEAL, check_seal
 
 _CRC_BYTES = 4
@@ -78,7 +79,7 @@ def folders(directory: pathlib.Path, step: int | None = None) -> dict[int, pathl
       ValueError: there is no such checkpoint.
     """
     found = directory.iterdir() if directory.is_dir() else iter(())
-    every = {int(p.name): p for p in sorted(found) if p.name.isdigit() and p.is_dir()}
+    every = {int(p.name): p for p in sorted(found) if is_step(p.name) and p.is_dir()}
     if not every:
         raise ValueError(f"{directory} does not hold a checkpoint")
     if step is not None and step not in every:
@@ -89,7 +90,8 @@ def folders(directory: pathlib.Path, step: int | None = None) -> dict[int, pathl
 
 def unfinished(directory: pathlib.Path) -> list[str]:
     """Names of folders that a save which was cut off has left; the next run removes them."""
-    return sorted(p.name for p in directory.iterdir() if p.is_dir() and not p.name.isdigit())
+    found = (p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith(AFTER))
+    return sorted(name for name in found if not is_step(name))
 
 
 def chunks(entry: Entry) -> Iterator[Chunk]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from zero_jax.checkpoint.arrays import chunk_shape
 from zero_jax.offload.state_in_files import InFiles, Stored
-from zero_jax.sharding import paths
+from zero_jax.sharding import layout, paths
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any
@@ -55,7 +55,7 @@ class Leaf:
     def dtype(self) -> str:
         """The name of the dtype; "key<threefry2x32>", say, for a random key."""
         if self.is_key:
-            return f"{_KEY}{jax.random.key_impl(self.value)}>"
+            return f"{_KEY}{layout.key_impl(self.value)}>"
         return str(getattr(self.value, "dtype", None) or np.asarray(self.value).dtype)
 
     @property

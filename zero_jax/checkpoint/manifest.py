@@ -87,11 +87,14 @@ class Manifest:
                 f"{path} was written by a later zero_jax ({known['versions'].get('zero_jax')}): "
                 "install that or a later one"
             )
-        arrays = {name: _entry(entry) for name, entry in known.pop("arrays").items()}
+        arrays = {name: _entry(entry, path) for name, entry in known.pop("arrays").items()}
         return cls(arrays=arrays, **known)
 
 
-def _entry(known: dict[str, Any]) -> Entry:
+def _entry(known: dict[str, Any], path: pathlib.Path) -> Entry:
+    folder = pathlib.PurePosixPath(str(known["folder"]))
+    if folder.is_absolute() or ".." in folder.parts:
+        raise Damaged(f"{path} names the folder {str(folder)!r}, which is outside the checkpoint")
     lists = {name: tuple(known[name]) for name in ("shape", "chunk")}
     return Entry(**{**known, **lists})
 

@@ -11,7 +11,36 @@ import threading
 import uuid
 
 FOLDER = ".discarded"
+AFTER = "after-"
 _INTERVAL = 1.0
+
+
+def is_step(name: str) -> bool:
+    """Whether a folder is called as a checkpoint is; "²" is a digit too."""
+    return name.isascii() and name.isdigit()
+
+
+def set_aside(directory: pathlib.Path, after: int) -> list[int] | None:
+    """Takes later checkpoints out of the way of a run that goes on from an earlier one.
+
+    They are kept, in `after-STEP` beside the others. Where that is there, nothing is done: a run
+    that is started again by the same command is not to lose what it has done since.
+
+    Args:
+      directory: of the checkpoints; nobody writes there.
+      after: the step that is to be the latest.
+
+    Returns:
+      Their steps; None if it was done before.
+    """
+    folder = directory / f"{AFTER}{after}"
+    if folder.exists():
+        return None
+    later = [p for p in directory.iterdir() if is_step(p.name) and int(p.name) > after]
+    for path in later:
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+    return sorted(int(p.name) for p in later)
 
 
 class Sweeper:
@@ -55,6 +84,6 @@ def _renamed(path: pathlib.Path) -> pathlib.Path:
     """Under a name of its own: the same step may be set aside again before this one is gone."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
-        return path.rename(beside) if path.name.isdigit() else path
+        return path.rename(beside) if is_step(path.name) else path
     except OSError:
         return path

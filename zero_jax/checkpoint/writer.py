@@ -173,7 +173,7 @@ def check_seal(folder: pathlib.Path) -> None:
     try:
         sums = json.loads((folder / SEAL).read_bytes())
         found = {name: _sha256(folder / name) for name in _others(folder)}
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise Damaged(f"{folder / SEAL} is damaged: {error}") from error
     for name in sorted({*sums, *found}):
         if sums.get(name) != found.get(name):

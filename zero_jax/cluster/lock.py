@@ -9,8 +9,12 @@ import socket
 NAME = ".lock"
 
 
-def locked(directory: pathlib.Path) -> int:
+def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
     """Takes the lock of a directory, which is made if need be; returns a file to be closed.
+
+    Args:
+      directory: it.
+      what: is written there, for the message.
 
     Raises:
       ValueError: another process has it, or the directory can't be written or locked.
@@ -19,22 +23,20 @@ def locked(directory: pathlib.Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ValueError(
-            f"checkpoints can't be written to {directory}: {error.strerror}"
-        ) from error
+        raise ValueError(f"{what} can't be written to {directory}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(lock)
             raise ValueError(
-                f"{directory} can't be locked for checkpoints: {error.strerror}. Mount its file "
+                f"{directory} can't be locked for {what}: {error.strerror}. Mount its file "
                 "system with locks (Lustre: -o flock), or take another directory"
             ) from error
         holder = os.read(lock, 200).decode("utf-8", "replace").strip()
         os.close(lock)
         raise ValueError(
-            f"another run writes checkpoints to {directory} ({holder}): end it, or take another "
+            f"another run writes {what} to {directory} ({holder}): end it, or take another "
             "directory"
         ) from error
     os.ftruncate(lock, 0)

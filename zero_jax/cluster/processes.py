@@ -1,24 +1,31 @@
-"""Processes: how one joins a run, which GPUs are its own, and whether all were started alike.
+"""Processes: how one joins a run, and which GPUs are its own.
 
 One process per GPU is the reliable layout.
 """
 
-import json
 import os
-from collections.abc import Mapping
+import socket
+import sys
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-_SETTINGS_BYTES = 1 << 16
+from zero_jax.cluster import addresses, roll
+from zero_jax.cluster.addresses import CannotJoin
+from zero_jax.cluster.agreement import check_agreement, of_the_first, settings_of_jax
+from zero_jax.cluster.roll import Roll
+
+JOIN_SECONDS = 300.0
+_LINK_SECONDS = 30.0
+_links: list[Roll] = []  # at most one
 
 
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
+    *,
+    wait_seconds: float = JOIN_SECONDS,
 ) -> None:
     """Joins this process to the run; does nothing for a run of one process.
 
@@ -28,27 +35,112 @@ def initialize(
     process of its host, all of them. Started by hand, it takes those of JAX_LOCAL_DEVICE_IDS, by
     default all that it sees: give each process of a host its own.
 
+    Versions, JAX's settings and XLA's flags are compared. A process that dies later is named by all
+    others, which end with exit code 76. Started by hand, process 0 listens at the coordinator's
+    address alone, or at JAX_COORDINATOR_BIND_ADDRESS if that is set.
+
     Args:
       coordinator: "host:port" of process 0.
       num_processes: how many processes take part.
       process_id: this process's rank.
+      wait_seconds: how long to wait for the others.
 
     Raises:
-      ValueError: if only some of the arguments are given.
+      ValueError: if only some of the arguments are given, or they can't be, or the processes were
+        not started alike.
+      CannotJoin: they do not find each other; names who is missing or came twice.
     """
     given = (coordinator, num_processes, process_id)
     if jax.distributed.is_initialized():
         return
     if any(g is not None for g in given):
-        if any(g is None for g in given):
+        if coordinator is None or num_processes is None or process_id is None:
             raise ValueError(
                 f"coordinator={coordinator!r}, num_processes={num_processes!r}, "
                 f"process_id={process_id!r}: give all three, or none under SLURM or OpenMPI"
             )
-        if num_processes and num_processes > 1:
-            jax.distributed.initialize(coordinator, num_processes, process_id, _own_gpus())
+        if not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"process_id={process_id} of num_processes={num_processes}: ranks go from 0 to "
+                f"{num_processes - 1}"
+            )
+        if not wait_seconds > 0:
+            raise ValueError(f"wait_seconds={wait_seconds!r}: give a positive number")
+        host, port = addresses.address_of(coordinator)
+        if num_processes > 1:
+            at, asked = (host, port), os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+            if process_id == 0 and asked:
+                at = addresses.address_of(asked)
+            elif process_id == 0:
+                at = addresses.bind_address(host, port, wait_seconds)
+            told = settings_of_jax()
+            _links.append(roll.call(at, process_id, num_processes, wait_seconds, told))
+            _join(
+                wait_seconds,
+                coordinator_address=coordinator,
+                num_processes=num_processes,
+                process_id=process_id,
+                coordinator_bind_address=addresses.written(*at),
+            )
     elif launched_processes() > 1:
-        jax.distributed.initialize(local_device_ids=_own_gpus())
+        _join(wait_seconds)
+        check_agreement(settings_of_jax())
+        _link(min(wait_seconds, _LINK_SECONDS))
+
+
+def _join(wait_seconds: float, **given: Any) -> None:
+    """Makes JAX's group.
+
+    Raises:
+      CannotJoin: with what JAX says.
+    """
+    try:
+        jax.distributed.initialize(
+            **given,
+            local_device_ids=_own_gpus(),
+            initialization_timeout=max(1, round(wait_seconds)),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        while _links:
+            _links.pop().drop()
+        raise CannotJoin(f"JAX can't join the processes: {error}") from error
+
+
+def _link(seconds: float) -> None:
+    """Links between processes that a launcher has joined."""
+    rank, count = jax.process_index(), jax.process_count()
+    at, own = None, ""
+    try:
+        if rank == 0:
+            host, port = socket.gethostname(), addresses.free_port()
+            at, own = addresses.bind_address(host, port), f"{host}:{port}"
+    except CannotJoin as error:
+        print(f"process 0 has no address of its own: {error}", file=sys.stderr)
+    own = of_the_first(own)
+    if not own:
+        return
+    try:
+        at = at or addresses.address_of(own)
+        _links.append(roll.call(at, rank, count, seconds, {}))
+    except CannotJoin as error:
+        print(
+            f"process {rank} has no links to the others, so one that dies is noticed by its "
+            f"missing signs of life alone: {error}",
+            file=sys.stderr,
+        )
+
+
+def the_roll() -> Roll | None:
+    """The links to other processes, if there are any."""
+    return _links[0] if _links else None
+
+
+def leave() -> None:
+    """Leaves the group: who leaves waits for all others."""
+    for own in _links:
+        own.leave()
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
 
 
 def launched_processes() -> int:
@@ -71,33 +163,3 @@ def _own_gpus() -> list[int] | None:
         return list(range(seen)) or None
     local = env.get("SLURM_LOCALID", env.get("OMPI_COMM_WORLD_LOCAL_RANK"))
     return None if local is None else [int(local)]
-
-
-def check_agreement(settings: Mapping[str, Any]) -> None:
-    """Compares settings between all processes; costs nothing in a run of one.
-
-    A setting that differs would otherwise show as a hang inside a collective.
-
-    Args:
-      settings: names to values that `str` tells apart.
-
-    Raises:
-      ValueError: naming the setting, both values and their processes.
-    """
-    if jax.process_count() == 1:
-        return
-    text = json.dumps({k: str(v) for k, v in settings.items()}).encode()
-    if len(text) > _SETTINGS_BYTES:
-        raise ValueError(f"settings take {len(text)} bytes, at most {_SETTINGS_BYTES} are compared")
-    mine = np.zeros(_SETTINGS_BYTES, np.uint8)
-    mine[: len(text)] = np.frombuffer(text, np.uint8)
-    everyone = multihost_utils.process_allgather(mine)
-    parsed = [json.loads(bytes(row).rstrip(b"\0").decode()) for row in everyone]
-    first = parsed[0]
-    for rank, other in enumerate(parsed[1:], start=1):
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                raise ValueError(
-                    f"the processes disagree on {name}: process 0 has {first.get(name)!r}, "
-                    f"process {rank} has {other.get(name)!r}. Start all with the same settings."
-                )

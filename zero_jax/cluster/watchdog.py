@@ -18,31 +18,29 @@ them.
 import collections
 import contextlib
 import faulthandler
-import json
 import os
 import pathlib
-import shutil
-import socket
 import statistics
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-ENDED = 76
-_OWN = "start-"
-_VERDICT = "verdict.json"
+from zero_jax.cluster.processes import the_roll
+from zero_jax.cluster.roll import ENDED
+from zero_jax.cluster.roll_call import name_of
+from zero_jax.cluster.signs import LEFT, Other, Signs
+
 # How many of the ranks after its own a process watches: a host that dies as a whole is watched by
 # the ranks before it, and the load on the storage does not grow with the square of their number.
 _WATCHED = 3
 _LEAST_STEPS = 3
-_LEFT = 0  # the counter of a process that is done
 # In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one.
 _HELD, _STUCK = 1.5, 2.0
 
@@ -76,13 +74,11 @@ class Watchdog:
         for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"{name}={value!r}: give a positive number")
-        # A name of its own for each start: what an earlier one left says nothing about this one.
-        own = f"{_OWN}{_agreed(time.time_ns())}"
-        self._folder = pathlib.Path(folder).absolute() / own
         self._dead_after, self._slow = dead_after, (slow_factor, slow_after)
         self._rank, self.count = jax.process_index(), jax.process_count()
+        self.signs = Signs(pathlib.Path(folder), _agreed(time.time_ns()), self._rank)
         nexts = {(self._rank + d) % self.count for d in range(1, _WATCHED + 1)} - {self._rank}
-        self._others = {rank: _Other(time.monotonic()) for rank in sorted(nexts)}
+        self._others = {rank: Other(time.monotonic()) for rank in sorted(nexts)}
         self._durations: collections.deque[float] = collections.deque(maxlen=100)
         self._last: float | None = None
         self._number: int | None = None
@@ -90,26 +86,30 @@ class Watchdog:
         self._ending = threading.Lock()
         self._interval = min(1.0, dead_after / 5)
         self._ended = threading.Event()
+        self._before: Callable[[str], Any] | None = None  # who was told of a process that is gone
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def __enter__(self) -> "Watchdog":
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if self._rank == 0:
-            for old in self._folder.parent.glob(f"{_OWN}*"):
-                if old != self._folder:
-                    shutil.rmtree(old, ignore_errors=True)
+        self.signs.open()
         self._thread.start()
+        links = the_roll()
+        if links is not None:
+            self._before, links.on_loss = links.on_loss, self.lost
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if isinstance(error, Exception) and self._others and jax.distributed.is_initialized():
             self.hold(error)
             return  # the thread goes on: a usual exit waits for processes that may be dead
+        links = the_roll()
+        if links is not None and self._before is not None:
+            links.on_loss = self._before
         self._ended.set()
         self._thread.join()
         if error is None or not jax.distributed.is_initialized():
             with contextlib.suppress(OSError):
-                self._beat(_LEFT)
+                self._beat(LEFT)
+        self.signs.close()
 
     def step(self, number: int) -> None:
         """Tells that a step is done; its time is held against those before it."""
@@ -129,8 +129,24 @@ class Watchdog:
         """Tells that no step runs: nothing is timed until the next one is done."""
         self._last = None
 
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Tells the others of an error in this block at once, and holds it there.
+
+        For what is done inside a `with` of checkpoints: to close them waits for the others, and
+        they may wait for this process.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._others and jax.distributed.is_initialized():
+                self.hold(error)
+            raise
+
     def hold(self, error: Exception) -> None:
         """Returns when all others have an error too; ends the run if one has none."""
+        if self._error is error:
+            return  # they have, and were told
         self._error, self._last = error, None
         end = time.monotonic() + _HELD * self._dead_after
         waited_for = [rank for rank in range(self.count) if rank != self._rank]
@@ -139,21 +155,24 @@ class Watchdog:
             while waited_for and self._is_through(waited_for[-1]):
                 waited_for.pop()
             if not waited_for:
+                links = the_roll()
+                if links is not None:
+                    links.leave()  # with an error of its own, as all others
                 # What this one has told is to be read before it goes; JAX aborts all others when
                 # the first does.
                 time.sleep((4 if self._rank == 0 else 2) * self._interval)
                 return
         said = str(error).partition("\n")[0]
         self.end_run(
-            f"{_name(self._rank)} has an error that the others do not have: "
+            f"{name_of(self._rank)} has an error that the others do not have: "
             f"{type(error).__name__}: {said}"
         )
 
     def _is_through(self, rank: int) -> bool:
         """Whether a process has an error, or is done."""
         with contextlib.suppress(OSError):
-            told = _read(self.path_of(rank))
-            return told is not None and (told["failed"] or told["counter"] == _LEFT)
+            told = self.signs.of(rank)
+            return told is not None and (told["failed"] or told["counter"] == LEFT)
         return False
 
     @property
@@ -170,64 +189,72 @@ class Watchdog:
         counter = 0
         while not self._ended.wait(self._interval):
             counter += 1
-            try:
+            with self._on_storage():
                 self._beat(counter)
+            with self._on_storage():
                 self._look()
-            except OSError as error:  # storage that is away for a moment says nothing of anyone
-                if self._error is None:  # else a later start may have taken the folder
-                    print(f"watchdog: {self._folder}: {error}", file=sys.stderr)
+            self._time()
+
+    @contextlib.contextmanager
+    def _on_storage(self) -> Iterator[None]:
+        """Storage that is away or full says nothing of anyone: their time begins again."""
+        try:
+            yield
+        except OSError as error:
+            for other in self._others.values():
+                other.since = time.monotonic()
+            if self._error is None:  # else a later start may have taken the folder
+                with contextlib.suppress(OSError):  # stderr may be on the same disk
+                    print(f"watchdog: {self.signs.folder}: {error}", file=sys.stderr)
 
     def _beat(self, counter: int) -> None:
-        known = {
-            "counter": counter,
-            "step": self._number,
-            "process": _name(self._rank),
-            "failed": self._error is not None,
-        }
-        path = self.path_of(self._rank)
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(known))
-        beside.rename(path)
+        known = {"counter": counter, "step": self._number, "process": name_of(self._rank)}
+        self.signs.tell(known | {"failed": self._error is not None})
 
     def _look(self) -> None:
         now = time.monotonic()
-        told = _read(self._folder / _VERDICT)
-        if told is not None:
-            self._end(told["why"])
+        verdict = self.signs.verdict
+        if verdict is not None:
+            self._end(verdict)
         for rank, other in self._others.items():
-            other.look(_read(self.path_of(rank)), now)
+            other.look(self.signs.of(rank), now)
             both_failed = other.failed and self._error is not None
-            gone = other.counter != _LEFT and now - other.since > self._dead_after
+            gone = other.counter != LEFT and now - other.since > self._dead_after
             if gone and not both_failed:
                 self.end_run(self._silent(rank, other, now - other.since))
-        limit, last = self.limit, self._last
+
+    def _time(self) -> None:
+        """Ends the run if this process's step is stuck."""
+        limit, last, now = self.limit, self._last, time.monotonic()
         if limit is not None and last is not None and now - last > limit:
             median = statistics.median(self._durations)
             self.end_run(
-                f"{_name(self._rank)} has been in one step for {now - last:.0f} s, after step "
+                f"{name_of(self._rank)} has been in one step for {now - last:.0f} s, after step "
                 f"{self._number}; the median is {median:.2g} s"
             )
 
-    def _silent(self, rank: int, other: "_Other", seconds: float) -> str:
-        if other.counter == _Other.UNSEEN:
+    def _silent(self, rank: int, other: Other, seconds: float) -> str:
+        if other.counter == Other.UNSEEN:
             return (
-                f"{_name(rank, host=False)} was not seen in {self._folder} for {seconds:.0f} s: it "
-                "is dead, or the folder is on storage that not all processes share"
+                f"{name_of(rank, host=False)} was not seen in {self.signs.folder} for "
+                f"{seconds:.0f} s: it is dead, or the folder is on storage that not all processes "
+                "share"
             )
         at = f", last seen at step {other.step}" if other.step is not None else ""
         silent = f"has given no sign of life for {seconds:.0f} s{at}"
         return f"{other.name} {silent}: it is dead or stopped"
 
-    def path_of(self, rank: int) -> pathlib.Path:
-        """Where a process tells how it is."""
-        return self._folder / f"{rank:05d}.json"
+    def lost(self, why: str) -> None:
+        """Ends the run since a process is gone, unless there is a verdict of why it went."""
+        verdict = None
+        with contextlib.suppress(OSError):
+            verdict = self.signs.verdict
+        at = f"; this process was at step {self._number}" if self._number is not None else ""
+        self.end_run(verdict or why + at)
 
     def end_run(self, why: str) -> None:
         """Tells all processes why the run ends, and ends this one."""
-        with contextlib.suppress(OSError):
-            beside = self._folder / f"{self._rank:05d}.{_VERDICT}"
-            beside.write_text(json.dumps({"why": why}))
-            beside.rename(self._folder / _VERDICT)
+        self.signs.condemn(why)
         self._end(why)
 
     def _end(self, why: str) -> None:
@@ -235,42 +262,16 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ending.acquire()  # for good: one thread tells, and ends the process
-        print(f"watchdog of {_name(self._rank)}: {why}", file=sys.stderr, flush=True)
-        if self._error is not None:
-            traceback.print_exception(self._error)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        sys.stderr.flush()
-        if self._rank == 0:
-            time.sleep(2 * self._interval)  # JAX aborts the others, unheard, when this one goes
-        os._exit(ENDED)  # a usual exit waits for the other processes
-
-
-class _Other:
-    """What is known of another process, and since when it has not changed."""
-
-    UNSEEN = -1
-
-    def __init__(self, now: float):
-        self.since, self.counter = now, self.UNSEEN
-        self.step: int | None = None
-        self.name = ""
-        self.failed = False
-
-    def look(self, told: dict[str, Any] | None, now: float) -> None:
-        if told is not None and told["counter"] != self.counter:
-            self.since, self.counter = now, told["counter"]
-            self.step, self.name, self.failed = told["step"], told["process"], told["failed"]
-
-
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _name(rank: int, host: bool = True) -> str:
-    return f"process {rank}" + (f" (pid {os.getpid()} on {socket.gethostname()})" if host else "")
+        try:
+            print(f"watchdog of {name_of(self._rank)}: {why}", file=sys.stderr, flush=True)
+            if self._error is not None:
+                traceback.print_exception(self._error)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            sys.stderr.flush()
+        finally:  # also where stderr is on the disk that is full
+            if self._rank == 0:
+                time.sleep(2 * self._interval)  # JAX aborts the others, unheard, when this one goes
+            os._exit(ENDED)  # a usual exit waits for the other processes
 
 
 def _agreed(number: int) -> int:

@@ -79,6 +79,7 @@ class Program:
     Args:
       fn: the function.
       options: the compiler's, of the same arguments; None for none.
+      check: is given the arguments of every call, before anything else.
       **how: as for `jax.jit`.
     """
 
@@ -86,9 +87,11 @@ class Program:
         self,
         fn: Callable[..., Any],
         options: Callable[..., Mapping[str, Any]] | None = None,
+        check: Callable[..., Any] = lambda *_, **__: None,
         **how: Any,
     ):
         functools.update_wrapper(self, fn)
+        self._check = check
         self._within = jax.jit(fn, **how)
         self._options = options
         self._jit = functools.partial(jax.jit, fn, **how)
@@ -106,6 +109,7 @@ class Program:
         return self._outermost[key]
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        self._check(*args, **named)
         try:
             return self._for(*args, **named)(*args, **named)
         except ValueError as error:

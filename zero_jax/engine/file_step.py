@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.engine import grads
 from zero_jax.engine.loss_scale import Guard, next_guard
-from zero_jax.engine.optimizer import ZeroState
+from zero_jax.engine.optimizer import ZeroState, guard_of
 from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import Metrics, TrainStep, reported
 from zero_jax.engine.transformations import without_frozen
@@ -40,24 +40,29 @@ class NvmeStep(TrainStep):
         self._jitted: Any = self._from_files
         self._update: _FileUpdate | None = None
 
-    def trace(self, *args: Any) -> NoReturn:
+    def trace(self, *args: Any, **named: Any) -> NoReturn:
         """Not to be had: the step is no single program."""
         raise ValueError(
             "with the nvme tier a step is many programs, driven by the host: plan it with "
             'offload="optimizer", whose bytes of host memory are what the files hold, twice'
         )
 
-    def lower(self, *args: Any) -> NoReturn:
+    def lower(self, *args: Any, **named: Any) -> NoReturn:
         """Neither."""
         self.trace()
 
     def _from_files(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
     ) -> tuple[PyTree, ZeroState, Metrics]:
+        if named:
+            raise ValueError(
+                f"{', '.join(named)}: with the nvme tier a transformation is given value, the "
+                'loss, and no more: take offload="optimizer", which rests in host memory'
+            )
+        scale = guard_of(opt_state).loss_scale
         files = opt_state.inner.files
         if self._update is None or self._update.files is not files:
             self._update = _FileUpdate(self.settings, files, self._tx.plain)
-        scale = opt_state.guard.loss_scale
         out = self._gradients(params, batch, extras, scale)
         params, opt_state = self._update.run(params, opt_state, out)
         return params, opt_state, reported(out, opt_state.guard, scale)

@@ -23,7 +23,8 @@ class Weighted(NamedTuple):
 
     Attributes:
       sum: scalar.
-      weight: scalar; it must not depend on the parameters.
+      weight: scalar; it must not depend on the parameters. A negative one, on any device, makes the
+        loss NaN, and the step is skipped.
 
     >>> mask = jnp.array([1.0, 1.0, 0.0])
     >>> Weighted(jnp.sum(mask * 3.0), jnp.sum(mask)).weight.item()
@@ -60,7 +61,14 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
             f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
             "scalar mean, or zero_jax.Weighted(sum, weight) of two scalars"
         )
+    if any(jnp.iscomplexobj(p) for p in parts):
+        raise ValueError(
+            "the loss function returned a complex number: return a real one, its real part or "
+            "absolute value say"
+        )
     total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
+    if isinstance(value, Weighted):
+        weight = jnp.where(weight < 0, jnp.nan, weight)
     return total, weight, aux
 
 

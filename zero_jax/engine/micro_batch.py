@@ -75,11 +75,8 @@ def fold_keys(extras: Any, index: Any) -> Any:
 
 def check_batch(batch: PyTree, n: int, k: int) -> None:
     """Raises unless n devices x k micro-batches divide the rows of every array of the batch."""
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    if not leaves:
-        raise ValueError("the batch has no arrays: pass at least one array with the batch as dim 0")
-    sizes = set()
-    for path, x in leaves:
+    rows = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = jax.tree_util.keystr(path) or "the batch"
         shape = tuple(getattr(x, "shape", ()))
         if not shape:
@@ -87,12 +84,21 @@ def check_batch(batch: PyTree, n: int, k: int) -> None:
                 f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass what "
                 "all devices share as an extra argument after the batch"
             )
-        sizes.add(shape[0])
-        if shape[0] == 0 or shape[0] % (n * k):
-            below = shape[0] // (n * k) * n * k
-            raise ValueError(
-                f"{name} has {shape[0]} rows, but {n} devices x {k} micro-batches must divide "
-                f"them: use {below or n * k} or {below + n * k}"
-            )
-    if len(sizes) > 1:
-        raise ValueError(f"the arrays of the batch have {sorted(sizes)} rows: give all the same")
+        rows[name] = shape[0]
+    if not rows:
+        raise ValueError("the batch has no arrays: pass at least one array with the batch as dim 0")
+    if len(set(rows.values())) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in list(rows.items())[:6])
+        raise ValueError(
+            f"the arrays of the batch have different numbers of rows: {told}. Dim 0 of each is "
+            "split over the devices: give all the same. Of what has none in common, a graph's "
+            "nodes and edges, stack as many padded graphs as devices x micro-batches along a new "
+            "dim 0, and let the loss take x[0]"
+        )
+    name, count = next(iter(rows.items()))
+    if count == 0 or count % (n * k):
+        below = count // (n * k) * n * k
+        raise ValueError(
+            f"{name} has {count} rows, but {n} devices x {k} micro-batches must divide "
+            f"them: use {below or n * k} or {below + n * k}"
+        )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
 from zero_jax.collectives.precision import Precision
@@ -49,6 +50,15 @@ class ZeroState(NamedTuple):
 
     inner: PyTree
     guard: Guard
+
+    def __getattr__(self, name: str) -> Any:
+        """A field of the wrapped state: `optax.contrib.schedule_free_eval_params` asks for some."""
+        if name in getattr(self.inner, "_fields", ()):
+            return getattr(self.inner, name)
+        raise AttributeError(
+            f"neither ZeroState nor the state that it wraps, a {type(self.inner).__name__}, has "
+            f"{name!r}"
+        )
 
 
 class ZeroTransform(optax.GradientTransformationExtraArgs):
@@ -93,11 +103,30 @@ def partition(
       A transformation over parameters at rest. With the guard a step whose gradients are not finite
       changes nothing but the guard's counters.
     """
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"tx={tx!r} is no optax transformation, which has init and update: optax.adamw(1e-3) "
+            "say"
+        )
     made = _Partition(tx, mesh, splitter, precision, frozen, offload, guard)
     wrapped = ZeroTransform(made.init, made.update)
     wrapped.made_for = (mesh, splitter, precision, frozen, offload, guard)
     wrapped.apply, wrapped.resume, wrapped.plain = made.apply, made.resume, tx
     return wrapped
+
+
+def guard_of(state: Any) -> Guard:
+    """The guard of an optimizer state.
+
+    Raises:
+      ValueError: it is that of a plain optax transformation.
+    """
+    if not isinstance(state, ZeroState):
+        raise ValueError(
+            f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
+            "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
+        )
+    return state.guard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,6 +204,7 @@ class _Partition:
         **extra: Any,
     ) -> tuple[PyTree, ZeroState]:
         self._check_use(state, apply)
+        state = self._joined(state, grads if params is None else params)
         if not self.guard:
             finite = True
         elif finite is None:
@@ -184,12 +214,15 @@ class _Partition:
         made, inner = run((grads, state.inner, params), finite, extra, apply)
         return made, ZeroState(inner, counters)
 
+    def _joined(self, state: ZeroState, params: PyTree) -> ZeroState:
+        """The state as it was made: `nnx.Optimizer` hands back padded leaves taken apart."""
+        if not any(map(_is_apart, jax.tree.leaves(state, is_leaf=_is_apart))):
+            return state
+        like = jax.tree.structure(jax.eval_shape(self._born, params))
+        return jax.tree.unflatten(like, jax.tree.leaves(state))
+
     def _check_use(self, state: ZeroState, apply: bool) -> None:
-        if not isinstance(state, ZeroState):
-            raise ValueError(
-                f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
-                "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
-            )
+        guard_of(state)
         if self.offload.in_files:
             raise ValueError(
                 "a state in files is updated by the host, not inside jit: use zero.train_step"
@@ -206,7 +239,7 @@ class _Partition:
     ) -> tuple[PyTree, PyTree]:
         """(updates, state) of whole arrays, or with `apply` (parameters, state)."""
         grads, state, params = layout.logical(trees)
-        updates, new = self.inner.update(grads, state, params, **extra)
+        updates, new = self.inner.update(grads, state, params, **layout.logical(extra))
         check_updates(grads, updates)
         settle = functools.partial(unless_skipped, finite)
         updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)
@@ -221,7 +254,7 @@ class _Partition:
         """The same of states in host memory, in pieces."""
 
         def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return self.inner.update(grads, state, params, **extra)
+            return self.inner.update(grads, state, params, **layout.logical(extra))
 
         grads, state, params = trees
         shapes = jax.eval_shape(layout.logical, trees)
@@ -241,6 +274,10 @@ class _Partition:
         first, new = job.run(self.offload.piece_bytes)
         made = jax.tree.unflatten(jax.tree.structure(params if apply else grads), first)
         return made, jax.tree.unflatten(jax.tree.structure(state), new)
+
+
+def _is_apart(node: Any) -> bool:
+    return isinstance(node, nnx.State) and set(node) == {"value"}
 
 
 def all_finite(grads: PyTree) -> jax.Array:

@@ -6,21 +6,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zero_jax.cluster.processes import check_agreement
+from zero_jax.cluster.agreement import check_agreement
 from zero_jax.engine import grads
 from zero_jax.engine.compiler import Program
 from zero_jax.engine.loss_scale import Guard
-from zero_jax.engine.optimizer import ZeroState, ZeroTransform
+from zero_jax.engine.optimizer import ZeroState, ZeroTransform, guard_of
 from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.mesh import on_gpu
+from zero_jax.sharding.mesh import check_global, on_gpu
 
 PyTree = Any
 
 # Steps that may be in flight before the host looks at their counters: looking at the newest one
 # would make it wait for the device.
 _IN_FLIGHT = 2
+# What the step itself gives a transformation by name.
+_GIVEN = ("value", "finite", "apply")
 
 
 class NonFiniteError(ArithmeticError):
@@ -64,9 +66,10 @@ def reported(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
 
 
 class TrainStep:
-    """`step(params, opt_state, batch, *extras) -> (params, opt_state, Metrics)`.
+    """`step(params, opt_state, batch, *extras, **named) -> (params, opt_state, Metrics)`.
 
-    The first two arguments are donated. Made by `Zero.train_step`.
+    Extras go to the loss, arrays by name to the transformation. The first two arguments are
+    donated. Made by `Zero.train_step`.
     """
 
     def __init__(
@@ -93,23 +96,24 @@ class TrainStep:
         self._gradients = jax.jit(self._loss.gradients)
 
     def _step(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
     ) -> tuple[PyTree, ZeroState, Metrics]:
-        scale = opt_state.guard.loss_scale
+        scale = guard_of(opt_state).loss_scale
         out = self._loss.gradients(params, batch, extras, scale)
         with jax.named_scope("zero_update"):
             params, opt_state = self._tx.apply(
-                out.grads, opt_state, params, finite=out.finite, value=out.loss
+                *(out.grads, opt_state, params), finite=out.finite, value=out.loss, **named
             )
         return params, opt_state, reported(out, opt_state.guard, scale)
 
     def __call__(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
     ) -> tuple[PyTree, ZeroState, Metrics]:
+        _check_named(named)
         self._agree(batch)
         while len(self._pending) >= _IN_FLIGHT:
             self._look(params, opt_state, batch, extras)
-        params, opt_state, metrics = self._jitted(params, opt_state, batch, *extras)
+        params, opt_state, metrics = self._jitted(params, opt_state, batch, *extras, **named)
         self._pending.append(metrics.skipped_in_a_row)
         return params, opt_state, metrics
 
@@ -117,22 +121,22 @@ class TrainStep:
         """What the traced loss says of leaves and layers; allocates nothing."""
         return self._loss.read(params, batch, extras)
 
-    def compiler_options(self, *args: Any) -> dict[str, Any]:
+    def compiler_options(self, *args: Any, **_: Any) -> dict[str, Any]:
         """What XLA for GPUs is told of this step, given its arguments or their shapes."""
         return self.settings.compiler_options(self.read(*args).layers)
 
     @property
     def function(self) -> Any:
-        """The step before `jit`: a function of (params, opt_state, batch, *extras)."""
+        """The step before `jit`: a function of (params, opt_state, batch, *extras, **named)."""
         return self._step
 
-    def trace(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Any:
+    def trace(self, *args: Any, **named: Any) -> Any:
         """The traced program, for arrays or ShapeDtypeStructs; costs no compilation."""
-        return self._jitted.trace(params, opt_state, batch, *extras)
+        return self._jitted.trace(*args, **named)
 
-    def lower(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Any:
+    def lower(self, *args: Any, **named: Any) -> Any:
         """The lowered program, for arrays or ShapeDtypeStructs; `.compile()` it to audit it."""
-        return self._jitted.lower(params, opt_state, batch, *extras)
+        return self._jitted.lower(*args, **named)
 
     def first_bad_leaf(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
@@ -158,11 +162,11 @@ class TrainStep:
         )
 
     def _agree(self, batch: PyTree) -> None:
-        if self._agreed:
-            return
         mesh = self.settings.mesh
         if len(mesh.local_devices) == mesh.size:
-            self._agreed = True  # a process alone: others may not call
+            return  # a process alone: others may not call
+        check_global(batch, mesh)
+        if self._agreed:
             return
         shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
         s = self.settings
@@ -181,6 +185,19 @@ class TrainStep:
             }
         )
         self._agreed = True
+
+
+def _check_named(named: dict[str, Any]) -> None:
+    """Raises for what can't be an argument of the transformation."""
+    for name, given in named.items():
+        if name in _GIVEN:
+            raise ValueError(f"{name}=...: the step gives the transformation its own {name}")
+        if any(callable(x) for x in jax.tree.leaves(given)):
+            raise ValueError(
+                f"{name}={given!r}: a step takes arrays for the transformation, no functions. "
+                "Write a step of your own: grads from zero.value_and_grad(loss_fn), then "
+                f"tx.update(grads, opt_state, params, {name}=...)"
+            )
 
 
 def first_nonfinite(tree: Any) -> str | None:

@@ -9,6 +9,12 @@ import optax
 from zero_jax.sharding import paths
 
 PyTree = Any
+
+
+class CannotUpdate(ValueError):
+    """A transformation needs something else than it was given."""
+
+
 Frozen = str | Callable[[str], bool] | None
 
 
@@ -54,10 +60,20 @@ def without_frozen(
     def pick(tree: PyTree) -> Any:
         return masked if any(paths.frozen_leaves(tree, frozen)) else tx
 
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        own = optax.with_extra_args_support(pick(grads))
+        try:
+            return own.update(grads, state, params, **extra)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            given = ", ".join(["gradients", "state", "parameters", *extra])
+            raise CannotUpdate(
+                f"the transformation did not take what it was given ({given}): {error}. "
+                "zero.train_step gives it the loss as value, and arrays that are passed by name, "
+                "step(params, opt_state, batch, name=array), but not where states rest in host "
+                "memory. One that calls functions (grad_fn, value_fn), or takes gradients of a "
+                "part of the parameters (optax.lookahead), needs a step of your own: grads from "
+                "zero.value_and_grad(loss_fn), then tx.update(grads, opt_state, params, ...)"
+            ) from error
+
     # Without frozen leaves the state is exactly that of the user's own transformation.
-    return optax.GradientTransformationExtraArgs(
-        lambda params: pick(params).init(params),
-        lambda grads, state, params=None, **extra: optax.with_extra_args_support(
-            pick(grads)
-        ).update(grads, state, params, **extra),
-    )
+    return optax.GradientTransformationExtraArgs(lambda params: pick(params).init(params), update)

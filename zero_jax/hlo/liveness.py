@@ -226,7 +226,8 @@ class _Liveness:
             pairs = list(zip(out, (operand[0] for operand in operands), strict=True))
         elif i.opcode == "fusion":
             inside = self.program.computations[i.called[0]]
-            parts = [part.name for part in inside.results]
+            # One result may be several arrays: a sort has keys and values.
+            parts = [part.name for part in inside.results for _ in part.arrays]
             for parameter in inside.parameters:
                 reached = reached_in_order(inside, parameter, i.attributes.get("kind", ""))
                 (operand,) = operands[int(parameter.operands[0])]

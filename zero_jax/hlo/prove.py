@@ -29,6 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.hlo import auditor
 from zero_jax.hlo.targets import Target, topology
+from zero_jax.sharding.layout import key_impl
 from zero_jax.sharding.mesh import AnyMesh
 
 _NOT_SHOWN = {
@@ -121,11 +122,9 @@ def install_line(target: Target) -> str:
     """What to install to compile for a target."""
     version = importlib.metadata.version("jaxlib")
     if target.platform == "tpu":
-        return "pip install flatbuffers libtpu"
-    if target.platform == "cpu":
-        return "pip install flatbuffers"
+        return "pip install libtpu"
     return (
-        f"pip install flatbuffers jax-cuda12-plugin=={version} nvidia-cuda-nvcc-cu12 "
+        f"pip install jax-cuda12-plugin=={version} nvidia-cuda-nvcc-cu12 "
         "nvidia-cuda-runtime-cu12 nvidia-nvjitlink-cu12 (in a checkout: pip install -e '.[prove]')"
     )
 
@@ -136,14 +135,11 @@ def not_shown(target: Target) -> tuple[str, ...]:
 
 
 def _check_installed(target: Target) -> None:
-    needed = {"cuda": "jax_cuda12_plugin", "tpu": "libtpu"}.get(target.platform)
-    modules = ["flatbuffers", *([needed] if needed else [])]
-    if target.platform == "cuda" and importlib.util.find_spec("jax_cuda13_plugin"):
-        modules = ["flatbuffers"]
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    known = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+    modules = known.get(target.platform, ())
+    if modules and not any(map(importlib.util.find_spec, modules)):
         raise ValueError(
-            f"compiling for {target.name} needs {' and '.join(missing)}, not installed here: "
+            f"compiling for {target.name} needs {modules[0]}, not installed here: "
             f"{install_line(target)}"
         )
 
@@ -153,8 +149,7 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
     leaves, treedef = jax.tree.flatten(tuple(args))
     count = len(jax.tree.leaves(tuple(args[:donated])))
     impls = [
-        _key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None
-        for x in leaves
+        key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None for x in leaves
     ]
 
     def flat(*arrays: Any) -> tuple[Any, ...]:
@@ -182,13 +177,6 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
         "donated": count,
     }
     return {"program": program, "request": request}
-
-
-def _key_impl(key: Any) -> str:
-    """The name of a key's generator, which only an array tells."""
-    found: list[str] = []
-    jax.eval_shape(lambda k: found.append(str(jax.random.key_impl(k))), key)
-    return found[0]
 
 
 def _key_data(key: Any) -> jax.ShapeDtypeStruct:

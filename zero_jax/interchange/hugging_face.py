@@ -30,13 +30,15 @@ def config(folder: Path) -> Any:
     """
     path = pathlib.Path(folder) / "config.json"
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a regular file")
         known = json.loads(path.read_bytes())
         if not isinstance(known, dict):
             raise ValueError("it holds no settings")
         return hf_gpt2.from_json(known)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: a model of transformers has one") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is of no model that can be imported: {error}") from error
 
 

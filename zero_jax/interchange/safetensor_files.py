@@ -145,6 +145,8 @@ class Folder:
     def _listed(self) -> dict[str, str]:
         """The file of each tensor that the index knows; of the only file, itself."""
         index = self._folder / INDEX
+        if index.exists() and not index.is_file():
+            raise ValueError(f"{index} is not a regular file")
         if not index.exists():
             if not (self._folder / ONE).exists():
                 raise ValueError(
@@ -154,7 +156,7 @@ class Folder:
             return {ONE: ONE}
         try:
             listed = dict(json.loads(index.read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{index} is no index of safetensors: save the model anew") from error
         for file in listed.values():
             if not isinstance(file, str) or pathlib.PurePath(file).name != file:
@@ -164,6 +166,8 @@ class Folder:
     def _open(self, path: pathlib.Path) -> None:
         if not path.exists():
             raise ValueError(f"{path} is missing, though {INDEX} names it: copy all files")
+        if not path.is_file():  # to open a pipe would wait for somebody who writes to it
+            raise ValueError(f"{path} is not a regular file")
         safetensors = _safetensors()
         try:
             file = safetensors.safe_open(path, framework="numpy")

@@ -247,16 +247,16 @@ class AutoStep:
             raise AttributeError("nothing is chosen before the first step: call it, or lower it")
         return self._step.settings
 
-    def __call__(self, *args: Any) -> Any:
-        return self._decided(args)(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._decided(args)(*args, **named)
 
-    def trace(self, *args: Any) -> Any:
+    def trace(self, *args: Any, **named: Any) -> Any:
         """As `TrainStep.trace`."""
-        return self._decided(args).trace(*args)
+        return self._decided(args).trace(*args, **named)
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **named: Any) -> Any:
         """As `TrainStep.lower`."""
-        return self._decided(args).lower(*args)
+        return self._decided(args).lower(*args, **named)
 
     def first_bad_leaf(self, *args: Any) -> str | None:
         """As `TrainStep.first_bad_leaf`."""

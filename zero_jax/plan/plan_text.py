@@ -125,8 +125,9 @@ def plot(
             "o-",
             label=f"stage {stage}",
         )
+    name = f"memory of a device, {limit / 1e9:.3g} GB"
     if limit:
-        lines.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1)
+        lines.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)
     lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
     lines.set_title("model states, without activations", fontsize=10)
     lines.legend(fontsize=8)
@@ -137,18 +138,19 @@ def plot(
 def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
     bottom = [0.0] * len(plans)
     labels = [f"stage {plan.stage}" for plan in plans]
-    for name in (n for n in plans[0].predicted.terms if n != "host"):
-        heights = [_term(plan, name) / 1e9 for plan in plans]
+    for term in (n for n in plans[0].predicted.terms if n != "host"):
+        heights = [_term(plan, term) / 1e9 for plan in plans]
         if max(heights) < 0.002 * max(plan.predicted.total_bytes for plan in plans) / 1e9:
             continue  # would not be seen
-        axes.bar(labels, heights, bottom=bottom, label=name.replace("_", " "))
+        axes.bar(labels, heights, bottom=bottom, label=term.replace("_", " "))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for at, plan in enumerate(plans):
         mark = "" if plan.compiled is None else f"\ncompiled {plan.total_bytes / 1e9:.3g}"
         text = f"{plan.predicted.total_bytes / 1e9:.3g} GB{mark}"
         axes.annotate(text, (at, bottom[at]), ha="center", va="bottom", fontsize=8)
+    name = f"memory of a device, {limit / 1e9:.3g} GB"
     if limit:
-        axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1)
+        axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)
     axes.set(ylabel="GB per device", ylim=(0, 1.15 * max(bottom)))
     axes.set_title("predicted, at the worst instant of a step", fontsize=10)
     axes.legend(fontsize=8)

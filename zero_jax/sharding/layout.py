@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from zero_jax.releases import CRASHES_ON_EMPTY
@@ -24,6 +25,17 @@ PyTree = Any
 
 def _is_padded(node: Any) -> bool:
     return isinstance(node, Padded)
+
+
+def key_impl(key: Any) -> str:
+    """The name of a random key's generator; of shapes JAX tells it only within a trace.
+
+    >>> key_impl(jax.eval_shape(lambda: jax.random.key(0)))
+    'threefry2x32'
+    """
+    found: list[str] = []
+    jax.eval_shape(lambda own: found.append(str(jax.random.key_impl(own))), key)
+    return found[0]
 
 
 def strip_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
@@ -106,6 +118,35 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
                     f"{cut.device_shape} ({leaf.shape} over {devices} devices): it was not "
                     "partitioned. Make it with zero.init or zero.shard."
                 )
+
+
+# Of NNX, variables that no optimizer trains.
+_NOT_TRAINED = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+
+
+def check_arrays(tree: PyTree) -> None:
+    """Raises ValueError for what is no tree of parameters: a module, its statistics, a leaf that is
+    neither an array nor a number."""
+    split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
+    if isinstance(tree, nnx.Module):
+        raise ValueError(
+            f"the parameters are a module, {type(tree).__name__}: give its variables that are "
+            f"trained, {split}, and let the loss merge them with the others"
+        )
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for path, node in flat[0]:
+        if isinstance(node, _NOT_TRAINED):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"parameter {name!r} is a {type(node).__name__}, which is not trained: take the "
+                f"parameters alone, {split}, and pass the rest as an argument of the loss"
+            )
+    for name, leaf in paths.named_leaves(tree):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
+            raise ValueError(
+                f"parameter {name!r} is a {type(leaf).__name__}: parameters are numeric arrays. "
+                "Keep other things out of them, in a closure or an argument of the loss"
+            )
 
 
 def check_leaves(tree: PyTree, devices: int) -> None:

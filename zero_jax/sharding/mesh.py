@@ -5,6 +5,7 @@ summed over it too, parameters repeat), and `model` inside it, for tensor parall
 split over `replica` and `data`.
 """
 
+import collections
 from typing import Any, TypeAlias
 
 import jax
@@ -86,8 +87,17 @@ def check_mesh(mesh: AnyMesh) -> None:
     """Raises for a mesh that Zero can't use.
 
     Raises:
-      ValueError: no `data` axis, an axis of another name, or explicit axis types.
+      ValueError: it is none, has a device twice, no `data` axis, an axis of another name, or
+        explicit axis types.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh={mesh!r}: give a jax.sharding.Mesh, from zero_jax.make_mesh() say")
+    if isinstance(mesh, Mesh):
+        (device, times), *_ = collections.Counter(mesh.devices.flat).most_common(1)
+        if times > 1:
+            raise ValueError(
+                f"the mesh has {device} {times} times: each place in it needs a device of its own"
+            )
     data = data_axis(mesh)
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in (REPLICA, data, MODEL):
@@ -173,6 +183,29 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
             "batch, which is not one even share: order the devices of the mesh by process"
         )
     return first // count, shards // count
+
+
+def check_global(batch: Any, mesh: AnyMesh) -> None:
+    """Checks that a batch of a run of several processes is one of global arrays.
+
+    JAX takes NumPy arrays for values that all processes share, and would train on other numbers in
+    each of them.
+
+    Raises:
+      ValueError: naming the leaf that is none.
+    """
+    if isinstance(mesh, AbstractMesh) or len(mesh.local_devices) == mesh.size:
+        return
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        shared = isinstance(x, jax.Array) and (
+            isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
+        )
+        if not shared and not isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"batch leaf {jax.tree_util.keystr(path) or 'array'} is a {type(x).__name__} of "
+                "this process alone, and this run has several: make global arrays of each "
+                "process's rows by zero_jax.global_batch(mesh, rows)"
+            )
 
 
 def global_batch(mesh: Mesh, local: Any) -> Any:

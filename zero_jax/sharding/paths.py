@@ -7,7 +7,7 @@ the boxes of linen's own metadata.
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,26 @@ class Padded:
     def dtype(self) -> Any:
         return self.value.dtype
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("value", "dim", "size"):
+            raise AttributeError(name)
+        raise AttributeError(f"{name!r} of {self._said()}")
+
+    def _refused(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(self._said())
+
+    __getitem__ = __iter__ = __array__ = __jax_array__ = __neg__ = __pow__ = _refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refused
+
+    def _said(self) -> str:
+        at_rest = tuple(self.value.shape)
+        return (
+            f"a parameter at rest, {self.shape} padded to {at_rest} so that all devices have as "
+            "much of it: zero_jax.logical(tree) gives it without padding, zero.full(params) whole "
+            "on every device; a loss sees whole parameters anyway"
+        )
+
 
 def _is_wrapper(node: Any) -> bool:
     return isinstance(node, (Padded, nnx.Variable, meta.AxisMetadata))
@@ -77,7 +97,10 @@ def _unwrapped(tree: PyTree, prefix: tuple[Any, ...]) -> Iterator[tuple[tuple[An
 
 def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
     """Which names a pattern is found in; raises if it is in none, which is always a slip."""
-    found = [re.search(pattern, name) is not None for name in names]
+    try:
+        found = [re.search(pattern, name) is not None for name in names]
+    except re.error as error:
+        raise ValueError(f"{what}={pattern!r} is no regular expression: {error}") from error
     if not any(found):
         raise ValueError(
             f"{what}={pattern!r} matches none of the {len(names)} parameters, among them "

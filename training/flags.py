@@ -1,0 +1,132 @@
+"""Every setting of a training run, with its help, in the groups in which the command line shows
+them; those of ZeRO are `zero_jax.plan.options.Options`.
+
+None means "whatever suits the others".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Basics:
+    """What is trained, on what, and where it is written to."""
+
+    model: str = "nano"
+    """Preset of models.gpt: nano, 124m, 1.5b and so on to 1t."""
+    data: str | None = None
+    """A text file, a folder of text files, or token ids in a .bin (uint16), .u32.bin (uint32) or
+    .npy file. English text that comes with Python unless given. The last tenth is held out."""
+    seq: int = 64
+    """Tokens of a sequence; short ones teach a small model most in a short time."""
+    vocab: int | None = None
+    """Number of token ids; 256 for text, which is read byte by byte, and the preset's for token
+    files, unless given."""
+    steps: int = 600
+    """Updates of the parameters."""
+    batch: int = 16
+    """Sequences in a global batch: a multiple of devices x micro-batches."""
+    out: str | None = None
+    """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of
+    runs/001, runs/002 and so on unless given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Which devices there are, and how they form a mesh."""
+
+    devices: int | None = None
+    """Devices of the whole run on a machine without GPUs, where they are slices of the CPU,
+    shared out evenly to the processes; those of --mesh, or 4, unless given. GPUs are always all
+    used."""
+    mesh: str | None = None
+    """Sizes of the mesh's axes, as data=4,model=2: replica (copies of the partitioned states), data
+    (what they are partitioned over) and model (tensor parallelism); all devices are on data unless
+    given."""
+    config: str | None = None
+    """A configuration of the ZeRO paper, which decides stage and remat: c1, c2, c3, c4, c5 or
+    zero-100b; c2, c4, c5 and zero-100b need a model axis in --mesh."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """How parameters are updated."""
+
+    optimizer: str = "adamw"
+    """adamw, sgd, lion, adafactor, lamb or muon."""
+    lr: float | None = None
+    """Peak learning rate; one that suits the optimizer unless given."""
+    warmup: int | None = None
+    """Steps in which the rate rises from 0, before it falls as a cosine to a tenth; a tenth of
+    all steps unless given."""
+    weight_decay: float = 0.1
+    """Decay per step and unit of learning rate; of matrices only."""
+    clip: float = 1.0
+    """Largest global norm of the gradient, beyond which it is scaled down; 0 never clips."""
+    seed: int = 0
+    """Seed of initial values, order of the data and sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks:
+    """What is looked at on the way and at the end."""
+
+    eval_every: int = 200
+    """Steps between looks at held-out text; 0 looks at the end only."""
+    eval_batches: int = 64
+    """Most held-out batches of such a look; the one at the end takes in all."""
+    sample_length: int = 256
+    """Tokens of the sample that is shown at the end; 0 for none. It needs the whole model on one
+    device."""
+    check_replicas_every: int = 0
+    """Steps between comparisons of what several devices hold alike, by the bit; 0 for never."""
+    profile: bool = False
+    """Write a trace of steps 10 to 12 of this start to `profile` in --out, for TensorBoard, XProf
+    or Perfetto."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Checkpoints, and how a run goes on from them or ends."""
+
+    checkpoint_every: int = 200
+    """Steps between checkpoints, in `checkpoints` of --out, from which the same command goes on;
+    one is made at the end too, and when the run is stopped. 0 makes none."""
+    keep: int = 3
+    """How many of the latest checkpoints stay."""
+    keep_every: int | None = None
+    """Steps whose multiples stay for ever; none unless given."""
+    fresh: bool = False
+    """Refuse to go on from checkpoints in --out."""
+    from_step: int | None = None
+    """Go on from this checkpoint in --out instead of the latest; later ones are set aside."""
+    rollbacks: int = 0
+    """How often to go back to the last checkpoint, past the batches since, when gradients are not
+    finite too often in a row; 0 ends the run."""
+    max_hours: float | None = None
+    """Save and end after so many hours; no end unless given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """Several processes, on one machine or many."""
+
+    coordinator: str | None = None
+    """host:port of process 0, with --num-processes and --process-id; SLURM and OpenMPI need none
+    of the three."""
+    num_processes: int | None = None
+    """How many processes take part."""
+    process_id: int | None = None
+    """Rank of this one, from 0."""
+    join_seconds: float = 300.0
+    """How long processes wait until all of them are there."""
+    supervise: int | None = None
+    """Start so many processes here, and start them again from the last checkpoint when some fail;
+    one process drives all GPUs of a machine."""
+    restarts: int = 10
+    """How often at most --supervise starts them again."""
+    dead_after: float = 60.0
+    """Seconds without a sign of life after which a process counts as dead, and the run ends."""

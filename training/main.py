@@ -1,0 +1,128 @@
+"""From a command line to an exit code: settings, joining the others, the run, and its errors."""
+
+import contextlib
+import math
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Sequence
+
+import jax
+
+import zero_jax
+from training.config import Config, mesh_sizes, parse
+from training.room import LESS_MEMORY, host_memory
+from training.run import run
+from training.stop import INTERRUPTED, NOT_JOINED, Stopped
+from training.supervise import WRONG, supervise
+from zero_jax.cluster.addresses import CannotJoin
+from zero_jax.cluster.processes import launched_processes
+from zero_jax.cluster.roll import ENDED
+
+DEVICES = 4  # of a machine without GPUs, unless it is asked for others
+
+
+def cpu_devices(config: Config) -> int | None:
+    """How many devices a machine without GPUs is asked to have."""
+    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else None
+    return config.devices or named
+
+
+def join(config: Config) -> None:
+    """Makes the devices of a machine without GPUs, and joins the other processes."""
+    count = config.num_processes or launched_processes()
+    devices = cpu_devices(config)
+    # A mesh that does not name `data` leaves the rest of the devices to it, however many.
+    known = config.devices is not None or "data" in mesh_sizes(config.mesh)
+    if devices is not None and known and devices % count:
+        raise ValueError(
+            f"{devices} devices must be a multiple of {count} processes: take --devices "
+            f"{(devices // count + 1) * count}"
+        )
+    # Of states in host memory XLA pins no more than 64 GiB by itself.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
+    jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // count))
+    zero_jax.initialize(
+        *(config.coordinator, config.num_processes, config.process_id),
+        wait_seconds=config.join_seconds,
+    )
+
+
+def say_error(*words: object) -> None:
+    """Tells why it ends; the exit code tells it too where stderr is on a disk that is full."""
+    with contextlib.suppress(OSError):
+        print(*words, file=sys.stderr, flush=True)
+
+
+def supervised(config: Config, given: Sequence[str]) -> int:
+    """Starts this command again, in as many processes as asked for."""
+    own = list(given)
+    at = next(i for i, word in enumerate(own) if word.partition("=")[0] == "--supervise")
+    del own[at : at + (1 if "=" in own[at] else 2)]
+    assert config.supervise is not None
+    if config.out is None:
+        say_error("error: --supervise needs --out, the folder to go on in")
+        return WRONG
+    command = [sys.executable, str(pathlib.Path(__file__).parent.parent / "train.py"), *own]
+    return supervise(
+        command,
+        config.supervise,
+        restarts=config.restarts,
+        grace=3 * config.dead_after + 10,
+        divides=cpu_devices(config) or DEVICES,
+    )
+
+
+def entry() -> int:
+    """`main`, as a program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = main()
+    except KeyboardInterrupt:  # while settings are read, or the supervisor waits
+        say_error("stopped")
+        return INTERRUPTED
+    if code == INTERRUPTED and jax.distributed.is_initialized():
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)  # a usual exit waits for the other processes, which wait for this one
+    return code
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs with these arguments, by default those of the command line; returns the exit code."""
+    given = list(sys.argv[1:] if args is None else args)
+    config = parse(given)
+    if config.supervise is not None:
+        return supervised(config, given)
+    try:
+        join(config)
+        run(config)
+    except Stopped as asked:
+        if jax.process_index() == 0:
+            say_error(asked.said(given))
+        return asked.code
+    except CannotJoin as error:
+        say_error("error:", error)
+        return NOT_JOINED
+    except KeyboardInterrupt:
+        say_error("stopped before the run began")
+        return INTERRUPTED
+    except jax.errors.JaxRuntimeError as error:
+        full = "RESOURCE_EXHAUSTED" in str(error)
+        if jax.process_count() == 1 and (config.debug or not full):
+            raise
+        said = str(error).partition("\n")[0] + LESS_MEMORY * (
+            full and "host memory" not in str(error)
+        )
+        say_error("error:", said)
+        code = WRONG if full else ENDED  # to start again would help against the latter only
+        if jax.process_count() == 1:
+            return code
+        os._exit(code)  # a usual exit waits for the other processes, and one of them is gone
+    except (ValueError, OSError, zero_jax.NonFiniteError) as error:
+        if config.debug:
+            raise
+        say_error("error:", str(error).replace("\n", " "))
+        return 1 if isinstance(error, zero_jax.NonFiniteError) else WRONG
+    return 0

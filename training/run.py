@@ -1,0 +1,278 @@
+"""A run from its settings to its sample, as every process of it goes through it."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zero_jax
+from training import optimizers
+from training.config import Config, shared
+from training.entropy import bigram_entropy, unigram_entropy
+from training.plan import facts, load, print_plan
+from training.profile import Profile
+from training.report import RunLog, next_folder
+from training.room import peak_bytes, room_for
+from training.saving import Saver, goes_on, newest, same_everywhere
+from training.show import Show, Speed, progress
+from training.stop import INTERRUPTED, Stop, Stopped
+from training.text import decode
+from training.trainer import Trainer
+from zero_jax.checkpoint.replicas import check_replicas
+from zero_jax.cluster.processes import leave
+from zero_jax.cluster.watchdog import Watchdog
+from zero_jax.models import gpt
+
+PyTree = Any
+T = TypeVar("T")
+
+LONG = 50  # batches of an evaluation of which it is said how far it is
+
+
+@dataclasses.dataclass
+class Run:
+    """A training run with what surrounds it.
+
+    Attributes:
+        log: What it leaves behind.
+        saver: Its checkpoints.
+        stop: Whether it is asked to end.
+        watchdog: Looks after all processes.
+        profile: Traces a few steps, in the process that shows.
+        lead: Whether this is the process that shows how far it is.
+    """
+
+    trainer: Trainer
+    log: RunLog
+    saver: Saver
+    stop: Stop
+    watchdog: Watchdog
+    profile: Profile
+    lead: bool
+
+    def say(self, *words: Any) -> None:
+        if self.lead:
+            print(*words, flush=True)
+
+    def train(self) -> PyTree:
+        """Goes on from the last checkpoint, or begins; returns the parameters after the last step.
+
+        Raises:
+            Stopped: The run was asked to end; what it had is saved.
+            ValueError: It has more steps behind it than it was asked for.
+            NonFiniteError: Gradients were not finite too often.
+        """
+        config, like = self.trainer.plan.config, self.trainer.like
+        states, done = self.saver.resume(like, self.say) or (self.trainer.init(), 0)
+        if done > config.steps:
+            raise ValueError(
+                f"{self.trainer.out} is at step {done}, beyond --steps {config.steps}: ask for "
+                "more steps, or take another --out"
+            )
+        if done == config.steps:
+            self.say(f"Step {done} is the last of --steps {config.steps}: nothing is left to train")
+        for left in range(config.rollbacks, -1, -1):
+            try:
+                with progress(config.steps, start=done, enabled=self.lead) as show:
+                    return self._steps(states, done, show)
+            except zero_jax.NonFiniteError as error:
+                self.watchdog.rest()
+                found = self.saver.go_back(like, self.say) if left else None
+                if found is None:
+                    raise
+                self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
+                states, done = found
+        raise AssertionError("unreachable")
+
+    def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
+        """Held-out loss in nats per token; the watchdog does not count the time."""
+        with self.watchdog.pause():
+            return self.trainer.evaluate(params, max_batches)
+
+    def evaluate_all(self, params: PyTree) -> float:
+        """The same of all held-out text: says how far it is, and can be stopped.
+
+        Raises:
+            Stopped: It was; the trained parameters are saved, if checkpoints are made.
+        """
+        total, told = self.trainer.held_out_batches, set[int]()
+
+        def each(done: int) -> None:
+            tenth = done * 10 // total
+            if total >= LONG and tenth not in (0, 10) and tenth not in told:
+                told.add(tenth)
+                self.say(f"evaluating: {done} of {total} batches")
+            if code := self.stop():
+                raise self.stopped(code)
+
+        with self.watchdog.pause():
+            return self.trainer.evaluate(params, each=each)
+
+    def stopped(self, code: int) -> Stopped:
+        """What is raised when the run was asked to end, and what it had is on its way to disk."""
+        return Stopped(code, self.trainer.out, self.saver.saved)
+
+    def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> PyTree:
+        trainer, config = self.trainer, self.trainer.plan.config
+        speed = Speed(config.batch * trainer.plan.model.seq)
+        # All at once: to ask the device in every step would wait for that step.
+        rates = np.asarray(optimizers.rate(config)(jnp.arange(config.steps + 1)))
+        params, opt_state = states
+        rows = trainer.batches(self.saver.sample(done))
+        waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
+
+        def report(most: int) -> None:
+            """Writes down all steps but so many."""
+            while len(waiting) > most:
+                number, metrics = waiting.pop(0)
+                loss, rate = float(metrics.loss), speed.tick()
+                show(number, loss, rate)
+                skipped, norm = int(metrics.skipped_in_a_row) > 0, float(metrics.grad_norm)
+                self.log.step(
+                    number,
+                    loss=loss,
+                    grad_norm=norm,
+                    tokens_per_second=rate,
+                    skipped=skipped,
+                    step_seconds=speed.tokens_per_step / rate,
+                    learning_rate=float(rates[number - 1 - int(metrics.skipped)]),
+                    memory_bytes=peak_bytes(),
+                )
+
+        for number in range(done + 1, config.steps + 1):
+            if code := self.stop():
+                report(0)
+                self.watchdog.rest()
+                self.saver.save(number - 1, (params, opt_state), now=True)
+                raise self.stopped(code)
+            self.profile.before(number - done, params)
+            params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
+            waiting.append((number, metrics))
+            if number == done + 1:
+                report(0)
+                speed.restart()  # it was compiled
+            report(1)
+            self.watchdog.step(number)
+            with self.watchdog.pause():
+                self._between(number, params, opt_state)
+            if config.eval_every and number % config.eval_every == 0 and number < config.steps:
+                report(0)
+                loss = self.evaluate(params, config.eval_batches)
+                self.log.evaluation(number, val_loss=loss)
+                self.say(f"step {number}/{config.steps}  validation loss {loss:.4f}")
+                speed.restart()
+        report(0)
+        self.watchdog.rest()
+        return params
+
+    def _between(self, number: int, params: PyTree, opt_state: PyTree) -> None:
+        config = self.trainer.plan.config
+        if config.check_replicas_every and number % config.check_replicas_every == 0:
+            check_replicas((params, opt_state))
+        self.saver.save(number, (params, opt_state), now=number == config.steps)
+
+
+def run(config: Config) -> None:
+    """The whole run, as every process of it goes through it."""
+    settings = shared(config)
+    plan = together(settings, "input", lambda: load(config))
+    trainer = Trainer(plan)
+    lead = jax.process_index() == 0
+    say = print if lead else lambda *_, **__: None
+    shapes = trainer.shapes()
+    known = facts(plan, trainer.zero, shapes)
+    unit = "byte" if plan.corpus.byte_level else "token"
+
+    def counted() -> dict[str, float]:
+        """Says what the run will do; returns what counting alone would reach."""
+        if not lead:
+            return {}
+        print_plan(known, trainer.zero, shapes, trainer.plain_tx, trainer.predict())
+        return {
+            "unigram entropy": unigram_entropy(plan.held_out, plan.model.vocab),
+            "bigram entropy": bigram_entropy(plan.held_out, plan.model.vocab),
+        }
+
+    marks = together(settings, "plan", counted)
+
+    def open_log() -> RunLog:
+        resume = lead and config.checkpoint_every > 0 and goes_on(config.out, config.fresh)
+        out = config.out or (next_folder("runs") if lead else "runs")
+        facts = {**known, **marks, "out": str(out)}
+        return RunLog(out, facts, lead, levels=marks, resume=resume, unit=unit)
+
+    log = together(settings, "out", open_log)
+    trainer.out = same_everywhere(log.out_dir)
+    with (
+        interrupted(trainer.out),
+        Watchdog(trainer.out / "alive", dead_after=config.dead_after) as watchdog,
+        leaving_together(),
+    ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(log)
+            kept = (config.checkpoint_every, config.keep, config.keep_every)
+            open_saver = functools.partial(Saver, trainer.out, *kept, known, config.from_step)
+            saver = stack.enter_context(together(settings, "checkpoints", open_saver))
+            stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
+            say(f"Writing to {log.out_dir}", flush=True)
+            traced = trainer.out / "profile" if config.profile and lead else None
+            profile = Profile(traced)
+            job = Run(trainer, log, saver, stop, watchdog, profile, lead)
+            with watchdog.guard():
+                with profile:
+                    params = job.train()
+                loss = job.evaluate_all(params)
+                log.evaluation(config.steps, val_loss=loss)
+        say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
+        for name, entropy in marks.items():
+            say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
+        if config.sample_length and room_for(4 * gpt.num_params(plan.model), "sample", say):
+            whole = trainer.zero.full(params)
+            if lead:
+                text = trainer.sample(whole)
+                say("sample:", decode(text) if plan.corpus.byte_level else text.tolist(), sep="\n")
+
+
+@contextlib.contextmanager
+def interrupted(folder: pathlib.Path) -> Iterator[None]:
+    """After a Ctrl-C that does not wait says what is on the disk."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
+        saved = None
+        with contextlib.suppress(OSError, ValueError):
+            saved = newest(folder)
+        raise Stopped(INTERRUPTED, folder, saved, at_once=True) from error
+
+
+@contextlib.contextmanager
+def leaving_together() -> Iterator[None]:
+    """Leaves the group while the watchdog looks on: who leaves waits for all others."""
+    try:
+        yield
+    except Stopped:
+        leave()
+        raise
+    leave()
+
+
+def together(settings: Mapping[str, Any], what: str, attempt: Callable[[], T]) -> T:
+    """Does what may fail in one process alone, so that all of them end when it does."""
+    trouble: Exception | None = None
+    try:
+        result = attempt()
+    except (ValueError, OSError) as error:
+        trouble = error
+    if jax.distributed.is_initialized():
+        zero_jax.check_agreement({**settings, what: trouble or "fine"})
+    if trouble is not None:
+        raise trouble
+    return result

@@ -1,0 +1,96 @@
+"""Where processes find each other: addresses as they are given, and as they are listened at."""
+
+import contextlib
+import random
+import socket
+import sys
+import time
+
+Address = tuple[str, int]
+_RETRY = 0.5
+
+
+class CannotJoin(OSError):
+    """The processes of a run do not find each other."""
+
+
+def address_of(coordinator: str) -> Address:
+    """Host and port.
+
+    Raises:
+      ValueError: it is not host:port.
+
+    >>> address_of("10.0.0.1:7878"), address_of("[::1]:7878")
+    (('10.0.0.1', 7878), ('::1', 7878))
+    """
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"coordinator={coordinator!r}: write host:port of process 0, with a port from 1 to "
+            "65535, as 10.0.0.1:7878"
+        )
+    return host.strip("[]"), int(port)
+
+
+def written(host: str, port: int) -> str:
+    """An address as host:port.
+
+    >>> written("::1", 7878)
+    '[::1]:7878'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
+    """Where process 0 listens: at the address that was given, and no other.
+
+    A name that this machine itself takes for a loopback address (as Debian does with its own) is
+    none where others find it, and neither is one that belongs to a gateway: then it listens on all
+    interfaces, and says so.
+
+    Args:
+      host: as it was given.
+      port: of it.
+      wait_seconds: how long the name may take to be known (that of a pod that has just started).
+
+    Raises:
+      CannotJoin: the name is not known then.
+    """
+    end = time.monotonic() + wait_seconds
+    while True:
+        try:
+            known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            break
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, UnicodeError) or time.monotonic() >= end:
+                raise CannotJoin(f"{host}: the address of process 0 is unknown: {error}") from error
+            time.sleep(_RETRY)
+    family, address = known[0][0], str(known[0][4][0])
+    meant = host in ("localhost", address)
+    if meant or not _is_loopback(address):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address, 0))
+            return address, port
+    print(
+        f"process 0 listens on all interfaces: {host} ({address}) is no address of this machine "
+        "by which others could reach it",
+        file=sys.stderr,
+    )
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", port
+
+
+def free_port() -> int:
+    """A port that nobody listens at.
+
+    Not one that the system picks: any connection that begins meanwhile could be given it.
+    """
+    for _ in range(1000):
+        port = random.randrange(20000, 32000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise CannotJoin("no port from 20000 to 32000 can be listened at")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
