@@ -40,10 +40,11 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without -m leaves out what takes long; and what compiles for GPUs, which needs an extra,
-    unless -m names it."""
+    """Without -m leaves out what takes long; and what compiles for GPUs, or starts launchers, which
+    need more to be installed, unless -m names it."""
     asked = config.option.markexpr
-    left_out = [*["heavy"] * (not asked), *["prove"] * ("prove" not in asked)]
+    own = [name for name in ("prove", "launchers") if name not in asked]
+    left_out = [*["heavy"] * (not asked), *own]
     chosen = [item for item in items if not any(map(item.get_closest_marker, left_out))]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
