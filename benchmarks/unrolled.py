@@ -15,7 +15,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 import zero_jax
@@ -153,7 +152,7 @@ def measured(form: str, model: str, devices: int, remat: str) -> dict[str, Any]:
     else:
         make, loss = forms(config)[form]
         plan = zero.plan(
-            *(loss, optax.adamw(1e-4), zero.abstract(make), case.batch),
+            *(loss, case.tx, zero.abstract(make), case.batch),
             target="h100",
             model_flops=case.model_flops,
         )
@@ -168,7 +167,7 @@ def measured(form: str, model: str, devices: int, remat: str) -> dict[str, Any]:
         "predicted_gb": round(plan.predicted.total_bytes / 1e9, 3),
         "words": round(sum(plan.compiled.words.values()) / plan.num_params, 4),
         "hidden": round(hidden.fraction, 4),
-        "covered": round(plan.time.hidden_seconds / plan.time.wire_seconds, 4),
+        "covered": round(plan.time.covered, 4),
         "step": round(plan.time.seconds, 4),
     }
 

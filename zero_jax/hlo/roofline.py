@@ -3,7 +3,8 @@
 XLA's schedule says which kernels run, what each reads and writes, and which collectives are under
 way meanwhile. A kernel takes the longer of its matrix products and its memory traffic at the
 target's peaks (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009); a collective takes
-what a ring sends, of which the device waits for what no matrix product covers:
+what a ring sends, one after the other on one wire, of which the device waits for what no matrix
+product covers (timeline.py):
 
   step = sum of max(FLOPs / peak, bytes / bandwidth) over kernels + exposed wire time.
 """
@@ -18,6 +19,7 @@ from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
 from zero_jax.hlo.kernels import traffic_bytes
 from zero_jax.hlo.runs import Cost, Totals
 from zero_jax.hlo.targets import Target
+from zero_jax.hlo.timeline import Timeline, Wire
 from zero_jax.hlo.traffic import KINDS, Collective
 
 # What moves nothing in device memory by itself; collectives are wire time.
@@ -38,13 +40,18 @@ class StepTime:
     memory_seconds: float  # of the memory traffic alone
     wire_seconds: float  # of the collectives alone
     exposed_seconds: float  # of those, what the device waits for
-    hidden_seconds: float  # of those, what matrix products cover
+    covered_seconds: float  # of those, what matrix products cover
     flops: int  # of matrix products
     traffic_bytes: int  # read from and written to device memory by kernels
     wire_bytes: float  # sent by each device
     model_flops_fraction: float | None  # of the target's peak; None if model_flops was not given
     target: Target  # whose figures were used
     assumptions: tuple[str, ...]
+
+    @property
+    def covered(self) -> float:
+        """The part of the wire's time that matrix products cover; 1.0 if nothing is sent."""
+        return self.covered_seconds / self.wire_seconds if self.wire_seconds else 1.0
 
 
 def step_time(
@@ -83,21 +90,24 @@ def step_time(
         )
     flops = Flops(program)
     kernels, work, traffic = _kernels(program, target, flops).computation(program.entry)
-    wires = [_wire(c, program.num_devices, target) for c in collectives]
-    wire, exposed, sent = (sum(w[part] for w in wires) for part in range(3))
-    seconds = kernels + exposed
+    clock = Timeline(
+        program,
+        lambda computation, i: flops.instruction(computation, i)[0] / target.flops,
+        {c.name: _wire(c, program.num_devices, target) for c in collectives if c.words},
+    ).clock
+    seconds = kernels + clock.waited
     fraction = model_flops / target.flops / seconds if model_flops and seconds else None
     return StepTime(
         seconds=seconds,
         kernel_seconds=kernels,
         compute_seconds=work / target.flops,
         memory_seconds=traffic / target.memory_bandwidth,
-        wire_seconds=wire,
-        exposed_seconds=exposed,
-        hidden_seconds=wire - exposed,
+        wire_seconds=clock.wire_seconds,
+        exposed_seconds=clock.waited,
+        covered_seconds=clock.wire_seconds - clock.waited,
         flops=int(work),
         traffic_bytes=int(traffic),
-        wire_bytes=sent,
+        wire_bytes=clock.wire_bytes,
         model_flops_fraction=fraction,
         target=target,
         assumptions=_assumptions(target, flops.uncounted(), collectives),
@@ -111,7 +121,7 @@ def format_step_time(t: StepTime) -> str:
         f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
         f"({t.flops / 1e12:.1f} TFLOP), memory {t.memory_seconds:.4f} s "
         f"({t.traffic_bytes / 1e9:.1f} GB)",
-        f"wire     {t.wire_seconds:9.4f} s  hidden {t.hidden_seconds:.4f} s, "
+        f"wire     {t.wire_seconds:9.4f} s  covered {t.covered_seconds:.4f} s ({t.covered:.0%}), "
         f"exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
     ]
     if t.model_flops_fraction is not None:
@@ -136,18 +146,14 @@ def _kernels(program: Program, target: Target, flops: Flops) -> Totals:
     return Totals(program, kernel, nothing)
 
 
-def _wire(c: Collective, num_devices: int, target: Target) -> tuple[float, float, float]:
-    """Seconds of a collective in a step, seconds that the device waits for it, bytes it sends."""
-    if not c.words or c.runs is None:  # `words` complains of an unknown number of runs
-        return 0.0, 0.0, 0.0
+def _wire(c: Collective, num_devices: int, target: Target) -> Wire:
+    """What one run of a collective takes."""
     n, rounds = c.group_size, 1 + (c.kind == "all-reduce")
     sent = rounds * c.bytes * ((n - 1) / n if c.kind in _RING | _TO_ALL else 1.0)
     in_host = devices_per_host_in_group(c, num_devices, target.host_devices)
     cards = in_host if c.kind in _RING else 1
     crossing = min(target.fast_wire, cards * target.slow_wire)
-    once = sent / (target.fast_wire if in_host == n else crossing)
-    exposed = max(0.0, once - c.overlapped_flops / target.flops) if c.hidden else once
-    return c.runs * once, c.runs * exposed, c.runs * sent
+    return Wire(sent / (target.fast_wire if in_host == n else crossing), sent)
 
 
 def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
@@ -175,11 +181,11 @@ def _assumptions(
         f"Collectives are rings without latency: {fast:.4g} GB/s a device within a host of "
         f"{in_host}; between hosts {slow:.4g} GB/s for each device that the group has on a host, "
         f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host.",
-        "A collective is hidden by the matrix products scheduled between its start and its done, "
-        "at their peak, each collective as if alone; other kernels hide nothing.",
+        "All collectives share one wire, one after the other as they are started; matrix products "
+        "scheduled meanwhile, at their peak, cover them, other kernels do not.",
     ]
     if any(c.conditional for c in collectives):
-        found.append("Of a conditional the dearer branch runs, but the collectives of all.")
+        found.append("Of a conditional the dearer branch runs.")
     if uncounted:
         found.append(f"The FLOPs of these library calls are left out: {', '.join(uncounted)}.")
     return tuple(found)

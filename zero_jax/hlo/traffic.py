@@ -140,7 +140,7 @@ def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Colle
     full = groups.size if i.kind == "all-gather" else 1
     around = [caller.instruction for caller in run.callers]
     loops = [caller for caller in around if caller.kind == "while"]
-    start = next((r for r in (run, *reversed(run.callers)) if _only_starts(r.instruction)), None)
+    start = next((r for r in (run, *reversed(run.callers)) if only_starts(r.instruction)), None)
     return Collective(
         kind=i.kind,
         dtype=",".join(sorted({a.dtype for a in arrays})),
@@ -160,7 +160,7 @@ def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Colle
     )
 
 
-def _only_starts(i: Instruction) -> bool:
+def only_starts(i: Instruction) -> bool:
     """Whether it goes on beside what follows; 0.10 spells blocking ones of a GPU as starts too."""
     return i.kind != i.opcode and '"is_sync":true' not in i.config
 
