@@ -72,6 +72,20 @@ def test_words_sent_per_step(stage, k):
     assert_words(audit(stage=stage, micro_batches=k), stage, k)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_sums_of_one_micro_batch_stand_in_the_loop_of_layers(stage):
+    """Where other layers hide them, those of vectors perhaps; of several micro-batches they wait
+    for the last, outside of it."""
+    kernels = CONFIG.layers * 12 * CONFIG.width**2
+    for k, least, most in ((1, kernels, 1.02 * kernels), (2, 0, 0)):
+        sums = [
+            c.elements * c.runs
+            for c in audit(stage=stage, micro_batches=k).collectives
+            if c.kind in ("all-reduce", "reduce-scatter") and c.in_loop
+        ]
+        assert least <= sum(sums) <= most
+
+
 @pytest.mark.parametrize("policy", ["none", "dots"])
 def test_no_remat_policy_keeps_gathered_weights_at_stage_3(policy, monkeypatch):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, remat=policy)

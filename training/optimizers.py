@@ -1,35 +1,21 @@
-"""The optimizers a run can choose from, all of optax: clipping, schedule and decay around each.
+"""The optimizer of a run, of those in `models.optimizers`, and its learning rate.
 
-The learning rate rises linearly from 0, then falls as a cosine to a tenth of its peak. Weight
-decay is decoupled, and only for kernels and embeddings: a bias or a scale of a norm stacked over
-layers is a matrix by its rank, so leaves are told apart by name.
+The rate rises linearly from 0, then falls as a cosine to a tenth of its peak.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
-from optax import contrib
 
 from training.config import Config
+from zero_jax.models import optimizers
 from zero_jax.names import unknown
 
-PyTree = Any
 Rate = Callable[[Any], Any]
-
-# Peak rates that suit small GPTs. Of lamb and adafactor they are relative to a leaf's own size.
-RATES = {
-    "adamw": 4e-3,
-    "sgd": 0.3,
-    "lion": 5e-4,
-    "adafactor": 0.03,
-    "lamb": 0.02,
-    "muon": 0.02,
-}
+RATES = optimizers.RATES
 
 
 def check_name(name: str) -> str:
@@ -44,20 +30,17 @@ def check_name(name: str) -> str:
 
 
 def make(config: Config) -> optax.GradientTransformation:
-    """Builds the whole chain: clipping, the optimizer, decay and schedule.
+    """The optimizer of a run.
 
     Args:
         config: Settings with `lr` and `warmup` decided, as by `resolve`.
 
     Raises:
         ValueError: No optimizer has that name.
-
-    >>> tx = make(Config(optimizer="sgd", lr=0.1, warmup=10))
-    >>> len(tx.init({"kernel": 1.0}))  # clipping, optimizer
-    2
     """
-    inner = _MAKERS[check_name(config.optimizer)](rate(config), config.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(config.clip), inner) if config.clip else inner
+    name = check_name(config.optimizer)
+    decay, clip = config.weight_decay, config.clip
+    return optimizers.make(name, rate(config), weight_decay=decay, clip=clip)
 
 
 def rate(config: Config) -> Rate:
@@ -70,59 +53,3 @@ def rate(config: Config) -> Rate:
     return optax.warmup_cosine_decay_schedule(
         0.0, config.lr, config.warmup, config.steps, end_value=config.lr / 10
     )
-
-
-def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay is for.
-
-    >>> decayed({"qkv": {"kernel": 1.0, "bias": 1.0}})
-    {'qkv': {'bias': False, 'kernel': True}}
-    """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: re.search("kernel|embedding", jax.tree_util.keystr(path)) is not None,
-        params,
-    )
-
-
-def _then_decay(
-    direction: optax.GradientTransformation, rate: Rate, decay: float
-) -> optax.GradientTransformation:
-    return optax.chain(
-        direction,
-        optax.add_decayed_weights(decay, decayed),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _adafactor(rate: Rate, decay: float) -> optax.GradientTransformation:
-    # optax's own decay is not multiplied by the rate. Without a rate it gives a step downhill.
-    uphill = optax.chain(optax.adafactor(None), optax.scale(-1.0))
-    return _then_decay(uphill, rate, decay)
-
-
-def _muon(rate: Rate, decay: float) -> optax.GradientTransformation:
-    # Kernels of the layers, stacked as (L, in, out), are orthogonalized one by one and decay;
-    # embeddings and vectors follow Adam, at the same part of its own usual rate.
-    def kernels(params: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: contrib.MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params
-        )
-
-    return contrib.muon(
-        rate,
-        weight_decay=decay,
-        weight_decay_mask=decayed,
-        adam_b2=0.95,
-        adam_learning_rate=lambda step: rate(step) * RATES["adamw"] / RATES["muon"],
-        muon_weight_dimension_numbers=kernels,
-    )
-
-
-_MAKERS: dict[str, Callable[[Rate, float], optax.GradientTransformation]] = {
-    "adamw": lambda rate, decay: optax.adamw(rate, b2=0.95, weight_decay=decay, mask=decayed),
-    "sgd": lambda rate, decay: _then_decay(optax.trace(0.9), rate, decay),
-    "lion": lambda rate, decay: optax.lion(rate, weight_decay=decay, mask=decayed),
-    "adafactor": _adafactor,
-    "lamb": lambda rate, decay: optax.lamb(rate, weight_decay=decay, mask=decayed),
-    "muon": _muon,
-}

@@ -206,6 +206,7 @@ def test_a_limit_must_be_positive(limit):
 def test_costs_follow_the_words_of_the_paper():
     """Which gathers twice a micro-batch at stage 3; layers in groups are gathered once more."""
     words = {(c.stage, c.micro_batches, c.remat): c.cost()[0] for c in candidates.combinations(4)}
-    for stage, k in itertools.product((1, 2, 3), (1, 2, 4)):
+    assert (1, 1, "none") not in words, "it is stage 2"
+    for stage, k in set(itertools.product((1, 2, 3), (1, 2, 4))) - {(1, 1)}:
         for remat, runs in (("none", 3), ("block", 3), ("block_sqrt", 4)):
             assert words[stage, k, remat] == {1: 2, 2: 1 + k, 3: runs * k}[stage]

@@ -50,7 +50,7 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     order = [c.candidate for c in choice.considered]
     costs = [c.candidate.cost(c.plan) for c in choice.considered]
     assert costs == sorted(costs)
-    assert [str(c) for c in order[:5:2]] == [
+    assert [str(c) for c in order[:3]] == [
         "stage 2, 1 micro-batches, remat block",
         "stage 2, 1 micro-batches, remat block_sqrt",
         "stage 2, 1 micro-batches, remat block@host",

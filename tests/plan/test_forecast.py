@@ -114,11 +114,17 @@ def test_copies_are_those_that_the_stage_gathers(dtype, bytes_per_param):
     assert copies[3] <= bytes_per_param * net.layer
 
 
-def test_gradients_are_whole_up_to_stage_1_and_shards_from_stage_2():
+def test_gradients_are_whole_at_stage_0_and_shards_above():
     """Beside the one that is handed from layer to layer, and the loss."""
-    for stage, per_param in ((0, 4), (1, 4), (2, 4 / N), (3, 4 / N)):
+    for stage, per_param in ((0, 4), (1, 4 / N), (2, 4 / N), (3, 4 / N)):
         gradients = LONG.forecast(stage).terms["gradients"]
         assert gradients - LONG.carry - per_param * LONG.psi in (0, 4), stage
+
+
+def test_at_stage_1_micro_batches_add_up_in_whole_gradients():
+    """Beside those of one micro-batch, and shards of what is summed at the end."""
+    one, two = (LONG.forecast(stage, micro_batches=2).terms["gradients"] for stage in (1, 2))
+    assert one - two == 4 * (2 * LONG.psi - 2 * LONG.psi // N)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -126,7 +132,7 @@ def test_buffers_are_one_layers_gradients_in_the_reduce_dtype(dtype):
     """fp32 by default, whatever the layers compute in."""
     net = dataclasses.replace(LONG, dtype=dtype)
     buffers = [net.forecast(stage).terms["buffers"] for stage in range(4)]
-    assert buffers == [0, 0, 4 * net.layer, 4 * net.layer]
+    assert buffers == [0, 4 * net.layer, 4 * net.layer, 4 * net.layer]
 
 
 def test_logits_are_the_loss():
@@ -152,11 +158,11 @@ def test_half_a_batch_at_a_time_saves_half(stage):
 
 
 def test_micro_batches_add_up_in_a_second_set_of_gradients():
-    """Stages 0 and 1 have a whole one beside what a micro-batch makes, stages 2 and 3 a shard.
+    """Stage 0 has a whole one beside what a micro-batch makes, stages 2 and 3 a shard.
 
     Less half of a layer's input, which is the other half of the batch.
     """
-    for stage, per_param in ((1, 4), (3, 4 / N)):
+    for stage, per_param in ((0, 4), (2, 4 / N), (3, 4 / N)):
         one, two = (WIDE.forecast(stage, micro_batches=k).terms["gradients"] for k in (1, 2))
         assert two - one + WIDE.carry // 2 - per_param * WIDE.psi in range(17), "scalars"
 
@@ -180,11 +186,12 @@ def test_terms_are_all_that_is_held(net, stage):
 
 
 def test_each_stage_holds_less_than_the_one_before():
-    one, two, three = (WIDE.forecast(stage).bytes for stage in (1, 2, 3))
+    one, two, three = (WIDE.forecast(stage, micro_batches=2).bytes for stage in (1, 2, 3))
     assert one > two > three
-    gradients = 4 * WIDE.psi * (1 - 1 / N) - 4 * WIDE.layer  # less the layer under way
+    gradients = 2 * 4 * WIDE.psi * (1 - 1 / N) - 4 * WIDE.layer  # less the layer under way
     assert one - two == pytest.approx(gradients, rel=0.2)
     assert two - three == 4 * WIDE.psi, "the gathered copy"
+    assert WIDE.forecast(1).bytes == WIDE.forecast(2).bytes, "with one micro-batch"
 
 
 def test_remat_policies_hold_less_in_turn():

@@ -8,7 +8,10 @@ from flax import nnx
 
 from training import optimizers, trainer
 from training.config import Config, resolve
+from zero_jax import Zero, abstract_mesh
 from zero_jax.models import gpt
+from zero_jax.models.optimizers import decayed
+from zero_jax.plan.case import Case
 
 # Parts.
 
@@ -23,7 +26,7 @@ def test_results_are_looked_at_one_late():
 
 def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
     shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
-    flags = jax.tree.leaves(optimizers.decayed(shapes))
+    flags = jax.tree.leaves(decayed(shapes))
     sizes = [x.size for x in jax.tree.leaves(shapes)]
     d, layers, rows = 128, 4, 256 + 128
     matrices = layers * 12 * d * d + rows * d
@@ -53,6 +56,20 @@ def test_every_optimizer_goes_downhill_from_a_stack_of_matrices(name):
         seen.append(float(loss))
     assert seen[1] == seen[0]  # the rate begins at 0
     assert seen[-1] < seen[0]
+
+
+@pytest.mark.parametrize("name", optimizers.RATES)
+def test_what_is_planned_is_what_is_run(name, monkeypatch):
+    """The same state and the same operations, at whatever rate."""
+    config = resolve(Config(optimizer=name), optimizers.RATES)
+    monkeypatch.setattr(optimizers, "rate", lambda config: optax.constant_schedule(config.lr))
+    case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)
+    params = jax.eval_shape(case.make)
+
+    def traced(tx):
+        return str(jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p))(params))
+
+    assert traced(case.tx) == traced(optimizers.make(config))
 
 
 def test_clipping_bounds_the_step_and_0_switches_it_off():

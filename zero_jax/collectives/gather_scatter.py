@@ -156,17 +156,17 @@ class _Slot:
     dtype: Any
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _touch(cut: Split, wire: Wire, shard: Any, copy: Any, slot: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _touch(cut: Split, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> jax.Array:
     return gather(shard, cut, wire) if copy is None else copy
 
 
-def _touch_fwd(cut: Split, wire: Wire, shard: Any, copy: Any, slot: Any) -> tuple[jax.Array, Any]:
-    return _touch(cut, wire, shard, copy, slot), None if slot is None else _Slot(slot.dtype)
+def _touch_fwd(cut: Split, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> Any:
+    return _touch(cut, wire, sums, shard, copy, slot), None if slot is None else _Slot(slot.dtype)
 
 
-def _touch_bwd(cut: Split, wire: Wire, slot: Any, cotangent: jax.Array) -> tuple[Any, None, Any]:
-    if cut.dim is None:  # summed over devices once, at the end of the step
+def _touch_bwd(cut: Split, wire: Wire, sums: bool, slot: Any, cotangent: jax.Array) -> Any:
+    if not sums:  # over devices once, at the end of the step
         return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None, None
     grad = reduce_scatter(cotangent, cut, wire)
     # A slot of fp32, or of the dtype in which the sum over devices is: this rounds nothing but sums
@@ -179,10 +179,12 @@ _touch.defvjp(_touch_fwd, _touch_bwd)
 
 def takes_slot(cut: Split, wire: Wire) -> bool:
     """Whether a leaf's gradient is summed over devices in a smaller dtype than the master's."""
-    return cut.dim is not None and cut.layer_rank > 1 and wire.reduce.itemsize < 4
+    return cut.layer_rank > 1 and wire.reduce.itemsize < 4
 
 
-def touch(shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire) -> jax.Array:
+def touch(
+    shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire, sums: bool | None = None
+) -> jax.Array:
     """The full leaf, differentiable with respect to the shard.
 
     Args:
@@ -194,9 +196,11 @@ def touch(shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire) -> jax.Array
         `takes_slot` and is touched once: gradients of several touches would be added in it.
       cut: how the leaf is split.
       wire: over which axis and in which dtypes.
+      sums: whether its cotangent is summed over devices at once, reduce-scattered if the leaf is
+        cut; else it stays local. By default that of a leaf that is cut.
 
     Returns:
-      The full leaf in the compute dtype. Its cotangent is reduce-scattered to the shard at once;
-      that of a leaf that is not split stays local.
+      The full leaf in the compute dtype.
     """
-    return _touch(cut, wire, shard, copy, slot)
+    sums = cut.dim is not None if sums is None else sums
+    return _touch(cut, wire, sums, shard, copy, slot)

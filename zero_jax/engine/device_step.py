@@ -163,7 +163,8 @@ class DeviceStep:
             it = iter(given)
             own = [next(it) if t else None for t in there]
             shard, copy, slot = own
-            return gather_scatter.touch(shard, copy, slot, leaf.cut, self.settings.wire)
+            sums = leaf.summed == TOUCH
+            return gather_scatter.touch(shard, copy, slot, leaf.cut, self.settings.wire, sums)
 
         return Source(tuple(x for x in (value, copy, slot) if x is not None), make, free=False)
 

@@ -34,7 +34,7 @@ class Lifetime:
     Attributes:
       copy: how long a gathered copy lives: STEP or TOUCH; None where nothing is cut.
       gradient: when the full local gradient of a leaf is summed over devices: after the STEP, or
-        as it appears, at its TOUCH.
+        as it appears, at its TOUCH. See `lifetime`.
       others: the same of a leaf that is not read by layers alone.
     """
 
@@ -50,6 +50,19 @@ LIFETIMES = {
     2: Lifetime(STEP, TOUCH, MICRO_BATCH),
     3: Lifetime(TOUCH, TOUCH, TOUCH),
 }
+
+
+def lifetime(stage: int, micro_batches: int) -> Lifetime:
+    """What a stage is with so many micro-batches. Where there is one, no gradient waits for others:
+    it is summed as it appears, behind the backward pass of other layers.
+
+    >>> lifetime(1, 4).gradient, lifetime(1, 1) == LIFETIMES[2]
+    ('step', True)
+    """
+    known = LIFETIMES[stage]
+    if micro_batches > 1 or known.gradient != STEP:
+        return known
+    return dataclasses.replace(LIFETIMES[2], copy=known.copy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,24 +166,23 @@ class Reading:
         """Which leaves are read by such operations."""
         return {r.form.leaf for r in self._reads if r.by == operation}
 
-    def leaf(self, at: int, path: str, frozen: bool, stage: int, wire: Wire) -> Leaf:
+    def leaf(self, at: int, path: str, frozen: bool, life: Lifetime, wire: Wire) -> Leaf:
         """What is known of a leaf at a stage."""
         reads = [r for r in self._reads if r.form.leaf == at]
         stacked = bool(reads) and all(r.stacked for r in reads)
         cut = dataclasses.replace(self._cuts[at], stacked=stacked)
         inside = len({r.layer for r in reads}) == 1 and reads[0].layer is not None
-        life = LIFETIMES[stage]
         due = life.gradient if inside else life.others
         opens = due == TOUCH
+        # Of what every device holds, vectors and what the stage would cut are summed all at once.
+        at_once = cut.dim is None and (life.copy is not None or cut.layer_rank < 2 or not opens)
         once = len({id(r.opening) for r in reads}) == 1 and reads[0].loops == 1
-        small = opens and not frozen and once and not reads[0].form.parted
+        small = opens and not at_once and not frozen and once and not reads[0].form.parted
         waits = wire.reduce if small and gather_scatter.takes_slot(cut, wire) else None
         if waits is None and cut.dim is not None and cut.parts > 1 and not frozen:
             waits = jnp.dtype("float32")  # a shard that was joined is in the compute dtype
-        # What every device holds is summed once; there is one of it.
-        summed = STEP if cut.dim is None else due
         in_layer = bool(reads) and all(r.layer is not None for r in reads)
-        return Leaf(path, cut, frozen, opens, summed, in_layer, waits)
+        return Leaf(path, cut, frozen, opens, STEP if at_once else due, in_layer, waits)
 
     def _layer(self, count: int, scanned: bool, policy: Policy) -> int:
         self._found.append((count, scanned, str(policy)))

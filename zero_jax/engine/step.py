@@ -126,6 +126,11 @@ class TrainStep:
         return self.settings.compiler_options(self.read(*args).layers)
 
     @property
+    def transformation(self) -> ZeroTransform:
+        """The partitioned transformation of the update."""
+        return self._tx
+
+    @property
     def function(self) -> Any:
         """The step before `jit`: a function of (params, opt_state, batch, *extras, **named)."""
         return self._step

@@ -98,8 +98,9 @@ def trace(
     wanted = [at == 0 for at in range(len(found.jaxpr.outvars))]
     found = derivatives.settled(found, trained, wanted)
     reading = lifetimes.Reading(found.jaxpr, cuts, policies.parse(settings.remat))
+    life = lifetimes.lifetime(settings.stage, micro_batches)
     leaves = [
-        reading.leaf(at, name, still, settings.stage, settings.wire)
+        reading.leaf(at, name, still, life, settings.wire)
         for at, (name, still) in enumerate(zip(names, frozen, strict=True))
     ]
     kinds = _kinds(program, found, rows, batch_axes(settings.mesh), len(names))

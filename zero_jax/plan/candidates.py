@@ -4,7 +4,8 @@ A candidate is a stage, a number of micro-batches, a remat policy with the place
 things, and what rests in host memory. Cheapest first: fewest words that leave the device, to
 others or to host memory and back; then least recomputation, what is kept whole before what is
 split over the model axis, fewest micro-batches, and the higher stage, whose reductions can hide
-behind the backward pass. Stage 0 is never one: stage 1 sends the same words and holds less.
+behind the backward pass. Stage 0 is never one: stage 1 sends the same words and holds less. Nor is
+stage 1 with one micro-batch: it is stage 2.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import Offload
-from zero_jax.plan.planning import AnyZero, Plan, words_per_param
+from zero_jax.plan.memory import words_per_param
+from zero_jax.plan.planning import AnyZero, Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size
 from zero_jax.sharding.model_axis import SEQUENCE
@@ -86,11 +88,11 @@ def combinations(
       states: what may be done with the optimizer state and the masters.
 
     >>> [str(c) for c in combinations(1)][:2]
-    ['stage 2, 1 micro-batches, remat none', 'stage 1, 1 micro-batches, remat none']
+    ['stage 2, 1 micro-batches, remat none', 'stage 2, 1 micro-batches, remat dots']
     """
     counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % micro_batches == 0]
     ways = itertools.product((1, 2, 3), counts, _policies(remat, places), states)
-    return sorted((Candidate(*way) for way in ways), key=Candidate.cost)
+    return sorted((Candidate(*way) for way in ways if way[:2] != (1, 1)), key=Candidate.cost)
 
 
 def _policies(remat: str, places: tuple[str, ...]) -> list[str]:

@@ -1,31 +1,19 @@
 """A GPT of `zero_jax.models` and how it is trained: what the command line and the figures plan."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from optax import contrib
 
 from zero_jax.engine import grads, losses
-from zero_jax.models import gpt
+from zero_jax.models import gpt, optimizers
 from zero_jax.plan import memory
 from zero_jax.plan.planning import AnyZero, Plan
 
 PyTree = Any
-
-OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
-    "adamw": optax.adamw,
-    "adam": optax.adam,
-    "sgd": lambda rate: optax.sgd(rate, momentum=0.9),
-    "lion": optax.lion,
-    "adafactor": optax.adafactor,
-    "lamb": optax.lamb,
-    "muon": contrib.muon,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +23,7 @@ class Case:
     Attributes:
       config: of `models.gpt`.
       zero: a `Zero`: the mesh and all settings.
-      optimizer: name.
+      optimizer: one of `models.optimizers`.
       rows: rows of the global batch.
     """
 
@@ -46,7 +34,9 @@ class Case:
 
     @property
     def tx(self) -> optax.GradientTransformation:
-        return OPTIMIZERS[self.optimizer](1e-4)
+        """As `train.py` makes it."""
+        rate = optax.constant_schedule(optimizers.RATES[self.optimizer])
+        return optimizers.make(self.optimizer, rate)
 
     def make(self) -> PyTree:
         """The parameters; only ever traced here."""
@@ -95,6 +85,7 @@ class Case:
             parts=self.zero.settings.parts,
             tx=self.tx,
             precision=self.zero.precision,
+            micro_batches=self.zero.micro_batches,
             model_axis=self.zero.model_axis,
             window=traced.window,
         ).total

@@ -1,6 +1,7 @@
 """`python -m zero_jax.plan`: what a training run will hold and send, before hardware is rented.
 
     python -m zero_jax.plan --model 7.5b --stage 3 --devices 64 --batch-per-device 4 --compile
+    python -m zero_jax.plan meshes --model 1t --devices 1024 --batch-per-device 1 --reduce bf16
     python -m zero_jax.plan scaling --model 60b --devices 64,128,256,400 --device v100-32gb
     python -m zero_jax.plan tables
 
@@ -18,11 +19,12 @@ import jax
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
 from zero_jax.hlo import prove, targets
-from zero_jax.models import gpt
+from zero_jax.models import gpt, optimizers
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, paper, plan_text, scaling
-from zero_jax.plan.case import OPTIMIZERS, Case
+from zero_jax.plan import candidates, meshes, paper, plan_text, scaling
+from zero_jax.plan.case import Case
 from zero_jax.plan.options import add_options, parsed_options
+from zero_jax.plan.planning import Plan
 from zero_jax.sharding.mesh import abstract_mesh
 from zero_jax.zero import Zero
 
@@ -34,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> int:
     # Nothing is computed here, and a GPU that is there has better things to do.
     jax.config.update("jax_platforms", "cpu")
     given = list(sys.argv[1:] if args is None else args)
-    commands = {"plan": _plan, "scaling": _scaling, "tables": _tables}
+    commands = {"plan": _plan, "meshes": _meshes, "scaling": _scaling, "tables": _tables}
     name = given.pop(0) if given and not given[0].startswith("-") else "plan"
     try:
         if name not in commands:
@@ -49,9 +51,7 @@ def _plan(args: Sequence[str]) -> int:
     parsed = parser().parse_args(args)
     target = targets.target(parsed.target)
     case = case_of(parsed)
-    memory_bytes = int(parsed.memory_limit * 1e9) if parsed.memory_limit is not None else 0
-    if not memory_bytes and target.memory_bytes:
-        memory_bytes = candidates.usable(target)
+    memory_bytes = _limit(parsed, target)
     options = {"target": parsed.target, "topology": parsed.topology}
     if parsed.compile or parsed.auto:
         prove.check(target, case.zero.mesh.size, parsed.topology)
@@ -80,6 +80,35 @@ def _plan(args: Sequence[str]) -> int:
     return 0
 
 
+def _limit(parsed: argparse.Namespace, target: targets.Target) -> int:
+    """Bytes of a device that may be used; 0 if that is not known."""
+    if parsed.memory_limit is not None:
+        return int(parsed.memory_limit * 1e9)
+    return candidates.usable(target) if target.memory_bytes else 0
+
+
+def _meshes(args: Sequence[str]) -> int:
+    """The same batch, `--batch-per-device` rows for each device, on every mesh."""
+    parsed = parser().parse_args(args)
+    target, each = targets.target(parsed.target), parsed.batch_per_device
+    prove.check(target, parsed.devices, parsed.topology)
+    limit = _limit(parsed, target)
+    if not limit or target.platform != "cuda":
+        raise ValueError(f"--target {target.name} has no figures to compare meshes by: take h100")
+    options = {"target": parsed.target, "topology": parsed.topology}
+
+    def plan(mp: int, compile: bool) -> Plan:
+        own = {"model_parallel": mp, "batch_per_device": each * mp}
+        case = case_of(argparse.Namespace(**{**vars(parsed), **own}))
+        return case.plan(parsed.stage, **(options if compile else {}))
+
+    counts = meshes.splits(parsed.devices, parsed.replica)
+    rows = list(meshes.compare(counts, plan, limit))
+    print(_title(case_of(parsed), parsed))
+    print(meshes.format_meshes(rows))
+    return 0 if meshes.fastest(rows) else 1
+
+
 def parser() -> argparse.ArgumentParser:
     """Of `plan`, the command without a name."""
     made = argparse.ArgumentParser(
@@ -96,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
     add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
     add("--vocab", type=int, default=50304)
-    add("--optimizer", default="adamw", help="one of " + ", ".join(OPTIMIZERS))
+    add("--optimizer", default="adamw", help="one of " + ", ".join(optimizers.RATES))
     add_options(made, compute="bf16")
     add(
         "--bucket-bytes",
@@ -119,8 +148,8 @@ def case_of(parsed: argparse.Namespace) -> Case:
     Raises:
       ValueError: a name is not known, or numbers do not go together.
     """
-    if parsed.optimizer not in OPTIMIZERS:
-        raise ValueError(unknown("optimizer", parsed.optimizer, OPTIMIZERS))
+    if parsed.optimizer not in optimizers.RATES:
+        raise ValueError(unknown("optimizer", parsed.optimizer, optimizers.RATES))
     for name in ("replica", "model_parallel", "micro_batches"):
         if getattr(parsed, name) < 1:
             option = "--" + name.replace("_", "-")

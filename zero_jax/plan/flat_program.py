@@ -9,6 +9,10 @@ import jax
 from zero_jax.jaxpr.equations import bytes_of, shape_of
 from zero_jax.plan.model_spread import Dim
 
+SCATTERS = frozenset(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"))
+# What writes its result over its first operand.
+IN_PLACE = SCATTERS | {"dynamic_update_slice"}
+
 
 @dataclass(eq=False)
 class Value:
@@ -52,7 +56,7 @@ class Operation:
       inputs: values it reads; literals are left out.
       outputs: values it makes.
       bodies: what a loop or a branch runs, with what it is given; empty for the rest.
-      carried: for a loop, (input, output) of each part of the state that it updates in place.
+      carried: (input, output) of what it updates in place: of a loop each part of its state.
       backward: whether it belongs to the transposed (backward) part.
       context: where it stands in the traced function.
     """

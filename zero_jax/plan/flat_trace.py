@@ -12,7 +12,7 @@ import jax.extend.core as jex
 
 from zero_jax.jaxpr import equations
 from zero_jax.jaxpr.equations import CALLS, AnyJaxpr, as_closed, is_var, shape_of, written_out
-from zero_jax.plan.flat_program import Body, Flat, Operation, Value, present, value_of
+from zero_jax.plan.flat_program import IN_PLACE, Body, Flat, Operation, Value, present, value_of
 from zero_jax.plan.model_spread import Dim, dim_of, spread
 
 
@@ -86,7 +86,9 @@ class _Trace:
         elif equations.bodies(eqn):
             self._loop(eqn, given, made)
         else:
-            self._append(eqn, name, given, made)
+            # They write to their first operand, if nobody else needs it.
+            first = [(given[0], made[0])] if name in IN_PLACE and given[0] is not None else []
+            self._append(eqn, name, given, made, carried=first)
         return made
 
     def _append(

@@ -13,8 +13,8 @@ What lives at the worst instant is told apart by what it is for (`Forecast.terms
 B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
 
   copy       gathered parameters: stages 0 to 2 cΨ (0 if c = 4 at stage 0), stage 3 one layer's
-  gradients  of parameters: stage 0 and 1 the full cΨ, 2 and 3 fp32 shards 4Ψ/N (of scanned
-             matrices rΨ/N, if there is one micro-batch) and one layer's
+  gradients  of parameters: stage 0, and 1 of several micro-batches, the full cΨ, else fp32 shards
+             4Ψ/N (of scanned matrices rΨ/N, if there is one micro-batch) and one layer's
   saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
              "dots" the results of products, for a GPT L·B·T·9·D·c;
              "none" all that the backward pass reads
@@ -77,6 +77,24 @@ class Forecast:
         return {term: sum(h.bytes for h in self.held if h.term == term) for term in TERMS}
 
 
+@dataclass(frozen=True)
+class Habits:
+    """Of the compiler.
+
+    Attributes:
+      ahead: whether loops over layers gather the next one's weights while one computes.
+      bucket_bytes: the most that collectives move at once. Of a layer of several buckets one is
+        gathered ahead by the worst instant, since later ones take the place of weights that are
+        not needed any more, and as many are still to be summed as are under way at a time.
+      of_gpus: whether it is that for GPUs. It computes fused results before the operation that
+        needs them in memory, writes them over what they read last, and puts no reduction off.
+    """
+
+    ahead: bool = False
+    bucket_bytes: float = math.inf
+    of_gpus: bool = False
+
+
 def forecast(
     jaxpr: AnyJaxpr,
     params: int,
@@ -84,8 +102,7 @@ def forecast(
     *,
     split: Sequence[int | None] = (),
     parts: int = 1,
-    ahead: bool = False,
-    bucket_bytes: float = math.inf,
+    habits: Habits = Habits(),
 ) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
@@ -95,10 +112,7 @@ def forecast(
       given: how many inputs it was given; arrays that the loss closes over come before them.
       split: of each parameter, the dim that is split over `model`, or None.
       parts: MP, the size of that axis.
-      ahead: whether loops over layers gather the next one's weights while one computes.
-      bucket_bytes: the most that collectives move at once. Of a layer of several buckets one is
-        gathered ahead by the worst instant, since later ones take the place of weights that are
-        not needed any more, and as many are still to be summed as are under way at a time.
+      habits: of the compiler.
 
     Raises:
       ValueError: there is no shard_map.
@@ -106,9 +120,7 @@ def forecast(
     part = device_part(jaxpr)
     first = len(part.invars) - (given or len(part.invars))
     flat = flatten(part, [None] * first + list(split), parts)
-    held = _Walk(
-        flat, set(flat.inputs[first : first + params]), "step", ahead, bucket_bytes
-    ).worst()
+    held = _Walk(flat, set(flat.inputs[first : first + params]), "step", habits).worst()
     return Forecast(tuple(sorted(held, key=lambda h: -h.bytes)), _in_host(flat))
 
 
@@ -120,18 +132,16 @@ class _Walk:
       weights: its inputs that are parameters, or slices of them.
       level: "step" (the outermost, whose results the optimizer reads as they come), "pass" (a
         loop body that runs forward and backward), "layer", or "loss".
-      ahead, bucket_bytes: see `forecast`.
+      habits: of the compiler.
     """
 
-    def __init__(
-        self, flat: Flat, weights: set[Value], level: str, ahead: bool, bucket_bytes: float
-    ):
-        self.level, self.ahead, self.bucket_bytes = level, ahead, bucket_bytes
+    def __init__(self, flat: Flat, weights: set[Value], level: str, habits: Habits):
+        self.level, self.habits = level, habits
         self.outputs = set(flat.outputs)
         self.operations = self._scheduled(flat.operations)
         self.end = len(self.operations)
         self.weights = _copies_of(weights, self.operations)
-        self.spans = spans_of(self.operations, self.outputs, self.end)
+        self.spans = spans_of(self.operations, self.outputs, self.end, habits.of_gpus)
         layers = [at for at, o in enumerate(self.operations) if self._is_layers(o)]
         backward = [at for at, o in enumerate(self.operations) if o.backward]
         self.backward = backward[0] if backward else self.end
@@ -157,7 +167,9 @@ class _Walk:
             sums = _sums(operation)
             if (sums or operation.name not in SOLID) and finishes.issuperset(reads):
                 finishes.add(at)
+            # What a reduction reads would have to wait with it.
             feeds = bool(reads) and self.outputs.isdisjoint(operation.outputs)
+            feeds = feeds and not (self.habits.of_gpus and operation.name in REDUCTIONS)
             if (sums and at in finishes) or (feeds and waits.issuperset(reads)):
                 waits.add(at)
         early, late = [], []
@@ -172,14 +184,15 @@ class _Walk:
 
     def worst(self) -> list[Held]:
         """Everything alive at the instant when that is most."""
-        change = [0] * (self.end + 2)
+        change = [0] * (2 * self.end + 2)
         for span in self.spans:
             change[span.start] += span.value.bytes
             change[span.stop + 1] -= span.value.bytes
         most, worst_at, worst_inside, current = -1, 0, list[Held](), 0
-        for at in range(self.end + 1):
+        for at in range(2 * self.end + 1):
             current += change[at]
-            inside = self._inside(at) if at < self.end else []
+            runs = at % 2 == 0 and at < 2 * self.end
+            inside = self._inside(at // 2) if runs else []
             if current + _total(inside) > most:
                 most, worst_at, worst_inside = current + _total(inside), at, inside
         alive = [self._held(span) for span in self.spans if span.start <= worst_at <= span.stop]
@@ -192,7 +205,7 @@ class _Walk:
         for body in operation.bodies:
             weights = {mine for mine, theirs in body.given if theirs in self.weights}
             level = self._level_of(operation, body, at)
-            found.append(_Walk(body.flat, weights, level, self.ahead, self.bucket_bytes).worst())
+            found.append(_Walk(body.flat, weights, level, self.habits).worst())
         return max(found, key=_total, default=[])
 
     def _level_of(self, operation: Operation, body: Body, at: int) -> str:
@@ -217,7 +230,7 @@ class _Walk:
             return "work" if self.level == "layer" else "loss"
         if self.loss < span.made_at < self.backward:
             return "loss"
-        return "saved" if span.made_at < self.backward <= span.stop else "work"
+        return "saved" if span.made_at < self.backward <= span.stop / 2 else "work"
 
     def _only_summed(self) -> set[Value]:
         """Values from which nothing is made but gradients: sums over devices and results."""
@@ -248,8 +261,8 @@ class _Walk:
             for v in o.inputs
         ]
         next_ones = [v for o in self.operations if o.name == "all_gather" for v in o.outputs]
-        waiting = _within(waiting, COLLECTIVES_AT_ONCE * self.bucket_bytes)
-        next_ones = _within(next_ones if self.ahead else [], self.bucket_bytes)
+        waiting = _within(waiting, COLLECTIVES_AT_ONCE * self.habits.bucket_bytes)
+        next_ones = _within(next_ones if self.habits.ahead else [], self.habits.bucket_bytes)
         found = [(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
         found += [(v, "copy", "all_gather of the layer after") for v in next_ones]
         return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]

@@ -6,7 +6,7 @@ tensor parallelism of degree MP, Ψ stands for Ψ/MP of the leaves that are spli
 
   stage   at rest           gathered copy   gradients
   0       4Ψ + state        cΨ (c < 4)      gΨ
-  1       (4Ψ + state)/N    cΨ              gΨ + 4Ψ/N
+  1       (4Ψ + state)/N    cΨ              gΨ + 4Ψ/N; of one micro-batch as stage 2
   2       (4Ψ + state)/N    cΨ              window + 4Ψ/N
   3       (4Ψ + state)/N    window          window + 4Ψ/N
 
@@ -25,8 +25,10 @@ import numpy as np
 import optax
 
 from zero_jax.collectives.precision import Precision
+from zero_jax.engine.lifetimes import STEP, lifetime
 from zero_jax.engine.loss_scale import Guard, init_guard
 from zero_jax.engine.transformations import Frozen, without_frozen
+from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, split, state_splits
 from zero_jax.sharding.model_axis import ModelAxis
@@ -119,18 +121,28 @@ def estimate(
     joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
     # A stage-0 master in the compute dtype is its own copy.
     copies = {0: 0 if word == 4 else word * copied, 3: word * gathered + joined}
-    gradients = {
-        0: grad_word * full_grads,
-        1: grad_word * full_grads + shard_grads,
-        2: word * gathered + shard_grads,
-        3: word * gathered + shard_grads,
-    }
+    whole = grad_word * full_grads
+    # A micro-batch's gradients wait whole for those of the others, or go to their owners at once.
+    waits = lifetime(stage, micro_batches).gradient == STEP
+    gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
     return Estimate(
         parameters=layout.bytes_per_device(cuts, [_master(x) for x in leaves]),
         state=_state_bytes(params, cuts, tx, frozen),
         copy=copies.get(stage, word * copied),
-        gradients=gradients[stage],
+        gradients=gradients,
     )
+
+
+def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> float:
+    """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
+
+    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt.
+
+    >>> [words_per_param(stage, 4) for stage in range(4)]
+    [2, 2, 5, 12]
+    """
+    runs = 4 if policies.parse(remat).kind == "block_sqrt" else 3
+    return (2, 2, 1 + micro_batches, runs * micro_batches)[stage]
 
 
 def _elements(cut: Split) -> int:

@@ -9,11 +9,13 @@ from zero_jax.plan import pictures
 from zero_jax.plan.planning import Plan
 from zero_jax.plan.tables import gigabytes, table
 
+_MUCH = 0.25  # of a step
+
 
 def format_stages(plans: Sequence[Plan]) -> str:
     """Predicted bytes of one device, a row a term, a column a stage."""
     columns = ["", *(f"stage {plan.stage}" for plan in plans)]
-    names = [name for name in plans[0].predicted.terms if any(_term(p, name) for p in plans)]
+    names = [name for name in _names(plans) if any(_term(p, name) for p in plans)]
     rows = [[name, *(gigabytes(_term(p, name)) for p in plans)] for name in names]
     rows.append(["total", *(gigabytes(p.predicted.total_bytes) for p in plans)])
     compiled = [p for p in plans if p.compiled]
@@ -60,6 +62,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         ["words / Ψ", _words(plan, 4)],
         ["sent", _sent(plan, layers_only=False)],
         ["  in layers' loops", _sent(plan, layers_only=True)],
+        *([] if plan.time is None else [["  covered", _covered(plan.time)]]),
         ["matrix products", flops],
     ]
     if audit.uncounted:
@@ -95,6 +98,15 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
         return "unknown: a loop around a collective depends on data"
     sent = plan.compiled.hidden(layers_only=layers_only)
     return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
+
+
+def _covered(time: roofline.StepTime) -> str:
+    """What products are long enough for; hidden is what goes on beside any."""
+    waits = time.exposed_seconds / time.seconds if time.seconds else 0.0
+    said = f"{time.covered:.0%} of the wire's {time.wire_seconds:.4f} s"
+    if waits < _MUCH:
+        return said
+    return f"{said}; the device waits {waits:.0%} of its step: compare `plan meshes`"
 
 
 def plot(
@@ -138,7 +150,7 @@ def plot(
 def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
     bottom = [0.0] * len(plans)
     labels = [f"stage {plan.stage}" for plan in plans]
-    for term in (n for n in plans[0].predicted.terms if n != "host"):
+    for term in (n for n in _names(plans) if n != "host"):
         heights = [_term(plan, term) / 1e9 for plan in plans]
         if max(heights) < 0.002 * max(plan.predicted.total_bytes for plan in plans) / 1e9:
             continue  # would not be seen
@@ -156,5 +168,10 @@ def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
     axes.legend(fontsize=8)
 
 
+def _names(plans: Sequence[Plan]) -> list[str]:
+    """Of the terms of any."""
+    return list(dict.fromkeys(name for plan in plans for name in plan.predicted.terms))
+
+
 def _term(plan: Plan, name: str) -> int:
-    return plan.predicted.terms[name]
+    return plan.predicted.terms.get(name, 0)

@@ -25,11 +25,11 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST, Offload
-from zero_jax.plan import forecast
+from zero_jax.plan import forecast, update_forecast
+from zero_jax.plan.memory import words_per_param
 from zero_jax.plan.predicted import Predicted
-from zero_jax.remat import policies
 from zero_jax.sharding import layout
-from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding
+from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding, on_gpu
 from zero_jax.sharding.model_axis import ModelAxis
 
 PyTree = Any
@@ -86,6 +86,7 @@ class Plan:
       layers: what layers were found in the loss, and under which policy.
       window: elements of the largest layer or leaf that is gathered at once.
       predicted: bytes by term.
+      update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
       compiled: the audit of the compiled program, None if only predicted.
       target: what it was compiled for, None for the devices of the mesh itself.
       time: a lower bound of the step's time, None if only predicted or without figures.
@@ -99,6 +100,7 @@ class Plan:
     layers: tuple[Layers, ...]
     window: int
     predicted: Predicted
+    update_words: float = 0.0
     compiled: auditor.Audit | None = None
     target: Target | None = None
     time: roofline.StepTime | None = None
@@ -123,10 +125,12 @@ class Plan:
     @property
     def words_per_param(self) -> float:
         """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
-        paper's. What tensor parallelism sends along `model` is not among them."""
+        paper's and those of the update. What tensor parallelism sends along `model` is not among
+        them."""
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
-        return words_per_param(self.stage, self.micro_batches, self.remat)
+        own = self.update_words / max(self.num_params / self.model_parallel, 1)
+        return words_per_param(self.stage, self.micro_batches, self.remat) + own
 
     @property
     def host_words_per_param(self) -> float:
@@ -169,24 +173,13 @@ class Plan:
             }
             if self.countable
             else None,
+            "covered_fraction": self.time.covered if self.time else None,
             "collectives": [c.as_dict() for c in self.compiled.collectives],
             "flops": self.compiled.flops,
             "flops_not_counted": list(self.compiled.uncounted),
             "step_time": dataclasses.asdict(self.time) if self.time else None,
             "not_shown": list(prove.not_shown(self.target)) if self.target else [],
         }
-
-
-def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> float:
-    """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
-
-    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt.
-
-    >>> [words_per_param(stage, 4) for stage in range(4)]
-    [2, 2, 5, 12]
-    """
-    runs = 4 if policies.parse(remat).kind == "block_sqrt" else 3
-    return (2, 2, 1 + micro_batches, runs * micro_batches)[stage]
 
 
 def of(
@@ -231,7 +224,7 @@ def of(
     shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
     wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
     args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(zero.mesh)), *extras)
-    plan = _predict(step, args)
+    plan = _predict(step, args, _is_for_gpus(zero.mesh, aim))
     if not compile and aim is None:
         return plan
     compiled = _compile(step, args, zero.mesh, aim, topology)
@@ -241,7 +234,14 @@ def of(
     return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
 
 
-def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
+def _is_for_gpus(mesh: AnyMesh, target: Target | None) -> bool:
+    """Whether a step is compiled by XLA for GPUs; so are steps for devices that nobody names."""
+    if target is not None:
+        return target.platform == "cuda"
+    return isinstance(mesh, AbstractMesh) or on_gpu(mesh)
+
+
+def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
     params, opt_state, batch, *extras = args
     counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
     given = sum(counts) + 1  # the loss scale
@@ -252,9 +252,12 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
         *(step.trace(*args).jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
-        ahead=settings.gathers_ahead(traced.layers),
-        bucket_bytes=settings.bucket_bytes,
+        habits=forecast.Habits(
+            settings.gathers_ahead(traced.layers), settings.bucket_bytes, of_gpus
+        ),
     )
+    update = update_forecast.forecast(settings, step.transformation.plain, full)
+    worst = max(temporaries.terms, update.terms, key=lambda terms: sum(terms.values()))
     host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
     streams = {}
     if host:
@@ -270,11 +273,12 @@ def _predict(step: TrainStep, args: tuple[Any, ...]) -> Plan:
         num_params=sum(x.size for x in jax.tree.leaves(full)),
         layers=tuple(traced.layers),
         window=traced.window,
+        update_words=update.words,
         predicted=Predicted(
             parameters=tiers.bytes_on(params),
             optimizer_state=tiers.bytes_on(opt_state),
             batch=tiers.bytes_on(batch) + tiers.bytes_on(extras),
-            temporaries=temporaries.terms | streams,
+            temporaries=worst | streams,
             host_states=host,
             host_saved=temporaries.host,
         ),

@@ -14,7 +14,8 @@ class Predicted:
         on the device.
       batch: this device's rows, and the extra arguments.
       temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
-        also fetched (masters while the model uses them) and pieces (two, of what streams).
+        also fetched (masters while the model uses them) and pieces (two, of what streams). Where
+        the update holds more than forward and backward, see `update_forecast.Update`.
       host_states: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there.
       host_saved: in host memory, from forward to backward: what a remat policy keeps there.
     """
