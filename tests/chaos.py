@@ -1,12 +1,13 @@
-"""Kills runs of `train.py` at random moments and lets them go on, until they are done.
+"""Disturbs runs of `train.py` at random moments and lets them go on, until they are done.
 
-    python tests/chaos.py --kills 50        # prints the table of docs/checkpoints.md, 10 minutes
+    python tests/chaos.py --kills 50        # prints the table of docs/checkpoints.md, 15 minutes
 
-A run is started in one, two or four processes; after a random time one of them, or all, get
-SIGKILL: in steps, in saves, in restores, while compiling. The others have to end by themselves
-(those that still wait for each other at the start get it too). Then every checkpoint is read and
-checked, and the run is started again, often in another number of processes.
-A run that gets through is compared with one that nobody disturbed, and the next is begun.
+A run is started in one, two or four processes. After a random time (in steps, in saves, in
+restores, while compiling) something happens to it: one process or all are killed, the first one
+hangs, somebody starts the same run again, the disk is full. What is left has to end by itself, with
+its reason (those that still wait for each other at the start are killed). Then every checkpoint is
+read and checked, and the run is started again, often in another number of processes. A run that
+gets through is compared with one that nobody disturbed, and the next is begun.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import collections
 import dataclasses
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from training.supervise import free_address  # noqa: E402
+from training.supervise import WRONG, free_address  # noqa: E402
+from zero_jax.cluster.roll import ENDED  # noqa: E402
 
 STEPS, EVERY = 120, 10
 # Momentum is a state; Adam would also divide small sums by small sums, whose order of summation is
@@ -37,7 +41,7 @@ TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
 
 @dataclasses.dataclass
 class Outcome:
-    """What happened, by what the run was doing when it was killed."""
+    """What happened, by what it was and what the run was doing."""
 
     kills: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     finished: int = 0
@@ -49,7 +53,7 @@ class Outcome:
         rows = [f"| {what} | {n} |" for what, n in sorted(self.kills.items())]
         return "\n".join(
             [
-                *("| killed while | times |", "|---|---|", *rows),
+                *("| what happened, while | times |", "|---|---|", *rows),
                 f"| in all | {sum(self.kills.values())} |",
                 "",
                 f"{self.finished} runs got through; {self.checked} checkpoints were read back, all",
@@ -91,6 +95,78 @@ def end(processes: list[subprocess.Popen], seconds: float, log: Path) -> None:
             ) from None
 
 
+@dataclasses.dataclass
+class Run:
+    """One start of a run, and what may happen to it."""
+
+    folder: Path
+    out: str
+    processes: list[subprocess.Popen]
+    rng: random.Random
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.out}.log"
+
+    def kill(self, processes: list[subprocess.Popen]) -> None:
+        for process in processes:
+            process.kill()
+        end(self.processes, 60, self.log)
+
+    def all_killed(self) -> None:
+        self.kill(self.processes)
+
+    def one_killed(self) -> None:
+        self.kill([self.rng.choice(self.processes)])
+
+    def first_hangs(self) -> None:
+        """The others name it."""
+        first, *others = self.processes
+        first.send_signal(signal.SIGSTOP)
+        end(others, 60, self.log)
+        told = self.log.read_text()
+        assert f"process 0 (pid {first.pid}" in told, told[-3000:]
+        assert all(process.returncode == ENDED for process in others), told[-3000:]
+        self.all_killed()
+
+    def started_twice(self) -> None:
+        """The second start is refused; the first one meanwhile stands still, and keeps its lock."""
+        for process in self.processes:
+            process.send_signal(signal.SIGSTOP)
+        before = len(self.log.read_text())
+        (second,) = start(self.folder, self.out, 1)
+        end([second], 60, self.log)
+        told = self.log.read_text()[before:]
+        assert second.returncode == WRONG and "another run writes" in told, told
+        assert list((self.folder / self.out / "alive").glob("start-*/00000.json")), "was deleted"
+        self.all_killed()
+
+    def disk_full(self) -> None:
+        """It ends with the reason, at its next checkpoint or line at the latest."""
+        before = len(self.log.read_text())
+        filler = self.folder / "filler"
+        with open(filler, "wb") as file:
+            try:
+                while True:
+                    file.write(bytes(2**16))
+                    file.flush()
+            except OSError:
+                pass
+        try:
+            end(self.processes, 60, self.log)
+        finally:
+            filler.unlink()
+        told = self.log.read_text()[before:]
+        through = all(process.returncode == 0 for process in self.processes)
+        assert through or "No space left on device" in told or "bytes free" in told, told[-3000:]
+
+
+def small_disk(folder: Path) -> bool:
+    """Puts a small file system on a folder; only root can."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=256m", "chaos", str(folder)]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
 def curve(folder: Path, out: str) -> dict[int, float]:
     import json
 
@@ -129,8 +205,24 @@ def doing(log: str, step: int) -> str:
     return "saving" if step % EVERY <= 1 else "training"
 
 
-def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 4)) -> Outcome:
-    """Runs until so many kills are done, and the run they disturbed is through."""
+def chaos(
+    kills: int,
+    seed: int,
+    folder: Path,
+    counts: tuple[int, ...] = (1, 2, 4),
+    full: bool = False,
+    only: str | None = None,
+) -> Outcome:
+    """Runs until so much has happened, and the run that it happened to is through.
+
+    Args:
+      kills: how many times something happens.
+      seed: of all that is random.
+      folder: to run in.
+      counts: numbers of processes.
+      full: whether the folder is a small file system, which may be filled.
+      only: what happens; anything unless given. Before a run has begun all of it is killed.
+    """
     (folder / "text.txt").write_text(TEXT)
     rng, outcome = random.Random(seed), Outcome()
     end(start(folder, "whole", 1), 600, folder / "whole.log")
@@ -156,6 +248,7 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
             assert gap < 1e-4, gap
             outcome.worst, outcome.finished = max(outcome.worst, gap), outcome.finished + 1
             outcome.checked += check_all(folder, out)[0]
+            shutil.rmtree(folder / out / "checkpoints")
             if sum(outcome.kills.values()) >= kills:
                 return outcome
             number += 1
@@ -164,11 +257,18 @@ def chaos(kills: int, seed: int, folder: Path, counts: tuple[int, ...] = (1, 2, 
         metrics = folder / out / "metrics.jsonl"
         step = max(curve(folder, out), default=0) if metrics.exists() else 0
         what = doing(log.read_bytes()[written:].decode(), step)
-        outcome.kills[what] += 1
-        alone = what != "starting" and rng.random() < 0.5
-        for process in [rng.choice(processes)] if alone else processes:
-            process.kill()
-        end(processes, 60, log)
+        run = Run(folder, out, processes, rng)
+        kinds = {"all killed": run.all_killed}
+        if what != "starting":
+            kinds["one killed"] = run.one_killed
+            if len(processes) > 1:
+                kinds["first hangs"] = run.first_hangs
+            kinds["started twice"] = run.started_twice
+            if full:
+                kinds["disk full"] = run.disk_full
+        kind = only if only in kinds else rng.choice(list(kinds))
+        kinds[kind]()
+        outcome.kills[f"{kind}, {what}"] += 1
         if (folder / out / "checkpoints").exists():
             count, latest = check_all(folder, out)
             outcome.checked += count
@@ -182,11 +282,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="what happens, as 'disk full'; anything unless given")
     parsed = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        print(chaos(parsed.kills, parsed.seed, Path(folder)))
+        small = small_disk(Path(folder))
+        if not small:
+            print("no small file system to fill (mount needs root): no disk will be full")
+        try:
+            print(chaos(parsed.kills, parsed.seed, Path(folder), full=small, only=parsed.only))
+        finally:
+            if small:
+                subprocess.run(["umount", "-l", folder], check=True)
         print(f"\nin {(time.monotonic() - began) / 60:.0f} minutes")
 
 
