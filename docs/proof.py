@@ -104,11 +104,13 @@ def tables(rows: list[dict]) -> str:
         if r["remat"] == "block":
             both, loops = r["hidden_bytes"], r["hidden_bytes_loops"]
             inside = loops["hidden"] + loops["exposed"]
+            # Programs that were compiled before it was read do not have it.
+            covered = f"{r['covered_fraction']:.0%}" if "covered_fraction" in r else "–"
             share = f"{loops['hidden'] / inside:.0%} of {inside / 1e9:.1f}" if inside > 1e6 else "–"
             lines.append(
                 f"| {r['model']}, {r['devices']} | {r['stage']} | {r['words_per_param']:.4f} | "
                 f"{both['hidden'] / 1e9:.1f} | {both['exposed'] / 1e9:.1f} | {share} | "
-                f"{r['covered_fraction']:.0%} | {r['step_seconds']:.3f} |"
+                f"{covered} | {r['step_seconds']:.3f} |"
             )
     return "\n".join(lines)
 
