@@ -61,14 +61,14 @@ class Decoder:
             for name, (a, b) in {"gate": (D, F), "up": (D, F), "down": (F, D)}.items():
                 layer[f"lora_{name}_a"], layer[f"lora_{name}_b"] = (a, self.rank), (self.rank, b)
         if self.scanned:
-            layers: Any = {k: jnp.zeros((self.layers, *shape)) for k, shape in layer.items()}
+            layers: PyTree = {k: jnp.zeros((self.layers, *shape)) for k, shape in layer.items()}
         else:
             one = {k: jnp.zeros(shape) for k, shape in layer.items()}
             layers = [one] * self.layers
         ends = {"embed": (self.vocab, D), "head": (self.vocab, D), "norm": (D,)}
         return {"layers": layers} | {k: jnp.zeros(shape) for k, shape in ends.items()}
 
-    def loss(self, params: PyTree, rows: jax.Array) -> Any:
+    def loss(self, params: PyTree, rows: jax.Array) -> jax.Array | zero_jax.Weighted:
         """The mean cross entropy of rows of tokens (B, T + 1)."""
         x = params["embed"][rows[:, :-1]]
         if self.scanned:
@@ -144,11 +144,13 @@ class Program:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def decoder(rows: int = 4, tokens: int = 1024, sizes: Any = (), **how: Any) -> Program:
+def decoder(
+    rows: int = 4, tokens: int = 1024, sizes: Mapping[str, Any] | None = None, **how: Any
+) -> Program:
     """The step of a decoder on so many rows a device."""
-    model = Decoder(**dict(sizes))
+    model = Decoder(**(sizes or {}))
 
-    def batch(devices: int) -> Any:
+    def batch(devices: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows * devices, tokens + 1), jnp.int32)
 
     settings = {"stage": 3, "remat": "block"} | how.pop("settings", {})
@@ -162,14 +164,14 @@ def images(**settings: Any) -> Program:
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 224, 224, 3)), train=False)
     )
 
-    def make() -> Any:
+    def make() -> PyTree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like["params"])
 
-    def loss(params: Any, batch: Any, stats: Any) -> Any:
+    def loss(params: PyTree, batch: PyTree, stats: PyTree) -> tuple[zero_jax.Weighted, PyTree]:
         found, new = resnet.loss(model, params, stats, *batch)
         return zero_jax.Weighted(*found), new
 
-    def batch(devices: int) -> Any:
+    def batch(devices: int) -> PyTree:
         count = 32 * devices
         pixels = jax.ShapeDtypeStruct((count, 224, 224, 3), jnp.float32)
         return pixels, jax.ShapeDtypeStruct((count,), jnp.int32)

@@ -73,7 +73,7 @@ def facts(audit: auditor.Audit, times: roofline.StepTime, num_params: int) -> di
         "hidden": step.fraction,
         "exposed_bytes": step.exposed,
         "wire_seconds": times.wire_seconds,
-        "covered": times.covered_seconds / times.wire_seconds,
+        "covered": times.covered,
         "step_seconds": times.seconds,
     }
 

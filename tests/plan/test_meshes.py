@@ -60,6 +60,12 @@ def test_a_target_without_figures_is_refused(capsys):
     assert "has no figures to compare meshes by" in capsys.readouterr().err
 
 
+def test_what_meshes_does_not_take_is_refused(capsys):
+    args = ["meshes", "--model", "nano", "--devices", "4", "--model-parallel", "2"]
+    assert command.main(args) == 2
+    assert "--model-parallel is not for meshes" in capsys.readouterr().err
+
+
 @pytest.mark.prove
 def test_the_command_compiles_and_recommends(capsys):
     args = ["--model", "nano", "--devices", "4", "--batch-per-device", "2", "--seq", "64"]

@@ -90,6 +90,10 @@ def _limit(parsed: argparse.Namespace, target: targets.Target) -> int:
 def _meshes(args: Sequence[str]) -> int:
     """The same batch, `--batch-per-device` rows for each device, on every mesh."""
     parsed = parser().parse_args(args)
+    for name in ("model_parallel", "compile", "auto", "json", "plot"):
+        if getattr(parsed, name) != parser().get_default(name):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is not for meshes, which compiles every MP: leave it out")
     target, each = targets.target(parsed.target), parsed.batch_per_device
     prove.check(target, parsed.devices, parsed.topology)
     limit = _limit(parsed, target)

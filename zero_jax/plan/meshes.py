@@ -8,10 +8,10 @@ one whose step takes least on a roofline is named.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from zero_jax.plan.auto import MARGIN
 from zero_jax.plan.planning import Plan
 from zero_jax.plan.tables import gigabytes, table
 
-MARGIN = 0.25  # predicted above the limit by more than this, a mesh is not compiled
 _MOST = 16  # of MP: beyond, products are too small for their device
 
 
@@ -79,12 +79,8 @@ def format_meshes(rows: Sequence[Row]) -> str:
     for row in rows:
         shape = [str(row.model_parallel), _shards(row.plan)]
         lines.append([*shape, *_figures(row.plan), "fastest that fits" if row is best else row.why])
-    said = (
-        "none fits: take more devices, or `--auto` for less memory"
-        if best is None
-        else (f"take model={best.model_parallel}")
-    )
-    return table(lines) + f"\n{said}"
+    none = "none fits: take more devices, or `--auto` for less memory"
+    return table(lines) + "\n" + (f"take model={best.model_parallel}" if best else none)
 
 
 def _shards(plan: Plan | None) -> str:

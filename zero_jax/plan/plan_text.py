@@ -137,9 +137,7 @@ def plot(
             "o-",
             label=f"stage {stage}",
         )
-    name = f"memory of a device, {limit / 1e9:.3g} GB"
-    if limit:
-        lines.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)
+    _draw_limit(lines, limit)
     lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
     lines.set_title("model states, without activations", fontsize=10)
     lines.legend(fontsize=8)
@@ -160,12 +158,16 @@ def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
         mark = "" if plan.compiled is None else f"\ncompiled {plan.total_bytes / 1e9:.3g}"
         text = f"{plan.predicted.total_bytes / 1e9:.3g} GB{mark}"
         axes.annotate(text, (at, bottom[at]), ha="center", va="bottom", fontsize=8)
-    name = f"memory of a device, {limit / 1e9:.3g} GB"
-    if limit:
-        axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)
+    _draw_limit(axes, limit)
     axes.set(ylabel="GB per device", ylim=(0, 1.15 * max(bottom)))
     axes.set_title("predicted, at the worst instant of a step", fontsize=10)
     axes.legend(fontsize=8)
+
+
+def _draw_limit(axes: Any, limit: int) -> None:
+    if limit:
+        name = f"memory of a device, {limit / 1e9:.3g} GB"
+        axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)
 
 
 def _names(plans: Sequence[Plan]) -> list[str]:
