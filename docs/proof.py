@@ -1,7 +1,7 @@
 """Compiles the presets for H100 at every stage and remat policy, and writes `proof.json`, which
 the tables of plan.md are made from.
 
-    python docs/proof.py                 # 36 programs, 10 to 20 minutes on two cores
+    python docs/proof.py --jobs 2        # 36 programs, 10 to 20 minutes on two cores
     python docs/proof.py --more          # other batches, fp32 reduction, micro-batches: 24 more
     python docs/proof.py --stages 1 2 --models 7.5b    # these again, the others stay
     python docs/proof.py --tables        # prints the tables of what is there
@@ -10,6 +10,7 @@ Needs the extra `prove`.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
@@ -37,6 +38,7 @@ MORE = (
     (3, "block", 16, "bf16", 1),
 )
 _KEPT = ("stage", "remat", "words_per_param", "error", "hidden_fraction", "covered_fraction")
+_SHOWN = ("model", "devices", "stage", "remat", "rows", "reduce", "micro_batches")
 FILE = pathlib.Path(__file__).parent / "proof.json"
 
 
@@ -105,7 +107,7 @@ def tables(rows: list[dict]) -> str:
             both, loops = r["hidden_bytes"], r["hidden_bytes_loops"]
             inside = loops["hidden"] + loops["exposed"]
             # Programs that were compiled before it was read do not have it.
-            covered = f"{r['covered_fraction']:.0%}" if "covered_fraction" in r else "–"
+            covered = f"{r['covered_fraction']:z.0%}" if "covered_fraction" in r else "–"
             share = f"{loops['hidden'] / inside:.0%} of {inside / 1e9:.1f}" if inside > 1e6 else "–"
             lines.append(
                 f"| {r['model']}, {r['devices']} | {r['stage']} | {r['words_per_param']:.4f} | "
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="only print what is there")
     parser.add_argument("--stages", nargs="+", type=int, default=range(4), help="only these")
     parser.add_argument("--models", nargs="+", default=[m for m, _ in CASES], help="only these")
+    parser.add_argument("--jobs", type=int, default=1, help="how many are compiled at once")
     parser.add_argument("--more", action="store_true", help="compile the variations instead")
     parsed = parser.parse_args()
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
@@ -134,9 +137,11 @@ def main() -> None:
             for row in kept
             if row["model"] not in parsed.models or row["stage"] not in parsed.stages
         ]
-        for case in more if parsed.more else grid:
-            rows.append(prove(*case))
-            print(*case, f"{rows[-1]['error']:+.1%}", flush=True)
+        # A program is traced here and compiled by a child, on one core: threads are enough.
+        with concurrent.futures.ThreadPoolExecutor(parsed.jobs) as pool:
+            for row in pool.map(lambda case: prove(*case), more if parsed.more else grid):
+                rows.append(row)
+                print(*(row[k] for k in _SHOWN), f"{row['error']:+.1%}", flush=True)
         known |= {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
         known["more" if parsed.more else "rows"] = rows
         FILE.write_text(json.dumps(known, indent=1) + "\n")

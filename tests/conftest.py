@@ -24,13 +24,16 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
+# What needs PyTorch is an extra; see there.
+FIXTURES = {"interchange": "gpt2_models", "prove": "compiled_once"}
 NEED_TORCH = ("test_export", "test_import", "test_import_refused", "test_peers")
 
 
 def pytest_configure(config):
-    """Fixtures that need PyTorch, which is an extra, if -m asks for it."""
-    if "interchange" in config.option.markexpr:
-        config.pluginmanager.import_plugin("gpt2_models")
+    """Fixtures that are for some tests alone, if -m asks for those."""
+    for marker, module in FIXTURES.items():
+        if marker in config.option.markexpr:
+            config.pluginmanager.import_plugin(module)
 
 
 def pytest_ignore_collect(collection_path, config):

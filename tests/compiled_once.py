@@ -1,0 +1,59 @@
+"""A program for GPUs that are not there is compiled once, however many tests ask for it.
+
+Compilers take half a minute and more, and tests of several files and processes plan the same
+models. All that a program depends on is in what the child is given.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+
+from zero_jax.hlo import prove
+
+LOCATION = re.compile(r" loc\(.*?\)|^#loc.*$", re.MULTILINE)
+MADE = ("memory.json", "program.txt")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    # Workers of pytest-xdist have a folder each, in one of their own.
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    compile_in_child = prove._run_child
+
+    def run_child(here, target, devices, timeout):
+        known = shared / f"program-{_digest(here)}"
+        if not known.exists():
+            compile_in_child(here, target, devices, timeout)
+            _keep(here, known)
+        for name in MADE:
+            shutil.copyfile(known / name, here / name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prove, "_run_child", run_child)
+        yield
+
+
+def _digest(here: Path) -> str:
+    """Of the program without the lines that it was traced at, and of the request."""
+    exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
+    program = LOCATION.sub("", exported.mlir_module())
+    request = (here / "request.json").read_bytes()
+    return hashlib.sha256(program.encode() + request).hexdigest()[:32]
+
+
+def _keep(here: Path, known: Path) -> None:
+    """Whole or not at all, whoever else keeps the same."""
+    own = Path(tempfile.mkdtemp(dir=known.parent))
+    for name in MADE:
+        shutil.copyfile(here / name, own / name)
+    try:
+        own.rename(known)
+    except OSError:
+        shutil.rmtree(own)
