@@ -197,6 +197,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "longer-host": lambda: decoder(
         rows=1, tokens=262144, sizes={"layers": 4}, settings={"remat": "block@host"}
     ),
+    "80b-64": lambda: decoder(
+        sizes={"layers": 80, "width": 8192, "heads": 64, "hidden": 28672, "vocab": 128256},
+        devices=64,
+    ),
     "host": lambda: decoder(settings={"offload": "optimizer"}),
     "muon": lambda: decoder(tx=optimizers.make("muon", optax.constant_schedule(1e-3))),
     "adafactor": lambda: decoder(tx=optimizers.make("adafactor", optax.constant_schedule(1e-3))),
@@ -237,6 +241,8 @@ def measured(name: str) -> dict[str, Any]:
         "terms": terms,
         "temporaries_gb": round(audit.temp_bytes / 1e9, 3),
         "fragmentation": round(audit.fragmentation, 3),
+        "step_seconds": round(plan.time.seconds, 4) if plan.time else None,
+        "covered": round(plan.time.covered, 3) if plan.time else None,
         "largest": largest[:8],
     }
 

@@ -120,12 +120,13 @@ class Run:
         self.kill([self.rng.choice(self.processes)])
 
     def first_hangs(self) -> None:
-        """The others name it."""
+        """The others name it, by its rank alone where it has given no sign of life yet."""
         first, *others = self.processes
         first.send_signal(signal.SIGSTOP)
         end(others, 60, self.log)
         told = self.log.read_text()
-        assert f"process 0 (pid {first.pid}" in told, told[-3000:]
+        known = f"process 0 (pid {first.pid}" in told
+        assert known or "process 0 was not seen" in told, told[-3000:]
         assert all(process.returncode == ENDED for process in others), told[-3000:]
         self.all_killed()
 

@@ -53,41 +53,44 @@ def mlp_case():
     return make, loss, lambda rows: (rows, 96), jnp.float32
 
 
-# Devices, and rows on each.
+# Devices, rows on each, what is frozen, and the part of the parameters that is not.
 CASES = {
-    "gpt on 8": (gpt_case, 8, 1),
-    "gpt on 3": (gpt_case, 3, 1),
-    "mlp on 4": (mlp_case, 4, 2),
+    "gpt on 8": (gpt_case, 8, 1, None, 1.0),
+    "gpt on 3": (gpt_case, 3, 1, None, 1.0),
+    "mlp on 4": (mlp_case, 4, 2, None, 1.0),
+    "mlp on 4, half frozen": (mlp_case, 4, 2, "up", 0.5),
 }
 
 
 @functools.cache
 def compiled(name):
     """The case as a planner that compiles each candidate once, and all of its candidates."""
-    case, devices, rows = CASES[name]
+    case, devices, rows, frozen, _ = CASES[name]
     make, loss, shape, dtype = case()
     mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
     batch = jax.ShapeDtypeStruct(shape(rows * devices), dtype)
 
     @functools.cache
     def plan(candidate, compile):
-        zero = zero_jax.Zero(
-            mesh, candidate.stage, micro_batches=candidate.micro_batches, remat=candidate.remat
-        )
+        zero = zero_jax.Zero(mesh, frozen=frozen, **candidate.settings)
         return zero.plan(loss, TX, zero.abstract(make), batch, compile=compile)
 
     return plan, candidates.combinations(rows)
 
 
-def cheapest_that_fits(plan, tried, limit):
+def cheapest_that_fits(plan, tried, limit, trained):
     """The exhaustive search: words, then FLOPs of the compiled program, then the stated order."""
     fitting = [c for c in tried if plan(c, True).total_bytes <= limit]
     order = {"none": 0, "dots": 1, "block": 2, "block_sqrt": 3}
-    gathers = {"none": 3, "dots": 3, "block": 3, "block_sqrt": 4}
+
+    def words(c):
+        gathers = (3 if c.remat == "block_sqrt" else 2) * c.micro_batches if c.stage == 3 else 1
+        return gathers + trained * (1 if c.stage == 1 else c.micro_batches)
+
     return min(
         fitting,
         key=lambda c: (
-            {1: 2, 2: 1 + c.micro_batches, 3: gathers[c.remat] * c.micro_batches}[c.stage],
+            words(c),
             order[c.remat],
             c.micro_batches,
             -c.stage,
@@ -99,12 +102,12 @@ def cheapest_that_fits(plan, tried, limit):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CASES)
 def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name):
-    plan, tried = compiled(name)
+    (plan, tried), trained = compiled(name), CASES[name][-1]
     limits = sorted({plan(c, True).total_bytes for c in tried})  # each lets one more in
     picked = []
     for limit in limits:
-        choice = search(tried, plan, limit, report=lambda _: None)
-        assert choice.chosen.candidate == cheapest_that_fits(plan, tried, limit)
+        choice = search(tried, plan, limit, report=lambda _: None, trained=trained)
+        assert choice.chosen.candidate == cheapest_that_fits(plan, tried, limit, trained)
         assert choice.chosen.plan.compiled.total_bytes <= limit
         picked.append(choice.chosen.candidate)
     assert len(limits) >= 8 and len(set(picked)) >= 3, "or this could hardly fail"
@@ -118,6 +121,39 @@ def test_a_limit_that_nothing_fits_under_names_the_smallest_and_what_would_help(
         search(tried, plan, least / 4, report=lambda _: None)
     assert "devices" in str(error.value)
     assert gigabytes(least) in str(error.value)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("stage", "k"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_what_is_frozen_is_gathered_and_not_summed(stage, k):
+    plan, _ = compiled("mlp on 4, half frozen")
+    candidate = candidates.Candidate(stage, k, "none")
+    foretold, found = (plan(candidate, compile).words_per_param for compile in (False, True))
+    assert foretold == 0.5 * {0: 2, 1: 3, 2: 2 + k, 3: 5 * k}[stage]
+    assert found == pytest.approx(foretold, rel=1e-3), "the loss is summed too"
+
+
+def test_a_frozen_base_makes_what_sums_more_often_cheap():
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), "auto", frozen="base", memory_limit=1e9)
+    shapes = {"base": jnp.zeros((4, 64)), "lora": jnp.zeros((4, 1))}
+    params = zero.abstract(lambda: shapes)
+
+    def loss(params, x):
+        return jnp.mean((x @ (params["base"] + params["lora"])) ** 2)
+
+    batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    seen = {}
+
+    def search(*given):
+        seen["trained"] = given[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_jax.plan.auto.search", search)
+        zero.choice(loss, TX, params, batch, target="h100")
+    assert seen["trained"] == 1 / 65
+    plain, dots = candidates.Candidate(2, 2, "none"), candidates.Candidate(2, 1, "dots")
+    assert dots.cost() < plain.cost()
+    assert plain.cost(trained=0.0) < dots.cost(trained=0.0)
 
 
 def auto(limit, **settings):

@@ -67,11 +67,18 @@ def test_the_order_is_that_of_use():
 
         return jax.numpy.mean(jax.lax.scan(layer, x, params)[0])
 
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(N), 3, remat="block", bucket_bytes=SMALL)
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(N), 3, remat="block", bucket_bytes=SMALL // 2)
     params = zero.abstract(lambda: {k: jax.numpy.zeros(s) for k, s in shapes.items()})
     batch = jax.ShapeDtypeStruct((8, 24), "float32")
     jaxpr = jax.jit(zero.value_and_grad(loss)).trace(params, batch).jaxpr
     assert barriers(jaxpr) == [(32 // N, 24)]
+
+
+@pytest.mark.parametrize(("bucket", "own"), [(0.51, 0), (0.49, 2)])
+def test_a_layer_of_two_buckets_is_left_to_the_next_turn(bucket, own):
+    words = sum(x.size for x in jax.tree.leaves(gpt_problem(CONFIG).start["blocks"]))
+    layer = 4 * words // CONFIG.layers
+    assert len(barriers(traced_gradients(3, "block", int(bucket * layer)))) == own
 
 
 @pytest.mark.heavy

@@ -90,8 +90,9 @@ def summed_within(
 
     XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
     held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
-    that gathers more, those of the matrices that are used last come first, with the rest of its own
-    backward pass to hide behind: up to half of the layer is not left to the next.
+    of more than two buckets those of the matrices that are used last come first, with the rest of
+    its own backward pass to hide behind: up to half of the layer is not left to the next. Of two
+    that would save nothing, and XLA leaves the first in the open (docs/parallelism.md).
 
     Args:
       jaxpr: a scanned layer.
@@ -106,7 +107,7 @@ def summed_within(
     sizes = {weight.form.leaf: equations.bytes_of(var) for var, weight in weights.items()}
     ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
     left = sum(sizes.values()) / 2
-    if 2 * left <= bucket_bytes:
+    if left <= bucket_bytes:
         return []
     order: dict[int, None] = {}
     for eqn in jaxpr.eqns:

@@ -104,7 +104,7 @@ def step_time(
         memory_seconds=traffic / target.memory_bandwidth,
         wire_seconds=clock.wire_seconds,
         exposed_seconds=clock.waited,
-        covered_seconds=clock.wire_seconds - clock.waited,
+        covered_seconds=max(0.0, clock.wire_seconds - clock.waited),
         flops=int(work),
         traffic_bytes=int(traffic),
         wire_bytes=clock.wire_bytes,

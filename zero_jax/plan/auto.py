@@ -27,7 +27,9 @@ from zero_jax.plan.candidates import Candidate
 from zero_jax.plan.planning import AnyZero, Plan
 from zero_jax.plan.tables import gigabytes
 from zero_jax.remat.layer_groups import CannotGroup
+from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import batch_shards
+from zero_jax.sharding.paths import trained_part
 
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
 # for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
@@ -56,9 +58,10 @@ class Choice:
     chosen: Considered
     considered: tuple[Considered, ...]
     limit: int
+    trained: float = 1.0  # the part of Ψ that is not frozen
 
     def __str__(self) -> str:
-        return _listed(self.considered, self.limit)
+        return _listed(self.considered, self.limit, self.trained)
 
 
 def search(
@@ -67,6 +70,7 @@ def search(
     limit: float,
     report: Report = print,
     host_limit: float = math.inf,
+    trained: float = 1.0,
 ) -> Choice:
     """Takes the cheapest candidate whose compiled program fits.
 
@@ -76,31 +80,34 @@ def search(
       limit: bytes of one device that may be used.
       host_limit: bytes of host memory that may be used for one device.
       report: is told the outcome, and of each candidate why it was dropped.
+      trained: the part of Ψ that is not frozen.
 
     Raises:
       ValueError: nothing fits; names the smallest candidate, its bytes and what would help.
     """
     limit = int(limit)
     considered: list[Considered] = []
-    for candidate, planned in _by_cost(tried, plan, report):
+    for candidate, planned in _by_cost(tried, plan, report, trained):
         considered.append(_judged(candidate, planned, plan, limit, host_limit))
         if considered[-1].fits:
-            choice = Choice(considered[-1], tuple(considered), limit)
+            choice = Choice(considered[-1], tuple(considered), limit, trained)
             report(f"chose {candidate}\n{choice}")
             return choice
-    report(_listed(considered, limit))
+    report(_listed(considered, limit, trained))
     raise ValueError(_nothing_fits(considered, limit))
 
 
 def _by_cost(
-    tried: Sequence[Candidate], plan: Planner, report: Report
+    tried: Sequence[Candidate], plan: Planner, report: Report, trained: float
 ) -> Iterator[tuple[Candidate, Plan]]:
     """Candidates with their predicted plans, cheapest first.
 
     What crosses to host memory is known once a candidate was planned. Until then it stands where
     it would if that were free; after, it waits for its true turn.
     """
-    queue: list[tuple[Any, int, Plan | None]] = [(c.cost(), i, None) for i, c in enumerate(tried)]
+    queue: list[tuple[Any, int, Plan | None]] = [
+        (c.cost(trained=trained), i, None) for i, c in enumerate(tried)
+    ]
     heapq.heapify(queue)
     while queue:
         _, at, planned = heapq.heappop(queue)
@@ -112,7 +119,7 @@ def _by_cost(
                 report(f"left out {candidate}: {error}")
                 continue
             if candidate.uses_host:
-                heapq.heappush(queue, (candidate.cost(planned), at, planned))
+                heapq.heappush(queue, (candidate.cost(planned, trained), at, planned))
                 continue
         yield candidate, planned
 
@@ -150,10 +157,10 @@ def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan,
         return planned, "does not compile: out of memory"
 
 
-def _listed(considered: Sequence[Considered], limit: int) -> str:
+def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:
     wide = max((len(str(c.candidate)) for c in considered), default=0)
     rows = [
-        f"  {c.candidate.cost(c.plan)[0]:.3g}Ψ words  {c.candidate!s:{wide}} {c.verdict}"
+        f"  {c.candidate.cost(c.plan, trained)[0]:.3g}Ψ words  {c.candidate!s:{wide}} {c.verdict}"
         for c in considered
     ]
     return "\n".join([f"for at most {gigabytes(limit)} a device:", *rows])
@@ -196,7 +203,8 @@ def decide(
         report = print if jax.process_index() == 0 else lambda _: None
     limit = candidates.device_limit(zero, target)
     host = candidates.host_limit(zero, target) or math.inf
-    return search(tried, plan, limit, report, host)
+    trained = trained_part(jax.eval_shape(layout.logical, params), zero.settings.frozen)
+    return search(tried, plan, limit, report, host, trained)
 
 
 def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:

@@ -54,12 +54,18 @@ class Candidate:
     def uses_host(self) -> bool:
         return self.offload.states or any(p.host for p in policies.parse(self.remat).places)
 
-    def cost(self, plan: Plan | None = None) -> tuple[float, float, bool, int, int]:
+    def cost(
+        self, plan: Plan | None = None, trained: float = 1.0
+    ) -> tuple[float, float, bool, int, int]:
         """What candidates are ordered by; without a plan a lower bound, as if the host were free.
 
         The first number is words over Ψ / MP: those of the paper, and what crosses to the host.
+
+        Args:
+          plan: of this candidate.
+          trained: the part of Ψ that is not frozen.
         """
-        words = words_per_param(self.stage, self.micro_batches, self.remat)
+        words = words_per_param(self.stage, self.micro_batches, self.remat, trained)
         crossing = plan.host_words_per_param if plan is not None else 0.0
         policy = policies.parse(self.remat)
         order = (policy.passes, policy.partitioned, self.micro_batches, -self.stage)

@@ -133,16 +133,22 @@ def estimate(
     )
 
 
-def words_per_param(stage: int, micro_batches: int, remat: str = "none") -> float:
+def words_per_param(
+    stage: int, micro_batches: int, remat: str = "none", trained: float = 1.0
+) -> float:
     """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
 
-    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt.
+    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt. What
+    is frozen is gathered and not summed: `trained` is the part of Ψ that is.
 
     >>> [words_per_param(stage, 4) for stage in range(4)]
-    [2, 2, 5, 12]
+    [2.0, 2.0, 5.0, 12.0]
+    >>> [words_per_param(stage, 1, trained=0.0) for stage in range(4)]
+    [0.0, 1.0, 1.0, 2.0]
     """
-    runs = 4 if policies.parse(remat).kind == "block_sqrt" else 3
-    return (2, 2, 1 + micro_batches, runs * micro_batches)[stage]
+    gathers = 3 if policies.parse(remat).kind == "block_sqrt" else 2
+    sums = micro_batches * trained
+    return (2 * trained, 1 + trained, 1 + sums, gathers * micro_batches + sums)[stage]
 
 
 def _elements(cut: Split) -> int:

@@ -31,6 +31,7 @@ from zero_jax.plan.predicted import Predicted
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding, on_gpu
 from zero_jax.sharding.model_axis import ModelAxis
+from zero_jax.sharding.paths import trained_part
 
 PyTree = Any
 _WORD_BYTES = 2  # as the paper counts: bf16 or fp16
@@ -86,6 +87,7 @@ class Plan:
       layers: what layers were found in the loss, and under which policy.
       window: elements of the largest layer or leaf that is gathered at once.
       predicted: bytes by term.
+      trained: the part of Ψ that is not frozen.
       update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
       compiled: the audit of the compiled program, None if only predicted.
       target: what it was compiled for, None for the devices of the mesh itself.
@@ -100,6 +102,7 @@ class Plan:
     layers: tuple[Layers, ...]
     window: int
     predicted: Predicted
+    trained: float = 1.0
     update_words: float = 0.0
     compiled: auditor.Audit | None = None
     target: Target | None = None
@@ -130,7 +133,7 @@ class Plan:
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
         own = self.update_words / max(self.num_params / self.model_parallel, 1)
-        return words_per_param(self.stage, self.micro_batches, self.remat) + own
+        return words_per_param(self.stage, self.micro_batches, self.remat, self.trained) + own
 
     @property
     def host_words_per_param(self) -> float:
@@ -273,6 +276,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         num_params=sum(x.size for x in jax.tree.leaves(full)),
         layers=tuple(traced.layers),
         window=traced.window,
+        trained=trained_part(full, settings.frozen),
         update_words=update.words,
         predicted=Predicted(
             parameters=tiers.bytes_on(params),

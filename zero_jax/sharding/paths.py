@@ -120,3 +120,15 @@ def frozen_leaves(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> l
     leaves = jax.tree.leaves(tree)
     pairs = zip(leaves, matched, strict=True)
     return [not jnp.issubdtype(x.dtype, jnp.floating) or hit for x, hit in pairs]
+
+
+def trained_part(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> float:
+    """The part of the elements of a logical tree that is not frozen; 1.0 of an empty tree.
+
+    >>> trained_part({"base": jnp.ones(3), "lora": jnp.ones(1)}, "base")
+    0.25
+    """
+    sizes = [x.size for x in jax.tree.leaves(tree)]
+    still = frozen_leaves(tree, frozen)
+    trained = sum(size for size, hit in zip(sizes, still, strict=True) if not hit)
+    return trained / sum(sizes) if sum(sizes) else 1.0
