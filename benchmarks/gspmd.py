@@ -73,7 +73,7 @@ def _mean_loss(case: Case, chunks: int) -> Callable[[PyTree, jax.Array], jax.Arr
         def total(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             hidden, labels = part
             hidden = nn.with_logical_constraint(hidden, ("batch", None, None))
-            logits = nn.with_logical_constraint(model.head(hidden), ("batch", None, None))
+            logits = nn.with_logical_constraint(model.logits(hidden), ("batch", None, None))
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return jnp.sum(losses)
 

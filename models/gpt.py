@@ -12,13 +12,12 @@ does (columns of qkv and up, rows of proj and down, rows of the embedding and th
 its sequence parallelism does; `length` is a sequence that attention and matmuls need whole.
 
 Shapes: B batch, T tokens of a row, D width, N heads, H head dim, V vocab, L layers,
-F = 4·D, M tokens of a batch, C chunks of K tokens (C * K >= M), S length of a text.
+F = 4·D, M tokens of a batch, C chunks of K tokens (C * K >= M).
 
 GPT-2: Radford et al., Language Models are Unsupervised Multitask Learners (2019). The shapes of
 the larger models follow Rajbhandari et al., arXiv:1910.02054.
 """
 
-import functools
 from typing import Any, TypeVar
 
 import jax
@@ -28,6 +27,7 @@ from flax import nnx
 
 from .attention import causal_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from .generate import generate as generate
 from .gpt_config import PRESETS as PRESETS
 from .gpt_config import GPTConfig as GPTConfig
 from .gpt_config import flops_per_token as flops_per_token
@@ -208,14 +208,14 @@ class GPT(nnx.Module):
         x_BxTxD = _dropout(x_BxTxD, config.dropout, embed_key)
         return self.ln_f(_apply_blocks(self.blocks, x_BxTxD, key_L))
 
-    def head(self, x_BxTxD: jax.Array) -> jax.Array:
-        """Returns fp32 logits (B, T, V) of hidden states, by the tied embedding."""
+    def logits(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Returns fp32 logits (..., V) of hidden states, by the tied embedding."""
         embed_VxD = self.wte.embedding[...]
         return jnp.einsum("...d,vd->...v", x_BxTxD, embed_VxD, preferred_element_type=jnp.float32)
 
     def __call__(self, tokens_BxT: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Returns fp32 logits (B, T, V); for training, `loss` needs far less memory."""
-        return self.head(self.hidden(tokens_BxT, dropout_key))
+        return self.logits(self.hidden(tokens_BxT, dropout_key))
 
 
 @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry, graph_updates=False)
@@ -256,57 +256,3 @@ def loss(
             weights_BxT.reshape(-1),
             model.config.loss_chunk,
         )
-
-
-def generate(
-    model: GPT, prompt_T: jax.Array, steps: int, key: jax.Array, temperature: float = 1.0
-) -> jax.Array:
-    """Samples a continuation, for a look at what the model has learned.
-
-    Each step runs the whole window of the last `config.seq` tokens: no cache, one compilation.
-
-    Args:
-      model: the model.
-      prompt_T: at least one token id.
-      steps: tokens to sample.
-      key: a typed key.
-      temperature: divides the logits; 0 always takes the likeliest token.
-
-    Returns:
-      The prompt and its continuation, (T + steps,).
-
-    Raises:
-      ValueError: the prompt is empty or not one row.
-    """
-    if prompt_T.ndim != 1 or prompt_T.size == 0:
-        raise ValueError(
-            f"The prompt has shape {prompt_T.shape}, but it must be one row of at least one "
-            "token; pass jnp.zeros(1, int) to start from token 0."
-        )
-    graphdef, state = nnx.split(model)
-    return _generate(graphdef, state, prompt_T, key, temperature, model.config.seq, steps)
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "seq", "steps"))
-def _generate(
-    graphdef: Any,
-    state: Any,
-    prompt_T: jax.Array,
-    key: jax.Array,
-    temperature: float,
-    seq: int,
-    steps: int,
-) -> jax.Array:
-    given, total = prompt_T.size, prompt_T.size + steps
-    text_S = jnp.pad(prompt_T, (0, max(total, seq) - given))
-
-    def step(position: jax.Array, text_S: jax.Array) -> jax.Array:
-        model: GPT = nnx.merge(graphdef, state)
-        start = jnp.maximum(position - seq, 0)
-        window_T = jax.lax.dynamic_slice(text_S, (start,), (seq,))
-        x_D = model.hidden(window_T[None])[0, position - start - 1]
-        logits_V = model.head(x_D)
-        noise_V = jax.random.gumbel(jax.random.fold_in(key, position), logits_V.shape)
-        return text_S.at[position].set(jnp.argmax(logits_V + temperature * noise_V))
-
-    return jax.lax.fori_loop(given, total, step, text_S)[:total]

@@ -1,8 +1,7 @@
 """GPT-2 as Hugging Face's transformers store it, beside models/gpt.py: names, shapes, config.
 
-Both keep a matrix as (inputs, outputs), so only two things differ. Ours stacks a parameter of all
-layers in one array (L, ...), theirs has a tensor for each layer. Columns of our qkv are ordered
-(heads, 3, H), theirs (3, heads, H): all of q, then all of k, then all of v.
+Both keep a matrix as (inputs, outputs), so but for the stack of layers one thing differs: columns
+of our qkv are ordered (heads, 3, H), theirs (3, heads, H): all of q, then all of k, then all of v.
 
 Shapes: D width, N heads, H head dim, V vocab, T positions, L layers.
 """
@@ -14,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from .gpt_config import GPTConfig
+from .hf_places import SAME, Box, Layout, Place, Read
 
 PREFIX = "transformer."
 HEAD = "lm_head.weight"
+EMBEDDING = f"{PREFIX}wte.weight"
 QKV = "attn/qkv/"
 # Of one layer: ours, theirs, and the shape in units of D.
 _LAYER = (
@@ -55,36 +56,22 @@ _SIZES = {
 _END_OF_TEXT = 50256  # of GPT-2's tokens, where the vocabulary has it
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A tensor of theirs, and where it is in ours.
+def layout(config: GPTConfig) -> Layout:
+    """Every tensor.
 
-    Attributes:
-      name: theirs, with "transformer.".
-      shape: theirs.
-      path: ours.
-      layer: index in dim 0 of our stacked array; None where the arrays are the same.
+    >>> layout(GPTConfig(layers=1, width=4, heads=2, vocab=7, seq=3)).places[0].name
+    'transformer.wte.weight'
     """
-
-    name: str
-    shape: tuple[int, ...]
-    path: str
-    layer: int | None = None
-
-
-def places(config: GPTConfig) -> list[Place]:
-    """Every tensor, in the order of the model.
-
-    >>> places(GPTConfig(layers=1, width=4, heads=2, vocab=7, seq=3))[0]
-    Place(name='transformer.wte.weight', shape=(7, 4), path='wte/embedding', layer=None)
-    """
-    width = config.width
+    width, by_head = config.width, ByHead(config.heads, config.width)
     first = [
-        Place(f"{PREFIX}wte.weight", (config.vocab, width), "wte/embedding"),
+        Place(EMBEDDING, (config.vocab, width), "wte/embedding"),
         Place(f"{PREFIX}wpe.weight", (config.seq, width), "wpe/embedding"),
     ]
     layers = [
-        Place(f"{PREFIX}h.{at}.{theirs}", tuple(n * width for n in dims), f"blocks/{ours}", at)
+        Place(
+            *(f"{PREFIX}h.{at}.{theirs}", tuple(n * width for n in dims), f"blocks/{ours}", at),
+            turn=by_head if ours.startswith(QKV) else SAME,
+        )
         for at in range(config.layers)
         for ours, theirs, dims in _LAYER
     ]
@@ -92,19 +79,7 @@ def places(config: GPTConfig) -> list[Place]:
         Place(f"{PREFIX}ln_f.weight", (width,), "ln_f/scale"),
         Place(f"{PREFIX}ln_f.bias", (width,), "ln_f/bias"),
     ]
-    return [*first, *layers, *last]
-
-
-def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Our parameters: path and shape.
-
-    >>> shapes(GPTConfig(layers=5, width=4, heads=2))["blocks/mlp/up/kernel"]
-    (5, 4, 16)
-    """
-    return {
-        place.path: place.shape if place.layer is None else (config.layers, *place.shape)
-        for place in places(config)
-    }
+    return Layout((*first, *layers, *last), full_name, (HEAD, EMBEDDING))
 
 
 def config_of_shapes(known: Mapping[str, Sequence[int]], heads: int) -> GPTConfig:
@@ -222,3 +197,27 @@ def columns(start: int, stop: int, heads: int, width: int) -> Columns:
     ranges = tuple((kind * width + low * size, kind * width + high * size) for kind in range(3))
     skipped = low * 3 * size
     return Columns(ranges, high - low, start - skipped, stop - skipped)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHead:
+    """A turn: the last dim, (3, heads, H) in theirs, is (heads, 3, H) in ours."""
+
+    heads: int
+    width: int
+
+    def shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(theirs)
+
+    def part(self, read: Read, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        if starts[-1] == stops[-1]:
+            return read(tuple(starts), tuple(stops))
+        wanted = columns(starts[-1], stops[-1], self.heads, self.width)
+        parts = [read((*starts[:-1], a), (*stops[:-1], b)) for a, b in wanted.ranges]
+        ordered = by_head(np.concatenate(parts, axis=-1), wanted.heads)
+        return ordered[..., wanted.first : wanted.last]
+
+    def put(self, starts: Sequence[int], part: np.ndarray) -> tuple[Box, np.ndarray]:
+        box: list[Any] = [slice(a, a + n) for a, n in zip(starts, part.shape, strict=True)]
+        box[-1] = positions(self.heads, self.width)[box[-1]]
+        return tuple(box), part

@@ -73,7 +73,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, what):
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "gpt3"}, "model_type 'gpt3' is none of gpt2, .* gpt2 is the nearest"),
+        ({"model_type": "llama"}, "num_hidden_layers is None"),
         ({"activation_function": "gelu"}, "activation_function 'gelu'"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False"),

@@ -51,6 +51,57 @@ def test_blocks_are_as_near_to_fp32_as_attention_at_once(dtype, scale):
         assert 0 < error < 1.5 * usual  # what each block adds to keys and values is rounded once
 
 
+def masked(q, k, v, segments=None, window=None, scale=None):
+    """As the words of the docstring say it, every score at once."""
+    T, heads = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, heads, axis=2) for x in (k, v))
+    far = jnp.arange(T)[:, None] - jnp.arange(T)
+    seen = (far >= 0) & (far < (window or T))
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None])[:, None]
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or q.shape[-1] ** -0.5)
+    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+    return jnp.einsum("bnts,bsnh->btnh", shares, v)
+
+
+@pytest.mark.parametrize(
+    ("T", "window", "documents"),
+    [
+        *((5, None, 0), (5, 2, 0), (5, 9, 3)),
+        *((2 * BLOCK + 9, w, d) for w in (None, 1, BLOCK, BLOCK + 3) for d in (0, 7)),
+    ],
+)
+@pytest.mark.parametrize(("heads", "keys"), [(4, 4), (6, 2)])
+def test_groups_windows_and_documents_are_those_of_the_mask(T, heads, keys, window, documents):
+    q, _, _, dout = inputs(2, T, heads, 8, jnp.float32)
+    k, v, *_ = (x[:, :, :keys] for x in inputs(2, T + 1, heads, 8, jnp.float32))
+    k, v = k[:, :T], v[:, :T]
+    segments = None
+    if documents:
+        cuts = jax.random.randint(jax.random.key(1), (2, T), 0, documents)
+        segments = jnp.sort(cuts, axis=1)
+
+    def results(attend):
+        out, back = jax.vjp(lambda *x: attend(*x, segments, window=window, scale=0.3), q, k, v)
+        return [out, *back(dout)]
+
+    for mine, other in zip(results(causal_attention), results(masked), strict=True):
+        assert jnp.max(jnp.abs(mine - other)) <= 1e-6 + 1e-5 * jnp.max(jnp.abs(other))
+
+
+def test_no_bit_of_a_document_depends_on_another():
+    T = 2 * BLOCK
+    q, k, v, _ = inputs(1, T, 2, 8, jnp.float32)
+    segments = (jnp.arange(T) >= 100)[None].astype(int)
+
+    def second(shift):
+        moved = [x.at[:, :100].add(shift) for x in (q, k, v)]
+        found, back = jax.vjp(lambda *x: causal_attention(*x, segments)[:, 100:], *moved)
+        return [x[:, -T + 100 :] for x in (found, *back(jnp.ones_like(found)))]
+
+    assert all(map(jnp.array_equal, second(0.0), second(3.0)))
+
+
 def test_rows_without_tokens_attend_to_nothing():
     assert [x.shape for x in results(causal_attention, jnp.float32, 2, 0, 3, 8)] == [
         (2, 0, 3, 8)
@@ -80,6 +131,12 @@ def test_fewer_keys_than_queries_are_refused():
         causal_attention(q, k[:, :500], v[:, :500])
     with pytest.raises(ValueError, match="same shape and dtype"):
         causal_attention(q.astype(jnp.bfloat16), k, v)
+    with pytest.raises(ValueError, match="2 heads of keys do not divide 1"):
+        causal_attention(q, jnp.tile(k, (1, 1, 2, 1)), jnp.tile(v, (1, 1, 2, 1)))
+    with pytest.raises(ValueError, match=r"segments are \[1, 5\], but rows are \[1, 512\]"):
+        causal_attention(q, k, v, jnp.ones((1, 5), int))
+    with pytest.raises(ValueError, match="window=0: .*1 or more"):
+        causal_attention(q, k, v, window=0)
 
 
 @pytest.mark.prove

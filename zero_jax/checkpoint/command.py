@@ -2,7 +2,7 @@
 
     inspect DIR          steps, times, sizes, versions, config, every array, and what is not whole
     verify DIR           reads everything and compares every checksum; exits 1 if one differs
-    export DIR OUT       writes the parameters as a GPT-2 of Hugging Face's transformers
+    export DIR OUT       writes the parameters as a model of Hugging Face's transformers
     import IN DIR        makes a checkpoint of such a model, from which training can start
 
 Nothing of it uses a GPU. What export and import can and can't do is in docs/interchange.md.
@@ -20,9 +20,9 @@ import jax
 
 from zero_jax.checkpoint import inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.interchange import hugging_face
+from zero_jax.interchange import folder_config, hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
-from zero_jax.models import gpt
+from zero_jax.models import gpt, hf
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero
 
@@ -83,6 +83,7 @@ def _export(args: argparse.Namespace) -> int:
         max_file_bytes=args.max_file_bytes,
         heads=args.heads,
         prefix=args.prefix,
+        like=args.like,
     )
     size = sum(path.stat().st_size for path in files)
     print(f"{args.out}: {len(files)} files, {size / 1e6:,.3f} MB")
@@ -99,13 +100,20 @@ def _import(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.dir} holds checkpoints already: choose another folder")
 
     def make() -> Any:
-        return nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param)
+        return nnx.state(hf.model(config, nnx.Rngs(0)), nnx.Param)
 
     params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).abstract(make))
     with Checkpoints(args.dir) as checkpoints:
-        checkpoints.save(args.step, (params,), config={"model": dataclasses.asdict(config)})
+        checkpoints.save(args.step, (params,), config=_noted(args.folder, config))
     print(f"{args.dir}: step {args.step}, {config}")
     return 0
+
+
+def _noted(folder: pathlib.Path, config: Any) -> dict[str, Any]:
+    """What an export will need to know of a model."""
+    if isinstance(config, gpt.GPTConfig):
+        return {"model": dataclasses.asdict(config)}
+    return {"hf": folder_config.read(folder)}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,5 +155,6 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         default=MAX_FILE_BYTES,
         help="of tensors in one file, 2e9 unless given; a larger tensor has its own",
     )
+    add("--like", type=pathlib.Path, metavar="DIR", help="config.json and tokenizer of this model")
     add("--heads", type=int, help="of attention; from the checkpoint's config unless given")
     add("--prefix", help="of the paths of parameters; 0/, none or params/ unless given")

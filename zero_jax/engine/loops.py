@@ -83,6 +83,10 @@ class Loop:
         return [starts[s] + i for s in own for i in range(len(s.arrays))]
 
 
+# A layer of so many buckets at most is gathered, and summed, while its neighbours compute.
+TOGETHER = 2
+
+
 def summed_within(
     jaxpr: jex.Jaxpr, weights: Mapping[jex.Var, Weight], bucket_bytes: float
 ) -> list[Source]:
@@ -90,9 +94,9 @@ def summed_within(
 
     XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
     held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
-    of more than two buckets those of the matrices that are used last come first, with the rest of
-    its own backward pass to hide behind: up to half of the layer is not left to the next. Of two
-    that would save nothing, and XLA leaves the first in the open (docs/parallelism.md).
+    of more than `TOGETHER` buckets those of the matrices that are used last come first, with the
+    rest of its own backward pass to hide behind: up to half of the layer is not left to the next.
+    Of two that would save nothing, and XLA leaves the first in the open (docs/parallelism.md).
 
     Args:
       jaxpr: a scanned layer.
@@ -107,7 +111,7 @@ def summed_within(
     sizes = {weight.form.leaf: equations.bytes_of(var) for var, weight in weights.items()}
     ranks = {weight.form.leaf: weight.form.rank for weight in weights.values()}
     left = sum(sizes.values()) / 2
-    if left <= bucket_bytes:
+    if 2 * left <= TOGETHER * bucket_bytes:
         return []
     order: dict[int, None] = {}
     for eqn in jaxpr.eqns:

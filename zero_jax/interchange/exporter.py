@@ -1,8 +1,8 @@
 """A checkpoint as a model of Hugging Face's transformers: `export(checkpoint, folder)`.
 
-Streams the parameters, chunk by chunk, to their places in safetensors files. Which tensor is which,
-and the order of columns in qkv, is in models/hf_gpt2.py. Every bit that is exported has been
-compared with the checksums of the checkpoint.
+Streams the parameters, chunk by chunk, to their places in safetensors files. Which tensor is which
+is in the tables of models/ (hf.py). Every bit that is exported has been compared with the checksums
+of the checkpoint.
 
 Host memory: one chunk, of about 64 MiB, whatever the size of the model and of the files.
 """
@@ -10,7 +10,6 @@ Host memory: one chunk, of about 64 MiB, whatever the size of the model and of t
 import contextlib
 import json
 import math
-import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,14 +21,21 @@ from zero_jax.checkpoint.checkpoints import ITEM, Checkpoints
 from zero_jax.checkpoint.inspection import Chunk, read_checked
 from zero_jax.checkpoint.manifest import Entry, Manifest
 from zero_jax.checkpoint.writer import check_seal
+from zero_jax.interchange import folder_config
+from zero_jax.interchange.folder_config import Path
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
-from zero_jax.models import gpt_config, hf_gpt2
+from zero_jax.models import decoder_config, gpt_config, hf, hf_gpt2
 
-Path = str | os.PathLike[str]
 MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
 PREFIXES = ("0/", "", "params/")
-_EMBEDDING = "wte/embedding"
+_EMBEDDINGS = ("wte/embedding", "embed/embedding")
+# What else a folder of theirs has, besides config.json and the weights.
+_BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "generation_config.json",
+)
 
 
 def export(
@@ -40,6 +46,7 @@ def export(
     max_file_bytes: float = MAX_FILE_BYTES,
     heads: int | None = None,
     prefix: str | None = None,
+    like: Path | None = None,
 ) -> list[pathlib.Path]:
     """Writes the parameters of a checkpoint as a model of Hugging Face's transformers.
 
@@ -51,13 +58,15 @@ def export(
       heads: of attention, which no shape tells; by default from the config of the checkpoint:
         its "heads", those of its "model", or of the preset that "model" names.
       prefix: of the paths of parameters; by default "0/", none or "params/".
+      like: a folder of the same model, the one it was loaded from say: its config.json says what
+        no shape tells, and its tokenizer comes along.
 
     Returns:
       The files.
 
     Raises:
       Damaged: something in the checkpoint is not as it was written.
-      ValueError: there is no such checkpoint, it is no GPT of models/gpt.py, or `out` is in use.
+      ValueError: there is no such checkpoint, it is of no model in models/, or `out` is in use.
     """
     if not 1 <= max_file_bytes < math.inf:
         raise ValueError(f"max_file_bytes={max_file_bytes}: give a number of at least 1")
@@ -68,10 +77,20 @@ def export(
         folder = checkpoints.directory / str(manifest.step) / ITEM
     check_seal(folder.parent)
     arrays = _parameters(manifest, prefix, str(folder))
-    config = _config_of(manifest, arrays, heads, str(folder))
+    origin = None if like is None else pathlib.Path(like)
+    config, known = _config_of(manifest, arrays, heads, origin, str(folder))
     with _beside(target) as beside:
-        _stream(folder, arrays, config, beside, int(max_file_bytes))
+        _stream(folder, arrays, hf.layout(config), beside, int(max_file_bytes))
+        (beside / "config.json").write_text(json.dumps(known, indent=2) + "\n")
+        if origin is not None:
+            _copy_tokenizer(origin, beside)
     return sorted(target.iterdir())
+
+
+def _copy_tokenizer(origin: pathlib.Path, out: pathlib.Path) -> None:
+    for name in _BESIDE:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, out / name)
 
 
 def _check_free(out: pathlib.Path) -> None:
@@ -102,9 +121,9 @@ def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str,
     """The arrays under a prefix, without it."""
     held = manifest.arrays
     if prefix is None:
-        found = [p for p in PREFIXES if p + _EMBEDDING in held]
+        found = [p for p in PREFIXES if any(p + name in held for name in _EMBEDDINGS)]
         if not found:
-            raise ValueError(f"{where} has no parameters of models/gpt.py{_elsewhere(held)}")
+            raise ValueError(f"{where} has no parameters of models/{_elsewhere(held)}")
         prefix = found[0]
     arrays = {name[len(prefix) :]: held[name] for name in held if name.startswith(prefix)}
     if not arrays:
@@ -115,34 +134,60 @@ def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str,
 
 
 def _elsewhere(held: Mapping[str, Entry]) -> str:
-    ends = [name for name in held if name.endswith(f"/{_EMBEDDING}")]
+    ends = [(name, own) for name in held for own in _EMBEDDINGS if name.endswith(f"/{own}")]
     if not ends:
-        return f": {_EMBEDDING} is missing, and nothing else can be exported"
-    return (
-        f" where a run keeps them: if they are those, give --prefix {ends[0][: -len(_EMBEDDING)]}"
-    )
+        return f": {' and '.join(_EMBEDDINGS)} are missing, and nothing else can be exported"
+    name, own = ends[0]
+    return f" where a run keeps them: if they are those, give --prefix {name[: -len(own)]}"
 
 
 def _config_of(
-    manifest: Manifest, arrays: Mapping[str, Entry], heads: int | None, where: str
-) -> Any:
-    """The GPTConfig of these arrays, all of which it must account for."""
-    if heads is None:
-        heads = _heads(manifest.config, arrays, where)
+    manifest: Manifest,
+    arrays: Mapping[str, Entry],
+    heads: int | None,
+    origin: pathlib.Path | None,
+    where: str,
+) -> tuple[hf.Config, dict[str, Any]]:
+    """The config of these arrays, all of which it must account for, and what theirs says."""
     known = {path: entry.shape for path, entry in arrays.items()}
-    try:
-        config = hf_gpt2.config_of_shapes(known, heads)
-    except ValueError as error:
-        raise ValueError(f"{where} is no GPT of models/gpt.py: {error}") from error
-    wanted = hf_gpt2.shapes(config)
-    problems = differences(wanted, known)
     dtypes = {entry.dtype for entry in arrays.values()}
+    try:
+        config = folder_config.config(origin) if origin else _noted(manifest, arrays, heads, where)
+    except ValueError as error:
+        raise ValueError(f"{where} is no model of models/: {error}") from error
+    problems = differences(hf.layout(config).shapes, known)
     if not problems and (len(dtypes) > 1 or not dtypes <= set(DTYPES)):
         said = ", ".join(sorted(dtypes))
         problems = [f"its arrays are of {said}, but all must be one of {', '.join(DTYPES)}"]
     if problems:
-        raise ValueError(f"{where} is no GPT of models/gpt.py: {few(problems)}")
-    return config
+        raise ValueError(f"{where} is no such model: {few(problems)}")
+    written = hf.json_of(config, next(iter(dtypes)))
+    theirs = folder_config.read(origin) if origin else {}
+    # Of a model with images the text alone goes out.
+    if theirs.get("model_type") == written["model_type"]:
+        dtype = {
+            name: written["torch_dtype"] for name in ("torch_dtype", "dtype") if name in theirs
+        }
+        written = theirs | (dtype or {"torch_dtype": written["torch_dtype"]})
+    return config, written
+
+
+def _noted(
+    manifest: Manifest, arrays: Mapping[str, Entry], heads: int | None, where: str
+) -> hf.Config:
+    """The config that a run noted with its checkpoint, or that shapes and heads tell."""
+    if _EMBEDDINGS[0] in arrays:
+        known = {path: entry.shape for path, entry in arrays.items()}
+        if heads is None:
+            heads = _heads(manifest.config, arrays, where)
+        return hf_gpt2.config_of_shapes(known, heads)
+    noted = manifest.config if isinstance(manifest.config, Mapping) else {}
+    if isinstance(noted.get("hf"), Mapping):
+        return hf.config_of(noted["hf"])
+    name = noted.get("model")
+    if isinstance(name, str) and name in decoder_config.PRESETS:
+        return decoder_config.PRESETS[name]
+    raise ValueError("no shape tells all of its config: give --like DIR, with its config.json")
 
 
 def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
@@ -158,35 +203,28 @@ def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
 
 def _of_preset(name: Any, arrays: Mapping[str, Entry]) -> int | None:
     preset = gpt_config.PRESETS.get(name) if isinstance(name, str) else None
-    if preset is None or _EMBEDDING not in arrays:
+    if preset is None:
         return None
-    return preset.heads if arrays[_EMBEDDING].shape[-1:] == (preset.width,) else None
+    return preset.heads if arrays[_EMBEDDINGS[0]].shape[-1:] == (preset.width,) else None
 
 
 def _stream(
     folder: pathlib.Path,
     arrays: Mapping[str, Entry],
-    config: Any,
+    layout: hf.Layout,
     out: pathlib.Path,
     max_file_bytes: int,
 ) -> None:
-    dtype = arrays[_EMBEDDING].dtype
-    places = hf_gpt2.places(config)
-    files = Writer(out, {place.name: (place.shape, dtype) for place in places}, max_file_bytes)
-    names = {(place.path, place.layer): place.name for place in places}
-    positions = hf_gpt2.positions(config.heads, config.width)
+    dtype = next(iter(arrays.values())).dtype
+    kinds = {place.name: (place.shape, dtype) for place in layout.places}
+    files = Writer(out, kinds, max_file_bytes)
+    places = {(place.path, place.layer): place for place in layout.places}
     for path, entry in arrays.items():
         for chunk, part in read_checked(folder, path, entry):
-            for at, starts, tensor in _tensors(chunk, part, stacked=(path, None) not in names):
-                box: list[Any] = [
-                    slice(a, a + n) for a, n in zip(starts, tensor.shape, strict=True)
-                ]
-                if hf_gpt2.QKV in path:
-                    box[-1] = positions[box[-1]]
-                files.write(names[path, at], tuple(box), tensor)
+            for at, starts, tensor in _tensors(chunk, part, stacked=(path, None) not in places):
+                place = places[path, at]
+                files.write(place.name, *place.turn.put(starts, tensor))
     files.finish()
-    text = json.dumps(hf_gpt2.to_json(config, dtype), indent=2)
-    (out / "config.json").write_text(text + "\n")
 
 
 def _tensors(

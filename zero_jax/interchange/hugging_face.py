@@ -1,57 +1,42 @@
-"""To and from Hugging Face's GPT-2: `export(checkpoint, folder)` and `load(folder, like)`.
+"""From Hugging Face's transformers: `load(folder, like)`; `export` is in exporter.py.
 
 `load` reads a folder of config.json and safetensors into parameters at rest on any mesh and stage;
-each process reads what its devices hold, one leaf at a time. Which tensor is which, and the order
-of columns in qkv, is in models/hf_gpt2.py; `export` is in exporter.py.
+each process reads what its devices hold, one leaf at a time. Which tensor is which is in the tables
+of models/ (hf.py).
 """
 
-import json
+import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.leaves import Leaf, Read, leaves, rebuilt
 from zero_jax.interchange.exporter import Path, differences, few
 from zero_jax.interchange.exporter import export as export
+from zero_jax.interchange.folder_config import config as config
 from zero_jax.interchange.safetensor_files import DTYPES, Folder
-from zero_jax.models import hf_gpt2
+from zero_jax.models import hf
 
 PyTree = Any
 _AT_ONCE = 1 << 24  # elements of two tensors that are compared
 
 
-def config(folder: Path) -> Any:
-    """The `models.gpt.GPTConfig` of a model that transformers saved; dropout is left off.
-
-    Raises:
-      ValueError: it is no GPT-2 that models/gpt.py can express.
-    """
-    path = pathlib.Path(folder) / "config.json"
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
-        known = json.loads(path.read_bytes())
-        if not isinstance(known, dict):
-            raise ValueError("it holds no settings")
-        return hf_gpt2.from_json(known)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing: a model of transformers has one") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is of no model that can be imported: {error}") from error
-
-
-def load(folder: Path, like: PyTree) -> PyTree:
-    """Reads a GPT-2 of Hugging Face's into the shape and place of `like`.
+def load(folder: Path, like: PyTree, report: Callable[[str], Any] | None = None) -> PyTree:
+    """Reads a model of Hugging Face's into the shape and place of `like`.
 
     Every process calls it; each reads what its devices hold. Half precision is widened to the
     dtype of `like`.
 
     Args:
       folder: with config.json and safetensors, as `export` or save_pretrained of transformers
-        writes them; names with or without "transformer.".
-      like: parameters of `models.gpt.GPT(config(folder))`: `zero.abstract(make)`, or arrays.
+        writes them.
+      like: parameters of the model of `config(folder)`, `models.decoder.Decoder(...)` say:
+        `zero.abstract(make)`, or arrays.
+      report: is told what of the folder is not used; by default printed by the first process.
 
     Returns:
       The same tree at rest.
@@ -60,69 +45,76 @@ def load(folder: Path, like: PyTree) -> PyTree:
       ValueError: a tensor is missing, unknown or of another shape, or `like` is another model.
     """
     folder = pathlib.Path(folder)
-    wanted, made_for = leaves(like), config(folder)
-    _check_like(wanted, made_for, folder)
-    model = _Model(Folder(folder), made_for, str(folder))
+    wanted, layout = leaves(like), hf.layout(config(folder))
+    _check_like(wanted, layout, folder)
+    model = _Model(Folder(folder), layout, str(folder))
+    if model.left_out:
+        report = report or (print if jax.process_index() == 0 else lambda _: None)
+        names = few(model.left_out)
+        report(f"{folder}: {len(model.left_out)} tensors are no part of the model of text: {names}")
     return rebuilt(like, [leaf.build(model.reader(leaf)) for leaf in wanted])
 
 
-def _check_like(wanted: list[Leaf], made_for: Any, folder: pathlib.Path) -> None:
-    shapes = hf_gpt2.shapes(made_for)
-    problems = differences(shapes, {leaf.name: leaf.shape for leaf in wanted})
+def _check_like(wanted: list[Leaf], layout: hf.Layout, folder: pathlib.Path) -> None:
+    problems = differences(layout.shapes, {leaf.name: leaf.shape for leaf in wanted})
     if problems:
         raise ValueError(
-            f"`like` is not the model in {folder}: {few(problems)}. Build it by "
-            f"models.gpt.GPT with zero_jax.interchange.config({str(folder)!r})"
+            f"`like` is not the model in {folder}: {few(problems)}. Build it by models.gpt.GPT or "
+            f"models.decoder.Decoder with zero_jax.interchange.config({str(folder)!r})"
         )
 
 
 class _Model:
     """The tensors of a folder, by our paths."""
 
-    def __init__(self, files: Folder, config: Any, where: str):
-        self._config, self._where, self._files = config, where, files
+    def __init__(self, files: Folder, layout: hf.Layout, where: str):
+        self._where, self._files = where, files
         self._names: dict[str, str] = {}
+        self.left_out: list[str] = []
         for name in files.kinds:
-            full = hf_gpt2.full_name(name)
+            full = layout.full_name(name)
             if full in self._names:
                 raise ValueError(f"{where} has both {name} and {self._names[full]}: remove one")
-            if full is not None:
+            if full is None:
+                self.left_out.append(name)
+            else:
                 self._names[full] = name
-        places = hf_gpt2.places(config)
-        self._check_head(f"{hf_gpt2.PREFIX}wte.weight", hf_gpt2.HEAD)
+        if layout.tied is not None:
+            self._check_head(*layout.tied)
         known = {full: files.kinds[name][0] for full, name in self._names.items()}
-        problems = differences({place.name: place.shape for place in places}, known)
+        problems = differences({place.name: place.shape for place in layout.places}, known)
         if problems:
             raise ValueError(
                 f"{where} is not the model that its config.json describes: {few(problems)}. Save "
                 "it anew by save_pretrained of transformers"
             )
-        self._places = {(place.path, place.layer): place.name for place in places}
+        self._places = {(place.path, place.layer): place for place in layout.places}
 
-    def _check_head(self, embedding: str, head: str) -> None:
+    def _check_head(self, head: str, embedding: str) -> None:
         """A tied head may be saved too; it must be the embedding."""
         if head not in self._names:
             return
         name = self._names.pop(head)
         tied = self._names.get(embedding)
         if tied is None or self._files.kinds[name] != self._files.kinds[tied]:
-            raise ValueError(f"{self._where}: {name} differs from wte.weight, to which it is tied")
+            raise self._untied(name, tied or embedding)
         rows, width = self._files.kinds[name][0]
         at_once = max(1, _AT_ONCE // max(1, width))
         for start in range(0, rows, at_once):
             box = (start, 0), (min(start + at_once, rows), width)
             a, b = (self._files.read(n, *box) for n in (name, tied))
             if a.tobytes() != b.tobytes():
-                raise ValueError(
-                    f"{self._where}: {name} differs from wte.weight, to which it is tied"
-                )
+                raise self._untied(name, tied)
+
+    def _untied(self, head: str, embedding: str) -> ValueError:
+        return ValueError(f"{self._where}: {head} differs from {embedding}, to which it is tied")
 
     def reader(self, leaf: Leaf) -> Read:
         """Reads a part of our array, in the dtype of the leaf."""
         stacked = (leaf.name, None) not in self._places
         dtype = jnp.dtype(leaf.stored_dtype)
         for at in range(leaf.shape[0]) if stacked else (None,):
-            self._check_dtype(self._places[leaf.name, at], dtype)
+            self._check_dtype(self._places[leaf.name, at].name, dtype)
 
         def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
             if not stacked:
@@ -145,13 +137,6 @@ class _Model:
     def _part(
         self, path: str, layer: int | None, starts: tuple[int, ...], stops: tuple[int, ...]
     ) -> np.ndarray:
-        name = self._names[self._places[path, layer]]
-        if hf_gpt2.QKV not in path or starts[-1] == stops[-1]:
-            return self._files.read(name, starts, stops)
-        heads, width = self._config.heads, self._config.width
-        wanted = hf_gpt2.columns(starts[-1], stops[-1], heads, width)
-        parts = [
-            self._files.read(name, (*starts[:-1], a), (*stops[:-1], b)) for a, b in wanted.ranges
-        ]
-        ordered = hf_gpt2.by_head(np.concatenate(parts, axis=-1), wanted.heads)
-        return ordered[..., wanted.first : wanted.last]
+        place = self._places[path, layer]
+        name = self._names[place.name]
+        return place.turn.part(functools.partial(self._files.read, name), starts, stops)

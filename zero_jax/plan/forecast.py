@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zero_jax.engine.loops import TOGETHER
 from zero_jax.jaxpr.equations import AnyJaxpr
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
 from zero_jax.plan.flat_trace import device_part, flatten
@@ -83,8 +84,8 @@ class Habits:
 
     Attributes:
       ahead: whether loops over layers gather the next one's weights while one computes.
-      bucket_bytes: the most that collectives move at once. Of a layer of several buckets one is
-        gathered ahead by the worst instant, since later ones take the place of weights that are
+      bucket_bytes: the most that collectives move at once. Of a layer of more than two buckets one
+        is gathered ahead by the worst instant, since later ones take the place of weights that are
         not needed any more, and as many are still to be summed as are under way at a time.
       of_gpus: whether it is that for GPUs. It computes fused results before the operation that
         needs them in memory, writes them over what they read last, and puts no reduction off.
@@ -262,7 +263,9 @@ class _Walk:
         ]
         next_ones = [v for o in self.operations if o.name == "all_gather" for v in o.outputs]
         waiting = _within(waiting, COLLECTIVES_AT_ONCE * self.habits.bucket_bytes)
-        next_ones = _within(next_ones if self.habits.ahead else [], self.habits.bucket_bytes)
+        bucket = self.habits.bucket_bytes
+        ahead = math.inf if sum(v.bytes for v in next_ones) <= TOGETHER * bucket else bucket
+        next_ones = _within(next_ones if self.habits.ahead else [], ahead)
         found = [(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
         found += [(v, "copy", "all_gather of the layer after") for v in next_ones]
         return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]

@@ -1,0 +1,180 @@
+"""Decoders of today in Flax NNX: Llama, Qwen, Mistral and Gemma, one model of few parts.
+
+RMS norms, rotary positions, grouped queries, a gated MLP; norms of queries and keys, sliding
+windows, a head of its own and the rest by what the config says. Every parameter of the blocks is
+one array stacked over layers, and one scan applies them. Compute follows the dtype of the
+parameters; statistics of norms, softmax and loss are fp32. Logits of a training batch never exist
+at once: see `chunked_cross_entropy`.
+
+The dims of parameters and activations carry the names that gpt.py uses, so tensor parallelism is
+the same annotation: heads, mlp and vocab are split.
+
+Shapes: B batch, T tokens of a row, D width, N heads of queries, M of keys and values, H head dim,
+F width of the MLP, V vocab, L layers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .cross_entropy import chunked_cross_entropy
+from .decoder_block import STDDEV, Block, Norm, named, residual, whole
+from .decoder_config import PRESETS as PRESETS
+from .decoder_config import DecoderConfig as DecoderConfig
+from .decoder_config import Rope as Rope
+from .decoder_config import flops_per_token as flops_per_token
+from .decoder_config import num_params as num_params
+from .decoder_config import preset as preset
+from .generate import generate as generate
+from .rotary import Table, tables
+
+
+class Head(nnx.Module):
+    """The matrix of the logits, of the shape of the embedding."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        init = named(nnx.initializers.normal(STDDEV), "vocab", "embed")
+        self.kernel = nnx.Param(init(rngs.params(), (config.vocab, config.width), jnp.float32))
+
+
+class Decoder(nnx.Module):
+    """A decoder whose `blocks` hold every layer's parameters, stacked as (L, ...)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs)
+
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab,
+            config.width,
+            embedding_init=named(nnx.initializers.normal(STDDEV), "vocab", "embed"),
+            rngs=rngs,
+        )
+        self.blocks = stacked(rngs)
+        self.norm = Norm(config.width, config, rngs)
+        if not config.tied:
+            self.head = Head(config, rngs)
+
+    @property
+    def head_VxD(self) -> jax.Array:
+        """The matrix of the logits."""
+        return self.embed.embedding[...] if self.config.tied else self.head.kernel[...]
+
+    def hidden(
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        positions_BxT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the final hidden states (B, T, D), after the last norm.
+
+        Args:
+          tokens_BxT: token ids.
+          segments_BxT: numbers of documents that share a row; a token sees its own alone.
+          positions_BxT: of each token in its document; by default its place in the row.
+
+        Raises:
+          ValueError: the rows are longer than the model is made for.
+        """
+        config, T = self.config, tokens_BxT.shape[-1]
+        if T > config.seq:
+            raise ValueError(
+                f"Rows of {T} tokens were given, but the model is made for {config.seq}; cut the "
+                f"rows, or build it with seq={T} or more."
+            )
+        if positions_BxT is None:
+            positions_BxT = jnp.arange(T)[None]
+        with jax.named_scope("embed"):
+            embedding_VxD = self.embed.embedding[...]
+            x_BxTxD = jnp.take(embedding_VxD, tokens_BxT, axis=0)
+            if config.embed_scale != 1.0:
+                x_BxTxD *= jnp.asarray(config.embed_scale, x_BxTxD.dtype)
+            x_BxTxD = residual(x_BxTxD)
+        rope_tables, slides_L = self._per_layer(positions_BxT)
+        x_BxTxD = _apply_blocks(self.blocks, x_BxTxD, slides_L, rope_tables, segments_BxT)
+        return self.norm(whole(x_BxTxD))
+
+    def _per_layer(self, positions_BxT: jax.Array) -> tuple[tuple[Table, ...], jax.Array | None]:
+        """Tables of positions, that of sliding layers first; and which layers slide, if some do."""
+        config = self.config
+        ropes = [config.rope if config.local_rope is None else config.local_rope, config.rope]
+        if len(set(config.slides)) == 1:
+            own = ropes[0] if config.slides[0] else ropes[1]
+            return (tables(own, config.head_dim, positions_BxT),), None
+        if config.local_rope is None:
+            del ropes[0]
+        made = tuple(tables(rope, config.head_dim, positions_BxT) for rope in ropes)
+        return made, jnp.asarray(config.slides)
+
+    def __call__(
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        positions_BxT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns fp32 logits (B, T, V); for training, `loss` needs far less memory."""
+        return self.logits(self.hidden(tokens_BxT, segments_BxT, positions_BxT))
+
+    def logits(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Returns fp32 logits (..., V) of hidden states."""
+        return jnp.einsum(
+            "...d,vd->...v", x_BxTxD, self.head_VxD, preferred_element_type=jnp.float32
+        )
+
+
+@nnx.scan(in_axes=(0, nnx.Carry, 0, None, None), out_axes=nnx.Carry, graph_updates=False)
+def _apply_blocks(
+    block: Block,
+    x_BxTxD: jax.Array,
+    slides: jax.Array | None,
+    by_kind: tuple[Table, ...],
+    segments_BxT: jax.Array | None,
+) -> jax.Array:
+    table = by_kind[0]
+    if slides is not None and len(by_kind) > 1:
+        table = jax.tree.map(functools.partial(jnp.where, slides), *by_kind)
+    return block(x_BxTxD, table, slides, segments_BxT)
+
+
+def loss(
+    model: Decoder,
+    tokens_BxT1: jax.Array,
+    mask_BxT: jax.Array | None = None,
+    segments_BxT: jax.Array | None = None,
+    positions_BxT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the next-token cross entropy as (sum, weight), both fp32; the mean is their ratio.
+
+    Args:
+      model: the model.
+      tokens_BxT1: rows of T + 1 tokens; the first T are read, the last T predicted.
+      mask_BxT: weights of the predicted tokens, None for all one.
+      segments_BxT: see `Decoder.hidden`, of the tokens that are read.
+      positions_BxT: see there.
+
+    Raises:
+      ValueError: a shape does not fit, or the rows are too long for the model.
+    """
+    labels_BxT = tokens_BxT1[:, 1:]
+    others = {"mask": mask_BxT, "segments": segments_BxT, "positions": positions_BxT}
+    for name, given in others.items():
+        if given is not None and given.shape != labels_BxT.shape:
+            raise ValueError(
+                f"{name} has shape {given.shape}, but rows of T + 1 tokens {tokens_BxT1.shape} "
+                f"need (B, T) = {labels_BxT.shape}."
+            )
+    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], segments_BxT, positions_BxT)
+    weights_BxT = jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
+    with jax.named_scope("loss"):
+        return chunked_cross_entropy(
+            x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),
+            model.head_VxD,
+            labels_BxT.reshape(-1),
+            weights_BxT.reshape(-1),
+            model.config.loss_chunk,
+        )

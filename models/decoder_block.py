@@ -1,0 +1,200 @@
+"""One layer of a decoder: RMS norms, grouped queries with rotary positions, a gated MLP.
+
+Shapes: B batch, T tokens of a row, D width, N heads of queries, M of keys and values, H head dim,
+F width of the MLP.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from .attention import causal_attention
+from .decoder_config import DecoderConfig
+from .rotary import Table, rotate
+
+STDDEV = 0.02  # of new matrices
+
+
+def named(init: Any, *names: str | None) -> Any:
+    # Not eager: Flax would want a mesh as soon as the model is built.
+    return nnx.with_partitioning(init, names, eager_sharding=False)
+
+
+def whole(x_BxTxD: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "embed"))
+
+
+def residual(x_BxTxD: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x_BxTxD, ("batch", "seq", "embed"))
+
+
+class Norm(nnx.Module):
+    """Root mean square norm over the last dim, computed in fp32."""
+
+    def __init__(self, size: int, config: DecoderConfig, rngs: nnx.Rngs):
+        init = nnx.initializers.zeros if config.norm_from_one else nnx.initializers.ones
+        self.eps, self.base = config.eps, float(config.norm_from_one)
+        self.scale = nnx.Param(init(rngs.params(), (size,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + self.eps)
+        scale = self.scale[...]
+        return (normal * (self.base + scale.astype(jnp.float32))).astype(scale.dtype)
+
+
+def _linear(
+    inputs: int, outputs: int, names: tuple[str, str], bias: bool, stddev: float, rngs: nnx.Rngs
+) -> nnx.Linear:
+    kernel_init = named(nnx.initializers.normal(stddev), *names)
+    bias_init = named(nnx.initializers.zeros, names[1])
+    return nnx.Linear(
+        inputs, outputs, use_bias=bias, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs
+    )
+
+
+class Attention(nnx.Module):
+    """Causal self-attention in which N / M heads of queries share a head of keys and values."""
+
+    def __init__(self, config: DecoderConfig, out_stddev: float, rngs: nnx.Rngs):
+        D, H, bias = config.width, config.head_dim, config.qkv_bias
+        columns = ("embed", "heads")
+        self.config = config
+        self.q = _linear(D, config.heads * H, columns, bias, STDDEV, rngs)
+        self.k = _linear(D, config.kv_heads * H, columns, bias, STDDEV, rngs)
+        self.v = _linear(D, config.kv_heads * H, columns, bias, STDDEV, rngs)
+        rows = ("heads", "embed")
+        self.out = _linear(config.heads * H, D, rows, config.out_bias, out_stddev, rngs)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = Norm(H, config, rngs), Norm(H, config, rngs)
+
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        table: Table,
+        slides: jax.Array | None,
+        segments_BxT: jax.Array | None,
+    ) -> jax.Array:
+        B, T, _ = x_BxTxD.shape
+        q_BxTxNxH, k_BxTxMxH, v_BxTxMxH = (
+            self._heads(f(x_BxTxD)) for f in (self.q, self.k, self.v)
+        )
+        if self.config.qk_norm:
+            q_BxTxNxH, k_BxTxMxH = self.q_norm(q_BxTxNxH), self.k_norm(k_BxTxMxH)
+        q_BxTxNxH, k_BxTxMxH = (rotate(x, table) for x in (q_BxTxNxH, k_BxTxMxH))
+        mixed_BxTxNxH = self._mix(slides, q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segments_BxT)
+        return self.out(mixed_BxTxNxH.reshape(B, T, -1))
+
+    def _heads(self, x_BxTxNH: jax.Array) -> jax.Array:
+        x_BxTxNxH = x_BxTxNH.reshape(*x_BxTxNH.shape[:2], -1, self.config.head_dim)
+        return nn.with_logical_constraint(x_BxTxNxH, ("batch", "length", "heads", None))
+
+    def _mix(self, slides: jax.Array | None, *given: Any) -> jax.Array:
+        """Attention with the layer's window; where layers differ, of two programs one runs."""
+        window = self.config.window
+        if slides is None:
+            return self._attend(window, *given)
+        return jax.lax.cond(
+            slides,
+            lambda *given: self._attend(window, *given),
+            lambda *given: self._attend(None, *given),
+            *given,
+        )
+
+    def _attend(
+        self,
+        window: int | None,
+        q_BxTxNxH: jax.Array,
+        k_BxTxMxH: jax.Array,
+        v_BxTxMxH: jax.Array,
+        segments_BxT: jax.Array | None,
+    ) -> jax.Array:
+        config, T = self.config, q_BxTxNxH.shape[1]
+        window = None if window is None or window >= T else window
+        # What cuDNN's fused kernel takes.
+        fits = q_BxTxNxH.dtype in (jnp.bfloat16, jnp.float16) and config.head_dim % 8 == 0
+        fused = fits and config.head_dim <= 128 and jax.default_backend() == "gpu"
+        if config.attention == "cudnn" or (config.attention == "auto" and fused):
+            return _by_cudnn(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segments_BxT, window, config)
+        return causal_attention(
+            *(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segments_BxT),
+            window=window,
+            scale=config.query_scale,
+        )
+
+
+def _by_cudnn(
+    q_BxTxNxH: jax.Array,
+    k_BxTxMxH: jax.Array,
+    v_BxTxMxH: jax.Array,
+    segments_BxT: jax.Array | None,
+    window: int | None,
+    config: DecoderConfig,
+) -> jax.Array:
+    mask = (
+        None
+        if segments_BxT is None
+        else segments_BxT[:, None, :, None] == segments_BxT[:, None, None]
+    )
+    return jax.nn.dot_product_attention(
+        *(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH),
+        mask=mask,
+        scale=config.query_scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+class MLP(nnx.Module):
+    """D to F twice, one of them through the activation as a gate of the other, and back."""
+
+    def __init__(self, config: DecoderConfig, out_stddev: float, rngs: nnx.Rngs):
+        D, F, bias = config.width, config.hidden, config.mlp_bias
+        self.gate = _linear(D, F, ("embed", "mlp"), bias, STDDEV, rngs)
+        self.up = _linear(D, F, ("embed", "mlp"), bias, STDDEV, rngs)
+        self.down = _linear(F, D, ("mlp", "embed"), bias, out_stddev, rngs)
+        self.activation = nnx.silu if config.activation == "silu" else nnx.gelu
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        gated_BxTxF = self.activation(self.gate(x_BxTxD)) * self.up(x_BxTxD)
+        gated_BxTxF = nn.with_logical_constraint(gated_BxTxF, ("batch", "length", "mlp"))
+        return self.down(gated_BxTxF)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then the MLP, each on a normalised residual stream."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        # Two branches a layer add to the residual stream, whose variance this keeps near 1.
+        out_stddev = STDDEV / (2 * config.layers) ** 0.5
+        self.post_norms = config.post_norms
+        self.attn_norm, self.mlp_norm = (Norm(config.width, config, rngs) for _ in range(2))
+        self.attn = Attention(config, out_stddev, rngs)
+        self.mlp = MLP(config, out_stddev, rngs)
+        if config.post_norms:
+            self.attn_post_norm, self.mlp_post_norm = (
+                Norm(config.width, config, rngs) for _ in range(2)
+            )
+
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        table: Table,
+        slides: jax.Array | None,
+        segments_BxT: jax.Array | None,
+    ) -> jax.Array:
+        x_BxTxD = residual(x_BxTxD)
+        with jax.named_scope("attention"):
+            mixed_BxTxD = self.attn(whole(self.attn_norm(x_BxTxD)), table, slides, segments_BxT)
+            if self.post_norms:
+                mixed_BxTxD = self.attn_post_norm(whole(mixed_BxTxD))
+            x_BxTxD = x_BxTxD + residual(mixed_BxTxD)
+        with jax.named_scope("mlp"):
+            out_BxTxD = self.mlp(whole(self.mlp_norm(x_BxTxD)))
+            if self.post_norms:
+                out_BxTxD = self.mlp_post_norm(whole(out_BxTxD))
+            return residual(x_BxTxD + residual(out_BxTxD))

@@ -1,0 +1,108 @@
+"""Where each tensor of a model of transformers is in ours: what the tables of all models share.
+
+Ours stacks a parameter of all layers in one array (L, ...), theirs has a tensor for each layer.
+What else differs is said by a turn: it reads a part of ours out of theirs, and places a part of
+ours in theirs, so that neither is ever needed whole.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+# Reads a tensor of theirs between starts and stops.
+Read = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
+Box = tuple[Any, ...]
+
+
+class Turn(Protocol):
+    """How a tensor of theirs becomes ours."""
+
+    def shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
+        """Of ours."""
+        ...
+
+    def part(self, read: Read, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        """Ours between starts and stops."""
+        ...
+
+    def put(self, starts: Sequence[int], part: np.ndarray) -> tuple[Box, np.ndarray]:
+        """What to write where in theirs for a part of ours that begins at starts."""
+        ...
+
+
+class Same:
+    """Both are alike."""
+
+    def shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(theirs)
+
+    def part(self, read: Read, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        return read(tuple(starts), tuple(stops))
+
+    def put(self, starts: Sequence[int], part: np.ndarray) -> tuple[Box, np.ndarray]:
+        return _box(starts, part), part
+
+
+class Transposed:
+    """A matrix of theirs has a row for each of its results."""
+
+    def shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(theirs[::-1])
+
+    def part(self, read: Read, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        return read(tuple(starts[::-1]), tuple(stops[::-1])).T
+
+    def put(self, starts: Sequence[int], part: np.ndarray) -> tuple[Box, np.ndarray]:
+        return _box(starts[::-1], part.T), part.T
+
+
+def _box(starts: Sequence[int], part: np.ndarray) -> Box:
+    return tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))
+
+
+SAME, TRANSPOSED = Same(), Transposed()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A tensor of theirs, and where it is in ours.
+
+    Attributes:
+      name: theirs, in full.
+      shape: theirs.
+      path: ours.
+      layer: index in dim 0 of our stacked array; None where ours is no stack.
+      turn: how theirs becomes ours.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    layer: int | None = None
+    turn: Turn = SAME
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """All tensors of a model.
+
+    Attributes:
+      places: in the order of the model.
+      full_name: of a tensor as it is found in a file; None for one that no model of today needs.
+      tied: a head that may be saved too, and the embedding that it must be equal to.
+    """
+
+    places: tuple[Place, ...]
+    full_name: Callable[[str], str | None]
+    tied: tuple[str, str] | None = None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Our parameters: path and shape."""
+        layers = 1 + max((p.layer for p in self.places if p.layer is not None), default=0)
+        return {
+            p.path: p.turn.shape(p.shape) if p.layer is None else (layers, *p.turn.shape(p.shape))
+            for p in self.places
+        }

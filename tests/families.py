@@ -1,0 +1,106 @@
+"""Tiny random models of transformers, one or more of each family, with the odd features on."""
+
+import functools
+import os
+
+# No test may look for anything on the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import jax
+import numpy as np
+import torch
+import transformers
+from flax import nnx
+
+from zero_jax.models import hf
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, head_dim=12, rope_parameters=LLAMA3
+    ),
+    "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "mistral, no window": lambda: transformers.MistralConfig(
+        **SIZES, sliding_window=None, head_dim=6
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SIZES,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        sliding_window=6,
+        layer_types=MIXED,
+        query_pre_attn_scalar=9,
+        rope_parameters=BY_KIND,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64
+    ),
+}
+
+
+@functools.cache
+def theirs(name):
+    """A model none of whose parameters is zero or one, so that every bias and scale counts."""
+    torch.manual_seed(0)
+    config = FAMILIES[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tokens(rows=2, length=23):
+    return np.random.default_rng(0).integers(0, 97, (rows, length))
+
+
+def their_logits(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens())).logits.float().numpy()
+
+
+def make(config):
+    return nnx.state(hf.model(config, nnx.Rngs(0)), nnx.Param)
+
+
+def ours(config, params):
+    """The model with these parameters."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: hf.model(config, nnx.Rngs(0))))
+    return nnx.merge(graphdef, params)
+
+
+def our_logits(config, params):
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(lambda p: ours(config, p)(tokens()))(params))
