@@ -72,7 +72,7 @@ def start(folder: Path, out: str, count: int) -> list[subprocess.Popen]:
     # Compiled once for all starts, so that less time passes before there is something to disturb.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **cache}
+    environment = {**cache, **os.environ, "JAX_PLATFORMS": "cpu"}
     with open(folder / f"{out}.log", "a") as log:
         said = {"stdout": log, "stderr": subprocess.STDOUT}
         return [
@@ -91,7 +91,7 @@ def end(processes: list[subprocess.Popen], seconds: float, log: Path) -> None:
                 other.kill()
             raise AssertionError(
                 f"process {processes.index(process)} of {len(processes)} has not ended, the others "
-                f"with {[p.returncode for p in processes]}; {log.read_text()[-3000:]}"
+                f"with {[p.returncode for p in processes]}; {log.read_text()[-9000:]}"
             ) from None
 
 
@@ -286,7 +286,9 @@ def main() -> None:
     parser.add_argument("--only", help="what happens, as 'disk full'; anything unless given")
     parsed = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+        # Not on the disk that is filled: JAX keeps an entry that was cut short, and compiles anew.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
         began = time.monotonic()
         small = small_disk(Path(folder))
         if not small:

@@ -83,6 +83,7 @@ class Watchdog:
         self._last: float | None = None
         self._number: int | None = None
         self._error: Exception | None = None
+        self._said: set[str] = set()  # of storage that failed
         self._ending = threading.Lock()
         self._interval = min(1.0, dead_after / 5)
         self._ended = threading.Event()
@@ -203,9 +204,11 @@ class Watchdog:
         except OSError as error:
             for other in self._others.values():
                 other.since = time.monotonic()
-            if self._error is None:  # else a later start may have taken the folder
+            # After an error a later start may have taken the folder. What is said once is known.
+            if self._error is None and str(error) not in self._said:
                 with contextlib.suppress(OSError):  # stderr may be on the same disk
                     print(f"watchdog: {self.signs.folder}: {error}", file=sys.stderr)
+                    self._said.add(str(error))
 
     def _beat(self, counter: int) -> None:
         known = {"counter": counter, "step": self._number, "process": name_of(self._rank)}
