@@ -135,14 +135,15 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
     family = known.get("model_type")
     if family not in _FAMILIES:
         raise ValueError(f"model_type {family!r} is none of {', '.join(MODEL_TYPES)}")
-    known = _LEFT_OUT.get(family, {}) | {k: v for k, v in known.items() if v is not None}
+    # What is null is off; what is not there is as their class has it.
+    known = {k: v for k, v in (_LEFT_OUT.get(family, {}) | known).items() if v is not None}
     for name, off in _OFF.items():
         if known.get(name, off) != off:
             raise ValueError(f"{name} {known[name]!r} is not what models/decoder.py does, {off}")
     sizes: dict[str, Any] = {ours: _size(known, theirs) for theirs, ours in _SIZES.items()}
-    sizes["kv_heads"] = _size(known | {"_": sizes["heads"]}, "num_key_value_heads", "_")
-    known["_"] = sizes["width"] // max(sizes["heads"], 1)
-    sizes["head_dim"] = _size(known, "head_dim", "_")
+    heads = sizes["heads"]
+    sizes["kv_heads"] = _size(known, "num_key_value_heads", heads)
+    sizes["head_dim"] = _size(known, "head_dim", sizes["width"] // max(heads, 1))
     activation = known.get("hidden_activation", known.get("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -167,8 +168,8 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _size(known: Mapping[str, Any], name: str, otherwise: str = "") -> int:
-    value = known.get(name, known.get(otherwise))
+def _size(known: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    value = known.get(name, otherwise)
     if type(value) is not int:
         raise ValueError(f"{name} is {value!r}, but it should be a number")
     return value

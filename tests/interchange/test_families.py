@@ -124,6 +124,15 @@ def test_presets_are_models_of_theirs(name):
     assert {p.name: p.shape for p in hf.layout(preset).places} == shapes
 
 
+def test_a_window_that_is_null_is_none_and_one_that_is_not_there_is_their_default(folders):
+    assert hugging_face.config(folders["mistral"]).window == 5
+    assert hugging_face.config(folders["mistral, no window"]).window is None
+    known = json.loads((folders["mistral"] / "config.json").read_text())
+    assert hf.config_of(known | {"sliding_window": None}).window is None
+    del known["sliding_window"]
+    assert hf.config_of(known).window == 4096
+
+
 def test_configs_of_transformers_4_are_read_too():
     known = {
         **{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 10},
