@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .cross_entropy import chunked_cross_entropy
-from .decoder_block import STDDEV, Block, Norm, named, residual, whole
+from .decoder_block import STDDEV, Block, Norm
 from .decoder_config import PRESETS as PRESETS
 from .decoder_config import DecoderConfig as DecoderConfig
 from .decoder_config import Rope as Rope
 from .decoder_config import flops_per_token as flops_per_token
 from .decoder_config import num_params as num_params
 from .decoder_config import preset as preset
+from .dims import named, residual, whole
 from .generate import generate as generate
 from .rotary import Table, tables
 

@@ -13,22 +13,10 @@ from flax import nnx
 
 from .attention import causal_attention
 from .decoder_config import DecoderConfig
+from .dims import named, residual, whole
 from .rotary import Table, rotate
 
 STDDEV = 0.02  # of new matrices
-
-
-def named(init: Any, *names: str | None) -> Any:
-    # Not eager: Flax would want a mesh as soon as the model is built.
-    return nnx.with_partitioning(init, names, eager_sharding=False)
-
-
-def whole(x_BxTxD: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "embed"))
-
-
-def residual(x_BxTxD: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(x_BxTxD, ("batch", "seq", "embed"))
 
 
 class Norm(nnx.Module):

@@ -27,6 +27,7 @@ from flax import nnx
 
 from .attention import causal_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from .dims import named, residual, whole
 from .generate import generate as generate
 from .gpt_config import PRESETS as PRESETS
 from .gpt_config import GPTConfig as GPTConfig
@@ -42,21 +43,16 @@ def _keep_dtype(arrays: _Arrays, /, *, dtype: Any = None, inexact: bool = True) 
     return arrays
 
 
-def _named(init: Any, *names: str | None) -> Any:
-    # Not eager: Flax would want a mesh as soon as the model is built.
-    return nnx.with_partitioning(init, names, eager_sharding=False)
-
-
 def _embed(rows: int, width: int, name: str, rngs: nnx.Rngs) -> nnx.Embed:
-    init = _named(nnx.initializers.normal(0.02), name, "embed")
+    init = named(nnx.initializers.normal(0.02), name, "embed")
     return nnx.Embed(rows, width, embedding_init=init, promote_dtype=_keep_dtype, rngs=rngs)
 
 
 def _linear(
     inputs: int, outputs: int, stddev: float, names: tuple[str, str], rngs: nnx.Rngs
 ) -> nnx.Linear:
-    kernel_init = _named(nnx.initializers.normal(stddev), *names)
-    bias_init = _named(nnx.initializers.zeros, names[1])
+    kernel_init = named(nnx.initializers.normal(stddev), *names)
+    bias_init = named(nnx.initializers.zeros, names[1])
     return nnx.Linear(inputs, outputs, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs)
 
 
@@ -73,14 +69,6 @@ def _dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 def _split(key: jax.Array | None, num: int) -> Any:
     return (None,) * num if key is None else jax.random.split(key, num)
-
-
-def _residual(x_BxTxD: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(x_BxTxD, ("batch", "seq", "embed"))
-
-
-def _whole(x_BxTxD: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "embed"))
 
 
 class Attention(nnx.Module):
@@ -157,13 +145,13 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
         attn_key, mlp_key = _split(key, 2)
-        x_BxTxD = _residual(x_BxTxD)
+        x_BxTxD = residual(x_BxTxD)
         with jax.named_scope("attention"):
-            mixed_BxTxD = _residual(self.attn(_whole(self.ln1(x_BxTxD))))
+            mixed_BxTxD = residual(self.attn(whole(self.ln1(x_BxTxD))))
             x_BxTxD = x_BxTxD + _dropout(mixed_BxTxD, self.rate, attn_key)
         with jax.named_scope("mlp"):
-            out_BxTxD = _residual(self.mlp(_whole(self.ln2(x_BxTxD))))
-            return _residual(x_BxTxD + _dropout(out_BxTxD, self.rate, mlp_key))
+            out_BxTxD = residual(self.mlp(whole(self.ln2(x_BxTxD))))
+            return residual(x_BxTxD + _dropout(out_BxTxD, self.rate, mlp_key))
 
 
 class GPT(nnx.Module):
@@ -204,7 +192,7 @@ class GPT(nnx.Module):
         embed_key, blocks_key = _split(key, 2)
         key_L = None if blocks_key is None else jax.random.split(blocks_key, config.layers)
         with jax.named_scope("embed"):
-            x_BxTxD = _residual(self.wte(tokens_BxT) + self.wpe(jnp.arange(T)))
+            x_BxTxD = residual(self.wte(tokens_BxT) + self.wpe(jnp.arange(T)))
         x_BxTxD = _dropout(x_BxTxD, config.dropout, embed_key)
         return self.ln_f(_apply_blocks(self.blocks, x_BxTxD, key_L))
 
