@@ -116,7 +116,7 @@ def train(own: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
         "params": gpt.num_params(case.config),
         "seconds": seconds,
         "tokens_per_second": rate,
-        "mfu": rate * gpt.flops_per_token(case.config) / peak,
+        "mfu": rate * gpt.flops_per_token(case.config, case.config.seq) / peak,
         "peak_flops": peak,
         "peak_from": source,
         "peak_bytes": held_bytes(),

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .cross_entropy import chunked_cross_entropy
 from .decoder_block import STDDEV, Block, Norm
 from .decoder_config import PRESETS as PRESETS
 from .decoder_config import DecoderConfig as DecoderConfig
@@ -29,6 +28,7 @@ from .decoder_config import num_params as num_params
 from .decoder_config import preset as preset
 from .dims import named, residual, whole
 from .generate import generate as generate
+from .next_token import loss as loss
 from .rotary import Table, tables
 
 
@@ -140,42 +140,3 @@ def _apply_blocks(
     if slides is not None and len(by_kind) > 1:
         table = jax.tree.map(functools.partial(jnp.where, slides), *by_kind)
     return block(x_BxTxD, table, slides, segments_BxT)
-
-
-def loss(
-    model: Decoder,
-    tokens_BxT1: jax.Array,
-    mask_BxT: jax.Array | None = None,
-    segments_BxT: jax.Array | None = None,
-    positions_BxT: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the next-token cross entropy as (sum, weight), both fp32; the mean is their ratio.
-
-    Args:
-      model: the model.
-      tokens_BxT1: rows of T + 1 tokens; the first T are read, the last T predicted.
-      mask_BxT: weights of the predicted tokens, None for all one.
-      segments_BxT: see `Decoder.hidden`, of the tokens that are read.
-      positions_BxT: see there.
-
-    Raises:
-      ValueError: a shape does not fit, or the rows are too long for the model.
-    """
-    labels_BxT = tokens_BxT1[:, 1:]
-    others = {"mask": mask_BxT, "segments": segments_BxT, "positions": positions_BxT}
-    for name, given in others.items():
-        if given is not None and given.shape != labels_BxT.shape:
-            raise ValueError(
-                f"{name} has shape {given.shape}, but rows of T + 1 tokens {tokens_BxT1.shape} "
-                f"need (B, T) = {labels_BxT.shape}."
-            )
-    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], segments_BxT, positions_BxT)
-    weights_BxT = jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
-    with jax.named_scope("loss"):
-        return chunked_cross_entropy(
-            x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),
-            model.head_VxD,
-            labels_BxT.reshape(-1),
-            weights_BxT.reshape(-1),
-            model.config.loss_chunk,
-        )

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens of a row, D width, N heads of queries, M of keys and v
 F width of the MLP.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from .attention import causal_attention
+from .attend import attend
 from .decoder_config import DecoderConfig
 from .dims import named, residual, whole
 from .rotary import Table, rotate
@@ -82,59 +83,12 @@ class Attention(nnx.Module):
 
     def _mix(self, slides: jax.Array | None, *given: Any) -> jax.Array:
         """Attention with the layer's window; where layers differ, of two programs one runs."""
-        window = self.config.window
+        config = self.config
+        how = functools.partial(attend, implementation=config.attention, scale=config.query_scale)
+        sliding = functools.partial(how, window=config.window)
         if slides is None:
-            return self._attend(window, *given)
-        return jax.lax.cond(
-            slides,
-            lambda *given: self._attend(window, *given),
-            lambda *given: self._attend(None, *given),
-            *given,
-        )
-
-    def _attend(
-        self,
-        window: int | None,
-        q_BxTxNxH: jax.Array,
-        k_BxTxMxH: jax.Array,
-        v_BxTxMxH: jax.Array,
-        segments_BxT: jax.Array | None,
-    ) -> jax.Array:
-        config, T = self.config, q_BxTxNxH.shape[1]
-        window = None if window is None or window >= T else window
-        # What cuDNN's fused kernel takes.
-        fits = q_BxTxNxH.dtype in (jnp.bfloat16, jnp.float16) and config.head_dim % 8 == 0
-        fused = fits and config.head_dim <= 128 and jax.default_backend() == "gpu"
-        if config.attention == "cudnn" or (config.attention == "auto" and fused):
-            return _by_cudnn(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segments_BxT, window, config)
-        return causal_attention(
-            *(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segments_BxT),
-            window=window,
-            scale=config.query_scale,
-        )
-
-
-def _by_cudnn(
-    q_BxTxNxH: jax.Array,
-    k_BxTxMxH: jax.Array,
-    v_BxTxMxH: jax.Array,
-    segments_BxT: jax.Array | None,
-    window: int | None,
-    config: DecoderConfig,
-) -> jax.Array:
-    mask = (
-        None
-        if segments_BxT is None
-        else segments_BxT[:, None, :, None] == segments_BxT[:, None, None]
-    )
-    return jax.nn.dot_product_attention(
-        *(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH),
-        mask=mask,
-        scale=config.query_scale,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
+            return sliding(*given)
+        return jax.lax.cond(slides, sliding, how, *given)
 
 
 class MLP(nnx.Module):

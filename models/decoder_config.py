@@ -5,11 +5,11 @@ parameters.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from .gpt_config import ATTENTION
+from .presets import chosen
 
 ACTIVATIONS = ("silu", "gelu")
 
@@ -219,13 +219,7 @@ def preset(name: str, **overrides: Any) -> DecoderConfig:
     Raises:
       ValueError: no preset has that name.
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"No preset is called {name!r}; the nearest is {near!r}. "
-            f"Choose one of {', '.join(PRESETS)}, or write a DecoderConfig."
-        )
-    return dataclasses.replace(PRESETS[name], **overrides)
+    return chosen(PRESETS, name, num_params, **overrides)
 
 
 def layer_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:

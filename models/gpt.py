@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from .attention import causal_attention
+from .attend import attend
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from .dims import named, residual, whole
 from .generate import generate as generate
@@ -34,6 +34,7 @@ from .gpt_config import GPTConfig as GPTConfig
 from .gpt_config import flops_per_token as flops_per_token
 from .gpt_config import num_params as num_params
 from .gpt_config import preset as preset
+from .next_token import loss as loss
 
 _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
@@ -83,28 +84,20 @@ class Attention(nnx.Module):
         self.qkv = _linear(config.width, 3 * config.width, 0.02, ("embed", "heads"), rngs)
         self.proj = _linear(config.width, config.width, out_stddev, ("heads", "embed"), rngs)
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, segments_BxT: jax.Array | None) -> jax.Array:
         B, T, D = x_BxTxD.shape
         qkv_BxTxNx3xH = self.qkv(x_BxTxD).reshape(B, T, self.heads, 3, D // self.heads)
         qkv_BxTxNx3xH = nn.with_logical_constraint(
             qkv_BxTxNx3xH, ("batch", "length", "heads", None, None)
         )
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = jnp.unstack(qkv_BxTxNx3xH, axis=3)
-        mixed_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
+        mixed_BxTxNxH = attend(
+            *(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segments_BxT), implementation=self.implementation
+        )
         mixed_BxTxNxH = nn.with_logical_constraint(
             mixed_BxTxNxH, ("batch", "length", "heads", None)
         )
         return self.proj(mixed_BxTxNxH.reshape(B, T, D))
-
-    def _mix(self, q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.Array) -> jax.Array:
-        # What cuDNN's fused kernel takes.
-        fits = q_BxTxNxH.dtype in (jnp.bfloat16, jnp.float16) and q_BxTxNxH.shape[-1] % 8 == 0
-        fused = fits and jax.default_backend() == "gpu"
-        if self.implementation == "cudnn" or (self.implementation == "auto" and fused):
-            return jax.nn.dot_product_attention(
-                q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True, implementation="cudnn"
-            )
-        return causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
 
 
 @jax.custom_vjp
@@ -143,11 +136,16 @@ class Block(nnx.Module):
         self.ln2 = layer_norm(config.width, rngs)
         self.mlp = MLP(config, out_stddev, rngs)
 
-    def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        key: jax.Array | None = None,
+        segments_BxT: jax.Array | None = None,
+    ) -> jax.Array:
         attn_key, mlp_key = _split(key, 2)
         x_BxTxD = residual(x_BxTxD)
         with jax.named_scope("attention"):
-            mixed_BxTxD = residual(self.attn(whole(self.ln1(x_BxTxD))))
+            mixed_BxTxD = residual(self.attn(whole(self.ln1(x_BxTxD)), segments_BxT))
             x_BxTxD = x_BxTxD + _dropout(mixed_BxTxD, self.rate, attn_key)
         with jax.named_scope("mlp"):
             out_BxTxD = residual(self.mlp(whole(self.ln2(x_BxTxD))))
@@ -172,11 +170,24 @@ class GPT(nnx.Module):
         self.blocks = stacked(rngs)
         self.ln_f = layer_norm(config.width, rngs)
 
-    def hidden(self, tokens_BxT: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+    @property
+    def head_VxD(self) -> jax.Array:
+        """The matrix of the logits."""
+        return self.wte.embedding[...]
+
+    def hidden(
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        positions_BxT: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns the final hidden states (B, T, D), after the last layer norm.
 
         Args:
           tokens_BxT: token ids, T at most `config.seq`.
+          segments_BxT: numbers of documents that share a row; a token sees its own alone.
+          positions_BxT: of each token in its document; by default its place in the row.
           dropout_key: a typed key of `jax.random.key`; None is deterministic.
 
         Raises:
@@ -192,55 +203,25 @@ class GPT(nnx.Module):
         embed_key, blocks_key = _split(key, 2)
         key_L = None if blocks_key is None else jax.random.split(blocks_key, config.layers)
         with jax.named_scope("embed"):
-            x_BxTxD = residual(self.wte(tokens_BxT) + self.wpe(jnp.arange(T)))
+            x_BxTxD = self.wte(tokens_BxT)
+            x_BxTxD += self.wpe(jnp.arange(T) if positions_BxT is None else positions_BxT)
+            x_BxTxD = residual(x_BxTxD)
         x_BxTxD = _dropout(x_BxTxD, config.dropout, embed_key)
-        return self.ln_f(_apply_blocks(self.blocks, x_BxTxD, key_L))
+        return self.ln_f(_apply_blocks(self.blocks, x_BxTxD, key_L, segments_BxT))
 
     def logits(self, x_BxTxD: jax.Array) -> jax.Array:
         """Returns fp32 logits (..., V) of hidden states, by the tied embedding."""
-        embed_VxD = self.wte.embedding[...]
-        return jnp.einsum("...d,vd->...v", x_BxTxD, embed_VxD, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "...d,vd->...v", x_BxTxD, self.head_VxD, preferred_element_type=jnp.float32
+        )
 
     def __call__(self, tokens_BxT: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Returns fp32 logits (B, T, V); for training, `loss` needs far less memory."""
-        return self.logits(self.hidden(tokens_BxT, dropout_key))
+        return self.logits(self.hidden(tokens_BxT, dropout_key=dropout_key))
 
 
-@nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry, graph_updates=False)
-def _apply_blocks(block: Block, x_BxTxD: jax.Array, key: jax.Array | None) -> jax.Array:
-    return block(x_BxTxD, key)
-
-
-def loss(
-    model: GPT,
-    tokens_BxT1: jax.Array,
-    mask: jax.Array | None = None,
-    dropout_key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the next-token cross entropy as (sum, weight), both fp32; the mean is their ratio.
-
-    Args:
-      model: the model.
-      tokens_BxT1: rows of T + 1 tokens; the first T are read, the last T predicted.
-      mask: weights (B, T) of the predicted tokens, None for all one.
-      dropout_key: a typed key, None for deterministic.
-
-    Raises:
-      ValueError: the mask's shape does not fit, or the rows are too long for the model.
-    """
-    labels_BxT = tokens_BxT1[:, 1:]
-    if mask is not None and mask.shape != labels_BxT.shape:
-        raise ValueError(
-            f"mask has shape {mask.shape}, but rows of T + 1 tokens {tokens_BxT1.shape} need "
-            f"(B, T) = {labels_BxT.shape}: one weight for each predicted token, mask[:, 1:] say."
-        )
-    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], dropout_key)
-    weights_BxT = jnp.ones(labels_BxT.shape) if mask is None else mask
-    with jax.named_scope("loss"):
-        return chunked_cross_entropy(
-            x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),
-            model.wte.embedding[...],
-            labels_BxT.reshape(-1),
-            weights_BxT.reshape(-1),
-            model.config.loss_chunk,
-        )
+@nnx.scan(in_axes=(0, nnx.Carry, 0, None), out_axes=nnx.Carry, graph_updates=False)
+def _apply_blocks(
+    block: Block, x_BxTxD: jax.Array, key: jax.Array | None, segments_BxT: jax.Array | None
+) -> jax.Array:
+    return block(x_BxTxD, key, segments_BxT)

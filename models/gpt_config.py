@@ -5,10 +5,9 @@ the larger models follow Rajbhandari et al., arXiv:1910.02054.
 """
 
 import dataclasses
-import difflib
-import math
-import re
 from typing import Any
+
+from .presets import chosen
 
 ATTENTION = ("auto", "xla", "cudnn")
 
@@ -89,26 +88,7 @@ def preset(name: str, **overrides: Any) -> GPTConfig:
     Raises:
       ValueError: no preset has that name.
     """
-    if name not in PRESETS:
-        near = _nearest(name.lower())
-        raise ValueError(
-            f"No preset is called {name!r}; the nearest is {near!r}. "
-            f"Choose one of {', '.join(PRESETS)}, or write a GPTConfig."
-        )
-    return dataclasses.replace(PRESETS[name], **overrides)
-
-
-def _nearest(name: str) -> str:
-    """The preset of about this size, else the one that reads most like it.
-
-    >>> _nearest("350m"), _nearest("nanno")
-    ('124m', 'nano')
-    """
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)([mbt])", name)
-    if size is None or not float(size[1]):
-        return difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-    wanted = float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2]]
-    return min(PRESETS, key=lambda own: abs(math.log(num_params(PRESETS[own]) / wanted)))
+    return chosen(PRESETS, name, num_params, **overrides)
 
 
 def num_params(config: GPTConfig) -> int:
@@ -117,15 +97,15 @@ def num_params(config: GPTConfig) -> int:
     return (config.vocab + config.seq) * d + config.layers * (12 * d * d + 13 * d) + 2 * d
 
 
-def flops_per_token(config: GPTConfig) -> int:
-    """Counts the model FLOPs of one token, forward and backward: 6·(12·L·D² + V·D) + 12·L·D·T.
+def flops_per_token(config: GPTConfig, tokens: int) -> int:
+    """Counts the model FLOPs of one token of a row of T tokens: 6·(12·L·D² + V·D) + 12·L·D·T.
 
-    Two per multiply-add and three passes (forward, and two products backward) make 6 for each
-    parameter that multiplies: 12·D² in a block, V·D in the tied head; the lookup of an embedding
-    is none. Scores and mixing add 2 · 2·D·T a layer and pass, for a row of T = `seq` tokens,
-    counted in full although the causal mask wastes half. Recomputation is not counted.
+    Forward and backward: two per multiply-add and three passes (forward, and two products
+    backward) make 6 for each parameter that multiplies: 12·D² in a block, V·D in the tied head;
+    the lookup of an embedding is none. Scores and mixing add 2 · 2·D·T a layer and pass, counted
+    in full although the causal mask wastes half. Recomputation is not counted.
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
     d, layers = config.width, config.layers
-    return 6 * (12 * layers * d * d + config.vocab * d) + 12 * layers * d * config.seq
+    return 6 * (12 * layers * d * d + config.vocab * d) + 12 * layers * d * tokens

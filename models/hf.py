@@ -4,11 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
-from .decoder import Decoder
-from .decoder_config import DecoderConfig
-from .gpt import GPT
+from .families import Config as Config
 from .gpt_config import GPTConfig
 from .hf_decoder import MODEL_TYPES
 from .hf_decoder import from_json as decoder_from_json
@@ -20,7 +16,6 @@ from .hf_gpt2 import to_json as gpt2_to_json
 from .hf_places import Layout as Layout
 from .hf_places import Place as Place
 
-Config = GPTConfig | DecoderConfig
 _KINDS: dict[str, Any] = {"gpt2": gpt2_from_json, **dict.fromkeys(MODEL_TYPES, decoder_from_json)}
 
 
@@ -55,8 +50,3 @@ def json_of(config: Config, dtype: str) -> dict[str, Any]:
 def layout(config: Config) -> Layout:
     """Which tensor of theirs is where in ours."""
     return gpt2_layout(config) if isinstance(config, GPTConfig) else decoder_layout(config)
-
-
-def model(config: Config, rngs: nnx.Rngs) -> GPT | Decoder:
-    """The model of a config, with new parameters."""
-    return GPT(config, rngs) if isinstance(config, GPTConfig) else Decoder(config, rngs)

@@ -26,7 +26,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # What needs PyTorch is an extra; see there.
 FIXTURES = {"interchange": "gpt2_models", "prove": "compiled_once"}
-NEED_TORCH = ("test_export", "test_families", "test_import", "test_import_refused", "test_peers")
+NEED_TORCH = (
+    "test_adapters_peers",
+    "test_export",
+    "test_families",
+    "test_import",
+    "test_import_refused",
+    "test_peers",
+)
 
 
 def pytest_configure(config):

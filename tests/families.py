@@ -12,7 +12,7 @@ import torch
 import transformers
 from flax import nnx
 
-from zero_jax.models import hf
+from zero_jax.models import families
 
 SIZES = {
     "vocab_size": 97,
@@ -92,12 +92,12 @@ def their_logits(model):
 
 
 def make(config):
-    return nnx.state(hf.model(config, nnx.Rngs(0)), nnx.Param)
+    return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
 
 
 def ours(config, params):
     """The model with these parameters."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: hf.model(config, nnx.Rngs(0))))
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: families.build(config, nnx.Rngs(0))))
     return nnx.merge(graphdef, params)
 
 

@@ -15,15 +15,18 @@ import tyro
 
 import zero_jax
 from training import profile
-from training.flags import Basics, Devices, Kept, Looks, Optimizer, Processes
-from zero_jax.plan.options import Options
+from training.documents import LONG
+from training.flags import Basics, Data, Devices, Kept, Looks, Optimizer, Processes
+from training.tokenizer import LOSS_ON
+from zero_jax.names import unknown
+from zero_jax.plan.options import Adapters, Options
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Basics, Devices, Optimizer, Looks, Kept, Processes, Options):
+class Config(Basics, Data, Devices, Optimizer, Looks, Kept, Processes, Adapters, Options):
     """All settings of a run."""
 
     def stage_and_remat(self) -> Mapping[str, Any]:
@@ -46,14 +49,16 @@ class Config(Basics, Devices, Optimizer, Looks, Kept, Processes, Options):
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Trains a GPT on text, with the model states partitioned over the devices by ZeRO."""
+    """Trains a transformer on text, with its states partitioned over the devices by ZeRO."""
 
     basic: Basics
+    data: Data
     device: Devices
     optimizer: Optimizer
     look: Looks
     checkpoint: Kept
     process: Processes
+    adapter: Adapters
     zero: Options
 
 
@@ -161,6 +166,9 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
             raise ValueError(
                 f"{flag(name)} {given}: it must be at least {least} and at most {most:g}"
             )
+    for name, known in (("loss_on", LOSS_ON), ("long", LONG)):
+        if getattr(config, name) not in known:
+            raise ValueError(unknown(flag(name), getattr(config, name), known, "Choose one of"))
     if config.memory_limit is not None and config.stage != "auto":
         raise ValueError(
             f"--memory-limit {config.memory_limit:g} is what --stage auto may use, and the stage "

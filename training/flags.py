@@ -11,25 +11,46 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Basics:
-    """What is trained, on what, and where it is written to."""
+    """What is trained, and where it is written to."""
 
     model: str = "nano"
-    """Preset of models.gpt: nano, 124m, 1.5b and so on to 1t."""
-    data: str | None = None
-    """A text file, a folder of text files, or token ids in a .bin (uint16), .u32.bin (uint32) or
-    .npy file. English text that comes with Python unless given. The last tenth is held out."""
-    seq: int = 64
-    """Tokens of a sequence; short ones teach a small model most in a short time."""
-    vocab: int | None = None
-    """Number of token ids; 256 for text, which is read byte by byte, and the preset's for token
-    files, unless given."""
+    """Preset of models/: nano, 124m to 1t, llama-3.1-8b, qwen3-4b, gemma-3-1b and others."""
+    hf: str | None = None
+    """Folder of transformers with config.json, safetensors and tokenizer: the model, its weights
+    and its tokens, instead of a preset that begins anew."""
+    adapter: str | None = None
+    """Folder of PEFT's adapters to begin with, of the rank that --lora gives."""
     steps: int = 600
     """Updates of the parameters."""
     batch: int = 16
     """Sequences in a global batch: a multiple of devices x micro-batches."""
     out: str | None = None
-    """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png; the next free one of
-    runs/001, runs/002 and so on unless given."""
+    """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png, and for adapters as
+    PEFT has them; the next free one of runs/001, runs/002 and so on unless given."""
+    export: str | None = None
+    """Folder to make at the end: the model as transformers reads it, adapters added."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What it is trained on, as which tokens."""
+
+    data: str | None = None
+    """A text file, a folder of text files, token ids in a .bin (uint16), .u32.bin (uint32) or .npy
+    file, or documents in .jsonl and .parquet: texts, conversations, prompts with completions; of
+    several sources chat.jsonl=3,more.parquet=1. English text that comes with Python unless given.
+    The last tenth is held out."""
+    seq: int = 64
+    """Tokens of a sequence; short ones teach a small model most in a short time."""
+    vocab: int | None = None
+    """Number of token ids; 256 for text that is read byte by byte, and the preset's for token
+    files, unless given."""
+    tokenizer: str | None = None
+    """Folder with the tokenizer; that of --hf unless given."""
+    loss_on: str = "assistant"
+    """What is learned of conversations: the assistant's tokens, or all."""
+    long: str = "cut"
+    """What becomes of documents longer than a row: cut, drop or refuse."""
 
 
 @dataclasses.dataclass(frozen=True)

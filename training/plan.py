@@ -13,10 +13,13 @@ import jax
 import optax
 
 import zero_jax
-from training import optimizers, show
+from training import corpus, optimizers, show
 from training.config import Config, resolve
-from training.text import IntArray, Tokens, load_tokens, split
-from zero_jax.models import gpt
+from training.corpus import Corpus
+from zero_jax import interchange
+from zero_jax.models import families, gpt, hf
+from zero_jax.plan.text_model import TextModel
+from zero_jax.sharding import paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +28,13 @@ class Plan:
 
     Attributes:
         config: The settings, each one decided.
-        model: Shape of the model.
-        corpus: All of the data.
-        train: Tokens to train on.
-        held_out: Tokens to measure on.
+        model: The model, and what of it is trained.
+        corpus: What it is trained on.
     """
 
     config: Config
-    model: gpt.GPTConfig
-    corpus: Tokens
-    train: IntArray
-    held_out: IntArray
+    model: TextModel
+    corpus: Corpus
 
 
 def load(config: Config) -> Plan:
@@ -47,12 +46,27 @@ def load(config: Config) -> Plan:
     """
     optimizers.check_name(config.optimizer)
     config = resolve(config, optimizers.RATES)
-    preset = gpt.preset(config.model)
-    corpus = load_tokens(config.data, config.vocab or preset.vocab)
-    vocab = config.vocab or (256 if corpus.byte_level else preset.vocab)
-    model = gpt.preset(config.model, vocab=vocab, seq=config.seq)
-    train, held_out = split(corpus.tokens, seq=model.seq)
-    return Plan(dataclasses.replace(config, vocab=vocab), model, corpus, train, held_out)
+    known = _folder(config) if config.hf else families.preset(config.model)
+    given = corpus.load(config, config.vocab or known.vocab, config.seq)
+    if config.hf is None:
+        vocab = config.vocab or (256 if given.byte_level else known.vocab)
+        positions = {"seq": config.seq} if isinstance(known, gpt.GPTConfig) else {}
+        known = dataclasses.replace(known, vocab=vocab, **positions)
+    if config.seq > known.seq:
+        raise ValueError(f"--seq {config.seq}: the model takes rows of at most {known.seq} tokens")
+    config = dataclasses.replace(config, vocab=known.vocab)
+    return Plan(config, TextModel(known, config.adapters()), given)
+
+
+def _folder(config: Config) -> families.Config:
+    """The config in the folder that the model comes from."""
+    assert config.hf is not None
+    found: families.Config = interchange.config(config.hf)
+    if config.vocab not in (None, found.vocab):
+        raise ValueError(
+            f"--vocab {config.vocab}: the model in {config.hf} has {found.vocab}; leave it out"
+        )
+    return found
 
 
 def check_batch(batch: int, devices: int, micro_batches: int) -> None:
@@ -71,6 +85,7 @@ def check_batch(batch: int, devices: int, micro_batches: int) -> None:
 
 def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
     """All settings, and what follows from them: for `config.json` and for the screen."""
+    model = plan.model.config
     return {
         **dataclasses.asdict(plan.config),
         **{name: getattr(zero, name) for name in ("stage", "micro_batches", "remat")},
@@ -78,17 +93,25 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
         "device": zero.mesh.devices.flat[0].device_kind,
         "processes": jax.process_count(),
         "mesh": dict(zero.mesh.shape),
-        "psi": sum(x.size for x in jax.tree.leaves(shapes)),
-        "layers": plan.model.layers,
-        "width": plan.model.width,
-        "heads": plan.model.heads,
+        "psi": families.num_params(model),
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.heads,
+        "hf_config": hf.json_of(model, "float32"),
+        "trained": _trained(shapes, zero),
         "corpus": plan.corpus.name,
-        "train_tokens": plan.train.size,
-        "held_out_tokens": plan.held_out.size,
-        "tokens_per_step": plan.config.batch * plan.model.seq,
+        **plan.corpus.facts,
+        "tokens_per_step": plan.config.batch * plan.config.seq,
         "jax": jax.__version__,
         "zero_jax": zero_jax.__version__,
     }
+
+
+def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
+    """How many parameters are trained."""
+    still = paths.frozen_leaves(shapes, zero.frozen)
+    leaves = zip(jax.tree.leaves(shapes), still, strict=True)
+    return sum(leaf.size for leaf, frozen in leaves if not frozen)
 
 
 def print_plan(
@@ -113,6 +136,8 @@ def print_plan(
         first
         | {name: "-" if value is None else value for name, value in known.items()}
         | {
+            "hf_config": known["hf_config"]["model_type"],
+            "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
             "clip": f"global norm {known['clip']:g}" if known["clip"] else "off",
             "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
             "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
@@ -133,6 +158,7 @@ def print_plan(
             tx=tx,
             precision=zero.precision,
             micro_batches=zero.micro_batches,
+            frozen=zero.frozen,
             model_axis=zero.model_axis,
             window=step.window,
         )

@@ -13,22 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training import optimizers
+from training import leaving, optimizers
 from training.config import Config, shared
-from training.entropy import bigram_entropy, unigram_entropy
-from training.plan import facts, load, print_plan
+from training.plan import Plan, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
 from training.room import peak_bytes, room_for
 from training.saving import Saver, goes_on, newest, same_everywhere
 from training.show import Show, Speed, progress
 from training.stop import INTERRUPTED, Stop, Stopped
-from training.text import decode
 from training.trainer import Trainer
 from zero_jax.checkpoint.replicas import check_replicas
 from zero_jax.cluster.processes import leave
 from zero_jax.cluster.watchdog import Watchdog
-from zero_jax.models import gpt
+from zero_jax.models import families
 
 PyTree = Any
 T = TypeVar("T")
@@ -57,9 +55,11 @@ class Run:
     profile: Profile
     lead: bool
 
-    def say(self, *words: Any) -> None:
+    _place: Any = None  # in the data, after the last batch that was taken
+
+    def say(self, *words: Any, sep: str = " ") -> None:
         if self.lead:
-            print(*words, flush=True)
+            print(*words, sep=sep, flush=True)
 
     def train(self) -> PyTree:
         """Goes on from the last checkpoint, or begins; returns the parameters after the last step.
@@ -69,8 +69,13 @@ class Run:
             ValueError: It has more steps behind it than it was asked for.
             NonFiniteError: Gradients were not finite too often.
         """
-        config, like = self.trainer.plan.config, self.trainer.like
-        states, done = self.saver.resume(like, self.say) or (self.trainer.init(), 0)
+        config, trainer, like = self.trainer.plan.config, self.trainer, self.trainer.like
+        found = self.saver.resume(like, self.say)
+        if found is None:
+            states, done = trainer.init(), 0
+            self._before(states[0])
+        else:
+            states, done = trainer.joined(found[0]), found[1]
         if done > config.steps:
             raise ValueError(
                 f"{self.trainer.out} is at step {done}, beyond --steps {config.steps}: ask for "
@@ -84,12 +89,32 @@ class Run:
                     return self._steps(states, done, show)
             except zero_jax.NonFiniteError as error:
                 self.watchdog.rest()
-                found = self.saver.go_back(like, self.say) if left else None
+                found = self.saver.go_back(like, self.say, self._place) if left else None
                 if found is None:
                     raise
                 self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
-                states, done = found
+                states, done = trainer.joined(found[0]), found[1]
         raise AssertionError("unreachable")
+
+    def _before(self, params: PyTree) -> None:
+        """What a model that comes from a folder can do already."""
+        if self.trainer.plan.config.hf is None:
+            return
+        loss = self.evaluate(params, self.trainer.plan.config.eval_batches)
+        self.log.evaluation(0, val_loss=loss)
+        self.say(f"before training: validation loss {loss:.4f}")
+        self.show_sample(params, "before training")
+
+    def show_sample(self, params: PyTree, what: str) -> None:
+        """Shows how the model goes on from something held out, where a device has room for it."""
+        trainer, config = self.trainer, self.trainer.plan.config
+        size = 4 * families.num_params(trainer.model.config)
+        if not config.sample_length or not room_for(size, "sample", self.say):
+            return
+        with self.watchdog.pause():
+            whole = trainer.zero.full(params)
+            if self.lead:
+                self.say(f"{what}:", trainer.sample(whole), sep="\n")
 
     def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
         """Held-out loss in nats per token; the watchdog does not count the time."""
@@ -102,11 +127,11 @@ class Run:
         Raises:
             Stopped: It was; the trained parameters are saved, if checkpoints are made.
         """
-        total, told = self.trainer.held_out_batches, set[int]()
+        total, told = self.trainer.plan.corpus.held_out_batches(), set[int]()
 
         def each(done: int) -> None:
-            tenth = done * 10 // total
-            if total >= LONG and tenth not in (0, 10) and tenth not in told:
+            tenth = done * 10 // total if total else 0
+            if total and total >= LONG and tenth not in (0, 10) and tenth not in told:
                 told.add(tenth)
                 self.say(f"evaluating: {done} of {total} batches")
             if code := self.stop():
@@ -121,11 +146,12 @@ class Run:
 
     def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> PyTree:
         trainer, config = self.trainer, self.trainer.plan.config
-        speed = Speed(config.batch * trainer.plan.model.seq)
+        speed = Speed(config.batch * config.seq)
         # All at once: to ask the device in every step would wait for that step.
         rates = np.asarray(optimizers.rate(config)(jnp.arange(config.steps + 1)))
         params, opt_state = states
-        rows = trainer.batches(self.saver.sample(done))
+        self._place = self.saver.place
+        rows = trainer.batches(self._place)
         waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
 
         def report(most: int) -> None:
@@ -150,10 +176,11 @@ class Run:
             if code := self.stop():
                 report(0)
                 self.watchdog.rest()
-                self.saver.save(number - 1, (params, opt_state), now=True)
+                self._save(number - 1, (params, opt_state), now=True)
                 raise self.stopped(code)
             self.profile.before(number - done, params)
-            params, opt_state, metrics = trainer.step(params, opt_state, next(rows))
+            batch, self._place = next(rows)
+            params, opt_state, metrics = trainer.step(params, opt_state, batch)
             waiting.append((number, metrics))
             if number == done + 1:
                 report(0)
@@ -176,29 +203,38 @@ class Run:
         config = self.trainer.plan.config
         if config.check_replicas_every and number % config.check_replicas_every == 0:
             check_replicas((params, opt_state))
-        self.saver.save(number, (params, opt_state), now=number == config.steps)
+        self._save(number, (params, opt_state), now=number == config.steps)
+
+    def _save(self, number: int, states: tuple[PyTree, PyTree], now: bool) -> None:
+        trainer = self.trainer
+        self.saver.save(
+            *(number, trainer.kept(states), lambda: trainer.everywhere(self._place)), now=now
+        )
 
 
 def run(config: Config) -> None:
     """The whole run, as every process of it goes through it."""
     settings = shared(config)
-    plan = together(settings, "input", lambda: load(config))
+
+    def read() -> Plan:
+        plan = load(config)
+        leaving.check(plan)
+        return plan
+
+    plan = together(settings, "input", read)
     trainer = Trainer(plan)
     lead = jax.process_index() == 0
     say = print if lead else lambda *_, **__: None
     shapes = trainer.shapes()
     known = facts(plan, trainer.zero, shapes)
-    unit = "byte" if plan.corpus.byte_level else "token"
+    unit = plan.corpus.unit
 
     def counted() -> dict[str, float]:
         """Says what the run will do; returns what counting alone would reach."""
         if not lead:
             return {}
         print_plan(known, trainer.zero, shapes, trainer.plain_tx, trainer.predict())
-        return {
-            "unigram entropy": unigram_entropy(plan.held_out, plan.model.vocab),
-            "bigram entropy": bigram_entropy(plan.held_out, plan.model.vocab),
-        }
+        return plan.corpus.marks(plan.model.config.vocab)
 
     marks = together(settings, "plan", counted)
 
@@ -218,7 +254,8 @@ def run(config: Config) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
             kept = (config.checkpoint_every, config.keep, config.keep_every)
-            open_saver = functools.partial(Saver, trainer.out, *kept, known, config.from_step)
+            noted = known, plan.corpus.order, config.from_step
+            open_saver = functools.partial(Saver, trainer.out, *kept, *noted)
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
             say(f"Writing to {log.out_dir}", flush=True)
@@ -230,14 +267,19 @@ def run(config: Config) -> None:
                     params = job.train()
                 loss = job.evaluate_all(params)
                 log.evaluation(config.steps, val_loss=loss)
-        say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.held_out.size:,} held out")
+        say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.corpus.held_out_size}")
         for name, entropy in marks.items():
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
-        if config.sample_length and room_for(4 * gpt.num_params(plan.model), "sample", say):
-            whole = trainer.zero.full(params)
-            if lead:
-                text = trainer.sample(whole)
-                say("sample:", decode(text) if plan.corpus.byte_level else text.tolist(), sep="\n")
+        job.show_sample(params, "sample")
+        if counts := plan.corpus.counts:
+            say(counts)
+        lora = None if trainer.model.adapted is None else leaving.adapters(trainer, params)
+
+        def leave_files() -> None:
+            for line in leaving.leave(trainer, lora) if lead else ():
+                say(line)
+
+        together(settings, "export", leave_files)
 
 
 @contextlib.contextmanager

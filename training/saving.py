@@ -1,7 +1,7 @@
 """The checkpoints of a run, in `checkpoints` of its folder: when they are made, and going on.
 
-Beside the parameters and the optimizer's state a checkpoint has the global index of the next
-sample, so that a run that goes on, in however many processes, sees every sample of an epoch once.
+Beside the parameters and the optimizer's state a checkpoint has the place in the data, so that a
+run that goes on, in however many processes, sees every sample or document of an epoch once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from zero_jax.offload.state_files import discard
 
 PyTree = Any
 FOLDER = "checkpoints"
-# Settings that decide which sample has which index.
-_ORDER = ("corpus", "train_tokens", "seq", "seed")
 
 
 def goes_on(out: str | pathlib.Path | None, fresh: bool) -> bool:
@@ -104,6 +102,7 @@ class Saver:
         keep: How many of the latest stay.
         keep_every: Steps whose multiples stay for ever.
         known: What the run was started with, from `plan.facts`.
+        order: What decides which sample is where in the data.
         from_step: Go on from this checkpoint; later ones are set aside. None: from the latest.
 
     Raises:
@@ -117,16 +116,17 @@ class Saver:
         keep: int,
         keep_every: int | None,
         known: Mapping[str, Any],
+        order: Mapping[str, Any],
         from_step: int | None = None,
     ):
-        self._every, self._known = every, dict(known)
-        self._start, self._first_sample = 0, 0
+        self._every, self._known, self._order = every, dict(known), dict(order)
+        self.place: Any = None  # in the data, from which the run goes on; None: the beginning
         self._checkpoints = None
         if from_step is not None:
             by_the_first(lambda: _begin_from(out / FOLDER, from_step))
         if every:
             self._checkpoints = Checkpoints(out / FOLDER, keep=keep, keep_every=keep_every)
-        self._saved = self._reached = 0
+        self._saved = 0
 
     def __enter__(self) -> Saver:
         return self
@@ -139,10 +139,6 @@ class Saver:
     def saved(self) -> int | None:
         """The step of the newest checkpoint, on the disk or on its way; None if there is none."""
         return self._saved or None
-
-    def sample(self, step: int) -> int:
-        """Global index of the sample that comes after `step` steps."""
-        return self._first_sample + (step - self._start) * int(self._known["batch"])
 
     def resume(
         self, like: Callable[[], PyTree], say: Callable[[str], Any]
@@ -159,12 +155,12 @@ class Saver:
         if self._checkpoints is None or self._checkpoints.latest is None:
             return None
         before = self._checkpoints.manifest().extra["order"]
-        for name in _ORDER:
-            if before[name] != self._known[name]:
+        for name, given in self._order.items():
+            if before.get(name) != given:
                 raise ValueError(
-                    f"{self._checkpoints.directory} was trained with {name} {before[name]}, and "
-                    f"this run has {self._known[name]}: samples would come in another order. Take "
-                    "the same, or another --out"
+                    f"{self._checkpoints.directory} was trained with {name} {before.get(name)}, "
+                    f"and this run has {given}: samples would come in another order. Take the "
+                    "same, or another --out"
                 )
         try:
             found = self._checkpoints.restore(like(), say=lambda _: None)
@@ -177,25 +173,30 @@ class Saver:
                 f"there too: --from-step {earlier[-1]} goes on from the last of them"
             ) from error
         say(f"Going on from {self._checkpoints.directory}, {found}")
-        self._start = self._saved = self._reached = found.step
-        self._first_sample = int(found.extra["sample"])
+        self._saved = found.step
+        self.place = found.extra["sample"]
         return found.tree, found.step
 
     def go_back(
-        self, like: Callable[[], PyTree], say: Callable[[str], Any]
+        self, like: Callable[[], PyTree], say: Callable[[str], Any], place: Any
     ) -> tuple[PyTree, int] | None:
-        """As `resume`, but the batches up to now, the one that failed among them, are skipped."""
-        sample = self.sample(self._reached + 1)
+        """As `resume`, but goes on from this place in the data, after the batch that failed."""
         found = self.resume(like, say)
-        self._first_sample = sample
+        self.place = place
         return found
 
-    def save(self, step: int, tree: PyTree, *, now: bool = False) -> None:
-        """Saves if it is time to, or `now`, unless this step is saved already."""
-        self._reached = step
+    def save(self, step: int, tree: PyTree, place: Callable[[], Any], *, now: bool = False) -> None:
+        """Saves if it is time to, or `now`, unless this step is saved already.
+
+        Args:
+            step: Steps that are done.
+            tree: Parameters and the optimizer's state.
+            place: Tells the place in the data after them; all processes call it.
+            now: Whether to save in any case.
+        """
         if self._checkpoints is None or step == self._saved:
             return
         if now or step % self._every == 0:
-            extra = {"sample": self.sample(step), "order": {n: self._known[n] for n in _ORDER}}
+            extra = {"sample": place(), "order": self._order}
             self._checkpoints.save(step, tree, config=self._known, extra=extra)
             self._saved = step

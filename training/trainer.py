@@ -1,6 +1,7 @@
 """A model, its optimizer and their place on the devices: what ZeRO is asked for."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -8,21 +9,22 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax.experimental import multihost_utils
 
 import zero_jax
 from training import optimizers
 from training.config import mesh_sizes
-from training.data import batches, eval_batches
+from training.packing import LOOK
 from training.plan import Plan, check_batch
 from training.saving import state_files
-from zero_jax.models import gpt
+from zero_jax import interchange
+from zero_jax.interchange import peft
+from zero_jax.models import generate
 from zero_jax.sharding import mesh
 
 PyTree = Any
+States = tuple[PyTree, PyTree]  # parameters, and the optimizer's state
 T = TypeVar("T")
-
-PROMPT = 16  # held-out tokens that a sample begins with
 
 
 class Trainer:
@@ -30,25 +32,31 @@ class Trainer:
 
     def __init__(self, plan: Plan) -> None:
         config = plan.config
-        self.plan = plan
+        self.plan, self.model = plan, plan.model
         self.out = pathlib.Path()  # folder of the run
         self.mesh = zero_jax.make_mesh(**mesh_sizes(config.mesh))
         check_batch(config.batch, mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
-        self.graphdef = nnx.graphdef(nnx.eval_shape(self._build, jax.random.key(0)))
-        self.zero = zero_jax.Zero(self.mesh, **config.settings())
+        self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.settings())
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._planned())
         self.tx = self.zero.optimizer(self.plain_tx)
-        self.step = self.zero.train_step(self.loss, self.tx)
-        self._mean_loss = self.zero.evaluate(self.loss)
+        self.step = self.zero.train_step(self.model.loss, self.tx)
+        self._mean_loss = self.zero.evaluate(self.model.loss)
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.plan.config.seed)
 
     def _planned(self) -> tuple[Any, ...]:
         """What a plan of the step is made from."""
-        rows = (self.plan.config.batch, self.plan.model.seq + 1)
-        batch = (jax.ShapeDtypeStruct(rows, jnp.int32),)
-        params = self.zero.abstract(self._fresh, jax.random.key(0))
-        return self.loss, self.plain_tx, params, batch
+        rows = jax.ShapeDtypeStruct((self.plan.config.batch, self.plan.config.seq + 1), jnp.int32)
+        return self.model.loss, self.plain_tx, self._abstract, (rows,)
+
+    @functools.cached_property
+    def _abstract(self) -> PyTree:
+        """The parameters as they will rest; not allocated."""
+        return self.zero.abstract(self.model.make, self._key)
 
     def predict(self) -> zero_jax.Plan:
         """What a step will hold on each device; what is in files is shown as in host memory."""
@@ -56,49 +64,84 @@ class Trainer:
         if zero.settings.offload.in_files:  # on a mesh that is not there: host memory is not used
             abstract = mesh.abstract_of(self.mesh)
             zero = dataclasses.replace(zero, mesh=abstract, offload="optimizer")
-        return zero.plan(*self._planned())
-
-    def _build(self, key: jax.Array) -> gpt.GPT:
-        return gpt.GPT(self.plan.model, rngs=nnx.Rngs(key))
-
-    def _fresh(self, key: jax.Array) -> PyTree:
-        return nnx.state(self._build(key), nnx.Param)
-
-    def loss(self, params: PyTree, batch: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        """Cross entropy of tokens, or of tokens and a mask, as on one device: (sum, weight)."""
-        return zero_jax.Weighted(*gpt.loss(nnx.merge(self.graphdef, params), *batch))
+        loss, tx, _, batch = self._planned()
+        return zero.plan(loss, tx, zero.abstract(self.model.make, self._key), batch)
 
     def shapes(self) -> PyTree:
         """The logical parameters, not allocated."""
-        return jax.eval_shape(self._fresh, jax.random.key(0))
+        return jax.eval_shape(self.model.make, self._key)
 
-    def like(self) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state as they will rest; not allocated, but for files."""
+    def like(self) -> States:
+        """What a checkpoint has, as it will rest; not allocated, but for files."""
         if self.zero.settings.offload.in_files:
-            return self.init()
-        params = self.zero.abstract(self._fresh, jax.random.key(self.plan.config.seed))
-        return params, self.tx.init(params)
+            return self.kept(self.init())
+        return self.kept((self._abstract, self.tx.init(self._abstract)))
 
-    def init(self) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state, born partitioned.
+    def init(self) -> States:
+        """Parameters and optimizer state, born partitioned, or read by those who hold them.
 
         State files of the same run give way; those of another are refused.
         """
-        params = self.zero.init(self._fresh, jax.random.key(self.plan.config.seed))
+        params = self._params()
         with state_files(self.zero.settings.offload.directory, self.out):
             return params, self.tx.init(params)
 
-    def batches(self, start: int = 0) -> Iterator[tuple[jax.Array, ...]]:
-        """Global batches to train on, from that sample on, without end."""
-        seed = self.plan.config.seed
-        rows = batches(self.plan.train, seed=seed, start=start, **self._share())
-        return (zero_jax.global_batch(self.mesh, (tokens,)) for tokens in rows)
+    def _params(self) -> PyTree:
+        config, adapted = self.plan.config, self.model.adapted
+        if config.hf is None:
+            return self.zero.init(self.model.make, self._key)
+        if adapted is None:
+            return interchange.load(config.hf, self._abstract)
+        shapes = jax.eval_shape(self.model.own)
+        alone = dataclasses.replace(self.zero, frozen=None)
+        if config.adapter is None:
+            return self._base() | alone.init(lambda: {"lora": adapted.new(shapes)})
+        given = peft.load_adapter(config.adapter, self.model.config)
+        if set(given) != set(adapted.targets):
+            raise ValueError(
+                f"--adapter {config.adapter} stands beside {', '.join(given)}, and this run's are "
+                f"beside {', '.join(adapted.targets)}: give --lora-targets"
+            )
+        ordered = {name: given[name] for name in adapted.targets}
+        return self._base() | alone.shard({"lora": ordered})
 
-    @property
-    def held_out_batches(self) -> int:
-        """Of how many batches a pass over all held-out tokens is."""
-        windows = -(-(self.plan.held_out.size - 1) // self.plan.model.seq)
-        return -(-windows // self.plan.config.batch)
+    def _base(self) -> PyTree:
+        """What is not trained; every start makes the same of the folder, or of the seed."""
+        if self.plan.config.hf is None:
+            return {"base": self.zero.init(self.model.make, self._key)["base"]}
+        like = self._abstract["base"]
+        return {"base": interchange.load(self.plan.config.hf, like, rounded=True)}
+
+    def kept(self, states: States) -> States:
+        """What a checkpoint has of these states: all but a base, which no step changes."""
+        if self.model.adapted is None:
+            return states
+        return {"lora": states[0]["lora"]}, states[1]
+
+    def joined(self, kept: States) -> States:
+        """The states of which a checkpoint has this."""
+        if self.model.adapted is None:
+            return kept
+        return self._base() | kept[0], kept[1]
+
+    def batches(self, place: Any = None) -> Iterator[tuple[tuple[jax.Array, ...], Any]]:
+        """Global batches to train on, from a place in the data on, and the place after each."""
+        share = zero_jax.batch_share(self.mesh)
+        for rows, after in self.plan.corpus.batches(place, *share):
+            yield zero_jax.global_batch(self.mesh, rows), after
+
+    def everywhere(self, place: Any) -> Any:
+        """The place in the data of all processes, of which each knows its own lanes."""
+        if not isinstance(place, list) or jax.process_count() == 1:
+            return place
+        lanes = np.full((len(place), LOOK + 1), -1, np.int32)
+        for lane, known in zip(lanes, place, strict=True):
+            lane[: len(known)] = known
+        index, count = zero_jax.batch_share(self.mesh)
+        found = multihost_utils.process_allgather((np.int32(index), lanes))
+        by_index = {int(i): own for i, own in zip(*found, strict=True)}
+        rows = [lane for i in range(count) for lane in by_index[i]]
+        return [[int(n) for n in lane if n >= 0] for lane in rows]
 
     def evaluate(
         self,
@@ -113,7 +156,7 @@ class Trainer:
             max_batches: Of the first so many batches alone; None for all.
             each: Is called after each batch with the number of those that are done.
         """
-        rows = eval_batches(self.plan.held_out, max_batches=max_batches, **self._share())
+        rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)
         means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)
         pairs = []
         for loss, weight in one_late(means):
@@ -121,21 +164,20 @@ class Trainer:
             each(len(pairs))
         return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs)
 
-    def sample(self, params: PyTree) -> np.ndarray:
-        """Continues the first held-out tokens, working on one device."""
-        config = self.plan.config
-        alone = jax.tree.map(lambda x: x.addressable_data(0), params)
-        model = nnx.merge(self.graphdef, alone)
-        prompt = jnp.asarray(self.plan.held_out[:PROMPT], jnp.int32)
-        key = jax.random.key(config.seed)
-        return np.asarray(gpt.generate(model, prompt, config.sample_length, key, temperature=0.8))
+    def sample(self, params: PyTree) -> str:
+        """Continues a held-out beginning, working on one device; of documents the likeliest way.
 
-    def _share(self) -> dict[str, int]:
-        """The batches, and this process's part of each."""
-        config = self.plan.config
-        index, count = zero_jax.batch_share(self.mesh)
-        share = {"shard_index": index, "shard_count": count}
-        return {"batch": config.batch, "seq": self.plan.model.seq, **share}
+        Args:
+            params: Whole on every device.
+        """
+        config, adapted = self.plan.config, self.model.adapted
+        alone = jax.tree.map(lambda x: x.addressable_data(0), params)
+        model = self.model.model(alone if adapted is None else jax.jit(adapted.merged)(alone))
+        prompt = jnp.asarray(self.plan.corpus.prompt(config.seq), jnp.int32)
+        made = generate.generate(
+            *(model, prompt, config.sample_length, self._key), self.plan.corpus.temperature
+        )
+        return self.plan.corpus.show(np.asarray(made), prompt.size)
 
 
 def one_late(results: Iterable[T]) -> Iterator[T]:

@@ -1,6 +1,7 @@
 """ZeRO for JAX and Flax: optimizer state, gradients and parameters partitioned over devices."""
 
 from zero_jax._version import __version__ as __version__
+from zero_jax.adapters.lora import Lora as Lora
 from zero_jax.checkpoint.checkpoints import Checkpoints as Checkpoints
 from zero_jax.cluster.addresses import CannotJoin as CannotJoin
 from zero_jax.cluster.agreement import check_agreement as check_agreement

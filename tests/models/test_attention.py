@@ -140,7 +140,7 @@ def test_fewer_keys_than_queries_are_refused():
 
 
 @pytest.mark.prove
-def test_scores_exist_for_a_block_at_a_time():
+def test_scores_exist_for_a_block_at_a_time(every_pass):
     """In the program of an H100: the CPU's compiler takes the blocks apart."""
     N, T = 8, 8 * BLOCK
     shape = jax.ShapeDtypeStruct((1, T, N, 64), jnp.bfloat16)

@@ -68,7 +68,7 @@ def test_flops_per_token_counts_matmul_parameters_six_times():
     d, layers, t = config.width, config.layers, config.seq
     idle = t * d + layers * 13 * d + 2 * d
     expected = 6 * (gpt.num_params(config) - idle) + 3 * layers * 2 * 2 * d * t
-    assert gpt.flops_per_token(config) == expected
+    assert gpt.flops_per_token(config, t) == expected
 
 
 def test_unknown_preset_names_the_nearest_and_lists_all():
@@ -192,7 +192,7 @@ def masks_shown():
     for linear, sizes in [(model.blocks.attn.proj, (1, 16)), (model.blocks.mlp.down, (4, 64))]:
         linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
         linear.bias[...] = jnp.ones_like(linear.bias[...]) * jnp.array(sizes)[:, None]
-    return jax.jit(lambda key: model.hidden(jnp.zeros((1, 16), int), key)[0])
+    return jax.jit(lambda key: model.hidden(jnp.zeros((1, 16), int), dropout_key=key)[0])
 
 
 def test_dropout_differs_by_layer_and_by_branch(masks_shown):

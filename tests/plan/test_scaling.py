@@ -104,7 +104,7 @@ def test_seconds_of_a_step_by_hand():
     assert point.model_wire_seconds == pytest.approx(model)
     assert point.step_seconds == pytest.approx(compute + data + model)
     config = gpt_config.preset("60b")
-    flops = 8 * tokens * gpt_config.flops_per_token(config)  # of eight replicas
+    flops = 8 * tokens * gpt_config.flops_per_token(config, config.seq)  # of eight replicas
     assert point.total_flops == pytest.approx(flops / point.step_seconds)
     assert point.flops_per_device == pytest.approx(point.total_flops / 128)
 
@@ -114,7 +114,7 @@ def test_parameters_and_flops_are_those_of_the_model(name):
     config = gpt_config.preset(name)
     setting = scaling.Setting(config.layers, config.width, config.seq, config.vocab, V100)
     assert setting.psi == gpt_config.num_params(config)
-    assert setting.flops(3) == 3 * config.seq * gpt_config.flops_per_token(config)
+    assert setting.flops(3) == 3 * config.seq * gpt_config.flops_per_token(config, config.seq)
 
 
 def test_partitioned_activations_save_one_part_in_mp_and_send_one_word_more():

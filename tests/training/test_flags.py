@@ -11,7 +11,8 @@ from training.config import Config, flag, parse
 from training.stop import Stopped
 from zero_jax.plan.options import Options
 
-TITLES = ["basic", "device", "optimizer", "look", "checkpoint", "process", "zero"]
+TITLES = ["basic", "data", "device", "optimizer", "look", "checkpoint", "process"]
+TITLES += ["adapter", "zero"]
 
 
 def shown(capsys, *args):

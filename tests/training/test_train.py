@@ -165,8 +165,8 @@ def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
     plan = load(Config(data="text.txt", seq=16, batch=8, devices=8))
     trainer = Trainer(plan)
     params, _ = trainer.init()
-    model = nnx.merge(trainer.graphdef, trainer.zero.full(params))
-    total, count, held_out = 0.0, 0, plan.held_out
+    model = nnx.merge(trainer.model.graphdef, trainer.zero.full(params))
+    total, count, held_out = 0.0, 0, plan.corpus.rest
     assert (held_out.size - 1) % 16 != 0  # the last window is a part of one
     for first in range(0, held_out.size - 1, 16):
         row = jnp.asarray(held_out[first : first + 17], jnp.int32)[None]
@@ -274,7 +274,7 @@ def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_runs_is_named(folder, stage):
     trainer = Trainer(load(Config(stage=stage, data="text.txt", devices=8, seq=16)))
-    text = trainer.step.lower(*trainer.like(), next(trainer.batches())).compile().as_text()
+    text = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile().as_text()
     for name in ("embed", "attention", "mlp", "loss", "zero_update"):
         assert f"/{name}" in text or f"({name})" in text, name
     for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):

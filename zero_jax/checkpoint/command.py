@@ -22,7 +22,7 @@ from zero_jax.checkpoint import inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.interchange import folder_config, hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
-from zero_jax.models import gpt, hf
+from zero_jax.models import families, gpt
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero
 
@@ -100,7 +100,7 @@ def _import(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.dir} holds checkpoints already: choose another folder")
 
     def make() -> Any:
-        return nnx.state(hf.model(config, nnx.Rngs(0)), nnx.Param)
+        return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
 
     params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).abstract(make))
     with Checkpoints(args.dir) as checkpoints:
@@ -113,7 +113,7 @@ def _noted(folder: pathlib.Path, config: Any) -> dict[str, Any]:
     """What an export will need to know of a model."""
     if isinstance(config, gpt.GPTConfig):
         return {"model": dataclasses.asdict(config)}
-    return {"hf": folder_config.read(folder)}
+    return {"hf_config": folder_config.read(folder)}
 
 
 def _parser() -> argparse.ArgumentParser:

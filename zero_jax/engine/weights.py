@@ -19,7 +19,7 @@ import jax.extend.core as jex
 
 from zero_jax.collectives import barriers
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.jaxpr.equations import LAYOUT, function, is_in, shape_of
+from zero_jax.jaxpr.equations import LAYOUT, function, is_in, takes_elements
 
 # What does the same to a slice as to the whole.
 _CASTS = frozenset(("convert_element_type", "copy", "name", "stop_gradient"))
@@ -67,7 +67,7 @@ def put_off(eqn: jex.JaxprEqn, form: Form) -> tuple[str, Form] | None:
     if name not in LAYOUT or len(eqn.invars) != 1:
         return None
     if form.may_slice:
-        if name == "slice" and _takes_whole_layers(eqn):
+        if name == "slice" and takes_elements(eqn):
             return "slice", dataclasses.replace(form, parted=True)
         if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
             return "slice", dataclasses.replace(form.sliced(), parted=True)
@@ -75,14 +75,6 @@ def put_off(eqn: jex.JaxprEqn, form: Form) -> tuple[str, Form] | None:
     return "later", dataclasses.replace(
         form, arranged=form.arranged or arranged, stopped=form.stopped or stopped
     )
-
-
-def _takes_whole_layers(eqn: jex.JaxprEqn) -> bool:
-    shape = shape_of(eqn.invars[0])
-    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides = eqn.params["strides"] or (1,) * len(shape)
-    others = zip(starts[1:], stops[1:], shape[1:], strides[1:], strict=True)
-    return all((a, b, s) == (0, n, 1) for a, b, n, s in others)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,7 @@ _NOT_SHOWN = {
     ),
     "cpu": ("bf16 is widened to fp32, on the wire and in temporaries",),
 }
+FLAGS = "--xla_gpu_autotune_level=0"  # there is nothing to time kernels on
 _MEMORY = tuple(
     f"{prefix}{kind}_size_in_bytes"
     for prefix in ("", "host_")
@@ -197,7 +198,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0" if target.platform == "cuda" else "",
+        "XLA_FLAGS": FLAGS if target.platform == "cuda" else "",
         "JAX_NUM_CPU_DEVICES": str(devices if target.platform == "cpu" else 1),
         "TPU_SKIP_MDS_QUERY": "1",
         "PYTHONPATH": os.pathsep.join(

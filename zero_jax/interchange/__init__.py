@@ -1,6 +1,6 @@
 """Weights of others, in and out: folders of safetensors as Hugging Face's transformers reads them.
 
-May import `models`, `checkpoint` and what that may.
+May import `models`, `adapters`, `checkpoint` and what that may.
 """
 
 from zero_jax.interchange.hugging_face import config as config

@@ -71,7 +71,7 @@ def export(
     if not 1 <= max_file_bytes < math.inf:
         raise ValueError(f"max_file_bytes={max_file_bytes}: give a number of at least 1")
     target = pathlib.Path(out).absolute()
-    _check_free(target)
+    check_free(target)
     with Checkpoints(directory, read_only=True) as checkpoints:
         manifest = checkpoints.manifest(step)
         folder = checkpoints.directory / str(manifest.step) / ITEM
@@ -79,27 +79,29 @@ def export(
     arrays = _parameters(manifest, prefix, str(folder))
     origin = None if like is None else pathlib.Path(like)
     config, known = _config_of(manifest, arrays, heads, origin, str(folder))
-    with _beside(target) as beside:
+    with made_whole(target) as beside:
         _stream(folder, arrays, hf.layout(config), beside, int(max_file_bytes))
         (beside / "config.json").write_text(json.dumps(known, indent=2) + "\n")
         if origin is not None:
-            _copy_tokenizer(origin, beside)
+            copy_tokenizer(origin, beside)
     return sorted(target.iterdir())
 
 
-def _copy_tokenizer(origin: pathlib.Path, out: pathlib.Path) -> None:
+def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path) -> None:
+    """Copies what else a folder of theirs has."""
     for name in _BESIDE:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, out / name)
 
 
-def _check_free(out: pathlib.Path) -> None:
+def check_free(out: pathlib.Path) -> None:
+    """Raises ValueError if there is something in a folder that is to be made."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} is there already and not empty: choose another folder")
 
 
 @contextlib.contextmanager
-def _beside(out: pathlib.Path) -> Iterator[pathlib.Path]:
+def made_whole(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder that becomes `out` in the end, and is gone after an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.partial")
@@ -182,8 +184,8 @@ def _noted(
             heads = _heads(manifest.config, arrays, where)
         return hf_gpt2.config_of_shapes(known, heads)
     noted = manifest.config if isinstance(manifest.config, Mapping) else {}
-    if isinstance(noted.get("hf"), Mapping):
-        return hf.config_of(noted["hf"])
+    if isinstance(noted.get("hf_config"), Mapping):
+        return hf.config_of(noted["hf_config"])
     name = noted.get("model")
     if isinstance(name, str) and name in decoder_config.PRESETS:
         return decoder_config.PRESETS[name]

@@ -1,8 +1,8 @@
 """From Hugging Face's transformers: `load(folder, like)`; `export` is in exporter.py.
 
 `load` reads a folder of config.json and safetensors into parameters at rest on any mesh and stage;
-each process reads what its devices hold, one leaf at a time. Which tensor is which is in the tables
-of models/ (hf.py).
+each process reads what its devices hold, one leaf at a time, and quantises it where the leaf is
+(`adapters.quantised`). Which tensor is which is in the tables of models/ (hf.py).
 """
 
 import functools
@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.adapters.quantised import named
 from zero_jax.checkpoint.leaves import Leaf, Read, leaves, rebuilt
 from zero_jax.interchange.exporter import Path, differences, few
 from zero_jax.interchange.exporter import export as export
 from zero_jax.interchange.folder_config import config as config
+from zero_jax.interchange.packed import Packed
 from zero_jax.interchange.safetensor_files import DTYPES, Folder
 from zero_jax.models import hf
 
@@ -25,7 +27,13 @@ PyTree = Any
 _AT_ONCE = 1 << 24  # elements of two tensors that are compared
 
 
-def load(folder: Path, like: PyTree, report: Callable[[str], Any] | None = None) -> PyTree:
+def load(
+    folder: Path,
+    like: PyTree,
+    report: Callable[[str], Any] | None = None,
+    *,
+    rounded: bool = False,
+) -> PyTree:
     """Reads a model of Hugging Face's into the shape and place of `like`.
 
     Every process calls it; each reads what its devices hold. Half precision is widened to the
@@ -37,6 +45,7 @@ def load(folder: Path, like: PyTree, report: Callable[[str], Any] | None = None)
       like: parameters of the model of `config(folder)`, `models.decoder.Decoder(...)` say:
         `zero.abstract(make)`, or arrays.
       report: is told what of the folder is not used; by default printed by the first process.
+      rounded: whether `like` may be narrower than the files: a frozen base in bf16, say.
 
     Returns:
       The same tree at rest.
@@ -45,18 +54,29 @@ def load(folder: Path, like: PyTree, report: Callable[[str], Any] | None = None)
       ValueError: a tensor is missing, unknown or of another shape, or `like` is another model.
     """
     folder = pathlib.Path(folder)
-    wanted, layout = leaves(like), hf.layout(config(folder))
-    _check_like(wanted, layout, folder)
-    model = _Model(Folder(folder), layout, str(folder))
+    layout, nodes = hf.layout(config(folder)), dict(named(like))
+    _check_like(nodes, layout, folder)
+    model = _Model(Folder(folder), layout, str(folder), rounded)
     if model.left_out:
         report = report or (print if jax.process_index() == 0 else lambda _: None)
         names = few(model.left_out)
         report(f"{folder}: {len(model.left_out)} tensors are no part of the model of text: {names}")
-    return rebuilt(like, [leaf.build(model.reader(leaf)) for leaf in wanted])
+    last: dict[str, Packed] = {}
+
+    def reader(leaf: Leaf) -> Read:
+        path, _, part = leaf.name.rpartition("/")
+        if path not in nodes:
+            return model.reader(leaf.name, jnp.dtype(leaf.stored_dtype))
+        if path not in last:
+            last.clear()
+            last[path] = Packed(model.reader(path, np.dtype("float32")), nodes[path])
+        return last[path].part(part)
+
+    return rebuilt(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
 
 
-def _check_like(wanted: list[Leaf], layout: hf.Layout, folder: pathlib.Path) -> None:
-    problems = differences(layout.shapes, {leaf.name: leaf.shape for leaf in wanted})
+def _check_like(nodes: dict[str, Any], layout: hf.Layout, folder: pathlib.Path) -> None:
+    problems = differences(layout.shapes, {name: tuple(x.shape) for name, x in nodes.items()})
     if problems:
         raise ValueError(
             f"`like` is not the model in {folder}: {few(problems)}. Build it by models.gpt.GPT or "
@@ -67,8 +87,8 @@ def _check_like(wanted: list[Leaf], layout: hf.Layout, folder: pathlib.Path) -> 
 class _Model:
     """The tensors of a folder, by our paths."""
 
-    def __init__(self, files: Folder, layout: hf.Layout, where: str):
-        self._where, self._files = where, files
+    def __init__(self, files: Folder, layout: hf.Layout, where: str, rounded: bool):
+        self._where, self._files, self._rounded = where, files, rounded
         self._names: dict[str, str] = {}
         self.left_out: list[str] = []
         for name in files.kinds:
@@ -109,26 +129,26 @@ class _Model:
     def _untied(self, head: str, embedding: str) -> ValueError:
         return ValueError(f"{self._where}: {head} differs from {embedding}, to which it is tied")
 
-    def reader(self, leaf: Leaf) -> Read:
-        """Reads a part of our array, in the dtype of the leaf."""
-        stacked = (leaf.name, None) not in self._places
-        dtype = jnp.dtype(leaf.stored_dtype)
-        for at in range(leaf.shape[0]) if stacked else (None,):
-            self._check_dtype(self._places[leaf.name, at].name, dtype)
+    def reader(self, path: str, dtype: np.dtype) -> Read:
+        """Reads a part of our array, in a dtype."""
+        stacked = (path, None) not in self._places
+        for own, at in self._places:
+            if own == path:
+                self._check_dtype(self._places[own, at].name, dtype)
 
         def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
             if not stacked:
-                return self._part(leaf.name, None, starts, stops).astype(dtype, copy=False)
+                return self._part(path, None, starts, stops).astype(dtype, copy=False)
             out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
             for at in range(starts[0], stops[0]):
-                out[at - starts[0]] = self._part(leaf.name, at, starts[1:], stops[1:])
+                out[at - starts[0]] = self._part(path, at, starts[1:], stops[1:])
             return out
 
         return read
 
     def _check_dtype(self, full: str, dtype: np.dtype) -> None:
         found = self._files.kinds[self._names[full]][1]
-        if found not in DTYPES or jnp.promote_types(found, dtype) != dtype:
+        if found not in DTYPES or not (self._rounded or jnp.promote_types(found, dtype) == dtype):
             raise ValueError(
                 f"{self._where}: {self._names[full]} is {found}, which {dtype} does not hold "
                 "exactly: save the model as float32"

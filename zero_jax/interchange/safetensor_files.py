@@ -168,10 +168,10 @@ class Folder:
             raise ValueError(f"{path} is missing, though {INDEX} names it: copy all files")
         if not path.is_file():  # to open a pipe would wait for somebody who writes to it
             raise ValueError(f"{path} is not a regular file")
-        safetensors = _safetensors()
+        library = safetensors()
         try:
-            file = safetensors.safe_open(path, framework="numpy")
-        except (safetensors.SafetensorError, OSError) as error:
+            file = library.safe_open(path, framework="numpy")
+        except (library.SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         for name in file.keys():  # noqa: SIM118 - it is no dict
             if name in self._where:
@@ -190,9 +190,11 @@ class Folder:
         return np.asarray(self._where[name].get_slice(name)[box])
 
 
-def _safetensors() -> Any:
+def safetensors() -> Any:
+    """The library."""
     try:
         import safetensors
+        import safetensors.numpy
     except ImportError as error:
         raise ValueError(
             "safetensors is not installed, which reads such files: pip install safetensors, or "

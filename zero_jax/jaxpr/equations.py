@@ -72,6 +72,15 @@ def bytes_of(atom: Atom) -> int:
     return math.prod(shape_of(atom)) * size
 
 
+def takes_elements(eqn: jex.JaxprEqn) -> bool:
+    """Whether a slice takes whole elements along dim 0."""
+    shape = shape_of(eqn.invars[0])
+    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(shape)
+    others = zip(starts[1:], stops[1:], shape[1:], strides[1:], strict=True)
+    return all((a, b, s) == (0, n, 1) for a, b, n, s in others)
+
+
 # What calls, loops and branches run.
 
 
@@ -163,6 +172,14 @@ def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
     alone = eqn.replace(invars=list[Atom](invars), outvars=outvars)
     jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
+
+
+def as_if_from(closed: jex.ClosedJaxpr, eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
+    """The same jaxpr, of which a compiled program says that it stands where `eqn` does."""
+    body = closed.jaxpr
+    eqns = [own.replace(source_info=eqn.source_info) for own in body.eqns]
+    jaxpr = jex.Jaxpr(body.constvars, body.invars, body.outvars, eqns, body.effects)
+    return jex.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def equation(fun: Callable[..., Any], atoms: Sequence[Atom]) -> jex.JaxprEqn:

@@ -1,17 +1,19 @@
-"""A GPT of `zero_jax.models` and how it is trained: what the command line and the figures plan."""
+"""A model of `zero_jax.models` and how it is trained: what command line and figures plan."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
-from zero_jax.engine import grads, losses
-from zero_jax.models import gpt, optimizers
+from zero_jax.adapters.lora import Lora
+from zero_jax.engine import grads
+from zero_jax.models import families, optimizers
 from zero_jax.plan import memory
 from zero_jax.plan.planning import AnyZero, Plan
+from zero_jax.plan.text_model import TextModel
 
 PyTree = Any
 
@@ -21,16 +23,34 @@ class Case:
     """A model and how it is to be trained; everything but the stage.
 
     Attributes:
-      config: of `models.gpt`.
-      zero: a `Zero`: the mesh and all settings.
+      config: of `models.families`.
+      zero: a `Zero`: the mesh and all settings; what it freezes is decided here.
       optimizer: one of `models.optimizers`.
       rows: rows of the global batch.
+      tokens: of a row; by default as many as the model is made for.
+      lora: what is trained instead of the model.
     """
 
-    config: gpt.GPTConfig
+    config: families.Config
     zero: AnyZero
     optimizer: str
     rows: int
+    tokens: int | None = None
+    lora: Lora | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora is not None:
+            zero = dataclasses.replace(self.zero, frozen=self.model.frozen)
+            object.__setattr__(self, "zero", zero)
+
+    @functools.cached_property
+    def model(self) -> TextModel:
+        return TextModel(self.config, self.lora)
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row."""
+        return self.tokens or self.config.seq
 
     @property
     def tx(self) -> optax.GradientTransformation:
@@ -40,23 +60,20 @@ class Case:
 
     def make(self) -> PyTree:
         """The parameters; only ever traced here."""
-        return nnx.state(gpt.GPT(self.config, rngs=nnx.Rngs(0)), nnx.Param)
+        return self.model.make()
 
     @property
     def loss_fn(self) -> grads.LossFn:
-        graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(self.config, rngs=nnx.Rngs(0))))
-        return lambda params, tokens: losses.Weighted(
-            *gpt.loss(nnx.merge(graphdef, params), tokens)
-        )
+        return self.model.loss
 
     @property
     def batch(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, self.config.seq + 1), jnp.int32)
+        return jax.ShapeDtypeStruct((self.rows, self.row + 1), jnp.int32)
 
     @property
     def model_flops(self) -> float:
         """FLOPs of forward and backward on one device, without recomputation."""
-        return gpt.flops_per_token(self.config) * self.config.seq * self.rows / self.zero.mesh.size
+        return self.model.flops_per_token(self.row) * self.row * self.rows / self.zero.mesh.size
 
     def plan(self, stage: int, **options: Any) -> Plan:
         """The plan at a stage; options are those of `planning.of`."""
@@ -87,5 +104,6 @@ class Case:
             precision=self.zero.precision,
             micro_batches=self.zero.micro_batches,
             model_axis=self.zero.model_axis,
+            frozen=zero.frozen,
             window=traced.window,
         ).total

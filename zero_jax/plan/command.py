@@ -1,14 +1,17 @@
 """`python -m zero_jax.plan`: what a training run will hold and send, before hardware is rented.
 
     python -m zero_jax.plan --model 7.5b --stage 3 --devices 64 --batch-per-device 4 --compile
+    python -m zero_jax.plan --model llama-3.1-70b --devices 8 --lora 16 --base nf4 --compile
     python -m zero_jax.plan meshes --model 1t --devices 1024 --batch-per-device 1 --reduce bf16
     python -m zero_jax.plan scaling --model 60b --devices 64,128,256,400 --device v100-32gb
     python -m zero_jax.plan tables
 
-The models are those of `zero_jax.models`. For a model of your own call `Zero.plan`.
+The models are those of `zero_jax.models`, by the name of a preset or by a folder of transformers'
+with their config (`--hf DIR`). For a model of your own call `Zero.plan`.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -19,15 +22,17 @@ import jax
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
 from zero_jax.hlo import prove, targets
-from zero_jax.models import gpt, optimizers
+from zero_jax.interchange import folder_config
+from zero_jax.models import families, gpt, optimizers
 from zero_jax.names import unknown
 from zero_jax.plan import candidates, meshes, paper, plan_text, scaling
 from zero_jax.plan.case import Case
-from zero_jax.plan.options import add_options, parsed_options
+from zero_jax.plan.options import Adapters, Options, add_options, parsed_options
 from zero_jax.plan.planning import Plan
 from zero_jax.sharding.mesh import abstract_mesh
 from zero_jax.zero import Zero
 
+ROW = 1024  # tokens
 _CURVE = (1, 4, 16, 64, 256, 1024)
 
 
@@ -121,16 +126,18 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--model", default="7.5b", help="preset: 124m, 1.5b, 7.5b, 13b, 60b, 128b, 1t ...")
+    add("--model", default="7.5b", help="one of " + ", ".join(families.PRESETS))
+    add("--hf", help="a folder with the config.json of a model of transformers, instead of --model")
     add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
     add("--devices", type=int, default=8, help="of the whole run")
     add("--replica", type=int, default=1, help="copies of the partitioned state")
     add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
     add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
-    add("--seq", type=int, default=None, help="tokens of a row; the preset's unless given")
-    add("--vocab", type=int, default=50304)
+    add("--seq", type=int, help=f"tokens of a row; {ROW}, or what the model takes, unless given")
+    add("--vocab", type=int, help="rows of the embedding; the preset's unless given")
     add("--optimizer", default="adamw", help="one of " + ", ".join(optimizers.RATES))
     add_options(made, compute="bf16")
+    add_options(made, Adapters)
     add(
         "--bucket-bytes",
         type=int,
@@ -169,15 +176,31 @@ def case_of(parsed: argparse.Namespace) -> Case:
             f"--batch-per-device {parsed.batch_per_device} must be a multiple of "
             f"--micro-batches {parsed.micro_batches}"
         )
-    shape = {"vocab": parsed.vocab} | ({"seq": parsed.seq} if parsed.seq else {})
-    options = parsed_options(parsed, "auto" if parsed.auto else parsed.stage)
+    config, tokens = _model(parsed)
+    options = parsed_options(parsed, Options, stage="auto" if parsed.auto else parsed.stage)
     zero = Zero(
         abstract_mesh(parsed.devices // split, replica=parsed.replica, model=parsed.model_parallel),
         bucket_bytes=parsed.bucket_bytes,
         **options.settings(),
     )
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
-    return Case(gpt.preset(parsed.model, **shape), zero, parsed.optimizer, rows)
+    lora = parsed_options(parsed, Adapters).adapters()
+    return Case(config, zero, parsed.optimizer, rows, tokens, lora)
+
+
+def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
+    """The model, and tokens of a row."""
+    own = {} if parsed.vocab is None else {"vocab": parsed.vocab}
+    config = families.preset(parsed.model) if parsed.hf is None else folder_config.config(parsed.hf)
+    if parsed.hf is not None and own:
+        raise ValueError(f"--vocab {parsed.vocab}: the folder {parsed.hf} says {config.vocab}")
+    tokens = parsed.seq or min(ROW, config.seq)
+    if parsed.hf is None and isinstance(config, gpt.GPTConfig):
+        own["seq"] = tokens  # its positions are parameters
+    config = dataclasses.replace(config, **own)
+    if not 1 <= tokens <= config.seq:
+        raise ValueError(f"--seq {tokens}: the model takes rows of at most {config.seq} tokens")
+    return config, tokens
 
 
 def _scaling(args: Sequence[str]) -> int:
@@ -222,15 +245,16 @@ def _tables(args: Sequence[str]) -> int:
 
 
 def _title(case: Case, parsed: argparse.Namespace) -> str:
-    zero, config = case.zero, case.config
+    zero, config, lora = case.zero, case.config, case.lora
+    beside = "" if lora is None else f", adapters of rank {lora.rank} beside {lora.base}"
     return (
-        f"{parsed.model} ({config.layers} x {config.width}) on {parsed.devices} {parsed.target}, "
-        f"{parsed.batch_per_device} x {config.seq} tokens each, {parsed.compute}, remat "
-        f"{zero.remat}, {zero.micro_batches} micro-batches, {case.optimizer}"
+        f"{parsed.hf or parsed.model} ({config.layers} x {config.width}) on {parsed.devices} "
+        f"{parsed.target}, {parsed.batch_per_device} x {case.row} tokens each, {parsed.compute}, "
+        f"remat {zero.remat}, {zero.micro_batches} micro-batches, {case.optimizer}{beside}"
     )
 
 
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
-    names = "model devices batch_per_device compute reduce gather scatter optimizer"
+    names = "model hf devices batch_per_device compute reduce gather scatter optimizer lora base"
     known = {name: getattr(parsed, name) for name in names.split()}
-    return {**known, "seq": case.config.seq, "jax": jax.__version__}
+    return {**known, "seq": case.row, "jax": jax.__version__}

@@ -41,7 +41,7 @@ class Estimate:
     """Bytes on one device.
 
     Attributes:
-      parameters: fp32 masters at rest, padding included.
+      parameters: fp32 masters, and frozen leaves in their own dtype, at rest, padding included.
       state: optimizer state at rest, the guard's 16 bytes included.
       copy: gathered parameters in the compute dtype, the most that live at once.
       gradients: full gradients that live at once, and their fp32 shards.
@@ -126,7 +126,9 @@ def estimate(
     waits = lifetime(stage, micro_batches).gradient == STEP
     gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
     return Estimate(
-        parameters=layout.bytes_per_device(cuts, [_master(x) for x in leaves]),
+        parameters=layout.bytes_per_device(
+            cuts, [x if f else _master(x) for x, f in zip(leaves, flags, strict=True)]
+        ),
         state=_state_bytes(params, cuts, tx, frozen),
         copy=copies.get(stage, word * copied),
         gradients=gradients,
@@ -162,7 +164,7 @@ def _in_step(cut: Split) -> int:
 
 
 def _master(leaf: Any) -> Any:
-    """A leaf as it rests: floats narrower than fp32 are widened."""
+    """A trained leaf as it rests: floats narrower than fp32 are widened."""
     floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
     wide = jax.numpy.promote_types(leaf.dtype, np.float32) if floating else leaf.dtype
     return jax.ShapeDtypeStruct(leaf.shape, wide)

@@ -10,10 +10,13 @@ import inspect
 import itertools
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
+from zero_jax.adapters.lora import ALL_LINEAR, Lora
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine.settings import AUTO
+
+C = TypeVar("C", bound=Any)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,48 @@ class Options:
         }
 
 
-def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds every option but the stage to a parser, with other defaults where given."""
-    helps = _helps(Options)
-    for field in dataclasses.fields(Options):
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """What is trained beside a model that is not."""
+
+    lora: int | None = None
+    """Train adapters of this rank (LoRA) beside the matrices of a frozen model."""
+    lora_alpha: float | None = None
+    """Adapters count alpha / rank; twice the rank unless given."""
+    lora_targets: str = ALL_LINEAR
+    """Which matrices have adapters: all-linear, or patterns of paths with commas between,
+    attn/q,attn/v say."""
+    base: str | None = None
+    """How the frozen model rests and travels: bf16 or fp32, or with its matrices in int8 or nf4
+    (8.25 and 4.25 bits); bf16 unless given."""
+
+    def adapters(self) -> Lora | None:
+        """What is asked for; None to train the whole model.
+
+        Raises:
+          ValueError: something is asked of adapters that are not.
+
+        >>> Adapters(lora=8, base="nf4").adapters().scale
+        2.0
+        """
+        if self.lora is None:
+            for name, given in vars(Adapters()).items():
+                if getattr(self, name) != given:
+                    flag = "--" + name.replace("_", "-")
+                    raise ValueError(
+                        f"{flag} {getattr(self, name)}: only a model that is not trained rests so, "
+                        f"beside adapters: give --lora 16 too, or leave {flag} out"
+                    )
+            return None
+        chosen = self.lora_targets
+        targets = chosen if chosen == ALL_LINEAR else chosen.split(",")
+        return Lora(self.lora, self.lora_alpha, targets, self.base or "bf16")
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type = Options, **defaults: Any) -> None:
+    """Adds every option of a class but the stage to a parser, with other defaults where given."""
+    helps = _helps(cls)
+    for field in dataclasses.fields(cls):
         flag, help = "--" + field.name.replace("_", "-"), helps[field.name]
         if field.type is bool:
             parser.add_argument(flag, action="store_true", help=help)
@@ -89,10 +130,10 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
             parser.add_argument(flag, type=_plain(field.type), default=default, help=help)
 
 
-def parsed_options(parsed: argparse.Namespace, stage: int | Literal["auto"]) -> Options:
-    """What such a parser was given, at a stage."""
-    names = {field.name for field in dataclasses.fields(Options)}
-    return Options(**{k: v for k, v in vars(parsed).items() if k in names} | {"stage": stage})
+def parsed_options(parsed: argparse.Namespace, cls: type[C], **given: Any) -> C:
+    """What such a parser was given for a class, and the rest."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{k: v for k, v in vars(parsed).items() if k in names} | given)
 
 
 def _plain(kind: Any) -> Any:

@@ -1,0 +1,54 @@
+"""The loss of every model of text here: the cross entropy of the next token.
+
+Shapes: B batch, T tokens of a row, D width, V vocab.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .cross_entropy import chunked_cross_entropy
+
+
+def loss(
+    model: Any,
+    tokens_BxT1: jax.Array,
+    mask_BxT: jax.Array | None = None,
+    segments_BxT: jax.Array | None = None,
+    positions_BxT: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the next-token cross entropy as (sum, weight), both fp32; the mean is their ratio.
+
+    Args:
+      model: a `gpt.GPT` or a `decoder.Decoder`.
+      tokens_BxT1: rows of T + 1 tokens; the first T are read, the last T predicted.
+      mask_BxT: weights of the predicted tokens, None for all one.
+      segments_BxT: numbers of documents that share a row, of the tokens that are read; a token
+        sees its own alone.
+      positions_BxT: of each token that is read in its document; by default its place in the row.
+      dropout_key: a typed key, of a model that has dropout; None is deterministic.
+
+    Raises:
+      ValueError: a shape does not fit, or the rows are too long for the model.
+    """
+    labels_BxT = tokens_BxT1[:, 1:]
+    others = {"mask": mask_BxT, "segments": segments_BxT, "positions": positions_BxT}
+    for name, given in others.items():
+        if given is not None and given.shape != labels_BxT.shape:
+            raise ValueError(
+                f"{name} has shape {given.shape}, but rows of T + 1 tokens {tokens_BxT1.shape} "
+                f"need (B, T) = {labels_BxT.shape}: one for each predicted token, mask[:, 1:] say."
+            )
+    more = {} if dropout_key is None else {"dropout_key": dropout_key}
+    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], segments_BxT, positions_BxT, **more)
+    weights_BxT = jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
+    with jax.named_scope("loss"):
+        return chunked_cross_entropy(
+            x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),
+            model.head_VxD,
+            labels_BxT.reshape(-1),
+            weights_BxT.reshape(-1),
+            model.config.loss_chunk,
+        )

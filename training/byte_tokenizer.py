@@ -1,0 +1,58 @@
+"""The tokenizer of models that read bytes, as transformers reads one: a token is a byte of UTF-8.
+
+Bytes that UTF-8 does not use stand for what begins and ends a message, so that a model of 256 ids
+that was trained on text can be taught conversations without another row in its embedding.
+"""
+
+import json
+from pathlib import Path
+
+SPECIAL = {248: "<|system|>", 249: "<|user|>", 250: "<|assistant|>", 251: "<|tool|>"}
+END = 252, "<|end|>"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def characters() -> dict[int, str]:
+    """The printable character that stands for each byte in such files.
+
+    >>> characters()[32], characters()[65]
+    ('Ġ', 'A')
+    """
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    moved = {byte: chr(256 + at) for at, byte in enumerate(others)}
+    return {byte: moved.get(byte, chr(byte)) for byte in range(256)}
+
+
+def write(folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and the chat template into a folder."""
+    special = SPECIAL | dict([END])
+    vocab = {char: byte for byte, char in characters().items() if byte < min(special)}
+    same = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    known = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                **{"id": byte, "content": text, "special": True, "normalized": False},
+                **{"single_word": False, "lstrip": False, "rstrip": False},
+            }
+            for byte, text in special.items()
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", **same},
+        "decoder": {"type": "ByteLevel", **same},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END[1],
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(known, ensure_ascii=False))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,0 +1,198 @@
+"""What a run is trained on: windows of one text, or documents; the same face for both.
+
+name, order, facts          for reports, and to tell whether a checkpoint goes on with the same
+batches, held_out           this process's rows, as (tokens, ...) for the loss of a model
+prompt, show                for a sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from training.config import Config
+from training.data import batches, eval_batches
+from training.documents import Documents, Source, sources_of
+from training.entropy import bigram_entropy, unigram_entropy
+from training.records import Records, is_documents
+from training.text import IntArray, Tokens, decode, load_tokens, split
+from training.tokenizer import Tokenizer
+
+PROMPT = 16  # held-out tokens that a sample begins with
+_PIECE = 1 << 20  # characters that are tokenised at once
+
+
+class Corpus(Protocol):
+    """See above."""
+
+    unit: str
+    byte_level: bool
+    temperature: float
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def facts(self) -> dict[str, Any]: ...
+    @property
+    def held_out_size(self) -> str: ...
+    @property
+    def counts(self) -> Any: ...
+    @property
+    def order(self) -> dict[str, Any]: ...
+    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]: ...
+    def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Any]: ...
+    def held_out_batches(self) -> int | None: ...
+    def marks(self, vocab: int) -> dict[str, float]: ...
+    def prompt(self, most: int) -> np.ndarray: ...
+    def show(self, tokens: Sequence[int], given: int) -> str: ...
+
+
+class Text:
+    """One text as windows of S + 1 tokens, S apart; the last tenth is held out.
+
+    Args:
+        corpus: All of it.
+        seq: S.
+        batch: B, rows of the global batch.
+        seed: Of the order.
+        tokenizer: Of the tokens, if they are not bytes.
+    """
+
+    temperature = 0.8  # of a sample
+
+    def __init__(
+        self, corpus: Tokens, seq: int, batch: int, seed: int, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self._corpus, self._tokenizer = corpus, tokenizer
+        self._seq, self._batch, self._seed = seq, batch, seed
+        self.train, self.rest = split(corpus.tokens, seq=seq)
+        self.byte_level = corpus.byte_level
+        self.unit = "byte" if corpus.byte_level else "token"
+
+    @property
+    def name(self) -> str:
+        return self._corpus.name
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"train_tokens": self.train.size, "held_out_tokens": self.rest.size}
+
+    @property
+    def held_out_size(self) -> str:
+        """How much is held out, in words."""
+        return f"{self.rest.size:,} held out"
+
+    @property
+    def counts(self) -> None:
+        """Nothing is left out."""
+        return None
+
+    @property
+    def order(self) -> dict[str, Any]:
+        own = {"corpus": self.name, "train_tokens": self.train.size}
+        return {**own, "seq": self._seq, "seed": self._seed}
+
+    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]:
+        """This process's rows of each batch, and the sample that comes after it, without end."""
+        start = int(place or 0)
+        share: dict[str, int] = {"shard_index": index, "shard_count": count}
+        found = batches(
+            *(self.train,), batch=self._batch, seq=self._seq, seed=self._seed, start=start, **share
+        )
+        for rows in found:
+            start += self._batch
+            yield (rows,), start
+
+    def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Any]:
+        """This process's rows of one pass: tokens and weights."""
+        share: dict[str, int] = {"shard_index": index, "shard_count": count}
+        return eval_batches(
+            *(self.rest,), batch=self._batch, seq=self._seq, max_batches=most, **share
+        )
+
+    def held_out_batches(self) -> int | None:
+        windows = -(-(self.rest.size - 1) // self._seq)
+        return -(-windows // self._batch)
+
+    def marks(self, vocab: int) -> dict[str, float]:
+        """What counting alone would reach, nats a token."""
+        return {
+            "unigram entropy": unigram_entropy(self.rest, vocab),
+            "bigram entropy": bigram_entropy(self.rest, vocab),
+        }
+
+    def prompt(self, most: int) -> IntArray:
+        """The first held-out tokens."""
+        return self.rest[: min(PROMPT, most)]
+
+    def show(self, tokens: Sequence[int], given: int) -> str:
+        """Text, of which the first `given` tokens were given."""
+        if self.byte_level:
+            return decode(tokens)
+        if self._tokenizer is not None:
+            return self._tokenizer.decode(tokens)
+        return str(list(map(int, tokens)))
+
+
+def tokenizer_of(config: Config) -> Tokenizer | None:
+    """That of `--tokenizer`, or of the folder that the model comes from; None if it has none."""
+    if config.tokenizer is not None:
+        return Tokenizer(config.tokenizer)
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if config.hf is None or not any((Path(config.hf) / name).is_file() for name in known):
+        return None
+    return Tokenizer(config.hf)
+
+
+def load(config: Config, vocab: int | None, seq: int) -> Corpus:
+    """What `--data` names.
+
+    Args:
+        config: The settings.
+        vocab: Rows of the model's embedding; None if that follows from the data.
+        seq: S.
+
+    Raises:
+        ValueError: It can't be read, or does not fit the model.
+        FileNotFoundError: There is nothing.
+    """
+    tokenizer = tokenizer_of(config)
+    if tokenizer is not None and vocab is not None:
+        tokenizer.check_fits(vocab)
+    paths = [] if config.data is None else sources_of(config.data)
+    if not any(is_documents(path) for path, _ in paths):
+        if len(paths) > 1:
+            raise ValueError(f"--data {config.data}: weights are for documents (.jsonl, .parquet)")
+        corpus = load_tokens(config.data, vocab or 256)
+        if tokenizer is not None and corpus.byte_level:
+            corpus = _tokenised(corpus, tokenizer)
+        return Text(corpus, seq, config.batch, config.seed, tokenizer)
+    if tokenizer is None:
+        raise ValueError(
+            f"--data {config.data} has documents, which a tokenizer takes apart: give --hf DIR of a"
+            " model with its tokenizer, or --tokenizer DIR"
+        )
+    return Documents(
+        [Source(Records(path), weight) for path, weight in paths],
+        tokenizer,
+        seq=seq,
+        batch=config.batch,
+        seed=config.seed,
+        loss_on=config.loss_on,
+        long=config.long,
+    )
+
+
+def _tokenised(corpus: Tokens, tokenizer: Tokenizer) -> Tokens:
+    """The same text in the tokens of a model, a piece at a time."""
+    text = np.asarray(corpus.tokens, np.uint8).tobytes().decode()
+    pieces, start = [], 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE) + 1 or len(text)
+        pieces.append(tokenizer.encode(text[start:end]))
+        start = end
+    tokens = np.concatenate(pieces)
+    return Tokens(tokens, corpus.name, len(corpus.tokens) / max(1, tokens.size), False)

@@ -1,0 +1,294 @@
+"""Documents to train on: files, folders and weighted mixtures, tokenised and packed as they come.
+
+The order is one endless stream, the same for every number of processes: each source shuffled anew
+in every pass, and sources drawn by their weights. The last tenth of each source is held out, and
+packed in its own order.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from training.packing import Document, Lane, Row, batches, row_of
+from training.records import Records, conversations
+from training.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import grain  # at run time inside the functions: it imports jax
+
+Arrays = tuple[Any, ...]
+LONG = ("cut", "drop", "refuse")
+HELD_OUT = 10  # every so many documents one
+AHEAD = 2  # batches that are made while the devices work
+
+
+@dataclasses.dataclass
+class Counts:
+    """What became of the documents that were read, each time one was.
+
+    Attributes:
+        whole: Taken as they are.
+        cut: Longer than a row, and cut.
+        dropped: Longer than a row, and left out.
+        empty: With nothing to learn within a row, and left out.
+    """
+
+    whole: int = 0
+    cut: int = 0
+    dropped: int = 0
+    empty: int = 0
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{n:,} {name}" for name, n in vars(self).items() if n)
+        return f"documents read: {said or 'none'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents, and how often they are drawn beside those of others."""
+
+    records: Records
+    weight: float
+
+
+def sources_of(given: str) -> list[tuple[Path, float]]:
+    """What `--data` names: a path, or paths with weights.
+
+    Raises:
+        ValueError: A weight is not a number above 0.
+
+    >>> sources_of("chat.jsonl=3,more=1")
+    [(PosixPath('chat.jsonl'), 3.0), (PosixPath('more'), 1.0)]
+    """
+    if Path(given).exists() or "=" not in given:
+        return [(Path(given), 1.0)]
+    found = []
+    for part in given.split(","):
+        path, _, weight = part.rpartition("=")
+        try:
+            found.append((Path(path), float(weight)))
+        except ValueError:
+            found.append((Path(path), 0.0))
+        if not path or not 0 < found[-1][1] < float("inf"):
+            raise ValueError(
+                f"--data {given}: {part!r} is no path with a weight above 0: write "
+                "chat.jsonl=3,more.parquet=1 say"
+            )
+    return found
+
+
+class Documents:
+    """Documents as batches of rows.
+
+    Args:
+        sources: At least one, each of two documents or more.
+        tokenizer: Of the model.
+        seq: S, tokens of a row.
+        batch: B, rows of the global batch.
+        seed: Of the order.
+        loss_on: "assistant", or "all" tokens.
+        long: What becomes of documents of more than S + 1 tokens: "cut", "drop" or "refuse".
+
+    Raises:
+        ValueError: A source has one document only, a name is none, or a document is longer than a
+            row and is to be refused.
+    """
+
+    unit = "token"
+    byte_level = False
+    temperature = 0.0  # the likeliest answer
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        *,
+        seq: int,
+        batch: int,
+        seed: int,
+        loss_on: str = "assistant",
+        long: str = "cut",
+    ) -> None:
+        self._sources, self._tokenizer = sources, tokenizer
+        self._seq, self._batch, self._seed = seq, batch, seed
+        self._loss_on, self._long = loss_on, long
+        self.counts = Counts()
+        for own in sources:
+            if len(own.records) < 2:
+                raise ValueError(
+                    f"{own.records.name} has one document: at least 2 are needed, of which one is "
+                    "held out"
+                )
+        self._kept = [len(s.records) - max(1, len(s.records) // HELD_OUT) for s in sources]
+        self._stream = self._endless()
+        if long == "refuse":
+            self._refuse_long()
+
+    @property
+    def name(self) -> str:
+        return ", ".join(own.records.name for own in self._sources)
+
+    @property
+    def held_out_documents(self) -> list[tuple[int, int]]:
+        """Source and number of each."""
+        return [
+            (s, at)
+            for s, (own, kept) in enumerate(zip(self._sources, self._kept, strict=True))
+            for at in range(kept, len(own.records))
+        ]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For a report."""
+        held_out = len(self.held_out_documents)
+        return {"train_documents": sum(self._kept), "held_out_documents": held_out}
+
+    @property
+    def held_out_size(self) -> str:
+        """How much is held out, in words."""
+        return f"{len(self.held_out_documents):,} documents held out"
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which document is where."""
+        return {
+            "corpus": self.name,
+            "weights": [own.weight for own in self._sources],
+            **self.facts,
+            "seq": self._seq,
+            "batch": self._batch,
+            "seed": self._seed,
+            "loss_on": self._loss_on,
+            "long": self._long,
+        }
+
+    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Arrays, Any]]:
+        """This process's rows of each batch, and the place of its lanes after it.
+
+        Args:
+            place: Of all lanes, to go on from; None for the beginning.
+            index: This process, of `count`.
+
+        Returns:
+            An endless iterator of ((tokens, weights, segments, positions), place).
+        """
+        each = self._batch // count
+        lanes = []
+        for lane in range(index * each, (index + 1) * each):
+            following, *waiting = place[lane] if place else [lane]
+            lanes.append(
+                Lane(self._train, self._seq, following, self._batch, waiting, patience=self._pass)
+            )
+        return ahead(batches(lanes))
+
+    def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
+        """This process's rows of one pass over what is held out, in order.
+
+        Args:
+            index: This process, of `count`.
+            most: Stop after so many batches; None for all.
+        """
+        wanted = self.held_out_documents
+        lane = Lane(
+            lambda at: self._read(*wanted[at], count=False), self._seq, 0, 1, end=len(wanted)
+        )
+        each, empty = self._batch // count, row_of([], self._seq)
+        done = 0
+        while (most is None or done < most) and (rows := _some(lane, self._batch)):
+            rows += [empty] * (self._batch - len(rows))
+            mine = rows[index * each : (index + 1) * each]
+            yield tuple(np.stack(part) for part in zip(*mine, strict=True))
+            done += 1
+
+    def held_out_batches(self) -> int | None:
+        """Of how many batches such a pass is: not known before it is made."""
+        return None
+
+    def marks(self, vocab: int) -> dict[str, float]:
+        """What counting alone would reach: nothing is counted of documents."""
+        return {}
+
+    def prompt(self, most: int) -> np.ndarray:
+        """What a sample begins with: the first held-out document up to its last answer."""
+        source, at = self.held_out_documents[0]
+        record = self._sources[source].records[at]
+        messages = conversations(record)
+        if messages is not None:
+            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            return self._tokenizer.prompt(messages[: answers[-1]] if answers else messages)
+        text = record.get("prompt")
+        whole = self._tokenizer.encode(record["text"] if text is None else text)
+        return whole[:most] if text is None else whole
+
+    def show(self, tokens: Sequence[int], given: int) -> str:
+        """Text up to the end of the answer, which begins after `given` tokens."""
+        return self._tokenizer.decode(self._tokenizer.to_end(tokens, given))
+
+    @property
+    def _pass(self) -> int:
+        return sum(self._kept)
+
+    def _endless(self) -> grain.MapDataset[Any]:
+        import grain
+
+        seeds = np.random.SeedSequence(self._seed).generate_state(len(self._sources))
+        each = [
+            grain.MapDataset.range(kept).shuffle(seed=int(seed)).repeat()
+            for kept, seed in zip(self._kept, seeds, strict=True)
+        ]
+        named = [own.map(lambda at, s=s: (s, int(at))) for s, own in enumerate(each)]
+        if len(named) == 1:
+            return named[0]
+        return grain.MapDataset.mix(named, weights=[own.weight for own in self._sources])
+
+    def _train(self, number: int) -> Document | None:
+        source, at = self._stream[number]
+        return self._read(source, at)
+
+    def _read(self, source: int, at: int, count: bool = True) -> Document | None:
+        """A document of at most a row, or None if it is left out."""
+        records = self._sources[source].records
+        try:
+            ids, mask = self._tokenizer.document(records[at], self._loss_on)
+        except ValueError as error:
+            raise ValueError(f"{records.where(at)}: {error}") from error
+        kind = "whole" if len(ids) <= self._seq + 1 else "dropped"
+        if kind == "dropped" and self._long == "cut":
+            kind, ids, mask = "cut", ids[: self._seq + 1], mask[: self._seq + 1]
+        if kind != "dropped" and not mask[1:].any():
+            kind = "empty"
+        if count:
+            setattr(self.counts, kind, getattr(self.counts, kind) + 1)
+        return (ids, mask) if kind in ("whole", "cut") else None
+
+    def _refuse_long(self) -> None:
+        for own in self._sources:
+            for at in range(len(own.records)):
+                ids, _ = self._tokenizer.document(own.records[at], self._loss_on)
+                if len(ids) > self._seq + 1:
+                    raise ValueError(
+                        f"{own.records.where(at)}: {len(ids)} tokens do not fit in a row of "
+                        f"{self._seq + 1}: take a longer --seq, or --long cut or drop"
+                    )
+
+
+def _some(lane: Lane, most: int) -> list[Row]:
+    rows: list[Row] = []
+    while len(rows) < most and (row := lane.row()) is not None:
+        rows.append(row)
+    return rows
+
+
+def ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same, made by a thread while those before are used."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        waiting = [thread.submit(next, items) for _ in range(AHEAD)]
+        while True:
+            waiting.append(thread.submit(next, items))
+            yield waiting.pop(0).result()

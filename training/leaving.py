@@ -1,0 +1,85 @@
+"""What a run leaves for others: adapters as PEFT has them, the model as transformers reads it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+
+from training import byte_tokenizer
+from training.plan import Plan
+from training.trainer import PyTree, Trainer
+from zero_jax import interchange
+from zero_jax.interchange import peft
+
+ADAPTER = "adapter"  # in the folder of the run
+
+
+def check(plan: Plan) -> None:
+    """Complains of an `--export` or `--adapter` that can't be, before anything is trained.
+
+    Raises:
+        ValueError: The folder is in use, or what is needed is not asked for.
+    """
+    config = plan.config
+    if config.adapter is not None:
+        if plan.model.lora is None:
+            raise ValueError(f"--adapter {config.adapter}: adapters are trained with --lora")
+        given = peft.adapter_config(config.adapter)
+        if (given.rank, given.scale) != (plan.model.lora.rank, plan.model.lora.scale):
+            raise ValueError(
+                f"--adapter {config.adapter} has rank {given.rank} and alpha "
+                f"{given.scale * given.rank:g}: give --lora {given.rank} --lora-alpha "
+                f"{given.scale * given.rank:g}"
+            )
+    if config.export is None:
+        return
+    out = pathlib.Path(config.export)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--export {out} is there already and not empty: choose another folder")
+    if plan.model.lora is None and not config.checkpoint_every:
+        raise ValueError("--export writes the last checkpoint: leave --checkpoint-every 0 out")
+    if plan.model.lora is not None and config.hf is None:
+        raise ValueError(
+            "--export adds adapters to the model of --hf, and this one begins anew: give --hf DIR, "
+            "or leave --export out"
+        )
+
+
+def adapters(trainer: Trainer, params: PyTree) -> PyTree:
+    """The adapters of a run, whole; every process calls it."""
+    whole = trainer.zero.full({"lora": params["lora"]})
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole["lora"])
+
+
+def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
+    """Writes what the run leaves, in one process; returns what to say of it.
+
+    Args:
+        trainer: Of the run, whose checkpoints are on the disk.
+        lora: From `adapters`, if it has some.
+    """
+    config, plan, said = trainer.plan.config, trainer.plan, []
+    folder = trainer.out / ADAPTER
+    if lora is not None:
+        assert plan.model.lora is not None
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
+        peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.hf)
+        said.append(f"adapters, as PEFT reads them: {folder}")
+    if config.export is None:
+        return said
+    out = pathlib.Path(config.export)
+    if lora is not None:
+        assert config.hf is not None
+        peft.merge(config.hf, folder, out)
+    else:
+        interchange.export(trainer.out / "checkpoints", out, like=config.hf)
+    if plan.corpus.byte_level:
+        byte_tokenizer.write(out)
+        known = json.loads((out / "config.json").read_text())
+        end = {"eos_token_id": byte_tokenizer.END[0], "bos_token_id": None}
+        (out / "config.json").write_text(json.dumps(known | end, indent=2) + "\n")
+    return [*said, f"the model, as transformers reads it: {out}"]

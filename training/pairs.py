@@ -1,0 +1,47 @@
+"""`python -m training.pairs FILE`: conversations made of the text that comes with Python.
+
+Somebody gives the first words of a sentence, and is given the rest of it. Small enough for a first
+try at fine-tuning, with nothing to download.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FEWEST, MOST = 40, 100  # characters of a sentence
+
+
+def pairs() -> Iterator[dict[str, list[dict[str, str]]]]:
+    """A conversation for each sentence of fitting length, each once, in the order of the text."""
+    from pydoc_data.topics import topics
+
+    known = set[str]()
+    for name in sorted(topics):
+        text = re.sub(r"\s+", " ", topics[name])
+        for sentence in re.findall(r"[A-Z][^.]*\.(?= )", text):
+            if FEWEST <= len(sentence) <= MOST and sentence not in known:
+                known.add(sentence)
+                first, rest = _halves(sentence)
+                user, assistant = ({"role": r} for r in ("user", "assistant"))
+                yield {"messages": [user | {"content": first}, assistant | {"content": rest}]}
+
+
+def _halves(sentence: str) -> tuple[str, str]:
+    cut = sentence.index(" ", len(sentence) // 3)
+    return sentence[:cut], sentence[cut + 1 :]
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(f"{__doc__}\nerror: give one FILE to write", file=sys.stderr)
+        return 2
+    made = list(pairs())
+    Path(sys.argv[1]).write_text("".join(json.dumps(pair) + "\n" for pair in made))
+    print(f"{sys.argv[1]}: {len(made):,} conversations")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

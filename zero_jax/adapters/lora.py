@@ -1,0 +1,227 @@
+"""LoRA and QLoRA: small matrices are trained beside those of a frozen model.
+
+A model's matrix W becomes W + s·A·B with A (in, r), B (r, out) and s = alpha / r; B begins at zero.
+A and B are fp32 masters, cut and updated like any parameters. W is frozen in 16, 8 or 4 bits, cut
+at every stage from 1 on, and travels as it rests: at stage 3 each device holds bits/8·Ψ/N bytes of
+it, gathers it twice a step in those bits, and opens one matrix at a time.
+
+Sources: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA, arXiv:2305.14314.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.adapters.matrix import Dims, Matrix
+from zero_jax.adapters.quantised import KINDS, Quantised, named, quantise
+from zero_jax.adapters.quantised import structure as structure_of
+from zero_jax.adapters.run import run
+from zero_jax.names import unknown
+from zero_jax.sharding import paths
+
+PyTree = Any
+LossFn = Callable[..., Any]
+ALL_LINEAR = "all-linear"
+_FLOATS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+BASES = (*_FLOATS, *KINDS)
+FROZEN = "^base/"  # the paths of what is not trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """What is trained beside a model, and how the model rests.
+
+    Args:
+      rank: r.
+      alpha: s = alpha / r is what A·B is multiplied by; by default 2·r.
+      targets: "all-linear" for every leaf that the model does nothing with but multiply, or
+        patterns searched in paths like "blocks/attn/q/kernel".
+      base: the model in "bf16" or "fp32", or with its matrices in "int8" or "nf4" and the rest in
+        bf16.
+      seed: of A.
+
+    Raises:
+      ValueError: the rank is below 1, or no base is called so.
+
+    >>> import optax, zero_jax
+    >>> make = lambda key: {"w": jax.random.normal(key, (64, 8))}
+    >>> loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+    >>> batch, key = jnp.ones((8, 64)), jax.random.key(0)
+    >>> adapted = Lora(rank=2, base="nf4").adapt(loss, jax.eval_shape(make, key), batch)
+    >>> zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, frozen=adapted.frozen)
+    >>> params = zero.init(adapted.init(make), key)
+    >>> tx = zero.optimizer(optax.adamw(1e-3))
+    >>> step = zero.train_step(adapted.loss, tx)
+    >>> params, opt_state, metrics = step(params, tx.init(params), batch)
+    >>> sorted(params), params["base"]["w"].codes.dtype
+    (['base', 'lora'], dtype('uint8'))
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    targets: str | Sequence[str] = ALL_LINEAR
+    base: str = "bf16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: an adapter has at least 1 column")
+        if self.base not in BASES:
+            raise ValueError(unknown("base", self.base, BASES, "Choose one of"))
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+    def adapt(self, loss_fn: LossFn, params: PyTree, batch: PyTree, *extras: Any) -> "Adapted":
+        """Reads in a loss which of its matrices are multiplied with; allocates nothing.
+
+        Args:
+          loss_fn: `loss_fn(params, batch, *extras)`, written for whole parameters.
+          params: its parameters, or their shapes.
+          batch: of any number of rows, or its shapes.
+          *extras: further arguments of the loss, or their shapes.
+
+        Raises:
+          ValueError: a target is not multiplied with, or a pattern matches nothing.
+        """
+        found = _multiplied(loss_fn, params, batch, extras)
+        return Adapted(self, loss_fn, found, _targets(self.targets, params, found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A loss of {"base": the model as it rests, "lora": A and B by the path of their matrix}.
+
+    Attributes:
+      lora: what it was asked for.
+      loss_fn: of the whole parameters.
+      multiplied: which leaves the model does nothing with but multiply, and their dims.
+      targets: which of them have an adapter.
+    """
+
+    lora: Lora
+    loss_fn: LossFn
+    multiplied: Mapping[str, Dims]
+    targets: Sequence[str]
+
+    @property
+    def frozen(self) -> str:
+        """What `Zero(frozen=...)` is to be given."""
+        return FROZEN
+
+    def init(self, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Of a function that makes the model the one that makes base and adapters."""
+
+        def made(*args: Any) -> PyTree:
+            params = make(*args)
+            return {"base": self.rests(params), "lora": self.new(params)}
+
+        return made
+
+    def rests(self, params: PyTree) -> PyTree:
+        """The model as the base rests."""
+        leaves = [self._rests(name, leaf) for name, leaf in paths.named_leaves(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+    def _rests(self, name: str, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        if self.lora.base in KINDS and name in self.multiplied:
+            return quantise(leaf, self.lora.base, self.multiplied[name].inputs[0])
+        return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
+
+    def new(self, params: PyTree) -> PyTree:
+        """New adapters: A of uniform numbers as `torch.nn.Linear` begins, B of zeros."""
+        known = dict(paths.named_leaves(params))
+        return {name: self._new(name, tuple(known[name].shape)) for name in self.targets}
+
+    def _new(self, name: str, shape: tuple[int, ...]) -> PyTree:
+        dims = self.multiplied[name]
+        a, b = dims.shapes(shape, self.lora.rank)
+        key = jax.random.fold_in(jax.random.key(self.lora.seed), zlib.crc32(name.encode()))
+        most = dims.fan_in(shape) ** -0.5
+        return {"a": jax.random.uniform(key, a, minval=-most, maxval=most), "b": jnp.zeros(b)}
+
+    def loss(self, params: PyTree, batch: PyTree, *extras: Any) -> Any:
+        """The loss of the model with its adapters, for `Zero`; never makes a whole sum of both."""
+        base, structure = named(params["base"]), structure_of(params["base"])
+        compute = params["lora"][self.targets[0]]["a"].dtype
+        given = [self._matrix(name, leaf, params["lora"], compute) for name, leaf in base]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+        closed, made = jax.make_jaxpr(self.loss_fn, return_shape=True)(
+            jax.tree.unflatten(structure, shapes), batch, *extras
+        )
+        outs = run(closed, [*given, *jax.tree.leaves((batch, extras))])
+        return jax.tree.unflatten(jax.tree.structure(made), outs)
+
+    def _matrix(self, name: str, leaf: Any, lora: PyTree, compute: Any) -> Any:
+        low = lora.get(name)
+        if low is None and not isinstance(leaf, Quantised):
+            return leaf.astype(compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        pair = None if low is None else (low["a"], low["b"])
+        return Matrix(leaf, pair, name, compute, self.multiplied[name], self.lora.scale)
+
+    def merged(self, params: PyTree) -> PyTree:
+        """The model with its adapters added, whole and in fp32: for a look, or a sample."""
+        base, structure = named(params["base"]), structure_of(params["base"])
+        own = [self._matrix(name, leaf, params["lora"], jnp.float32) for name, leaf in base]
+        whole = [x.whole() if isinstance(x, Matrix) else x for x in own]
+        return jax.tree.unflatten(structure, whole)
+
+
+def _multiplied(
+    loss_fn: LossFn, params: PyTree, batch: PyTree, extras: tuple[Any, ...]
+) -> dict[str, Dims]:
+    """The leaves that a loss does nothing with but multiply, always along the same dims."""
+    reads: dict[str, set[Dims | None]] = {}
+    shapes = jax.eval_shape(lambda x: x, params)
+    own = paths.named_leaves(shapes)
+
+    def traced(params: PyTree, batch: PyTree, *extras: Any) -> Any:
+        closed = jax.make_jaxpr(loss_fn)(shapes, batch, *extras)
+        leaves = zip(own, jax.tree.leaves(params), strict=True)
+        given = [
+            Matrix(x, None, name, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for (name, _), x in leaves
+        ]
+        others = jax.tree.leaves((batch, extras))
+        return run(closed, [*given, *others], lambda p, d: reads.setdefault(p, set()).add(d))
+
+    jax.eval_shape(traced, shapes, batch, *extras)
+    found: dict[str, Dims] = {}
+    for name, _ in own:
+        dims = reads.get(name, set())
+        first = next(iter(dims), None)
+        if len(dims) == 1 and first is not None:
+            found[name] = first
+    return found
+
+
+def _targets(
+    given: str | Sequence[str], params: PyTree, multiplied: Mapping[str, Dims]
+) -> list[str]:
+    names = [name for name, _ in paths.named_leaves(params)]
+    if given == ALL_LINEAR:
+        if not multiplied:
+            raise ValueError(
+                f"targets={ALL_LINEAR!r}: the loss multiplies with none of the parameters, among "
+                f"them {', '.join(names[:5])}, alone; name some by patterns"
+            )
+        return [name for name in names if name in multiplied]
+    chosen = set[str]()
+    for pattern in [given] if isinstance(given, str) else given:
+        pairs = zip(names, paths.matches(pattern, names, "targets"), strict=True)
+        hit = [name for name, found in pairs if found]
+        if not any(name in multiplied for name in hit):
+            raise ValueError(
+                f"targets={pattern!r}: {hit[0]!r} is no matrix that the model only multiplies "
+                f"with; those are {', '.join(multiplied) or 'none'}"
+            )
+        chosen |= {name for name in hit if name in multiplied}
+    return [name for name in names if name in chosen]

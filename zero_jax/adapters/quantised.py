@@ -1,0 +1,154 @@
+"""Matrices in 8 or 4 bits: codes, and a scale for each block of 64 rows of a column.
+
+Blocks follow logical indices, so the bits are the same however a leaf is cut. Codes and scales are
+integers, which no cast of floats touches; a leaf is opened to floats where it is multiplied with.
+
+  int8   a code is a signed byte, its value code · scale, the scale being the largest / 127
+  nf4    a code is one of 16 values, two to a byte: rows 0 to 31 of a block in the low halves of
+         32 bytes, rows 32 to 63 in the high ones; the scale is the largest
+
+Bits a parameter, scales included: 8.25 and 4.25.
+Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.sharding import paths
+
+BLOCK = 64
+KINDS = ("int8", "nf4")
+# What 16 equally likely parts of a normal distribution have in their middle, so that 0 is exact.
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+_MIDDLES = (NF4[1:] + NF4[:-1]) / 2
+# Of a value from its code, in units of the largest of its block: half of the widest gap, and what
+# the scale is off by, rounded to 8 bits.
+BOUNDS = {"nf4": float(np.diff(NF4).max() / 2 + 2**-8), "int8": 0.5 / 127 + 2**-8}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """A matrix in blocks.
+
+    Attributes:
+      codes: uint8 (nf4, half as many rows) or int8, rows padded to whole blocks.
+      scales: the bits of a bfloat16 for each block, uint16.
+      kind: "int8" or "nf4".
+      dim: whose rows are in blocks, counted from the end.
+      rows: how many there are.
+    """
+
+    codes: Any
+    scales: Any
+    kind: str = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+    rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        shape = list(self.codes.shape)
+        shape[self.dim] = self.rows
+        return tuple(shape)
+
+    def open(self, dtype: Any) -> jax.Array:
+        """The matrix."""
+        scales = jax.lax.bitcast_convert_type(self.scales, jnp.bfloat16)
+        at = self.dim % scales.ndim
+        values = _values(_in_blocks(self.codes, at, scales.shape[at]), at + 1, self.kind)
+        rows = _joined(values * jnp.expand_dims(scales.astype(jnp.float32), at + 1), at)
+        return jax.lax.slice_in_dim(rows, 0, self.rows, axis=at).astype(dtype)
+
+
+def named(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, quantised and padded ones whole, in tree order."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+    marks = jax.tree.unflatten(structure, [np.zeros(()) for _ in leaves])
+    paths_of = [path for path, _ in paths.named_leaves(marks)]
+    return list(zip(paths_of, leaves, strict=True))
+
+
+def structure(tree: Any) -> Any:
+    """Of the tree with such leaves whole."""
+    return jax.tree.structure(tree, is_leaf=_is_whole)
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, (Quantised, paths.Padded))
+
+
+def quantise(x: Any, kind: str, dim: int) -> Quantised:
+    """Puts a matrix into blocks along a dim.
+
+    Args:
+      x: floats, NumPy's or JAX's, of which it makes the same bits.
+      kind: "int8" or "nf4".
+      dim: whose rows are in blocks, counted from the end.
+
+    >>> packed = quantise(np.linspace(-1, 1, 64, dtype=np.float32)[:, None], "nf4", -2)
+    >>> packed.codes.shape, packed.scales.shape, packed.shape
+    ((32, 1), (1, 1), (64, 1))
+    >>> float(abs(packed.open(jnp.float32)[:, 0] - jnp.linspace(-1, 1, 64)).max()) <= BOUNDS["nf4"]
+    True
+    """
+    xp = np if isinstance(x, np.ndarray) else jnp
+    at, rows = dim % x.ndim, x.shape[dim]
+    blocks = -(-rows // BLOCK)
+    around = [(0, 0)] * x.ndim
+    around[at] = (0, blocks * BLOCK - rows)
+    split = _in_blocks(xp.pad(x.astype(xp.float32), around), at, blocks)
+    largest = abs(split).max(axis=at + 1)
+    scales = (largest / np.float32(127) if kind == "int8" else largest).astype(jnp.bfloat16)
+    unit = xp.expand_dims(scales.astype(xp.float32), at + 1)
+    codes = _int8(xp, split, unit) if kind == "int8" else _nf4(xp, split, unit, at + 1)
+    return Quantised(_joined(codes, at), _bits(xp, scales), kind, dim % x.ndim - x.ndim, rows)
+
+
+def _in_blocks(x: Any, at: int, blocks: int) -> Any:
+    each = x.shape[at] // max(blocks, 1)
+    return x.reshape(*x.shape[:at], blocks, each, *x.shape[at + 1 :])
+
+
+def _joined(x: Any, at: int) -> Any:
+    """The inverse."""
+    return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+
+
+def _bits(xp: Any, scales: Any) -> Any:
+    if xp is np:
+        return scales.view(np.uint16)
+    return jax.lax.bitcast_convert_type(scales, jnp.uint16)
+
+
+def _int8(xp: Any, split: Any, unit: Any) -> Any:
+    whole = xp.where(unit > 0, unit, np.float32(1))
+    return xp.clip(xp.rint(split / whole), -127, 127).astype(xp.int8)
+
+
+def _nf4(xp: Any, split: Any, unit: Any, at: int) -> Any:
+    codes = xp.zeros(split.shape, xp.uint8)
+    for middle in _MIDDLES:
+        codes = codes + (split > middle * unit).astype(xp.uint8)
+    low, high = xp.split(codes, 2, axis=at)
+    return low | (high << 4)
+
+
+def _values(codes: jax.Array, at: int, kind: str) -> jax.Array:
+    """What codes stand for, fp32, in units of their scale."""
+    if kind == "int8":
+        return codes.astype(jnp.float32)
+    both = jnp.concatenate([codes & 15, codes >> 4], axis=at)
+    return jnp.take(jnp.asarray(NF4), both.astype(jnp.int32), mode="clip")

@@ -1,0 +1,59 @@
+"""Quantised leaves out of files: what a device holds of one is read and packed by itself.
+
+Blocks follow logical indices, so of the rows that a device's piece touches whole blocks are read.
+"""
+
+import numpy as np
+
+from zero_jax.adapters.quantised import BLOCK, Quantised, quantise
+from zero_jax.checkpoint.leaves import Read
+
+Bounds = tuple[int, ...]
+
+
+class Packed:
+    """A quantised leaf in files.
+
+    What was packed last is kept, since codes and scales of a piece come from the same rows.
+
+    Args:
+      read: reads a part of the matrix, in fp32.
+      leaf: what it is to be.
+
+    >>> matrix = np.linspace(-1, 1, 256, dtype=np.float32).reshape(128, 2)
+    >>> like = quantise(matrix, "nf4", -2)
+    >>> packed = Packed(lambda a, b: matrix[a[0] : b[0], a[1] : b[1]], like)
+    >>> bool((packed.part("codes")((40, 1), (64, 2)) == like.codes[40:64, 1:]).all())
+    True
+    """
+
+    def __init__(self, read: Read, leaf: Quantised):
+        self._read, self._leaf = read, leaf
+        self._known: dict[tuple[Bounds, Bounds], Quantised] = {}
+
+    def part(self, name: str) -> Read:
+        """Reads a part of its "codes" or "scales"."""
+        array = getattr(self._leaf, name)
+        at = self._leaf.dim % len(array.shape)
+        each = array.shape[at] // self._leaf.scales.shape[at]  # of its rows a block has
+
+        def read(starts: Bounds, stops: Bounds) -> np.ndarray:
+            first, last = starts[at] // each, -(-stops[at] // each)
+            rows = first * BLOCK, max(first * BLOCK, min(last * BLOCK, self._leaf.rows))
+            made = self._made(_with(starts, at, rows[0]), _with(stops, at, rows[1]))
+            skipped = first * each
+            box = (slice(None),) * at + (slice(starts[at] - skipped, stops[at] - skipped),)
+            found: np.ndarray = getattr(made, name)[box]
+            return found
+
+        return read
+
+    def _made(self, starts: Bounds, stops: Bounds) -> Quantised:
+        if (starts, stops) not in self._known:
+            matrix = self._read(starts, stops)
+            self._known[starts, stops] = quantise(matrix, self._leaf.kind, self._leaf.dim)
+        return self._known[starts, stops]
+
+
+def _with(bounds: Bounds, at: int, value: int) -> Bounds:
+    return (*bounds[:at], value, *bounds[at + 1 :])

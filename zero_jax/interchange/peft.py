@@ -1,0 +1,265 @@
+"""Adapters as PEFT keeps them: `save_adapter`, `load_adapter`, and `merge` into a model's folder.
+
+    DIR/adapter_config.json
+    DIR/adapter_model.safetensors     base_model.model.NAME.lora_A.weight (r, in), lora_B (out, r)
+
+Ours stacks the adapters of all layers, A (L, in, r) and B (L, r, out); which layer is which module
+of theirs is in the tables of models/ (hf.py). Host memory: the adapters, and of a merge one tensor.
+The format: https://github.com/huggingface/peft.
+"""
+
+import collections
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.adapters.lora import Lora
+from zero_jax.interchange import folder_config
+from zero_jax.interchange.exporter import (
+    MAX_FILE_BYTES,
+    check_free,
+    copy_tokenizer,
+    few,
+    made_whole,
+)
+from zero_jax.interchange.folder_config import Path
+from zero_jax.interchange.safetensor_files import Folder, Writer, safetensors
+from zero_jax.models import gpt, hf
+from zero_jax.models.hf_places import TRANSPOSED, Place
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _WEIGHT = "base_model.model.", ".weight"
+Adapters = Mapping[str, Mapping[str, np.ndarray]]
+
+
+def save_adapter(
+    adapters: Adapters, lora: Lora, config: hf.Config, folder: Path, base: str | None = None
+) -> pathlib.Path:
+    """Writes adapters as PEFT reads them.
+
+    Args:
+      adapters: whole arrays: {"a": (L, in, r), "b": (L, r, out)} by the path of their matrix.
+      lora: what they are.
+      config: of the model.
+      folder: to make.
+      base: the model's folder, which PEFT looks for by that name.
+
+    Raises:
+      ValueError: there is something in the folder, or an adapter is of no module of theirs.
+    """
+    out = pathlib.Path(folder).absolute()
+    check_free(out)
+    tensors: dict[str, np.ndarray] = {}
+    modules: dict[str, None] = {}
+    for path, layer, place in _places(config, adapters):
+        name = place.name.removesuffix(_WEIGHT)
+        a, b = (adapters[path][part] for part in ("a", "b"))
+        if layer is not None:
+            a, b = a[layer], b[layer]
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(np.asarray(a).T)
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = _theirs(place, np.asarray(b))
+        modules[re.sub(r"^.*\.\d+\.", "", name)] = None
+    known = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": list(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": isinstance(config, gpt.GPTConfig),
+        "inference_mode": True,
+    }
+    with made_whole(out) as beside:
+        save = safetensors().numpy.save_file
+        save(tensors, beside / FILE, metadata={"format": "pt"})
+        (beside / CONFIG).write_text(json.dumps(known, indent=2) + "\n")
+    return out
+
+
+def adapter_config(folder: Path) -> Lora:
+    """What a folder's adapters are: rank, alpha and the modules they stand beside.
+
+    Raises:
+      ValueError: it has no such config, or the adapters are of a kind that we do not have.
+    """
+    path = pathlib.Path(folder) / CONFIG
+    try:
+        known = json.loads(path.read_bytes())
+        kind, rank = known["peft_type"], known["r"]
+        alpha = float(known.get("lora_alpha", rank))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no config of an adapter: {error!r}") from error
+    odd = {
+        "peft_type": kind != "LORA",
+        "bias": known.get("bias", "none") != "none",
+        "use_dora": bool(known.get("use_dora")),
+        "use_rslora": bool(known.get("use_rslora")),
+        "modules_to_save": bool(known.get("modules_to_save")),
+        "rank_pattern": bool(known.get("rank_pattern")),
+        "alpha_pattern": bool(known.get("alpha_pattern")),
+    }
+    for name, here in odd.items():
+        if here:
+            raise ValueError(f"{path}: {name} {known[name]!r} is nothing that can be loaded here")
+    return Lora(int(rank), alpha)
+
+
+def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndarray]]:
+    """Reads adapters that PEFT or `save_adapter` wrote, all of a model's layers stacked.
+
+    Args:
+      folder: of the adapters.
+      config: of the model.
+
+    Returns:
+      {"a": (L, in, r), "b": (L, r, out)} by the path of their matrix, fp32.
+
+    Raises:
+      ValueError: they are adapters of another model, or stand beside some layers only.
+    """
+    found = _pairs(folder)
+    places = {
+        p.name.removesuffix(_WEIGHT): p
+        for p in hf.layout(config).places
+        if p.name.endswith(_WEIGHT)
+    }
+    stacks: dict[str, dict[int | None, tuple[np.ndarray, np.ndarray]]] = {}
+    problems = []
+    for name, (a, b) in found.items():
+        place = places.get(name)
+        if place is None or len(place.shape) != 2:
+            problems.append(f"{name} is no matrix of it")
+            continue
+        own = _ours(place, b)
+        inputs, outputs = place.turn.shape(place.shape)
+        if (a.shape[1], own.shape[1]) != (inputs, outputs):
+            problems.append(
+                f"{name} is {inputs} x {outputs}, the adapter {a.shape[1]} x {own.shape[1]}"
+            )
+            continue
+        stacks.setdefault(place.path, {})[place.layer] = (a.T, own)
+    every = collections.Counter(place.path for place in places.values())
+    problems += [
+        f"{path} has adapters in {len(own)} layers of {every[path]}"
+        for path, own in stacks.items()
+        if len(own) != every[path]
+    ]
+    if problems:
+        raise ValueError(f"the adapters in {folder} are of another model: {few(problems)}")
+    return {path: _stacked(own) for path, own in stacks.items()}
+
+
+def merge(
+    folder: Path, adapter: Path, out: Path, *, max_file_bytes: float = MAX_FILE_BYTES
+) -> list[pathlib.Path]:
+    """Writes a model with its adapters added, W + s·A·B, in the dtype of its files.
+
+    Args:
+      folder: the model's.
+      adapter: the adapters', of `save_adapter` or PEFT.
+      out: folder to make; it appears once everything is in it.
+      max_file_bytes: of tensors in one file.
+
+    Raises:
+      ValueError: as `load_adapter`.
+    """
+    target = pathlib.Path(out).absolute()
+    check_free(target)
+    lora, config = adapter_config(adapter), folder_config.config(folder)
+    adapters = load_adapter(adapter, config)
+    layout, files = hf.layout(config), Folder(pathlib.Path(folder))
+    by_name = {place.name: place for place in layout.places}
+    kinds = {n: kind for n, kind in files.kinds.items() if layout.full_name(n) is not None}
+    with made_whole(target) as beside:
+        writer = Writer(beside, kinds, int(max_file_bytes))
+        for name, (shape, _) in kinds.items():
+            tensor = files.read(name, (0,) * len(shape), shape)
+            place = by_name.get(layout.full_name(name) or "")
+            if place is not None and place.path in adapters:
+                tensor = _added(place, tensor, adapters[place.path], lora.scale)
+            writer.write(name, (), tensor)
+        writer.finish()
+        shutil.copyfile(pathlib.Path(folder) / "config.json", beside / "config.json")
+        copy_tokenizer(pathlib.Path(folder), beside)
+    return sorted(target.iterdir())
+
+
+def _added(
+    place: Place, tensor: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float
+) -> np.ndarray:
+    a, b = adapter["a"], adapter["b"]
+    if place.layer is not None:
+        a, b = a[place.layer], b[place.layer]
+    box, delta = place.turn.put((0, 0), (a @ b).astype(np.float32))
+    wide = tensor.astype(np.float32)
+    wide[box] += np.float32(scale) * delta
+    return wide.astype(tensor.dtype)
+
+
+def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, int | None, Place]]:
+    """Of each adapter and layer the tensor of theirs that it stands beside."""
+    known: dict[str, list[Place]] = {}
+    for place in hf.layout(config).places:
+        known.setdefault(place.path, []).append(place)
+    for path in adapters:
+        if path not in known or len(known[path][0].shape) != 2:
+            raise ValueError(f"adapter {path!r} stands beside no matrix of transformers' model")
+        for place in known[path]:
+            yield path, place.layer, place
+
+
+def _theirs(place: Place, b: np.ndarray) -> np.ndarray:
+    """B (r, out) as theirs, (out, r)."""
+    box, part = place.turn.put((0, 0), b)
+    made = np.zeros(b.T.shape if place.turn is TRANSPOSED else b.shape, b.dtype)
+    made[box] = part
+    return np.ascontiguousarray(made if place.turn is TRANSPOSED else made.T)
+
+
+def _ours(place: Place, b: np.ndarray) -> np.ndarray:
+    """Theirs (out, r) as B, (r, out)."""
+    given = b if place.turn is TRANSPOSED else b.T
+
+    def read(starts: Any, stops: Any) -> np.ndarray:
+        return given[tuple(slice(i, j) for i, j in zip(starts, stops, strict=True))]
+
+    return place.turn.part(read, (0, 0), place.turn.shape(given.shape))
+
+
+def _stacked(
+    own: Mapping[int | None, tuple[np.ndarray, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    if None in own:
+        a, b = own[None]
+        return {"a": a, "b": b}
+    ordered = [own[at] for at in sorted(own)]  # type: ignore[type-var]
+    return {"a": np.stack([a for a, _ in ordered]), "b": np.stack([b for _, b in ordered])}
+
+
+def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A and B, as theirs, by the module's name."""
+    path = pathlib.Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: adapters of PEFT are in such a file")
+    try:
+        tensors = safetensors().numpy.load_file(path)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_([AB])\.weight", name)
+        if match is None:
+            raise ValueError(f"{path}: {name} is no part of a LoRA adapter")
+        found.setdefault(match[1], {})[match[2]] = np.asarray(tensor).astype(jnp.float32)
+    for name, pair in found.items():
+        if set(pair) != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
+            raise ValueError(f"{path}: {name} has no pair of A and B of one rank")
+    return {name: (pair["A"], pair["B"]) for name, pair in found.items()}

@@ -1,0 +1,85 @@
+"""A transformer of `zero_jax.models` as something to train: its parameters, its loss, its FLOPs.
+
+With LoRA the parameters are those of `adapters.lora`: a frozen base, and what is trained beside it.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zero_jax.adapters.lora import Adapted, Lora
+from zero_jax.engine.losses import Weighted
+from zero_jax.models import families
+from zero_jax.sharding import paths
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TextModel:
+    """A model and whether it is trained whole.
+
+    Attributes:
+      config: of `models.families`.
+      lora: what is trained instead of the model.
+    """
+
+    config: families.Config
+    lora: Lora | None = None
+
+    @functools.cached_property
+    def graphdef(self) -> Any:
+        # Variables that name their dims would be placed by Flax as soon as they are made.
+        with nnx.use_eager_sharding(False):
+            return nnx.graphdef(nnx.eval_shape(lambda: families.build(self.config, nnx.Rngs(0))))
+
+    def model(self, params: PyTree) -> families.Model:
+        """The model of parameters of its own, without adapters."""
+        model: families.Model = nnx.merge(self.graphdef, params)
+        return model
+
+    def own(self, key: jax.Array | int = 0) -> PyTree:
+        """New parameters of the model alone."""
+        return nnx.state(families.build(self.config, nnx.Rngs(key)), nnx.Param)
+
+    @functools.cached_property
+    def adapted(self) -> Adapted | None:
+        """The model with its adapters, if it has any."""
+        if self.lora is None:
+            return None
+        shapes = jax.eval_shape(self.own)
+        row = jax.ShapeDtypeStruct((1, min(self.config.seq, 8) + 1), jnp.int32)
+        return self.lora.adapt(self._own_loss, shapes, (row,))
+
+    @property
+    def frozen(self) -> str | None:
+        """What of the parameters is not trained, as `Zero` takes it."""
+        return None if self.adapted is None else self.adapted.frozen
+
+    def make(self, key: jax.Array | int = 0) -> PyTree:
+        """New parameters: what `Zero.init` is to be given."""
+        return self.own(key) if self.adapted is None else self.adapted.init(self.own)(key)
+
+    def loss(self, params: PyTree, batch: Any) -> Weighted:
+        """Cross entropy of tokens, or of (tokens, mask, segments, positions): (sum, weight)."""
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        fn = self._own_loss if self.adapted is None else self.adapted.loss
+        made: Weighted = fn(params, batch)
+        return made
+
+    def _own_loss(self, params: PyTree, batch: tuple[Any, ...]) -> Weighted:
+        return Weighted(*families.loss(self.model(params), *batch))
+
+    def flops_per_token(self, tokens: int) -> float:
+        """Model FLOPs of one token of a row; no gradient of a frozen matrix is computed."""
+        flops = families.flops_per_token(self.config, tokens)
+        if self.adapted is None:
+            return flops
+        known = dict(paths.named_leaves(jax.eval_shape(self.own)))
+        frozen = sum(math.prod(known[name].shape) for name in self.adapted.multiplied)
+        return flops - 2 * frozen
