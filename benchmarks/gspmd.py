@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.collectives.precision import cast
 from zero_jax.engine import rewrite
-from zero_jax.models import gpt
 from zero_jax.plan.case import Case
 from zero_jax.sharding.mesh import DATA, abstract_of
 
@@ -65,10 +63,8 @@ def step_of(
 
 
 def _mean_loss(case: Case, chunks: int) -> Callable[[PyTree, jax.Array], jax.Array]:
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(case.config, rngs=nnx.Rngs(0))))
-
     def mean_loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params)
+        model = case.model.model(params)
 
         def total(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             hidden, labels = part

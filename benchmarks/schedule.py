@@ -1,10 +1,10 @@
 """Memory and overlap of stage 3 on H100s that need not be there, beside GSPMD's program.
 
     python benchmarks/schedule.py                # 9 times 4 programs, 12 minutes on two cores
-    python benchmarks/schedule.py --models 7.5b --devices 64
+    python benchmarks/schedule.py --models llama-3.1-8b --devices 8 64
     python benchmarks/schedule.py --tables       # prints the table of what is there
 
-All programs train the same GPT by AdamW on 4 rows of 1024 tokens a device, in bf16 with bf16
+All programs train the same model by AdamW on 4 rows of 1024 tokens a device, in bf16 with bf16
 reduction, each layer rematerialised; gspmd.py has the others: as it is, with the options for XLA
 that zero_jax's step has, and with its loss in chunks. Where one does not fit, XLA hides nothing:
 all are compiled for the same GPU with more memory then. Writes docs/schedule.json. Needs the extra
@@ -25,11 +25,12 @@ import jax
 
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.hlo import auditor, prove, roofline, targets
-from zero_jax.models import gpt
+from zero_jax.models import families
 from zero_jax.plan.case import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"
-MODELS, DEVICES, ROWS, REMAT = ("1.5b", "7.5b", "128b"), (8, 64, 256), 4, "block"
+MODELS, DEVICES, REMAT = ("1.5b", "7.5b", "128b"), (8, 64, 256), "block"
+ROWS, TOKENS = 4, 1024  # of a device, of a row
 CHUNKS = 4  # of GSPMD's loss, each of as many tokens as zero_jax's
 PROGRAMS = ("zero_jax", "gspmd", "gspmd, options", "gspmd, chunks")
 
@@ -38,7 +39,7 @@ def programs(model: str, devices: int) -> dict:
     """All compiled programs as plain data, and whether all fit."""
     precision = Precision("bf16", reduce="bf16")
     zero = Zero(abstract_mesh(devices), 3, precision=precision, remat=REMAT)
-    case = Case(gpt.preset(model), zero, "adamw", ROWS * devices)
+    case = Case(families.preset(model), zero, "adamw", ROWS * devices, TOKENS)
     target = targets.target("h100")
     found = compiled(case, target)
     most = max(own["total_bytes"] for own in found.values())

@@ -29,9 +29,11 @@ FIXTURES = {"interchange": "gpt2_models", "prove": "compiled_once"}
 NEED_TORCH = (
     "test_adapters_peers",
     "test_export",
+    "test_finetune_peers",
     "test_families",
     "test_import",
     "test_import_refused",
+    "test_masks_of_trl",
     "test_peers",
 )
 

@@ -94,6 +94,8 @@ _LEAST = {
     "keep_every": 1,
     "from_step": 0,
     "supervise": 1,
+    "lora": 1,
+    "lora_alpha": 0.0,
     "restarts": 0,
     "dead_after": 0.1,
     "join_seconds": 1.0,
@@ -156,6 +158,8 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
 
     >>> resolve(Config(steps=50), {"adamw": 0.01}).warmup
     5
+    >>> resolve(Config(hf="DIR", lora=16), {"adamw": 0.004}).lr
+    0.0002
     """
     for name, given in dataclasses.asdict(config).items():
         if given == "":
@@ -191,8 +195,15 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
         raise ValueError(
             f"--warmup {warmup} must be below --steps {config.steps}: the rate falls after it"
         )
-    lr = rates[config.optimizer] if config.lr is None else config.lr
+    lr = rates[config.optimizer] / _gentler(config) if config.lr is None else config.lr
     return dataclasses.replace(config, warmup=warmup, lr=lr)
+
+
+def _gentler(config: Config) -> float:
+    """By how much the rate of a model that knows something is below that of one that begins."""
+    if config.hf is None:
+        return 1.0
+    return 100.0 if config.lora is None else 20.0
 
 
 def shared(config: Config) -> dict[str, Any]:

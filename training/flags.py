@@ -77,7 +77,8 @@ class Optimizer:
     optimizer: str = "adamw"
     """adamw, sgd, lion, adafactor, lamb or muon."""
     lr: float | None = None
-    """Peak learning rate; one that suits the optimizer unless given."""
+    """Peak learning rate; unless given one that suits the optimizer and small models that begin
+    anew, a hundredth of it for a model of --hf, a twentieth for adapters."""
     warmup: int | None = None
     """Steps in which the rate rises from 0, before it falls as a cosine to a tenth; a tenth of
     all steps unless given."""

@@ -3,12 +3,15 @@
 Blocks follow logical indices, so of the rows that a device's piece touches whole blocks are read.
 """
 
+import dataclasses
+
 import numpy as np
 
 from zero_jax.adapters.quantised import BLOCK, Quantised, quantise
 from zero_jax.checkpoint.leaves import Read
 
 Bounds = tuple[int, ...]
+ARRAYS = ("codes", "scales")
 
 
 class Packed:
@@ -50,9 +53,20 @@ class Packed:
 
     def _made(self, starts: Bounds, stops: Bounds) -> Quantised:
         if (starts, stops) not in self._known:
-            matrix = self._read(starts, stops)
-            self._known[starts, stops] = quantise(matrix, self._leaf.kind, self._leaf.dim)
+            self._known[starts, stops] = self._packed(starts, stops)
         return self._known[starts, stops]
+
+    def _packed(self, starts: Bounds, stops: Bounds) -> Quantised:
+        """Of a stack one layer after the other: only one is in fp32 at a time."""
+        kind, dim = self._leaf.kind, self._leaf.dim
+        if dim == -len(starts) or starts[0] == stops[0]:
+            return quantise(self._read(starts, stops), kind, dim)
+        layers = [
+            quantise(self._read((at, *starts[1:]), (at + 1, *stops[1:])), kind, dim)
+            for at in range(starts[0], stops[0])
+        ]
+        codes, scales = (np.concatenate([getattr(x, n) for x in layers]) for n in ARRAYS)
+        return dataclasses.replace(layers[0], codes=codes, scales=scales)
 
 
 def _with(bounds: Bounds, at: int, value: int) -> Bounds:

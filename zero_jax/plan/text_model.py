@@ -32,11 +32,13 @@ class TextModel:
     config: families.Config
     lora: Lora | None = None
 
+    def __post_init__(self) -> None:
+        # Made at once: within the trace of a step Flax would place its variables on the mesh.
+        self.graphdef  # noqa: B018
+
     @functools.cached_property
     def graphdef(self) -> Any:
-        # Variables that name their dims would be placed by Flax as soon as they are made.
-        with nnx.use_eager_sharding(False):
-            return nnx.graphdef(nnx.eval_shape(lambda: families.build(self.config, nnx.Rngs(0))))
+        return nnx.graphdef(nnx.eval_shape(lambda: families.build(self.config, nnx.Rngs(0))))
 
     def model(self, params: PyTree) -> families.Model:
         """The model of parameters of its own, without adapters."""

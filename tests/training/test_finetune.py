@@ -1,0 +1,188 @@
+"""`train.py` fine-tunes: a folder in, documents, adapters and a folder out; and what it refuses."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from training import byte_tokenizer
+from training.main import main
+
+TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
+SMALL = [
+    "--seq",
+    "32",
+    "--batch",
+    "8",
+    "--devices",
+    "8",
+    "--eval-every",
+    "0",
+    "--eval-batches",
+    "1",
+]
+SMALL += ["--eval-batches", "1", "--optimizer", "sgd"]
+LORA = ["--lora", "2", "--base", "nf4"]
+
+
+def chat(number):
+    words = [f"what is {number}", f"it is {number}{'.' * (number % 9)}"]
+    roles = ("user", "assistant")
+    return {"messages": [{"role": r, "content": w} for r, w in zip(roles, words, strict=True)]}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a small model of bytes and a file of conversations."""
+    here = tmp_path_factory.mktemp("made")
+    (here / "text.txt").write_text(TEXT)
+    (here / "chat.jsonl").write_text("".join(json.dumps(chat(n)) + "\n" for n in range(80)))
+    begin = ["--data", str(here / "text.txt"), "--steps", "2", "--sample-length", "0"]
+    out = ["--out", str(here / "run"), "--export", str(here / "small")]
+    assert main([*SMALL, *begin, *out]) == 0
+    return here
+
+
+@pytest.fixture
+def tune(made, tmp_path, monkeypatch):
+    """Runs in an empty folder on that model and those conversations."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*more):
+        known = ["--hf", str(made / "small"), "--data", str(made / "chat.jsonl"), "--steps", "4"]
+        return main([*SMALL, *known, "--sample-length", "8", *more])
+
+    return run
+
+
+def losses(out="out"):
+    lines = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_model_of_bytes_goes_out_with_its_tokenizer(made):
+    names = {path.name for path in (made / "small").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    known = json.loads((made / "small" / "config.json").read_text())
+    assert (known["vocab_size"], known["eos_token_id"]) == (256, byte_tokenizer.END[0])
+
+
+@pytest.mark.heavy
+def test_adapters_are_trained_and_leave_files(tune, made, capsys):
+    assert tune(*LORA, "--out", "out", "--export", "tuned") == 0
+    said = capsys.readouterr().out
+    assert said.index("before training: validation loss") < said.index("Writing to out") + 10_000
+    assert "<|user|>what is 72<|end|><|assistant|>" in said, "the first held out, asked again"
+    assert "documents read:" in said and "8 documents held out" in said
+    adapter = load_file("out/adapter/adapter_model.safetensors")
+    assert len(adapter) == 2 * 4 * 4
+    assert any(x.any() for name, x in adapter.items() if "lora_B" in name)
+    before, after = (load_file(p / "model.safetensors") for p in (made / "small", Path("tuned")))
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed == {
+        name
+        for name in before
+        if "_attn.weight" in name or "c_proj.w" in name or "c_fc.weight" in name
+    }
+    names = [p.name for p in Path("out/checkpoints/4").rglob("*") if "base" in p.name]
+    assert not names, "checkpoints have no base"
+
+
+@pytest.mark.heavy
+def test_a_run_goes_on_from_its_adapters_on_another_number_of_devices(tune):
+    assert tune(*LORA, "--out", "whole") == 0
+    assert tune(*LORA, "--out", "parts", "--steps", "4", "--checkpoint-every", "2") == 0
+    shutil.rmtree("parts/checkpoints/4")
+    Path("parts/metrics.jsonl").unlink()
+    assert tune(*LORA, "--out", "parts", "--mesh", "data=4,replica=2") == 0
+    assert losses("parts").keys() == {3, 4}
+    for step, loss in losses("parts").items():
+        assert loss == pytest.approx(losses("whole")[step], rel=1e-5)
+    one, other = (load_file(f"{o}/adapter/adapter_model.safetensors") for o in ("whole", "parts"))
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.heavy
+def test_a_run_begins_with_adapters_of_another(tune, capsys):
+    assert tune(*LORA, "--out", "first") == 0
+    assert tune(*LORA, "--out", "second", "--adapter", "first/adapter") == 0
+    said = capsys.readouterr().out.split("before training: validation loss ")
+    end = said[1].partition("\nvalidation loss ")[2].split()[0]
+    assert float(said[2].split()[0]) == pytest.approx(float(end), abs=2e-4)
+
+
+@pytest.mark.heavy
+def test_the_whole_model_is_trained_without_adapters(tune, made):
+    assert tune("--out", "out", "--export", "tuned") == 0
+    before, after = (load_file(p / "model.safetensors") for p in (made / "small", Path("tuned")))
+    assert all((before[name] != after[name]).any() for name in before if "wpe" not in name)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--base", "nf4"], "--base nf4: only a model that is not trained rests so"),
+        (["--lora-targets", "q"], "--lora-targets q: only a model that is not trained"),
+        (["--lora", "0"], "--lora 0: it must be at least 1"),
+        (["--lora", "2", "--base", "nf5"], "no base is called 'nf5'"),
+        (["--lora", "2", "--lora-targets", "attn/qq"], "attn/qq"),
+        (["--vocab", "300"], "--vocab 300: the model in"),
+        (["--seq", "64"], "--seq 64: the model takes rows of at most 32 tokens"),
+        (["--loss-on", "user"], "'user'"),
+        (["--long", "wrap"], "'wrap'"),
+        (["--long", "refuse", "--seq", "16"], "line 1: .* tokens do not fit in a row of 17"),
+        (["--adapter", "x"], "--adapter x: adapters are trained with --lora"),
+        (["--lora", "2", "--adapter", "x"], "x/adapter_config.json is no config of an adapter"),
+        (["--export", "."], "already and not empty"),
+        (["--checkpoint-every", "0", "--export", "new"], "--export writes the last checkpoint"),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_line(tune, capsys, more, message):
+    Path("something").write_text("")
+    assert tune(*more) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error:") and "\n" not in error
+    assert re.search(message, error), error
+
+
+def edited(made, path, **files):
+    shutil.copytree(made / "small", path)
+    for name, text in files.items():
+        name = name.replace("__", ".")
+        (path / name).unlink(missing_ok=True)
+        if text is not None:
+            (path / name).write_text(text)
+    return str(path)
+
+
+def test_folders_that_do_not_fit_are_refused(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", str(made / "chat.jsonl"), "--steps", "2"]
+
+    def refused(folder, *more):
+        assert main([*SMALL, *data, "--hf", folder, *more]) == 2
+        return capsys.readouterr().err
+
+    assert "config.json" in refused(edited(made, tmp_path / "a", config__json=None))
+    unknown = json.dumps({"model_type": "lama"})
+    assert "'lama' is none of" in refused(edited(made, tmp_path / "b", config__json=unknown))
+    bare = edited(made, tmp_path / "c", tokenizer__json=None, tokenizer_config__json=None)
+    assert "has documents, which a tokenizer takes apart" in refused(bare)
+    big = json.loads((made / "small" / "tokenizer.json").read_text())
+    big["model"]["vocab"] |= {f"token{n}": 253 + n for n in range(100)}
+    other = edited(made, tmp_path / "d", tokenizer__json=json.dumps(big))
+    assert "and the model's embedding 256 rows" in refused(other)
+    plain = edited(made, tmp_path / "e", chat_template__jinja=None)
+    assert "has no chat template, and the data has conversations" in refused(plain)
+
+
+def test_a_broken_line_is_refused_with_its_file_and_number(made, tmp_path, capsys):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps(chat(1)) + '\n{"messages": [{"role": "bot", "content": ""}]}\n')
+    assert main([*SMALL, "--hf", str(made / "small"), "--data", str(broken)]) == 2
+    assert f"{broken}, line 2: role 'bot' is none of" in capsys.readouterr().err
