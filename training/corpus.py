@@ -46,7 +46,7 @@ class Corpus(Protocol):
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Any]: ...
     def held_out_batches(self) -> int | None: ...
     def marks(self, vocab: int) -> dict[str, float]: ...
-    def prompt(self, most: int) -> np.ndarray: ...
+    def prompt(self, most: int) -> np.ndarray | None: ...
     def show(self, tokens: Sequence[int], given: int) -> str: ...
 
 
@@ -167,6 +167,11 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
         if len(paths) > 1:
             raise ValueError(f"--data {config.data}: weights are for documents (.jsonl, .parquet)")
         corpus = load_tokens(config.data, vocab or 256)
+        if corpus.byte_level and tokenizer is None and config.hf is not None and vocab != 256:
+            raise ValueError(
+                f"--hf {config.hf} has no tokenizer.json, as whose tokens text is read: give "
+                "--tokenizer DIR"
+            )
         if tokenizer is not None and corpus.byte_level:
             corpus = _tokenised(corpus, tokenizer)
         return Text(corpus, seq, config.batch, config.seed, tokenizer)
@@ -188,7 +193,8 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
 
 def _tokenised(corpus: Tokens, tokenizer: Tokenizer) -> Tokens:
     """The same text in the tokens of a model, a piece at a time."""
-    text = np.asarray(corpus.tokens, np.uint8).tobytes().decode()
+    # A text may be cut within a character.
+    text = np.asarray(corpus.tokens, np.uint8).tobytes().decode(errors="ignore")
     pieces, start = [], 0
     while start < len(text):
         end = text.find("\n", start + _PIECE) + 1 or len(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from training.packing import Document, Lane, Row, batches, row_of
-from training.records import Records, conversations
+from training.records import Record, Records, conversations
 from training.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Arrays = tuple[Any, ...]
 LONG = ("cut", "drop", "refuse")
 HELD_OUT = 10  # every so many documents one
+TRIED = 100  # of what is held out, for one to begin a sample with
 AHEAD = 2  # batches that are made while the devices work
 
 
@@ -37,16 +39,20 @@ class Counts:
         cut: Longer than a row, and cut.
         dropped: Longer than a row, and left out.
         empty: With nothing to learn within a row, and left out.
+        refused: That the tokenizer or its template does not take, and left out.
+        why: The first of those, and why.
     """
 
     whole: int = 0
     cut: int = 0
     dropped: int = 0
     empty: int = 0
+    refused: int = 0
+    why: str = ""
 
     def __str__(self) -> str:
-        said = ", ".join(f"{n:,} {name}" for name, n in vars(self).items() if n)
-        return f"documents read: {said or 'none'}"
+        said = ", ".join(f"{n:,} {name}" for name, n in vars(self).items() if n and name != "why")
+        return f"documents read: {said or 'none'}" + (f" ({self.why})" if self.why else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +140,7 @@ class Documents:
     def name(self) -> str:
         return ", ".join(own.records.name for own in self._sources)
 
-    @property
+    @functools.cached_property
     def held_out_documents(self) -> list[tuple[int, int]]:
         """Source and number of each."""
         return [
@@ -214,17 +220,26 @@ class Documents:
         """What counting alone would reach: nothing is counted of documents."""
         return {}
 
-    def prompt(self, most: int) -> np.ndarray:
-        """What a sample begins with: the first held-out document up to its last answer."""
-        source, at = self.held_out_documents[0]
-        record = self._sources[source].records[at]
+    def prompt(self, most: int) -> np.ndarray | None:
+        """What a sample begins with: a held-out document up to its last answer, of at most so many
+        tokens; None if there is none."""
+        for source, at in self.held_out_documents[:TRIED]:
+            try:
+                found = self._prompt(self._sources[source].records[at], most)
+            except ValueError:  # its template does not take it
+                continue
+            if 1 <= len(found) <= most:
+                return found
+        return None
+
+    def _prompt(self, record: Record, most: int) -> np.ndarray:
         messages = conversations(record)
         if messages is not None:
             answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             return self._tokenizer.prompt(messages[: answers[-1]] if answers else messages)
-        text = record.get("prompt")
-        whole = self._tokenizer.encode(record["text"] if text is None else text)
-        return whole[:most] if text is None else whole
+        if "prompt" in record:
+            return self._tokenizer.encode(record["prompt"])
+        return self._tokenizer.encode(record["text"])[: most // 2]
 
     def show(self, tokens: Sequence[int], given: int) -> str:
         """Text up to the end of the answer, which begins after `given` tokens."""
@@ -255,9 +270,12 @@ class Documents:
         """A document of at most a row, or None if it is left out."""
         records = self._sources[source].records
         try:
-            ids, mask = self._tokenizer.document(records[at], self._loss_on)
+            ids, mask = self._tokenized(records, at)
         except ValueError as error:
-            raise ValueError(f"{records.where(at)}: {error}") from error
+            if count:
+                self.counts.refused += 1
+                self.counts.why = self.counts.why or str(error)
+            return None
         kind = "whole" if len(ids) <= self._seq + 1 else "dropped"
         if kind == "dropped" and self._long == "cut":
             kind, ids, mask = "cut", ids[: self._seq + 1], mask[: self._seq + 1]
@@ -267,10 +285,16 @@ class Documents:
             setattr(self.counts, kind, getattr(self.counts, kind) + 1)
         return (ids, mask) if kind in ("whole", "cut") else None
 
+    def _tokenized(self, records: Records, at: int) -> Document:
+        try:
+            return self._tokenizer.document(records[at], self._loss_on)
+        except ValueError as error:
+            raise ValueError(f"{records.where(at)}: {error}") from error
+
     def _refuse_long(self) -> None:
         for own in self._sources:
             for at in range(len(own.records)):
-                ids, _ = self._tokenizer.document(own.records[at], self._loss_on)
+                ids, _ = self._tokenized(own.records, at)
                 if len(ids) > self._seq + 1:
                     raise ValueError(
                         f"{own.records.where(at)}: {len(ids)} tokens do not fit in a row of "

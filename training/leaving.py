@@ -28,6 +28,8 @@ def check(plan: Plan) -> None:
     if config.adapter is not None:
         if plan.model.lora is None:
             raise ValueError(f"--adapter {config.adapter}: adapters are trained with --lora")
+        if config.hf is None:
+            raise ValueError(f"--adapter {config.adapter} stands beside a model: give --hf DIR")
         given = peft.adapter_config(config.adapter)
         if (given.rank, given.scale) != (plan.model.lora.rank, plan.model.lora.scale):
             raise ValueError(

@@ -55,7 +55,7 @@ def load(config: Config) -> Plan:
     if config.seq > known.seq:
         raise ValueError(f"--seq {config.seq}: the model takes rows of at most {known.seq} tokens")
     config = dataclasses.replace(config, vocab=known.vocab)
-    return Plan(config, TextModel(known, config.adapters()), given)
+    return Plan(config, TextModel(known, config.adapters(config.seed)), given)
 
 
 def _folder(config: Config) -> families.Config:

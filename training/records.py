@@ -6,40 +6,54 @@
 
 Every line is looked at once, when a file is opened: what is wrong is told with file and line before
 anything is trained. In memory is where each line begins, 8 bytes a document. Parquet, of which one
-can't read a row alone, is put down as lines in a file without a name.
+can't read a row alone, is put down as lines in a folder of its own.
 """
 
 from __future__ import annotations
 
 import array
 import json
-import mmap
-import os
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from training.text import files_in
+
 Record = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-LINES = (".jsonl", ".ndjson", ".json")
+LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 _KINDS = ("text", "messages", "prompt")
+_COLUMNS = (*_KINDS, "completion")
 _AT_ONCE = 1024  # rows of Parquet
 
 
 def is_documents(path: Path) -> bool:
-    """Whether a file, or every file in a folder, is of documents by its name.
+    """Whether a file, or the files of a folder, are of documents by their names.
+
+    Raises:
+        ValueError: Some of a folder's are, and some are not.
 
     >>> is_documents(Path("chat.jsonl")), is_documents(Path("book.txt"))
     (True, False)
     """
-    if path.is_dir():
-        inside = [own for own in path.rglob("*") if not own.is_dir()]
-        return bool(inside) and all(is_documents(own) for own in inside)
-    return path.suffix in (*LINES, PARQUET)
+    found = _shown(path) if path.is_dir() else [path]
+    others = [own for own in found if own.suffix not in (*LINES, PARQUET)]
+    if others and len(others) < len(found):
+        raise ValueError(
+            f"{path} holds documents (.jsonl, .parquet) and other files, {others[0].name} among "
+            "them: move those elsewhere"
+        )
+    return bool(found) and not others
+
+
+def _shown(folder: Path) -> list[Path]:
+    return [own for own in files_in(folder) if not own.name.startswith(".")]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -51,7 +65,7 @@ def files_of(path: Path) -> list[Path]:
     """
     if not path.exists():
         raise FileNotFoundError(f"no file or folder at {path}; check the path")
-    found = sorted(own for own in path.rglob("*") if not own.is_dir()) if path.is_dir() else [path]
+    found = _shown(path) if path.is_dir() else [path]
     for own in found:
         if not own.is_file():  # to open a pipe would wait for somebody who writes to it
             raise ValueError(f"{own} is not a regular file; save its contents to one first")
@@ -97,27 +111,33 @@ class _Lines:
     """Documents of one file; several threads may read them."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lines = _mapped(path)
+        self.path = self._lines = path
+        if path.suffix == PARQUET:
+            folder = tempfile.mkdtemp()
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._lines = Path(folder, "lines")
+            _put_down(path, self._lines)
         self._starts, self._numbers = array.array("q"), array.array("q")
         start = 0
-        for number, line in enumerate(iter(self._lines.readline, b""), start=1):
-            if line.strip():
-                try:
-                    check(json.loads(line))
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{self._said(number)}: {error}") from error
-                self._starts.append(start)
-                self._numbers.append(number)
-            start += len(line)
+        # Opened for each reading: a folder may have more files than a process may have open.
+        with self._lines.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        check(json.loads(line))
+                    except (ValueError, RecursionError) as error:
+                        raise ValueError(f"{self._said(number)}: {error}") from error
+                    self._starts.append(start)
+                    self._numbers.append(number)
+                start += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, at: int) -> Record:
-        start = self._starts[at]
-        end = self._lines.find(b"\n", start)
-        record: Record = json.loads(self._lines[start : end if end >= 0 else None])
+        with self._lines.open("rb") as lines:
+            lines.seek(self._starts[at])
+            record: Record = json.loads(lines.readline())
         return record
 
     def where(self, at: int) -> str:
@@ -127,19 +147,7 @@ class _Lines:
         return f"{self.path}, {'row' if self.path.suffix == PARQUET else 'line'} {number}"
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    """A file's lines, mapped into memory."""
-    with tempfile.TemporaryFile() if path.suffix == PARQUET else path.open("rb") as file:
-        if path.suffix == PARQUET:
-            _put_down(path, file)
-        if os.fstat(file.fileno()).st_size == 0:
-            empty = mmap.mmap(-1, 1)  # nothing can't be mapped
-            empty[:] = b"\n"
-            return empty
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _put_down(path: Path, lines: IO[bytes]) -> None:
+def _put_down(path: Path, out: Path) -> None:
     """Writes the rows of a Parquet file as lines."""
     try:
         import pyarrow
@@ -149,14 +157,14 @@ def _put_down(path: Path, lines: IO[bytes]) -> None:
             f"{path}: pyarrow is not installed, which reads Parquet: pip install 'zero_jax[chat]'"
         ) from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for rows in file.iter_batches(_AT_ONCE):
+        with pyarrow.parquet.ParquetFile(path) as file, out.open("wb") as lines:
+            known_columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+            for rows in file.iter_batches(_AT_ONCE, columns=known_columns):
                 for row in rows.to_pylist():
                     known = {name: value for name, value in row.items() if value is not None}
                     lines.write(json.dumps(_plain(known)).encode() + b"\n")
     except (pyarrow.ArrowException, TypeError, OSError) as error:
         raise ValueError(f"{path} can't be read as Parquet: {error}") from error
-    lines.flush()
 
 
 def _plain(value: Any) -> Any:
@@ -186,13 +194,15 @@ def check(record: Any) -> None:
     elif "prompt" in record:
         parts = [record["prompt"], record.get("completion")]
         if all(isinstance(part, str) for part in parts):
+            for part in parts:
+                _check_text(part, "prompt")
             return
         if not all(isinstance(part, list) for part in parts):
             raise ValueError('"prompt" and "completion" are two texts, or two lists of messages')
         for part in parts:
             _check_messages(part)
-    elif not isinstance(record["text"], str):
-        raise ValueError(f'"text" is {_short(record["text"])}, not a text')
+    else:
+        _check_text(record["text"], "text")
 
 
 def _check_messages(messages: Any) -> None:
@@ -203,8 +213,18 @@ def _check_messages(messages: Any) -> None:
             raise ValueError(f'a message has "role" and "content"; this is {_short(message)}')
         if message["role"] not in ROLES:
             raise ValueError(f"role {message['role']!r} is none of {', '.join(ROLES)}")
-        if not isinstance(message.get("content", ""), str):
-            raise ValueError(f'"content" is {_short(message["content"])}, not a text')
+        content = message.get("content")
+        if content is not None:
+            _check_text(content, "content")
+
+
+def _check_text(value: Any, name: str) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f'"{name}" is {_short(value)}, not a text')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f'"{name}" has half of a character ({error.reason})') from error
 
 
 def _short(value: Any) -> str:
@@ -213,15 +233,14 @@ def _short(value: Any) -> str:
 
 
 def conversations(record: Record) -> Sequence[Mapping[str, Any]] | None:
-    """The messages of a document that has some; those of prompt and completion together."""
+    """The messages of a document that has some; those of prompt and completion together.
+
+    One without content, which calls a tool say, has an empty one.
+    """
     if "messages" in record:
-        return list(record["messages"])
-    if isinstance(record.get("prompt"), list):
-        return [*record["prompt"], *record["completion"]]
-    return None
-
-
-def numbered(records: Records) -> Iterator[tuple[int, Record]]:
-    """All documents with their numbers."""
-    for at in range(len(records)):
-        yield at, records[at]
+        found = list(record["messages"])
+    elif isinstance(record.get("prompt"), list):
+        found = [*record["prompt"], *record["completion"]]
+    else:
+        return None
+    return [{**message, "content": message.get("content") or ""} for message in found]

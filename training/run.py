@@ -89,7 +89,8 @@ class Run:
                     return self._steps(states, done, show)
             except zero_jax.NonFiniteError as error:
                 self.watchdog.rest()
-                found = self.saver.go_back(like, self.say, self._place) if left else None
+                place = trainer.everywhere(self._place) if left else None
+                found = self.saver.go_back(like, self.say, place) if left else None
                 if found is None:
                     raise
                 self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
@@ -108,13 +109,15 @@ class Run:
     def show_sample(self, params: PyTree, what: str) -> None:
         """Shows how the model goes on from something held out, where a device has room for it."""
         trainer, config = self.trainer, self.trainer.plan.config
-        size = 4 * families.num_params(trainer.model.config)
-        if not config.sample_length or not room_for(size, "sample", self.say):
+        held = sum(x.nbytes for x in jax.tree.leaves(params)) if trainer.model.adapted else 0
+        size = 4 * families.num_params(trainer.model.config) + held
+        prompt = trainer.plan.corpus.prompt(config.seq) if config.sample_length else None
+        if prompt is None or not room_for(size, "sample", self.say):
             return
         with self.watchdog.pause():
             whole = trainer.zero.full(params)
             if self.lead:
-                self.say(f"{what}:", trainer.sample(whole), sep="\n")
+                self.say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
 
     def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
         """Held-out loss in nats per token; the watchdog does not count the time."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,13 +175,17 @@ def _read_builtin() -> IntArray:
     return np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
 
 
-def _read_folder(folder: Path) -> IntArray:
-    troubles: list[str] = []
+def files_in(folder: Path, note: Callable[[OSError], Any] | None = None) -> list[Path]:
+    """All files of a folder, also behind links, in the order of their paths.
+
+    Args:
+        folder: Where to look.
+        note: Told of folders that can't be read.
+
+    Raises:
+        ValueError: A link leads to a folder that it is in.
+    """
     files: list[Path] = []
-
-    def note(error: OSError) -> None:
-        troubles.append(str(error))
-
     above = {str(folder): frozenset([folder.resolve()])}  # what each folder is in, links followed
     for root, folders, names in os.walk(folder, onerror=note, followlinks=True):
         for name in folders:
@@ -189,8 +194,17 @@ def _read_folder(folder: Path) -> IntArray:
                 raise ValueError(f"{Path(root, name)} links to a folder that it is in: remove it")
             above[os.path.join(root, name)] = above[root] | {inside}
         files += [Path(root, name) for name in names]
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _read_folder(folder: Path) -> IntArray:
+    troubles: list[str] = []
+
+    def note(error: OSError) -> None:
+        troubles.append(str(error))
+
     parts = []
-    for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
+    for path in files_in(folder, note):
         try:
             parts.append(_map_text(path).tobytes())
         except (OSError, ValueError) as error:

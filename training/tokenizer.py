@@ -58,19 +58,30 @@ class Tokenizer:
             )
         except Exception as error:  # whatever it makes of files that are wrong
             raise ValueError(f"the tokenizer in {folder} can't be read: {error}") from error
+        if not self._own.is_fast:
+            raise ValueError(
+                f"the tokenizer in {folder} is of transformers' slow kind, which can't tell where "
+                "a token is in its text: save it with tokenizer.json"
+            )
+        self._vocab: int | None = None
         self._lock = threading.Lock()
         end = self._own.eos_token_id
         self._end = [] if end is None else [int(end)]
         self._special = frozenset(self._own.all_special_ids)
 
     def check_fits(self, vocab: int) -> None:
-        """Raises ValueError if a model has no embedding for one of the tokens."""
-        largest = max(self._own.get_vocab().values(), default=0)
+        """Raises ValueError if a model has no embedding for one of the tokens.
+
+        Tokens that were added to a vocabulary may lie beyond it where a model of text never meets
+        them (Gemma's of images): a document that has one is refused.
+        """
+        largest = max(self._own.vocab_size - 1, *self._end, 0)
         if largest >= vocab:
             raise ValueError(
                 f"the tokenizer in {self._folder} has tokens up to {largest}, and the model's "
                 f"embedding {vocab} rows: take the tokenizer that the model was trained with"
             )
+        self._vocab = vocab
 
     def encode(self, text: str) -> Ids:
         """The tokens of a text, without any around it."""
@@ -99,12 +110,18 @@ class Tokenizer:
             ValueError: The template does not take the conversation.
         """
         with self._lock:  # batches are made in one thread, what is held out is read in another
-            return self._document(record, loss_on)
+            ids, mask = self._document(record, loss_on)
+        if self._vocab is not None and ids.size and ids.max() >= self._vocab:
+            raise ValueError(
+                f"token {ids.max()} ({self.decode([ids.max()])!r}) has no row in the model's "
+                f"embedding of {self._vocab}"
+            )
+        return ids, mask
 
     def _document(self, record: Record, loss_on: str) -> tuple[Ids, Mask]:
         messages = conversations(record)
         if messages is not None:
-            given = len(record["prompt"]) if "prompt" in record else 0
+            given = 0 if "messages" in record else len(record["prompt"])
             ids, mask = self._chat(messages, given)
         elif "prompt" in record:
             ids, mask = self._continued(record["prompt"], record["completion"])
@@ -147,19 +164,18 @@ class Tokenizer:
         for at in answers:
             marked[at] = {**messages[at], "content": _MARK.format(at)}
         between = re.split("|".join(_MARK.format(at) for at in answers), self._rendered(marked))
-        spans, place = [], len(between[0])
-        fits = len(between) == len(answers) + 1 and whole.startswith(between[0])
-        for at, before, after in zip(answers, between, between[1:], strict=False):
+        places = _places(between, whole) if len(between) == len(answers) + 1 else None
+        spans = []
+        for at, before, after, place in zip(
+            answers, between, between[1:], places or [], strict=False
+        ):
             asked, ended = self._around(marked, at)
-            end = whole.find(after, place) if after else len(whole)
-            fits = fits and end >= 0 and asked in before
-            if not fits:
+            if asked not in before:
                 break
             beside = len(before) - before.rindex(asked) - len(asked)  # thoughts, say
             # Some templates end the whole text in another way than a turn.
-            spans.append((place - beside, end + _alike(ended, after)))
-            place = end + len(after)
-        if not fits:
+            spans.append((place[0] - beside, place[1] + _alike(ended, after)))
+        if len(spans) < len(answers):
             raise ValueError(
                 f"the chat template in {self._folder} writes an answer in another way than any "
                 "text, so that it can't be told from the rest: put {% generation %} and "
@@ -171,7 +187,7 @@ class Tokenizer:
     def _around(self, marked: Messages, at: int) -> tuple[str, str]:
         """What asks for an answer, and what ends its turn."""
         before = self._rendered(marked[:at]) if at else ""
-        asked = self._rendered(marked[:at], add_generation_prompt=True)
+        asked = self._rendered(marked[:at], add_generation_prompt=True) if at else ""
         ended = self._rendered(marked[: at + 1]).partition(_MARK.format(at))[2]
         return asked[_alike(before, asked) :], ended
 
@@ -217,3 +233,19 @@ def _alike(first: str, second: str) -> int:
     """How many characters two texts begin with alike."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _places(between: Sequence[str], whole: str) -> list[tuple[int, int]] | None:
+    """Where the parts of a text lie of which it is known what stands between them.
+
+    None if they do not, or could lie in two ways.
+
+    >>> _places(["a:", ".b:", "."], "a:x.y.b:z.")
+    [(2, 5), (8, 9)]
+    >>> _places(["", "-", ""], "x-y-z") is None
+    True
+    """
+    known = [re.escape(text) for text in between]
+    found = [re.fullmatch(any_text.join(known), whole, re.DOTALL) for any_text in ("(.*?)", "(.*)")]
+    spans = [[m.span(i) for i in range(1, len(between))] for m in found if m is not None]
+    return spans[0] if len(spans) == 2 and spans[0] == spans[1] else None

@@ -40,6 +40,7 @@ class Trainer:
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.settings())
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._planned())
+            del self._abstract  # which may rest elsewhere now
         self.tx = self.zero.optimizer(self.plain_tx)
         self.step = self.zero.train_step(self.model.loss, self.tx)
         self._mean_loss = self.zero.evaluate(self.model.loss)
@@ -162,20 +163,26 @@ class Trainer:
         for loss, weight in one_late(means):
             pairs.append((float(loss), float(weight)))
             each(len(pairs))
-        return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs)
+        weights = sum(weight for _, weight in pairs)
+        if not weights:
+            raise ValueError(
+                "nothing that is held out has anything to learn within a row: take a longer --seq"
+            )
+        return sum(loss * weight for loss, weight in pairs) / weights
 
-    def sample(self, params: PyTree) -> str:
+    def sample(self, params: PyTree, prompt: np.ndarray) -> str:
         """Continues a held-out beginning, working on one device; of documents the likeliest way.
 
         Args:
             params: Whole on every device.
+            prompt: Tokens that it begins with.
         """
         config, adapted = self.plan.config, self.model.adapted
         alone = jax.tree.map(lambda x: x.addressable_data(0), params)
         model = self.model.model(alone if adapted is None else jax.jit(adapted.merged)(alone))
-        prompt = jnp.asarray(self.plan.corpus.prompt(config.seq), jnp.int32)
+        given = jnp.asarray(prompt, jnp.int32)
         made = generate.generate(
-            *(model, prompt, config.sample_length, self._key), self.plan.corpus.temperature
+            *(model, given, config.sample_length, self._key), self.plan.corpus.temperature
         )
         return self.plan.corpus.show(np.asarray(made), prompt.size)
 

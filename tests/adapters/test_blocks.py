@@ -58,6 +58,12 @@ def test_what_nf4_holds_exactly_stays_and_blocks_do_not_touch_each_other():
     np.testing.assert_array_equal(again.codes[:32], packed.codes[:32])
 
 
+def test_a_piece_without_rows_has_no_blocks():
+    for kind in KINDS:
+        packed = quantise(np.zeros((3, 0, 5), np.float32), kind, -2)
+        assert packed.shape == (3, 0, 5) and packed.open(jnp.float32).shape == (3, 0, 5)
+
+
 def test_zeros_stay_zeros():
     for kind in KINDS:
         assert not np.asarray(

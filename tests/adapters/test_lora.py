@@ -169,6 +169,60 @@ def test_gradients_of_a_and_b_are_those_of_the_sum():
     )
 
 
+def test_vectors_that_are_multiplied_are_no_matrices_and_casts_keep_what_they_round():
+    params = {"w": jnp.full((64, 4), 1.7), "v": jnp.ones(64), "s": jnp.ones(4)}
+
+    def loss(params, x):
+        y = jnp.einsum("bd,d->bd", x @ params["w"], params["s"])
+        z = x @ params["w"].astype(jnp.int8).astype(jnp.float32)
+        return jnp.sum(y) + jnp.sum(x @ params["v"]) + jnp.sum(z)
+
+    x = jnp.ones((2, 64))
+    with pytest.raises(ValueError, match="multiplies with none of the parameters"):
+        Lora(rank=1, base="nf4").adapt(loss, params, x)
+    params["m"] = jnp.ones((64, 4))
+    adapted = Lora(rank=1, base="fp32").adapt(
+        lambda p, x: loss(p, x) + jnp.sum(x @ p["m"]), params, x
+    )
+    assert adapted.targets == ["m"]
+    given = {"base": params, "lora": adapted.new(params)}
+    np.testing.assert_allclose(adapted.loss(given, x), adapted.loss_fn(params, x), rtol=1e-6)
+
+
+def test_a_matrix_that_a_loop_carries_on_is_whole():
+    params = {"w": jax.random.normal(KEY, (3, 4, 4))}
+
+    def loss(params, x):
+        def turn(carry, w):
+            return (jnp.tanh(carry[0] @ w), w), None
+
+        (x, last), _ = jax.lax.scan(turn, (x, jnp.zeros((4, 4))), params["w"])
+        return jnp.sum(x) + jnp.sum(last)
+
+    x = jnp.ones((2, 4))
+    adapted = Lora(rank=1, base="fp32", targets="w")
+    with pytest.raises(ValueError, match="no matrix that the model only multiplies with"):
+        adapted.adapt(loss, params, x)
+
+
+def test_few_rows_are_not_packed_into_blocks_of_padding():
+    shapes = {"few": jnp.ones((8, 64, 16)), "many": jnp.ones((64, 8, 16))}
+
+    def loss(params, x):
+        parts = zip(x, params.values(), strict=True)
+        return sum(jnp.sum(jnp.einsum("bnh,nhd->bd", y, w)) for y, w in parts)
+
+    x = jnp.ones((2, 8, 64)), jnp.ones((2, 64, 8))
+    base = Lora(rank=1, base="nf4").adapt(loss, shapes, x).rests(shapes)
+    assert all(isinstance(leaf, Quantised) for leaf in base.values())
+    assert sum(x.nbytes for x in jax.tree.leaves(base)) == 2 * 8 * 64 * 16 * 4.25 / 8
+    tiny = {"w": jnp.ones((8, 16))}
+    adapted = Lora(rank=1, base="nf4").adapt(
+        lambda p, x: jnp.sum(x @ p["w"]), tiny, jnp.ones((2, 8))
+    )
+    assert adapted.rests(tiny)["w"].dtype == jnp.bfloat16
+
+
 def test_a_stop_gradient_of_a_matrix_stops_that_of_its_adapter():
     params = {"w": jnp.ones((4, 4))}
 
@@ -179,6 +233,26 @@ def test_a_stop_gradient_of_a_matrix_stops_that_of_its_adapter():
     lora = {"w": {"a": jnp.ones((4, 1)), "b": jnp.ones((1, 4))}}
     grads = jax.grad(lambda lora: adapted.loss({"base": params, "lora": lora}, jnp.ones((2, 4))))
     np.testing.assert_allclose(grads(lora)["w"]["b"], 2.0 * 8)  # s = 2; once, not twice
+
+
+def of_boxes():
+    """linen's own metadata around each leaf."""
+    dense = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.normal(), (None, None)))
+    x = jax.random.normal(KEY, (8, 64))
+    return lambda key: dense.init(key, x), lambda p, x: jnp.mean((dense.apply(p, x) - 1) ** 2), x
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_quantised_leaf_may_be_in_a_box_of_linens(base):
+    make, loss, x = of_boxes()
+    adapted = Lora(rank=2, base=base).adapt(loss, jax.eval_shape(make, KEY), x)
+    zero = zero_jax.Zero(mesh_of(4), stage=3, frozen=adapted.frozen)
+    params, tx = zero.init(adapted.init(make), KEY), zero.optimizer(optax.adam(0.1))
+    step, opt_state, losses = zero.train_step(adapted.loss, tx), tx.init(params), []
+    for _ in range(3):
+        params, opt_state, metrics = step(params, opt_state, x)
+        losses.append(float(metrics.loss))
+    assert losses[-1] < losses[0]
 
 
 def other_models():
@@ -250,6 +324,8 @@ def test_layers_keep_no_opened_matrix():
     [
         ({"rank": 0}, "rank=0"),
         ({"base": "nf5"}, "'nf5'.*nf4"),
+        ({"targets": []}, "an empty pattern"),
+        ({"targets": ["attn/q", ""]}, "an empty pattern"),
     ],
 )
 def test_what_is_no_adapter_is_refused(given, message):

@@ -154,6 +154,7 @@ def test_adapters_of_another_model_are_refused(config, adapter, tmp_path, tensor
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"use_dora": True}, "use_dora True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )

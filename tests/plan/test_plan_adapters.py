@@ -69,6 +69,8 @@ def test_a_folder_is_planned_by_its_config(tmp_path):
         (["--model", "qwen3-8b", "--seq", "50000"], "at most 40960 tokens"),
         (["--hf", "nowhere"], "nowhere/config.json"),
         (["--lora", "16", "--lora-targets", "attn/qq"], "attn/qq"),
+        (["--lora", "16", "--lora-targets", "attn/q,"], "an empty pattern"),
+        (["--seq", "0"], "--seq 0"),
     ],
 )
 def test_what_can_not_be_planned_is_refused(args, message, capsys):
@@ -106,7 +108,9 @@ def test_qlora_of_8b_fits_a_card_of_24_gb(tmp_path):
 
 def test_model_flops_leave_out_the_gradients_of_frozen_matrices():
     config = families.preset("qwen3-0.6b")
-    matrices, *_ = sizes("qwen3-0.6b")
+    matrices, _, adapters = sizes("qwen3-0.6b")
     whole, adapted = TextModel(config), TextModel(config, Lora())
-    assert whole.flops_per_token(1024) - adapted.flops_per_token(1024) == 2 * matrices
+    head = config.vocab * config.width
+    less = whole.flops_per_token(1024) - adapted.flops_per_token(1024)
+    assert less == 2 * (matrices + head) - 6 * adapters
     assert jax.eval_shape(adapted.make)["lora"].keys() == set(adapted.adapted.targets)

@@ -110,6 +110,45 @@ def test_thoughts_and_the_end_of_the_text_are_told_from_the_turns(folder, tmp_pa
     assert learned(own, chat("a", "b", "c", "d")) == wanted + "<|end|>"
 
 
+def test_an_answer_may_have_what_ends_it_within(folder, tmp_path):
+    bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant: {% endif %}"
+    own = with_template(folder, tmp_path, bare)
+    assert learned(own, chat("a", "one\n\ntwo")) == "one\n\ntwo\n\n"
+    assert learned(own, chat("a", "x\n\ny", "b", "z")) == "x\n\ny\n\nz\n\n"
+    with pytest.raises(ValueError, match="can't be told from the rest"):
+        own.document(chat("a", "x\n\nuser: b\n\nassistant: y", "b", "z"))
+
+
+def test_a_conversation_may_begin_with_the_assistant_and_have_a_prompt_beside_it(tokenizer):
+    record = {"messages": chat("Hi", "Yo")["messages"][1:], "prompt": "Hi"}
+    assert learned(tokenizer, record) == "Yo<|end|>"
+
+
+def test_what_a_template_refuses_is_left_out_and_said(folder, tmp_path):
+    strict = MARKS.replace(
+        "<|{{", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<|{{", 1
+    )
+    own = with_template(folder, tmp_path, strict)
+    tool = {"role": "tool", "content": "x"}
+    records = [chat("a", "b"), {"messages": [*chat("a", "b")["messages"], tool]}] * 10
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = documents(own, (Records(path), 1.0))
+    next(data.batches(None, 0, 1))
+    assert data.counts.refused and data.counts.whole
+    assert "a.jsonl, line" in str(data.counts) and "no tools" in str(data.counts)
+
+
+def test_a_sample_begins_with_a_held_out_prompt_that_fits(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    records = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = documents(tokenizer, (Records(path), 1.0))
+    assert tokenizer.decode(data.prompt(31)) == "<|user|>short<|end|><|assistant|>"
+    assert documents(tokenizer, (Records(path), 1.0)).prompt(5) is None
+
+
 def test_an_answer_that_can_not_be_told_from_the_rest_is_refused(folder, tmp_path):
     shouting = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}"
     with pytest.raises(ValueError, match="can't be told from the rest.*generation"):

@@ -1,5 +1,6 @@
 """Files of documents: what is read, and what is refused with its file and line."""
 
+import datetime
 import json
 import os
 
@@ -37,13 +38,26 @@ def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
     assert [records[at]["text"] for at in range(3)] == ["1", "2", "3"]
     assert records.where(2) == f"{tmp_path / 'b' / 'z.ndjson'}, line 1"
     assert is_documents(tmp_path)
+    (tmp_path / ".hidden").write_text("x")
+    assert is_documents(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
-    assert not is_documents(tmp_path)
+    with pytest.raises(ValueError, match=r"holds documents .* and other files, notes.txt among"):
+        is_documents(tmp_path)
+
+
+def test_files_behind_links_are_read_too(tmp_path):
+    (tmp_path / "there").mkdir()
+    write(tmp_path / "there" / "a.jsonl", {"text": "1"})
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
+    assert Records(tmp_path / "here")[0] == {"text": "1"}
 
 
 def test_parquet_has_the_same_documents_as_lines(tmp_path):
     rows = [CHAT if n % 2 else {"messages": [USER | {"content": f"{n}"}]} for n in range(3000)]
-    table = pyarrow.Table.from_pylist(rows)
+    # Columns that lines do not have, and can't, are not looked at.
+    dated = [row | {"when": datetime.datetime(2026, 1, 1)} for row in rows]
+    table = pyarrow.Table.from_pylist(dated)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
     records = Records(tmp_path / "a.parquet")
     assert [records[at] for at in range(len(records))] == rows
@@ -61,6 +75,7 @@ def test_parquet_has_the_same_documents_as_lines(tmp_path):
         ('{"messages": [{"role": "usr", "content": "x"}]}', "line 2: role 'usr' is none of system"),
         ('{"messages": [{"content": "x"}]}', 'line 2: a message has "role"'),
         ('{"messages": [{"role": "user", "content": 3}]}', 'line 2: "content" is 3'),
+        ('{"text": "a \\ud83d"}', 'line 2: "text" has half of a character'),
         ('{"prompt": "x"}', 'line 2: "prompt" and "completion" are two texts'),
         ('{"prompt": "x", "completion": []}', 'line 2: "prompt" and "completion" are two texts'),
         ("[" * 100_000, "line 2: "),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.adapters.matrix import Dims, Matrix
-from zero_jax.adapters.quantised import KINDS, Quantised, named, quantise
+from zero_jax.adapters.quantised import KINDS, Quantised, is_smaller, named, quantise
 from zero_jax.adapters.quantised import structure as structure_of
 from zero_jax.adapters.run import run
 from zero_jax.names import unknown
@@ -28,7 +28,7 @@ LossFn = Callable[..., Any]
 ALL_LINEAR = "all-linear"
 _FLOATS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 BASES = (*_FLOATS, *KINDS)
-FROZEN = "^base/"  # the paths of what is not trained
+FROZEN = "^base(/|$)"  # the paths of what is not trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Lora:
             raise ValueError(f"rank={self.rank}: an adapter has at least 1 column")
         if self.base not in BASES:
             raise ValueError(unknown("base", self.base, BASES, "Choose one of"))
+        if not self.targets or not all(self.targets):
+            raise ValueError(
+                f"targets={self.targets!r}: an empty pattern is found in every path; say "
+                f"{ALL_LINEAR!r} for all matrices"
+            )
 
     @property
     def scale(self) -> float:
@@ -133,7 +138,10 @@ class Adapted:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         if self.lora.base in KINDS and name in self.multiplied:
-            return quantise(leaf, self.lora.base, self.multiplied[name].inputs[0])
+            dim = max(self.multiplied[name].inputs, key=lambda d: leaf.shape[d])
+            # Blocks that are mostly padding would take more than they save.
+            if is_smaller(self.lora.base, leaf.shape[dim]):
+                return quantise(leaf, self.lora.base, dim)
         return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
 
     def new(self, params: PyTree) -> PyTree:
@@ -198,7 +206,7 @@ def _multiplied(
     for name, _ in own:
         dims = reads.get(name, set())
         first = next(iter(dims), None)
-        if len(dims) == 1 and first is not None:
+        if len(dims) == 1 and first is not None and first.inputs and first.outputs:
             found[name] = first
     return found
 

@@ -35,6 +35,7 @@ NF4 = np.array(
 _MIDDLES = (NF4[1:] + NF4[:-1]) / 2
 # Of a value from its code, in units of the largest of its block: half of the widest gap, and what
 # the scale is off by, rounded to 8 bits.
+BITS = {"int8": 8 + 16 / BLOCK, "nf4": 4 + 16 / BLOCK}  # of a parameter in whole blocks
 BOUNDS = {"nf4": float(np.diff(NF4).max() / 2 + 2**-8), "int8": 0.5 / 127 + 2**-8}
 
 
@@ -71,6 +72,15 @@ class Quantised:
         values = _values(_in_blocks(self.codes, at, scales.shape[at]), at + 1, self.kind)
         rows = _joined(values * jnp.expand_dims(scales.astype(jnp.float32), at + 1), at)
         return jax.lax.slice_in_dim(rows, 0, self.rows, axis=at).astype(dtype)
+
+
+def is_smaller(kind: str, rows: int) -> bool:
+    """Whether a matrix of so many rows takes less in blocks than in 16 bits.
+
+    >>> is_smaller("nf4", 64), is_smaller("nf4", 8)
+    (True, False)
+    """
+    return BITS[kind] * -(-rows // BLOCK) * BLOCK < 16 * rows
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
@@ -110,7 +120,7 @@ def quantise(x: Any, kind: str, dim: int) -> Quantised:
     around = [(0, 0)] * x.ndim
     around[at] = (0, blocks * BLOCK - rows)
     split = _in_blocks(xp.pad(x.astype(xp.float32), around), at, blocks)
-    largest = abs(split).max(axis=at + 1)
+    largest = abs(split).max(axis=at + 1, initial=0)
     scales = (largest / np.float32(127) if kind == "int8" else largest).astype(jnp.bfloat16)
     unit = xp.expand_dims(scales.astype(xp.float32), at + 1)
     codes = _int8(xp, split, unit) if kind == "int8" else _nf4(xp, split, unit, at + 1)

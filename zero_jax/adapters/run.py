@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from zero_jax.adapters.matrix import Dims, Matrix, product, product_dims
 from zero_jax.jaxpr import equations
@@ -31,8 +32,8 @@ def run(closed: jex.ClosedJaxpr, args: Sequence[Any], seen: Seen = lambda *_: No
       args: its inputs: arrays, and matrices.
       seen: is told of each read.
     """
-    outs = _Run(seen, in_loop=False)(equations.written_out(closed), args)
-    return [x.whole() if isinstance(x, Matrix) else x for x in outs]
+    inside = _Run(seen, in_loop=False)
+    return inside.opened(inside(equations.written_out(closed), args))
 
 
 class _Run:
@@ -70,18 +71,19 @@ class _Run:
         self._seen(matrix.path, dims)
         return self._again(eqn, lambda m, x: [product(eqn, at, x, m)], [matrix, values[1 - at]])
 
-    def _whole(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    def opened(self, values: Sequence[Any]) -> list[Any]:
+        """The values, matrices among them whole."""
         for value in values:
             if isinstance(value, Matrix):
                 self._seen(value.path, None)
+        return [v.whole() if isinstance(v, Matrix) else v for v in values]
 
+    def _whole(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
         def opened(*values: Any) -> list[Any]:
-            return equations.function(eqn)(
-                *(v.whole() if isinstance(v, Matrix) else v for v in values)
-            )
+            return equations.function(eqn)(*self.opened(values))
 
         # A loop or a function with a gradient of its own decides by itself what it keeps.
-        keeps = eqn.primitive.name in equations.OWN_GRADIENT | {"scan", "while"}
+        keeps = eqn.primitive.name in equations.OWN_GRADIENT | {"while"}
         return opened(*values) if keeps else self._again(eqn, opened, values)
 
     def _again(
@@ -109,7 +111,7 @@ class _Run:
     def _scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
         first, carried = equations.state_of(eqn)
         whole = [
-            v.whole() if isinstance(v, Matrix) and not _stays(v, at, first, carried) else v
+            v if _stays(v, at, first, carried) else self.opened([v])[0]
             for at, v in enumerate(values)
         ]
         body = equations.written_out(equations.inner(eqn))
@@ -117,7 +119,7 @@ class _Run:
 
         def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
             outs = inside(body, [*whole[:first], *carry, *slices])
-            return outs[:carried], outs[carried:]
+            return self.opened(outs[:carried]), outs[carried:]
 
         params = eqn.params
         carry, stacked = jax.lax.scan(
@@ -131,15 +133,22 @@ class _Run:
         return [*carry, *stacked]
 
 
-def _stays(matrix: Matrix, at: int, first: int, carried: int) -> bool:
-    """Whether a matrix goes into a loop as its parts: as a constant or slice by slice."""
-    return at < first or (at >= first + carried and matrix.may_slice())
+def _is_wide(dtype: Any) -> bool:
+    """Whether a cast there rounds no more than a step's own: else it is done to the whole sum."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+
+
+def _stays(value: Any, at: int, first: int, carried: int) -> bool:
+    """Whether a value goes into a loop as it is: a matrix as a constant or slice by slice."""
+    if not isinstance(value, Matrix):
+        return True
+    return at < first or (at >= first + carried and value.may_slice())
 
 
 def _through(eqn: jex.JaxprEqn, matrix: Matrix) -> list[Any] | None:
     """What an operation makes of a matrix if that is a matrix again."""
     name = eqn.primitive.name
-    if name == "convert_element_type":
+    if name == "convert_element_type" and _is_wide(eqn.params["new_dtype"]):
         return [dataclasses.replace(matrix, dtype=eqn.params["new_dtype"])]
     if name in ("copy", "stop_gradient"):
         return [jax.tree.map(jax.lax.stop_gradient, matrix) if name != "copy" else matrix]

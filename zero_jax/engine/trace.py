@@ -167,7 +167,9 @@ def _unboxed(tree: PyTree) -> PyTree:
     """Without linen's own boxes (`nn.with_partitioning`): they name axes of another mesh."""
 
     def one(node: Any) -> Any:
-        return jax.tree.leaves(node)[0] if isinstance(node, meta.AxisMetadata) else node
+        if not isinstance(node, meta.AxisMetadata):
+            return node
+        return jax.tree.leaves(node, is_leaf=lambda own: own is not node)[0]
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
 

@@ -38,7 +38,7 @@ class Packed:
         """Reads a part of its "codes" or "scales"."""
         array = getattr(self._leaf, name)
         at = self._leaf.dim % len(array.shape)
-        each = array.shape[at] // self._leaf.scales.shape[at]  # of its rows a block has
+        each = array.shape[at] // max(1, self._leaf.scales.shape[at])  # of its rows a block has
 
         def read(starts: Bounds, stops: Bounds) -> np.ndarray:
             first, last = starts[at] // each, -(-stops[at] // each)

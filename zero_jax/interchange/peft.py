@@ -35,6 +35,8 @@ from zero_jax.models.hf_places import TRANSPOSED, Place
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
+# Ways to begin that leave the base as it is; others (PiSSA, OLoRA, LoftQ) change it.
+_OF_THE_BASE_AS_IT_IS = (True, False, "gaussian", "eva", "orthogonal")
 Adapters = Mapping[str, Mapping[str, np.ndarray]]
 
 
@@ -100,7 +102,9 @@ def adapter_config(folder: Path) -> Lora:
     odd = {
         "peft_type": kind != "LORA",
         "bias": known.get("bias", "none") != "none",
+        "init_lora_weights": known.get("init_lora_weights", True) not in _OF_THE_BASE_AS_IT_IS,
         "use_dora": bool(known.get("use_dora")),
+        "alora_invocation_tokens": bool(known.get("alora_invocation_tokens")),
         "use_rslora": bool(known.get("use_rslora")),
         "modules_to_save": bool(known.get("modules_to_save")),
         "rank_pattern": bool(known.get("rank_pattern")),
@@ -133,8 +137,9 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
     }
     stacks: dict[str, dict[int | None, tuple[np.ndarray, np.ndarray]]] = {}
     problems = []
+    full_name = hf.layout(config).full_name
     for name, (a, b) in found.items():
-        place = places.get(name)
+        place = places.get((full_name(name + _WEIGHT) or "").removesuffix(_WEIGHT))
         if place is None or len(place.shape) != 2:
             problems.append(f"{name} is no matrix of it")
             continue
@@ -177,6 +182,11 @@ def merge(
     adapters = load_adapter(adapter, config)
     layout, files = hf.layout(config), Folder(pathlib.Path(folder))
     by_name = {place.name: place for place in layout.places}
+    if folder_config.read(folder).get("model_type") != hf.json_of(config, "float32")["model_type"]:
+        raise ValueError(
+            f"{folder} is a model of text and images, and only its text is read here: import and "
+            "export it, and merge into that"
+        )
     kinds = {n: kind for n, kind in files.kinds.items() if layout.full_name(n) is not None}
     with made_whole(target) as beside:
         writer = Writer(beside, kinds, int(max_file_bytes))

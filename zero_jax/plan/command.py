@@ -194,11 +194,13 @@ def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
     config = families.preset(parsed.model) if parsed.hf is None else folder_config.config(parsed.hf)
     if parsed.hf is not None and own:
         raise ValueError(f"--vocab {parsed.vocab}: the folder {parsed.hf} says {config.vocab}")
-    tokens = parsed.seq or min(ROW, config.seq)
+    tokens = min(ROW, config.seq) if parsed.seq is None else parsed.seq
+    if tokens < 1:
+        raise ValueError(f"--seq {tokens}: a row has at least 1 token")
     if parsed.hf is None and isinstance(config, gpt.GPTConfig):
         own["seq"] = tokens  # its positions are parameters
     config = dataclasses.replace(config, **own)
-    if not 1 <= tokens <= config.seq:
+    if tokens > config.seq:
         raise ValueError(f"--seq {tokens}: the model takes rows of at most {config.seq} tokens")
     return config, tokens
 
@@ -255,6 +257,7 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
 
 
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
-    names = "model hf devices batch_per_device compute reduce gather scatter optimizer lora base"
+    names = "model hf devices batch_per_device compute reduce gather scatter optimizer"
+    names += " lora lora_alpha lora_targets base"
     known = {name: getattr(parsed, name) for name in names.split()}
     return {**known, "seq": case.row, "jax": jax.__version__}

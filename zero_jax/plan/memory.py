@@ -113,24 +113,27 @@ def estimate(
     flags = paths.frozen_leaves(params, frozen)
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
     gathered = max(map(_elements, cuts), default=0) if window is None else window
-    copied = sum(map(_elements, cuts))
     word = precision.compute.itemsize
+    rests = [x if f else _master(x) for x, f in zip(leaves, flags, strict=True)]
+    copied = sum(n * _word(x, word) for n, x in zip(map(_elements, cuts), rests, strict=True))
     grad_word = word if micro_batches == 1 else 4
     full_grads = sum(map(_elements, trained_cuts))
     shard_grads = 4 * sum(map(_in_step, trained_cuts))
     joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
-    # A stage-0 master in the compute dtype is its own copy.
-    copies = {0: 0 if word == 4 else word * copied, 3: word * gathered + joined}
+    # What rests in the compute dtype, or is no float, is its own copy at stage 0.
+    cast = [
+        jax.numpy.issubdtype(x.dtype, np.floating) and x.dtype != precision.compute for x in rests
+    ]
+    own = sum(_elements(cut) for cut, is_cast in zip(cuts, cast, strict=True) if is_cast)
+    copies = {0: word * own, 3: word * gathered + joined}
     whole = grad_word * full_grads
     # A micro-batch's gradients wait whole for those of the others, or go to their owners at once.
     waits = lifetime(stage, micro_batches).gradient == STEP
     gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
     return Estimate(
-        parameters=layout.bytes_per_device(
-            cuts, [x if f else _master(x) for x, f in zip(leaves, flags, strict=True)]
-        ),
+        parameters=layout.bytes_per_device(cuts, rests),
         state=_state_bytes(params, cuts, tx, frozen),
-        copy=copies.get(stage, word * copied),
+        copy=copies.get(stage, copied),
         gradients=gradients,
     )
 
@@ -168,6 +171,12 @@ def _master(leaf: Any) -> Any:
     floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
     wide = jax.numpy.promote_types(leaf.dtype, np.float32) if floating else leaf.dtype
     return jax.ShapeDtypeStruct(leaf.shape, wide)
+
+
+def _word(leaf: Any, word: int) -> int:
+    """Bytes of an element while it is gathered: floats are in the compute dtype."""
+    floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    return word if floating else int(leaf.dtype.itemsize)
 
 
 def _state_bytes(

@@ -95,8 +95,8 @@ class Adapters:
     """How the frozen model rests and travels: bf16 or fp32, or with its matrices in int8 or nf4
     (8.25 and 4.25 bits); bf16 unless given."""
 
-    def adapters(self) -> Lora | None:
-        """What is asked for; None to train the whole model.
+    def adapters(self, seed: int = 0) -> Lora | None:
+        """What is asked for, new ones by a seed; None to train the whole model.
 
         Raises:
           ValueError: something is asked of adapters that are not.
@@ -115,7 +115,7 @@ class Adapters:
             return None
         chosen = self.lora_targets
         targets = chosen if chosen == ALL_LINEAR else chosen.split(",")
-        return Lora(self.lora, self.lora_alpha, targets, self.base or "bf16")
+        return Lora(self.lora, self.lora_alpha, targets, self.base or "bf16", seed)
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type = Options, **defaults: Any) -> None:

@@ -54,7 +54,10 @@ class TextModel:
         """The model with its adapters, if it has any."""
         if self.lora is None:
             return None
-        shapes = jax.eval_shape(self.own)
+        # In the dtype of most runs: cuDNN's attention takes no other.
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), jax.eval_shape(self.own)
+        )
         row = jax.ShapeDtypeStruct((1, min(self.config.seq, 8) + 1), jnp.int32)
         return self.lora.adapt(self._own_loss, shapes, (row,))
 
@@ -78,10 +81,15 @@ class TextModel:
         return Weighted(*families.loss(self.model(params), *batch))
 
     def flops_per_token(self, tokens: int) -> float:
-        """Model FLOPs of one token of a row; no gradient of a frozen matrix is computed."""
+        """Model FLOPs of one token of a row.
+
+        Of a frozen matrix, the head too, no gradient is computed; adapters multiply as matrices do.
+        """
         flops = families.flops_per_token(self.config, tokens)
         if self.adapted is None:
             return flops
         known = dict(paths.named_leaves(jax.eval_shape(self.own)))
         frozen = sum(math.prod(known[name].shape) for name in self.adapted.multiplied)
-        return flops - 2 * frozen
+        frozen += self.config.vocab * self.config.width
+        shapes = jax.eval_shape(self.make)["lora"]
+        return flops - 2 * frozen + 6 * sum(x.size for x in jax.tree.leaves(shapes))
