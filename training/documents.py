@@ -102,8 +102,8 @@ class Documents:
         long: What becomes of documents of more than S + 1 tokens: "cut", "drop" or "refuse".
 
     Raises:
-        ValueError: A source has one document only, a name is none, or a document is longer than a
-            row and is to be refused.
+        ValueError: A source has one document only, or none that the tokenizer takes; a name is
+            none; or a document is longer than a row and is to be refused.
     """
 
     unit = "token"
@@ -133,6 +133,8 @@ class Documents:
                 )
         self._kept = [len(s.records) - max(1, len(s.records) // HELD_OUT) for s in sources]
         self._stream = self._endless()
+        for own in sources:
+            self._check_taken(own.records)
         if long == "refuse":
             self._refuse_long()
 
@@ -290,6 +292,18 @@ class Documents:
             return self._tokenizer.document(records[at], self._loss_on)
         except ValueError as error:
             raise ValueError(f"{records.where(at)}: {error}") from error
+
+    def _check_taken(self, records: Records) -> None:
+        """Raises, with the reason of the first, if the tokenizer takes none of some documents."""
+        first: ValueError | None = None
+        for at in range(min(TRIED, len(records))):
+            try:
+                self._tokenized(records, at)
+                return
+            except ValueError as error:
+                first = first or error
+        assert first is not None
+        raise first
 
     def _refuse_long(self) -> None:
         for own in self._sources:
