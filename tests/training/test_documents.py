@@ -271,6 +271,8 @@ def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
     with path.open("w") as file:
         for number in range(100_000):
             file.write(json.dumps({"text": f"{number:06d}" + "x" * (number % 40)}) + "\n")
+    import grain  # noqa: F401  what a library takes is not what rows take
+
     tracemalloc.start()
     data = documents(tokenizer, (Records(path), 1.0), batch=8)
     stream = data.batches(None, 0, 1)
