@@ -19,7 +19,7 @@ from training.documents import Documents, Source, sources_of
 from training.entropy import bigram_entropy, unigram_entropy
 from training.records import Records, is_documents
 from training.text import IntArray, Tokens, decode, load_tokens, split
-from training.tokenizer import Tokenizer
+from training.tokenizer import Tokenizer, has_tokenizer
 
 PROMPT = 16  # held-out tokens that a sample begins with
 _PIECE = 1 << 20  # characters that are tokenised at once
@@ -141,8 +141,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     """That of `--tokenizer`, or of the folder that the model comes from; None if it has none."""
     if config.tokenizer is not None:
         return Tokenizer(config.tokenizer)
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if config.hf is None or not any((Path(config.hf) / name).is_file() for name in known):
+    if config.hf is None or not has_tokenizer(Path(config.hf)):
         return None
     return Tokenizer(config.hf)
 

@@ -14,6 +14,7 @@ from training.plan import Plan
 from training.trainer import PyTree, Trainer
 from zero_jax import interchange
 from zero_jax.interchange import peft
+from zero_jax.interchange.exporter import check_free
 
 ADAPTER = "adapter"  # in the folder of the run
 
@@ -39,9 +40,7 @@ def check(plan: Plan) -> None:
             )
     if config.export is None:
         return
-    out = pathlib.Path(config.export)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--export {out} is there already and not empty: choose another folder")
+    check_free(pathlib.Path(config.export))
     if plan.model.lora is None and not config.checkpoint_every:
         raise ValueError("--export writes the last checkpoint: leave --checkpoint-every 0 out")
     if plan.model.lora is not None and config.hf is None:

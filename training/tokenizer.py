@@ -3,7 +3,7 @@
 By transformers, without PyTorch. What is learned of a conversation is what the assistant says, the
 token that ends its turn among it; of prompt and completion the completion, of a text all. Which
 tokens those are is asked of the template: by its own {% generation %} marks, and where it has none
-by what each answer adds to the conversation before it.
+by what it writes around the answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ Messages = Sequence[Mapping[str, Any]]
 Spans = Sequence[tuple[int, int]]
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 LOSS_ON = ("assistant", "all")
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a tokenizer one at least
 _MARK = "zq{}answerqz"  # stands for an answer, which no template changes
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is one in a folder."""
+    return any((folder / name).is_file() for name in FILES)
 
 
 class Tokenizer:
@@ -49,9 +55,8 @@ class Tokenizer:
                 f"transformers is not installed, which reads the tokenizer in {folder}: pip install"
                 " 'zero_jax[chat]'"
             ) from error
-        known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-        if not any((self._folder / name).is_file() for name in known):
-            raise ValueError(f"{folder} has no tokenizer ({known[0]}): give --tokenizer DIR")
+        if not has_tokenizer(self._folder):
+            raise ValueError(f"{folder} has no tokenizer ({FILES[0]}): give --tokenizer DIR")
         try:
             self._own: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True
@@ -120,7 +125,10 @@ class Tokenizer:
 
     def _document(self, record: Record, loss_on: str) -> tuple[Ids, Mask]:
         messages = conversations(record)
-        if messages is not None:
+        if messages is not None and loss_on == "all":  # no answer need be told from the rest
+            ids = self.encode(self._rendered(messages))
+            mask = np.ones(len(ids), bool)
+        elif messages is not None:
             given = 0 if "messages" in record else len(record["prompt"])
             ids, mask = self._chat(messages, given)
         elif "prompt" in record:
@@ -132,12 +140,10 @@ class Tokenizer:
 
     def _continued(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
         found = self._own(prompt + completion, return_offsets_mapping=True)
-        starts = np.asarray([start for start, _ in found["offset_mapping"]] or [0])
         ids = np.asarray([*found["input_ids"], *self._end], np.int32)
-        mask = np.ones(len(ids), bool)
         # What stands before the text (a token of beginning) has an empty place at 0.
-        mask[: len(found["input_ids"])] = starts[: len(found["input_ids"])] >= len(prompt)
-        return ids, mask
+        learned = [start >= len(prompt) for start, _ in found["offset_mapping"]]
+        return ids, np.asarray([*learned, *[True] * len(self._end)], bool)
 
     def _chat(self, messages: Messages, given: int) -> tuple[Ids, Mask]:
         """Tokens, and which the assistant says after so many messages."""

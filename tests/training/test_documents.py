@@ -12,7 +12,6 @@ from training.documents import Documents, Source, sources_of
 from training.records import Records
 from training.tokenizer import Tokenizer
 
-pytest.importorskip("transformers", reason="in the extra [chat]")
 USER, ASSISTANT, SYSTEM = ({"role": role} for role in ("user", "assistant", "system"))
 
 
@@ -108,6 +107,12 @@ def test_thoughts_and_the_end_of_the_text_are_told_from_the_turns(folder, tmp_pa
     own = with_template(folder, tmp_path, ODD)
     wanted = "b<|end|>\n<think>\n\n</think>\n\nd<|end|>\n"
     assert learned(own, chat("a", "b", "c", "d")) == wanted + "<|end|>"
+
+
+def test_all_tokens_can_be_learned_where_answers_can_not_be_told(folder, tmp_path):
+    shouting = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}"
+    own = with_template(folder, tmp_path, shouting)
+    assert learned(own, chat("a", "b"), "all") == "<|user|>A<|assistant|>B"
 
 
 def test_an_answer_may_have_what_ends_it_within(folder, tmp_path):

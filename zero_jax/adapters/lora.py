@@ -157,7 +157,7 @@ class Adapted:
         return {"a": jax.random.uniform(key, a, minval=-most, maxval=most), "b": jnp.zeros(b)}
 
     def loss(self, params: PyTree, batch: PyTree, *extras: Any) -> Any:
-        """The loss of the model with its adapters, for `Zero`; never makes a whole sum of both."""
+        """The loss of the model with its adapters, for `Zero`; a product never makes their sum."""
         base, structure = named(params["base"]), structure_of(params["base"])
         compute = params["lora"][self.targets[0]]["a"].dtype
         given = [self._matrix(name, leaf, params["lora"], compute) for name, leaf in base]
