@@ -3,7 +3,7 @@
     python benchmarks/loading.py                 # 2 GB, 4 processes, 2 minutes on two cores
     python benchmarks/loading.py --base nf4      # as the base of QLoRA
 
-Makes a folder of a Llama in bf16 (sparse files: zeros, but read like any), starts processes of one
+Makes a folder of a Llama in bf16 (zeros, which are read like any), starts processes of one
 device each over loopback, and has them load it at stage 3, as fp32 masters or as a frozen base.
 Each says how many bytes of tensors it read, and how much memory of its own it took at most, looked
 at a hundred times a second; pages of the files, which the kernel may drop, are not its own. Limits:
@@ -23,6 +23,8 @@ import threading
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 PROCESSES, VOCAB, WIDTH, HIDDEN = 4, 32768, 2048, 8192
 
@@ -51,16 +53,12 @@ def make(folder: pathlib.Path, gigabytes: float) -> int:
 
     config = config_of(gigabytes)
     kinds = {p.name: (p.shape, "bfloat16") for p in hf.layout(config).places}
-    Writer(folder, kinds, 10**9)._left.clear()
-    names = sorted(p.name for p in folder.iterdir())
-    where = {}
-    for name in names:
-        with open(folder / name, "rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        where |= {tensor: name for tensor in head if tensor != "__metadata__"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    writer = Writer(folder, kinds, 10**9)
+    for name, (shape, dtype) in kinds.items():
+        writer.write(name, (), np.zeros(shape, jnp.dtype(dtype)))
+    writer.finish()
     (folder / "config.json").write_text(json.dumps(hf.json_of(config, "bfloat16")))
-    return sum((folder / name).stat().st_size for name in names)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def one(folder: str, base: str, address: str, index: str) -> None:
