@@ -51,7 +51,10 @@ def missing():
 
 
 class Cluster:
-    """Started by `with`; ends its jobs and its own processes."""
+    """Started by `with`; ends its jobs and its own processes.
+
+    The folder's path has to be short: sockets in it may have 108 characters.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder

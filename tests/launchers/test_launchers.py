@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -79,8 +80,8 @@ def test_a_slurm_job_of_which_one_task_is_killed_is_requeued_and_goes_on(folder,
     own = ["--out", str(folder / "out"), "--data", str(folder / "text.txt"), *ARGS]
     command = [sys.executable, str(ROOT / "train.py"), *own, "--devices", str(tasks)]
     (folder / "job.sh").write_text(script_of_the_docs(tasks, " ".join(command)))
-    (folder / "slurm").mkdir()
-    with slurm_cluster.Cluster(folder / "slurm") as cluster:
+    short = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with short as slurm, slurm_cluster.Cluster(Path(slurm)) as cluster:
         job = cluster.submit(folder / "job.sh", folder / "job.log")
         cluster.wait(lambda: step_of("out") >= 8)
         # As when its time is nearly over: it saves, and is put back into the queue.

@@ -1,8 +1,11 @@
 """`train.py` fine-tunes: a folder in, documents, adapters and a folder out; and what it refuses."""
 
 import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from safetensors.numpy import load_file
 from training import byte_tokenizer
 from training.main import main
 
+ROOT = Path(__file__).parents[2]
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
 SMALL = [
     "--seq",
@@ -69,6 +73,27 @@ def test_a_model_of_bytes_goes_out_with_its_tokenizer(made):
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
     known = json.loads((made / "small" / "config.json").read_text())
     assert (known["vocab_size"], known["eos_token_id"]) == (256, byte_tokenizer.END[0])
+
+
+def job(page):
+    """The commands of the job for a laptop, as a page prints them."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return next(block for block in blocks if "training.pairs" in block).splitlines()
+
+
+@pytest.mark.heavy
+def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsys):
+    assert job("README.md") == job("docs/finetuning.md")
+    environment, small, pairs, *tunes = job("README.md")
+    assert environment.startswith("python3 -m venv")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(shlex.split(pairs), env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    for command in (small, *tunes):
+        words = shlex.split(command)
+        assert words[:2] == ["python", "train.py"]
+        fewer = ["--steps", "2", "--devices", "8", "--eval-batches", "1", "--sample-length", "8"]
+        assert main([*words[2:], *fewer]) == 0
+    assert len(re.findall("<.assistant.>", capsys.readouterr().out)) == 2 * len(tunes) == 4
 
 
 @pytest.mark.heavy
