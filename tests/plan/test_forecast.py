@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax
 from zero_jax.hlo import auditor
+from zero_jax.models import cross_entropy
 from zero_jax.plan import forecast
 
 N = 8  # devices
@@ -74,9 +75,21 @@ class Network:
         batch = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
         return zero.train_step(self.loss, TX), (params, zero.optimizer(TX).init(params), batch)
 
-    def forecast(self, stage, remat="block", micro_batches=1):
+    def forecast(self, stage, remat="block", micro_batches=1, habits=forecast.NO_HABITS):
         step, args = self.step(stage, remat, micro_batches)
-        return forecast.forecast(step.trace(*args).jaxpr, len(jax.tree.leaves(args[0])))
+        leaves = len(jax.tree.leaves(args[0]))
+        return forecast.forecast(step.trace(*args).jaxpr, leaves, habits=habits)
+
+
+class Chunked(Network):
+    """The same, its logits two rows at a time."""
+
+    def loss(self, params, x):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
+        h = h.reshape(-1, self.D)
+        labels, weights = jnp.zeros(len(h), "int32"), jnp.ones(len(h))
+        head = params["head"].T
+        return zero_jax.Weighted(*cross_entropy.chunked_cross_entropy(h, head, labels, weights, 2))
 
 
 LONG = Network(L=6, D=64, B=16, T=64)  # activations outweigh weights
@@ -141,6 +154,16 @@ def test_logits_are_the_loss():
     for stage in (1, 3):
         assert net.forecast(stage).terms["loss"] == 4 * net.B * net.T * (net.V + 2)
     assert LONG.forecast(3).terms["loss"] == 0
+
+
+def test_while_chunks_of_the_loss_run_the_last_layer_is_gathered_again():
+    """In a loop over chunks no collective begins: XLA gathers it before, for its backward pass."""
+    net = Chunked(L=3, D=64, B=2, T=4, V=5000)
+    without = net.forecast(3, habits=forecast.Habits(of_gpus=True))
+    ahead = net.forecast(3, habits=forecast.Habits(ahead=True, of_gpus=True))
+    assert without.terms["loss"] > 4 * 64 * 5000, "the worst instant is the loss"
+    assert ahead.terms["copy"] - without.terms["copy"] == 4 * net.layer
+    assert ahead.bytes - without.bytes == 4 * net.layer
 
 
 def test_a_gradient_that_only_waits_to_be_summed_is_computed_last():

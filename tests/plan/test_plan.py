@@ -69,7 +69,10 @@ def test_terms_follow_their_formulas(data):
 
 
 def test_products_saved_by_dots_and_weights_saved_by_no_policy(tmp_path):
-    """L·B·T·9·D·c for dots; stages that open weights at a touch save no copies."""
+    """L·B·T·9·D·c for dots; stages that open weights at a touch save no copies.
+
+    Of stage 3 the worst instant is the loss, where one hidden state more is there.
+    """
     saved = {}
     for remat in ("dots", "none"):
         path = tmp_path / f"{remat}.json"
@@ -78,7 +81,8 @@ def test_products_saved_by_dots_and_weights_saved_by_no_policy(tmp_path):
         saved[remat] = [stages[str(s)]["terms"]["saved"] for s in range(4)]
     products = 36 * 4 * 1024 * 9 * 4096 * 2  # of 3, 1, 4 and 1 times the width
     assert saved["dots"] == [pytest.approx(products, rel=0.01)] * 4
-    assert saved["none"] == [pytest.approx(saved["none"][1], rel=0.001)] * 4
+    hidden = 4 * 1024 * 4096 * 2
+    assert saved["none"] == [saved["none"][1]] * 3 + [saved["none"][1] + hidden]
 
 
 def test_higher_stages_hold_less(data):

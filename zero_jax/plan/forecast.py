@@ -25,35 +25,19 @@ B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dt
 Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_jax.engine.loops import TOGETHER
 from zero_jax.jaxpr.equations import AnyJaxpr
+from zero_jax.plan import under_way
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
 from zero_jax.plan.flat_trace import device_part, flatten
 from zero_jax.plan.lifespans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
-from zero_jax.releases import COLLECTIVES_AT_ONCE
+from zero_jax.plan.under_way import Habits as Habits
+from zero_jax.plan.under_way import Held as Held
 
+NO_HABITS = Habits()  # of XLA for CPUs
 TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
-
-
-@dataclass(frozen=True)
-class Held:
-    """A value that is alive at the worst instant.
-
-    Attributes:
-      bytes: on one device.
-      term: one of `TERMS`.
-      what: dtype and shape, "bf16[36,4,1024,4096]".
-      made_by: the operation and where it stands in the traced function.
-    """
-
-    bytes: int
-    term: str
-    what: str
-    made_by: str
 
 
 @dataclass(frozen=True)
@@ -78,24 +62,6 @@ class Forecast:
         return {term: sum(h.bytes for h in self.held if h.term == term) for term in TERMS}
 
 
-@dataclass(frozen=True)
-class Habits:
-    """Of the compiler.
-
-    Attributes:
-      ahead: whether loops over layers gather the next one's weights while one computes.
-      bucket_bytes: the most that collectives move at once. Of a layer of more than two buckets one
-        is gathered ahead by the worst instant, since later ones take the place of weights that are
-        not needed any more, and as many are still to be summed as are under way at a time.
-      of_gpus: whether it is that for GPUs. It computes fused results before the operation that
-        needs them in memory, writes them over what they read last, and puts no reduction off.
-    """
-
-    ahead: bool = False
-    bucket_bytes: float = math.inf
-    of_gpus: bool = False
-
-
 def forecast(
     jaxpr: AnyJaxpr,
     params: int,
@@ -103,7 +69,7 @@ def forecast(
     *,
     split: Sequence[int | None] = (),
     parts: int = 1,
-    habits: Habits = Habits(),
+    habits: Habits = NO_HABITS,
 ) -> Forecast:
     """Foretells the temporaries of a traced training step.
 
@@ -193,11 +159,19 @@ class _Walk:
         for at in range(2 * self.end + 1):
             current += change[at]
             runs = at % 2 == 0 and at < 2 * self.end
-            inside = self._inside(at // 2) if runs else []
+            inside = self._inside(at // 2) + self._gathered_again(at // 2) if runs else []
             if current + _total(inside) > most:
                 most, worst_at, worst_inside = current + _total(inside), at, inside
         alive = [self._held(span) for span in self.spans if span.start <= worst_at <= span.stop]
         return alive + worst_inside + self._under_way()
+
+    def _under_way(self) -> list[Held]:
+        """Over layers, gradients of the last iteration are summed while this one computes (but
+        those that stand behind a barrier), and weights of the next one gathered."""
+        if self.level != "layer":
+            return []
+        own, habits = self.operations, self.habits
+        return under_way.summed(own, habits) + under_way.gathered(own, habits, "the layer after")
 
     def _inside(self, at: int) -> list[Held]:
         """What lives inside a loop or a branch while it runs, at the worst instant."""
@@ -249,45 +223,18 @@ class _Walk:
                     found.add(value)
         return found
 
-    def _under_way(self) -> list[Held]:
-        """Over layers, gradients of the last iteration are summed while this one computes (but
-        those that stand behind a barrier), and weights of the next one gathered."""
-        if self.level != "layer":
-            return []
-        readers = readers_of(self.operations)
-        waiting = [
-            v
-            for o in self.operations
-            if o.name == "reduce_scatter" and not self._behind_barrier(o.outputs[0], readers)
-            for v in o.inputs
+    def _gathered_again(self, at: int) -> list[Held]:
+        """While a loop over chunks of the loss runs, in which no collective can begin, weights of
+        the last layer are gathered for its backward pass."""
+        loops = self.loss < at < self.backward and self.operations[at].bodies
+        backward = self.operations[self.backward :] if loops else []
+        layers = next((o for o in backward if self._is_layers(o)), None)
+        inside = [body.flat.operations for body in layers.bodies] if layers else []
+        return [
+            held
+            for operations in inside
+            for held in under_way.gathered(operations, self.habits, "the last layer")
         ]
-        next_ones = [v for o in self.operations if o.name == "all_gather" for v in o.outputs]
-        waiting = _within(waiting, COLLECTIVES_AT_ONCE * self.habits.bucket_bytes)
-        bucket = self.habits.bucket_bytes
-        ahead = math.inf if sum(v.bytes for v in next_ones) <= TOGETHER * bucket else bucket
-        next_ones = _within(next_ones if self.habits.ahead else [], ahead)
-        found = [(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
-        found += [(v, "copy", "all_gather of the layer after") for v in next_ones]
-        return [Held(v.bytes, term, f"{v.dtype}{list(v.shape)}", by) for v, term, by in found]
-
-    def _behind_barrier(self, value: Value, readers: dict[Value, list[int]]) -> bool:
-        """Whether it goes through a barrier, on its way out of the loop."""
-        reads = [self.operations[r] for r in readers.get(value, ())]
-        return any(
-            o.name == "optimization_barrier"
-            or (o.name not in SOLID and any(self._behind_barrier(v, readers) for v in o.outputs))
-            for o in reads
-        )
-
-
-def _within(values: Iterable[Value], most: float) -> list[Value]:
-    """The first of these values, up to so many bytes."""
-    found = []
-    for value in values:
-        most -= value.bytes
-        if most >= 0:
-            found.append(value)
-    return found
 
 
 def _sums(operation: Operation) -> bool:

@@ -1,0 +1,93 @@
+"""What is under way between devices beside what is computed: gathered ahead, summed afterwards."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zero_jax.engine.loops import TOGETHER
+from zero_jax.plan.flat_program import Operation, Value
+from zero_jax.plan.lifespans import SOLID, readers_of
+from zero_jax.releases import COLLECTIVES_AT_ONCE
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is alive at the worst instant.
+
+    Attributes:
+      bytes: on one device.
+      term: one of `TERMS` of `forecast`.
+      what: dtype and shape, "bf16[36,4,1024,4096]".
+      made_by: the operation and where it stands in the traced function.
+    """
+
+    bytes: int
+    term: str
+    what: str
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Of the compiler.
+
+    Attributes:
+      ahead: whether loops over layers gather the next one's weights while one computes.
+      bucket_bytes: the most that collectives move at once. Of a layer of more than two buckets one
+        is gathered ahead by the worst instant, since later ones take the place of weights that are
+        not needed any more, and as many are still to be summed as are under way at a time.
+      of_gpus: whether it is that for GPUs. It computes fused results before the operation that
+        needs them in memory, writes them over what they read last, and puts no reduction off.
+    """
+
+    ahead: bool = False
+    bucket_bytes: float = math.inf
+    of_gpus: bool = False
+
+
+def gathered(layer: Sequence[Operation], habits: Habits, which: str) -> list[Held]:
+    """Of the weights that a layer gathers those that are there before it begins."""
+    values = [v for o in layer if o.name == "all_gather" for v in o.outputs]
+    bucket = habits.bucket_bytes
+    most = math.inf if sum(v.bytes for v in values) <= TOGETHER * bucket else bucket
+    there = _within(values, most) if habits.ahead else []
+    return [_held(v, "copy", f"all_gather of {which}") for v in there]
+
+
+def summed(layer: Sequence[Operation], habits: Habits) -> list[Held]:
+    """Of a layer's gradients those that are summed over devices while the next one computes."""
+    readers = readers_of(layer)
+    waiting = [
+        v
+        for o in layer
+        if o.name == "reduce_scatter" and not _behind_barrier(layer, o.outputs[0], readers)
+        for v in o.inputs
+    ]
+    waiting = _within(waiting, COLLECTIVES_AT_ONCE * habits.bucket_bytes)
+    return [_held(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
+
+
+def _held(value: Value, term: str, made_by: str) -> Held:
+    return Held(value.bytes, term, f"{value.dtype}{list(value.shape)}", made_by)
+
+
+def _behind_barrier(
+    layer: Sequence[Operation], value: Value, readers: dict[Value, list[int]]
+) -> bool:
+    """Whether it goes through a barrier, on its way out of the loop."""
+    reads = [layer[r] for r in readers.get(value, ())]
+    return any(
+        o.name == "optimization_barrier"
+        or (o.name not in SOLID and any(_behind_barrier(layer, v, readers) for v in o.outputs))
+        for o in reads
+    )
+
+
+def _within(values: Iterable[Value], most: float) -> list[Value]:
+    """The first of these values, up to so many bytes."""
+    found = []
+    for value in values:
+        most -= value.bytes
+        if most >= 0:
+            found.append(value)
+    return found
