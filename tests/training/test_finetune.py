@@ -6,11 +6,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from test_train import finish, start
 
 from training import byte_tokenizer
 from training.main import main
@@ -130,6 +132,30 @@ def test_a_run_goes_on_from_its_adapters_on_another_number_of_devices(tune):
     one, other = (load_file(f"{o}/adapter/adapter_model.safetensors") for o in ("whole", "parts"))
     for name, array in one.items():
         np.testing.assert_allclose(array, other[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.heavy
+def test_a_run_that_is_killed_sees_the_same_documents_on_another_number_of_devices(made, tune):
+    """Each loss is that of its batch, so equal losses are of equal documents."""
+    many = ["--steps", "40", "--checkpoint-every", "2", "--sample-length", "0"]
+    assert tune(*many, "--out", "whole") == 0
+    known = [*SMALL, "--hf", str(made / "small"), "--data", str(made / "chat.jsonl"), *many]
+    process = start(*known, "--out", "out")
+    end = time.monotonic() + 240
+    saved = Path("out/checkpoints")
+    while not (saved.is_dir() and any(p.name.isdigit() for p in saved.iterdir())):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert 2 <= max(losses("out")) < 40, "killed on its way"
+    ((code, said, error),) = finish([start(*known, "--out", "out", "--devices", "4")])
+    assert code == 0 and "Going on from" in said, error
+    found = losses("out")
+    assert found.keys() == losses("whole").keys()
+    for step, loss in losses("whole").items():
+        assert found[step] == pytest.approx(loss, rel=1e-4), step
+    assert len({round(loss, 4) for loss in found.values()}) > 30, "batches differ"
 
 
 @pytest.mark.heavy
