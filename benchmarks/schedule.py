@@ -54,8 +54,8 @@ def compiled(case: Case, target: targets.Target) -> dict[str, dict]:
     params, tx = case.zero.abstract(case.make), case.zero.optimizer(case.tx)
     ours = case.zero.train_step(case.loss_fn, tx)
     options = ours.compiler_options(params, tx.init(params), case.batch)
-    ours_facts = facts(plan.compiled, plan.time, plan.num_params)
-    found = {PROGRAMS[0]: ours_facts | {"predicted_bytes": plan.predicted.total_bytes}}
+    predicted = {"predicted_bytes": plan.predicted.total_bytes}
+    found = {PROGRAMS[0]: facts(plan.compiled, plan.time, plan.num_params) | predicted}
     for name, chunks, told in zip(PROGRAMS[1:], (1, 1, CHUNKS), (None, options, None), strict=True):
         step, args = gspmd.step_of(case, REMAT, chunks=chunks)
         audit = prove.compile_for(target, step, args, case.zero.mesh, options=told)
