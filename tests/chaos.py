@@ -104,6 +104,14 @@ class Run:
     processes: list[subprocess.Popen]
     rng: random.Random
 
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
     @property
     def log(self) -> Path:
         return self.folder / f"{self.out}.log"
@@ -134,13 +142,21 @@ class Run:
         """The second start is refused; the first one meanwhile stands still, and keeps its lock."""
         for process in self.processes:
             process.send_signal(signal.SIGSTOP)
-        before = len(self.log.read_text())
+        time.sleep(0.1)  # they stand still soon after
+        before, watched = len(self.log.read_text()), self._watched()
         (second,) = start(self.folder, self.out, 1)
         end([second], 60, self.log)
         told = self.log.read_text()[before:]
         assert second.returncode == WRONG and "another run writes" in told, told
-        assert list((self.folder / self.out / "alive").glob("start-*/00000.json")), "was deleted"
+        # Perhaps no sign of life yet, which the first one comes to only after its "Writing to".
+        assert watched and self._watched() == watched, "what the first start watches was changed"
         self.all_killed()
+
+    def _watched(self) -> dict[Path, int]:
+        """The folder of signs of life and all in it, and when each was written, in nanoseconds."""
+        return {
+            path: path.stat().st_mtime_ns for path in (self.folder / self.out / "alive").rglob("*")
+        }
 
     def disk_full(self) -> None:
         """It ends with the reason, at its next checkpoint or line at the latest."""
@@ -202,6 +218,8 @@ def doing(log: str, step: int) -> str:
         return "starting"
     if "Going on from" not in log and step == 0:
         return "beginning or restoring"
+    if step == STEPS:
+        return "leaving"
     return "saving" if step % EVERY <= 1 else "training"
 
 
@@ -233,49 +251,50 @@ def chaos(
         out = f"run{number}"
         log = folder / f"{out}.log"
         written = log.stat().st_size if log.exists() else 0
-        processes = start(folder, out, rng.choice(counts))
-        # Starting takes some seconds, and a step milliseconds.
-        wait = rng.uniform(1, 15) if sum(outcome.kills.values()) < kills else 600
-        limit = time.monotonic() + wait
-        while time.monotonic() < limit and any(p.poll() is None for p in processes):
-            time.sleep(0.02)
-        if any(p.poll() == 0 for p in processes):
-            end(processes, 60, log)  # the run is through: they leave one after another
-        if all(p.poll() == 0 for p in processes):
-            got = curve(folder, out)
-            assert got.keys() == want.keys()
-            gap = max(abs(got[s] / want[s] - 1) for s in want)
-            assert gap < 1e-4, gap
-            outcome.worst, outcome.finished = max(outcome.worst, gap), outcome.finished + 1
-            outcome.checked += check_all(folder, out)[0]
-            shutil.rmtree(folder / out / "checkpoints")
-            if sum(outcome.kills.values()) >= kills:
-                return outcome
-            number += 1
-            continue
-        assert all(p.poll() is None for p in processes), log.read_text()[-2000:]
-        metrics = folder / out / "metrics.jsonl"
-        step = max(curve(folder, out), default=0) if metrics.exists() else 0
-        what = doing(log.read_bytes()[written:].decode(), step)
-        run = Run(folder, out, processes, rng)
-        kinds = {"all killed": run.all_killed}
-        if what != "starting":
-            kinds["one killed"] = run.one_killed
-            if len(processes) > 1:
-                kinds["first hangs"] = run.first_hangs
-            kinds["started twice"] = run.started_twice
-            if full:
-                kinds["disk full"] = run.disk_full
-        kind = only if only in kinds else rng.choice(list(kinds))
-        kinds[kind]()
-        outcome.kills[f"{kind}, {what}"] += 1
-        if (folder / out / "checkpoints").exists():
-            count, latest = check_all(folder, out)
-            outcome.checked += count
-            reached = max(curve(folder, out), default=0) if metrics.exists() else 0
-            # The last checkpoint may still have been on its way to the disk.
-            assert reached - latest <= 3 * EVERY, (reached, latest)
-            outcome.lost.append(reached - latest)
+        with Run(folder, out, start(folder, out, rng.choice(counts)), rng) as run:
+            # Starting takes some seconds, and a step milliseconds.
+            wait = rng.uniform(1, 15) if sum(outcome.kills.values()) < kills else 600
+            limit = time.monotonic() + wait
+            while time.monotonic() < limit and any(p.poll() is None for p in run.processes):
+                time.sleep(0.02)
+            if any(p.poll() == 0 for p in run.processes):
+                end(run.processes, 60, log)  # the run is through: they leave one after another
+                assert not any(p.returncode for p in run.processes), log.read_text()[-2000:]
+                got = curve(folder, out)
+                assert got.keys() == want.keys()
+                gap = max(abs(got[s] / want[s] - 1) for s in want)
+                assert gap < 1e-4, gap
+                outcome.worst, outcome.finished = max(outcome.worst, gap), outcome.finished + 1
+                outcome.checked += check_all(folder, out)[0]
+                shutil.rmtree(folder / out / "checkpoints")
+                if sum(outcome.kills.values()) >= kills:
+                    return outcome
+                number += 1
+                continue
+            assert not any(p.returncode for p in run.processes), log.read_text()[-2000:]
+            metrics = folder / out / "metrics.jsonl"
+            step = max(curve(folder, out), default=0) if metrics.exists() else 0
+            what = doing(log.read_bytes()[written:].decode(), step)
+            kinds = {"all killed": run.all_killed}
+            if what != "starting":
+                kinds["one killed"] = run.one_killed
+            # Who leaves waits for nobody, and has given its lock back.
+            if what not in ("starting", "leaving"):
+                if len(run.processes) > 1:
+                    kinds["first hangs"] = run.first_hangs
+                kinds["started twice"] = run.started_twice
+                if full:
+                    kinds["disk full"] = run.disk_full
+            kind = only if only in kinds else rng.choice(list(kinds))
+            kinds[kind]()
+            outcome.kills[f"{kind}, {what}"] += 1
+            if (folder / out / "checkpoints").exists():
+                count, latest = check_all(folder, out)
+                outcome.checked += count
+                reached = max(curve(folder, out), default=0) if metrics.exists() else 0
+                # The last checkpoint may still have been on its way to the disk.
+                assert reached - latest <= 3 * EVERY, (reached, latest)
+                outcome.lost.append(reached - latest)
 
 
 def main() -> None:
