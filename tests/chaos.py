@@ -72,7 +72,8 @@ def start(folder: Path, out: str, count: int) -> list[subprocess.Popen]:
     # Compiled once for all starts, so that less time passes before there is something to disturb.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    environment = {**cache, **os.environ, "JAX_PLATFORMS": "cpu"}
+    # What a start says is in its log at once, or nobody could tell what it does.
+    environment = {**cache, **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     with open(folder / f"{out}.log", "a") as log:
         said = {"stdout": log, "stderr": subprocess.STDOUT}
         return [
@@ -132,6 +133,8 @@ class Run:
         first, *others = self.processes
         first.send_signal(signal.SIGSTOP)
         end(others, 60, self.log)
+        if not any(process.returncode for process in others):
+            return self._got_through()
         told = self.log.read_text()
         known = f"process 0 (pid {first.pid}" in told
         assert known or "process 0 was not seen" in told, told[-3000:]
@@ -147,10 +150,20 @@ class Run:
         (second,) = start(self.folder, self.out, 1)
         end([second], 60, self.log)
         told = self.log.read_text()[before:]
+        if second.returncode == 0:
+            return self._got_through()
         assert second.returncode == WRONG and "another run writes" in told, told
         # Perhaps no sign of life yet, which the first one comes to only after its "Writing to".
         assert watched and self._watched() == watched, "what the first start watches was changed"
         self.all_killed()
+
+    def _got_through(self) -> None:
+        """It was done when it was made to stand still, and its lock given back: it only leaves."""
+        assert STEPS in curve(self.folder, self.out, "val_loss"), "stands still, and nobody minds"
+        for process in self.processes:
+            process.send_signal(signal.SIGCONT)
+        end(self.processes, 60, self.log)
+        assert not any(p.returncode for p in self.processes), self.log.read_text()[-3000:]
 
     def _watched(self) -> dict[Path, int]:
         """The folder of signs of life and all in it, and when each was written, in nanoseconds."""
@@ -183,13 +196,13 @@ def small_disk(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def curve(folder: Path, out: str) -> dict[int, float]:
+def curve(folder: Path, out: str, key: str = "loss") -> dict[int, float]:
     import json
 
     found = {}
     for line in (folder / out / "metrics.jsonl").read_text().splitlines(keepends=True):
-        if line.endswith("\n") and "loss" in json.loads(line):
-            found[json.loads(line)["step"]] = json.loads(line)["loss"]
+        if line.endswith("\n") and key in json.loads(line):
+            found[json.loads(line)["step"]] = json.loads(line)[key]
     return found
 
 
@@ -216,10 +229,10 @@ def doing(log: str, step: int) -> str:
     """What a start does, from what it has written by now and its last step."""
     if "Writing to" not in log:
         return "starting"
+    if "over all" in log:  # its last loss, said when everything is written
+        return "leaving"
     if "Going on from" not in log and step == 0:
         return "beginning or restoring"
-    if step == STEPS:
-        return "leaving"
     return "saving" if step % EVERY <= 1 else "training"
 
 
