@@ -133,7 +133,7 @@ class Run:
         first, *others = self.processes
         first.send_signal(signal.SIGSTOP)
         end(others, 60, self.log)
-        if not any(process.returncode for process in others):
+        if self._through() and not any(process.returncode for process in others):
             return self._got_through()
         told = self.log.read_text()
         known = f"process 0 (pid {first.pid}" in told
@@ -147,10 +147,11 @@ class Run:
             process.send_signal(signal.SIGSTOP)
         time.sleep(0.1)  # they stand still soon after
         before, watched = len(self.log.read_text()), self._watched()
+        through = self._through()  # before the second start, which would write its own last loss
         (second,) = start(self.folder, self.out, 1)
         end([second], 60, self.log)
         told = self.log.read_text()[before:]
-        if second.returncode == 0:
+        if through and second.returncode == 0:
             return self._got_through()
         assert second.returncode == WRONG and "another run writes" in told, told
         # Perhaps no sign of life yet, which the first one comes to only after its "Writing to".
@@ -159,11 +160,15 @@ class Run:
 
     def _got_through(self) -> None:
         """It was done when it was made to stand still, and its lock given back: it only leaves."""
-        assert STEPS in curve(self.folder, self.out, "val_loss"), "stands still, and nobody minds"
         for process in self.processes:
             process.send_signal(signal.SIGCONT)
         end(self.processes, 60, self.log)
         assert not any(p.returncode for p in self.processes), self.log.read_text()[-3000:]
+
+    def _through(self) -> bool:
+        """Whether its last loss is written, which it is before its lock is given back."""
+        there = (self.folder / self.out / "metrics.jsonl").exists()
+        return there and STEPS in curve(self.folder, self.out, "val_loss")
 
     def _watched(self) -> dict[Path, int]:
         """The folder of signs of life and all in it, and when each was written, in nanoseconds."""
