@@ -1,6 +1,7 @@
 """What differs between releases of JAX and XLA: all of it, so that a new one is taken in here."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,15 @@ GATHER_AHEAD: Spellings = (
 AT_ONCE: Spellings = (
     ("xla_gpu_experimental_parallel_collective_overlap_limit", COLLECTIVES_AT_ONCE),
 )
+
+
+def at_once(options: Mapping[str, Any]) -> int:
+    """How many collectives XLA for GPUs has under way at a time, told these options."""
+    return next((options[name] for name, _ in AT_ONCE if name in options), 1)
+
+
+# What XLA for GPUs reads to know how long instructions take: see hlo/latencies.py.
+LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
 # XLA before jaxlib 0.12 holds the gradients of a layer until one sum can take all that travel
 # together: of a large layer no more than so many bytes do.
 SUMMED_AT_ONCE = 2**28 if jax.__version_info__ < (0, 12) else math.inf

@@ -10,8 +10,8 @@ PEAK, MEMORY, FAST, SLOW = H100.flops, H100.memory_bandwidth, H100.fast_wire, H1
 LAYERS = 36
 
 
-def estimate(body, *computations, devices=64, aim=H100, model_flops=None):
-    """The step time of a module whose entry computation holds `body`."""
+def module(body, *computations, devices=64):
+    """A program whose entry computation holds `body`, and its collectives."""
     reduction = (
         "%sum (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
         "  %b = f32[] parameter(1)\n  ROOT %s = f32[] add(%a, %b)\n}\n"
@@ -19,7 +19,12 @@ def estimate(body, *computations, devices=64, aim=H100, model_flops=None):
     entry = "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"
     header = f"HloModule m, is_scheduled=true, num_partitions={devices}\n\n"
     program = hlo_text.parse(header + "\n".join([reduction, *computations, entry]))
-    return roofline.step_time(program, traffic.of_program(program, None), aim, model_flops)
+    return program, traffic.of_program(program, None)
+
+
+def estimate(body, *computations, devices=64, aim=H100, model_flops=None):
+    """Its step time."""
+    return roofline.step_time(*module(body, *computations, devices=devices), aim, model_flops)
 
 
 def computation(name, *lines):

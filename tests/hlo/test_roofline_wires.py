@@ -77,20 +77,22 @@ def test_the_fast_wire_is_the_limit_of_a_ring_over_hosts():
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "share", "wire"),
+    ("kind", "more", "fast", "slow"),
     [
-        ("collective-permute", "{{0,1},{1,0}}", 1, FAST),
-        ("collective-permute", "{{0,1},{7,8}}", 1, SLOW),
-        ("all-to-all", "[8,8]<=[64]", 7 / 8, FAST),
-        ("all-to-all", "[1,64]<=[64]", 63 / 64, SLOW),
+        ("collective-permute", "{{0,1},{1,0}}", 1, 0),
+        ("collective-permute", "{{0,1},{7,8}}", 0, 1),
+        ("all-to-all", "[8,8]<=[64]", 7 / 8, 0),
+        ("all-to-all", "[1,64]<=[64]", 7 / 64, 56 / 64),
+        ("all-to-all", "[8,8]<=[8,8]T(1,0)", 0, 7 / 8),
     ],
 )
-def test_pairs_use_one_wire_each(kind, more, share, wire):
+def test_pairs_use_one_wire_each(kind, more, fast, slow):
+    """Of an all-to-all over hosts the parts for devices of the same host stay in it."""
     key = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
     t = estimate(
         ["%p = f32[6400]{0} parameter(0)", f"%c = f32[6400]{{0}} {kind}(%p), {key}={more}"]
     )
-    assert t.wire_seconds == pytest.approx(4 * 6400 * share / wire)
+    assert t.wire_seconds == pytest.approx(4 * 6400 * (fast / FAST + slow / SLOW))
 
 
 def test_a_group_of_one_takes_no_time():

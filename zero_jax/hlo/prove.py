@@ -27,7 +27,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.hlo import auditor
+from zero_jax import releases
+from zero_jax.hlo import auditor, latencies
 from zero_jax.hlo.targets import Target, topology
 from zero_jax.sharding.layout import key_impl
 from zero_jax.sharding.mesh import AnyMesh
@@ -84,6 +85,7 @@ def compile_for(
     donated: int = 2,
     given_topology: str | None = None,
     options: Mapping[str, Any] | None = None,
+    told: Mapping[str, float] | None = None,
     timeout: float = 1800,
 ) -> auditor.Audit:
     """Compiles a step for a target and audits it.
@@ -96,6 +98,7 @@ def compile_for(
       donated: how many of the args are donated.
       given_topology: see `topology`.
       options: of the compiler, as `jax.jit` takes them.
+      told: how long instructions take, for XLA's scheduler, see `latencies`.
       timeout: seconds after which the child is ended.
 
     Raises:
@@ -107,6 +110,10 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="zero_jax_prove_") as folder:
         here = pathlib.Path(folder)
         (here / "step.bin").write_bytes(exported["program"])
+        if told is not None:
+            profile = here / f"told{latencies.SUFFIX}"
+            profile.write_text(latencies.text(told))
+            options = {**(options or {}), releases.LATENCIES: str(profile)}
         request = {
             **exported["request"],
             "platform": target.platform,

@@ -27,7 +27,7 @@ _NO_KERNEL = VIEWS | KINDS | {"parameter", "constant", "after-all", "domain", "r
 _NO_KERNEL |= {"partition-id", "replica-id"}
 _RING = {"all-gather", "reduce-scatter", "all-reduce"}
 _TO_ALL = {"all-to-all", "ragged-all-to-all"}
-_CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
+CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,13 @@ def step_time(
             "needed; take an accelerator, 'h100' say"
         )
     flops = Flops(program)
-    kernels, work, traffic = _kernels(program, target, flops).computation(program.entry)
-    clock = Timeline(
-        program,
-        lambda computation, i: flops.instruction(computation, i)[0] / target.flops,
-        {c.name: _wire(c, program.num_devices, target) for c in collectives if c.words},
-    ).clock
-    seconds = kernels + clock.waited
-    fraction = model_flops / target.flops / seconds if model_flops and seconds else None
+    seconds, work, traffic = kernels(program, target, flops).computation(program.entry)
+    clock = play(program, collectives, target).clock
+    step = seconds + clock.waited
+    fraction = model_flops / target.flops / step if model_flops and step else None
     return StepTime(
-        seconds=seconds,
-        kernel_seconds=kernels,
+        seconds=step,
+        kernel_seconds=seconds,
         compute_seconds=work / target.flops,
         memory_seconds=traffic / target.memory_bandwidth,
         wire_seconds=clock.wire_seconds,
@@ -129,12 +125,22 @@ def format_step_time(t: StepTime) -> str:
     return "\n".join(lines)
 
 
-def _kernels(program: Program, target: Target, flops: Flops) -> Totals:
+def play(program: Program, collectives: Sequence[Collective], target: Target) -> Timeline:
+    """When its collectives run on a target; arguments as for `step_time`."""
+    flops = Flops(program)
+    return Timeline(
+        program,
+        lambda computation, i: flops.instruction(computation, i)[0] / target.flops,
+        {c.name: _wire(c, program.num_devices, target) for c in collectives if c.words},
+    )
+
+
+def kernels(program: Program, target: Target, flops: Flops) -> Totals:
     """Sums (seconds, FLOPs, bytes of traffic) of the kernels that a program runs."""
     nothing = (0.0, 0, 0)
 
     def kernel(computation: Computation, i: Instruction) -> Cost | None:
-        if i.kind in _CALLS:
+        if i.kind in CALLS:
             return None
         if i.kind in _NO_KERNEL or i.goes_on:
             return nothing
@@ -153,7 +159,10 @@ def _wire(c: Collective, num_devices: int, target: Target) -> Wire:
     in_host = devices_per_host_in_group(c, num_devices, target.host_devices)
     cards = in_host if c.kind in _RING else 1
     crossing = min(target.fast_wire, cards * target.slow_wire)
-    return Wire(sent / (target.fast_wire if in_host == n else crossing), sent)
+    inside = sent if in_host == n else 0.0
+    if c.kind in _TO_ALL:  # parts for devices of the same host stay in it
+        inside = c.bytes * (in_host - 1) / n
+    return Wire(inside / target.fast_wire + (sent - inside) / crossing, sent)
 
 
 def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
@@ -180,7 +189,8 @@ def _assumptions(
         "keep makes it faster, what it reads twice slower.",
         f"Collectives are rings without latency: {fast:.4g} GB/s a device within a host of "
         f"{in_host}; between hosts {slow:.4g} GB/s for each device that the group has on a host, "
-        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host.",
+        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host. Of an "
+        "all-to-all the parts for devices of the same host stay in it.",
         "All collectives share one wire, one after the other as they are started; matrix products "
         "scheduled meanwhile, at their peak, cover them, other kernels do not.",
     ]

@@ -22,6 +22,14 @@ class Wire(NamedTuple):
     bytes: float
 
 
+class Run(NamedTuple):
+    """The last run of a collective on the wire, in seconds; see the fields."""
+
+    could: float  # when what it sends was there, but for what only moves it in memory
+    began: float
+    took: float
+
+
 @dataclasses.dataclass
 class Clock:
     """Where the device and the wire are; see the fields."""
@@ -58,7 +66,7 @@ class Clock:
 
 
 class Timeline:
-    """Plays a program; `clock` is then that of its end.
+    """Plays a program; `clock` is then that of its end, and `runs` has every collective by name.
 
     Args:
       program: a scheduled program, parsed.
@@ -73,28 +81,35 @@ class Timeline:
         wires: Mapping[str, Wire],
     ):
         self._program, self._products, self._wires = program, products, wires
-        self.clock = Clock()
+        self.clock, self.runs = Clock(), dict[str, Run]()
         self._play(program.entry)
 
     def _play(self, name: str, *, waits: bool = True) -> float:
         """Plays a computation, in which the device waits or not; returns when all is sent."""
         computation = self._program.computations[name]
         ends: dict[str, float] = {}  # of what is under way
+        start, there = self.clock.now, dict[str, float]()  # when results could have been there
         for i in computation.instructions.values():
+            could = max((there.get(o, start) for o in i.operands), default=start)
+            before = self.clock.now
             if i.goes_on:
                 end = max((ends[o] for o in i.operands if o in ends), default=self.clock.now)
             else:
-                end = self._one(computation, i)
+                end = self._one(computation, i, could)
             if (i.opcode.endswith("-done") if i.goes_on else not only_starts(i)) and waits:
                 self.clock.wait(end)
             else:
                 ends[i.name] = end
+            there[i.name] = could if end <= before else max(could, end)
         return max(ends.values(), default=self.clock.now)
 
-    def _one(self, computation: Computation, i: Instruction) -> float:
+    def _one(self, computation: Computation, i: Instruction, could: float) -> float:
         """Plays an instruction; returns when what it sends is through."""
         if i.name in self._wires:
-            return self.clock.send(self._wires[i.name])
+            wire = self._wires[i.name]
+            began = max(self.clock.now, self.clock.free)
+            self.runs[i.name] = Run(could, began, wire.seconds)
+            return self.clock.send(wire)
         match i.kind:
             case "while":
                 self._loop(i.called[0], trip_count(self._program, computation, i) or 0)

@@ -25,7 +25,7 @@ from zero_jax.hlo import prove, targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt, optimizers
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, meshes, paper, plan_text, scaling
+from zero_jax.plan import candidates, meshes, paper, plan_text, proof, scaling
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import Adapters, Options, add_options, parsed_options
 from zero_jax.plan.planning import Plan
@@ -58,6 +58,12 @@ def _plan(args: Sequence[str]) -> int:
     case = case_of(parsed)
     memory_bytes = _limit(parsed, target)
     options = {"target": parsed.target, "topology": parsed.topology}
+    if parsed.latencies is not None:
+        if not parsed.compile or parsed.auto:
+            raise ValueError(
+                "--latencies are made of one compiled program: add --compile, and leave --auto out"
+            )
+        proof.check(parsed.latencies, target)
     if parsed.compile or parsed.auto:
         prove.check(target, case.zero.mesh.size, parsed.topology)
     if parsed.auto:
@@ -65,9 +71,9 @@ def _plan(args: Sequence[str]) -> int:
         plans = [case.plan(int(case.zero.stage), **options)]
         shown = plans[0]
     else:
+        told = options | {"latencies": parsed.latencies}
         plans = [
-            case.plan(s, **(options if parsed.compile and s == parsed.stage else {}))
-            for s in range(4)
+            case.plan(s, **(told if parsed.compile and s == parsed.stage else {})) for s in range(4)
         ]
         shown = plans[parsed.stage]
     print(_title(case, parsed))
@@ -75,6 +81,8 @@ def _plan(args: Sequence[str]) -> int:
     print(plan_text.format_layers(shown))
     if shown.compiled is not None:
         print("\n" + plan_text.format_proof(shown, memory_bytes))
+    if parsed.latencies is not None:
+        print("\nSo that a run is scheduled like this: XLA_FLAGS=" + proof.flags(parsed.latencies))
     if parsed.json:
         known = {**_settings(case, parsed), **shown.as_dict()}
         known["stages"] = {str(p.stage): p.as_dict()["predicted"] for p in plans}
@@ -95,7 +103,7 @@ def _limit(parsed: argparse.Namespace, target: targets.Target) -> int:
 def _meshes(args: Sequence[str]) -> int:
     """The same batch, `--batch-per-device` rows for each device, on every mesh."""
     parsed = parser().parse_args(args)
-    for name in ("model_parallel", "compile", "auto", "json", "plot"):
+    for name in ("model_parallel", "compile", "auto", "json", "plot", "latencies"):
         if getattr(parsed, name) != parser().get_default(name):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is not for meshes, which compiles every MP: leave it out")
@@ -148,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
     add("--topology", help="8x1x8 for 8 hosts of 8 GPUs; full hosts with NVLink unless given")
     add("--compile", action="store_true", help="prove it on the compiled program")
     add("--auto", action="store_true", help="choose all of that, and prove it")
+    add("--latencies", help="file (.pbtxt) for what XLA's scheduler is told; compiles twice")
     add("--json", help="file for all of it as data")
     add("--plot", help="file for a picture")
     return made

@@ -6,6 +6,7 @@ the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be 
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, Self
 
@@ -25,11 +26,11 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST, Offload
-from zero_jax.plan import forecast, update_forecast
+from zero_jax.plan import forecast, proof, update_forecast
 from zero_jax.plan.memory import words_per_param
 from zero_jax.plan.predicted import Predicted
 from zero_jax.sharding import layout
-from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding, on_gpu
+from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.paths import trained_part
 
@@ -199,6 +200,7 @@ def of(
     target: str | Target | None = None,
     topology: str | None = None,
     model_flops: float | None = None,
+    latencies: str | pathlib.Path | None = None,
 ) -> Plan:
     """Plans the step of a `Zero`; what `Zero.plan` calls.
 
@@ -215,6 +217,9 @@ def of(
         or "cpu", or a `targets.Target` of your own; needs the extra `prove`.
       topology: how those hang together, "8x1x8" for 8 hosts of 8; full hosts by default.
       model_flops: FLOPs of forward and backward on one device, without recomputation.
+      latencies: file, "step.pbtxt" say, into which is written how long instructions take on the
+        target; the step is compiled again by it, and a run that is given it is scheduled as the
+        program that was proven: `proof.flags`.
 
     Raises:
       ValueError: the target is unknown or cannot be compiled for here, or the mesh has no devices.
@@ -224,6 +229,7 @@ def of(
         raise ValueError(f"topology={topology!r} is that of a target: name it, target='h100' say")
     if aim is not None:
         prove.check(aim, zero.mesh.size, topology)
+    proof.check(latencies, aim)
     step: TrainStep = zero.train_step(loss_fn, tx, has_aux=has_aux)
     # As this Zero lays them out, wherever they come from.
     shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
@@ -232,10 +238,9 @@ def of(
     plan = _predict(step, args, _is_for_gpus(zero.mesh, aim))
     if not compile and aim is None:
         return plan
-    compiled = _compile(step, args, zero.mesh, aim, topology)
-    time = None
-    if aim is not None and aim.platform == "cuda" and compiled.flops is not None:
-        time = roofline.step_time(compiled.program, compiled.collectives, aim, model_flops)
+    own = proof.Proof(step, args, zero.mesh, aim, topology)
+    compiled = own.compiled(latencies)
+    time = own.time(compiled, model_flops)
     return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
 
 
@@ -289,37 +294,6 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
             host_saved=temporaries.host,
         ),
     )
-
-
-def _compile(
-    step: TrainStep,
-    args: tuple[Any, ...],
-    mesh: AnyMesh,
-    target: Target | None,
-    topology: str | None,
-) -> auditor.Audit:
-    if target is not None:
-        abstract = jax.tree.map(lambda x: _abstract(x, abstract_of(mesh)), args)
-        return prove.compile_for(
-            *(target, step.function, abstract, abstract_of(mesh)),
-            given_topology=topology,
-            options=step.compiler_options(*args) if target.platform == "cuda" else {},
-        )
-    if isinstance(mesh, AbstractMesh):
-        raise ValueError(
-            "the mesh has no devices to compile for: name a target, as target='h100', or use "
-            "zero_jax.make_mesh()"
-        )
-    return auditor.audit(step.lower(*args).compile(), dict(mesh.shape))
-
-
-def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
-    sharding = getattr(x, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-    kind = getattr(sharding, "memory_kind", None)
-    placed = None if spec is None else NamedSharding(mesh, spec, memory_kind=kind)
-    dtype = getattr(x, "dtype", None) or jax.dtypes.result_type(x)
-    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=placed)
 
 
 def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
