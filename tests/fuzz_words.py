@@ -15,7 +15,7 @@ import jax.extend.core as jex
 
 import zero_jax
 from zero_jax.engine import grads, repeats
-from zero_jax.engine.lifetimes import is_own_remat
+from zero_jax.engine.reading import is_own_remat
 from zero_jax.engine.trace import Traced
 from zero_jax.engine.weights import Form, follow
 from zero_jax.hlo import traffic

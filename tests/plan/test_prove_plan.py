@@ -82,6 +82,21 @@ def test_llama_8b_on_64_h100_holds_less_than_gspmd_and_what_was_predicted(every_
     assert abs(found.error) < 0.03
 
 
+def test_xla_that_is_told_how_long_instructions_take_covers_the_wire(tmp_path, capsys, every_pass):
+    """By the file that it is told from, the wire of the same bytes is covered."""
+    path, known = tmp_path / "step.pbtxt", planned("llama-3.1-8b", 64, 2**30)
+    args = ["--model", "llama-3.1-8b", "--devices", "64", "--batch-per-device", "4", "--reduce"]
+    found = compiled_for_h100(tmp_path, *args, "bf16", "--remat", "block", "--latencies", str(path))
+    assert found["covered_fraction"] >= 0.95 > known.time.covered
+    assert found["step_time"]["seconds"] < known.time.seconds
+    assert found["compiled"]["total_bytes"] < 7.3e9
+    assert (
+        f"XLA_FLAGS=--xla_gpu_pgle_profile_file_or_directory_path={path}" in capsys.readouterr().out
+    )
+    lines = path.read_text().splitlines()
+    assert all(line.startswith('costs { name: "') for line in lines) and len(lines) > 500
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_largest_buffer_is_the_same_whatever_the_models_size(stage):
     bucket = 2**27

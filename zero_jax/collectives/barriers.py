@@ -53,6 +53,19 @@ _tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
+def abreast(arrays: list[Any]) -> list[Any]:
+    """The same floats, none of which is there before all are; and so are their gradients."""
+    return list(together(arrays))
+
+
+def _abreast_forward(arrays: list[Any]) -> tuple[list[Any], None]:
+    return list(together([x.value for x in arrays])), None
+
+
+abreast.defvjp(_abreast_forward, _tied_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
 def waiting(x: jax.Array, others: Arrays) -> jax.Array:
     """The same value, whose cotangent goes on when the others are there."""
     return x

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.collectives import gather_scatter, norms
+from zero_jax.collectives import gather_scatter, lookup, norms
 from zero_jax.engine import losses, micro_batch, rewrite
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
 from zero_jax.engine.settings import Settings
@@ -112,7 +112,8 @@ class DeviceStep:
         bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
         policy = policies.parse(self.settings.remat)
         args = [*weights, *jax.tree.leaves((micro, extras))]
-        total, weight, *aux = rewrite.run(self.traced.closed, args, policy, bucket)
+        riders = [leaf.rides for leaf in self.traced.leaves]
+        total, weight, *aux = rewrite.run(self.traced.closed, args, policy, bucket, riders)
         return total, jax.lax.stop_gradient(weight), aux
 
     def _scaled_down(self, weight: jax.Array) -> Any:
@@ -166,7 +167,13 @@ class DeviceStep:
             sums = leaf.summed == TOUCH
             return gather_scatter.touch(shard, copy, slot, leaf.cut, self.settings.wire, sums)
 
-        return Source(tuple(x for x in (value, copy, slot) if x is not None), make, free=False)
+        def rows(given: Any, indices: Any, how: Any) -> Any:
+            shard, slot = (*given, None)[:2]
+            take = lookup.Take(how["mode"], how["fill_value"])
+            return lookup.rows(shard, slot, indices, take, leaf.cut, self.settings.wire)
+
+        arrays = tuple(x for x in (value, copy, slot) if x is not None)
+        return Source(arrays, make, free=False, rows=rows if leaf.by_rows else None)
 
     def _sums(self, total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, weight = jax.lax.psum(jnp.stack([total, weight]), batch_axes(self.settings.mesh))

@@ -7,6 +7,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from zero_jax.engine.replay import How, replay
+from zero_jax.engine.riders import loop as riding
 from zero_jax.engine.weights import Apart, Source, Weight, follow, opened
 from zero_jax.jaxpr import equations
 from zero_jax.remat import layer_groups, recompute
@@ -20,11 +21,20 @@ class Loop:
       eqn: the scan.
       consts, carried: how many of its inputs are constants, and how many its carry.
       values: its inputs.
+      riders: arrays that ride through it, see `riders.py`.
     """
 
-    def __init__(self, eqn: jex.JaxprEqn, consts: int, carried: int, values: Sequence[Any]):
+    def __init__(
+        self,
+        eqn: jex.JaxprEqn,
+        consts: int,
+        carried: int,
+        values: Sequence[Any],
+        riders: Sequence[Any] = (),
+    ):
         self.body = equations.written_out(equations.inner(eqn))
         self.params, self.consts, self.carried = eqn.params, consts, carried
+        self.riders = list(riders)
         self.sliced = {
             i
             for i, x in enumerate(values)
@@ -33,10 +43,16 @@ class Loop:
         self.slices = Apart([values[i].sliced() for i in sorted(self.sliced)])
         self.others = [x for i, x in enumerate(values) if i not in self.sliced]
 
+    @property
+    def given(self) -> list[Any]:
+        """What `run` is given: inputs that are not sliced weights, arrays of those, riders."""
+        return [*self.others, *self.slices.arrays, *self.riders]
+
     def run(self, given: Sequence[Any], how: How) -> list[Any]:
-        """Its results, given the inputs that are not sliced weights, whole, and arrays of those."""
+        """Its results, and the riders, given all that it reads, whole."""
         length, reverse = self.params["length"], self.params["reverse"]
-        unroll, before = self.params["unroll"], self.consts
+        unroll, before, counts = self.params["unroll"], self.consts, (self.consts, self.carried)
+        given, riders = _parted(given, len(self.riders))
         if how.policy.kind == "none":
 
             def step(*flat: Any) -> list[Any]:
@@ -45,18 +61,17 @@ class Loop:
                 )
                 return list(map(opened, outs))
 
-            return layer_groups.loop(step, given, before, self.carried, length, reverse, unroll)
+            return riding(step, given, counts, length, reverse, unroll, riders)
         within = self._summed_within(how.bucket_bytes)
         place = how.policy.inputs if self.sliced else DEVICE
         if how.policy.kind == "block_sqrt" and self.sliced and layer_groups.size_of(length) > 1:
-            counts = before, self.carried
-            return layer_groups.scan(
-                self._layer(how), given, counts, length, reverse, place, within
-            )
+            layer = self._layer(how)
+            outs = layer_groups.scan(layer, given, counts, length, reverse, place, within)
+            return [*outs, *riders]  # a group is run again as a whole
         places = {i: place for i in range(before, before + self.carried)}
         # No barrier is needed: forward and backward of a scan are loops of their own.
         layer = recompute.layer(self._layer(how), places, barrier=False, within=within)
-        return layer_groups.loop(layer, given, before, self.carried, length, reverse, unroll)
+        return riding(layer, given, counts, length, reverse, unroll, riders)
 
     def _values(self, flat: Sequence[Any]) -> list[Any]:
         """What the body is given, of the arrays that one turn has."""
@@ -81,6 +96,12 @@ class Loop:
         for source in self.slices.sources:
             starts[source], at = at, at + len(source.arrays)
         return [starts[s] + i for s in own for i in range(len(s.arrays))]
+
+
+def _parted(values: Sequence[Any], last: int) -> tuple[list[Any], list[Any]]:
+    """All but the last few, and these."""
+    at = len(values) - last
+    return list(values[:at]), list(values[at:])
 
 
 # A layer of so many buckets at most is gathered, and summed, while its neighbours compute.

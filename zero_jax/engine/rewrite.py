@@ -7,6 +7,10 @@ where it is read, and from nothing else:
   a scan's slices        go into the scan as shards and are gathered in its body, layer by layer
   what a loop reads in   is gathered before it, once; so is what a branch reads, since devices may
   every turn             take different ones
+  a matrix first read    rides through their loop as a shard, tied to its turns (riders.py)
+  after the layers
+  a table of which rows  is not gathered: every device is sent the rows that it asks for
+  are read, few of many  (collectives/lookup.py)
   a layer                gathers what it reads once, and is run again as a whole as the remat policy
                          says: the body of a scan, a stretch that repeats, the model's own
                          `jax.checkpoint`
@@ -23,8 +27,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zero_jax.engine import repeats
-from zero_jax.engine.lifetimes import is_own_remat
 from zero_jax.engine.loops import Loop
+from zero_jax.engine.reading import is_own_remat
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
 from zero_jax.engine.unrolled import Unrolled
@@ -39,7 +43,11 @@ _KEEPS = frozenset(("scan", "custom_vjp_call"))
 
 
 def run(
-    closed: jex.ClosedJaxpr, args: Sequence[Any], policy: Policy, bucket_bytes: float
+    closed: jex.ClosedJaxpr,
+    args: Sequence[Any],
+    policy: Policy,
+    bucket_bytes: float,
+    riders: Sequence[int | None] = (),
 ) -> list[Any]:
     """Runs a traced loss.
 
@@ -48,6 +56,7 @@ def run(
       args: its inputs: weights and arrays.
       policy: what the layers keep.
       bucket_bytes: see `How`.
+      riders: of each leaf the equation, a loop over layers, through which it rides; or None.
 
     Raises:
       ValueError: for names that mark nothing, or a weight; for layers that can't be grouped.
@@ -57,7 +66,8 @@ def run(
     pairs = zip(jaxpr.invars, args, strict=True)
     forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
     runs = repeats.runs_of(jaxpr, forms)
-    outs = evaluate(closed, args, How(evaluate, policy, bucket_bytes=bucket_bytes), runs=runs)
+    how = How(evaluate, policy, bucket_bytes=bucket_bytes)
+    outs = evaluate(closed, args, how, runs=runs, riders=riders)
     return [opened(x) for x in outs]
 
 
@@ -89,6 +99,7 @@ def evaluate(
     how: How,
     *,
     runs: Sequence[Sequence[Sequence[int]]] = (),
+    riders: Sequence[int | None] = (),
     kept: Mapping[int, Place] | None = None,
     tap: Tap | None = None,
 ) -> list[Any]:
@@ -99,11 +110,12 @@ def evaluate(
       args: its inputs, arrays or weights.
       how: how equations are run.
       runs: those of its equations that are layers which are not scanned.
+      riders: see `run`.
       kept: by equation, the place of its results, of which `tap` is told.
       tap: gives what goes on in a result's place.
     """
     kept, starts = kept or {}, {layers[0][0]: layers for layers in runs}
-    program = _Running(closed, args, how)
+    program = _Running(closed, args, how, riders)
     at = 0
     while at < len(closed.jaxpr.eqns):
         if at in starts:
@@ -120,8 +132,14 @@ def evaluate(
 class _Running:
     """A program on its way: what is known, and what waits to be run together."""
 
-    def __init__(self, closed: jex.ClosedJaxpr, args: Sequence[Any], how: How):
+    def __init__(
+        self, closed: jex.ClosedJaxpr, args: Sequence[Any], how: How, riders: Sequence[int | None]
+    ):
         self._jaxpr, self._how = closed.jaxpr, how
+        self._riders: dict[int, list[jex.Var]] = {}
+        for var, at in zip(closed.jaxpr.invars, riders, strict=False):
+            if at is not None:
+                self._riders.setdefault(at, []).append(var)
         self._env = dict(zip(self._jaxpr.invars, args, strict=True))
         # JAX's own functions are given arrays, where a trace may hold NumPy's.
         self._env.update(zip(self._jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
@@ -139,8 +157,21 @@ class _Running:
             self._flush()
             values = [equations.read(self._env, a) for a in eqn.invars]
             stopped = [equations.is_in(a, self._idle) for a in eqn.invars]
-            made = run_equation(eqn, values, stopped, self._how)
-            self._env.update(zip(eqn.outvars, made, strict=True))
+            riders = Apart([self._env[v] for v in self._riders.get(at, ())])
+            made = run_equation(eqn, values, stopped, self._how, riders.arrays)
+            self._env.update(zip(eqn.outvars, made, strict=False))
+            self._arrived(riders, made[len(eqn.outvars) :])
+
+    def _arrived(self, riders: Apart, arrays: Sequence[Any]) -> None:
+        """Whoever reads them reads what came out of the loop."""
+        it = iter(arrays)
+        new = {
+            s: dataclasses.replace(s, arrays=tuple(next(it) for _ in s.arrays), rode=True)
+            for s in riders.sources
+        }
+        for var, x in self._env.items():
+            if isinstance(x, Weight) and x.source in new:
+                self._env[var] = dataclasses.replace(x, source=new[x.source])
 
     def layers(self, layers: Sequence[Sequence[int]]) -> None:
         """Layers that are not scanned, and what lies between them and only re-arranges leaves."""
@@ -171,15 +202,22 @@ class _Running:
 
 
 def run_equation(
-    eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How
+    eqn: jex.JaxprEqn,
+    values: list[Any],
+    stopped: Sequence[bool],
+    how: How,
+    riders: Sequence[Any] = (),
 ) -> list[Any]:
-    """The results of one equation that is given weights, and values some of which are stopped."""
+    """The results of one equation that is given weights, and values some of which are stopped; and
+    then the riders, for a loop that is given some."""
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:
         place_of(eqn, set(eqn.outvars), how.policy)  # complains of a name
         return made
     if name == "scan":
-        return _scan(eqn, values, stopped, how)
+        return _scan(eqn, values, stopped, how, riders)
+    if name == "gather" and isinstance(values[0], Weight) and values[0].source.rows is not None:
+        return [values[0].rows(eqn, values[1])]
     if how.open is not None:
         return equations.function(eqn)(*map(how.open, values))
     if is_own_remat(eqn):
@@ -207,7 +245,7 @@ def _gathering(
     apart = Apart(values)
     if apart.free:
         return run(*map(opened, values))
-    if not how.in_loop:
+    if not how.in_loop and not all(source.rode for source in apart.sources):
         # Else the gradient is computed, and sent, when layers have run backward: it or what it is
         # made of would wait until then.
         values = [
@@ -227,11 +265,13 @@ def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any])
     return run(*map(Opener(), apart.together(flat)))
 
 
-def _scan(eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How) -> list[Any]:
+def _scan(
+    eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How, riders: Sequence[Any]
+) -> list[Any]:
     """A scan over weights: slices of shards are gathered in its body, the rest before it."""
     consts, carried = equations.state_of(eqn)
-    loop = Loop(eqn, consts, carried, values)
-    given = [*loop.others, *loop.slices.arrays]
+    loop = Loop(eqn, consts, carried, values, riders)
+    given = loop.given
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
         return loop.run(list(map(how.open, given)), inside)

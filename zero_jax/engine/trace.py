@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import lifetimes, losses
+from zero_jax.engine import lifetimes, losses, reading
 from zero_jax.engine.settings import Settings
 from zero_jax.jaxpr import derivatives, equations, marks
 from zero_jax.remat import policies
@@ -54,7 +54,7 @@ class Traced:
     @property
     def window(self) -> int:
         """Elements that one device gathers at once: the largest layer, or leaf that is in none."""
-        alone = [leaf.cut for leaf in self.leaves if not leaf.in_layer]
+        alone = [leaf.cut for leaf in self.leaves if not (leaf.in_layer or leaf.by_rows)]
         sizes = [math.prod(c.shape) // (1 if c.model is None else c.model_shards) for c in alone]
         return max([0, *sizes, *(layer.words for layer in self.layers)])
 
@@ -97,15 +97,15 @@ def trace(
     # The sum alone is differentiated.
     wanted = [at == 0 for at in range(len(found.jaxpr.outvars))]
     found = derivatives.settled(found, trained, wanted)
-    reading = lifetimes.Reading(found.jaxpr, cuts, policies.parse(settings.remat))
+    read = reading.Reading(found.jaxpr, cuts, policies.parse(settings.remat))
     life = lifetimes.lifetime(settings.stage, micro_batches)
     leaves = [
-        reading.leaf(at, name, still, life, settings.wire)
+        read.leaf(at, name, still, life, settings.wire)
         for at, (name, still) in enumerate(zip(names, frozen, strict=True))
     ]
     kinds = _kinds(program, found, rows, batch_axes(settings.mesh), len(names))
-    looped = [names[at] for at in sorted(reading.read_by("while")) if not frozen[at]]
-    return Traced(found, leaves, reading.layers, program.weighted, program.aux, kinds, looped)
+    looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
+    return Traced(found, leaves, read.layers, program.weighted, program.aux, kinds, looped)
 
 
 def _rows(x: Any, parts: int) -> jax.ShapeDtypeStruct:

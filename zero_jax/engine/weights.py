@@ -6,7 +6,7 @@ with it. Operations that only re-arrange a parameter are put off until it is who
 stack of layers is the same slice of its shards.
 
 `Form` is what a program does to a leaf before anybody computes with it. The walk that looks at
-the trace beforehand (`lifetimes.py`) and the one that runs it (`rewrite.py`) follow it by the same
+the trace beforehand (`reading.py`) and the one that runs it (`rewrite.py`) follow it by the same
 rules, so that one foretells the other.
 """
 
@@ -85,11 +85,16 @@ class Source:
       arrays: what it is made of: a shard, or a copy with its shard beside it.
       make: makes the leaf of them, in the compute dtype, differentiably.
       free: whether that sends nothing and makes nothing (stages 0 and 1).
+      rows: of a table that is looked up: makes the rows that a gather takes, of the arrays, the
+        gather's indices and its parameters.
+      rode: whether its arrays come out of a loop, which says when their gradients are due.
     """
 
     arrays: tuple[Any, ...]
     make: Callable[..., Any]
     free: bool
+    rows: Callable[..., Any] | None = None
+    rode: bool = False
 
     def of(self, arrays: Arrays) -> "Source":
         """The same, made of other arrays."""
@@ -141,6 +146,12 @@ class Weight:
     def open(self) -> Any:
         """The array."""
         return self.finish(self.source.open())
+
+    def rows(self, eqn: jex.JaxprEqn, indices: Any) -> Any:
+        """The rows that a gather takes of a table that is looked up. What waited for the table
+        casts: it does the same to them."""
+        assert self.source.rows is not None
+        return self.finish(self.source.rows(self.arrays, indices, eqn.params))
 
     def through(self, eqn: jex.JaxprEqn) -> list["Weight"] | None:
         """What an operation that only re-arranges it makes of it; None if it does more."""

@@ -84,6 +84,23 @@ def takes_elements(eqn: jex.JaxprEqn) -> bool:
 # What calls, loops and branches run.
 
 
+def rows_taken(eqn: jex.JaxprEqn) -> int:
+    """How many whole rows of a matrix a gather takes, one after the other; 0 if it is none.
+
+    >>> program = jax.make_jaxpr(lambda table, at: table.at[at].get(mode="clip"))
+    >>> program(jax.numpy.ones((9, 2)), jax.numpy.ones((3, 4), int)).jaxpr.eqns[-1].primitive.name
+    'gather'
+    """
+    if eqn.primitive.name != "gather":
+        return 0
+    (table, indices), dims = map(shape_of, eqn.invars), eqn.params["dimension_numbers"]
+    batch = len(indices) - 1
+    own = dims.offset_dims, dims.collapsed_slice_dims, dims.start_index_map
+    plain = own == ((batch,), (0,), (0,)) and not dims.operand_batching_dims
+    whole = len(table) == 2 and tuple(eqn.params["slice_sizes"]) == (1, table[1])
+    return math.prod(indices[:-1]) if plain and whole else 0
+
+
 def as_closed(jaxpr: AnyJaxpr) -> jex.ClosedJaxpr:
     """A jaxpr without constants of its own as a closed one; a closed one as it is."""
     return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, ())

@@ -40,7 +40,7 @@ class Split:
         off the layer dim), or None for a leaf that stays whole on every device.
       shards: N, the number of pieces.
       stacked: whether a loop of the model takes it slice by slice along dim 0; known from the trace
-        only, see `lifetimes`.
+        only, see `engine/reading.py`.
       model: the dim that is split over `model`, counted from the end, or None.
       model_shards: MP, the size of that axis.
       parts: R if a piece is cut further at rest, over `replica`; a step joins its parts first.

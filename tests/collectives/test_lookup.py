@@ -1,0 +1,199 @@
+"""Rows of a table that is cut over devices: the same rows and gradients as of the whole table."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import Problem, train_plain, train_zero, ulps
+
+import zero_jax
+from zero_jax.collectives import lookup
+from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.hlo import auditor
+from zero_jax.sharding.cuts import split
+
+ROWS, TOKENS = 24, 3
+TX = optax.sgd(0.1, momentum=0.9)
+FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
+CLIP = jax.lax.GatherScatterMode.CLIP
+
+
+def table(words, width):
+    return jax.random.normal(jax.random.key(0), (words, width))
+
+
+def cut_of(words, width, n, dim):
+    """Cut along that dim, whether or not the table's own would be."""
+    first = split((words, width), n)
+    cut = first if first.dim == dim else None
+    return cut or type(first)((words, width), dim, n)
+
+
+def looked_up(full, tokens, n, dim, take, wire):
+    """Rows, and the gradient of their squares' sum, of a table that is cut over n devices."""
+    cut = cut_of(*full.shape, n, dim)
+    mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
+    padded = np.zeros(cut.rest_shape, full.dtype)
+    padded[: full.shape[0], : full.shape[1]] = full
+
+    def body(shard, tokens):
+        def objective(shard):
+            found = lookup.rows(shard, None, tokens[..., None], take, cut, wire)
+            return jnp.sum(jnp.where(jnp.isnan(found), 0, found) ** 2), found
+
+        grad, found = jax.grad(objective, has_aux=True)(shard)
+        return found, grad
+
+    specs = (cut.spec, jax.P("data"))
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[::-1], check_vma=False)
+    found, grad = jax.jit(run)(padded, tokens)
+    return np.asarray(found), np.asarray(grad)
+
+
+@pytest.mark.parametrize(
+    ("words", "width", "n"), [(64, 8, 2), (67, 8, 4), (64, 7, 3), (61, 5, 3), (40, 3, 8)]
+)
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("mode", [FILL, CLIP])
+def test_rows_and_gradients_are_those_of_the_whole_table(words, width, n, dim, mode):
+    full = np.asarray(table(words, width))
+    tokens = np.array(jax.random.randint(jax.random.key(1), (ROWS, TOKENS), 0, words))
+    tokens[0], tokens[5, 0], tokens[-1, 1] = tokens[1], words + 3, -2  # twice, and out of bounds
+    take = lookup.Take(mode, None)
+    found, grad = looked_up(full, tokens, n, dim, take, Wire("data", jnp.float32))
+    want = take(jnp.asarray(full), tokens.reshape(-1, 1)).reshape(ROWS, TOKENS, width)
+    np.testing.assert_array_equal(found, want)
+    assert np.isnan(found).any() == (mode is FILL)
+    counted = np.zeros(full.shape)
+    for token, row in zip(tokens.ravel(), np.asarray(want).reshape(-1, width), strict=True):
+        inside = 0 <= token < words
+        if inside or mode is CLIP:
+            counted[np.clip(token, 0, words - 1)] += 2 * row
+    np.testing.assert_allclose(grad[:words, :width], counted, rtol=1e-6, atol=1e-6)
+    assert not grad[words:].any() and not grad[:, width:].any(), "padding stays zero"
+
+
+def test_gradients_of_bf16_rows_are_added_in_fp32():
+    """A word that all devices read 128 times: in bf16 the sum would stand still at 256."""
+    full = np.ones((64, 4), np.float32)
+    tokens = np.zeros((4 * 512, 1), np.int32)
+    wire = Wire("data", jnp.bfloat16, jnp.dtype("bfloat16"))
+    for dim in (-1, -2):
+        found, grad = looked_up(full, tokens, 4, dim, lookup.Take(CLIP, None), wire)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(grad[0, :4], 2.0 * len(tokens))
+
+
+# In a step.
+
+WORDS, WIDTH = 211, 12
+
+
+def make(words=WORDS):
+    key = functools.partial(jax.random.normal, jax.random.key(2))
+    return {"embed": key((words, WIDTH)), "layers": 0.3 * key((3, WIDTH, WIDTH))}
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w), None
+
+
+def loss(params, tokens):
+    x = params["embed"][tokens]
+    return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+
+def cast(params, tokens):
+    return loss(params | {"embed": params["embed"].astype("bfloat16").astype("float32")}, tokens)
+
+
+def tied(params, tokens):
+    return loss(params, tokens) + jnp.mean(params["embed"] ** 2)
+
+
+def turned(params, tokens):
+    return loss(params | {"embed": jnp.flip(params["embed"], 1)}, tokens)
+
+
+def in_a_loop(params, tokens):
+    return jax.lax.scan(lambda s, t: (s + loss(params, t), None), 0.0, tokens[None])[0]
+
+
+def one_column(params, tokens):
+    return loss(params, tokens * 0) + jnp.mean(params["embed"][tokens, 1])
+
+
+SPLIT = {"layers": jax.P(None, None, "model")}
+TOKEN_ROWS = np.asarray(jax.random.randint(jax.random.key(3), (ROWS, TOKENS), 0, WORDS))
+
+
+def problem(fn=loss):
+    return Problem(make, fn, TOKEN_ROWS)
+
+
+def looked_up_leaves(fn, mesh=None, **settings):
+    mesh = mesh or zero_jax.abstract_mesh(4)
+    zero = zero_jax.Zero(mesh, settings.pop("stage", 3), **settings)
+    params = zero.abstract(make)
+    step = zero.train_step(fn, TX)
+    traced = step.read(params, zero.optimizer(TX).init(params), TOKEN_ROWS)
+    return [leaf.path for leaf in traced.leaves if leaf.by_rows]
+
+
+@pytest.mark.parametrize(
+    ("fn", "settings", "want"),
+    [
+        (loss, {}, ["embed"]),
+        (cast, {}, ["embed"]),
+        (loss, {"micro_batches": 2, "remat": "block"}, ["embed"]),
+        (loss, {"frozen": "embed"}, ["embed"]),
+        (loss, {"stage": 2}, []),
+        (loss, {"precision": zero_jax.Precision("bf16", gather="int8")}, []),
+        (loss, {"mesh": zero_jax.abstract_mesh(4, model=2), "model_specs": SPLIT}, []),
+        (loss, {"mesh": zero_jax.abstract_mesh(1)}, []),
+        (loss, {"mesh": zero_jax.abstract_mesh(2)}, []),  # 36 rows of 211
+        (loss, {"bucket_bytes": 2048}, []),  # all rows of three columns take more
+        (tied, {}, []),
+        (turned, {}, []),
+        (in_a_loop, {}, []),
+        (one_column, {}, []),
+    ],
+)
+def test_a_leaf_is_looked_up_if_few_of_its_rows_are_all_that_is_read(fn, settings, want):
+    assert looked_up_leaves(fn, **settings) == want
+
+
+@pytest.mark.parametrize(
+    ("n", "settings"),
+    [
+        (3, {}),
+        (8, {"remat": "block"}),
+        (4, {"remat": "block", "micro_batches": 2}),
+        (3, {"replica": 2}),
+        (4, {"replica": 2, "hierarchical": True}),
+    ],
+    ids=str,
+)
+def test_it_trains_as_plain_optax(n, settings):
+    made = problem()
+    want = train_plain(made, TX, 3)
+    losses, params, _ = train_zero(made, TX, 3, n, **settings)
+    np.testing.assert_allclose(losses, want[0], rtol=1e-6)
+    assert ulps(params, want[1]) < 256
+
+
+@pytest.mark.parametrize(("words", "shard"), [(211, 0), (212, 212 * WIDTH // 4)])
+def test_no_device_has_the_table_and_no_more_than_its_rows_travel(words, shard):
+    """211 words are cut along their columns, 212 are not, and their shards are sent as columns."""
+    mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
+    zero = zero_jax.Zero(mesh, 3)
+    params = zero.init(lambda: make(words))
+    args = params, zero.optimizer(TX).init(params), zero_jax.global_batch(mesh, TOKEN_ROWS)
+    audit = auditor.audit(zero.train_step(loss, TX).lower(*args).compile(), dict(mesh.shape))
+    assert all(c.elements < words * WIDTH / 2 for c in audit.collectives)
+    sent = sum(c.words for c in audit.collectives if c.kind == "all-to-all")
+    asked = ROWS // 4 * TOKENS
+    assert sent == 2 * asked * WIDTH + 2 * shard

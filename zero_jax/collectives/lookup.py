@@ -1,0 +1,142 @@
+"""Rows of a table that is cut over devices, without the table: each device is sent its own.
+
+An embedding is the largest leaf of many models, and a step reads few of its rows. To gather it, and
+to scatter its gradient, sends 2·V·E words; this sends, for T rows that each device reads,
+
+    2·T·E + 2·V·E / N words: rows there and gradients back, and the shard as columns and back
+
+and as little is held: no device ever has the table. Every device holds all rows of some columns
+(of a shard of whole rows the columns are sent first), reads in them the rows that all devices ask
+for, and sends each its own. Runs inside `shard_map`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.collectives import buckets
+from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.collectives.precision import cast
+from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.layout import pad_dim
+
+# Looked up only where a table has so many times more rows than a device reads.
+_FEW = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """What becomes of a row that is not there: as of `jax.lax.gather`."""
+
+    mode: Any
+    fill_value: Any
+
+    def __call__(self, table: jax.Array, indices: jax.Array) -> jax.Array:
+        """Rows (M, E) of a table (V, E), by indices (M, 1)."""
+        dims = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+        size = (1, table.shape[1])
+        return jax.lax.gather(
+            table, indices, dims, size, mode=self.mode, fill_value=self.fill_value
+        )
+
+
+def pays(cut: Split, read: int, wire: Wire) -> bool:
+    """Whether so few rows of a leaf are read on a device that it is looked up, not gathered.
+
+    Args:
+      cut: of the leaf.
+      read: rows that one device reads at once; 0 if it is not read by rows.
+      wire: what travels otherwise. What is asked to travel as integers does.
+    """
+    if not read or cut.dim is None or cut.shards == 1 or cut.model_shards > 1:
+        return False
+    if wire.gather_bits or wire.scatter_bits:
+        return False
+    # All rows of some columns are held at once, in fp32 for the gradient.
+    columns = 4 * cut.shape[0] * -(-cut.shape[1] // cut.shards)
+    return _FEW * read < cut.shape[0] and columns <= (wire.bucket or buckets.BUCKET_BYTES)
+
+
+@jax.named_scope("zero_lookup")
+def rows(
+    shard: jax.Array, slot: Any, indices: jax.Array, take: Take, cut: Split, wire: Wire
+) -> jax.Array:
+    """The rows that this device reads, differentiable with respect to the shard.
+
+    Args:
+      shard: this device's piece of a matrix (V, E), in the master dtype.
+      slot: None, or what the gradient is taken with respect to instead, as of `touch`.
+      indices: of rows, (..., 1), integers.
+      take: what becomes of indices that are out of bounds.
+      cut: how the leaf is split.
+      wire: over which axis and in which dtypes.
+
+    Returns:
+      Rows (..., E) in the compute dtype.
+    """
+    flat = indices.reshape(-1, 1)
+    found = _rows(take, cut, wire, shard, slot, flat)
+    return found.reshape(*indices.shape[:-1], cut.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rows(take: Take, cut: Split, wire: Wire, shard: Any, slot: Any, indices: Any) -> Any:
+    return _forward(take, cut, wire, shard, slot, indices)[0]
+
+
+def _forward(take: Take, cut: Split, wire: Wire, shard: Any, slot: Any, indices: Any) -> Any:
+    own = shard if wire.compute is None else cast(shard, wire.compute)
+    asked = jax.lax.all_gather(indices, wire.axis, tiled=True)
+    found = take(_columns(own, cut, wire), asked)
+    parts = _exchanged(found.reshape(cut.shards, len(indices), -1), wire)
+    whole = jnp.moveaxis(parts, 0, 1).reshape(len(indices), -1)
+    return whole[:, : cut.shape[1]], (asked, None if slot is None else jnp.zeros((), slot.dtype))
+
+
+def _backward(take: Take, cut: Split, wire: Wire, kept: Any, cotangent: jax.Array) -> Any:
+    asked, like = kept
+    width = _width(cut)
+    given = pad_dim(cotangent.astype(wire.reduce), 1, width * cut.shards)
+    parts = jnp.moveaxis(given.reshape(len(given), cut.shards, width), 1, 0)
+    sent = _exchanged(parts, wire).reshape(len(asked), width)
+    wide = jnp.promote_types(cotangent.dtype, jnp.float32)
+    table = jax.ShapeDtypeStruct((cut.shape[0], width), wide)
+    (columns,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
+    grad = _shard(columns, cut, wire)
+    return (grad, None, None) if like is None else (None, grad.astype(like.dtype), None)
+
+
+_rows.defvjp(_forward, _backward)
+
+
+def _width(cut: Split) -> int:
+    """Columns that a device holds of all rows; those behind the last are zeros."""
+    return -(-cut.shape[1] // cut.shards) if cut.dim == -2 else cut.shard_size
+
+
+def _columns(own: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+    """All rows of this device's columns."""
+    if cut.dim == -1:
+        return own
+    width = _width(cut)
+    padded = pad_dim(own, 1, width * cut.shards).reshape(len(own), cut.shards, width)
+    every = _exchanged(jnp.moveaxis(padded, 1, 0), wire).reshape(-1, width)
+    return every[: cut.shape[0]]
+
+
+def _shard(columns: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+    """This device's piece of what every device has some columns of, in the dtype of these."""
+    if cut.dim == -1:
+        return columns
+    padded = pad_dim(columns.astype(wire.reduce), 0, cut.shard_size * cut.shards)
+    parts = _exchanged(padded.reshape(cut.shards, cut.shard_size, -1), wire)
+    whole = jnp.moveaxis(parts, 0, 1).reshape(cut.shard_size, -1)
+    return whole[:, : cut.shape[1]].astype(columns.dtype)
+
+
+def _exchanged(parts: jax.Array, wire: Wire) -> jax.Array:
+    """Part i goes to device i."""
+    return buckets.all_to_all(parts, wire.axis, wire.bucket)

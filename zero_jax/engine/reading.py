@@ -1,0 +1,225 @@
+"""Reads a trace: where each leaf is opened, how often, in which layer; which layers there are."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from zero_jax.collectives import gather_scatter, lookup
+from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.engine import repeats
+from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
+from zero_jax.engine.weights import Form, follow
+from zero_jax.jaxpr import equations
+from zero_jax.remat import policies
+from zero_jax.remat.policies import Policy, of_jax
+from zero_jax.sharding.cuts import Split
+
+_NONE = policies.parse("none")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """One place where a leaf is opened.
+
+    Attributes:
+      form: what it is there.
+      stacked: whether a loop takes it slice by slice.
+      loops: how many loops did so with its shards.
+      layer: which of all layers it is in, or None.
+      opening: reads of one leaf with the same opening share it.
+      by: the operation.
+      at: the equation of the loss that does it, or in which it is done.
+      rows: how many rows it takes, if that is all it does.
+    """
+
+    form: Form
+    stacked: bool
+    loops: int
+    layer: int | None
+    opening: Any
+    by: str
+    at: int
+    rows: int
+
+
+class Reading:
+    """Reads a trace: where each leaf is opened, and which layers there are.
+
+    Args:
+      jaxpr: of the loss, with calls written out; its first inputs are the leaves.
+      cuts: how each leaf is cut.
+      policy: what layers keep.
+    """
+
+    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Split], policy: Policy):
+        self._policy, self._cuts = policy, cuts
+        self._reads: list[_Read] = []
+        # Of each layer the number of those that are alike, whether scanned, and its policy.
+        self._found: list[tuple[int, bool, str]] = []
+        # The equation of the loss that is looked at, and those that are loops over layers.
+        self._jaxpr, self._at, self._loops = jaxpr, 0, list[int]()
+        forms = {
+            var: Form(at, len(cut.shape), cut.dim)
+            for at, (var, cut) in enumerate(zip(jaxpr.invars, cuts, strict=False))
+        }
+        places: dict[int, tuple[int, Any]] = {}
+        for run in repeats.runs_of(jaxpr, forms):
+            for layer in run:
+                inside = self._layer(len(run), False, policy), self._opening(policy)
+                places.update((at, inside) for at in layer)
+        self._walk(jaxpr, forms, 0, None, None, places)
+
+    @property
+    def layers(self) -> list[Layers]:
+        """What layers there are, alike ones together."""
+        known = [
+            Layers(count, self._words(at), scanned, policy)
+            for at, (count, scanned, policy) in enumerate(self._found)
+        ]
+        return list(dict.fromkeys(known))
+
+    def read_by(self, operation: str) -> set[int]:
+        """Which leaves are read by such operations."""
+        return {r.form.leaf for r in self._reads if r.by == operation}
+
+    def leaf(self, at: int, path: str, frozen: bool, life: Lifetime, wire: Wire) -> Leaf:
+        """What is known of a leaf at a stage."""
+        reads = [r for r in self._reads if r.form.leaf == at]
+        stacked = bool(reads) and all(r.stacked for r in reads)
+        cut = dataclasses.replace(self._cuts[at], stacked=stacked)
+        inside = len({r.layer for r in reads}) == 1 and reads[0].layer is not None
+        due = life.gradient if inside else life.others
+        opens = due == TOUCH
+        # Of what every device holds, vectors and what the stage would cut are summed all at once.
+        at_once = cut.dim is None and (life.copy is not None or cut.layer_rank < 2 or not opens)
+        once = len({id(r.opening) for r in reads}) == 1 and reads[0].loops == 1
+        small = opens and not at_once and not frozen and once and not reads[0].form.parted
+        waits = wire.reduce if small and gather_scatter.takes_slot(cut, wire) else None
+        if waits is None and cut.dim is not None and cut.parts > 1 and not frozen:
+            waits = jnp.dtype("float32")  # a shard that was joined is in the compute dtype
+        in_layer = bool(reads) and all(r.layer is not None for r in reads)
+        leaf = Leaf(path, cut, frozen, opens, STEP if at_once else due, in_layer, waits)
+        if life.copy != TOUCH or cut.dim is None or not reads:
+            return leaf
+        # What travels in pieces is held twice when these are put together, beside the loss.
+        small = wire.bucket is None or equations.bytes_of(self._jaxpr.invars[at]) <= wire.bucket
+        able = small and not frozen and cut.layer_rank > 1
+        rides = self._loop_before(reads) if able else None
+        return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), rides=rides)
+
+    def _loop_before(self, reads: Sequence[_Read]) -> int | None:
+        """The last loop over layers before a leaf is read for the first time."""
+        return max((at for at in self._loops if at < min(r.at for r in reads)), default=None)
+
+    def _layer(self, count: int, scanned: bool, policy: Policy) -> int:
+        self._found.append((count, scanned, str(policy)))
+        return len(self._found) - 1
+
+    @staticmethod
+    def _opening(policy: Policy) -> Any:
+        """What the reads of one layer share; under "none" each operation opens for itself."""
+        return None if policy.kind == "none" else object()
+
+    def _walk(
+        self,
+        jaxpr: jex.Jaxpr,
+        forms: dict[jex.Var, Form],
+        loops: int,
+        layer: int | None,
+        opening: Any,
+        places: Mapping[int, tuple[int, Any]],
+    ) -> None:
+        forms = dict(forms)
+        for at, eqn in enumerate(jaxpr.eqns):
+            self._at = at if jaxpr is self._jaxpr else self._at
+            mine = [forms[a] for a in eqn.invars if equations.is_in(a, forms)]
+            if not mine or follow(eqn, forms):
+                continue
+            own, shared = places.get(at, (layer, opening))
+            if eqn.primitive.name == "scan":
+                self._scan(eqn, forms, loops, own, shared)
+            elif shared is None and is_own_remat(eqn):
+                policy = of_jax(eqn.params["policy"])
+                body = equations.written_out(equations.inner(eqn)).jaxpr
+                inside = own if own is not None else self._layer(1, False, policy)
+                self._walk(body, _inside(body, eqn, forms), loops, inside, object(), {})
+            else:
+                rows = equations.rows_taken(eqn) if equations.is_in(eqn.invars[0], forms) else 0
+                for form in dict.fromkeys(mine):
+                    self._read(form, loops, own, shared, eqn.primitive.name, rows=rows)
+        for form in dict.fromkeys(forms[a] for a in jaxpr.outvars if equations.is_in(a, forms)):
+            self._read(form, loops, layer, opening, "return")
+
+    def _scan(
+        self,
+        eqn: jex.JaxprEqn,
+        forms: dict[jex.Var, Form],
+        loops: int,
+        layer: int | None,
+        opening: Any,
+    ) -> None:
+        first = sum(equations.state_of(eqn))
+        sliced = {}
+        body = equations.written_out(equations.inner(eqn)).jaxpr
+        for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
+            if equations.is_in(atom, forms) and i >= first and forms[atom].may_slice:
+                sliced[var] = forms[atom].sliced()
+            elif equations.is_in(atom, forms):
+                self._read(forms[atom], loops, layer, opening, "scan", stacked=i >= first)
+        if sliced:
+            if loops == 0 and layer is None:
+                self._loops.append(self._at)
+            policy = _NONE if opening is not None else self._policy
+            if layer is None:
+                layer = self._layer(eqn.params["length"], True, policy)
+            self._walk(body, sliced, loops + 1, layer, self._opening(policy), {})
+
+    def _read(
+        self,
+        form: Form,
+        loops: int,
+        layer: int | None,
+        opening: Any,
+        by: str,
+        stacked: bool = False,
+        rows: int = 0,
+    ) -> None:
+        own = object() if opening is None else opening
+        place = loops, layer, own
+        self._reads.append(_Read(form, stacked or loops > 0, *place, by, self._at, rows))
+
+    def _words(self, layer: int) -> int:
+        """Of the leaves that a layer reads, each counted once."""
+        forms = {r.form.leaf: r.form for r in self._reads if r.layer == layer}
+        return sum(_elements(self._cuts[leaf], form) for leaf, form in forms.items())
+
+
+def _by_rows(reads: Sequence[_Read], cut: Split, wire: Wire) -> bool:
+    """Whether a leaf is looked up where it is read: once, outside of layers."""
+    read = reads[0]
+    plain = len(reads) == 1 and read.layer is None and not (read.form.arranged or read.form.parted)
+    return plain and lookup.pays(cut, read.rows, wire)
+
+
+def is_own_remat(eqn: jex.JaxprEqn) -> bool:
+    """Whether it is a `jax.checkpoint` of the model's own, not of a gradient within the loss."""
+    return eqn.primitive.name in equations.REMAT and not eqn.params.get("differentiated")
+
+
+def _inside(
+    body: jex.Jaxpr, eqn: jex.JaxprEqn, forms: Mapping[jex.Var, Form]
+) -> dict[jex.Var, Form]:
+    pairs = zip(body.invars, eqn.invars, strict=True)
+    return {var: forms[a] for var, a in pairs if equations.is_in(a, forms)}
+
+
+def _elements(cut: Split, form: Form) -> int:
+    """Of what is left of a leaf, on one device."""
+    left = cut.shape[len(cut.shape) - form.rank :]
+    if form.parted and form.rank == len(cut.shape):
+        left = (1, *left[1:])
+    return math.prod(left) // (cut.model_shards if cut.model is not None else 1)
