@@ -139,7 +139,7 @@ def main() -> None:
 def _order(row: dict) -> tuple:
     model = row["model"]
     known = MODELS.index(model) if model in MODELS else len(MODELS)
-    return known, row["devices"], row.get("latencies", False)
+    return known, model, row["devices"], row.get("latencies", False)
 
 
 if __name__ == "__main__":

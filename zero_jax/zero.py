@@ -304,7 +304,8 @@ class Zero(Settings):
           *args: parameters at rest (from `init` or `abstract`), the global batch and further
             arguments of the loss; arrays or ShapeDtypeStructs.
           **options: of `planning.of`: `compile=True` for the devices of the mesh, `target="h100"`
-            for devices that need not be there.
+            for devices that need not be there, `latencies="step.pbtxt"` to tell XLA's scheduler
+            how long instructions take there.
         """
         if self.stage == AUTO:
             raise ValueError('stage="auto" has many plans: see zero.choice(...)')

@@ -131,8 +131,8 @@ class Plan:
     @property
     def words_per_param(self) -> float:
         """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
-        paper's and those of the update. What tensor parallelism sends along `model` is not among
-        them."""
+        paper's and those of the update, more than are sent where an embedding is looked up. What
+        tensor parallelism sends along `model` is not among them."""
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
         own = self.update_words / max(self.num_params / self.model_parallel, 1)
