@@ -77,7 +77,9 @@ def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass
 def test_llama_8b_on_64_h100_holds_less_than_gspmd_and_what_was_predicted(every_pass):
     """A head of its own of 128,256 words: the worst instant is the loss."""
     found = planned("llama-3.1-8b", 64, 2**30)
-    assert found.compiled.total_bytes < 7.3e9, "GSPMD's: 8.13 GB"
+    # 7.18 told how long instructions take, below; the head's gradient is under way while the last
+    # layer runs backward.
+    assert found.compiled.total_bytes < 7.4e9, "GSPMD's: 8.13 GB"
     assert found.compiled.hidden(layers_only=True).fraction >= 0.99
     assert abs(found.error) < 0.03
 
