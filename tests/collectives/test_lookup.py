@@ -122,10 +122,21 @@ def in_a_loop(params, tokens):
     return jax.lax.scan(lambda s, t: (s + loss(params, t), None), 0.0, tokens[None])[0]
 
 
+def filled(params, tokens):
+    """What is filled in for a token that is not there has the dtype after the cast."""
+    table = params["embed"].astype("float32")
+    return jnp.mean(jnp.take(table, tokens + 1, axis=0, mode="fill", fill_value=0.1))
+
+
+def filled_with_nan(params, tokens):
+    return jnp.nanmean(jnp.take(params["embed"].astype("float32"), tokens + 1, axis=0))
+
+
 def one_column(params, tokens):
     return loss(params, tokens * 0) + jnp.mean(params["embed"][tokens, 1])
 
 
+BF16 = zero_jax.Precision("bf16")
 SPLIT = {"layers": jax.P(None, None, "model")}
 TOKEN_ROWS = np.asarray(jax.random.randint(jax.random.key(3), (ROWS, TOKENS), 0, WORDS))
 
@@ -156,6 +167,8 @@ def looked_up_leaves(fn, mesh=None, **settings):
         (loss, {"mesh": zero_jax.abstract_mesh(1)}, []),
         (loss, {"mesh": zero_jax.abstract_mesh(2)}, []),  # 36 rows of 211
         (loss, {"bucket_bytes": 2048}, []),  # all rows of three columns take more
+        (filled_with_nan, {"precision": BF16}, ["embed"]),
+        (filled, {"precision": BF16}, []),
         (tied, {}, []),
         (turned, {}, []),
         (in_a_loop, {}, []),
@@ -183,6 +196,37 @@ def test_it_trains_as_plain_optax(n, settings):
     losses, params, _ = train_zero(made, TX, 3, n, **settings)
     np.testing.assert_allclose(losses, want[0], rtol=1e-6)
     assert ulps(params, want[1]) < 256
+
+
+def evaluated(fn, made, stage, **settings):
+    """A loss over two devices, in bf16."""
+    mesh = zero_jax.make_mesh(devices=jax.devices()[:2])
+    zero = zero_jax.Zero(mesh, stage, precision=BF16, **settings)
+    rows = zero_jax.global_batch(mesh, np.full((8, 1), 300, np.int32))
+    return float(zero.evaluate(fn)(zero.shard(made), rows)[0])
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("fill", [0.1, None])
+def test_a_row_that_is_not_there_is_filled_as_after_the_cast(kind, fill):
+    """Not rounded to bf16, and not with the NaN of an integer, which is 0."""
+    made = {"w": jnp.ones((2, 2)), "table": jnp.ones((WORDS, WIDTH), kind)}
+
+    def fn(params, tokens):
+        taken = jnp.take(params["table"].astype("float32"), tokens, axis=0, fill_value=fill)
+        return jnp.mean(jnp.nan_to_num(taken, nan=9.0)) + 0 * jnp.sum(params["w"])
+
+    losses = [evaluated(fn, made, stage, frozen="table") for stage in (1, 3)]
+    assert losses == pytest.approx([fill or 9.0] * 2, rel=1e-6), "bf16 has 0.10009766"
+
+
+def test_indices_may_be_a_leaf():
+    made = {"w": jnp.ones((WORDS, WIDTH)), "at": jnp.zeros((3, 1), jnp.uint32)}
+
+    def fn(params, tokens):
+        return jnp.mean(params["w"][params["at"][:, 0]]) + 0 * jnp.sum(tokens)
+
+    assert evaluated(fn, made, 3, frozen="at") == 1.0
 
 
 @pytest.mark.parametrize(("words", "shard"), [(211, 0), (212, 212 * WIDTH // 4)])

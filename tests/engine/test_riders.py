@@ -24,6 +24,7 @@ def make():
         "in": stack(1, WIDTH, WIDTH),
         "layers": stack(2, LAYERS, WIDTH, WIDTH),
         "norm": jnp.ones(4 * WIDTH),
+        "pair": stack(4, 2, WIDTH, WORDS),
     }
 
 
@@ -59,6 +60,18 @@ def after_a_loss_in_chunks(params, x):
     return found * jnp.mean(params["norm"])
 
 
+def taken_apart(params, x):
+    """A stack of two heads is sliced before the loop: its slices have shards of their own."""
+    first, second = jnp.unstack(params["pair"])
+    x = scanned(params, x)
+    return jnp.mean((x @ first) ** 2) + jnp.mean(x @ second)
+
+
+def after_a_penalty(params, x):
+    """A loop over weights without a product, in which nothing can hide."""
+    return jnp.sum(jax.lax.map(jnp.sum, params["layers"])) * 0 + with_head(params, x)
+
+
 def problem(loss):
     return Problem(make, loss, stack(3, ROWS, WIDTH))
 
@@ -84,6 +97,8 @@ def riders(loss, **settings):
         (cast_before, {}, {"head": 0}),
         (two_loops, {}, {"head": 1, "in": 0}),
         (after_a_loss_in_chunks, {}, {"head": 0}),
+        (after_a_penalty, {}, {"head": 1}),
+        (taken_apart, {}, {}),
         (tied, {}, {}),
         (with_head, {"stage": 2}, {}),
         (with_head, {"frozen": "head"}, {}),
@@ -111,7 +126,9 @@ def test_what_is_first_read_after_the_last_loop_rides_through_it(loss, settings,
     ],
     ids=str,
 )
-@pytest.mark.parametrize("loss", [with_head, cast_before, two_loops, after_a_loss_in_chunks])
+@pytest.mark.parametrize(
+    "loss", [with_head, cast_before, two_loops, after_a_loss_in_chunks, taken_apart]
+)
 def test_they_train_as_plain_optax(loss, settings, n):
     frozen = optax.multi_transform({"a": TX, "b": optax.set_to_zero()}, _labels)
     want = train_plain(problem(loss), frozen if "frozen" in settings else TX, 3)

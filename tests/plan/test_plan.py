@@ -186,6 +186,7 @@ def test_the_options_of_a_zero_reach_it_from_both_command_lines():
         (["--latencies", "step.txt", "--compile"], ["step.txt", "step.pbtxt"]),
         (["--latencies", "none/step.pbtxt", "--compile"], ["no folder none"]),
         (["--latencies", "step.pbtxt", "--compile", "--target", "cpu"], ["cpu", "h100"]),
+        (["--latencies", "a step.pbtxt", "--compile"], ["a step.pbtxt", "blank"]),
         (["meshes", "--latencies", "step.pbtxt"], ["--latencies is not for meshes"]),
         (["skaling"], ["'skaling'", "'scaling'"]),
         (["scaling", "--devices", "64,x"], ["64,x", "64,128"]),

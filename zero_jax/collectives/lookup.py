@@ -29,7 +29,7 @@ _FEW = 8
 
 @dataclasses.dataclass(frozen=True)
 class Take:
-    """What becomes of a row that is not there: as of `jax.lax.gather`."""
+    """What becomes of a row that is not there, in the dtype of the leaf: as of `jax.lax.gather`."""
 
     mode: Any
     fill_value: Any

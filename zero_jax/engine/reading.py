@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
@@ -60,7 +61,8 @@ class Reading:
         self._reads: list[_Read] = []
         # Of each layer the number of those that are alike, whether scanned, and its policy.
         self._found: list[tuple[int, bool, str]] = []
-        # The equation of the loss that is looked at, and those that are loops over layers.
+        # The equation of the loss that is looked at, and those that are loops over layers which
+        # have matrix products to hide something behind.
         self._jaxpr, self._at, self._loops = jaxpr, 0, list[int]()
         forms = {
             var: Form(at, len(cut.shape), cut.dim)
@@ -107,7 +109,8 @@ class Reading:
             return leaf
         # What travels in pieces is held twice when these are put together, beside the loss.
         small = wire.bucket is None or equations.bytes_of(self._jaxpr.invars[at]) <= wire.bucket
-        able = small and not frozen and cut.layer_rank > 1
+        whole = not any(r.form.parted for r in reads)
+        able = small and whole and not frozen and cut.layer_rank > 1
         rides = self._loop_before(reads) if able else None
         return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), rides=rides)
 
@@ -148,11 +151,23 @@ class Reading:
                 inside = own if own is not None else self._layer(1, False, policy)
                 self._walk(body, _inside(body, eqn, forms), loops, inside, object(), {})
             else:
-                rows = equations.rows_taken(eqn) if equations.is_in(eqn.invars[0], forms) else 0
+                rows = self._rows(eqn, forms) if len(mine) == 1 else 0
                 for form in dict.fromkeys(mine):
                     self._read(form, loops, own, shared, eqn.primitive.name, rows=rows)
         for form in dict.fromkeys(forms[a] for a in jaxpr.outvars if equations.is_in(a, forms)):
             self._read(form, loops, layer, opening, "return")
+
+    def _rows(self, eqn: jex.JaxprEqn, forms: Mapping[jex.Var, Form]) -> int:
+        """How many rows of a leaf an equation takes, if a cast before it can come after it."""
+        table, read = eqn.invars[0], equations.rows_taken(eqn)
+        if not read or not equations.is_in(table, forms):
+            return 0
+        leaf, fill = self._jaxpr.invars[forms[table].leaf], eqn.params["fill_value"]
+        # What is filled in for a row that is not there: NaN survives a cast to another float.
+        alike = equations.is_float(leaf) and equations.is_float(table)
+        survives = table is leaf or (alike and (fill is None or fill != fill))
+        fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+        return read if survives or not fills else 0
 
     def _scan(
         self,
@@ -171,7 +186,7 @@ class Reading:
             elif equations.is_in(atom, forms):
                 self._read(forms[atom], loops, layer, opening, "scan", stacked=i >= first)
         if sliced:
-            if loops == 0 and layer is None:
+            if loops == 0 and layer is None and any(equations.products(body)):
                 self._loops.append(self._at)
             policy = _NONE if opening is not None else self._policy
             if layer is None:

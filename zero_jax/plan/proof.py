@@ -34,6 +34,11 @@ def check(latencies: str | pathlib.Path | None, target: Target | None) -> None:
         )
     if not path.parent.is_dir():
         raise ValueError(f"latencies={str(latencies)!r}: there is no folder {path.parent}")
+    if len(str(path.absolute()).split()) > 1:
+        raise ValueError(
+            f"latencies={str(latencies)!r}: XLA_FLAGS end at a blank, and {path.absolute()} has "
+            "one: name a file in a folder without"
+        )
 
 
 def flags(latencies: str | pathlib.Path) -> str:
@@ -71,6 +76,12 @@ class Proof:
         found = self._for(self.target, None)
         if latencies is None:
             return found
+        if found.flops is None:
+            raise ValueError(
+                f"latencies={str(latencies)!r}: a loop of the step has no trip count in the "
+                "program, so how long it takes is unknown; use a loop of fixed length "
+                "(jax.lax.scan), or leave latencies out"
+            )
         at_once = releases.at_once(self.step.compiler_options(*self.args))
         told = own_latencies.of(found.program, found.collectives, self.target, at_once)
         pathlib.Path(latencies).write_text(own_latencies.text(told))
