@@ -8,10 +8,8 @@ Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 import dataclasses
 from typing import Any
 
-from zero_jax.remat import policies
 from zero_jax.sharding.cuts import Split
 
-_NONE = policies.parse("none")
 STEP, MICRO_BATCH, TOUCH = "step", "micro-batch", "touch"
 
 

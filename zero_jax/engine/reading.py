@@ -108,9 +108,9 @@ class Reading:
         if life.copy != TOUCH or cut.dim is None or not reads:
             return leaf
         # What travels in pieces is held twice when these are put together, beside the loss.
-        small = wire.bucket is None or equations.bytes_of(self._jaxpr.invars[at]) <= wire.bucket
-        whole = not any(r.form.parted for r in reads)
-        able = small and whole and not frozen and cut.layer_rank > 1
+        in_one = wire.bucket is None or equations.bytes_of(self._jaxpr.invars[at]) <= wire.bucket
+        parted = any(r.form.parted for r in reads)
+        able = in_one and not (parted or frozen) and cut.layer_rank > 1
         rides = self._loop_before(reads) if able else None
         return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), rides=rides)
 
