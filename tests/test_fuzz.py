@@ -24,10 +24,10 @@ def plant_comparison(monkeypatch):
     """A parameter that is compared is compared by identity (kind 1)."""
     equation = rewrite.run_equation
 
-    def spoiled(eqn, values, stopped, how):
+    def spoiled(eqn, values, stopped, how, riders):
         if eqn.primitive.name in ("eq", "ne"):
             return [jnp.full(eqn.outvars[0].aval.shape, eqn.primitive.name == "ne")]
-        return equation(eqn, values, stopped, how)
+        return equation(eqn, values, stopped, how, riders)
 
     monkeypatch.setattr(rewrite, "run_equation", spoiled)
 
