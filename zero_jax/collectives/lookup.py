@@ -23,6 +23,7 @@ from zero_jax.collectives.precision import cast
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.layout import pad_dim
 
+Slot = jax.Array | None
 # Looked up only where a table has so many times more rows than a device reads.
 _FEW = 8
 
@@ -62,7 +63,7 @@ def pays(cut: Split, read: int, wire: Wire) -> bool:
 
 @jax.named_scope("zero_lookup")
 def rows(
-    shard: jax.Array, slot: Any, indices: jax.Array, take: Take, cut: Split, wire: Wire
+    shard: jax.Array, slot: Slot, indices: jax.Array, take: Take, cut: Split, wire: Wire
 ) -> jax.Array:
     """The rows that this device reads, differentiable with respect to the shard.
 
@@ -83,11 +84,15 @@ def rows(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rows(take: Take, cut: Split, wire: Wire, shard: Any, slot: Any, indices: Any) -> Any:
+def _rows(
+    take: Take, cut: Split, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
+) -> jax.Array:
     return _forward(take, cut, wire, shard, slot, indices)[0]
 
 
-def _forward(take: Take, cut: Split, wire: Wire, shard: Any, slot: Any, indices: Any) -> Any:
+def _forward(
+    take: Take, cut: Split, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, Slot]]:
     own = shard if wire.compute is None else cast(shard, wire.compute)
     asked = jax.lax.all_gather(indices, wire.axis, tiled=True)
     found = take(_columns(own, cut, wire), asked)
@@ -96,7 +101,9 @@ def _forward(take: Take, cut: Split, wire: Wire, shard: Any, slot: Any, indices:
     return whole[:, : cut.shape[1]], (asked, None if slot is None else jnp.zeros((), slot.dtype))
 
 
-def _backward(take: Take, cut: Split, wire: Wire, kept: Any, cotangent: jax.Array) -> Any:
+def _backward(
+    take: Take, cut: Split, wire: Wire, kept: tuple[jax.Array, Slot], cotangent: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None, None]:
     asked, like = kept
     width = _width(cut)
     given = pad_dim(cotangent.astype(wire.reduce), 1, width * cut.shards)

@@ -5,6 +5,7 @@ respect to its copy.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -167,8 +168,10 @@ class DeviceStep:
             sums = leaf.summed == TOUCH
             return gather_scatter.touch(shard, copy, slot, leaf.cut, self.settings.wire, sums)
 
-        def rows(given: Any, indices: Any, how: Any) -> Any:
-            shard, slot = (*given, None)[:2]
+        def rows(
+            given: tuple[jax.Array, ...], indices: jax.Array, how: Mapping[str, Any]
+        ) -> jax.Array:
+            shard, slot = given[0], given[1] if len(given) > 1 else None
             take = lookup.Take(how["mode"], how["fill_value"])
             return lookup.rows(shard, slot, indices, take, leaf.cut, self.settings.wire)
 
