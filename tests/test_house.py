@@ -9,13 +9,14 @@ LIBRARY = ROOT / "zero_jax"
 # package's `command` and `__main__` its command line: these may import everything.
 BELOW = {"jaxpr": set(), "cluster": set(), "sharding": set(), "models": set()}
 BELOW["collectives"] = {"sharding"}
+BELOW["owners"] = {"jaxpr", "sharding"}
 BELOW["adapters"] = {"jaxpr", "sharding"}
 BELOW["hlo"] = {"sharding"}
 BELOW["remat"] = {"jaxpr", "sharding", "collectives"}
 BELOW["offload"] = {"jaxpr", "sharding", "collectives"}
 BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"}
-BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload"}
+BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload", "owners"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
 # What everybody may know: this release, those of JAX, and which name was meant.
 FACTS = {"_version", "names", "releases"}

@@ -10,7 +10,6 @@ from zero_jax.models import optimizers
 from zero_jax.plan import update_forecast
 
 L, A, B = 3, 64, 128
-TURNS = 5  # of Newton and Schulz in `optax.contrib.muon`
 
 
 def make():
@@ -47,13 +46,12 @@ def test_where_nothing_is_cut_nothing_is_sent():
     assert of("muon", stage=0)[2] == update_forecast.Update()
 
 
-def test_muon_gathers_each_matrix_twice_a_turn_and_its_square_once():
-    """In fp32, those with more columns than rows. The others are cut along what is summed over, and
-    their square is summed over devices."""
+def test_muon_sends_rows_as_long_as_the_busiest_owners_there_and_back():
+    """Six matrices for eight devices: one each at most, for which every device has a row."""
     found = of("muon")[2]
-    up, square = L * A * B, L * A * A
-    assert found.words == TURNS * (2 * up + square) + TURNS * 2 * square
-    assert found.gathered == 4 * (up + square) + 4 * square
+    assert found.words == 2 * A * B
+    rows, matrix = 4 * A * B, 4 * A * B
+    assert 2 * rows + matrix < found.held < 2 * rows + 6 * matrix
 
 
 def test_the_compiled_program_sends_what_was_foretold():
@@ -61,5 +59,24 @@ def test_the_compiled_program_sends_what_was_foretold():
     shape = jax.ShapeDtypeStruct((8, 4, A), jnp.float32)
     plan = zero.plan(loss, tx, zero.abstract(make), shape)
     compiled = zero.plan(loss, tx, zero.abstract(make), shape, compile=True)
-    assert plan.words_per_param > 8
+    assert plan.update_words == 2 * A * B
     assert compiled.words_per_param == pytest.approx(plan.words_per_param, rel=0.02)
+
+
+def test_no_owner_has_two_matrices_where_eight_share_six():
+    zero, tx, _ = of("muon")
+    (one,) = update_forecast.exchanges(zero.settings, tx, jax.eval_shape(make))
+    assert [sum(kind.counts) for kind in one.kinds] == [L, L]
+    assert max(map(sum, zip(*(kind.counts for kind in one.kinds), strict=True))) == 1
+
+
+def test_products_of_vectors_are_sums_over_devices():
+    """Two words for each number that is summed, as XLA has it."""
+    zero = zero_jax.Zero(zero_jax.make_mesh(), 3)
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: g / jnp.sqrt(jnp.tensordot(g, g, g.ndim)), grads), state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    found = update_forecast.forecast(zero.settings, tx, jax.eval_shape(make))
+    assert found == update_forecast.Update(words=2 * 3)

@@ -32,6 +32,7 @@ from zero_jax.offload import streamable, tiers
 from zero_jax.offload.host_update import HostUpdate
 from zero_jax.offload.piecewise import Piecewise, at_rest, require_piecewise
 from zero_jax.offload.state_files import Files
+from zero_jax.owners import update as owners
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, state_splits
 from zero_jax.sharding.mesh import AnyMesh
@@ -239,7 +240,7 @@ class _Partition:
     ) -> tuple[PyTree, PyTree]:
         """(updates, state) of whole arrays, or with `apply` (parameters, state)."""
         grads, state, params = layout.logical(trees)
-        updates, new = self.inner.update(grads, state, params, **layout.logical(extra))
+        updates, new = self._updated((grads, state, params), layout.logical(extra))
         check_updates(grads, updates)
         settle = functools.partial(unless_skipped, finite)
         updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)
@@ -247,6 +248,18 @@ class _Partition:
         rest = at_rest(new, self._state_cuts(new, like), self.mesh)
         updates = at_rest(updates, self.splitter(like), self.mesh)
         return optax.apply_updates(trees[2], updates) if apply else updates, rest
+
+    def _updated(self, trees: Trees, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
+        """The transformation's own update, of logical trees."""
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> Any:
+            return self.inner.update(grads, state, params, **extra)
+
+        grads, state, params = trees
+        cuts = self.splitter(grads if params is None else params)
+        states = state_splits(state, grads if params is None else params, cuts)
+        known = [*cuts, *states, *(cuts if params is not None else ())]
+        return owners.run(update, (*trees, extra), known, self.mesh)
 
     def _streamed(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
