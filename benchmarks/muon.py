@@ -68,8 +68,8 @@ def draw(runs: dict[str, tuple[Points, Points]]) -> None:
         means = [losses[max(0, at - 24) : at + 1].mean() for at in range(len(losses))]
         axes.plot(steps, means, color=color, label=f"{name}, training")
         axes.plot(*np.array(held_out).T, "o", color=color, label=f"{name}, held out")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", yscale="log")
-    axes.grid(alpha=0.2, which="both")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(ROOT / "docs" / "muon.png", dpi=150)
