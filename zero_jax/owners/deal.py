@@ -16,7 +16,7 @@ def deal(kinds: Sequence[tuple[int, int]], owners: int) -> list[list[int]]:
       owners: N.
 
     >>> deal([(5, 10), (1, 7), (3, 4)], 2)
-    [[2, 1, 2], [3, 0, 1]]
+    [[3, 0, 1], [2, 1, 2]]
     """
     counts = [[total // owners for total, _ in kinds] for _ in range(owners)]
     load = [sum(total // owners * cost for total, cost in kinds)] * owners

@@ -22,8 +22,8 @@ class Pieces:
       sizes: of the mesh axes, in the order in which devices are numbered.
 
     >>> rows = Pieces((5, 3), jnp.dtype("float32"), (("data",), ()), (("data", 2),))
-    >>> rows.piece, rows.size, rows.stack_spec
-    ((3, 3), 9, PartitionSpec(None, 'data', None))
+    >>> rows.piece, rows.size, rows.stack_spec == PartitionSpec(None, "data", None)
+    ((3, 3), 9, True)
     """
 
     shape: tuple[int, ...]
