@@ -51,9 +51,8 @@ def two_steps(tx, shapes, zero=None):
     for seed in (1, 2):
         params, state = update(place(tree(shapes, seed)), state, params)
     if zero is None:
-        return params, jax.tree.leaves(state), update
-    inner = jax.tree.leaves(zero_jax.logical(state.inner))
-    return zero_jax.logical(params), inner, update
+        return params, jax.tree.leaves(state)
+    return zero_jax.logical(params), jax.tree.leaves(zero_jax.logical(state.inner))
 
 
 def zero_of(n, **settings):
@@ -204,6 +203,25 @@ def test_in_a_mesh_that_is_set_and_outside_of_jit():
 def test_an_axis_of_another_name_over_which_nothing_is_cut():
     mesh = zero_jax.make_mesh(1, data_axis="fsdp", model=2, devices=jax.devices()[:2])
     assert_equal(muon(), SHAPES, zero_jax.Zero(mesh, 3, model_specs=SPECS))
+
+
+def test_branches_within_branches_have_owners_too():
+    inside = optax.MultiSteps(muon(), 2).gradient_transformation()
+
+    def step(grads, state, params):
+        return inside.update(grads, state, params)
+
+    def skip(grads, state, params):
+        return jax.tree.map(jnp.zeros_like, grads), state
+
+    def update(grads, state, params=None):
+        good = jnp.isfinite(grads["scalar"])
+        return jax.lax.cond(good, step, skip, grads, state, params)
+
+    tx = optax.GradientTransformation(inside.init, update)
+    given = jax.eval_shape(lambda: tree(SHAPES, 0))
+    assert len(update_forecast.exchanges(zero_of(4).settings, tx, given)) == 1
+    assert_equal(tx, SHAPES, zero_of(4))
 
 
 def test_what_an_update_tells_is_told():

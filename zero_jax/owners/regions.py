@@ -70,7 +70,7 @@ class Walk:
       dims: of each variable that is cut.
       across: the positions of equations that need whole matrices, each with how many elements a
         device would be sent for it, as XLA has it: the results of a sum, twice, or an operand.
-      apart: of branches with several regions, each a jaxpr of its own.
+      apart: the same of branches with several regions, each a jaxpr of its own.
       results: how the jaxpr's results are cut.
     """
 
@@ -78,15 +78,13 @@ class Walk:
         self.jaxpr, self._tracks = jaxpr, len(given[0]) if given else 0
         self.dims: dict[jex.Var, Dims] = {}
         self.across: dict[int, float] = {}
-        self.apart: set[int] = set()
+        self.apart: dict[int, float] = {}
         self._note(jaxpr.invars, given)
         for at, eqn in enumerate(jaxpr.eqns):
             made, moved = self._one(eqn, [self.of(a) for a in eqn.invars])
             self._note(eqn.outvars, made)
-            if moved and self._is_apart(eqn):
-                self.apart.add(at)
-            elif moved:
-                self.across[at] = moved
+            if moved:
+                (self.apart if self._is_apart(eqn) else self.across)[at] = moved
         self.results = [self.of(atom) for atom in jaxpr.outvars]
 
     def of(self, atom: equations.Atom) -> Dims:
@@ -112,12 +110,13 @@ class Walk:
         scan = eqn.primitive.name == "scan"
         first, carried = equations.state_of(eqn) if scan else (0, len(eqn.outvars))
         last = first + carried if scan else len(given)
-        inside = [d if i < last else _moved(d, -1) for i, d in enumerate(given)]
+        inside = [d if i < last else _shifted(d, -1) for i, d in enumerate(given)]
         bodies = equations.bodies(eqn)
         walks = [Walk(_written_out(body), inside[begin:]) for body, begin in bodies]
-        outs = [d if i < carried else _moved(d, 1) for i, d in enumerate(walks[0].results)]
+        outs = [d if i < carried else _shifted(d, 1) for i, d in enumerate(walks[0].results)]
         times = eqn.params["length"] if scan else _TURNS if eqn.primitive.name == "while" else 1
-        return outs, times * max(sum(walk.across.values()) for walk in walks)
+        moved = [sum((*walk.across.values(), *walk.apart.values())) for walk in walks]
+        return outs, times * max(moved)
 
     def _is_apart(self, eqn: jex.JaxprEqn) -> bool:
         """Whether it is a branch of which all that is cut would travel, if it were part of a
@@ -143,7 +142,7 @@ def any_cut(dims: Dims) -> bool:
     return any(d is not None for d in dims)
 
 
-def _moved(dims: Dims, by: int) -> Dims:
+def _shifted(dims: Dims, by: int) -> Dims:
     return tuple(None if d is None or d + by < 0 else d + by for d in dims)
 
 
