@@ -1,4 +1,4 @@
-"""Predicted and compiled bytes of steps that are not the GPT of `models/`, on absent H100s.
+"""Predicted and compiled bytes of steps on absent H100s: not the GPT of `models/`, and its default.
 
     python benchmarks/forecasts.py                # all, JSON, one object for each program
     python benchmarks/forecasts.py full muon      # these
@@ -6,6 +6,8 @@
 Most are one decoder in plain functions (norms, grouped gates, attention in blocks), as people write
 it, with what decides on memory changed one at a time: logits whole or in chunks, layers scanned or
 not, experts, a frozen base with adapters, long rows, host tiers, optimizers; and a ResNet.
+Gradients are summed in bf16, but in those whose names end in fp32, and in presets, which are as
+the command plans them by default.
 """
 
 import argparse
@@ -19,12 +21,14 @@ import jax.numpy as jnp
 import optax
 
 import zero_jax
-from zero_jax.models import optimizers, resnet
+from zero_jax.models import families, optimizers, resnet
 from zero_jax.models.attention import causal_attention
 from zero_jax.models.cross_entropy import chunked_cross_entropy
+from zero_jax.plan.text_model import TextModel
 
 PyTree = Any
 BF16 = zero_jax.Precision("bf16", reduce="bf16")
+FP32 = zero_jax.Precision("bf16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +161,19 @@ def decoder(
     return Program(model.init, model.loss, batch, settings=settings, **how)
 
 
+def preset(name: str, devices: int) -> Program:
+    """As `python -m zero_jax.plan --model NAME --devices N` has it: one row of 1024 tokens on each
+    device, gradients summed in fp32."""
+    own = {"seq": 1024} if name[0].isdigit() else {}  # a GPT's positions are parameters
+    model = TextModel(families.preset(name, **own))
+
+    def batch(devices: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((devices, 1025), jnp.int32)
+
+    settings = {"stage": 3, "remat": "block", "precision": FP32}
+    return Program(model.make, model.loss, batch, devices=devices, settings=settings)
+
+
 def images(**settings: Any) -> Program:
     """The step of a ResNet-50 on 32 images of 224 x 224 a device."""
     model = resnet.resnet50(classes=1000)
@@ -180,6 +197,9 @@ def images(**settings: Any) -> Program:
 
 
 WHOLE = {"chunk": None}
+EXPERTS = {"layers": 8, "experts": 8}
+LARGE = {"layers": 80, "width": 8192, "heads": 64, "hidden": 28672, "vocab": 128256}
+IN_FP32 = {"precision": FP32}
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "full": lambda: decoder(sizes=WHOLE),
     "chunks": lambda: decoder(),
@@ -190,22 +210,31 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "full-64": lambda: decoder(sizes=WHOLE, devices=64),
     "unrolled": lambda: decoder(sizes={"scanned": False}),
     "unrolled-full": lambda: decoder(sizes=WHOLE | {"scanned": False}),
-    "experts": lambda: decoder(sizes={"layers": 8, "experts": 8}),
-    "experts-none": lambda: decoder(sizes={"layers": 8, "experts": 8}, settings={"remat": "none"}),
+    "experts": lambda: decoder(sizes=EXPERTS),
+    "experts-none": lambda: decoder(sizes=EXPERTS, settings={"remat": "none"}),
     "frozen": lambda: decoder(sizes=WHOLE | {"rank": 16}, settings={"frozen": "^(?!.*lora)"}),
     "long": lambda: decoder(rows=1, tokens=131072, sizes={"layers": 4}),
     "longer-host": lambda: decoder(
         rows=1, tokens=262144, sizes={"layers": 4}, settings={"remat": "block@host"}
     ),
-    "80b-64": lambda: decoder(
-        sizes={"layers": 80, "width": 8192, "heads": 64, "hidden": 28672, "vocab": 128256},
-        devices=64,
-    ),
+    "80b-64": lambda: decoder(sizes=LARGE, devices=64),
     "host": lambda: decoder(settings={"offload": "optimizer"}),
     "muon": lambda: decoder(tx=optimizers.make("muon", optax.constant_schedule(1e-3))),
     "adafactor": lambda: decoder(tx=optimizers.make("adafactor", optax.constant_schedule(1e-3))),
     "resnet": lambda: images(stage=2, remat="none"),
     "resnet-3": lambda: images(stage=3, remat="block"),
+    "full-fp32": lambda: decoder(sizes=WHOLE, settings=IN_FP32),
+    "chunks-fp32": lambda: decoder(settings=IN_FP32),
+    "full-64-fp32": lambda: decoder(sizes=WHOLE, devices=64, settings=IN_FP32),
+    "experts-fp32": lambda: decoder(sizes=EXPERTS, settings=IN_FP32),
+    "host-fp32": lambda: decoder(settings=IN_FP32 | {"offload": "optimizer"}),
+    "80b-64-fp32": lambda: decoder(sizes=LARGE, devices=64, settings=IN_FP32),
+    "1.5b-8": lambda: preset("1.5b", 8),
+    "7.5b-64": lambda: preset("7.5b", 64),
+    "qwen3-1.7b-8": lambda: preset("qwen3-1.7b", 8),
+    "llama-3.1-8b-8": lambda: preset("llama-3.1-8b", 8),
+    "llama-3.1-8b-64": lambda: preset("llama-3.1-8b", 64),
+    "llama-3.1-70b-64": lambda: preset("llama-3.1-70b", 64),
     "full-cpu": lambda: decoder(
         sizes=WHOLE | {"layers": 4, "width": 512, "hidden": 1408, "heads": 8}, target="cpu"
     ),

@@ -6,8 +6,9 @@ that makes them to the last that reads them. Two habits of XLA's scheduler matte
 followed: gradients that only wait to be summed over devices are computed last, and inside a loop
 they are summed one iteration later, while the next layer computes, so that one layer of them is
 always under way (of a layer of several buckets what is not behind a barrier, and three buckets at
-most: on GPUs as many collectives are under way at a time). Nothing is fitted: `docs/plan.md` has
-the error against the compiled program.
+most: on GPUs as many collectives are under way at a time), and at the end of each iteration two.
+What is beside the ends of loops is in `loop_ends`. Nothing is fitted: `docs/plan.md` has the error
+against the compiled program.
 
 What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
 B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
@@ -25,7 +26,7 @@ B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dt
 Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_jax.jaxpr.equations import AnyJaxpr
@@ -33,8 +34,10 @@ from zero_jax.plan import under_way
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
 from zero_jax.plan.flat_trace import device_part, flatten
 from zero_jax.plan.lifespans import REDUCTIONS, SOLID, SUMS_OVER_DEVICES, Span, readers_of, spans_of
+from zero_jax.plan.loop_ends import LoopEnds, Loops
 from zero_jax.plan.under_way import Habits as Habits
 from zero_jax.plan.under_way import Held as Held
+from zero_jax.plan.under_way import held_as, total
 
 NO_HABITS = Habits()  # of XLA for CPUs
 TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
@@ -112,8 +115,9 @@ class _Walk:
         layers = [at for at, o in enumerate(self.operations) if self._is_layers(o)]
         backward = [at for at, o in enumerate(self.operations) if o.backward]
         self.backward = backward[0] if backward else self.end
+        self.loops = Loops(self.operations, layers, self.backward)
         # After the last layer's forward and before the first backward operation stands the loss.
-        self.loss = max((at for at in layers if at < self.backward), default=self.end)
+        self.loss = self.end if self.loops.last_forward is None else self.loops.last_forward
         self.gradients = self._only_summed()
 
     def _is_layers(self, operation: Operation) -> bool:
@@ -155,23 +159,30 @@ class _Walk:
         for span in self.spans:
             change[span.start] += span.value.bytes
             change[span.stop + 1] -= span.value.bytes
+        ends = LoopEnds(self.loops, self.spans, self.weights, self.habits, self.level == "pass")
         most, worst_at, worst_inside, current = -1, 0, list[Held](), 0
         for at in range(2 * self.end + 1):
             current += change[at]
             runs = at % 2 == 0 and at < 2 * self.end
-            inside = self._inside(at // 2) + self._gathered_again(at // 2) if runs else []
-            if current + _total(inside) > most:
-                most, worst_at, worst_inside = current + _total(inside), at, inside
-        alive = [self._held(span) for span in self.spans if span.start <= worst_at <= span.stop]
-        return alive + worst_inside + self._under_way()
+            inside = (self._inside(at // 2) if runs else []) + ends.at(at)
+            if current + total(inside) > most:
+                most, worst_at, worst_inside = current + total(inside), at, inside
+        return self._with_others(self._alive(worst_at) + worst_inside)
 
-    def _under_way(self) -> list[Held]:
-        """Over layers, gradients of the last iteration are summed while this one computes (but
-        those that stand behind a barrier), and weights of the next one gathered."""
+    def _alive(self, time: int) -> list[Held]:
+        return [self._held(span) for span in self.spans if span.start <= time <= span.stop]
+
+    def _with_others(self, own: list[Held]) -> list[Held]:
+        """And what is there of the iteration before, whose gradients are summed while this one
+        computes, and of the next one, whose weights are gathered."""
+        operations, habits = self.operations, self.habits
         if self.level != "layer":
-            return []
-        own, habits = self.operations, self.habits
-        return under_way.summed(own, habits) + under_way.gathered(own, habits, "the layer after")
+            return own
+        others = under_way.gathered(operations, habits, "the layer after")
+        others += under_way.summed(operations, habits)
+        # At its end gradients of this layer wait too, and nothing else of it is there.
+        waits = under_way.summed(operations, habits, "this layer") if habits.ahead else []
+        return max(own, self._alive(2 * self.end) + waits, key=total) + others
 
     def _inside(self, at: int) -> list[Held]:
         """What lives inside a loop or a branch while it runs, at the worst instant."""
@@ -181,7 +192,7 @@ class _Walk:
             weights = {mine for mine, theirs in body.given if theirs in self.weights}
             level = self._level_of(operation, body, at)
             found.append(_Walk(body.flat, weights, level, self.habits).worst())
-        return max(found, key=_total, default=[])
+        return max(found, key=total, default=[])
 
     def _level_of(self, operation: Operation, body: Body, at: int) -> str:
         if self._is_layers(operation) or self.level in ("layer", "loss"):
@@ -191,10 +202,9 @@ class _Walk:
         return "loss" if self.loss < at < self.backward else "layer"
 
     def _held(self, span: Span) -> Held:
-        value, operation = span.value, self.operations[span.made_at]
-        what = f"{value.dtype}{list(value.shape)}".replace(" ", "")
+        operation = self.operations[span.made_at]
         made_by = f"{operation.context}/{operation.name}".lstrip("/")
-        return Held(value.bytes, self._term(span), what, made_by)
+        return held_as(span.value, self._term(span), made_by)
 
     def _term(self, span: Span) -> str:
         if span.value in self.weights:
@@ -223,19 +233,6 @@ class _Walk:
                     found.add(value)
         return found
 
-    def _gathered_again(self, at: int) -> list[Held]:
-        """While a loop over chunks of the loss runs, in which no collective can begin, weights of
-        the last layer are gathered for its backward pass."""
-        loops = self.loss < at < self.backward and self.operations[at].bodies
-        backward = self.operations[self.backward :] if loops else []
-        layers = next((o for o in backward if self._is_layers(o)), None)
-        inside = [body.flat.operations for body in layers.bodies] if layers else []
-        return [
-            held
-            for operations in inside
-            for held in under_way.gathered(operations, self.habits, "the last layer")
-        ]
-
 
 def _sums(operation: Operation) -> bool:
     """Whether it sums over devices, or is a loop that does nothing else, a layer at a time."""
@@ -252,10 +249,6 @@ def _in_host(flat: Flat) -> int:
             found += sum(v.host_bytes for v in operation.outputs if v not in flat.outputs)
         found += max((_in_host(body.flat) for body in operation.bodies), default=0)
     return found
-
-
-def _total(held: Iterable[Held]) -> int:
-    return sum(h.bytes for h in held)
 
 
 def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Value]:

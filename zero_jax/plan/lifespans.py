@@ -28,13 +28,15 @@ REDUCTIONS = frozenset(
         *("argmax", "argmin"),
     )
 )
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 # Their operands and results are in memory; everything not named here or above is fused.
 SOLID = (
     SUMS_OVER_DEVICES
     | IN_PLACE
+    | PRODUCTS
     | frozenset(
         (
-            *("dot_general", "conv_general_dilated", "scan", "while", "cond", "all_gather"),
+            *("scan", "while", "cond", "all_gather"),
             *("all_to_all", "ppermute", "sort", "cumsum", "device_put"),
             *("rng_bit_generator", "top_k", "pallas_call", "ffi_call"),
         )

@@ -51,10 +51,12 @@ def gathered(layer: Sequence[Operation], habits: Habits, which: str) -> list[Hel
     bucket = habits.bucket_bytes
     most = math.inf if sum(v.bytes for v in values) <= TOGETHER * bucket else bucket
     there = _within(values, most) if habits.ahead else []
-    return [_held(v, "copy", f"all_gather of {which}") for v in there]
+    return [held_as(v, "copy", f"all_gather of {which}") for v in there]
 
 
-def summed(layer: Sequence[Operation], habits: Habits) -> list[Held]:
+def summed(
+    layer: Sequence[Operation], habits: Habits, which: str = "the layer before"
+) -> list[Held]:
     """Of a layer's gradients those that are summed over devices while the next one computes."""
     readers = readers_of(layer)
     waiting = [
@@ -64,11 +66,18 @@ def summed(layer: Sequence[Operation], habits: Habits) -> list[Held]:
         for v in o.inputs
     ]
     waiting = _within(waiting, COLLECTIVES_AT_ONCE * habits.bucket_bytes)
-    return [_held(v, "buffers", "reduce_scatter of the layer before") for v in waiting]
+    return [held_as(v, "buffers", f"reduce_scatter of {which}") for v in waiting]
 
 
-def _held(value: Value, term: str, made_by: str) -> Held:
-    return Held(value.bytes, term, f"{value.dtype}{list(value.shape)}", made_by)
+def held_as(value: Value, term: str, made_by: str) -> Held:
+    """A value as it is told of, "bf16[36,4,1024,4096]"."""
+    what = f"{value.dtype}{list(value.shape)}".replace(" ", "")
+    return Held(value.bytes, term, what, made_by)
+
+
+def total(held: Iterable[Held]) -> int:
+    """Bytes of all of them."""
+    return sum(h.bytes for h in held)
 
 
 def _behind_barrier(
