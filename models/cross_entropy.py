@@ -107,6 +107,9 @@ def _cross_entropy_fwd(
         dlogits_KxV = dlogits_KxV.astype(dtype)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)
+        if len(x_CxKxD) == 1:
+            # First, so that the embedding is no longer there when its gradient is.
+            dx_KxD, dlogits_KxV = jax.lax.optimization_barrier((dx_KxD, dlogits_KxV))
         sums = []
         # What is added exists beside the sum: a part at a time, one after the other.
         for sum_VxP, at in zip(dembed, columns, strict=True):
