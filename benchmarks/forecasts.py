@@ -1,4 +1,4 @@
-"""Predicted and compiled bytes of steps on absent H100s: not the GPT of `models/`, and its default.
+"""Predicted and compiled bytes on absent H100s: of steps as others write them, and of presets.
 
     python benchmarks/forecasts.py                # all, JSON, one object for each program
     python benchmarks/forecasts.py full muon      # these
@@ -28,7 +28,7 @@ from zero_jax.plan.text_model import TextModel
 
 PyTree = Any
 BF16 = zero_jax.Precision("bf16", reduce="bf16")
-FP32 = zero_jax.Precision("bf16")
+SUMS_IN_FP32 = zero_jax.Precision("bf16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +164,12 @@ def decoder(
 def preset(name: str, devices: int) -> Program:
     """As `python -m zero_jax.plan --model NAME --devices N` has it: one row of 1024 tokens on each
     device, gradients summed in fp32."""
-    own = {"seq": 1024} if name[0].isdigit() else {}  # a GPT's positions are parameters
-    model = TextModel(families.preset(name, **own))
+    model = TextModel(families.preset(name))
 
     def batch(devices: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((devices, 1025), jnp.int32)
 
-    settings = {"stage": 3, "remat": "block", "precision": FP32}
+    settings = {"stage": 3, "remat": "block", "precision": SUMS_IN_FP32}
     return Program(model.make, model.loss, batch, devices=devices, settings=settings)
 
 
@@ -199,7 +198,7 @@ def images(**settings: Any) -> Program:
 WHOLE = {"chunk": None}
 EXPERTS = {"layers": 8, "experts": 8}
 LARGE = {"layers": 80, "width": 8192, "heads": 64, "hidden": 28672, "vocab": 128256}
-IN_FP32 = {"precision": FP32}
+IN_FP32 = {"precision": SUMS_IN_FP32}
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "full": lambda: decoder(sizes=WHOLE),
     "chunks": lambda: decoder(),

@@ -122,15 +122,3 @@ def test_arrays_that_a_loss_closes_over_are_no_parameters(stage):
     assert {k: closed[k] for k in ("copy", "saved", "gradients")} == {
         k: plain[k] for k in ("copy", "saved", "gradients")
     }
-
-
-def test_what_nobody_reads_behind_a_barrier_is_not_computed():
-    """XLA takes it out of the barrier: of a frozen head no gradient is made."""
-
-    def f(x, y):
-        kept, _ = jax.lax.optimization_barrier((x @ x, y @ y))
-        return kept
-
-    flat = flat_trace.flatten(jax.make_jaxpr(f)(jnp.ones((2, 2)), jnp.ones((3, 3))))
-    assert names(flat) == ["dot_general", "optimization_barrier"]
-    assert [v.shape for v in flat.operations[0].outputs] == [(2, 2)]

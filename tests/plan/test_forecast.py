@@ -93,7 +93,7 @@ class Chunked(Network):
 
 
 class OneProduct(Network):
-    """The same; the gradient of its head, made in one product, is the largest of all."""
+    """A network; the gradient of its head, made in one product, is the largest of all."""
 
     def loss(self, params, x):
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
@@ -101,7 +101,7 @@ class OneProduct(Network):
 
 
 class Twins(Network):
-    """The same, with two matrices in a layer."""
+    """A network with two matrices in a layer."""
 
     @property
     def layer(self):
@@ -117,8 +117,29 @@ class Twins(Network):
         return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
 
 
+class Nested(Network):
+    """A network with an MLP, and a loop over eight matrices, in a layer."""
+
+    @property
+    def layer(self):
+        return (2 * 16 + 8) * self.D * self.D
+
+    def make(self):
+        L, D = self.L, self.D
+        shapes = {"up": (L, D, 16 * D), "down": (L, 16 * D, D), "own": (L, 8, D, D)}
+        return {"layers": {k: jnp.zeros(shape) for k, shape in shapes.items()}}
+
+    def loss(self, params, x):
+        def layer(h, w):
+            h = h + jnp.tanh(h @ w["up"]) @ w["down"]
+            y, _ = jax.lax.scan(lambda y, own: (jnp.tanh(y @ own), None), h, w["own"])
+            return h + y, None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
+
+
 class Embedded(Network):
-    """The same, its rows taken from a table (V, D) by a product, for which that is gathered."""
+    """A network whose rows are taken from a table (V, D) by a product: it is gathered."""
 
     def make(self):
         return {"layers": jnp.zeros((self.L, self.D, self.D)), "table": jnp.zeros((self.V, self.D))}
@@ -234,6 +255,22 @@ def test_the_first_layers_gradients_are_under_way_while_the_embeddings_is_cast(L
     assert found["buffers"] + found["saved"] == layer + max(layer, saved)
     shards = 4 * L * net.layer // N
     assert found["gradients"] == (2 + 4) * net.V * net.D + shards + 4, "and the loss"
+
+
+def test_both_are_there_while_it_is_sent():
+    """Where its copy in bf16 is smaller than either, that is the worst instant."""
+    net = Embedded(L=64, D=64, B=2, T=2, V=100, dtype="bf16")
+    found = net.forecast(3, habits=AHEAD).terms
+    assert found["buffers"] == 2 * 4 * net.layer
+    assert found["saved"] == net.L * net.carry
+    assert found["gradients"] == 4 * net.V * net.D + 4 * net.psi // N + 4, "and the loss"
+
+
+def test_a_loop_that_gathers_nothing_runs_its_last_turn_itself():
+    """One within a layer, over slices of what the layer gathered."""
+    net = Nested(L=4, D=32, B=16, T=64)
+    without = net.forecast(3, habits=forecast.Habits(of_gpus=True))
+    assert net.forecast(3, habits=AHEAD).bytes - without.bytes == 4 * net.layer
 
 
 def test_the_next_micro_batch_has_gathered_what_it_reads_first():

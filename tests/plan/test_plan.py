@@ -110,7 +110,10 @@ def test_every_optimizer_is_planned_by_its_own_state(optimizer, tmp_path):
 def test_model_parallelism_divides_all_but_the_residual_stream(tmp_path):
     def terms(mp, *more):
         path = tmp_path / f"{mp}.json"
-        args = ["--model", "7.5b", "--devices", str(64 * mp), "--batch-per-device", "4", *more]
+        # In bf16: in fp32 the worst instant of four is when the embedding's gradient is sent, whose
+        # scatter is not followed over `model`.
+        args = ["--model", "7.5b", "--devices", str(64 * mp), "--batch-per-device", "4"]
+        args += ["--reduce", "bf16", *more]
         assert command.main([*args, "--model-parallel", str(mp), "--json", str(path)]) == 0
         return json.loads(path.read_text())["predicted"]["terms"]
 

@@ -86,10 +86,11 @@ def test_llama_8b_on_64_h100_holds_less_than_gspmd_and_what_was_predicted(every_
 
 def test_what_the_command_plans_by_default_is_foretold(tmp_path):
     """One row a device, gradients summed in fp32: where the loss is in one piece the embedding is
-    no longer there when its gradient is."""
+    no longer there when its gradient is. XLA's arena is 3 % larger than what lives in it at once,
+    which is not foretold: -3.5 %."""
     found = compiled_for_h100(tmp_path, "--model", "llama-3.1-8b", "--devices", "64")
     assert found["compiled"]["total_bytes"] < 5.8e9
-    assert abs(found["error"]) < 0.06
+    assert abs(found["error"]) < 0.05
 
 
 def test_xla_that_is_told_how_long_instructions_take_covers_the_wire(tmp_path, capsys, every_pass):

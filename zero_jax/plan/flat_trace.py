@@ -5,7 +5,6 @@ each, with a body of their own. What is left is the program as the compiler meet
 fuses and schedules, small enough to be walked in a fraction of a second for any size of model.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,19 +205,7 @@ def _used(operations: list[Operation], outputs: Sequence[Value]) -> list[Operati
     needed = set(outputs)
     kept = []
     for operation in reversed(operations):
-        if operation.name == "optimization_barrier":
-            operation = _read_through(operation, needed)
         if not needed.isdisjoint(operation.outputs):
             kept.append(operation)
             needed.update(operation.inputs)
     return kept[::-1]
-
-
-def _read_through(barrier: Operation, needed: set[Value]) -> Operation:
-    """A barrier without what nobody reads behind it, as XLA has it."""
-    if len(barrier.inputs) != len(barrier.outputs):  # some are literals
-        return barrier
-    both = zip(barrier.inputs, barrier.outputs, strict=True)
-    read = [(given, made) for given, made in both if made in needed]
-    inputs, outputs = [given for given, _ in read], [made for _, made in read]
-    return dataclasses.replace(barrier, inputs=inputs, outputs=outputs)

@@ -20,7 +20,7 @@ B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dt
              "dots" the results of products, for a GPT L·B·T·9·D·c;
              "none" all that the backward pass reads
   loss       logits and their gradients, a chunk at a time
-  buffers    a layer's gradients under way between devices, r times its parameters
+  buffers    gradients under way between devices, of one layer or two, r times its parameters
   work       what one layer computes while it runs, forward or backward
 
 Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.

@@ -3,9 +3,9 @@
 A loop that gathers the next layer's weights while one computes has its first gather before it, and
 its last turn after it. So weights of the last layer are there for its backward pass while the last
 product of the loss runs; and while the gradient of what the first layer reads is cast and sent, the
-first layer's own gradients are still under way, and what the loop kept from the forward pass or
-gradients of the layer before are not gone. A loop over micro-batches has by its end gathered what
-the next one reads first.
+first layer's own gradients are still under way, with what the loop kept from the forward pass, and
+the gradients of the layer before: the larger of these while it is cast, both while it is sent. A
+loop over micro-batches has by its end gathered what the next one reads first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ class LoopEnds:
     ) -> None:
         self.beside: dict[int, list[Held]] = {}
         self._gathered_again(loops, habits)
-        if habits.ahead and loops.first_backward is not None:
+        if loops.first_backward is not None and _turns(loops, habits):
             self._last_turn(loops, max(loops.at), spans, weights, habits)
             if repeats:
                 self._gathered_for_the_next(loops, habits)
@@ -83,6 +83,7 @@ class LoopEnds:
             self.beside[time] = self.at(time) + held
 
     def _gathered_again(self, loops: Loops, habits: Habits) -> None:
+        """Weights of the last layer, once nothing is left of the loss but its last product."""
         loss, layers = loops.last_forward, loops.first_backward
         if loss is None or layers is None:
             return
@@ -108,8 +109,7 @@ class LoopEnds:
         own = under_way.summed(loops.inside(loop), habits, "the first layer")
         before = under_way.summed(loops.inside(loop), habits, "the second layer")
         for time in range(2 * loop + 1, 2 * max(sends, default=loop) + 1):
-            # One of them is gone when a gradient is cast, and there are two copies of that.
-            casts = time % 2 == 1
+            casts = time % 2 == 1  # into the dtype in which it is sent: two copies of it are there
             self._put([time], own + (max(saved, before, key=total) if casts else saved + before))
 
     def _gathered_for_the_next(self, loops: Loops, habits: Habits) -> None:
@@ -120,5 +120,11 @@ class LoopEnds:
         self._put(range(2 * max(loops.at) + 1, 2 * len(loops.operations) + 1), own)
 
 
+def _turns(loops: Loops, habits: Habits) -> bool:
+    """Whether the last loop gathers a turn ahead: its own last turn then stands after it."""
+    return bool(under_way.gathered(loops.inside(max(loops.at)), habits, ""))
+
+
 def _computes(operation: Operation) -> bool:
+    """Whether a gather can hide behind it."""
     return bool(operation.bodies) or operation.name in PRODUCTS

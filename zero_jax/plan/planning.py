@@ -263,7 +263,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
         habits=forecast.Habits(
-            settings.gathers_ahead(traced.layers), settings.bucket_bytes, of_gpus
+            of_gpus and settings.gathers_ahead(traced.layers), settings.bucket_bytes, of_gpus
         ),
     )
     update = update_forecast.forecast(settings, step.transformation.plain, full)

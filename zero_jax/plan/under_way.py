@@ -32,7 +32,8 @@ class Habits:
     """Of the compiler.
 
     Attributes:
-      ahead: whether loops over layers gather the next one's weights while one computes.
+      ahead: whether loops over layers gather the next one's weights while one computes; what that
+        leaves at their ends is in `loop_ends`.
       bucket_bytes: the most that collectives move at once. Of a layer of more than two buckets one
         is gathered ahead by the worst instant, since later ones take the place of weights that are
         not needed any more, and as many are still to be summed as are under way at a time.
