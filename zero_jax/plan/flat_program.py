@@ -69,6 +69,11 @@ class Operation:
     backward: bool
     context: str
 
+    @property
+    def inside(self) -> list["Operation"]:
+        """The operations of one turn of a loop, or of all branches."""
+        return [o for body in self.bodies for o in body.flat.operations]
+
 
 @dataclass
 class Flat:

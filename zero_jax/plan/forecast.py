@@ -236,9 +236,8 @@ class _Walk:
 
 def _sums(operation: Operation) -> bool:
     """Whether it sums over devices, or is a loop that does nothing else, a layer at a time."""
-    inside = [o for body in operation.bodies for o in body.flat.operations]
-    alone = all(o.name not in SOLID or _sums(o) for o in inside)
-    return operation.name in SUMS_OVER_DEVICES or (alone and any(map(_sums, inside)))
+    alone = all(o.name not in SOLID or _sums(o) for o in operation.inside)
+    return operation.name in SUMS_OVER_DEVICES or (alone and any(map(_sums, operation.inside)))
 
 
 def _in_host(flat: Flat) -> int:

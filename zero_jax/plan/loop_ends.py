@@ -43,10 +43,6 @@ class Loops:
     def first_backward(self) -> int | None:
         return min((at for at in self.at if at >= self.backward), default=None)
 
-    def inside(self, at: int) -> list[Operation]:
-        """The operations of one turn of a loop."""
-        return [o for body in self.operations[at].bodies for o in body.flat.operations]
-
 
 class LoopEnds:
     """What is beside a program's own values at a time; operation i runs at time 2i.
@@ -67,12 +63,16 @@ class LoopEnds:
         habits: Habits,
         repeats: bool = False,
     ) -> None:
+        self.loops, self.habits = loops, habits
         self.beside: dict[int, list[Held]] = {}
-        self._gathered_again(loops, habits)
-        if loops.first_backward is not None and _turns(loops, habits):
-            self._last_turn(loops, max(loops.at), spans, weights, habits)
-            if repeats:
-                self._gathered_for_the_next(loops, habits)
+        self._gathered_again()
+        if loops.first_backward is not None:
+            last = max(loops.at)
+            # Its own last turn stands after a loop that gathers a turn ahead.
+            if self._gathered(loops.operations[last].inside, "itself"):
+                self._last_turn(last, spans, weights)
+                if repeats:
+                    self._gathered_for_the_next()
 
     def at(self, time: int) -> list[Held]:
         """What is there at a time."""
@@ -82,47 +82,39 @@ class LoopEnds:
         for time in times:
             self.beside[time] = self.at(time) + held
 
-    def _gathered_again(self, loops: Loops, habits: Habits) -> None:
+    def _gathered(self, operations: Sequence[Operation], which: str) -> list[Held]:
+        return under_way.gathered(operations, self.habits, which)
+
+    def _gathered_again(self) -> None:
         """Weights of the last layer, once nothing is left of the loss but its last product."""
-        loss, layers = loops.last_forward, loops.first_backward
+        loss, layers = self.loops.last_forward, self.loops.first_backward
         if loss is None or layers is None:
             return
-        within = range(loss + 1, layers)
-        hides = [at for at in within if _computes(loops.operations[at])]
+        operations = self.loops.operations
+        hides = [at for at in range(loss + 1, layers) if _computes(operations[at])]
         if hides:
-            again = under_way.gathered(loops.inside(layers), habits, "the last layer")
+            again = self._gathered(operations[layers].inside, "the last layer")
             self._put(range(2 * hides[-1], 2 * layers), again)
 
-    def _last_turn(
-        self,
-        loops: Loops,
-        loop: int,
-        spans: Sequence[Span],
-        weights: set[Value],
-        habits: Habits,
-    ) -> None:
-        operations = loops.operations
+    def _last_turn(self, loop: int, spans: Sequence[Span], weights: set[Value]) -> None:
+        operations = self.loops.operations
         sends = [at for at, o in enumerate(operations) if at > loop and o.name in _SENDS]
-        reads = set(operations[loop].inputs) - weights
+        reads, inside = set(operations[loop].inputs) - weights, operations[loop].inside
         kept = [s.value for s in spans if s.stop == 2 * loop and s.value in reads]
         saved = [held_as(value, "saved", "read by the first layer") for value in kept]
-        own = under_way.summed(loops.inside(loop), habits, "the first layer")
-        before = under_way.summed(loops.inside(loop), habits, "the second layer")
+        own = under_way.summed(inside, self.habits, "the first layer")
+        before = under_way.summed(inside, self.habits, "the second layer")
         for time in range(2 * loop + 1, 2 * max(sends, default=loop) + 1):
             casts = time % 2 == 1  # into the dtype in which it is sent: two copies of it are there
             self._put([time], own + (max(saved, before, key=total) if casts else saved + before))
 
-    def _gathered_for_the_next(self, loops: Loops, habits: Habits) -> None:
+    def _gathered_for_the_next(self) -> None:
         """Leaves that are read before its layers, and its first layer."""
-        first, which = min(loops.at), "the next micro-batch"
-        own = under_way.gathered(loops.operations[:first], habits, which)
-        own += under_way.gathered(loops.inside(first), habits, which)
-        self._put(range(2 * max(loops.at) + 1, 2 * len(loops.operations) + 1), own)
-
-
-def _turns(loops: Loops, habits: Habits) -> bool:
-    """Whether the last loop gathers a turn ahead: its own last turn then stands after it."""
-    return bool(under_way.gathered(loops.inside(max(loops.at)), habits, ""))
+        operations, which = self.loops.operations, "the next micro-batch"
+        first, last = min(self.loops.at), max(self.loops.at)
+        own = self._gathered(operations[:first], which)
+        own += self._gathered(operations[first].inside, which)
+        self._put(range(2 * last + 1, 2 * len(operations) + 1), own)
 
 
 def _computes(operation: Operation) -> bool:
