@@ -186,7 +186,7 @@ def test_a_second_reduction_is_caught(monkeypatch):
 
 def test_state_left_whole_on_every_device_is_caught(monkeypatch):
     """Replicated moments: the numbers stay right, only the bytes tell."""
-    honest = optimizer.state_splits
+    honest = optimizer.cuts_of
     whole = lambda *args: [cuts.split(c.shape, 1) for c in honest(*args)]  # noqa: E731
-    monkeypatch.setattr(optimizer, "state_splits", whole)
+    monkeypatch.setattr(optimizer, "cuts_of", whole)
     assert audit(stage=1).argument_bytes > 12 * PSI // 8 + 10_000

@@ -13,10 +13,12 @@ BELOW["owners"] = {"jaxpr", "sharding"}
 BELOW["adapters"] = {"jaxpr", "sharding"}
 BELOW["hlo"] = {"sharding"}
 BELOW["remat"] = {"jaxpr", "sharding", "collectives"}
-BELOW["offload"] = {"jaxpr", "sharding", "collectives"}
+BELOW["states"] = {"jaxpr", "sharding"}
+BELOW["offload"] = {"jaxpr", "sharding", "collectives", "states"}
 BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"}
 BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload", "owners"}
+BELOW["engine"] |= {"states"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
 # What everybody may know: this release, those of JAX, and which name was meant.
 FACTS = {"_version", "names", "releases"}

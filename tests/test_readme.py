@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 def test_pages_that_show_python_are_run():
     names = ("guide", "nnx", "plan", "offload", "parallelism", "checkpoints", "interchange")
-    names += ("finetuning",)
+    names += ("finetuning", "states")
     assert {"README.md", *(f"docs/{name}.md" for name in names)} <= set(WITH_CODE)
 
 
@@ -38,6 +38,8 @@ def test_code_blocks_run(page, capsys):
         assert printed.endswith(" (16, 1)\n")
     elif page == "docs/finetuning.md":
         assert "params/layers_0/kernel" in printed and "loss" in printed
+    elif page == "docs/states.md":
+        assert printed == "uint8\nfloat32\n"
     elif page == "docs/interchange.md":
         assert "'model-00001-of-00003.safetensors'" in printed
     else:

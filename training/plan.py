@@ -161,6 +161,7 @@ def print_plan(
             frozen=zero.frozen,
             model_axis=zero.model_axis,
             window=step.window,
+            states=zero.states,
         )
         for stage in range(4)
     ]

@@ -27,9 +27,11 @@ from zero_jax.checkpoint.replicas import check_replicas
 from zero_jax.cluster.processes import leave
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.models import families
+from zero_jax.states.narrow import kind_of
 
 PyTree = Any
 T = TypeVar("T")
+Found = tuple[PyTree, int]  # states, and the step they are of
 
 LONG = 50  # batches of an evaluation of which it is said how far it is
 
@@ -69,13 +71,12 @@ class Run:
             ValueError: It has more steps behind it than it was asked for.
             NonFiniteError: Gradients were not finite too often.
         """
-        config, trainer, like = self.trainer.plan.config, self.trainer, self.trainer.like
-        found = self.saver.resume(like, self.say)
+        config, trainer = self.trainer.plan.config, self.trainer
+        found = self._found(self.saver.resume)
         if found is None:
-            states, done = trainer.init(), 0
-            self._before(states[0])
-        else:
-            states, done = trainer.joined(found[0]), found[1]
+            found = trainer.init(), 0
+            self._before(found[0][0])
+        states, done = found
         if done > config.steps:
             raise ValueError(
                 f"{self.trainer.out} is at step {done}, beyond --steps {config.steps}: ask for "
@@ -90,12 +91,24 @@ class Run:
             except zero_jax.NonFiniteError as error:
                 self.watchdog.rest()
                 place = trainer.everywhere(self._place) if left else None
-                found = self.saver.go_back(like, self.say, place) if left else None
+                go_back = functools.partial(self.saver.go_back, place=place)
+                found = self._found(go_back) if left else None
                 if found is None:
                     raise
                 self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
-                states, done = trainer.joined(found[0]), found[1]
+                states, done = found
         raise AssertionError("unreachable")
+
+    def _found(self, find: Callable[..., Found | None]) -> Found | None:
+        """The states of the latest checkpoint, as this run keeps them, and its step."""
+        trainer = self.trainer
+        found = find(trainer.like, self.say)
+        if found is None:
+            return None
+        before, states = kind_of(found[0][1].inner), trainer.plan.config.states
+        if before != states:
+            self.say(f"States of the optimizer that were {before} are {states} from here on")
+        return trainer.joined(found[0]), found[1]
 
     def _before(self, params: PyTree) -> None:
         """What a model that comes from a folder can do already."""

@@ -141,12 +141,12 @@ class Saver:
         return self._saved or None
 
     def resume(
-        self, like: Callable[[], PyTree], say: Callable[[str], Any]
+        self, like: Callable[[Mapping[str, Any]], PyTree], say: Callable[[str], Any]
     ) -> tuple[PyTree, int] | None:
         """The tree and the step of the latest checkpoint; None if there is none.
 
         Args:
-            like: Makes a tree like the one that was saved.
+            like: Makes a tree like the one that was saved, given what that run was started with.
             say: Is told what was restored.
 
         Raises:
@@ -154,7 +154,8 @@ class Saver:
         """
         if self._checkpoints is None or self._checkpoints.latest is None:
             return None
-        before = self._checkpoints.manifest().extra["order"]
+        manifest = self._checkpoints.manifest()
+        before = manifest.extra["order"]
         for name, given in self._order.items():
             if before.get(name) != given:
                 raise ValueError(
@@ -163,7 +164,7 @@ class Saver:
                     "same, or another --out"
                 )
         try:
-            found = self._checkpoints.restore(like(), say=lambda _: None)
+            found = self._checkpoints.restore(like(manifest.config), say=lambda _: None)
         except Damaged as error:
             latest, earlier = self._checkpoints.latest, self._checkpoints.steps[:-1]
             if not earlier:
@@ -178,7 +179,10 @@ class Saver:
         return found.tree, found.step
 
     def go_back(
-        self, like: Callable[[], PyTree], say: Callable[[str], Any], place: Any
+        self,
+        like: Callable[[Mapping[str, Any]], PyTree],
+        say: Callable[[str], Any],
+        place: Any,
     ) -> tuple[PyTree, int] | None:
         """As `resume`, but goes on from this place in the data, after the batch that failed."""
         found = self.resume(like, say)

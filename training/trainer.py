@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from zero_jax import interchange
 from zero_jax.interchange import peft
 from zero_jax.models import generate
 from zero_jax.sharding import mesh
+from zero_jax.states.narrow import FP32, kind_of
 
 PyTree = Any
 States = tuple[PyTree, PyTree]  # parameters, and the optimizer's state
@@ -72,11 +73,26 @@ class Trainer:
         """The logical parameters, not allocated."""
         return jax.eval_shape(self.model.make, self._key)
 
-    def like(self) -> States:
-        """What a checkpoint has, as it will rest; not allocated, but for files."""
+    def like(self, saved: Mapping[str, Any] | None = None) -> States:
+        """What a checkpoint has, as it will rest; not allocated, but for files.
+
+        Args:
+            saved: What the run that saved it was started with; by default as this one.
+
+        Raises:
+            ValueError: It has states of few bits, and this run states in files.
+        """
+        states = self.zero.states if saved is None else saved.get("states", FP32)
         if self.zero.settings.offload.in_files:
+            if states != FP32:
+                raise ValueError(
+                    f"{self.out} was saved with --states {states}, and states in files are fp32: "
+                    "go on without :nvme until the next checkpoint, and with it from there"
+                )
             return self.kept(self.init())
-        return self.kept((self._abstract, self.tx.init(self._abstract)))
+        zero = dataclasses.replace(self.zero, states=states)
+        tx = zero.optimizer(self.plain_tx)
+        return self.kept((self._abstract, tx.init(self._abstract)))
 
     def init(self) -> States:
         """Parameters and optimizer state, born partitioned, or read by those who hold them.
@@ -120,10 +136,13 @@ class Trainer:
         return {"lora": states[0]["lora"]}, states[1]
 
     def joined(self, kept: States) -> States:
-        """The states of which a checkpoint has this."""
-        if self.model.adapted is None:
-            return kept
-        return self._base() | kept[0], kept[1]
+        """The states of which a checkpoint has this, perhaps of other `--states`."""
+        params, state = kept
+        if self.model.adapted is not None:
+            params = self._base() | params
+        if kind_of(state.inner) != self.zero.states:
+            state = self.tx.restated(state, params)
+        return params, state
 
     def batches(self, place: Any = None) -> Iterator[tuple[tuple[jax.Array, ...], Any]]:
         """Global batches to train on, from a place in the data on, and the place after each."""

@@ -287,6 +287,20 @@ def test_a_state_goes_from_the_device_to_files(done):
 
 
 @pytest.mark.heavy
+def test_states_of_few_bits_go_on_as_fp32_and_back_but_not_in_files(done, capsys):
+    few = ["--states", "8bit", *OWN]
+    assert train_here("--steps", "5", *few) == 0
+    assert "States of the optimizer that were fp32 are 8bit from here on" in capsys.readouterr().out
+    assert train_here("--steps", "6", *few) == 0
+    assert "States of the optimizer" not in capsys.readouterr().out
+    assert train_here("--steps", "7", "--offload", "optimizer:nvme=nvme", *OWN) == 2
+    assert "saved with --states 8bit, and states in files are fp32" in capsys.readouterr().err
+    assert train_here("--steps", "7", *OWN) == 0
+    assert "States of the optimizer that were 8bit are fp32 from here on" in capsys.readouterr().out
+    assert len(curve("out")) == 7
+
+
+@pytest.mark.heavy
 def test_state_files_give_way_to_their_own_run_only(folder, monkeypatch, capsys):
     """Killed before the first checkpoint, it begins anew; another run is refused."""
     step = zero_jax.TrainStep.__call__

@@ -103,8 +103,11 @@ class _FileUpdate:
         frozen = paths.frozen_leaves(files.full, settings.frozen)
         inner = without_frozen(plain, settings.frozen)
         leaves, treedef = jax.tree.flatten(files.full)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)  # the gradient of a frozen leaf
-        own = [scalar if f else x for x, f in zip(leaves, frozen, strict=True)]
+        # The gradient of a frozen leaf is a scalar.
+        pairs = zip(leaves, frozen, strict=True)
+        own = [jax.ShapeDtypeStruct((), x.dtype) if still else x for x, still in pairs]
+
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
 
         def update(
             grads: PyTree, state: PyTree, params: PyTree, value: jax.Array
@@ -113,7 +116,7 @@ class _FileUpdate:
 
         self._update = Piecewise(
             update,
-            (jax.tree.unflatten(treedef, own), files.state, files.full, scalar),
+            (jax.tree.unflatten(treedef, own), files.state, files.full, loss),
             mesh=files.mesh,
             cuts=files.cuts,
             state_cuts=files.state_cuts,

@@ -21,6 +21,7 @@ from flax import nnx
 
 from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
 from zero_jax.collectives.precision import Precision
+from zero_jax.engine import pieces
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import (
     Frozen,
@@ -29,13 +30,13 @@ from zero_jax.engine.transformations import (
     without_frozen,
 )
 from zero_jax.offload import streamable, tiers
-from zero_jax.offload.host_update import HostUpdate
-from zero_jax.offload.piecewise import Piecewise, at_rest, require_piecewise
+from zero_jax.offload.piecewise import at_rest, require_piecewise
 from zero_jax.offload.state_files import Files
 from zero_jax.owners import update as owners
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, state_splits
 from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.states.narrow import FP32, NarrowState, cuts_of, initial, kind_of, restated
 
 PyTree = Any
 Trees = tuple[PyTree, PyTree, PyTree | None]  # gradients, state and parameters, at rest
@@ -54,11 +55,11 @@ class ZeroState(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         """A field of the wrapped state: `optax.contrib.schedule_free_eval_params` asks for some."""
-        if name in getattr(self.inner, "_fields", ()):
-            return getattr(self.inner, name)
+        inner = self.inner.inner if isinstance(self.inner, NarrowState) else self.inner
+        if name in getattr(inner, "_fields", ()):
+            return getattr(inner, name)
         raise AttributeError(
-            f"neither ZeroState nor the state that it wraps, a {type(self.inner).__name__}, has "
-            f"{name!r}"
+            f"neither ZeroState nor the state that it wraps, a {type(inner).__name__}, has {name!r}"
         )
 
 
@@ -70,12 +71,15 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
       apply: as `update`, but returns (parameters, state): what `optax.apply_updates` would give.
       resume: of the nvme tier: takes parameters at rest, returns (parameters, state) as of the
         last whole step.
+      restated: takes a state at rest and its parameters; returns the state as it is kept here,
+        whatever the `states` that it was kept as.
       plain: the transformation that was wrapped.
     """
 
-    made_for: tuple[AnyMesh, Splitter, Precision, Frozen, tiers.Offload, bool]
+    made_for: tuple[AnyMesh, Splitter, Precision, Frozen, tiers.Offload, bool, str]
     apply: Callable[..., tuple[PyTree, ZeroState]]
     resume: Callable[[PyTree], tuple[PyTree, ZeroState]]
+    restated: Callable[[ZeroState, PyTree], ZeroState]
     plain: optax.GradientTransformation
 
 
@@ -88,6 +92,7 @@ def partition(
     frozen: Frozen = None,
     offload: tiers.Offload = tiers.NONE,
     guard: bool = True,
+    states: str = FP32,
 ) -> ZeroTransform:
     """Wraps a transformation so that its state is born, kept and updated in shards.
 
@@ -99,6 +104,7 @@ def partition(
       frozen: leaves without state or update, as for `Zero`.
       offload: what rests in host memory, as for `Zero`.
       guard: whether steps are skipped, as for `Zero`.
+      states: how large states are kept, as for `Zero`.
 
     Returns:
       A transformation over parameters at rest. With the guard a step whose gradients are not finite
@@ -109,10 +115,11 @@ def partition(
             f"tx={tx!r} is no optax transformation, which has init and update: optax.adamw(1e-3) "
             "say"
         )
-    made = _Partition(tx, mesh, splitter, precision, frozen, offload, guard)
+    made = _Partition(tx, mesh, splitter, precision, frozen, offload, guard, states)
     wrapped = ZeroTransform(made.init, made.update)
-    wrapped.made_for = (mesh, splitter, precision, frozen, offload, guard)
+    wrapped.made_for = (mesh, splitter, precision, frozen, offload, guard, states)
     wrapped.apply, wrapped.resume, wrapped.plain = made.apply, made.resume, tx
+    wrapped.restated = made.restated
     return wrapped
 
 
@@ -141,6 +148,7 @@ class _Partition:
     frozen: Frozen
     offload: tiers.Offload
     guard: bool
+    states: str
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -160,23 +168,30 @@ class _Partition:
 
     def _born(self, params: PyTree) -> ZeroState:
         full = layout.logical(tiers.to_device(params) if self.offload.streams_params else params)
-        state = ZeroState(self.inner.init(full), init_guard(self.precision))
+        inner = initial(self.inner, full, self.states)
+        state = ZeroState(inner, init_guard(self.precision))
         return layout.at_rest(state, self._state_cuts(state, full))
 
     def _state_cuts(self, state: PyTree, params: PyTree) -> list[Split]:
-        return state_splits(state, params, self.splitter(params))
+        return cuts_of(state, params, self.splitter(params))
 
     def _placed(self, abstract: ZeroState, full: PyTree) -> PyTree:
         """The state's shardings; raises where it can't be updated in pieces, and must be."""
         state = jax.eval_shape(layout.logical, abstract)
         placed = layout.shardings(abstract, self._state_cuts(state, full), self.mesh)
-        if self.offload.states:
+        if self._in_pieces or self.offload.in_files:
             still = paths.frozen_leaves(full, self.frozen)
             cuts, masters = self.splitter(full), self.offload.streams_params
-            require_piecewise(self.tx, self.inner, full, self.mesh, cuts, still, masters)
+            given = self.tx, self.inner, full, self.mesh, cuts, still, masters
+            require_piecewise(*given, states=self.states)
         if self.offload.streams:
             return streamable.placed_on_host(placed, state, full, self.splitter(full))
         return placed
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether states are updated piece by piece inside the step."""
+        return self.offload.streams or self.states != FP32
 
     def _files(self, params: PyTree, *, resume: bool) -> Files:
         cuts = self.splitter(jax.eval_shape(layout.logical, params))
@@ -188,6 +203,17 @@ class _Partition:
             raise ValueError('only a state in files is resumed: Zero(offload="optimizer:nvme=DIR")')
         params, stored, guard = self._files(params, resume=True).resume(params)
         return params, ZeroState(stored, guard)
+
+    def restated(self, state: ZeroState, params: PyTree) -> ZeroState:
+        full = jax.eval_shape(layout.logical, params)
+        abstract = jax.eval_shape(self._born, params)
+        like = jax.eval_shape(layout.logical, abstract)
+
+        def convert(state: ZeroState) -> ZeroState:
+            made = restated(layout.logical(tiers.to_device(state)), like)
+            return layout.at_rest(made, self._state_cuts(made, full))
+
+        return jax.jit(convert, out_shardings=self._placed(abstract, full))(state)
 
     def apply(
         self, grads: PyTree, state: ZeroState, params: PyTree, **extra: Any
@@ -211,7 +237,7 @@ class _Partition:
         elif finite is None:
             finite = all_finite(layout.logical(grads))
         counters = next_guard(state.guard, jnp.asarray(finite), self.precision)
-        run = self._streamed if self.offload.streams else self._whole
+        run = self._pieces if self._in_pieces else self._whole
         made, inner = run((grads, state.inner, params), finite, extra, apply)
         return made, ZeroState(inner, counters)
 
@@ -224,6 +250,12 @@ class _Partition:
 
     def _check_use(self, state: ZeroState, apply: bool) -> None:
         guard_of(state)
+        if kind_of(state.inner) != self.states:
+            raise ValueError(
+                f"the optimizer state is kept as {kind_of(state.inner)}, and this optimizer has "
+                f'states="{self.states}": opt_state = tx.restated(opt_state, params) makes it one '
+                "of this"
+            )
         if self.offload.in_files:
             raise ValueError(
                 "a state in files is updated by the host, not inside jit: use zero.train_step"
@@ -261,32 +293,16 @@ class _Partition:
         known = [*cuts, *states, *(cuts if params is not None else ())]
         return owners.run(update, (*trees, extra), known, self.mesh)
 
-    def _streamed(
+    def _pieces(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
     ) -> tuple[PyTree, PyTree]:
-        """The same of states in host memory, in pieces."""
+        """The same, in pieces, of states in host memory or in fewer bits."""
 
         def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return self.inner.update(grads, state, params, **layout.logical(extra))
 
-        grads, state, params = trees
-        shapes = jax.eval_shape(layout.logical, trees)
-        like = shapes[0] if params is None else shapes[2]
-        cuts = self.splitter(like)
-        pieces = Piecewise(
-            update,
-            shapes,
-            mesh=self.mesh,
-            cuts=cuts,
-            state_cuts=state_splits(shapes[1], like, cuts),
-            state_held=[tiers.is_on_host(x) for x in jax.tree.leaves(state)],
-            params_held=[tiers.is_on_host(x) for x in jax.tree.leaves(params)],
-            frozen=paths.frozen_leaves(like, self.frozen),
-        )
-        job = HostUpdate(pieces, jax.tree.leaves(trees), finite, apply)
-        first, new = job.run(self.offload.piece_bytes)
-        made = jax.tree.unflatten(jax.tree.structure(params if apply else grads), first)
-        return made, jax.tree.unflatten(jax.tree.structure(state), new)
+        given = pieces.Given(*trees, self.splitter, self.frozen, self.mesh)
+        return given.run(update, finite, apply, self.offload.piece_bytes)
 
 
 def _is_apart(node: Any) -> bool:

@@ -27,6 +27,7 @@ from zero_jax.sharding.mesh import (
     model_size,
 )
 from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
+from zero_jax.states.narrow import FP32, check_kind
 
 AUTO = "auto"
 
@@ -53,12 +54,14 @@ class Settings:
     offload: Any = None
     hierarchical: bool = False
     guard: bool = True
+    states: str = FP32
 
     def __post_init__(self) -> None:
         self._check_numbers()
         check_mesh(self.mesh)
         self._settle("bucket_bytes", check_bucket(self.bucket_bytes, self._devices))
         self._settle("offload", tiers.settle(tiers.parse(self.offload), self.mesh))
+        self._check_states()
         if self.offload.activations:
             self._move_activations()
         policy = policies.check(self.remat, self.mesh)
@@ -125,6 +128,13 @@ class Settings:
                     f"{self._devices}: nothing is gathered or scattered there; use stages 1 to 3 "
                     "and 2 devices or more, or leave it out"
                 )
+
+    def _check_states(self) -> None:
+        if check_kind(self.states) != FP32 and self.offload.in_files:
+            raise ValueError(
+                f'states="{self.states}" with offload="{self.offload}": states in files are fp32; '
+                'use offload="optimizer", which keeps them in host memory, or leave states out'
+            )
 
     def _move_activations(self) -> None:
         if self.stage == AUTO or self.offload.tier != "host":

@@ -70,9 +70,10 @@ def without_frozen(
                 f"the transformation did not take what it was given ({given}): {error}. "
                 "zero.train_step gives it the loss as value, and arrays that are passed by name, "
                 "step(params, opt_state, batch, name=array), but not where states rest in host "
-                "memory. One that calls functions (grad_fn, value_fn), or takes gradients of a "
-                "part of the parameters (optax.lookahead), needs a step of your own: grads from "
-                "zero.value_and_grad(loss_fn), then tx.update(grads, opt_state, params, ...)"
+                "memory or in fewer bits. One that calls functions (grad_fn, value_fn), or takes "
+                "gradients of a part of the parameters (optax.lookahead), needs a step of your "
+                "own: grads from zero.value_and_grad(loss_fn), then tx.update(grads, opt_state, "
+                "params, ...)"
             ) from error
 
     # Without frozen leaves the state is exactly that of the user's own transformation.

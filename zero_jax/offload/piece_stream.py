@@ -1,4 +1,4 @@
-"""Updates states that rest in host memory, in pieces: to the device, updated, back, in place.
+"""Updates states in pieces, in place; those in host memory go to the device and back.
 
 Inside `jit`, each device works on its own shards. Leaves are dealt to two lanes of about equal
 bytes. A lane is a chain: a piece is fetched once the one before has been stored, which an
@@ -6,16 +6,17 @@ bytes. A lane is a chain: a piece is fetched once the one before has been stored
 device holds two pieces, whatever the model's size, and the host nothing twice: XLA slices the
 donated host array and writes the slice back into it (read from the H100's program).
 
-Bytes moved per step: all that streams, once to the device and once back. Sends nothing.
+Bytes moved per step: all that is in host memory, once to the device and once back. Sends nothing.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zero_jax.sharding.mesh import AnyMesh
@@ -25,23 +26,60 @@ _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """One of the arrays of a leaf.
+
+    Attributes:
+      array: at rest.
+      spec: its partition spec.
+      on_host: whether it rests in host memory.
+      by_block: whether it has scales of blocks of the others.
+      joined: whether it is joined from its pieces at the end. Others are written into, which XLA
+        does in place where it computes a piece as it writes it; of pieces that were in memory
+        before, it copies the whole array each time.
+    """
+
+    array: jax.Array
+    spec: PartitionSpec
+    on_host: bool = False
+    by_block: bool = False
+    joined: bool = False
+
+
+class Blocks(NamedTuple):
+    """What pieces of a leaf are made of.
+
+    Attributes:
+      dim: along which blocks run.
+      length: how many elements one has.
+      scales: and how many scales.
+    """
+
+    dim: int
+    length: int
+    scales: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """One parameter with all that is updated beside it.
 
     Attributes:
-      arrays: at rest, all of the same global shape and split.
-      on_host: which of them rest in host memory.
-      spec: their partition spec.
+      parts: of the same global shape and split, but for those by block.
+      blocks: what pieces are made of, if not of elements.
+      element_bytes: what an element takes while it is updated, in all parts together.
       scalars: global values that `run` needs.
-      run: takes pieces of `arrays` and the scalars; returns for each array its new piece, or None
-        where it is only read.
+      run: takes pieces of the parts, the scalars, and where the pieces begin in the global arrays;
+        returns for each part its new piece, or None where it is only read.
     """
 
-    arrays: list[jax.Array]
-    on_host: list[bool]
-    spec: PartitionSpec
+    parts: list[Part]
+    blocks: Blocks | None
+    element_bytes: int
     scalars: list[jax.Array]
-    run: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array | None]]
+    run: Callable[
+        [Sequence[jax.Array], Sequence[jax.Array], Sequence[Any]], Sequence[jax.Array | None]
+    ]
 
 
 def stream(leaves: Sequence[Leaf], mesh: AnyMesh, piece_bytes: int) -> list[list[jax.Array]]:
@@ -50,14 +88,16 @@ def stream(leaves: Sequence[Leaf], mesh: AnyMesh, piece_bytes: int) -> list[list
     Args:
       leaves: what is to be updated.
       mesh: the mesh that the arrays are spread over.
-      piece_bytes: most bytes of all arrays of a leaf together that one piece has on a device.
+      piece_bytes: most bytes that one piece of a leaf takes on a device.
 
     Returns:
       For each leaf its arrays, new or as they were, in the memory where they rest.
     """
-    arrays = [leaf.arrays for leaf in leaves]
+    if not leaves:
+        return []
+    arrays = [[part.array for part in leaf.parts] for leaf in leaves]
     scalars = [leaf.scalars for leaf in leaves]
-    specs = [[leaf.spec] * len(leaf.arrays) for leaf in leaves]
+    specs = [[part.spec for part in leaf.parts] for leaf in leaves]
 
     def local(
         arrays: list[list[jax.Array]], scalars: list[list[jax.Array]]
@@ -89,7 +129,11 @@ def lanes(sizes: Sequence[int]) -> list[list[int]]:
     return dealt
 
 
-def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # starts and stops
+Piece = tuple[tuple[int, ...], jax.Array]  # where it starts, and what it is
+
+
+def boxes(shape: Sequence[int], most: int) -> Iterator[Box]:
     """Cuts a shape into contiguous pieces of at most so many elements: (starts, stops).
 
     >>> list(boxes((3, 4), 8))
@@ -112,6 +156,29 @@ def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tu
             yield (start, *starts), (stop, *stops)
 
 
+def boxes_of_blocks(
+    shape: Sequence[int], most: int, blocks: Blocks | None
+) -> Iterator[tuple[Box, Box]]:
+    """As `boxes`, of whole blocks; each with where its scales are.
+
+    >>> for box, scales in boxes_of_blocks((2, 5), 4, Blocks(1, 2)):
+    ...     print(box, scales)
+    ((0, 0), (1, 4)) ((0, 0), (1, 2))
+    ((0, 4), (1, 5)) ((0, 2), (1, 3))
+    ((1, 0), (2, 4)) ((1, 0), (2, 2))
+    ((1, 4), (2, 5)) ((1, 2), (2, 3))
+    """
+    dim, length, scales = blocks or Blocks(0, 1)
+
+    def times(place: Sequence[int], factor: int) -> tuple[int, ...]:
+        return tuple(n * factor if d == dim else n for d, n in enumerate(place))
+
+    counted = [-(-n // length) if d == dim else n for d, n in enumerate(shape)]
+    for starts, stops in boxes(counted, max(1, most // length)):
+        last = tuple(map(min, times(stops, length), shape))
+        yield (times(starts, length), last), (times(starts, scales), times(stops, scales))
+
+
 def _run_lane(
     lane: Sequence[int],
     leaves: Sequence[Leaf],
@@ -121,20 +188,60 @@ def _run_lane(
 ) -> None:
     before: int | None = None
     for at in lane:
-        own = arrays[at]
-        element = sum(np.dtype(x.dtype).itemsize for x in own)
-        for starts, stops in boxes(own[0].shape, max(1, piece_bytes // element)):
+        leaf, own = leaves[at], arrays[at]
+        most = max(1, piece_bytes // leaf.element_bytes)
+        offsets = _offsets(own[0].shape, leaf.parts[0].spec)
+        joined: dict[int, list[Piece]] = {}
+        for box, of_scales in boxes_of_blocks(own[0].shape, most, leaf.blocks):
             if before is not None:
                 _wait(arrays, before, at)
             before = at
+            places = [of_scales if part.by_block else box for part in leaf.parts]
             pieces = [
-                _fetch(x, starts, stops, host)
-                for x, host in zip(own, leaves[at].on_host, strict=True)
+                _fetch(x, place, part.on_host)
+                for x, place, part in zip(own, places, leaf.parts, strict=True)
             ]
-            results = leaves[at].run(pieces, scalars[at])
-            for i, result in enumerate(results):
-                if result is not None:
-                    own[i] = _store(own[i], result, starts, leaves[at].on_host[i])
+            starts = [offset + start for offset, start in zip(offsets, box[0], strict=True)]
+            made: dict[int, jax.Array] = {}
+            for i, result in enumerate(leaf.run(pieces, scalars[at], starts)):
+                if result is not None and leaf.parts[i].joined:
+                    made[i] = result.astype(own[i].dtype)
+                elif result is not None:
+                    own[i] = _store(own[i], result, places[i][0], leaf.parts[i].on_host)
+            if made:  # before the next piece is begun, as what is stored
+                own[:], made = jax.lax.optimization_barrier((own, made))
+                for i, piece in made.items():
+                    joined.setdefault(i, []).append((places[i][0], piece))
+        for i, found in joined.items():
+            own[i] = _joined(found, leaf.blocks).reshape(own[i].shape)
+
+
+def _joined(pieces: Sequence[Piece], blocks: Blocks | None) -> jax.Array:
+    """An array of its pieces, which `boxes_of_blocks` cut: flat.
+
+    Where dims behind that of the blocks are cut, those of one block are side by side first; the
+    others are contiguous.
+    """
+    dim = blocks.dim if blocks else 0
+    rows = [
+        [piece for _, piece in group]
+        for _, group in itertools.groupby(pieces, lambda own: own[0][: dim + 1])
+    ]
+    return jnp.concatenate(
+        [
+            jnp.concatenate([x.reshape(x.shape[dim], -1) for x in row], 1).ravel()
+            if len(row) > 1
+            else row[0].ravel()
+            for row in rows
+        ]
+    )
+
+
+def _offsets(shape: Sequence[int], spec: PartitionSpec) -> list[Any]:
+    """Where a device's part of an array begins along each dim; inside `shard_map`."""
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    pairs = zip(axes, shape, strict=True)
+    return [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
 
 
 def _wait(arrays: list[list[jax.Array]], before: int, at: int) -> None:
@@ -145,8 +252,8 @@ def _wait(arrays: list[list[jax.Array]], before: int, at: int) -> None:
         arrays[i][:] = group
 
 
-def _fetch(x: jax.Array, starts: Sequence[int], stops: Sequence[int], host: bool) -> jax.Array:
-    piece = jax.lax.slice(x, starts, stops)
+def _fetch(x: jax.Array, place: Box, host: bool) -> jax.Array:
+    piece = jax.lax.slice(x, *place)
     return jax.device_put(piece, _DEVICE) if host else piece
 
 

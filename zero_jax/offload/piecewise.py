@@ -1,6 +1,6 @@
 """An update told apart: what is computed first, on whole arrays, and what runs on pieces of leaves.
 
-Both tiers drive it: `host_update` inside the step's program, `engine/file_step` from the host.
+`update_in_pieces` drives it inside the step's program, `engine/file_step` from the host.
 Arrays come and go as they rest; those that stream come in pieces.
 """
 
@@ -18,8 +18,9 @@ from zero_jax.offload import streamable
 from zero_jax.offload.blame import blame
 from zero_jax.offload.update_recipes import NotPiecewise
 from zero_jax.sharding import layout
-from zero_jax.sharding.cuts import Split, split, state_splits
+from zero_jax.sharding.cuts import Split, mirrors, split, state_splits
 from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.states.narrow import FP32
 
 PyTree = Any
 Values = Mapping[Atom, jax.Array]  # by their place in the program
@@ -62,7 +63,7 @@ class Piecewise:
         frozen: Sequence[bool],
     ):
         self.mesh, self.cuts, self.frozen = mesh, cuts, frozen
-        owner = streamable.owners(state_cuts, cuts)
+        owner = mirrors(state_cuts, cuts)
         self.program = streamable.program(update, trees, owner, state_held, params_held)
         masters = params_held or [False] * len(cuts)
         self.recipes = streamable.recipes(self.program, cuts, owner, state_held, frozen, masters)
@@ -147,6 +148,8 @@ def require_piecewise(
     cuts: Sequence[Split],
     frozen: Sequence[bool],
     masters: bool,
+    *,
+    states: str = FP32,
 ) -> None:
     """Raises unless `tx` can be updated in pieces.
 
@@ -158,18 +161,24 @@ def require_piecewise(
       cuts: how they are split.
       frozen: which of them are not trained.
       masters: whether they rest in host memory too.
+      states: as what they are kept: in fewer bits none may be read but element by element, and
+        none be of another form than the parameters.
 
     Raises:
       CannotStream: naming the transformation, within a chain the one that is to blame.
     """
     leaves, treedef = jax.tree.flatten(params)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)  # the gradient of a frozen leaf
-    grads = [scalar if f else x for x, f in zip(leaves, frozen, strict=True)]
+    # The gradient of a frozen leaf is a scalar.
+    pairs = zip(leaves, frozen, strict=True)
+    grads = [jax.ShapeDtypeStruct((), x.dtype) if still else x for x, still in pairs]
 
     def why(part: optax.GradientTransformation) -> str:
         part = optax.with_extra_args_support(part)
         state = jax.eval_shape(part.init, params)
         state_cuts = state_splits(state, params, cuts)
+        held = streamable.offloaded(state_cuts, cuts)
+        if states != FP32:
+            held = [bool(x.shape) for x in jax.tree.leaves(state)]
         try:
             Piecewise(
                 functools.partial(part.update, value=jnp.float32(1.0)),
@@ -177,7 +186,7 @@ def require_piecewise(
                 mesh=mesh,
                 cuts=cuts,
                 state_cuts=state_cuts,
-                state_held=streamable.offloaded(state_cuts, cuts),
+                state_held=held,
                 params_held=[masters and bool(cut.shape) for cut in cuts],
                 frozen=frozen,
             )
@@ -188,11 +197,16 @@ def require_piecewise(
     found = why(inner)
     if found:
         name = blame(tx, lambda part: bool(why(part)))
+        setting, what = "offload", "what rests in host memory"
+        if states != FP32:
+            setting, what = (
+                "states",
+                f'a state, and with states="{states}" that rests in fewer bits',
+            )
         raise CannotStream(
-            f"{name} can't be updated in pieces: its {found} needs the whole of what rests in host "
-            "memory. What looks at gradients alone, as clip_by_global_norm, can stand before a "
-            "transformation with a state; else leave offload out, or use an elementwise one, adamw"
-            " say"
+            f"{name} can't be updated in pieces: its {found} needs the whole of {what}. What looks "
+            "at gradients alone, as clip_by_global_norm, can stand before a transformation with a "
+            f"state; else leave {setting} out, or use an elementwise one, adamw say"
         )
 
 

@@ -23,7 +23,7 @@ from zero_jax.offload.piece_stream import boxes
 from zero_jax.offload.state_in_files import Stored
 from zero_jax.offload.tiers import Offload
 from zero_jax.sharding import layout
-from zero_jax.sharding.cuts import Split, split, state_splits
+from zero_jax.sharding.cuts import Split, mirrors, split, state_splits
 from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
@@ -58,7 +58,7 @@ class Files:
         self.mesh, self.offload, self.cuts = mesh, offload, list(cuts)
         self.guard, self._inner = guard, inner
         self.state_cuts = state_splits(state, full, cuts)
-        self.owner = streamable.owners(self.state_cuts, self.cuts)
+        self.owner = mirrors(self.state_cuts, self.cuts)
         self.held = streamable.offloaded(self.state_cuts, self.cuts)
         self.state, self.full = state, full
         self.state_leaves = jax.tree.leaves(state)

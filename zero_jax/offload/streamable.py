@@ -7,21 +7,14 @@ import jax
 
 from zero_jax.offload.tiers import HOST
 from zero_jax.offload.update_recipes import NotPiecewise, Program, Recipe
-from zero_jax.sharding.cuts import Split, state_splits
+from zero_jax.sharding.cuts import Split, mirrors, state_splits
 
 PyTree = Any
 
 
-def owners(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[int | None]:
-    """For each leaf of a state, which parameter it mirrors."""
-    # state_splits hands out a mirrored parameter's own Split, so identity tells.
-    index = {id(cut): at for at, cut in enumerate(cuts)}
-    return [index.get(id(cut)) for cut in state_cuts]
-
-
 def offloaded(state_cuts: Sequence[Split], cuts: Sequence[Split]) -> list[bool]:
     """Which leaves of a state rest in host memory: those that mirror a parameter of rank 1 up."""
-    pairs = zip(state_cuts, owners(state_cuts, cuts), strict=True)
+    pairs = zip(state_cuts, mirrors(state_cuts, cuts), strict=True)
     return [owner is not None and bool(cut.shape) for cut, owner in pairs]
 
 

@@ -106,4 +106,5 @@ class Case:
             model_axis=self.zero.model_axis,
             frozen=zero.frozen,
             window=traced.window,
+            states=self.zero.settings.states,
         ).total

@@ -10,8 +10,9 @@ tensor parallelism of degree MP, Ψ stands for Ψ/MP of the leaves that are spli
   2       (4Ψ + state)/N    cΨ              window + 4Ψ/N
   3       (4Ψ + state)/N    window          window + 4Ψ/N
 
-The state of Adam is 8Ψ, so 12Ψ/N rest at stages 1 to 3. The window is one layer. Padding and
-leaves that stay whole are counted exactly. Activations, logits and buffers are not included.
+The state of Adam is 8Ψ, so 12Ψ/N rest at stages 1 to 3 (with `states="8bit"` about 2Ψ, and 6Ψ/N).
+The window is one layer. Padding and leaves that stay whole are counted exactly. Activations, logits
+and buffers are not included.
 Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and table 1; there the fp16 parameters (2Ψ) rest
 beside the fp32 masters (part of K = 12), here they are the gathered copy.
 """
@@ -30,8 +31,9 @@ from zero_jax.engine.loss_scale import Guard, init_guard
 from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Split, Splitter, split, state_splits
+from zero_jax.sharding.cuts import Split, Splitter, split
 from zero_jax.sharding.model_axis import ModelAxis
+from zero_jax.states.narrow import FP32, cuts_of, initial
 
 PyTree = Any
 
@@ -84,6 +86,7 @@ def estimate(
     frozen: Frozen = None,
     model_axis: ModelAxis = ModelAxis(),
     window: int | None = None,
+    states: str = FP32,
 ) -> Estimate:
     """The closed form of one stage.
 
@@ -99,10 +102,14 @@ def estimate(
       model_axis: how leaves are split over `model`, `Zero.model_axis`.
       window: elements that are gathered at once: the largest `Layers.words` of a trace, or leaf
         outside of layers; by default the largest leaf.
+      states: as for `Zero`.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
-    >>> estimate(shapes, shards=4, stage=3, tx=optax.adam(1e-3)).at_rest == 12 * 2**20 // 4 + 20
+    >>> adam = optax.adam(1e-3)
+    >>> estimate(shapes, shards=4, stage=3, tx=adam).at_rest == 12 * 2**20 // 4 + 20
     True
+    >>> estimate(shapes, shards=4, stage=3, tx=adam, states="8bit").state * 4 / 2**20  # bytes, of 8
+    2.03134...
     """
     if not isinstance(precision, Precision):
         precision = Precision(precision)
@@ -132,7 +139,7 @@ def estimate(
     gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
     return Estimate(
         parameters=layout.bytes_per_device(cuts, rests),
-        state=_state_bytes(params, cuts, tx, frozen),
+        state=_state_bytes(params, cuts, tx, frozen, states),
         copy=copies.get(stage, copied),
         gradients=gradients,
     )
@@ -184,12 +191,14 @@ def _state_bytes(
     cuts: list[Split],
     tx: optax.GradientTransformation | None,
     frozen: Frozen,
+    states: str,
 ) -> int:
     if tx is None:
         return 0
     masters = jax.tree.map(_master, params)
-    state = jax.eval_shape(without_frozen(tx, frozen).init, masters)
+    plain = without_frozen(tx, frozen)
+    state = jax.eval_shape(lambda params: initial(plain, params, states), masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
-    splits = state_splits(state, params, cuts) + [split((), 1)] * len(guard)
+    splits = cuts_of(state, params, cuts) + [split((), 1)] * len(guard)
     return layout.bytes_per_device(splits, leaves)

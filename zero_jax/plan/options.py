@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 from zero_jax.adapters.lora import ALL_LINEAR, Lora
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine.settings import AUTO
+from zero_jax.states.narrow import FP32
 
 C = TypeVar("C", bound=Any)
 
@@ -56,6 +57,9 @@ class Options:
     """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
     fp32 masters too, and activations for what remat keeps; with :auto only where the devices can,
     with :nvme=DIR in files."""
+    states: str = FP32
+    """As what the large states of an elementwise optimizer (adamw, sgd, lion) rest: fp32, bf16 or
+    8bit (8.125 bits a number)."""
 
     def stage_and_remat(self) -> Mapping[str, Any]:
         """What is partitioned and what is kept: as given, or what is usual.
@@ -76,6 +80,7 @@ class Options:
             "sequence_parallel": self.sequence_parallel,
             "hierarchical": self.hierarchical,
             "offload": self.offload,
+            "states": self.states,
             "memory_limit": None if limit is None else 1e9 * limit,
         }
 

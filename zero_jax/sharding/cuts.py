@@ -226,6 +226,13 @@ class Splitter:
         return cuts
 
 
+def mirrors(state_splits: Sequence[Split], param_splits: Sequence[Split]) -> list[int | None]:
+    """For each leaf of a state, which parameter it mirrors."""
+    # state_splits hands out a mirrored parameter's own Split, so identity tells.
+    index = {id(cut): at for at, cut in enumerate(param_splits)}
+    return [index.get(id(cut)) for cut in state_splits]
+
+
 def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:
     """Splits of an optimizer state: a leaf that mirrors a parameter is cut like it.
 
