@@ -27,7 +27,6 @@ from zero_jax.checkpoint.replicas import check_replicas
 from zero_jax.cluster.processes import leave
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.models import families
-from zero_jax.states.narrow import kind_of
 
 PyTree = Any
 T = TypeVar("T")
@@ -101,14 +100,8 @@ class Run:
 
     def _found(self, find: Callable[..., Found | None]) -> Found | None:
         """The states of the latest checkpoint, as this run keeps them, and its step."""
-        trainer = self.trainer
-        found = find(trainer.like, self.say)
-        if found is None:
-            return None
-        before, states = kind_of(found[0][1].inner), trainer.plan.config.states
-        if before != states:
-            self.say(f"States of the optimizer that were {before} are {states} from here on")
-        return trainer.joined(found[0]), found[1]
+        found = find(self.trainer.like, self.say)
+        return None if found is None else (self.trainer.joined(found[0], self.say), found[1])
 
     def _before(self, params: PyTree) -> None:
         """What a model that comes from a folder can do already."""

@@ -135,12 +135,14 @@ class Trainer:
             return states
         return {"lora": states[0]["lora"]}, states[1]
 
-    def joined(self, kept: States) -> States:
-        """The states of which a checkpoint has this, perhaps of other `--states`."""
+    def joined(self, kept: States, say: Callable[[str], Any]) -> States:
+        """The states of which a checkpoint has this; is told if they are of other `--states`."""
         params, state = kept
         if self.model.adapted is not None:
             params = self._base() | params
-        if kind_of(state.inner) != self.zero.states:
+        before, states = kind_of(state.inner), self.zero.states
+        if before != states:
+            say(f"States of the optimizer that were {before} are {states} from here on")
             state = self.tx.restated(state, params)
         return params, state
 

@@ -61,8 +61,8 @@ class Zero(Settings):
         parameters once a step, in the compute dtype, and layers are gathered over `data` alone.
       guard: whether a step whose gradients are not finite is skipped; if not, a transformation sees
         them as they are (`optax.zero_nans`, `optax.apply_if_finite`).
-      states: how the large leaves of the optimizer's state rest: "fp32", "bf16" or "8bit" (8.125
-        bits an element), of any elementwise transformation; the same bits for every N and stage.
+      states: how the large leaves of the optimizer's state rest: "fp32", "bf16" or "8bit"
+        (docs/states.md), of any elementwise transformation; the same bits for every N and stage.
       memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
         memory, of a target that is not there all of it less 8 % for what no plan shows.
 

@@ -32,6 +32,7 @@ from zero_jax.engine.transformations import (
 from zero_jax.offload import streamable, tiers
 from zero_jax.offload.piecewise import at_rest, require_piecewise
 from zero_jax.offload.state_files import Files
+from zero_jax.offload.state_in_files import Stored
 from zero_jax.owners import update as owners
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, state_splits
@@ -205,6 +206,13 @@ class _Partition:
         return params, ZeroState(stored, guard)
 
     def restated(self, state: ZeroState, params: PyTree) -> ZeroState:
+        guard_of(state)
+        if self.offload.in_files or isinstance(state.inner, Stored):
+            raise ValueError(
+                'a state in files stays as it is: go on from a checkpoint with offload="optimizer"'
+            )
+        if kind_of(state.inner) == self.states:
+            return state
         full = jax.eval_shape(layout.logical, params)
         abstract = jax.eval_shape(self._born, params)
         like = jax.eval_shape(layout.logical, abstract)

@@ -184,6 +184,8 @@ class TrainStep:
                 "remat": s.remat,
                 "offload": s.offload,
                 "hierarchical": s.hierarchical,
+                "guard": s.guard,
+                "states": s.states,
                 "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
                 "batch shapes": shapes,
                 "jax version": jax.__version__,

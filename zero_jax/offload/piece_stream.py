@@ -1,4 +1,4 @@
-"""Updates states in pieces, in place; those in host memory go to the device and back.
+"""Updates states in pieces; those in host memory go to the device and back, and change in place.
 
 Inside `jit`, each device works on its own shards. Leaves are dealt to two lanes of about equal
 bytes. A lane is a chain: a piece is fetched once the one before has been stored, which an

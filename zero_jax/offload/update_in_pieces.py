@@ -3,7 +3,8 @@
 For states that rest in host memory, and for those that are kept in fewer bits, whose pieces are
 opened, updated and closed. Exact for every transformation that is elementwise but for global values
 of gradients (a norm, a schedule, a step counter); all others are refused by name. Per device during
-the update: the gradients, into whose memory the updates go, and two pieces.
+the update: the gradients, into whose memory the updates go, and two pieces; of states in fewer bits
+on the device also the new codes of two leaves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,7 @@ class UpdateInPieces:
             pieces: Sequence[jax.Array], scalars: Sequence[jax.Array], starts: Sequence[Any]
         ) -> list[jax.Array | None]:
             finite, count, *others = scalars
-            held = {i: [pieces[k] for k in own] for i, own in places.items()}
+            held = {i: [pieces[k] for k in mine] for i, mine in places.items()}
             named = {
                 i: codings[i].open(found, starts) if i in codings else found[0]
                 for i, found in held.items()
@@ -100,7 +101,10 @@ class UpdateInPieces:
             made, new = update.on_piece(at, finite, named, [pieces[k] for k in wholes], others)
             results: list[jax.Array | None] = [None] * len(pieces)
             for i, value in zip(states, new, strict=True):
-                closed = codings[i].close(value, starts, count) if i in codings else (value,)
+                if i not in codings:
+                    results[places[i][0]] = value
+                    continue
+                closed = codings[i].close(value, starts, count)
                 for k, part, old in zip(places[i], closed, held[i], strict=True):
                     results[k] = unless_skipped(finite, part, old)
             results[target] = applied(pieces[target], made) if self.apply else made

@@ -87,23 +87,31 @@ def search(
     """
     limit = int(limit)
     considered: list[Considered] = []
-    for candidate, planned in _by_cost(tried, plan, report, trained):
+    left_out: list[Exception] = []
+    for candidate, planned in _by_cost(tried, plan, report, trained, left_out):
         considered.append(_judged(candidate, planned, plan, limit, host_limit))
         if considered[-1].fits:
             choice = Choice(considered[-1], tuple(considered), limit, trained)
             report(f"chose {candidate}\n{choice}")
             return choice
     report(_listed(considered, limit, trained))
+    if left_out and not considered:
+        raise ValueError(f"no candidate can be run; of the last: {left_out[-1]}") from left_out[-1]
     raise ValueError(_nothing_fits(considered, limit))
 
 
 def _by_cost(
-    tried: Sequence[Candidate], plan: Planner, report: Report, trained: float
+    tried: Sequence[Candidate],
+    plan: Planner,
+    report: Report,
+    trained: float,
+    left_out: list[Exception],
 ) -> Iterator[tuple[Candidate, Plan]]:
     """Candidates with their predicted plans, cheapest first.
 
     What crosses to host memory is known once a candidate was planned. Until then it stands where
-    it would if that were free; after, it waits for its true turn.
+    it would if that were free; after, it waits for its true turn. Why others cannot be run goes to
+    `left_out`.
     """
     queue: list[tuple[Any, int, Plan | None]] = [
         (c.cost(trained=trained), i, None) for i, c in enumerate(tried)
@@ -117,6 +125,7 @@ def _by_cost(
                 planned = plan(candidate, False)
             except (CannotGroup, CannotStream, WrongHere) as error:
                 report(f"left out {candidate}: {error}")
+                left_out.append(error)
                 continue
             if candidate.uses_host:
                 heapq.heappush(queue, (candidate.cost(planned, trained), at, planned))

@@ -18,6 +18,7 @@ from zero_jax.owners.kinds import Exchange
 from zero_jax.owners.update import Program, program_of
 from zero_jax.plan import forecast as temporaries
 from zero_jax.sharding.cuts import state_splits
+from zero_jax.states.narrow import FP32
 
 PyTree = Any
 
@@ -48,8 +49,8 @@ def forecast(settings: Settings, tx: optax.GradientTransformation, full: PyTree)
       tx: any optax transformation, not wrapped.
       full: the logical parameters.
     """
-    if settings.shards == 1 or settings.offload.states:
-        return Update()  # nothing is cut; or it streams, and is elementwise
+    if settings.shards == 1 or settings.offload.states or settings.states != FP32:
+        return Update()  # nothing is cut; or it is elementwise
     made = program(settings, tx, full)
     held = [temporaries.forecast(one.traced, 0).bytes for one in made.exchanges]
     sent = sum(one.sent for one in made.exchanges)

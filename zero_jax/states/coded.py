@@ -63,8 +63,9 @@ class Coding:
 class Straddling(Coding):
     """The same of a leaf whose blocks lie on several devices, each of which has all scales of them.
 
-    A device's blocks begin before its piece does. Devices send each other the exponents of the
-    parts of blocks that they have, a word for each block, and no element. Inside `shard_map`.
+    A device's blocks begin before its piece does. Devices send each other what they know of the
+    scales of the dim's blocks, two words each, by one all-reduce, and no element. Inside
+    `shard_map`.
 
     Attributes:
       axis: the mesh axes that the blocks' dim is cut over.

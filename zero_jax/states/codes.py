@@ -4,14 +4,14 @@ A block is 128 elements along one dim, by logical indices, so codes are the same
 cut. Its scale is the exponent of its largest number: nothing is divided, a code is the first bits
 of a float.
 
-  with negative numbers   sign, 4 bits of exponent, 3 of mantissa: 16 octaves below the largest;
+  with negative numbers   sign, 4 bits of exponent, 3 of mantissa: 14 octaves below the largest;
                           what is smaller is 0
-  without any             5 bits of exponent, 3 of mantissa: 32 octaves; what is smaller is the
+  without any             5 bits of exponent, 3 of mantissa: 30 octaves; what is smaller is the
                           smallest there is, never 0, since roots of it are divided by
 
 The second has twice the octaves, as squares have. Infinities and NaN have codes of their own and
-change nothing about the rest of their block. Bits a number, scales included: 8.125, at most 9 where
-a dim is shorter than a block.
+change nothing about the rest of their block. Bits a number, scales included: 8.125; 8 + 16/d along
+a dim of d < 128.
 Source: blocks and a dynamic range as in Dettmers et al., 8-bit Optimizers via Block-wise
 Quantization, arXiv:2110.02861; exponents that a block shares as in OCP's Microscaling Formats.
 """
@@ -31,7 +31,7 @@ _OCTAVE = 1 << _MANTISSA  # codes of one exponent
 _INFINITY = 255 << 23  # in the bits of a float
 _SIGNED, _POSITIVE = 15, 31  # octaves below the largest
 _SIGN = 1 << 8  # in a scale, above the exponent: some have one
-_NAN = 128  # the code of "minus zero"
+_NAN = 128  # the code of "minus zero", where there are signs
 _LIKELY = 64  # devices
 
 
@@ -73,10 +73,10 @@ def scales_of(x: jax.Array, dim: int) -> jax.Array:
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & 0x7FFFFFFF
-    signed = (magnitude > _INFINITY) | ((bits >> 31 == 1) & (magnitude > 0))
+    signed = (bits >> 31 == 1) & (magnitude > 0) & (magnitude <= _INFINITY)
     finite = jnp.where(magnitude < _INFINITY, magnitude, 0)
-    # As if rounded up, whatever the noise is, and below the code of infinity.
-    top = jnp.clip((_largest(finite, dim) + (2 * _UNIT - 1)) >> 23, 1, 254)
+    # As if rounded up, whatever the noise is, and below the codes of infinity and NaN.
+    top = jnp.clip((_largest(finite, dim) + (3 * _UNIT - 1)) >> 23, 1, 254)
     return (top | _largest(signed.astype(jnp.uint32) * _SIGN, dim)).astype(jnp.uint16)
 
 
@@ -113,11 +113,11 @@ def close(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.Ar
     each = _to_each(scales, dim, x.shape)
     signed, lowest = each >= _SIGN, _lowest(each)
     least = jnp.where(signed, 0, jnp.maximum(1, _OCTAVE - lowest))  # no subnormal float
-    infinity = jnp.where(signed, 127, 255)
+    infinity, nan = _not_finite(signed)
     code = ((magnitude + (noise >> (32 - _CUT))) >> _CUT).astype(jnp.int32) - lowest
     code = jnp.where(magnitude < _INFINITY, jnp.clip(code, least, infinity - 1), infinity)
     code = code | jnp.where(code > 0, negative << 7, 0)
-    code = jnp.where(magnitude > _INFINITY, _NAN, code)
+    code = jnp.where(magnitude > _INFINITY, nan, code)
     return jnp.where(magnitude > 0, code, 0).astype(jnp.uint8)
 
 
@@ -134,9 +134,15 @@ def open(codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
     bits = magnitude + _lowest(each)
     # 0, or less than the smallest float that is not subnormal.
     bits = jnp.where((magnitude > 0) & (bits >= _OCTAVE), bits, 0) << _CUT
-    bits = jnp.where(magnitude == jnp.where(signed, 127, 255), _INFINITY, bits)
+    infinity, nan = _not_finite(signed)
+    bits = jnp.where(magnitude == infinity, _INFINITY, bits)
     x = jax.lax.bitcast_convert_type(bits | jnp.where(signed, code >> 7, 0) << 31, jnp.float32)
-    return jnp.where(signed & (code == _NAN), jnp.float32(np.nan), x)
+    return jnp.where(code == nan, jnp.float32(np.nan), x)
+
+
+def _not_finite(signed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The codes of infinity and of NaN."""
+    return jnp.where(signed, 127, 254), jnp.where(signed, _NAN, 255)
 
 
 def _lowest(scales: jax.Array) -> jax.Array:

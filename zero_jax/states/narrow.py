@@ -1,7 +1,11 @@
-"""A state some of whose leaves rest in 8 or 16 bits."""
+"""A state some of whose leaves rest in 8 or 16 bits: made, opened, made another.
+
+Bytes: of a leaf in 8 bits one for each element and two for each block of 128, of one in bf16 two.
+It is updated in pieces (offload/update_in_pieces.py), which sends nothing but what straddling
+blocks need (coded.py).
+"""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.jaxpr.equations import CALLS, is_var, written_out
-from zero_jax.jaxpr.reads import needed
-from zero_jax.names import unknown
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import Split, Splitter, mirrors, state_splits
+from zero_jax.sharding.cuts import Split, state_splits
 from zero_jax.states.coded import Coding, scales_cut
+from zero_jax.states.selection import Kept, selected
 
 PyTree = Any
 FP32 = "fp32"
 KINDS = (FP32, "bf16", "8bit")
-SMALL = 4096  # elements
 
 
 @jax.tree_util.register_dataclass
@@ -29,24 +30,35 @@ class NarrowState:
 
     Attributes:
       inner: as the transformation has it; narrow leaves are uint8 (8bit) or bf16.
-      scales: of 8 bits, by the leaf's path, the scales of its blocks, uint16.
+      scales: of 8 bits, of each narrow leaf the scales of its blocks, uint16.
       count: how often it was updated.
-      narrow: the paths of narrow leaves.
+      kept: which leaves are narrow.
       kind: "8bit" or "bf16".
     """
 
     inner: PyTree
-    scales: dict[str, Any]
+    scales: tuple[Any, ...]
     count: Any
-    narrow: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    kept: tuple[Kept, ...] = dataclasses.field(metadata={"static": True})
     kind: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def narrow(self) -> list[str]:
+        """The paths of narrow leaves.
+
+        >>> state = initial(optax.adam(1e-3), {"w": jnp.ones((64, 64))}, "8bit")
+        >>> state.narrow
+        ['0/mu/w', '0/nu/w']
+        """
+        names = [name for name, _ in paths.named_leaves(self.inner)]
+        return [names[kept.at] for kept in self.kept]
 
     def parts(self) -> list[tuple[Any, ...]]:
         """Of each leaf of `inner` its array, and its scales if it has any."""
-        leaves = jax.tree.leaves(self.inner)
-        known = {name: jax.tree.leaves(scales) for name, scales in self.scales.items()}
-        names = [name for name, _ in paths.named_leaves(self.inner)]
-        return [(x, *known.get(name, ())) for name, x in zip(names, leaves, strict=True)]
+        positions = (kept.at for kept in self.kept)
+        scales = dict(zip(positions, jax.tree.leaves(self.scales), strict=False))
+        leaves = enumerate(jax.tree.leaves(self.inner))
+        return [(x, scales[at]) if at in scales else (x,) for at, x in leaves]
 
     def codings(self, shapes: PyTree) -> list[Coding | None]:
         """How each leaf is kept; None for one that is as the transformation has it.
@@ -54,10 +66,10 @@ class NarrowState:
         Args:
           shapes: the logical `inner`.
         """
-        number = {name: at for at, name in enumerate(self.narrow)}
+        numbers = {kept.at: kept.number for kept in self.kept}
         return [
-            Coding(x.shape, self.kind, number[name]) if name in number else None
-            for name, x in paths.named_leaves(shapes)
+            Coding(x.shape, self.kind, numbers[at]) if at in numbers else None
+            for at, x in enumerate(jax.tree.leaves(shapes))
         ]
 
     def wide(self) -> PyTree:
@@ -70,11 +82,9 @@ class NarrowState:
 
     def with_parts(self, parts: Sequence[Sequence[Any]], count: Any) -> "NarrowState":
         """The same with other arrays, in the order of `parts`."""
-        inner = jax.tree.unflatten(jax.tree.structure(self.inner), [x for x, *_ in parts])
-        names = [name for name, _ in paths.named_leaves(self.inner)]
-        made = {name: own[1] for name, own in zip(names, parts, strict=True) if len(own) > 1}
-        order = [made[name] for name in sorted(made)]
-        scales = jax.tree.unflatten(jax.tree.structure(self.scales), order)
+        inner = jax.tree.unflatten(jax.tree.structure(self.inner), [own[0] for own in parts])
+        own = [own[1] for own in parts if len(own) > 1]
+        scales = jax.tree.unflatten(jax.tree.structure(self.scales), own)
         return dataclasses.replace(self, inner=inner, scales=scales, count=count)
 
 
@@ -91,10 +101,10 @@ def check_kind(kind: str) -> str:
     """Returns it if states can be kept so.
 
     Raises:
-      ValueError: naming the nearest one.
+      ValueError: they can't.
     """
     if kind not in KINDS:
-        raise ValueError(unknown("states", str(kind), KINDS, "Choose one of"))
+        raise ValueError(f"states={kind!r}: states are kept as one of {', '.join(KINDS)}")
     return kind
 
 
@@ -107,62 +117,20 @@ def initial(tx: optax.GradientTransformation, params: PyTree, kind: str) -> PyTr
     (dtype('uint8'), dtype('float32'))
     """
     state = tx.init(params)
-    return state if kind == FP32 else narrowed(state, narrow_leaves(tx, params), kind)
+    return state if kind == FP32 else narrowed(state, selected(tx, params), kind)
 
 
-def narrow_leaves(tx: optax.GradientTransformation, params: PyTree) -> tuple[str, ...]:
-    """The paths of the leaves of a state that are kept in fewer bits: read from what they are.
-
-    They are like a parameter, fp32, and of at least 4096 elements. What starts as the parameters
-    do (averages of them, slow copies) is a weight and no statistic, and stays.
-
-    Args:
-      tx: the transformation.
-      params: logical parameters, arrays or shapes.
-
-    Raises:
-      ValueError: two of them have the same path.
-
-    >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
-    >>> narrow_leaves(optax.adam(1e-3), shapes)
-    ('0/mu/w', '0/nu/w')
-    """
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    closed = written_out(closed, CALLS)  # a call makes all of its results of all that it is given
-    cuts, own = Splitter(1)(params), set(closed.jaxpr.invars)
-    owner = mirrors(state_splits(state, params, cuts), cuts)
-    found = []
-    known = zip(paths.named_leaves(state), owner, closed.jaxpr.outvars, strict=True)
-    for (name, leaf), parameter, made in known:
-        large = leaf.dtype == jnp.float32 and leaf.size >= SMALL
-        weight = is_var(made) and not own.isdisjoint(needed(closed.jaxpr.eqns, [made]))
-        if parameter is not None and large and not weight:
-            found.append(name)
-    _check_names(state, found)
-    return tuple(found)
-
-
-def _check_names(state: PyTree, narrow: Sequence[str]) -> None:
-    """Raises where scales, which are kept by their leaf's path, would be those of two."""
-    times = Counter(name for name, _ in paths.named_leaves(state))
-    for name in narrow:
-        if times[name] > 1:
-            raise ValueError(f"two leaves are called {name!r}: give them paths of their own")
-
-
-def narrowed(wide: PyTree, narrow: tuple[str, ...], kind: str) -> NarrowState:
+def narrowed(wide: PyTree, kept: tuple[Kept, ...], kind: str) -> NarrowState:
     """A transformation's own state as it is kept, not updated yet.
 
     Args:
       wide: the state, logical.
-      narrow: which leaves are kept in fewer bits, by path.
+      kept: which leaves are kept in fewer bits.
       kind: how.
     """
     count = jnp.zeros((), jnp.int32)
-    like = NarrowState(
-        wide, dict.fromkeys(narrow if kind == "8bit" else (), 0), count, narrow, kind
-    )
+    scales = (0,) * len(kept) if kind == "8bit" else ()  # until they are made
+    like = NarrowState(wide, scales, count, kept, kind)
     pairs = zip(like.codings(wide), jax.tree.leaves(wide), strict=True)
     parts = [(x,) if how is None else how.close(x, _whole(x), count) for how, x in pairs]
     return like.with_parts(parts, count)
@@ -175,17 +143,37 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
       state: logical, with `NarrowState`s in it, or without.
       like: with `NarrowState`s where they are to be, or without; abstract.
 
+    Raises:
+      ValueError: they are of different transformations, or of different parameters.
+
     >>> adam, params = optax.adam(1e-3), {"w": jnp.ones((64, 64))}
     >>> like = jax.eval_shape(lambda p: initial(adam, p, "8bit"), params)
     >>> jax.tree.structure(restated(adam.init(params), like)) == jax.tree.structure(like)
     True
     """
-    wide = jax.tree.map(lambda x: x.wide() if _is_narrow(x) else x, state, is_leaf=_is_narrow)
+    wide, wanted = _wide(state), jax.eval_shape(_wide, like)
+    given, own = (
+        {f"{name} {tuple(x.shape)}" for name, x in paths.named_leaves(tree)}
+        for tree in (wide, wanted)
+    )
+    if given != own:
+        raise ValueError(
+            "the optimizer state is of another transformation, or of other parameters: it has "
+            f"{_few(given - own)}, and this optimizer {_few(own - given)}"
+        )
 
     def one(node: Any, own: PyTree) -> PyTree:
-        return narrowed(own, node.narrow, node.kind) if _is_narrow(node) else own
+        return narrowed(own, node.kept, node.kind) if _is_narrow(node) else own
 
     return jax.tree.map(one, like, wide, is_leaf=_is_narrow)
+
+
+def _few(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:3]) or "nothing else"
+
+
+def _wide(state: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.wide() if _is_narrow(x) else x, state, is_leaf=_is_narrow)
 
 
 def _whole(x: jax.Array) -> tuple[int, ...]:
@@ -205,11 +193,9 @@ def cuts_of(state: PyTree, params: PyTree, param_cuts: Sequence[Split]) -> list[
         if not _is_narrow(node):
             at += 1
             continue
-        names = [name for name, _ in paths.named_leaves(node.inner)]
-        cuts = dict(zip(names, found[at:], strict=False))
-        at += len(names)
-        for name in sorted(node.scales):
-            found[at] = scales_cut(cuts[name])
+        first, at = at, at + len(jax.tree.leaves(node.inner))
+        for kept, _ in zip(node.kept, node.scales, strict=False):
+            found[at] = scales_cut(found[first + kept.at])
             at += 1
         at += 1  # the counter
     return found

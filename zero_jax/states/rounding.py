@@ -1,8 +1,8 @@
-"""Which way numbers are rounded: up as often as what is cut off says, so that no change is lost.
+"""Which way numbers are rounded: up as often as what is cut off says.
 
 An average that moves by a thousandth a step never moves if it is rounded to the nearest of eight
 numbers an octave: the root of a second moment with a decay of 0.999 is then half of what it should
-be. Rounded like this it is right on average.
+be. Rounded like this it is right on average, as long as it is in the range of its block.
 
 What decides is no random number but where an element is in a sequence that fills the interval
 evenly (multiples of the golden ratio): what stands between two numbers is rounded up at even
