@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from zero_jax.adapters.quantised import BOUNDS, KINDS, NF4, Quantised, quantise
+from zero_jax.hlo import prove, targets
 
 SHAPES = [((3, 130, 5), -2), ((64, 8), -2), ((7, 33), -1), ((2, 3, 64, 4), -3), ((1, 1), -2)]
 
@@ -81,3 +82,22 @@ def test_it_is_a_tree_of_two_leaves():
     packed = quantise(numbers((64, 2)), "int8", -2)
     assert isinstance(jax.tree.map(lambda x: x, packed), Quantised)
     assert len(jax.tree.leaves(packed)) == 2
+
+
+@pytest.mark.prove
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # as the arguments of a step are
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_for_gpus_round_the_scale_that_codes_are_made_with(kind):
+    """XLA for GPUs keeps a number in fp32 where it is cast to bf16 and back."""
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((256, 96), jnp.float32, sharding=sharding)
+
+    def parts(x):
+        packed = quantise(x, kind, -2)
+        return packed.codes, packed.scales
+
+    program = prove.compile_for(targets.target("h100"), parts, (x,), mesh).program
+    kernels = [{i.kind for i in c.instructions.values()} for c in program.computations.values()]
+    of_codes = [kinds for kinds in kernels if kinds & {"divide", "compare"}]
+    assert of_codes and all("reduce-precision" in kinds for kinds in of_codes)

@@ -32,6 +32,7 @@ NF4 = np.array(
     ],
     np.float32,
 )
+_OF_127 = np.float32(1 / 127)
 _MIDDLES = (NF4[1:] + NF4[:-1]) / 2
 # Of a value from its code, in units of the largest of its block: half of the widest gap, and what
 # the scale is off by, rounded to 8 bits.
@@ -121,8 +122,10 @@ def quantise(x: Any, kind: str, dim: int) -> Quantised:
     around[at] = (0, blocks * BLOCK - rows)
     split = _in_blocks(xp.pad(x.astype(xp.float32), around), at, blocks)
     largest = abs(split).max(axis=at + 1, initial=0)
-    scales = (largest / np.float32(127) if kind == "int8" else largest).astype(jnp.bfloat16)
-    unit = xp.expand_dims(scales.astype(xp.float32), at + 1)
+    # A product: XLA makes one of a division by a constant, whose last bit may differ.
+    scales = _rounded(xp, largest * _OF_127 if kind == "int8" else largest)
+    unit = xp.expand_dims(scales, at + 1)
+    scales = scales.astype(jnp.bfloat16)
     codes = _int8(xp, split, unit) if kind == "int8" else _nf4(xp, split, unit, at + 1)
     return Quantised(_joined(codes, at), _bits(xp, scales), kind, dim % x.ndim - x.ndim, rows)
 
@@ -135,6 +138,13 @@ def _in_blocks(x: Any, at: int, blocks: int) -> Any:
 def _joined(x: Any, at: int) -> Any:
     """The inverse."""
     return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+
+
+def _rounded(xp: Any, x: Any) -> Any:
+    """fp32 that a bfloat16 holds. XLA for GPUs leaves out a cast there and back."""
+    if xp is np:
+        return x.astype(jnp.bfloat16).astype(np.float32)
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def _bits(xp: Any, scales: Any) -> Any:

@@ -80,7 +80,11 @@ class Given:
     ) -> Piecewise:
         """The update of fp32; with one state of a parameter all of them come in pieces."""
         trees = self.grads, self.state, self.params
-        grads, state, params = jax.eval_shape(layout.logical, trees)
+        # Shapes alone: types of newer JAX say that a state rests in host memory, and there nothing
+        # can be computed, not even in a trace.
+        grads, state, params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(layout.logical, trees)
+        )
         if isinstance(state, NarrowState):
             state = jax.eval_shape(NarrowState.wide, state)
         like = grads if params is None else params
