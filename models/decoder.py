@@ -20,15 +20,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .decoder_block import STDDEV, Block, Norm
-from .decoder_config import PRESETS as PRESETS
 from .decoder_config import DecoderConfig as DecoderConfig
+from .decoder_config import Mixture as Mixture
 from .decoder_config import Rope as Rope
 from .decoder_config import flops_per_token as flops_per_token
 from .decoder_config import num_params as num_params
-from .decoder_config import preset as preset
+from .decoder_presets import PRESETS as PRESETS
+from .decoder_presets import preset as preset
 from .dims import named, residual, whole
+from .experts import Routed
 from .generate import generate as generate
 from .next_token import loss as loss
+from .next_token import routed_loss as routed_loss
 from .rotary import Table, tables
 
 
@@ -72,7 +75,16 @@ class Decoder(nnx.Module):
         segments_BxT: jax.Array | None = None,
         positions_BxT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the final hidden states (B, T, D), after the last norm.
+        """Returns the final hidden states (B, T, D), after the last norm; see `routed`."""
+        return self.routed(tokens_BxT, segments_BxT, positions_BxT)[0]
+
+    def routed(
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        positions_BxT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routed | None]:
+        """Returns the final hidden states, and what routers did, if any, stacked over layers.
 
         Args:
           tokens_BxT: token ids.
@@ -97,8 +109,8 @@ class Decoder(nnx.Module):
                 x_BxTxD *= jnp.asarray(config.embed_scale, x_BxTxD.dtype)
             x_BxTxD = residual(x_BxTxD)
         rope_tables, slides_L = self._per_layer(positions_BxT)
-        x_BxTxD = _apply_blocks(self.blocks, x_BxTxD, slides_L, rope_tables, segments_BxT)
-        return self.norm(whole(x_BxTxD))
+        x_BxTxD, routed = _apply_blocks(self.blocks, x_BxTxD, slides_L, rope_tables, segments_BxT)
+        return self.norm(whole(x_BxTxD)), routed
 
     def _per_layer(self, positions_BxT: jax.Array) -> tuple[tuple[Table, ...], jax.Array | None]:
         """Tables of positions, that of sliding layers first; and which layers slide, if some do."""
@@ -128,14 +140,14 @@ class Decoder(nnx.Module):
         )
 
 
-@nnx.scan(in_axes=(0, nnx.Carry, 0, None, None), out_axes=nnx.Carry, graph_updates=False)
+@nnx.scan(in_axes=(0, nnx.Carry, 0, None, None), out_axes=(nnx.Carry, 0), graph_updates=False)
 def _apply_blocks(
     block: Block,
     x_BxTxD: jax.Array,
     slides: jax.Array | None,
     by_kind: tuple[Table, ...],
     segments_BxT: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Routed | None]:
     table = by_kind[0]
     if slides is not None and len(by_kind) > 1:
         table = jax.tree.map(functools.partial(jnp.where, slides), *by_kind)

@@ -1,4 +1,4 @@
-"""One layer of a decoder: RMS norms, grouped queries with rotary positions, a gated MLP.
+"""One layer of a decoder: RMS norms, grouped queries with rotary positions, a gated MLP or several.
 
 Shapes: B batch, T tokens of a row, D width, N heads of queries, M of keys and values, H head dim,
 F width of the MLP.
@@ -15,6 +15,7 @@ from flax import nnx
 from .attend import attend
 from .decoder_config import DecoderConfig
 from .dims import named, residual, whole
+from .experts import Experts, Routed
 from .rotary import Table, rotate
 
 STDDEV = 0.02  # of new matrices
@@ -116,7 +117,7 @@ class Block(nnx.Module):
         self.post_norms = config.post_norms
         self.attn_norm, self.mlp_norm = (Norm(config.width, config, rngs) for _ in range(2))
         self.attn = Attention(config, out_stddev, rngs)
-        self.mlp = MLP(config, out_stddev, rngs)
+        self.mlp = (MLP if config.mixture is None else Experts)(config, out_stddev, rngs)
         if config.post_norms:
             self.attn_post_norm, self.mlp_post_norm = (
                 Norm(config.width, config, rngs) for _ in range(2)
@@ -128,7 +129,8 @@ class Block(nnx.Module):
         table: Table,
         slides: jax.Array | None,
         segments_BxT: jax.Array | None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Routed | None]:
+        """The residual stream after it, and what its router did, if it has one."""
         x_BxTxD = residual(x_BxTxD)
         with jax.named_scope("attention"):
             mixed_BxTxD = self.attn(whole(self.attn_norm(x_BxTxD)), table, slides, segments_BxT)
@@ -136,7 +138,11 @@ class Block(nnx.Module):
                 mixed_BxTxD = self.attn_post_norm(whole(mixed_BxTxD))
             x_BxTxD = x_BxTxD + residual(mixed_BxTxD)
         with jax.named_scope("mlp"):
-            out_BxTxD = self.mlp(whole(self.mlp_norm(x_BxTxD)))
+            given_BxTxD, routed = whole(self.mlp_norm(x_BxTxD)), None
+            if isinstance(self.mlp, Experts):
+                out_BxTxD, routed = self.mlp(given_BxTxD)
+            else:
+                out_BxTxD = self.mlp(given_BxTxD)
             if self.post_norms:
                 out_BxTxD = self.mlp_post_norm(whole(out_BxTxD))
-            return residual(x_BxTxD + residual(out_BxTxD))
+            return residual(x_BxTxD + residual(out_BxTxD)), routed

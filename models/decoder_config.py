@@ -1,15 +1,10 @@
-"""The shapes of the decoder family: configs, presets by name, parameters and FLOPs in closed form.
-
-Presets have the sizes that their makers published; tests hold them to the published numbers of
-parameters.
-"""
+"""The shapes of the decoder family: configs, parameters and FLOPs in closed form."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any
 
 from .gpt_config import ATTENTION
-from .presets import chosen
 
 ACTIVATIONS = ("silu", "gelu")
 
@@ -31,6 +26,50 @@ class Rope:
     stretched: tuple[int, float, float] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Experts in place of the MLP.
+
+    Attributes:
+      experts: E, how many there are.
+      chosen: K, to how many a token goes.
+      normalised: whether the weights of those sum to one.
+      capacity: how many tokens of a row an expert takes at most, as a multiple of T · K / E; what
+        is more is dropped. None drops nothing, and takes E / K times the products.
+      balance: what the balance of the experts' tokens counts in the loss.
+      z: what the square of the router's logits counts.
+    """
+
+    experts: int
+    chosen: int
+    normalised: bool = True
+    capacity: float | None = None
+    balance: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(
+                f"chosen={self.chosen} of experts={self.experts}: a token goes to one at least, "
+                "and to no expert twice."
+            )
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(
+                f"capacity={self.capacity} would drop every token: give 1.25 say, or None to drop "
+                "none."
+            )
+
+    def room(self, tokens: int) -> int:
+        """C: of a row of so many tokens, how many an expert takes.
+
+        >>> Mixture(8, 2, capacity=1.25).room(1024), Mixture(8, 2).room(1024)
+        (320, 1024)
+        """
+        if self.capacity is None:
+            return tokens
+        return min(tokens, math.ceil(self.capacity * tokens * self.chosen / self.experts))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The shape of a decoder, and how it computes.
@@ -41,7 +80,7 @@ class DecoderConfig:
       heads: N, heads of queries.
       kv_heads: M, heads of keys and values; must divide `heads`.
       head_dim: H, even.
-      hidden: F, the width of the gated MLP.
+      hidden: F, the width of the gated MLP, or of one expert.
       vocab: V, rows of the embedding.
       seq: the longest row of tokens it is made for.
       tied: whether the head is the embedding.
@@ -54,6 +93,7 @@ class DecoderConfig:
       qk_norm: whether queries and keys are normalised, head by head.
       post_norms: whether what attention and MLP add is normalised too.
       norm_from_one: whether the scale of a norm is one plus its parameter.
+      mixture: the experts that stand in place of the MLP, if any do.
       activation: of the MLP's gate, "silu" or "gelu" (by tanh).
       embed_scale: what embedded tokens are multiplied by.
       query_scale: what scores are multiplied by; None for 1 / √H.
@@ -82,6 +122,7 @@ class DecoderConfig:
     qk_norm: bool = False
     post_norms: bool = False
     norm_from_one: bool = False
+    mixture: Mixture | None = None
     activation: str = "silu"
     embed_scale: float = 1.0
     query_scale: float | None = None
@@ -102,6 +143,8 @@ class DecoderConfig:
             raise ValueError(
                 f"head_dim={self.head_dim}, but rotary positions turn pairs: make it even."
             )
+        if self.mixture is not None and self.mlp_bias:
+            raise ValueError("mlp_bias=True, but experts have no biases: leave it out.")
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"window={self.window}, but a position sees itself at least: give 1 or more."
@@ -121,110 +164,10 @@ class DecoderConfig:
         return self.sliding or (self.window is not None,) * self.layers
 
 
-def _llama(
-    layers: int, width: int, heads: int, hidden: int, factor: float = 8.0, **more: Any
-) -> Any:
-    known: dict[str, Any] = {
-        "kv_heads": 8,
-        "head_dim": 128,
-        "vocab": 128256,
-        "seq": 131072,
-        "eps": 1e-5,
-    } | more
-    rope = Rope(500000.0, factor, (8192, 1.0, 4.0))
-    return DecoderConfig(layers=layers, width=width, heads=heads, hidden=hidden, rope=rope, **known)
-
-
-def _qwen(layers: int, width: int, heads: int, hidden: int, **more: Any) -> Any:
-    known: dict[str, Any] = {"head_dim": 128, "vocab": 151936, "rope": Rope(1e6)} | more
-    return DecoderConfig(layers=layers, width=width, heads=heads, hidden=hidden, **known)
-
-
-def _qwen25(layers: int, width: int, heads: int, kv_heads: int, hidden: int, **more: Any) -> Any:
-    known = {"kv_heads": kv_heads, "qkv_bias": True, "seq": 32768} | more
-    return _qwen(layers, width, heads, hidden, **known)
-
-
-def _qwen3(layers: int, width: int, heads: int, hidden: int, **more: Any) -> Any:
-    return _qwen(layers, width, heads, hidden, kv_heads=8, qk_norm=True, seq=40960, **more)
-
-
-def _gemma3(layers: int, width: int, heads: int, hidden: int, window: int, **more: Any) -> Any:
-    known: dict[str, Any] = {"kv_heads": heads // 2, "head_dim": 256, "vocab": 262208}
-    known |= {"seq": 131072, "rope": Rope(1e6, 8.0)} | more
-    return DecoderConfig(
-        layers=layers,
-        width=width,
-        heads=heads,
-        hidden=hidden,
-        window=window,
-        sliding=tuple((n + 1) % 6 != 0 for n in range(layers)),
-        local_rope=Rope(1e4),
-        tied=True,
-        qk_norm=True,
-        post_norms=True,
-        norm_from_one=True,
-        activation="gelu",
-        embed_scale=width**0.5,
-        **known,
-    )
-
-
-PRESETS: dict[str, DecoderConfig] = {
-    "llama-3.1-8b": _llama(32, 4096, 32, 14336),
-    "llama-3.1-70b": _llama(80, 8192, 64, 28672),
-    "llama-3.1-405b": _llama(126, 16384, 128, 53248),
-    "llama-3.2-1b": _llama(16, 2048, 32, 8192, 32.0, head_dim=64, tied=True),
-    "llama-3.2-3b": _llama(28, 3072, 24, 8192, 32.0, tied=True),
-    "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, head_dim=64, tied=True),
-    "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 8960, tied=True),
-    "qwen2.5-3b": _qwen25(36, 2048, 16, 2, 11008, tied=True),
-    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 18944, vocab=152064),
-    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 13824, vocab=152064),
-    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 27648, vocab=152064),
-    "qwen2.5-72b": _qwen25(80, 8192, 64, 8, 29568, vocab=152064),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "mistral-7b": DecoderConfig(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        hidden=14336,
-        vocab=32768,
-        seq=32768,
-        eps=1e-5,
-        rope=Rope(1e6),
-    ),
-    "gemma-3-1b": _gemma3(
-        26, 1152, 4, 6912, 512, kv_heads=1, vocab=262144, seq=32768, rope=Rope(1e6)
-    ),
-    "gemma-3-4b": _gemma3(34, 2560, 8, 10240, 1024),
-    "gemma-3-12b": _gemma3(48, 3840, 16, 15360, 1024),
-    "gemma-3-27b": _gemma3(62, 5376, 32, 21504, 1024, head_dim=128, query_scale=168**-0.5),
-}
-
-
-def preset(name: str, **overrides: Any) -> DecoderConfig:
-    """Returns the named config of `PRESETS`, with fields replaced.
-
-    >>> preset("qwen3-8b").layers
-    36
-
-    Raises:
-      ValueError: no preset has that name.
-    """
-    return chosen(PRESETS, name, num_params, **overrides)
-
-
 def layer_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
     """Path and shape of each parameter of one block.
 
+    >>> from .decoder_presets import preset
     >>> layer_shapes(preset("qwen3-8b"))["attn/k/kernel"]
     (4096, 1024)
     """
@@ -235,11 +178,18 @@ def layer_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
         "attn/k": (D, keys, config.qkv_bias),
         "attn/v": (D, keys, config.qkv_bias),
         "attn/out": (queries, D, config.out_bias),
-        "mlp/gate": (D, F, config.mlp_bias),
-        "mlp/up": (D, F, config.mlp_bias),
-        "mlp/down": (F, D, config.mlp_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {}
+    if config.mixture is None:
+        matrices |= {
+            "mlp/gate": (D, F, config.mlp_bias),
+            "mlp/up": (D, F, config.mlp_bias),
+            "mlp/down": (F, D, config.mlp_bias),
+        }
+    else:
+        E = config.mixture.experts
+        shapes |= {"mlp/router/kernel": (D, E), "mlp/gate/kernel": (E, D, F)}
+        shapes |= {"mlp/up/kernel": (E, D, F), "mlp/down/kernel": (E, F, D)}
     for name, (inputs, outputs, bias) in matrices.items():
         shapes[f"{name}/kernel"] = inputs, outputs
         if bias:
@@ -255,6 +205,7 @@ def layer_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Path and shape of each parameter; those of blocks are stacked over layers.
 
+    >>> from .decoder_presets import preset
     >>> shapes(preset("llama-3.1-8b"))["head/kernel"]
     (128256, 4096)
     """
@@ -270,6 +221,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def num_params(config: DecoderConfig) -> int:
     """Counts the parameters.
 
+    >>> from .decoder_presets import preset
     >>> num_params(preset("llama-3.1-8b"))
     8030261248
     """
@@ -286,12 +238,18 @@ def flops_per_token(config: DecoderConfig, tokens: int) -> int:
     """Counts the model FLOPs of one token of a row of `tokens`, forward and backward.
 
     Six for each element of a matrix that multiplies (the head's too, not the lookup of the
-    embedding), and 12·N·H for each position a layer sees, counted in full although the causal mask
-    wastes half; a sliding layer sees its window at most. Recomputation is not counted.
+    embedding; of experts the K that a token goes to), and 12·N·H for each position a layer sees,
+    counted in full although the causal mask wastes half; a sliding layer sees its window at most.
+    Recomputation is not counted.
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
-    layer = sum(a * b for a, b in (s for s in layer_shapes(config).values() if len(s) == 2))
+    chosen = 1 if config.mixture is None else config.mixture.chosen
+    layer = sum(
+        math.prod(shape[-2:]) * (chosen if len(shape) == 3 else 1)
+        for shape in layer_shapes(config).values()
+        if len(shape) > 1
+    )
     matrices = config.layers * layer + config.vocab * config.width
     local = tokens if config.window is None else min(tokens, config.window)
     seen = sum(local if slides else tokens for slides in config.slides)

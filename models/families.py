@@ -1,20 +1,22 @@
 """All transformers here by the name of a preset or by their config, whatever their family."""
 
+import dataclasses
 from typing import Any
 
 from flax import nnx
 
 from .decoder import Decoder
-from .decoder_config import PRESETS as DECODERS
 from .decoder_config import DecoderConfig
 from .decoder_config import flops_per_token as flops_of_decoder
 from .decoder_config import num_params as params_of_decoder
+from .decoder_presets import PRESETS as DECODERS
 from .gpt import GPT
 from .gpt_config import PRESETS as GPTS
 from .gpt_config import GPTConfig
 from .gpt_config import flops_per_token as flops_of_gpt
 from .gpt_config import num_params as params_of_gpt
 from .next_token import loss as loss
+from .next_token import routed_loss as routed_loss
 from .presets import chosen
 
 Config = GPTConfig | DecoderConfig
@@ -33,6 +35,26 @@ def preset(name: str, **overrides: Any) -> Config:
       ValueError: no preset has that name.
     """
     return chosen(PRESETS, name, num_params, **overrides)
+
+
+def with_capacity(config: Config, capacity: float | None) -> Config:
+    """The same with so much room in each expert, `Mixture.capacity`; as it is for None.
+
+    Raises:
+      ValueError: it has no experts, or no room would be left.
+
+    >>> with_capacity(preset("mixtral-8x7b"), 1.25).mixture.capacity
+    1.25
+    """
+    if capacity is None:
+        return config
+    mixture = getattr(config, "mixture", None)
+    if mixture is None:
+        raise ValueError(
+            f"capacity={capacity}: the model has no experts to take tokens; leave it out, or take "
+            "one that has, mixtral-8x7b say"
+        )
+    return dataclasses.replace(config, mixture=dataclasses.replace(mixture, capacity=capacity))
 
 
 def build(config: Config, rngs: nnx.Rngs) -> Model:

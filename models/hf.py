@@ -6,10 +6,10 @@ from typing import Any
 
 from .families import Config as Config
 from .gpt_config import GPTConfig
-from .hf_decoder import MODEL_TYPES
-from .hf_decoder import from_json as decoder_from_json
 from .hf_decoder import layout as decoder_layout
-from .hf_decoder import to_json as decoder_to_json
+from .hf_decoder_config import MODEL_TYPES
+from .hf_decoder_config import from_json as decoder_from_json
+from .hf_decoder_config import to_json as decoder_to_json
 from .hf_gpt2 import from_json as gpt2_from_json
 from .hf_gpt2 import layout as gpt2_layout
 from .hf_gpt2 import to_json as gpt2_to_json

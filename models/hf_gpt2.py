@@ -69,7 +69,7 @@ def layout(config: GPTConfig) -> Layout:
     ]
     layers = [
         Place(
-            *(f"{PREFIX}h.{at}.{theirs}", tuple(n * width for n in dims), f"blocks/{ours}", at),
+            *(f"{PREFIX}h.{at}.{theirs}", tuple(n * width for n in dims), f"blocks/{ours}", (at,)),
             turn=by_head if ours.startswith(QKV) else SAME,
         )
         for at in range(config.layers)

@@ -1,6 +1,7 @@
 """Where each tensor of a model of transformers is in ours: what the tables of all models share.
 
-Ours stacks a parameter of all layers in one array (L, ...), theirs has a tensor for each layer.
+Ours stacks a parameter of all layers in one array (L, ...), of their experts in one (L, E, ...);
+theirs has a tensor for each.
 What else differs is said by a turn: it reads a part of ours out of theirs, and places a part of
 ours in theirs, so that neither is ever needed whole.
 """
@@ -73,14 +74,15 @@ class Place:
       name: theirs, in full.
       shape: theirs.
       path: ours.
-      layer: index in dim 0 of our stacked array; None where ours is no stack.
+      at: index in the first dims of our stacked array: layer, or layer and expert; () where ours is
+        no stack.
       turn: how theirs becomes ours.
     """
 
     name: str
     shape: tuple[int, ...]
     path: str
-    layer: int | None = None
+    at: tuple[int, ...] = ()
     turn: Turn = SAME
 
 
@@ -101,8 +103,5 @@ class Layout:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Our parameters: path and shape."""
-        layers = 1 + max((p.layer for p in self.places if p.layer is not None), default=0)
-        return {
-            p.path: p.turn.shape(p.shape) if p.layer is None else (layers, *p.turn.shape(p.shape))
-            for p in self.places
-        }
+        # The last of a stack comes last.
+        return {p.path: (*(n + 1 for n in p.at), *p.turn.shape(p.shape)) for p in self.places}

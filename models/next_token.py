@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .cross_entropy import chunked_cross_entropy
+from .experts import Routed
 
 
 def loss(
@@ -34,16 +35,65 @@ def loss(
       ValueError: a shape does not fit, or the rows are too long for the model.
     """
     labels_BxT = tokens_BxT1[:, 1:]
+    weights_BxT = _weights(labels_BxT, mask_BxT, segments_BxT, positions_BxT)
+    more = {} if dropout_key is None else {"dropout_key": dropout_key}
+    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], segments_BxT, positions_BxT, **more)
+    return _cross_entropy(model, x_BxTxD, labels_BxT, weights_BxT)
+
+
+def routed_loss(
+    model: Any,
+    tokens_BxT1: jax.Array,
+    mask_BxT: jax.Array | None = None,
+    segments_BxT: jax.Array | None = None,
+    positions_BxT: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], Routed]:
+    """As `loss`, of a model with experts: to train with.
+
+    Returns:
+      (sum, weight), with what the mixture's `balance` and `z` say of the balance of the experts and
+      the size of the router's logits, the mean of the layers; and what routers did in each row:
+      means over layers, of `dropped_B` the sum.
+    """
+    mixture = model.config.mixture
+    if mixture is None:
+        raise ValueError("The model has no experts: take loss.")
+    labels_BxT = tokens_BxT1[:, 1:]
+    weights_BxT = _weights(labels_BxT, mask_BxT, segments_BxT, positions_BxT)
+    x_BxTxD, routed = model.routed(tokens_BxT1[:, :-1], segments_BxT, positions_BxT)
+    assert routed is not None
+    total, weight = _cross_entropy(model, x_BxTxD, labels_BxT, weights_BxT)
+    balance_B, z_B = routed.balance_B.mean(0), routed.z_B.mean(0)
+    extra_B = mixture.balance * balance_B + mixture.z * z_B
+    total += jnp.sum(extra_B * weights_BxT.sum(1, dtype=jnp.float32))
+    return (total, weight), Routed(balance_B, z_B, routed.dropped_B.sum(0))
+
+
+def _weights(
+    labels_BxT: jax.Array,
+    mask_BxT: jax.Array | None,
+    segments_BxT: jax.Array | None,
+    positions_BxT: jax.Array | None,
+) -> jax.Array:
+    """Of the predicted tokens.
+
+    Raises:
+      ValueError: a shape does not fit.
+    """
     others = {"mask": mask_BxT, "segments": segments_BxT, "positions": positions_BxT}
     for name, given in others.items():
         if given is not None and given.shape != labels_BxT.shape:
+            B, T = labels_BxT.shape
             raise ValueError(
-                f"{name} has shape {given.shape}, but rows of T + 1 tokens {tokens_BxT1.shape} "
-                f"need (B, T) = {labels_BxT.shape}: one for each predicted token, mask[:, 1:] say."
+                f"{name} has shape {given.shape}, but rows of T + 1 tokens {(B, T + 1)} "
+                f"need (B, T) = {(B, T)}: one for each predicted token, mask[:, 1:] say."
             )
-    more = {} if dropout_key is None else {"dropout_key": dropout_key}
-    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], segments_BxT, positions_BxT, **more)
-    weights_BxT = jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
+    return jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
+
+
+def _cross_entropy(
+    model: Any, x_BxTxD: jax.Array, labels_BxT: jax.Array, weights_BxT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope("loss"):
         return chunked_cross_entropy(
             x_BxTxD.reshape(-1, x_BxTxD.shape[-1]),

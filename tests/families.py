@@ -56,6 +56,20 @@ FAMILIES = {
         max_window_layers=1,
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=6
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe, weights as they are": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES,
         head_dim=16,
@@ -89,6 +103,26 @@ def tokens(rows=2, length=23):
 def their_logits(model):
     with torch.no_grad():
         return model(torch.from_numpy(tokens())).logits.float().numpy()
+
+
+def their_gradients(model):
+    """By the names that tensors have in files, where each expert has its own."""
+    found = {}
+    mixtral = model.config.model_type == "mixtral"
+    own = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.numpy()
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        stack, _, kind = name.rpartition(".")
+        if not stack.endswith(".experts"):
+            found[name] = grad
+            continue
+        parts = [grad] if kind == "down_proj" else np.split(grad, 2, 1)
+        names = own[2:] if kind == "down_proj" else own[:2]
+        for theirs, part in zip(names, parts, strict=True):
+            found |= {f"{stack}.{e}.{theirs}.weight": x for e, x in enumerate(part)}
+    return found
 
 
 def make(config):

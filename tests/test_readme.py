@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 def test_pages_that_show_python_are_run():
     names = ("guide", "nnx", "plan", "offload", "parallelism", "checkpoints", "interchange")
-    names += ("finetuning", "states")
+    names += ("finetuning", "states", "experts")
     assert {"README.md", *(f"docs/{name}.md" for name in names)} <= set(WITH_CODE)
 
 
@@ -40,6 +40,8 @@ def test_code_blocks_run(page, capsys):
         assert "params/layers_0/kernel" in printed and "loss" in printed
     elif page == "docs/states.md":
         assert printed == "uint8\nfloat32\n"
+    elif page == "docs/experts.md":
+        assert re.fullmatch(r"dropped [1-9]\d* of 4096\n", printed)
     elif page == "docs/interchange.md":
         assert "'model-00001-of-00003.safetensors'" in printed
     else:

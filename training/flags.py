@@ -20,6 +20,9 @@ class Basics:
     and its tokens, instead of a preset that begins anew."""
     adapter: str | None = None
     """Folder of PEFT's adapters to begin with, of the rank that --lora gives."""
+    capacity: float | None = None
+    """Tokens of a row that an expert takes at most, over an even share; the model's own unless
+    given, which drops none. What is more is dropped, and counted in the metrics."""
     steps: int = 600
     """Updates of the parameters."""
     batch: int = 16

@@ -47,6 +47,7 @@ def load(config: Config) -> Plan:
     optimizers.check_name(config.optimizer)
     config = resolve(config, optimizers.RATES)
     known = _folder(config) if config.hf else families.preset(config.model)
+    known = families.with_capacity(known, config.capacity)
     given = corpus.load(config, config.vocab or known.vocab, config.seq)
     if config.hf is None:
         vocab = config.vocab or (256 if given.byte_level else known.vocab)

@@ -27,12 +27,24 @@ from zero_jax.checkpoint.replicas import check_replicas
 from zero_jax.cluster.processes import leave
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.models import families
+from zero_jax.models.experts import Routed
 
 PyTree = Any
 T = TypeVar("T")
 Found = tuple[PyTree, int]  # states, and the step they are of
 
 LONG = 50  # batches of an evaluation of which it is said how far it is
+
+
+def routing(routed: Routed | None) -> dict[str, float]:
+    """What the routers of experts did in a step, for the metrics; nothing where there are none."""
+    if routed is None:
+        return {}
+    return {
+        "dropped": int(jnp.sum(routed.dropped_B)),
+        "balance": float(jnp.mean(routed.balance_B)),
+        "router_z": float(jnp.mean(routed.z_B)),
+    }
 
 
 @dataclasses.dataclass
@@ -179,6 +191,7 @@ class Run:
                     step_seconds=speed.tokens_per_step / rate,
                     learning_rate=float(rates[number - 1 - int(metrics.skipped)]),
                     memory_bytes=peak_bytes(),
+                    **routing(metrics.aux),
                 )
 
         for number in range(done + 1, config.steps + 1):

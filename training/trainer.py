@@ -40,10 +40,11 @@ class Trainer:
         self.plain_tx = optimizers.make(config)
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.settings())
         if config.stage == "auto":
-            self.zero = self.zero.choose(*self._planned())
+            self.zero = self.zero.choose(*self._planned(), has_aux=self.model.routes)
             del self._abstract  # which may rest elsewhere now
         self.tx = self.zero.optimizer(self.plain_tx)
-        self.step = self.zero.train_step(self.model.loss, self.tx)
+        trained = self.model.trained_loss
+        self.step = self.zero.train_step(trained, self.tx, has_aux=self.model.routes)
         self._mean_loss = self.zero.evaluate(self.model.loss)
 
     @property
@@ -53,7 +54,7 @@ class Trainer:
     def _planned(self) -> tuple[Any, ...]:
         """What a plan of the step is made from."""
         rows = jax.ShapeDtypeStruct((self.plan.config.batch, self.plan.config.seq + 1), jnp.int32)
-        return self.model.loss, self.plain_tx, self._abstract, (rows,)
+        return self.model.trained_loss, self.plain_tx, self._abstract, (rows,)
 
     @functools.cached_property
     def _abstract(self) -> PyTree:
@@ -67,7 +68,8 @@ class Trainer:
             abstract = mesh.abstract_of(self.mesh)
             zero = dataclasses.replace(zero, mesh=abstract, offload="optimizer")
         loss, tx, _, batch = self._planned()
-        return zero.plan(loss, tx, zero.abstract(self.model.make, self._key), batch)
+        params = zero.abstract(self.model.make, self._key)
+        return zero.plan(loss, tx, params, batch, has_aux=self.model.routes)
 
     def shapes(self) -> PyTree:
         """The logical parameters, not allocated."""

@@ -55,6 +55,10 @@ PUBLISHED = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "mistral-7b": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "nano-experts": 7_277_120,  # ours
     "gemma-3-1b": 999_885_952,
     # Without what reads images.
     "gemma-3-4b": 3_880_263_168,

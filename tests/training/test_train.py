@@ -87,6 +87,15 @@ def losses(out):
 # A run.
 
 
+def test_a_run_with_experts_says_what_routers_did(folder):
+    args = [*TINY, *HERE, "--model", "nano-experts", "--capacity", "0.5", "--out", "run"]
+    assert main(args) == 0
+    steps = [line for line in metrics("run") if "loss" in line]
+    choices = 8 * 16 * 2 * 4  # rows, tokens, of each two, layers
+    assert all(choices / 2 <= line["dropped"] < choices for line in steps)
+    assert all(line["balance"] >= 0.9 and line["router_z"] > 0 for line in steps)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """A run from the command line, on the four devices it makes by default."""

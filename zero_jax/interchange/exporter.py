@@ -24,7 +24,7 @@ from zero_jax.checkpoint.writer import check_seal
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.folder_config import Path
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
-from zero_jax.models import decoder_config, gpt_config, hf, hf_gpt2
+from zero_jax.models import decoder_presets, gpt_config, hf, hf_gpt2
 
 MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
@@ -187,8 +187,8 @@ def _noted(
     if isinstance(noted.get("hf_config"), Mapping):
         return hf.config_of(noted["hf_config"])
     name = noted.get("model")
-    if isinstance(name, str) and name in decoder_config.PRESETS:
-        return decoder_config.PRESETS[name]
+    if isinstance(name, str) and name in decoder_presets.PRESETS:
+        return decoder_presets.PRESETS[name]
     raise ValueError("no shape tells all of its config: give --like DIR, with its config.json")
 
 
@@ -220,24 +220,23 @@ def _stream(
     dtype = next(iter(arrays.values())).dtype
     kinds = {place.name: (place.shape, dtype) for place in layout.places}
     files = Writer(out, kinds, max_file_bytes)
-    places = {(place.path, place.layer): place for place in layout.places}
+    places = {(place.path, place.at): place for place in layout.places}
+    stacks = {place.path: len(place.at) for place in layout.places}
     for path, entry in arrays.items():
         for chunk, part in read_checked(folder, path, entry):
-            for at, starts, tensor in _tensors(chunk, part, stacked=(path, None) not in places):
+            for at, starts, tensor in _tensors(chunk, part, stacks[path]):
                 place = places[path, at]
                 files.write(place.name, *place.turn.put(starts, tensor))
     files.finish()
 
 
 def _tensors(
-    chunk: Chunk, part: np.ndarray, stacked: bool
-) -> Iterator[tuple[int | None, tuple[int, ...], np.ndarray]]:
-    """A chunk as parts of tensors: which layer, where it begins there, and the part."""
-    if not stacked:
-        yield None, chunk.starts, part
-        return
-    for at, tensor in enumerate(part, start=chunk.starts[0]):
-        yield at, chunk.starts[1:], tensor
+    chunk: Chunk, part: np.ndarray, stacks: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]:
+    """A chunk as parts of tensors: which of the stack, where it begins there, and the part."""
+    for index in np.ndindex(part.shape[:stacks]):
+        at = tuple(a + i for a, i in zip(chunk.starts, index, strict=False))
+        yield at, chunk.starts[stacks:], part[index]
 
 
 def differences(

@@ -108,7 +108,7 @@ class _Model:
                 f"{where} is not the model that its config.json describes: {few(problems)}. Save "
                 "it anew by save_pretrained of transformers"
             )
-        self._places = {(place.path, place.layer): place for place in layout.places}
+        self._places = {(place.path, place.at): place for place in layout.places}
 
     def _check_head(self, head: str, embedding: str) -> None:
         """A tied head may be saved too; it must be the embedding."""
@@ -131,17 +131,18 @@ class _Model:
 
     def reader(self, path: str, dtype: np.dtype) -> Read:
         """Reads a part of our array, in a dtype."""
-        stacked = (path, None) not in self._places
-        for own, at in self._places:
-            if own == path:
-                self._check_dtype(self._places[own, at].name, dtype)
+        own = [place for (known, _), place in self._places.items() if known == path]
+        for place in own:
+            self._check_dtype(place.name, dtype)
+        stacks = len(own[0].at)
 
         def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
-            if not stacked:
-                return self._part(path, None, starts, stops).astype(dtype, copy=False)
+            if not stacks:
+                return self._part(path, (), starts, stops).astype(dtype, copy=False)
             out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
-            for at in range(starts[0], stops[0]):
-                out[at - starts[0]] = self._part(path, at, starts[1:], stops[1:])
+            for index in np.ndindex(out.shape[:stacks]):
+                at = tuple(a + i for a, i in zip(starts, index, strict=False))
+                out[index] = self._part(path, at, starts[stacks:], stops[stacks:])
             return out
 
         return read
@@ -155,8 +156,8 @@ class _Model:
             )
 
     def _part(
-        self, path: str, layer: int | None, starts: tuple[int, ...], stops: tuple[int, ...]
+        self, path: str, at: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]
     ) -> np.ndarray:
-        place = self._places[path, layer]
+        place = self._places[path, at]
         name = self._names[place.name]
         return place.turn.part(functools.partial(self._files.read, name), starts, stops)

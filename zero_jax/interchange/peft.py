@@ -59,11 +59,9 @@ def save_adapter(
     check_free(out)
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, None] = {}
-    for path, layer, place in _places(config, adapters):
+    for path, place in _places(config, adapters):
         name = place.name.removesuffix(_WEIGHT)
-        a, b = (adapters[path][part] for part in ("a", "b"))
-        if layer is not None:
-            a, b = a[layer], b[layer]
+        a, b = (adapters[path][part][place.at] for part in ("a", "b"))
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(np.asarray(a).T)
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = _theirs(place, np.asarray(b))
         modules[re.sub(r"^.*\.\d+\.", "", name)] = None
@@ -135,12 +133,12 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
         for p in hf.layout(config).places
         if p.name.endswith(_WEIGHT)
     }
-    stacks: dict[str, dict[int | None, tuple[np.ndarray, np.ndarray]]] = {}
+    stacks: dict[str, dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]] = {}
     problems = []
     full_name = hf.layout(config).full_name
     for name, (a, b) in found.items():
         place = places.get((full_name(name + _WEIGHT) or "").removesuffix(_WEIGHT))
-        if place is None or len(place.shape) != 2:
+        if place is None or len(place.shape) != 2 or len(place.at) > 1:
             problems.append(f"{name} is no matrix of it")
             continue
         own = _ours(place, b)
@@ -150,7 +148,7 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
                 f"{name} is {inputs} x {outputs}, the adapter {a.shape[1]} x {own.shape[1]}"
             )
             continue
-        stacks.setdefault(place.path, {})[place.layer] = (a.T, own)
+        stacks.setdefault(place.path, {})[place.at] = (a.T, own)
     every = collections.Counter(place.path for place in places.values())
     problems += [
         f"{path} has adapters in {len(own)} layers of {every[path]}"
@@ -206,15 +204,14 @@ def _added(
     place: Place, tensor: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float
 ) -> np.ndarray:
     a, b = adapter["a"], adapter["b"]
-    if place.layer is not None:
-        a, b = a[place.layer], b[place.layer]
+    a, b = a[place.at], b[place.at]
     box, delta = place.turn.put((0, 0), (a @ b).astype(np.float32))
     wide = tensor.astype(np.float32)
     wide[box] += np.float32(scale) * delta
     return wide.astype(tensor.dtype)
 
 
-def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, int | None, Place]]:
+def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, Place]]:
     """Of each adapter and layer the tensor of theirs that it stands beside."""
     known: dict[str, list[Place]] = {}
     for place in hf.layout(config).places:
@@ -223,7 +220,7 @@ def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, int | 
         if path not in known or len(known[path][0].shape) != 2:
             raise ValueError(f"adapter {path!r} stands beside no matrix of transformers' model")
         for place in known[path]:
-            yield path, place.layer, place
+            yield path, place
 
 
 def _theirs(place: Place, b: np.ndarray) -> np.ndarray:
@@ -245,12 +242,12 @@ def _ours(place: Place, b: np.ndarray) -> np.ndarray:
 
 
 def _stacked(
-    own: Mapping[int | None, tuple[np.ndarray, np.ndarray]],
+    own: Mapping[tuple[int, ...], tuple[np.ndarray, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    if None in own:
-        a, b = own[None]
+    if () in own:
+        a, b = own[()]
         return {"a": a, "b": b}
-    ordered = [own[at] for at in sorted(own)]  # type: ignore[type-var]
+    ordered = [own[at] for at in sorted(own)]
     return {"a": np.stack([a for a, _ in ordered]), "b": np.stack([b for _, b in ordered])}
 
 

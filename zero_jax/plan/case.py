@@ -64,7 +64,7 @@ class Case:
 
     @property
     def loss_fn(self) -> grads.LossFn:
-        return self.model.loss
+        return self.model.trained_loss
 
     @property
     def batch(self) -> jax.ShapeDtypeStruct:
@@ -80,13 +80,18 @@ class Case:
         zero = self.zero.at_stage(stage)
         params = zero.abstract(self.make)
         return zero.plan(
-            *(self.loss_fn, self.tx, params, self.batch), model_flops=self.model_flops, **options
+            *(self.loss_fn, self.tx, params, self.batch),
+            model_flops=self.model_flops,
+            has_aux=self.model.routes,
+            **options,
         )
 
     def choose(self, **options: Any) -> "Case":
         """The same with a stage and all that `Zero.choose` chooses, in place of "auto"."""
         params = self.zero.abstract(self.make)
-        zero = self.zero.choose(self.loss_fn, self.tx, params, self.batch, **options)
+        zero = self.zero.choose(
+            *(self.loss_fn, self.tx, params, self.batch), has_aux=self.model.routes, **options
+        )
         return dataclasses.replace(self, zero=zero)
 
     def states(self, shards: int, stage: int) -> int:
@@ -94,7 +99,8 @@ class Case:
         shapes = jax.eval_shape(self.make)
         zero = self.zero.at_stage(3)
         params = zero.abstract(self.make)
-        traced = grads.GlobalLoss(zero.settings, self.loss_fn).read(params, self.batch, ())
+        loss = grads.GlobalLoss(zero.settings, self.loss_fn, has_aux=self.model.routes)
+        traced = loss.read(params, self.batch, ())
         return memory.estimate(
             shapes,
             shards=shards,

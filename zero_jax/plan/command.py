@@ -143,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
     add("--seq", type=int, help=f"tokens of a row; {ROW}, or what the model takes, unless given")
     add("--vocab", type=int, help="rows of the embedding; the preset's unless given")
+    add("--capacity", type=float, help="room of an expert, over an even share; the model's own")
     add("--optimizer", default="adamw", help="one of " + ", ".join(optimizers.RATES))
     add_options(made, compute="bf16")
     add_options(made, Adapters)
@@ -203,6 +204,7 @@ def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
     config = families.preset(parsed.model) if parsed.hf is None else folder_config.config(parsed.hf)
     if parsed.hf is not None and own:
         raise ValueError(f"--vocab {parsed.vocab}: the folder {parsed.hf} says {config.vocab}")
+    config = families.with_capacity(config, parsed.capacity)
     tokens = min(ROW, config.seq) if parsed.seq is None else parsed.seq
     if tokens < 1:
         raise ValueError(f"--seq {tokens}: a row has at least 1 token")
@@ -258,6 +260,10 @@ def _tables(args: Sequence[str]) -> int:
 def _title(case: Case, parsed: argparse.Namespace) -> str:
     zero, config, lora = case.zero, case.config, case.lora
     beside = "" if lora is None else f", adapters of rank {lora.rank} beside {lora.base}"
+    mixture = getattr(config, "mixture", None)
+    if mixture is not None:
+        room = "all tokens" if mixture.capacity is None else f"capacity {mixture.capacity:g}"
+        beside += f", {mixture.chosen} of {mixture.experts} experts with room for {room}"
     return (
         f"{parsed.hf or parsed.model} ({config.layers} x {config.width}) on {parsed.devices} "
         f"{parsed.target}, {parsed.batch_per_device} x {case.row} tokens each, {parsed.compute}, "
@@ -267,6 +273,6 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
 
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
     names = "model hf devices batch_per_device compute reduce gather scatter optimizer"
-    names += " lora lora_alpha lora_targets base"
+    names += " capacity lora lora_alpha lora_targets base"
     known = {name: getattr(parsed, name) for name in names.split()}
     return {**known, "seq": case.row, "jax": jax.__version__}

@@ -77,6 +77,19 @@ class TextModel:
         made: Weighted = fn(params, batch)
         return made
 
+    @property
+    def routes(self) -> bool:
+        """Whether it is trained with experts, whose routers count in the loss."""
+        return self.lora is None and getattr(self.config, "mixture", None) is not None
+
+    def trained_loss(self, params: PyTree, batch: Any) -> Any:
+        """What is minimised: `loss`; where it `routes` with what routers add, and what they did."""
+        if not self.routes:
+            return self.loss(params, batch)
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        pair, routed = families.routed_loss(self.model(params), *batch)
+        return Weighted(*pair), routed
+
     def _own_loss(self, params: PyTree, batch: tuple[Any, ...]) -> Weighted:
         return Weighted(*families.loss(self.model(params), *batch))
 

@@ -1,0 +1,126 @@
+"""A mixture of experts in place of a layer's MLP: a router sends each token to K of E.
+
+Each row of tokens is routed by itself, so numbers do not depend on how rows lie on devices. An
+expert takes at most C tokens of a row; of those that are too many, second choices go first, then
+the last in the row: they are dropped, which leaves the residual stream as it was.
+
+Shapes: B batch, T tokens of a row, D width, E experts, K of them for a token, C capacity,
+F width of an expert.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .decoder_config import DecoderConfig
+from .dims import named
+
+STDDEV = 0.02  # of new matrices
+
+
+class Routed(NamedTuple):
+    """What a router did, for each row.
+
+    Attributes:
+      balance_B: E · Σ (part of the choices that are of an expert) · (its mean probability): 1 where
+        all have as many tokens. Source: Fedus et al., Switch Transformers, arXiv:2101.03961.
+      z_B: mean square of the logarithm of the sum of exponentials of its logits. Source: Zoph et
+        al., ST-MoE, arXiv:2202.08906.
+      dropped_B: choices that an expert had no room for, int32; of T · K.
+    """
+
+    balance_B: jax.Array
+    z_B: jax.Array
+    dropped_B: jax.Array
+
+
+class Kernel(nnx.Module):
+    """One array of weights."""
+
+    def __init__(
+        self, shape: tuple[int, ...], names: tuple[str | None, ...], stddev: float, rngs: nnx.Rngs
+    ):
+        init = named(nnx.initializers.normal(stddev), *names)
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+
+class Experts(nnx.Module):
+    """E gated MLPs, stacked as (E, ...), and their router."""
+
+    def __init__(self, config: DecoderConfig, out_stddev: float, rngs: nnx.Rngs):
+        assert config.mixture is not None
+        E, D, F = config.mixture.experts, config.width, config.hidden
+        self.mixture = config.mixture
+        self.router = Kernel((D, E), ("embed", None), STDDEV, rngs)
+        columns, rows = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
+        self.gate = Kernel((E, D, F), columns, STDDEV, rngs)
+        self.up = Kernel((E, D, F), columns, STDDEV, rngs)
+        self.down = Kernel((E, F, D), rows, out_stddev, rngs)
+        self.activation = nnx.silu if config.activation == "silu" else nnx.gelu
+
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, Routed]:
+        E, C = self.mixture.experts, self.mixture.room(x_BxTxD.shape[1])
+        logits_BxTxE = jnp.einsum(
+            "btd,de->bte", x_BxTxD, self.router.kernel[...], preferred_element_type=jnp.float32
+        )
+        weights_BxTxK, chosen_BxTxK = self._choose(logits_BxTxE)
+        slots_BxTxK = jax.vmap(lambda chosen: _slots(chosen, E, C))(chosen_BxTxK)
+        sent_BxExCxD = jax.vmap(lambda x, slots: _sent(x, slots, E, C))(x_BxTxD, slots_BxTxK)
+        made_BxExCxD = self._run(sent_BxExCxD)
+        back_BxTxKxD = jax.vmap(_back)(made_BxExCxD, slots_BxTxK)
+        out_BxTxD = jnp.einsum("btk,btkd->btd", weights_BxTxK.astype(x_BxTxD.dtype), back_BxTxKxD)
+        return out_BxTxD, self._routed(logits_BxTxE, chosen_BxTxK, slots_BxTxK == E * C)
+
+    def _choose(self, logits_BxTxE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weights of the experts that each token goes to, and which they are."""
+        probs_BxTxE = jax.nn.softmax(logits_BxTxE)
+        weights_BxTxK, chosen_BxTxK = jax.lax.top_k(probs_BxTxE, self.mixture.chosen)
+        if self.mixture.normalised:
+            weights_BxTxK /= weights_BxTxK.sum(-1, keepdims=True)
+        return weights_BxTxK, chosen_BxTxK
+
+    def _run(self, x_BxExCxD: jax.Array) -> jax.Array:
+        """Each expert on its tokens."""
+        gate_BxExCxF = jnp.einsum("becd,edf->becf", x_BxExCxD, self.gate.kernel[...])
+        up_BxExCxF = jnp.einsum("becd,edf->becf", x_BxExCxD, self.up.kernel[...])
+        gated_BxExCxF = self.activation(gate_BxExCxF) * up_BxExCxF
+        return jnp.einsum("becf,efd->becd", gated_BxExCxF, self.down.kernel[...])
+
+    def _routed(
+        self, logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, dropped_BxTxK: jax.Array
+    ) -> Routed:
+        E = self.mixture.experts
+        probs_BxE = jax.nn.softmax(logits_BxTxE).mean(1)
+        parts_BxE = jax.nn.one_hot(chosen_BxTxK, E).mean((1, 2))
+        return Routed(
+            E * jnp.sum(parts_BxE * probs_BxE, -1),
+            jnp.mean(jax.nn.logsumexp(logits_BxTxE, -1) ** 2, -1),
+            jnp.sum(dropped_BxTxK, (1, 2), dtype=jnp.int32),
+        )
+
+
+def _slots(chosen_TxK: jax.Array, experts: int, room: int) -> jax.Array:
+    """Where each choice goes: expert · C + its place there, or E · C where there is no room."""
+    first_KT = chosen_TxK.T.ravel()  # first choices before second ones
+    counted_KTxE = jnp.cumsum(jax.nn.one_hot(first_KT, experts, dtype=jnp.int32), 0)
+    place_KT = jnp.take_along_axis(counted_KTxE, first_KT[:, None], 1)[:, 0] - 1
+    slots_KT = jnp.where(place_KT < room, first_KT * room + place_KT, experts * room)
+    return slots_KT.reshape(chosen_TxK.T.shape).T
+
+
+def _sent(x_TxD: jax.Array, slots_TxK: jax.Array, experts: int, room: int) -> jax.Array:
+    """What each expert is sent: a token in each slot, zeros where there is none."""
+    T, D = x_TxD.shape
+    tokens_TxK = jnp.broadcast_to(jnp.arange(T)[:, None], slots_TxK.shape)
+    source_EC = jnp.full(experts * room, T).at[slots_TxK].set(tokens_TxK, mode="drop")
+    padded = jnp.concatenate([x_TxD, jnp.zeros((1, D), x_TxD.dtype)])
+    return padded[source_EC].reshape(experts, room, D)
+
+
+def _back(made_ExCxD: jax.Array, slots_TxK: jax.Array) -> jax.Array:
+    """What each token gets back of its experts; zeros where it was dropped."""
+    D = made_ExCxD.shape[-1]
+    flat = made_ExCxD.reshape(-1, D)
+    return jnp.concatenate([flat, jnp.zeros((1, D), flat.dtype)])[slots_TxK]
