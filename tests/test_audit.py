@@ -177,7 +177,7 @@ def test_a_second_reduction_is_caught(monkeypatch):
     honest = gather_scatter.reduce_scatter
 
     def twice(full, cut, wire):
-        return honest(jax.lax.pmean(full, wire.axis), cut, wire)
+        return honest(jax.lax.pmean(full, cut.axis), cut, wire)
 
     monkeypatch.setattr(gather_scatter, "reduce_scatter", twice)
     with pytest.raises(AssertionError):

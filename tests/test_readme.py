@@ -41,7 +41,7 @@ def test_code_blocks_run(page, capsys):
     elif page == "docs/states.md":
         assert printed == "uint8\nfloat32\n"
     elif page == "docs/experts.md":
-        assert re.fullmatch(r"dropped [1-9]\d* of 4096\n", printed)
+        assert re.fullmatch(r"dropped [1-9]\d* of 4096\nas before True\n", printed)
     elif page == "docs/interchange.md":
         assert "'model-00001-of-00003.safetensors'" in printed
     else:

@@ -110,7 +110,7 @@ _LARGEST = 2**31 - 1
 _MOST = {"seed": 2**63 - 1, "lr": 1e4}
 
 
-AXES = ("replica", "data", "model")
+AXES = ("replica", "experts", "data", "model")
 
 
 def mesh_sizes(given: str | None) -> dict[str, int]:
@@ -127,8 +127,8 @@ def mesh_sizes(given: str | None) -> dict[str, int]:
         name, _, size = part.strip().partition("=")
         if name not in AXES or not size.isdigit() or int(size) < 1 or name in sizes:
             raise ValueError(
-                f"--mesh {given}: {part!r} is not one of replica, data and model with a size of at "
-                "least 1, each once: write data=4,model=2 say"
+                f"--mesh {given}: {part!r} is not one of replica, experts, data and model with a "
+                "size of at least 1, each once: write data=4,model=2 say"
             )
         sizes[name] = int(size)
     return sizes

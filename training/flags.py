@@ -65,9 +65,9 @@ class Devices:
     shared out evenly to the processes; those of --mesh, or 4, unless given. GPUs are always all
     used."""
     mesh: str | None = None
-    """Sizes of the mesh's axes, as data=4,model=2: replica (copies of the partitioned states), data
-    (what they are partitioned over) and model (tensor parallelism); all devices are on data unless
-    given."""
+    """Sizes of the mesh's axes, as data=4,model=2: replica (copies of the partitioned states),
+    experts (groups of devices, each with experts of its own), data (what states are partitioned
+    over) and model (tensor parallelism); all devices are on data unless given."""
     config: str | None = None
     """A configuration of the ZeRO paper, which decides stage and remat: c1, c2, c3, c4, c5 or
     zero-100b; c2, c4, c5 and zero-100b need a model axis in --mesh."""

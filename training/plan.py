@@ -19,7 +19,7 @@ from training.corpus import Corpus
 from zero_jax import interchange
 from zero_jax.models import families, gpt, hf
 from zero_jax.plan.text_model import TextModel
-from zero_jax.sharding import paths
+from zero_jax.sharding import mesh, paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +146,11 @@ def print_plan(
     )
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
-    shards = zero.mesh.shape["data"]
-    parts = zero.settings.parts
+    shards = mesh.axis_size(zero.mesh, mesh.data_axis(zero.mesh))
+    parts, experts = zero.settings.parts, mesh.experts_size(zero.mesh)
     split = f" x {zero.model_axis.size} (model)" if zero.model_axis.size > 1 else ""
     split += f", at stage 3 x {parts} (replica)" if parts > 1 else ""
+    split += f", in {experts} groups with experts of their own" if experts > 1 else ""
     stages = [
         zero_jax.memory.estimate(
             shapes,
@@ -161,6 +162,7 @@ def print_plan(
             micro_batches=zero.micro_batches,
             frozen=zero.frozen,
             model_axis=zero.model_axis,
+            experts=experts,
             window=step.window,
             states=zero.states,
         )

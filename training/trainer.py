@@ -20,6 +20,7 @@ from training.saving import state_files
 from zero_jax import interchange
 from zero_jax.interchange import peft
 from zero_jax.models import generate
+from zero_jax.plan import expert_words
 from zero_jax.sharding import mesh
 from zero_jax.states.narrow import FP32, kind_of
 
@@ -35,7 +36,7 @@ class Trainer:
         config = plan.config
         self.plan, self.model = plan, plan.model
         self.out = pathlib.Path()  # folder of the run
-        self.mesh = zero_jax.make_mesh(**mesh_sizes(config.mesh))
+        self.mesh = zero_jax.make_mesh(**self._sizes())
         check_batch(config.batch, mesh.batch_shards(self.mesh), config.micro_batches)
         self.plain_tx = optimizers.make(config)
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.settings())
@@ -50,6 +51,15 @@ class Trainer:
     @property
     def _key(self) -> jax.Array:
         return jax.random.key(self.plan.config.seed)
+
+    def _sizes(self) -> dict[str, int]:
+        """Of the mesh, as --mesh says; where all is left open experts stay, if that sends less."""
+        config = self.plan.config
+        if config.stage != "auto" or config.mesh is not None or config.lora is not None:
+            return mesh_sizes(config.mesh)
+        devices = jax.device_count()
+        tokens = config.batch // (devices * config.micro_batches) * config.seq
+        return {"experts": expert_words.groups(self.model.config, devices, tokens, config.remat)}
 
     def _planned(self) -> tuple[Any, ...]:
         """What a plan of the step is made from."""

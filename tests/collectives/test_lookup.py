@@ -63,7 +63,7 @@ def test_rows_and_gradients_are_those_of_the_whole_table(words, width, n, dim, m
     tokens = np.array(jax.random.randint(jax.random.key(1), (ROWS, TOKENS), 0, words))
     tokens[0], tokens[5, 0], tokens[-1, 1] = tokens[1], words + 3, -2  # twice, and out of bounds
     take = lookup.Take(mode, None)
-    found, grad = looked_up(full, tokens, n, dim, take, Wire("data", jnp.float32))
+    found, grad = looked_up(full, tokens, n, dim, take, Wire(jnp.float32))
     want = take(jnp.asarray(full), tokens.reshape(-1, 1)).reshape(ROWS, TOKENS, width)
     np.testing.assert_array_equal(found, want)
     assert np.isnan(found).any() == (mode is FILL)
@@ -80,7 +80,7 @@ def test_gradients_of_bf16_rows_are_added_in_fp32():
     """A word that all devices read 128 times: in bf16 the sum would stand still at 256."""
     full = np.ones((64, 4), np.float32)
     tokens = np.zeros((4 * 512, 1), np.int32)
-    wire = Wire("data", jnp.bfloat16, jnp.dtype("bfloat16"))
+    wire = Wire(jnp.bfloat16, jnp.dtype("bfloat16"))
     for dim in (-1, -2):
         found, grad = looked_up(full, tokens, 4, dim, lookup.Take(CLIP, None), wire)
         assert found.dtype == jnp.bfloat16

@@ -119,9 +119,13 @@ def test_meshes_without_data_or_with_other_axes_are_refused():
         zero_jax.Zero(jax.make_mesh((4, 2), ("data", "expert"), axis_types=auto * 2))
     with pytest.raises(ValueError, match="needs Auto axes"):
         zero_jax.Zero(jax.make_mesh((8,), ("data",)))
-    with pytest.raises(ValueError, match="replica=3 x data=2 x model=1 = 6, but there are 8"):
+    with pytest.raises(
+        ValueError, match="replica=3 x experts=1 x data=2 x model=1 = 6, but there are 8"
+    ):
         zero_jax.make_mesh(replica=3)
-    with pytest.raises(ValueError, match="replica=0, data=8, model=1: each must be at least 1"):
+    with pytest.raises(
+        ValueError, match="replica=0, experts=1, data=8, model=1: each must be at least 1"
+    ):
         zero_jax.abstract_mesh(8, replica=0)
 
 

@@ -148,6 +148,17 @@ def test_auto_says_what_it_chose_and_records_it(folder, capsys):
 
 
 @pytest.mark.heavy
+def test_auto_lets_experts_stay_where_that_sends_less(folder):
+    quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
+    quiet += ["--model", "nano-experts"]
+    assert main(quiet) == 0
+    assert main([*quiet, "--mesh", "data=8"]) == 0
+    stay, gathered = (json.loads(Path(f"runs/00{n}/config.json").read_text()) for n in (1, 2))
+    assert stay["mesh"] == {"experts": 8, "data": 1} and gathered["mesh"] == {"data": 8}
+    np.testing.assert_allclose(losses("runs/001"), losses("runs/002"), rtol=1e-4)
+
+
+@pytest.mark.heavy
 def test_the_same_seed_gives_the_same_losses_in_the_next_folder(folder):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--steps", "3"]
     for _ in range(2):

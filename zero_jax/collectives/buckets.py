@@ -12,11 +12,13 @@ Source: ZeRO (arXiv:1910.02054), section 6.2, constant size buffers (CB).
 import jax
 import jax.numpy as jnp
 
+from zero_jax.sharding.mesh import Axis
+
 # Bytes of the largest buffer, on one device. docs/parallelism.md has what other sizes cost.
 BUCKET_BYTES = 2**30
 
 
-def all_gather(shard: jax.Array, axis: str, dim: int, bucket_bytes: int | None) -> jax.Array:
+def all_gather(shard: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None) -> jax.Array:
     """`jax.lax.all_gather(..., tiled=True)` along `dim`, at most a bucket at a time."""
     parts = jax.lax.axis_size(axis)
     runs = _runs(shard.size, parts * shard.dtype.itemsize, bucket_bytes)
@@ -29,7 +31,7 @@ def all_gather(shard: jax.Array, axis: str, dim: int, bucket_bytes: int | None) 
     return jnp.moveaxis(rows, 0, dim).reshape(shape)
 
 
-def psum_scatter(full: jax.Array, axis: str, dim: int, bucket_bytes: int | None) -> jax.Array:
+def psum_scatter(full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None) -> jax.Array:
     """`jax.lax.psum_scatter(..., tiled=True)` along `dim`, at most a bucket at a time."""
     parts = jax.lax.axis_size(axis)
     runs = _runs(full.size // parts, parts * full.dtype.itemsize, bucket_bytes)
@@ -41,14 +43,14 @@ def psum_scatter(full: jax.Array, axis: str, dim: int, bucket_bytes: int | None)
     return jnp.concatenate(pieces).reshape(rows.shape[1:])
 
 
-def by_owner(full: jax.Array, axis: str, dim: int) -> jax.Array:
+def by_owner(full: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """The shards of `full` along `dim`, stacked: row i is that of device i."""
     parts = jax.lax.axis_size(axis)
     rows = full.reshape(*full.shape[:dim], parts, full.shape[dim] // parts, *full.shape[dim + 1 :])
     return jnp.moveaxis(rows, dim, 0)
 
 
-def _scatter(full: jax.Array, axis: str, dim: int) -> jax.Array:
+def _scatter(full: jax.Array, axis: Axis, dim: int) -> jax.Array:
     # In a group of processes on CPUs XLA leaves it to gloo, which in jaxlib 0.10 to 0.12 sends from
     # a buffer that it writes to already: the end of the first device's shard comes out wrong
     # (jax-ml/jax#40830). The parts sent to their owners and summed there are as many words.
@@ -57,7 +59,7 @@ def _scatter(full: jax.Array, axis: str, dim: int) -> jax.Array:
     return jax.lax.all_to_all(by_owner(full, axis, dim), axis, 0, 0).sum(0)
 
 
-def all_to_all(rows: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:
+def all_to_all(rows: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Array:
     """Row i of dim 0 goes to device i, and what every device has for this one comes back in its
     place, at most a bucket at a time."""
     runs = _runs(rows.size // len(rows), len(rows) * rows.dtype.itemsize, bucket_bytes)
@@ -68,7 +70,7 @@ def all_to_all(rows: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Arra
     return jnp.concatenate(pieces, axis=1).reshape(rows.shape)
 
 
-def psum(full: jax.Array, axis: str, bucket_bytes: int | None) -> jax.Array:
+def psum(full: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Array:
     """`jax.lax.psum`, at most a bucket at a time."""
     runs = _runs(full.size, full.dtype.itemsize, bucket_bytes)
     if len(runs) == 1:

@@ -38,8 +38,8 @@ def gather(
     """
     if like is None:
         return tree
-    wire = Wire(axis_name, compute and jax.numpy.dtype(compute), jax.numpy.dtype(reduce))
-    cuts = Splitter(jax.lax.axis_size(axis_name))(like)
+    wire = Wire(compute and jax.numpy.dtype(compute), jax.numpy.dtype(reduce))
+    cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [gather_scatter.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
     return jax.tree.unflatten(treedef, full)
@@ -56,7 +56,7 @@ def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
       The same tree of shards, padded with zeros where N does not divide.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    cuts = Splitter(jax.lax.axis_size(axis_name))(tree)
+    cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(tree)
     pieces = [
         gather_scatter.local_shard(x, c, axis_name) for x, c in zip(leaves, cuts, strict=True)
     ]

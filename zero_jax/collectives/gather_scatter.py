@@ -20,16 +20,16 @@ from zero_jax.collectives import buckets, quantised
 from zero_jax.collectives.precision import cast
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.layout import pad_dim, strip_dim
+from zero_jax.sharding.mesh import Axis
 from zero_jax.sharding.model_axis import on_pieces
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What travels: over which mesh axis, in which dtypes (None: the leaf's own), how much of it at
-    once, in bytes (None: a leaf), and in how many bits of an integer matrices are gathered and
-    their gradients scattered (None: in those dtypes)."""
+    """What travels: in which dtypes (None: the leaf's own), how much of it at once, in bytes (None:
+    a leaf), and in how many bits of an integer matrices are gathered and their gradients scattered
+    (None: in those dtypes)."""
 
-    axis: str = "data"
     compute: Any = None
     reduce: Any = jnp.dtype("float32")
     bucket: int | None = None
@@ -45,10 +45,10 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
         return full
     dim = cut.dim % full.ndim
     if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(full.dtype, jnp.floating):
-        args = (wire.axis, dim, wire.bucket, full.dtype)
+        args = (cut.axis, dim, wire.bucket, full.dtype)
         full = _pieces(lambda x: quantised.all_gather(x, *args), shard, cut)
     else:
-        full = _along(buckets.all_gather, full, cut, wire.axis, wire)
+        full = _along(buckets.all_gather, full, cut, cut.axis, wire)
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 
@@ -56,7 +56,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
 
-    wire = _cut_for(wire.axis, wire)
+    wire = _cut_for(cut.axis, wire)
     collective: Any = buckets.psum_scatter
     bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
@@ -65,16 +65,16 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     def one(x: jax.Array) -> jax.Array:
         x = x if bits else x.astype(_sum_dtype(cut, wire))
         if cut.dim is None:
-            return _summed(x, cut, wire.axis, wire)
+            return _summed(x, cut, cut.axis, wire)
         if cut.padded:
             x = pad_dim(x, cut.dim % x.ndim, cut.shard_size * cut.shards)
-        return _along(collective, x, cut, wire.axis, wire)
+        return _along(collective, x, cut, cut.axis, wire)
 
     return _by_layer(one, full, cut, wire).astype(jnp.promote_types(full.dtype, jnp.float32))
 
 
 @jax.named_scope("zero_join")
-def join(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
+def join(part: jax.Array, cut: Split, wire: Wire, axis: Axis) -> jax.Array:
     """This device's shard in the compute dtype, of the parts that rest on the devices of `axis`."""
     if cut.dim is None or cut.parts == 1:
         return part
@@ -82,7 +82,7 @@ def join(part: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
     return _by_layer(lambda x: _along(buckets.all_gather, x, cut, axis, wire), own, cut, wire)
 
 
-def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
+def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: Axis) -> jax.Array:
     """A gradient's fp32 shard summed over the devices of `axis`; of it the part that rests here."""
 
     wire = _cut_for(axis, wire)
@@ -95,7 +95,7 @@ def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: str) -> jax.Array:
     return _by_layer(one, shard, cut, wire).astype(shard.dtype)
 
 
-def _cut_for(axis: str, wire: Wire) -> Wire:
+def _cut_for(axis: Axis, wire: Wire) -> Wire:
     """On one device nothing travels: XLA drops the sums, but not the loops and copies of pieces."""
     return wire if jax.lax.axis_size(axis) > 1 else dataclasses.replace(wire, bucket=None)
 
@@ -119,14 +119,14 @@ def _by_layer(fn: Any, x: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     return jax.lax.map(fn, x) if whole_stack and large else fn(x)
 
 
-def _along(collective: Any, x: jax.Array, cut: Split, axis: str, wire: Wire) -> jax.Array:
+def _along(collective: Any, x: jax.Array, cut: Split, axis: Axis, wire: Wire) -> jax.Array:
     """A collective over `axis` along the dim that is cut."""
     assert cut.dim is not None
     dim = cut.dim % x.ndim
     return _pieces(lambda x: collective(x, axis, dim, wire.bucket), x, cut)
 
 
-def _summed(x: jax.Array, cut: Split, axis: str, wire: Wire) -> jax.Array:
+def _summed(x: jax.Array, cut: Split, axis: Axis, wire: Wire) -> jax.Array:
     def one(x: jax.Array) -> jax.Array:
         return _pieces(lambda x: buckets.psum(x, axis, wire.bucket), x, cut)
 
@@ -137,7 +137,7 @@ def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:
     return on_pieces(fn, x, cut.model, cut.model_shards)
 
 
-def local_shard(full: jax.Array, cut: Split, axis: str) -> jax.Array:
+def local_shard(full: jax.Array, cut: Split, axis: Axis) -> jax.Array:
     """This device's piece of a leaf that every device holds in full; sends nothing."""
     if cut.dim is None:
         return full

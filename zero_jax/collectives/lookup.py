@@ -94,9 +94,9 @@ def _forward(
     take: Take, cut: Split, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, Slot]]:
     own = shard if wire.compute is None else cast(shard, wire.compute)
-    asked = jax.lax.all_gather(indices, wire.axis, tiled=True)
+    asked = jax.lax.all_gather(indices, cut.axis, tiled=True)
     found = take(_columns(own, cut, wire), asked)
-    parts = _exchanged(found.reshape(cut.shards, len(indices), -1), wire)
+    parts = _exchanged(found.reshape(cut.shards, len(indices), -1), cut, wire)
     whole = jnp.moveaxis(parts, 0, 1).reshape(len(indices), -1)
     return whole[:, : cut.shape[1]], (asked, None if slot is None else jnp.zeros((), slot.dtype))
 
@@ -108,7 +108,7 @@ def _backward(
     width = _width(cut)
     given = pad_dim(cotangent.astype(wire.reduce), 1, width * cut.shards)
     parts = jnp.moveaxis(given.reshape(len(given), cut.shards, width), 1, 0)
-    sent = _exchanged(parts, wire).reshape(len(asked), width)
+    sent = _exchanged(parts, cut, wire).reshape(len(asked), width)
     wide = jnp.promote_types(cotangent.dtype, jnp.float32)
     table = jax.ShapeDtypeStruct((cut.shape[0], width), wide)
     (columns,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
@@ -130,7 +130,7 @@ def _columns(own: jax.Array, cut: Split, wire: Wire) -> jax.Array:
         return own
     width = _width(cut)
     padded = pad_dim(own, 1, width * cut.shards).reshape(len(own), cut.shards, width)
-    every = _exchanged(jnp.moveaxis(padded, 1, 0), wire).reshape(-1, width)
+    every = _exchanged(jnp.moveaxis(padded, 1, 0), cut, wire).reshape(-1, width)
     return every[: cut.shape[0]]
 
 
@@ -139,11 +139,11 @@ def _shard(columns: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     if cut.dim == -1:
         return columns
     padded = pad_dim(columns.astype(wire.reduce), 0, cut.shard_size * cut.shards)
-    parts = _exchanged(padded.reshape(cut.shards, cut.shard_size, -1), wire)
+    parts = _exchanged(padded.reshape(cut.shards, cut.shard_size, -1), cut, wire)
     whole = jnp.moveaxis(parts, 0, 1).reshape(cut.shard_size, -1)
     return whole[:, : cut.shape[1]].astype(columns.dtype)
 
 
-def _exchanged(parts: jax.Array, wire: Wire) -> jax.Array:
+def _exchanged(parts: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     """Part i goes to device i."""
-    return buckets.all_to_all(parts, wire.axis, wire.bucket)
+    return buckets.all_to_all(parts, cut.axis, wire.bucket)

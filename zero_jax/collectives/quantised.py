@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.collectives import buckets
+from zero_jax.sharding.mesh import Axis
 
 # What a setting is called, and None for off.
 BITS = {None: None, "int8": 8, "int4": 4}
@@ -35,7 +36,7 @@ TOO_SHORT = 4
 
 
 def all_gather(
-    shard: jax.Array, axis: str, dim: int, bucket_bytes: int | None, dtype: Any
+    shard: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None, dtype: Any
 ) -> jax.Array:
     """`jax.lax.all_gather(..., tiled=True)` along `dim` of what is within half a step, by int8.
 
@@ -53,7 +54,7 @@ def all_gather(
 
 
 def psum_scatter(
-    full: jax.Array, axis: str, dim: int, bucket_bytes: int | None, bits: int
+    full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None, bits: int
 ) -> jax.Array:
     """`jax.lax.psum_scatter(..., tiled=True)` along `dim` of what is within half a step, in fp32.
 

@@ -20,7 +20,7 @@ from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Split
-from zero_jax.sharding.mesh import REPLICA, batch_axes, model_size
+from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
 
 PyTree = Any
 
@@ -220,15 +220,21 @@ class DeviceStep:
         return jax.tree.unflatten(jax.tree.structure(self.full), rest), norm, finite
 
     def _norm(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The l2 norm, and whether all is finite. A leaf that all hold counts on the first."""
-        axes = self.settings.rest_axes
-        first = jax.lax.axis_index(axes) == 0
+        """The l2 norm, and whether all is finite. A leaf that several hold counts on the first."""
+        axes = names(self.settings.rest_axes)
+
+        def counts(cut: Split) -> Any:
+            split = {EXPERTS} if cut.experts is not None else set()
+            if cut.dim is not None:
+                split |= set(axes)
+            same = tuple(axis for axis in axes if axis not in split)
+            return jax.lax.axis_index(same) == 0 if same else True
 
         def squares(factor: Any) -> jax.Array:
             total = jnp.float32(0)
             for grad, leaf in zip(grads, self._trained, strict=True):
                 own = norms.sum_of_squares(grad, factor)
-                total += own if leaf.cut.dim is not None else jnp.where(first, own, 0.0)
+                total += jnp.where(counts(leaf.cut), own, 0.0)
             return total
 
         norm, finite = norms.norm_of(jax.lax.psum(norms.two_sums(squares), axes))

@@ -108,7 +108,7 @@ class _OnShards:
         shards = _axis_size(self.axis)
         _refuse_summed(grads, self.axis)
         like = grads if params is None else params
-        cuts = Splitter(shards)(like)
+        cuts = Splitter(shards, axis=self.axis)(like)
         if self.stage == 1:
             grads = jax.lax.optimization_barrier(grads)
         own = None if params is None else shard(params, axis_name=self.axis)
@@ -119,7 +119,7 @@ class _OnShards:
 
     def _mean(self, full: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
         """This device's shard of the mean over devices."""
-        return (reduce_scatter(full, cut, Wire(self.axis)) / cut.shards).astype(like.dtype)
+        return (reduce_scatter(full, cut, Wire()) / cut.shards).astype(like.dtype)
 
     def _gathered(self, piece: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
         """The full leaf, known to be equal on every device; collectives.gather's is not."""

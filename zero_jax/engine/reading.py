@@ -237,4 +237,9 @@ def _elements(cut: Split, form: Form) -> int:
     left = cut.shape[len(cut.shape) - form.rank :]
     if form.parted and form.rank == len(cut.shape):
         left = (1, *left[1:])
-    return math.prod(left) // (cut.model_shards if cut.model is not None else 1)
+    return math.prod(left) // shared(cut)
+
+
+def shared(cut: Split) -> int:
+    """Into how many parts what is gathered is split over `model` and `experts`."""
+    return (1 if cut.model is None else cut.model_shards) * cut.expert_shards

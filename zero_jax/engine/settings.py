@@ -17,14 +17,18 @@ from zero_jax.offload import tiers
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Policy
 from zero_jax.sharding.cuts import Splitter
+from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.mesh import (
     MODEL,
     REPLICA,
     AnyMesh,
+    axis_size,
     batch_axes,
     check_mesh,
     data_axis,
+    experts_size,
     model_size,
+    names,
 )
 from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.states.narrow import FP32, check_kind
@@ -161,7 +165,7 @@ class Settings:
 
     @property
     def _devices(self) -> int:
-        return self.mesh.shape[data_axis(self.mesh)]
+        return axis_size(self.mesh, data_axis(self.mesh))
 
     @property
     def _by_sequence(self) -> bool:
@@ -177,19 +181,19 @@ class Settings:
     def rest_axes(self) -> Any:
         """The axis, or axes, over which pieces rest."""
         data = data_axis(self.mesh)
-        return (data, REPLICA) if self.hierarchical else data
+        return (*names(data), REPLICA) if self.hierarchical else data
 
     @property
     def splitter(self) -> Splitter:
         """Tells how each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
-        return Splitter(self.shards, self.model_axis, self.parts, data_axis(self.mesh))
+        axis, experts = data_axis(self.mesh), ExpertAxis(experts_size(self.mesh))
+        return Splitter(self.shards, self.model_axis, self.parts, axis, experts)
 
     @property
     def wire(self) -> Wire:
-        """What travels between devices of the `data` axis."""
+        """What travels between devices."""
         known = self.precision
         return Wire(
-            axis=data_axis(self.mesh),
             compute=known.compute,
             reduce=known.reduce,
             bucket=self.bucket_bytes,

@@ -6,6 +6,7 @@ the aux. No names, no shapes.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +17,13 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import lifetimes, losses, reading
+from zero_jax.engine import experts, lifetimes, losses, reading
 from zero_jax.engine.settings import Settings
 from zero_jax.jaxpr import derivatives, equations, marks
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Split
-from zero_jax.sharding.mesh import batch_axes, batch_shards
+from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards
 from zero_jax.sharding.model_axis import named_activations
 
 PyTree = Any
@@ -55,7 +56,7 @@ class Traced:
     def window(self) -> int:
         """Elements that one device gathers at once: the largest layer, or leaf that is in none."""
         alone = [leaf.cut for leaf in self.leaves if not (leaf.in_layer or leaf.by_rows)]
-        sizes = [math.prod(c.shape) // (1 if c.model is None else c.model_shards) for c in alone]
+        sizes = [math.prod(cut.shape) // reading.shared(cut) for cut in alone]
         return max([0, *sizes, *(layer.words for layer in self.layers)])
 
 
@@ -97,7 +98,12 @@ def trace(
     # The sum alone is differentiated.
     wanted = [at == 0 for at in range(len(found.jaxpr.outvars))]
     found = derivatives.settled(found, trained, wanted)
-    read = reading.Reading(found.jaxpr, cuts, policies.parse(settings.remat))
+    stage = functools.partial(_on_a_device, settings.mesh)
+    policy = policies.parse(settings.remat)
+    found = experts.at_their_devices(
+        *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
+    )
+    read = reading.Reading(found.jaxpr, cuts, policy)
     life = lifetimes.lifetime(settings.stage, micro_batches)
     leaves = [
         read.leaf(at, name, still, life, settings.wire)
@@ -110,6 +116,27 @@ def trace(
 
 def _rows(x: Any, parts: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+
+
+def _on_a_device(mesh: AnyMesh, fn: Callable[..., Any], *shapes: Any) -> jex.ClosedJaxpr:
+    """A function as a jaxpr, as a device of the mesh runs it, its calls written out."""
+    found = []
+
+    def inside() -> Any:
+        found.append(jax.make_jaxpr(fn)(*shapes))
+        return jnp.zeros(())
+
+    whole: Any = PartitionSpec()
+    mapped = jax.shard_map(
+        inside,
+        mesh=mesh,
+        in_specs=(),
+        out_specs=whole,
+        axis_names=set(batch_axes(mesh)),
+        check_vma=False,
+    )
+    jax.eval_shape(mapped)
+    return equations.written_out(found[0])
 
 
 class _Program:
@@ -132,23 +159,7 @@ class _Program:
 
     def of(self, rows: PyTree) -> jex.ClosedJaxpr:
         """The jaxpr, its calls written out; remembers the structure of what is returned."""
-        axes, found = batch_axes(self._settings.mesh), []
-
-        def inside() -> Any:
-            found.append(jax.make_jaxpr(self._call)(self._like, rows, *self.extras))
-            return jnp.zeros(())
-
-        whole: Any = PartitionSpec()
-        mapped = jax.shard_map(
-            inside,
-            mesh=self._settings.mesh,
-            in_specs=(),
-            out_specs=whole,
-            axis_names=set(axes),
-            check_vma=False,
-        )
-        jax.eval_shape(mapped)
-        return equations.written_out(found[0])
+        return _on_a_device(self._settings.mesh, self._call, self._like, rows, *self.extras)
 
     def _call(self, params: PyTree, rows: PyTree, *extras: Any) -> Any:
         with named_activations(self._settings.model_axis.rules):

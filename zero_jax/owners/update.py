@@ -15,7 +15,7 @@ from zero_jax.owners.kinds import Axes, Env, Exchange
 from zero_jax.owners.regions import Dims, Region, Walk, regions
 from zero_jax.owners.units import units
 from zero_jax.sharding.cuts import Split, split
-from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size
+from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
 
 PyTree = Any
 
@@ -69,8 +69,10 @@ def traced(fn: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[jex.Closed
 
 def program_of(closed: jex.ClosedJaxpr, cuts: Sequence[Split], mesh: AnyMesh) -> "Program":
     """A traced update told apart; see `run`."""
-    rest = {(c.axis, REPLICA) if c.parts > 1 else (c.axis,) for c in cuts if c.dim is not None}
-    (over,) = rest or {(data_axis(mesh),)}
+    # Experts are over others: they are left to XLA.
+    mine = [c for c in cuts if c.dim is not None and c.experts is None]
+    rest = {(*names(c.axis), *([REPLICA] if c.parts > 1 else [])) for c in mine}
+    (over,) = rest or {names(data_axis(mesh))}
     axes = Axes(mesh, (over, (MODEL,)) if model_size(mesh) > 1 else (over,))
     cut = [_dims(cut, leaf) for cut, leaf in zip(cuts, closed.in_avals, strict=False)]
     whole = [(None, None)] * (len(closed.in_avals) - len(cut))
@@ -79,7 +81,7 @@ def program_of(closed: jex.ClosedJaxpr, cuts: Sequence[Split], mesh: AnyMesh) ->
 
 def _dims(cut: Split, leaf: Any) -> Dims:
     """Of a leaf, over `data` and over `model`; the gradient of a frozen one is a scalar."""
-    if leaf.shape != cut.shape:
+    if leaf.shape != cut.shape or cut.experts is not None:
         return None, None
     data, model = (None if d is None else d % len(cut.shape) for d in (cut.dim, cut.model))
     return data, model

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from zero_jax.models import families, optimizers
 from zero_jax.plan import memory
 from zero_jax.plan.planning import AnyZero, Plan
 from zero_jax.plan.text_model import TextModel
+from zero_jax.sharding.mesh import experts_size
 
 PyTree = Any
 
@@ -110,6 +112,7 @@ class Case:
             precision=self.zero.precision,
             micro_batches=self.zero.micro_batches,
             model_axis=self.zero.model_axis,
+            experts=math.gcd(shards, experts_size(self.zero.mesh)),
             frozen=zero.frozen,
             window=traced.window,
             states=self.zero.settings.states,

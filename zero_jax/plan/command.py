@@ -13,23 +13,26 @@ with their config (`--hf DIR`). For a model of your own call `Zero.plan`.
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
 from zero_jax.hlo import prove, targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt, optimizers
+from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, meshes, paper, plan_text, proof, scaling
+from zero_jax.plan import candidates, expert_words, meshes, paper, plan_text, proof, scaling
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import Adapters, Options, add_options, parsed_options
 from zero_jax.plan.planning import Plan
-from zero_jax.sharding.mesh import abstract_mesh
+from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
 
 ROW = 1024  # tokens
@@ -79,6 +82,8 @@ def _plan(args: Sequence[str]) -> int:
     print(_title(case, parsed))
     print(plan_text.format_stages(plans))
     print(plan_text.format_layers(shown))
+    if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
+        print(_of_experts(case, case.config, case.config.mixture.experts), end="")
     if shown.compiled is not None:
         print("\n" + plan_text.format_proof(shown, memory_bytes))
     if parsed.latencies is not None:
@@ -119,7 +124,7 @@ def _meshes(args: Sequence[str]) -> int:
         case = case_of(argparse.Namespace(**{**vars(parsed), **own}))
         return case.plan(parsed.stage, **(options if compile else {}))
 
-    counts = meshes.splits(parsed.devices, parsed.replica)
+    counts = meshes.splits(parsed.devices, parsed.replica * (parsed.experts or 1))
     rows = list(meshes.compare(counts, plan, limit))
     print(_title(case_of(parsed), parsed))
     print(meshes.format_meshes(rows))
@@ -139,6 +144,11 @@ def parser() -> argparse.ArgumentParser:
     add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
     add("--devices", type=int, default=8, help="of the whole run")
     add("--replica", type=int, default=1, help="copies of the partitioned state")
+    add(
+        "--experts",
+        type=int,
+        help="groups of devices, each with experts of its own; 1, or with --auto what sends least",
+    )
     add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
     add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
     add("--seq", type=int, help=f"tokens of a row; {ROW}, or what the model takes, unless given")
@@ -171,16 +181,10 @@ def case_of(parsed: argparse.Namespace) -> Case:
     """
     if parsed.optimizer not in optimizers.RATES:
         raise ValueError(unknown("optimizer", parsed.optimizer, optimizers.RATES))
-    for name in ("replica", "model_parallel", "micro_batches"):
-        if getattr(parsed, name) < 1:
+    for name in ("replica", "experts", "model_parallel", "micro_batches"):
+        if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} {getattr(parsed, name)}: it must be at least 1")
-    split = parsed.replica * parsed.model_parallel
-    if parsed.devices < 1 or parsed.devices % split:
-        raise ValueError(
-            f"--devices {parsed.devices} must be a multiple of replica {parsed.replica} x "
-            f"model-parallel {parsed.model_parallel} = {split}"
-        )
     if parsed.batch_per_device < 1 or parsed.batch_per_device % parsed.micro_batches:
         raise ValueError(
             f"--batch-per-device {parsed.batch_per_device} must be a multiple of "
@@ -188,14 +192,31 @@ def case_of(parsed: argparse.Namespace) -> Case:
         )
     config, tokens = _model(parsed)
     options = parsed_options(parsed, Options, stage="auto" if parsed.auto else parsed.stage)
-    zero = Zero(
-        abstract_mesh(parsed.devices // split, replica=parsed.replica, model=parsed.model_parallel),
-        bucket_bytes=parsed.bucket_bytes,
-        **options.settings(),
-    )
+    mesh = _mesh(parsed, config, tokens)
+    zero = Zero(mesh, bucket_bytes=parsed.bucket_bytes, **options.settings())
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
     lora = parsed_options(parsed, Adapters).adapters()
     return Case(config, zero, parsed.optimizer, rows, tokens, lora)
+
+
+def _mesh(parsed: argparse.Namespace, config: families.Config, tokens: int) -> AbstractMesh:
+    """The devices of the run."""
+    others, experts = parsed.replica * parsed.model_parallel, parsed.experts or 1
+    if parsed.auto and parsed.experts is None and parsed.lora is None and parsed.devices > 0:
+        each = parsed.batch_per_device // parsed.micro_batches * tokens
+        experts = expert_words.groups(config, parsed.devices // others, each, parsed.remat)
+    split = others * experts
+    if parsed.devices < 1 or parsed.devices % split:
+        raise ValueError(
+            f"--devices {parsed.devices} must be a multiple of replica {parsed.replica} x experts "
+            f"{experts} x model-parallel {parsed.model_parallel} = {split}"
+        )
+    return abstract_mesh(
+        parsed.devices // split,
+        replica=parsed.replica,
+        experts=experts,
+        model=parsed.model_parallel,
+    )
 
 
 def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
@@ -264,6 +285,8 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
     if mixture is not None:
         room = "all tokens" if mixture.capacity is None else f"capacity {mixture.capacity:g}"
         beside += f", {mixture.chosen} of {mixture.experts} experts with room for {room}"
+        groups = experts_size(zero.mesh)
+        beside += f", in {groups} groups" if groups > 1 else ""
     return (
         f"{parsed.hf or parsed.model} ({config.layers} x {config.width}) on {parsed.devices} "
         f"{parsed.target}, {parsed.batch_per_device} x {case.row} tokens each, {parsed.compute}, "
@@ -271,8 +294,28 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
     )
 
 
+def _of_experts(case: Case, config: DecoderConfig, experts: int) -> str:
+    """Whether experts stay, and from how many tokens on that sends more than gathering them."""
+    mesh = case.zero.mesh
+    devices = axis_size(mesh, data_axis(mesh))
+    groups = experts_size(mesh)
+    would = groups if groups > 1 else math.gcd(experts, devices)
+    if would == 1:
+        return ""
+    even = expert_words.even(config, would, devices, case.zero.remat)
+    tokens = case.rows * case.row // (batch_shards(mesh) * case.zero.micro_batches)
+    how = f"stay in {groups} groups"
+    if groups == 1:
+        how = f"are gathered; with --experts {would} they stay"
+    return (
+        f"experts {how}: fewer words at stage 3 below {even:,.0f} tokens of a device and "
+        f"micro-batch, of which there are {tokens:,} here\n"
+    )
+
+
 def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
     names = "model hf devices batch_per_device compute reduce gather scatter optimizer"
     names += " capacity lora lora_alpha lora_targets base"
     known = {name: getattr(parsed, name) for name in names.split()}
+    known["experts"] = experts_size(case.zero.mesh)
     return {**known, "seq": case.row, "jax": jax.__version__}

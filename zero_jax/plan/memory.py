@@ -32,6 +32,7 @@ from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, split
+from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.states.narrow import FP32, cuts_of, initial
 
@@ -85,6 +86,7 @@ def estimate(
     micro_batches: int = 1,
     frozen: Frozen = None,
     model_axis: ModelAxis = ModelAxis(),
+    experts: int = 1,
     window: int | None = None,
     states: str = FP32,
 ) -> Estimate:
@@ -92,7 +94,7 @@ def estimate(
 
     Args:
       params: the logical tree, of arrays or ShapeDtypeStructs.
-      shards: N, the size of the `data` axis.
+      shards: N, the size of the `data` axis, times that of `experts`.
       stage: 0 to 3.
       parts: R, where stage 3 cuts each piece over `replica` too: `Zero(hierarchical=True)`.
       tx: the optax transformation; None counts no state.
@@ -100,6 +102,7 @@ def estimate(
       micro_batches: as for `Zero`.
       frozen: as for `Zero`.
       model_axis: how leaves are split over `model`, `Zero.model_axis`.
+      experts: the size of the `experts` axis, over which experts are split and never gathered.
       window: elements that are gathered at once: the largest `Layers.words` of a trace, or leaf
         outside of layers; by default the largest leaf.
       states: as for `Zero`.
@@ -114,7 +117,8 @@ def estimate(
     if not isinstance(precision, Precision):
         precision = Precision(precision)
     parts = parts if stage == 3 else 1
-    splitter = Splitter(1 if stage == 0 else shards, model_axis, parts)
+    n = 1 if stage == 0 else shards
+    splitter = Splitter(n, model_axis, parts, experts=ExpertAxis(experts))
     cuts = splitter(params)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)
@@ -165,7 +169,8 @@ def words_per_param(
 
 def _elements(cut: Split) -> int:
     """Elements of a gathered leaf on one device."""
-    return math.prod(cut.shape) // (1 if cut.model is None else cut.model_shards)
+    model_shards = 1 if cut.model is None else cut.model_shards
+    return math.prod(cut.shape) // (model_shards * cut.expert_shards)
 
 
 def _in_step(cut: Split) -> int:

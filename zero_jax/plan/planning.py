@@ -26,11 +26,20 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST, Offload
-from zero_jax.plan import forecast, proof, update_forecast
+from zero_jax.plan import expert_words, forecast, proof, update_forecast
 from zero_jax.plan.memory import words_per_param
 from zero_jax.plan.predicted import Predicted
+from zero_jax.plan.turned import turned_bytes
 from zero_jax.sharding import layout
-from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu
+from zero_jax.sharding.mesh import (
+    MODEL,
+    AnyMesh,
+    axis_size,
+    batch_sharding,
+    data_axis,
+    experts_size,
+    on_gpu,
+)
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.paths import trained_part
 
@@ -92,6 +101,8 @@ class Plan:
       predicted: bytes by term.
       trained: the part of Ψ that is not frozen.
       update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
+      token_words: that are sent to experts which stay with their devices, and back.
+      travelling: the part of Ψ that does not stay so.
       compiled: the audit of the compiled program, None if only predicted.
       target: what it was compiled for, None for the devices of the mesh itself.
       time: a lower bound of the step's time, None if only predicted or without figures.
@@ -107,6 +118,8 @@ class Plan:
     predicted: Predicted
     trained: float = 1.0
     update_words: float = 0.0
+    token_words: float = 0.0
+    travelling: float = 1.0
     compiled: auditor.Audit | None = None
     target: Target | None = None
     time: roofline.StepTime | None = None
@@ -135,8 +148,9 @@ class Plan:
         tensor parallelism sends along `model` is not among them."""
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
-        own = self.update_words / max(self.num_params / self.model_parallel, 1)
-        return words_per_param(self.stage, self.micro_batches, self.remat, self.trained) + own
+        own = self.update_words + self.token_words
+        zeros = words_per_param(self.stage, self.micro_batches, self.remat, self.trained)
+        return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
 
     @property
     def host_words_per_param(self) -> float:
@@ -258,16 +272,24 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
     settings = step.settings
     full = jax.eval_shape(layout.logical, params)
     cuts, traced = settings.splitter(full), step.read(*args)
+    jaxpr = step.trace(*args).jaxpr
     temporaries = forecast.forecast(
-        *(step.trace(*args).jaxpr, counts[0], given),
+        *(jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
         habits=forecast.Habits(
             of_gpus and settings.gathers_ahead(traced.layers), settings.bucket_bytes, of_gpus
         ),
     )
+    terms = dict(temporaries.terms)
+    if (
+        of_gpus
+        and settings.stage == 3
+        and (turned := turned_bytes(traced.leaves, settings.precision.reduce.itemsize))
+    ):
+        terms["turned"] = turned
     update = update_forecast.forecast(settings, step.transformation.plain, full)
-    worst = max(temporaries.terms, update.terms, key=lambda terms: sum(terms.values()))
+    worst = max(terms, update.terms, key=lambda terms: sum(terms.values()))
     host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
     streams = {}
     if host:
@@ -285,6 +307,10 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         window=traced.window,
         trained=trained_part(full, settings.frozen),
         update_words=update.words,
+        token_words=expert_words.tokens(jaxpr.jaxpr),
+        travelling=expert_words.travelling(
+            cuts, axis_size(settings.mesh, data_axis(settings.mesh)) // experts_size(settings.mesh)
+        ),
         predicted=Predicted(
             parameters=tiers.bytes_on(params),
             optimizer_state=tiers.bytes_on(opt_state),

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax.sharding.mesh import DATA, MODEL, REPLICA
+from zero_jax.sharding.expert_axis import ExpertAxis
+from zero_jax.sharding.mesh import DATA, EXPERTS, MODEL, REPLICA, Axis, names
 from zero_jax.sharding.model_axis import ModelAxis
 
 PyTree = Any
@@ -44,7 +45,10 @@ class Split:
       model: the dim that is split over `model`, counted from the end, or None.
       model_shards: MP, the size of that axis.
       parts: R if a piece is cut further at rest, over `replica`; a step joins its parts first.
-      axis: the mesh axis that pieces are spread over.
+      axis: the mesh axis, or axes, that pieces are spread over.
+      experts: the dim that counts experts, which are split over `experts` and never gathered over
+        it, counted from the end; or None.
+      expert_shards: the size of that axis.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +58,9 @@ class Split:
     model: int | None = None
     model_shards: int = 1
     parts: int = 1
-    axis: str = DATA
+    axis: Axis = DATA
+    experts: int | None = None
+    expert_shards: int = 1
 
     @property
     def size(self) -> int:
@@ -95,7 +101,10 @@ class Split:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of one of N pieces: what `shard_map` over `data` sees."""
-        return self._with_size(self.shard_size)
+        shape = list(self._with_size(self.shard_size))
+        if self.experts is not None:
+            shape[self.experts] //= self.expert_shards
+        return tuple(shape)
 
     @property
     def device_shape(self) -> tuple[int, ...]:
@@ -110,17 +119,18 @@ class Split:
     @property
     def spec(self) -> PartitionSpec:
         """The partition spec without `model`, for `shard_map`."""
-        return self._spec({self.dim: self._axes})
+        return self._spec({self.dim: self._axes, self.experts: EXPERTS})
 
     @property
     def spec_at_rest(self) -> PartitionSpec:
         """The partition spec over all axes."""
-        return self._spec({self.model: MODEL, self.dim: self._axes})
+        axes = {self.model: MODEL, self.dim: self._axes, self.experts: EXPERTS}
+        return self._spec(axes)
 
     @property
     def _axes(self) -> Any:
         """The axes of the dim that is cut: parts of one piece follow each other."""
-        return self.axis if self.parts == 1 else (self.axis, REPLICA)
+        return self.axis if self.parts == 1 else (*names(self.axis), REPLICA)
 
     def _spec(self, axes: dict[int | None, Any]) -> PartitionSpec:
         last = max((d % len(self.shape) for d in axes if d is not None), default=-1)
@@ -135,7 +145,9 @@ def split(
     model: int | None = None,
     model_shards: int = 1,
     parts: int = 1,
-    axis: str = DATA,
+    axis: Axis = DATA,
+    experts: int | None = None,
+    expert_shards: int = 1,
 ) -> Split:
     """Chooses the dim along which a leaf is cut.
 
@@ -148,7 +160,9 @@ def split(
         other dims have fewer than N elements (a bias), `data` takes this dim and `model` none.
       model_shards: MP.
       parts: R, into how many parts a piece is cut at rest.
-      axis: the mesh axis that pieces are spread over.
+      axis: the mesh axis, or axes, that pieces are spread over.
+      experts: the dim that counts experts, counted from the end; never cut either.
+      expert_shards: over how many groups of devices they are split.
 
     Returns:
       The split. `dim` is None where there are fewer than N·R elements to hand out.
@@ -161,13 +175,22 @@ def split(
     (16, 32, 128)
     """
     shape = tuple(shape)
-    dims = [d for d in range(first, len(shape)) if d - len(shape) != model]
+    dims = [d for d in range(first, len(shape)) if d - len(shape) not in (model, experts)]
     pieces = shards * parts
     enough = math.prod(shape[d] for d in dims) >= pieces
     if model is not None and not enough:
-        return split(shape, shards, first=first, model_shards=model_shards, parts=parts, axis=axis)
+        return split(
+            *(shape, shards),
+            first=first,
+            model_shards=model_shards,
+            parts=parts,
+            axis=axis,
+            experts=experts,
+            expert_shards=expert_shards,
+        )
+    rest = (shards, False, model, model_shards, parts, axis, experts, expert_shards)
     if pieces == 1 or not enough:
-        return Split(shape, None, shards, False, model, model_shards, parts, axis)
+        return Split(shape, None, *rest)
 
     def waste(d: int) -> float:
         return -(-shape[d] // pieces) * pieces / max(shape[d], 1)
@@ -177,7 +200,7 @@ def split(
         dims = others
     exact = [d for d in dims if shape[d] % pieces == 0]
     dim = exact[0] if exact else min(dims, key=waste)
-    return Split(shape, dim - len(shape), shards, False, model, model_shards, parts, axis)
+    return Split(shape, dim - len(shape), *rest)
 
 
 def _may_stack(shape: tuple[int, ...]) -> bool:
@@ -194,7 +217,8 @@ class Splitter:
       shards: N, into how many pieces a leaf is cut.
       model: how leaves are split over `model`.
       parts: R, into how many parts a piece is cut at rest.
-      axis: the mesh axis that pieces are spread over.
+      axis: the mesh axis, or axes, that pieces are spread over.
+      experts: which dim counts experts, for those that are split over `experts`.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((6, 4), "float32")}
     >>> Splitter(4)(shapes)[0].shard_shape
@@ -204,23 +228,29 @@ class Splitter:
     shards: int
     model: ModelAxis = ModelAxis()
     parts: int = 1
-    axis: str = DATA
+    axis: Axis = DATA
+    experts: ExpertAxis = ExpertAxis()
 
     def __call__(self, tree: PyTree) -> list[Split]:
+        dims = self.model.dims(tree)
         known = zip(
-            jax.tree.leaves(tree), self.model.dims(tree), self.model.stacks(tree), strict=True
+            *(jax.tree.leaves(tree), dims, self.model.stacks(tree)),
+            self.experts.dims(tree, dims),
+            strict=True,
         )
         cuts = [
             split(
                 x.shape,
-                self.shards,
+                self.shards if experts is None else max(1, self.shards // self.experts.size),
                 first=int(stack),
                 model=dim,
                 model_shards=self.model.size,
                 parts=self.parts,
-                axis=self.axis,
+                axis=self.axis if experts is None else names(self.axis)[-1],
+                experts=experts,
+                expert_shards=1 if experts is None else self.experts.size,
             )
-            for x, dim, stack in known
+            for x, dim, stack, experts in known
         ]
         self.model.check_split([cut.model for cut in cuts])
         return cuts
@@ -240,7 +270,7 @@ def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -
     agree (moments, accumulators, averages). All others (factored moments, counters) follow
     `split` alone, so the state needs no table of its own.
     """
-    like = param_splits[0] if param_splits else Split((), None, 1)
+    like = next((cut for cut in param_splits if cut.experts is None), Split((), None, 1))
     keys = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     known = dict(zip(keys, param_splits, strict=True))
     out = []

@@ -1,11 +1,13 @@
 """Meshes and batches: which axes there are, and which part of the data a process feeds.
 
 Axes: `data` (parameters are partitioned over it), optional `replica` outside it (gradients are
-summed over it too, parameters repeat), and `model` inside it, for tensor parallelism. The batch is
-split over `replica` and `data`.
+summed over it too, parameters repeat), `experts` between the two (as `data`, but for experts, each
+of which stays with its part of the devices), and `model` inside, for tensor parallelism. The batch
+is split over all but `model`.
 """
 
 import collections
+import math
 from typing import Any, TypeAlias
 
 import jax
@@ -14,14 +16,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 DATA = "data"
 REPLICA = "replica"
+EXPERTS = "experts"
 MODEL = "model"
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+Axis: TypeAlias = str | tuple[str, ...]  # one, or several as one
 
 
 def make_mesh(
     data: int | None = None,
     *,
     replica: int = 1,
+    experts: int = 1,
     model: int = 1,
     devices: list[jax.Device] | None = None,
     data_axis: str = DATA,
@@ -31,6 +36,8 @@ def make_mesh(
     Args:
       data: size of the axis that parameters are partitioned over; default: what remains.
       replica: copies of the partitioned state (outermost: put nodes here).
+      experts: into how many groups experts are dealt out; a group's devices share its experts, and
+        tokens travel between groups. All else is partitioned over `experts` and `data` together.
       model: size of the tensor-parallel axis (innermost: put NVLink neighbours here).
       devices: default all of `jax.devices()`.
       data_axis: another name for `data`, of a model that hard-codes one.
@@ -42,40 +49,48 @@ def make_mesh(
     1
     """
     devices = list(jax.devices()) if devices is None else list(devices)
+    others = replica * experts * model
     if data is None:
-        data = max(len(devices) // (replica * model), 1)
-    if min(data, replica, model) < 1 or data * replica * model != len(devices):
+        data = max(len(devices) // others, 1)
+    if min(data, replica, experts, model) < 1 or data * others != len(devices):
         raise ValueError(
-            f"replica={replica} x data={data} x model={model} = {replica * data * model}, but "
-            f"there are {len(devices)} devices: make the product equal, or pass devices=..."
+            f"replica={replica} x experts={experts} x data={data} x model={model} = "
+            f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
+            "pass devices=..."
         )
-    sizes = {REPLICA: replica, data_axis: data, MODEL: model}
-    axes = [a for a in sizes if a == data_axis or sizes[a] > 1]
-    shape = tuple(sizes[a] for a in axes)
-    types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=devices)
+    sizes = _sizes({REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}, data_axis)
+    types = (AxisType.Auto,) * len(sizes)
+    shape = tuple(sizes.values())
+    return jax.make_mesh(shape, tuple(sizes), axis_types=types, devices=devices)
+
+
+def _sizes(given: dict[str, int], data_axis: str) -> dict[str, int]:
+    """Those axes that there are: `data`, and others of more than 1."""
+    return {a: size for a, size in given.items() if a == data_axis or size > 1}
 
 
 def abstract_mesh(
-    data: int, *, replica: int = 1, model: int = 1, data_axis: str = DATA
+    data: int, *, replica: int = 1, experts: int = 1, model: int = 1, data_axis: str = DATA
 ) -> AbstractMesh:
     """A mesh of devices that need not be there, to plan and to compile for.
 
     Args:
       data: size of the axis that parameters are partitioned over.
       replica: copies of the partitioned state.
+      experts: groups that experts are dealt out to.
       model: size of the tensor-parallel axis.
       data_axis: another name for `data`.
 
     >>> dict(abstract_mesh(8, replica=2).shape)
     {'replica': 2, 'data': 8}
     """
-    if min(data, replica, model) < 1:
-        raise ValueError(f"replica={replica}, data={data}, model={model}: each must be at least 1")
-    sizes = {REPLICA: replica, data_axis: data, MODEL: model}
-    axes = tuple(a for a in sizes if a == data_axis or sizes[a] > 1)
-    shape = tuple(sizes[a] for a in axes)
-    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+    given = {REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}
+    if min(given.values()) < 1:
+        said = ", ".join(f"{axis}={size}" for axis, size in given.items())
+        raise ValueError(f"{said}: each must be at least 1")
+    sizes = _sizes(given, data_axis)
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def abstract_of(mesh: AnyMesh) -> AbstractMesh:
@@ -100,10 +115,10 @@ def check_mesh(mesh: AnyMesh) -> None:
             )
     data = data_axis(mesh)
     for axis, size in mesh.shape.items():
-        if size > 1 and axis not in (REPLICA, data, MODEL):
+        if size > 1 and axis not in (REPLICA, *names(data), MODEL):
             raise ValueError(
-                f"mesh axis {axis!r} of size {size}: Zero knows {data!r}, 'replica' and 'model' "
-                f"only. Give {axis!r} size 1."
+                f"mesh axis {axis!r} of size {size}: Zero knows {names(data)[-1]!r}, 'replica', "
+                f"'experts' and 'model' only. Give {axis!r} size 1."
             )
     if any(t != AxisType.Auto for t in mesh.axis_types):
         raise ValueError(
@@ -112,28 +127,46 @@ def check_mesh(mesh: AnyMesh) -> None:
         )
 
 
-def data_axis(mesh: AnyMesh) -> str:
-    """The axis that parameters are partitioned over: `data`, or the one that is neither `replica`
-    nor `model`.
+def data_axis(mesh: AnyMesh) -> Axis:
+    """The axis that parameters are partitioned over: `data`, or the one that is none of the others;
+    with `experts`, both.
 
     Raises:
       ValueError: there is none, or more than one.
+
+    >>> data_axis(abstract_mesh(8)), data_axis(abstract_mesh(2, experts=4))
+    ('data', ('experts', 'data'))
     """
-    others = [axis for axis in mesh.axis_names if axis not in (REPLICA, MODEL)]
+    others = [axis for axis in mesh.axis_names if axis not in (REPLICA, EXPERTS, MODEL)]
     if DATA in others:
-        return DATA
+        others = [DATA]
     if len(others) == 1:
-        return others[0]
+        return (EXPERTS, others[0]) if experts_size(mesh) > 1 else others[0]
     raise ValueError(
         f"the mesh has axes {mesh.axis_names}, but parameters are partitioned over an axis named "
-        "'data', or the only one that is neither 'replica' nor 'model': make the mesh with "
-        "zero_jax.make_mesh()"
+        "'data', or the only one that is neither 'replica' nor 'experts' nor 'model': make the "
+        "mesh with zero_jax.make_mesh()"
     )
+
+
+def names(axis: Axis) -> tuple[str, ...]:
+    """The names of an axis."""
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def axis_size(mesh: AnyMesh, axis: Axis) -> int:
+    """How many devices are along an axis."""
+    return math.prod(mesh.shape[name] for name in names(axis))
+
+
+def experts_size(mesh: AnyMesh) -> int:
+    """The size of the `experts` axis; 1 without one."""
+    return mesh.shape.get(EXPERTS, 1)
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The mesh axes that the batch is split over."""
-    return tuple(a for a in (REPLICA, data_axis(mesh)) if a in mesh.shape)
+    return tuple(a for a in (REPLICA, *names(data_axis(mesh))) if a in mesh.shape)
 
 
 def on_gpu(mesh: AnyMesh) -> bool:
@@ -168,11 +201,11 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     (0, 1)
     """
     shards = batch_shards(mesh)
-    names = [a for a in mesh.axis_names if a in batch_axes(mesh)]
+    axes = [a for a in mesh.axis_names if a in batch_axes(mesh)]
     own = {d.id for d in mesh.local_devices}
-    sizes = [mesh.shape[a] for a in names]
+    sizes = [mesh.shape[a] for a in axes]
     held = {
-        int(np.ravel_multi_index([at[mesh.axis_names.index(a)] for a in names], sizes))
+        int(np.ravel_multi_index([at[mesh.axis_names.index(a)] for a in axes], sizes))
         for at, device in np.ndenumerate(mesh.devices)
         if device.id in own
     }

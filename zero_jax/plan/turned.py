@@ -1,0 +1,32 @@
+"""Leaves of scanned layers that XLA for GPUs lays out anew: those not cut along their first dim.
+
+A gather along a later dim needs that dim first in memory. XLA turns the fp32 masters of all layers
+ahead of the loop, once for both passes, and the gradient of the largest such leaf, whole, before it
+is scattered. The experts of a layer (E, D, F) are cut along D where N does not divide E.
+"""
+
+import math
+from collections.abc import Sequence
+
+from zero_jax.engine.lifetimes import Leaf
+from zero_jax.sharding.cuts import Split
+
+
+def turned_bytes(leaves: Sequence[Leaf], word: int) -> int:
+    """Bytes of those copies.
+
+    Args:
+      leaves: of a traced loss.
+      word: bytes of an element of a gradient that is sent.
+    """
+    cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_turned(leaf.cut)]
+    masters = sum(4 * math.prod(cut.device_shape) for cut in cuts)
+    whole = [math.prod(cut.shape[1:]) for cut in cuts]
+    return masters + word * max(whole, default=0)
+
+
+def _is_turned(cut: Split) -> bool:
+    # Experts that stay are not: what multiplies with them has the layout that they have.
+    if not cut.stacked or cut.dim is None or cut.experts is not None:
+        return False
+    return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1
