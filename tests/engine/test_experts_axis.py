@@ -332,3 +332,48 @@ def test_experts_can_not_be_taken_one_by_one():
     step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"][...][0]), TX)
     with pytest.raises(ValueError, match=r"w has experts that stay with their devices, and 'slice"):
         step(params, zero.optimizer(TX).init(params), jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("tx", "settings"),
+    [
+        (optax.adamw(1e-3, eps=1e-4), {"states": "8bit"}),
+        (optax.lamb(1e-3), {}),
+        (optax.contrib.muon(1e-3), {}),
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), {"remat": "block_sqrt"}),
+    ],
+    ids=["8bit", "lamb", "muon", "clip"],
+)
+def test_other_optimizers_and_states(tx, settings):
+    rows = jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54)
+    losses = []
+    for sizes in ({"data": 1}, {"experts": 2, "data": 2}):
+        zero = zero_jax.Zero(mesh_of(**sizes), 3, **settings)
+        params, own = zero.shard(jax.jit(make)()), zero.optimizer(tx)
+        step, state = zero.train_step(loss, tx, has_aux=True), own.init(params)
+        losses.append([])
+        for _ in range(3):
+            params, state, metrics = step(params, state, rows)
+            losses[-1].append(float(metrics.loss))
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_checkpoints_move_between_axes(tmp_path):
+    rows = jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54)
+
+    def at_rest(**sizes):
+        zero = zero_jax.Zero(mesh_of(**sizes), 3)
+        params = zero.shard(jax.jit(make)())
+        return zero.train_step(loss, TX, has_aux=True), (params, zero.optimizer(TX).init(params))
+
+    step, states = at_rest(experts=4, data=2)
+    *states, _ = step(*states, rows)
+    with zero_jax.Checkpoints(tmp_path) as store:
+        store.save(1, tuple(states))
+    want = float(step(*states, rows)[2].loss)
+    for sizes in ({"data": 8}, {"experts": 2, "data": 1}, {"replica": 2, "experts": 2, "data": 2}):
+        other, like = at_rest(**sizes)
+        with zero_jax.Checkpoints(tmp_path, read_only=True) as store:
+            restored = store.restore(like, say=lambda _: None).tree
+        np.testing.assert_allclose(float(other(*restored, rows)[2].loss), want, rtol=1e-5)
