@@ -139,11 +139,16 @@ def train(own: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
 
 def at_best(compiled: auditor.Audit) -> float | None:
     """Seconds of a step by the roofline of this device; of one without a data sheet here None."""
-    kind = jax.devices()[0].device_kind
-    found = [x for x in targets.TARGETS.values() if x.description == kind]
-    if not found:
+    sheet = data_sheet()
+    if sheet is None:
         return None
-    return roofline.step_time(compiled.program, compiled.collectives, found[0]).seconds
+    return roofline.step_time(compiled.program, compiled.collectives, sheet).seconds
+
+
+def data_sheet() -> targets.Target | None:
+    """What is known here of this kind of device."""
+    kind = jax.devices()[0].device_kind
+    return next((x for x in targets.TARGETS.values() if x.description == kind), None)
 
 
 def update(own: dict[str, Any]) -> dict[str, Any]:
@@ -195,10 +200,9 @@ def largest(own: dict[str, Any]) -> dict[str, Any]:
 
 def peak_flops() -> tuple[float, str]:
     """FLOP/s of this device, and where that figure is from."""
-    kind = jax.devices()[0].device_kind
-    for target in targets.TARGETS.values():
-        if target.description == kind:
-            return target.flops, "data sheet's peak"
+    sheet = data_sheet()
+    if sheet is not None:
+        return sheet.flops, "data sheet's peak"
     size = 8192 if jax.default_backend() == "gpu" else 1024
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)

@@ -11,7 +11,7 @@ from .presets import chosen
 
 def _llama(
     layers: int, width: int, heads: int, hidden: int, factor: float = 8.0, **more: Any
-) -> Any:
+) -> DecoderConfig:
     known: dict[str, Any] = {
         "kv_heads": 8,
         "head_dim": 128,
@@ -23,27 +23,47 @@ def _llama(
     return DecoderConfig(layers=layers, width=width, heads=heads, hidden=hidden, rope=rope, **known)
 
 
-def _qwen(layers: int, width: int, heads: int, hidden: int, **more: Any) -> Any:
+def _qwen(layers: int, width: int, heads: int, hidden: int, **more: Any) -> DecoderConfig:
     known: dict[str, Any] = {"head_dim": 128, "vocab": 151936, "rope": Rope(1e6)} | more
     return DecoderConfig(layers=layers, width=width, heads=heads, hidden=hidden, **known)
 
 
-def _qwen25(layers: int, width: int, heads: int, kv_heads: int, hidden: int, **more: Any) -> Any:
+def _qwen25(
+    layers: int, width: int, heads: int, kv_heads: int, hidden: int, **more: Any
+) -> DecoderConfig:
     known = {"kv_heads": kv_heads, "qkv_bias": True, "seq": 32768} | more
     return _qwen(layers, width, heads, hidden, **known)
 
 
-def _qwen3(layers: int, width: int, heads: int, hidden: int, **more: Any) -> Any:
+def _qwen3(layers: int, width: int, heads: int, hidden: int, **more: Any) -> DecoderConfig:
     known = {"kv_heads": 8, "qk_norm": True, "seq": 40960} | more
     return _qwen(layers, width, heads, hidden, **known)
 
 
-def _qwen3_moe(layers: int, width: int, heads: int, hidden: int) -> Any:
+def _qwen3_moe(layers: int, width: int, heads: int, hidden: int) -> DecoderConfig:
     mixture = Mixture(128, 8, balance=0.001)
     return _qwen3(layers, width, heads, hidden, kv_heads=4, mixture=mixture)
 
 
-def _gemma3(layers: int, width: int, heads: int, hidden: int, window: int, **more: Any) -> Any:
+def _mistral(vocab: int, mixture: Mixture | None = None) -> DecoderConfig:
+    return DecoderConfig(
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        hidden=14336,
+        vocab=vocab,
+        seq=32768,
+        eps=1e-5,
+        rope=Rope(1e6),
+        mixture=mixture,
+    )
+
+
+def _gemma3(
+    layers: int, width: int, heads: int, hidden: int, window: int, **more: Any
+) -> DecoderConfig:
     known: dict[str, Any] = {"kv_heads": heads // 2, "head_dim": 256, "vocab": 262208}
     known |= {"seq": 131072, "rope": Rope(1e6, 8.0)} | more
     return DecoderConfig(
@@ -83,31 +103,8 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "mistral-7b": DecoderConfig(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        hidden=14336,
-        vocab=32768,
-        seq=32768,
-        eps=1e-5,
-        rope=Rope(1e6),
-    ),
-    "mixtral-8x7b": DecoderConfig(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        hidden=14336,
-        vocab=32000,
-        seq=32768,
-        eps=1e-5,
-        rope=Rope(1e6),
-        mixture=Mixture(8, 2, balance=0.02),
-    ),
+    "mistral-7b": _mistral(32768),
+    "mixtral-8x7b": _mistral(32000, Mixture(8, 2, balance=0.02)),
     "nano-experts": DecoderConfig(
         layers=4,
         width=64,

@@ -18,7 +18,7 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.jaxpr.equations import is_var, read, shape_of
-from zero_jax.jaxpr.operations import ELEMENTWISE
+from zero_jax.jaxpr.operations import ELEMENTWISE, on_piece
 from zero_jax.sharding.mesh import EXPERTS
 
 # Rows travel in at most so many parts, of so many bytes at least: below that a wire between hosts
@@ -130,8 +130,7 @@ def run(
         for var, x, place in zip(jaxpr.invars, values, given, strict=True):
             env[var] = x if place is None else _sent(_part(x, place.rows, part, count), place)
         for eqn in jaxpr.eqns:
-            operands = [read(env, atom) for atom in eqn.invars]
-            env[eqn.outvars[0]] = eqn.primitive.bind(*_alike(eqn, operands), **eqn.params)
+            env[eqn.outvars[0]] = _one(eqn, [read(env, atom) for atom in eqn.invars])
         made.append([_back(env[v], p) for v, p in zip(jaxpr.outvars, results, strict=True)])
     return [
         jax.numpy.concatenate(parts, place.rows) if count > 1 else parts[0]
@@ -139,12 +138,12 @@ def run(
     ]
 
 
-def _alike(eqn: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Numbers as arrays, where others are."""
-    arrays = [x for x in operands if jax.numpy.ndim(x)]
+def _one(eqn: jex.JaxprEqn, operands: list[Any]) -> Any:
+    """The result of an equation; what is elementwise may have numbers beside arrays."""
     if eqn.primitive.name not in ELEMENTWISE:
-        return operands
-    return [jax.numpy.broadcast_to(x, arrays[0].shape) for x in operands]
+        return eqn.primitive.bind(*operands, **eqn.params)
+    shape = next(x.shape for x in operands if jax.numpy.ndim(x))
+    return on_piece(eqn, operands, shape)[0]
 
 
 def _parts(given: Sequence[tuple[jax.Array, int]], most: int) -> int:

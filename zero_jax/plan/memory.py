@@ -28,6 +28,7 @@ import optax
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine.lifetimes import STEP, lifetime
 from zero_jax.engine.loss_scale import Guard, init_guard
+from zero_jax.engine.reading import shared
 from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
@@ -169,8 +170,7 @@ def words_per_param(
 
 def _elements(cut: Split) -> int:
     """Elements of a gathered leaf on one device."""
-    model_shards = 1 if cut.model is None else cut.model_shards
-    return math.prod(cut.shape) // (model_shards * cut.expert_shards)
+    return math.prod(cut.shape) // shared(cut)
 
 
 def _in_step(cut: Split) -> int:
