@@ -21,8 +21,12 @@ def turned_bytes(leaves: Sequence[Leaf], word: int) -> int:
     """
     cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_turned(leaf.cut)]
     masters = sum(4 * math.prod(cut.device_shape) for cut in cuts)
-    whole = [math.prod(cut.shape[1:]) for cut in cuts]
-    return masters + word * max(whole, default=0)
+    return masters + word * max(map(_gathered, cuts), default=0)
+
+
+def _gathered(cut: Split) -> int:
+    # Elements of one layer as `data` gathers it: what `model` cuts stays cut.
+    return math.prod(cut.shape[1:]) // (1 if cut.model is None else cut.model_shards)
 
 
 def _is_turned(cut: Split) -> bool:
