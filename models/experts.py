@@ -66,12 +66,14 @@ class Experts(nnx.Module):
             "btd,de->bte", x_BxTxD, self.router.kernel[...], preferred_element_type=jnp.float32
         )
         weights_BxTxK, chosen_BxTxK = self._choose(logits_BxTxE)
-        slots_BxTxK = jax.vmap(lambda chosen: _slots(chosen, E, C))(chosen_BxTxK)
-        sent_BxExCxD = jax.vmap(lambda x, slots: _sent(x, slots, E, C))(x_BxTxD, slots_BxTxK)
+        places_BxTxK = jax.vmap(lambda chosen: _places(chosen, E))(chosen_BxTxK)
+        sent_BxExCxD = jax.vmap(lambda x, chosen, places: _sent(x, chosen, places, E, C))(
+            x_BxTxD, chosen_BxTxK, places_BxTxK
+        )
         made_BxExCxD = self._run(sent_BxExCxD)
-        back_BxTxKxD = jax.vmap(_back)(made_BxExCxD, slots_BxTxK)
+        back_BxTxKxD = jax.vmap(_back)(made_BxExCxD, chosen_BxTxK, places_BxTxK)
         out_BxTxD = jnp.einsum("btk,btkd->btd", weights_BxTxK.astype(x_BxTxD.dtype), back_BxTxKxD)
-        return out_BxTxD, self._routed(logits_BxTxE, chosen_BxTxK, slots_BxTxK == E * C)
+        return out_BxTxD, self._routed(logits_BxTxE, chosen_BxTxK, places_BxTxK >= C)
 
     def _choose(self, logits_BxTxE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of the experts that each token goes to, and which they are."""
@@ -101,26 +103,25 @@ class Experts(nnx.Module):
         )
 
 
-def _slots(chosen_TxK: jax.Array, experts: int, room: int) -> jax.Array:
-    """Where each choice goes: expert · C + its place there, or E · C where there is no room."""
+def _places(chosen_TxK: jax.Array, experts: int) -> jax.Array:
+    """How many choices of the same expert come before each; it has room where those are below C."""
     first_KT = chosen_TxK.T.ravel()  # first choices before second ones
     counted_KTxE = jnp.cumsum(jax.nn.one_hot(first_KT, experts, dtype=jnp.int32), 0)
-    place_KT = jnp.take_along_axis(counted_KTxE, first_KT[:, None], 1)[:, 0] - 1
-    slots_KT = jnp.where(place_KT < room, first_KT * room + place_KT, experts * room)
-    return slots_KT.reshape(chosen_TxK.T.shape).T
+    places_KT = jnp.take_along_axis(counted_KTxE, first_KT[:, None], 1)[:, 0] - 1
+    return places_KT.reshape(chosen_TxK.T.shape).T
 
 
-def _sent(x_TxD: jax.Array, slots_TxK: jax.Array, experts: int, room: int) -> jax.Array:
-    """What each expert is sent: a token in each slot, zeros where there is none."""
-    T, D = x_TxD.shape
-    tokens_TxK = jnp.broadcast_to(jnp.arange(T)[:, None], slots_TxK.shape)
-    source_EC = jnp.full(experts * room, T).at[slots_TxK].set(tokens_TxK, mode="drop")
-    padded = jnp.concatenate([x_TxD, jnp.zeros((1, D), x_TxD.dtype)])
-    return padded[source_EC].reshape(experts, room, D)
+def _sent(
+    x_TxD: jax.Array, chosen_TxK: jax.Array, places_TxK: jax.Array, experts: int, room: int
+) -> jax.Array:
+    """What each expert is sent: a token in each place, zeros where there is none."""
+    T = x_TxD.shape[0]
+    tokens_TxK = jnp.broadcast_to(jnp.arange(T)[:, None], chosen_TxK.shape)
+    none_ExC = jnp.full((experts, room), T)
+    source_ExC = none_ExC.at[chosen_TxK, places_TxK].set(tokens_TxK, mode="drop")
+    return x_TxD.at[source_ExC].get(mode="fill", fill_value=0)
 
 
-def _back(made_ExCxD: jax.Array, slots_TxK: jax.Array) -> jax.Array:
+def _back(made_ExCxD: jax.Array, chosen_TxK: jax.Array, places_TxK: jax.Array) -> jax.Array:
     """What each token gets back of its experts; zeros where it was dropped."""
-    D = made_ExCxD.shape[-1]
-    flat = made_ExCxD.reshape(-1, D)
-    return jnp.concatenate([flat, jnp.zeros((1, D), flat.dtype)])[slots_TxK]
+    return made_ExCxD.at[chosen_TxK, places_TxK].get(mode="fill", fill_value=0)

@@ -130,7 +130,7 @@ def run(
         for var, x, place in zip(jaxpr.invars, values, given, strict=True):
             env[var] = x if place is None else _sent(_part(x, place.rows, part, count), place)
         for eqn in jaxpr.eqns:
-            env[eqn.outvars[0]] = _one(eqn, [read(env, atom) for atom in eqn.invars])
+            env[eqn.outvars[0]] = one(eqn, [read(env, atom) for atom in eqn.invars])
         made.append([_back(env[v], p) for v, p in zip(jaxpr.outvars, results, strict=True)])
     return [
         jax.numpy.concatenate(parts, place.rows) if count > 1 else parts[0]
@@ -138,7 +138,7 @@ def run(
     ]
 
 
-def _one(eqn: jex.JaxprEqn, operands: list[Any]) -> Any:
+def one(eqn: jex.JaxprEqn, operands: Sequence[Any]) -> Any:
     """The result of an equation; what is elementwise may have numbers beside arrays."""
     if eqn.primitive.name not in ELEMENTWISE:
         return eqn.primitive.bind(*operands, **eqn.params)

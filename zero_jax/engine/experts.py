@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from zero_jax.engine import at_home
+from zero_jax.engine import at_home, tokens_gathered
 from zero_jax.engine.weights import Form, follow
 from zero_jax.jaxpr import equations
 from zero_jax.sharding.cuts import Split
 
+# Places of equations in a jaxpr, and what lies around products where tokens are gathered.
+_Wide = tuple[list[int], tokens_gathered.Region | None]
 # Traces a function of arrays of these shapes as a device of the mesh runs it.
 Stage = Callable[..., jex.ClosedJaxpr]
 
@@ -70,12 +72,17 @@ class _Retrace:
             raise self._refused("return", jaxpr.outvars, known)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        waiting = _steps(jaxpr, self._groups(jaxpr, products, known))
+        groups = self._groups(jaxpr, products, known)
+        waiting = _steps(jaxpr, [self._widened(jaxpr, group, known) for group in groups])
         while waiting:  # in their order; but what needs a stretch waits until all of that can run
             step = next(s for s in waiting if all(v in env for v in s.needed))
             waiting.remove(step)
-            run = self._stretched if step.results is not None else self._alone
-            run(step, env, known)
+            if step.region is not None:
+                env[step.region.total] = tokens_gathered.run(step.region, env)
+            elif step.results is not None:
+                self._stretched(step, env, known)
+            else:
+                self._alone(step, env, known)
         return [equations.read(env, atom) for atom in jaxpr.outvars]
 
     def _is_product(self, eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> bool:
@@ -152,6 +159,17 @@ class _Retrace:
                 groups[-1:] = [together]
         return groups
 
+    def _widened(self, jaxpr: jex.Jaxpr, group: list[int], forms: Mapping[jex.Var, Form]) -> _Wide:
+        """Products of a group, with what lies around them where tokens are to be gathered."""
+        eqns = [jaxpr.eqns[at] for at in group]
+        stretch = self._stretch(eqns, forms)
+        assert stretch is not None
+        experts = {stretch[0].invars[at]: dim for at, dim in stretch[1].items()}
+        size = next(cut.expert_shards for cut in self._cuts if cut.experts is not None)
+        region = tokens_gathered.around(jaxpr, eqns, experts, size)
+        own = {id(eqn) for eqn in region.eqns} if region else set()
+        return sorted({*group, *(n for n, e in enumerate(jaxpr.eqns) if id(e) in own)}), region
+
     def _stretch(
         self,
         eqns: Sequence[jex.JaxprEqn],
@@ -197,33 +215,37 @@ def _takes(eqn: jex.JaxprEqn, read: Sequence[Any], forms: Mapping[jex.Var, Form]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
-    """Equations that run together, and what they need; of a stretch what others read of it."""
+    """Equations that run together, and what they need; of a stretch what others read of it, and
+    what lies around it where its tokens are gathered."""
 
     eqns: list[jex.JaxprEqn]
     needed: list[Any]
     results: list[jex.Var] | None = None
+    region: tokens_gathered.Region | None = None
 
 
-def _steps(jaxpr: jex.Jaxpr, groups: Sequence[Sequence[int]]) -> list[_Step]:
+def _steps(jaxpr: jex.Jaxpr, stretches: Sequence[_Wide]) -> list[_Step]:
     """Stretches, each where its last equation is, and all other equations alone."""
-    last = {group[-1]: group for group in groups}
-    within = {at for group in groups for at in group}
+    last = {group[-1]: (group, region) for group, region in stretches}
+    within = {at for group, _ in stretches for at in group}
     steps = []
     for at, eqn in enumerate(jaxpr.eqns):
         if at in last:
-            steps.append(_stretch_of(jaxpr, set(last[at])))
+            steps.append(_stretch_of(jaxpr, *last[at]))
         elif at not in within:
             steps.append(_Step([eqn], equations.variables([eqn])))
     return steps
 
 
-def _stretch_of(jaxpr: jex.Jaxpr, group: Container[int]) -> _Step:
+def _stretch_of(
+    jaxpr: jex.Jaxpr, group: Container[int], region: tokens_gathered.Region | None
+) -> _Step:
     mine = [eqn for at, eqn in enumerate(jaxpr.eqns) if at in group]
     others = [eqn for at, eqn in enumerate(jaxpr.eqns) if at not in group]
     made = [v for eqn in mine for v in eqn.outvars]
     read = {*equations.variables(others), *filter(equations.is_var, jaxpr.outvars)}
     needed = [v for v in equations.variables(mine) if v not in set(made)]
-    return _Step(mine, needed, [v for v in made if v in read])
+    return _Step(mine, needed, [v for v in made if v in read], region)
 
 
 def _between(jaxpr: jex.Jaxpr, given: Sequence[int]) -> list[int]:

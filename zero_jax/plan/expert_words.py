@@ -1,16 +1,19 @@
 """What a step sends for experts that stay with their part of the devices: tokens, not them."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
-from zero_jax.jaxpr import equations
+from zero_jax.jaxpr import equations, reads
 from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
 from zero_jax.remat import policies
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS
+
+_EXCHANGES = frozenset(("all_to_all", "all_gather", "reduce_scatter"))
 
 
 def travelling(cuts: Sequence[Split], group: int) -> float:
@@ -37,7 +40,8 @@ def even(config: DecoderConfig, groups: int, devices: int, remat: str) -> float:
     """Tokens of a device from which gathering experts at stage 3 sends less than tokens to them.
 
     Gathered twice and reduced once, all of them or, where a group is several devices, its own; or
-    each token there and back, forward, backward and in recomputation.
+    of each token rows there and back, forward, backward and in recomputation, or the token itself
+    to all groups (`engine/tokens_gathered.py`), whose sum is not recomputed.
 
     Args:
       config: a decoder's, with experts.
@@ -51,11 +55,12 @@ def even(config: DecoderConfig, groups: int, devices: int, remat: str) -> float:
     """
     mixture = config.mixture
     assert mixture is not None
-    tokens = 2 * (2 if policies.parse(remat).kind == "none" else 3)
+    runs = 2 if policies.parse(remat).kind == "none" else 3
     room = mixture.experts if mixture.capacity is None else mixture.capacity * mixture.chosen
+    tokens = 2 * runs * room if room <= groups else (2 + runs) * groups
     experts = sum(math.prod(s) for s in layer_shapes(config).values() if len(s) == 3)
     away = 1 - (1 / groups if groups < devices else 0)
-    return 3 * experts * away / (tokens * room * config.width)
+    return 3 * experts * away / (tokens * config.width)
 
 
 def groups(config: Any, devices: int, tokens: int, remat: str | None) -> int:
@@ -79,17 +84,29 @@ def groups(config: Any, devices: int, tokens: int, remat: str | None) -> int:
     return most if tokens < even(config, most, devices, remat or "block") else 1
 
 
-def tokens(jaxpr: jex.Jaxpr) -> int:
-    """Words that a device sends to experts and back in one run of a traced step."""
+def tokens(jaxpr: jex.Jaxpr, wanted: Sequence[bool] | None = None) -> int:
+    """Words that a device sends to experts and back in one run of a traced step.
+
+    Args:
+      jaxpr: the step, or a call within it.
+      wanted: which of its results are read; what makes others does not run. All of them if None.
+    """
+    wanted = wanted or [True] * len(jaxpr.outvars)
+    needed = reads.needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted))
     total = 0
     for eqn in jaxpr.eqns:
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(tokens, jex.jaxprs_in_params(eqn.params)))
-        if eqn.primitive.name == "all_to_all" and _axis(eqn) == (EXPERTS,):
-            total += sum(math.prod(equations.shape_of(atom)) for atom in eqn.invars)
+        made = [v in needed for v in eqn.outvars]
+        if not any(made):
+            continue
+        times, is_call = eqn.params.get("length", 1), eqn.primitive.name in equations.CALLS
+        for body in jex.jaxprs_in_params(eqn.params):
+            total += times * tokens(body, made if is_call else None)
+        if _axis(eqn) == (EXPERTS,):
+            sides = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
+            total += sum(math.prod(equations.shape_of(atom)) for atom in sides)
     return total
 
 
 def _axis(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
-    name = eqn.params["axis_name"]
+    name = eqn.params.get("axis_name") if eqn.primitive.name in _EXCHANGES else None
     return tuple(name) if isinstance(name, (tuple, list)) else (name,)
