@@ -18,6 +18,7 @@ from training.packing import LOOK
 from training.plan import Plan, check_batch
 from training.saving import state_files
 from zero_jax import interchange
+from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.models import generate
 from zero_jax.plan import expert_words
@@ -53,13 +54,15 @@ class Trainer:
         return jax.random.key(self.plan.config.seed)
 
     def _sizes(self) -> dict[str, int]:
-        """Of the mesh, as --mesh says; where all is left open experts stay, if that sends less."""
+        """Of the mesh, as --mesh says; where all is left open experts stay, if that is shorter."""
         config = self.plan.config
         if config.stage != "auto" or config.mesh is not None or config.lora is not None:
             return mesh_sizes(config.mesh)
         devices = jax.device_count()
         tokens = config.batch // (devices * config.micro_batches) * config.seq
-        return {"experts": expert_words.groups(self.model.config, devices, tokens, config.remat)}
+        wires = targets.of_kind(jax.devices()[0].device_kind)
+        own = (self.model.config, devices, tokens, config.remat, wires)
+        return {"experts": expert_words.groups(*own)}
 
     def _planned(self) -> tuple[Any, ...]:
         """What a plan of the step is made from."""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -246,3 +247,36 @@ def test_costs_follow_the_words_of_the_paper():
     for stage, k in set(itertools.product((1, 2, 3), (1, 2, 4))) - {(1, 1)}:
         for remat, runs in (("none", 3), ("block", 3), ("block_sqrt", 4)):
             assert words[stage, k, remat] == {1: 2, 2: 1 + k, 3: runs * k}[stage]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fits", "chosen", "verdicts"),
+    [
+        ((3, 1, 2), (1, 1, 1), "dots", ["fits, taken", "slower, 3 s", "slower, 2 s"]),
+        ((1, 2, 0), (1, 1, 1), "none", ["fits, taken", "slower, 2 s"]),
+        ((3, 2, 1), (1, 1, 1), "block", ["fits, taken", "slower, 3 s", "slower, 2 s"]),
+        ((3, 2, 1), (0, 1, 1), "block", ["too much", "fits, taken", "slower, 2 s"]),
+        ((3, 2, 1), (1, 1, 0), "dots", ["fits, taken", "slower, 3 s", "too much"]),
+        ((None,) * 3, (1, 1, 1), "none", ["fits, taken"]),
+    ],
+)
+def test_what_recomputes_more_is_taken_where_it_is_quicker(seconds, fits, chosen, verdicts):
+    """By the roofline: what is kept has to be written and read."""
+    tried = [c for c in candidates.combinations(1) if c.stage == 2 and c.remat != "block_sqrt"]
+
+    def plan(candidate, compile):
+        at = candidates.policies.POLICIES.index(candidate.remat)
+        time = None if seconds[at] is None else types.SimpleNamespace(seconds=seconds[at])
+        return types.SimpleNamespace(
+            total_bytes=100 if fits[at] or not compile else 200,
+            predicted=types.SimpleNamespace(host=0),
+            host_words_per_param=0,
+            time=time if compile else None,
+        )
+
+    said = []
+    choice = search(tried, plan, 100, said.append)
+    assert choice.chosen.candidate.remat == chosen and f"remat {chosen}" in said[-1].split("\n")[0]
+    assert len(choice.considered) == len(verdicts)
+    for found, wanted in zip(choice.considered, verdicts, strict=True):
+        assert wanted in found.verdict

@@ -27,7 +27,11 @@ def planner(host, total=100, seen=None):
         words = held / 1000
         predicted = types.SimpleNamespace(host=held, terms={}, alias_bytes=0)
         return types.SimpleNamespace(
-            total_bytes=size, predicted=predicted, host_words_per_param=words, axes={"data": 1}
+            total_bytes=size,
+            predicted=predicted,
+            host_words_per_param=words,
+            axes={"data": 1},
+            time=None,
         )
 
     return plan

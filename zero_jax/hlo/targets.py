@@ -50,6 +50,17 @@ class Target:
     l2_bytes: int = 0
     clock_ghz: float = 0.0
 
+    def ring_wire(self, members: int, near: int) -> float:
+        """Bytes/s of each device in a ring.
+
+        One through several hosts has the slow wires of all its members there in one.
+
+        Args:
+          members: devices of the ring.
+          near: how many of them a host has, at least 1.
+        """
+        return self.fast_wire if members <= near else min(self.fast_wire, near * self.slow_wire)
+
     @property
     def config_text(self) -> str:
         """The description XLA compiles for, a GpuTargetConfigProto as text."""
@@ -201,6 +212,15 @@ def target(name: str | Target) -> Target:
     if name not in TARGETS:
         raise ValueError(unknown("target", str(name), TARGETS))
     return TARGETS[name]
+
+
+def of_kind(device_kind: str) -> Target | None:
+    """The target that a device says it is, or None.
+
+    >>> of_kind("NVIDIA H100 80GB HBM3").name
+    'h100'
+    """
+    return next((own for own in TARGETS.values() if own.description == device_kind), None)
 
 
 def topology(target: Target, devices: int, given: str | None = None) -> str:

@@ -2,8 +2,9 @@
 
 Candidates are tried from the cheapest on (candidates.py). One that is predicted to need clearly
 more than the limit is dropped; any other is compiled, and the first whose compiled program fits is
-taken. Stages 1 to 3 rest alike, so the choice can be made after parameters were born, by an
-`AutoStep`; where they and the optimizer state rest is then no part of it.
+taken, or what recomputes more if that is quicker by the roofline. Stages 1 to 3 rest alike, so the
+choice can be made after parameters were born, by an `AutoStep`; where they and the optimizer state
+rest is then no part of it.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from zero_jax.plan import candidates
 from zero_jax.plan.candidates import Candidate
 from zero_jax.plan.planning import AnyZero, Plan
 from zero_jax.plan.tables import gigabytes
+from zero_jax.remat import policies
 from zero_jax.remat.layer_groups import CannotGroup
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import batch_shards
@@ -72,7 +74,7 @@ def search(
     host_limit: float = math.inf,
     trained: float = 1.0,
 ) -> Choice:
-    """Takes the cheapest candidate whose compiled program fits.
+    """Takes the cheapest candidate whose compiled program fits, and of its like the quickest.
 
     Args:
       tried: the candidates.
@@ -91,8 +93,9 @@ def search(
     for candidate, planned in _by_cost(tried, plan, report, trained, left_out):
         considered.append(_judged(candidate, planned, plan, limit, host_limit))
         if considered[-1].fits:
-            choice = Choice(considered[-1], tuple(considered), limit, trained)
-            report(f"chose {candidate}\n{choice}")
+            more = _quicker(considered.pop(), tried, plan, limit, host_limit)
+            choice = Choice(more[0], (*considered, *more), limit, trained)
+            report(f"chose {choice.chosen.candidate}\n{choice}")
             return choice
     report(_listed(considered, limit, trained))
     if left_out and not considered:
@@ -164,6 +167,54 @@ def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan,
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return planned, "does not compile: out of memory"
+
+
+def _quicker(
+    first: Considered,
+    tried: Sequence[Candidate],
+    plan: Planner,
+    limit: float,
+    host_limit: float,
+) -> list[Considered]:
+    """The quickest by the roofline, and then what it was compared with.
+
+    What sends as much and recomputes more keeps less, which has to be written and read: of the
+    policies after the one that fits each is compiled as long as it is quicker.
+    """
+    best, others = first, list[Considered]()
+    for candidate in _recomputing_more(first.candidate, tried):
+        if best.plan.time is None:
+            break
+        try:
+            planned = plan(candidate, False)
+        except CannotGroup:
+            break
+        found = _judged(candidate, planned, plan, limit, host_limit)
+        time = found.plan.time
+        if not found.fits or time is None:
+            others.append(found)
+            break
+        quicker = time.seconds < best.plan.time.seconds
+        best, slower = (found, best) if quicker else (best, found)
+        others.append(_slower(slower))
+        if not quicker:
+            break
+    return [best, *others]
+
+
+def _recomputing_more(chosen: Candidate, tried: Sequence[Candidate]) -> list[Candidate]:
+    """The same with the policies after its own that send no more."""
+    known = policies.POLICIES
+    after = known[known.index(chosen.remat) + 1 :] if chosen.remat in known else ()
+    others = (dataclasses.replace(chosen, remat=remat) for remat in after)
+    return [c for c in others if c in tried and c.cost()[0] == chosen.cost()[0]]
+
+
+def _slower(considered: Considered) -> Considered:
+    assert considered.plan.time is not None
+    took = f"slower, {considered.plan.time.seconds:.4g} s a step"
+    verdict = considered.verdict.replace("taken", took)
+    return dataclasses.replace(considered, verdict=verdict)
 
 
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:

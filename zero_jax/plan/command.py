@@ -83,7 +83,7 @@ def _plan(args: Sequence[str]) -> int:
     print(plan_text.format_stages(plans))
     print(plan_text.format_layers(shown))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
-        print(_of_experts(case, case.config, case.config.mixture.experts), end="")
+        print(_of_experts(case, case.config, case.config.mixture.experts, parsed.target), end="")
     if shown.compiled is not None:
         print("\n" + plan_text.format_proof(shown, memory_bytes))
     if parsed.latencies is not None:
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--experts",
         type=int,
-        help="groups of devices, each with experts of its own; 1, or with --auto what sends least",
+        help="groups of devices, each with experts of its own; --auto takes what is shorter",
     )
     add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
     add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
@@ -204,7 +204,9 @@ def _mesh(parsed: argparse.Namespace, config: families.Config, tokens: int) -> A
     others, experts = parsed.replica * parsed.model_parallel, parsed.experts or 1
     if parsed.auto and parsed.experts is None and parsed.lora is None and parsed.devices > 0:
         each = parsed.batch_per_device // parsed.micro_batches * tokens
-        experts = expert_words.groups(config, parsed.devices // others, each, parsed.remat)
+        experts = expert_words.groups(
+            *(config, parsed.devices // others, each, parsed.remat, targets.target(parsed.target))
+        )
     split = others * experts
     if parsed.devices < 1 or parsed.devices % split:
         raise ValueError(
@@ -294,21 +296,22 @@ def _title(case: Case, parsed: argparse.Namespace) -> str:
     )
 
 
-def _of_experts(case: Case, config: DecoderConfig, experts: int) -> str:
-    """Whether experts stay, and from how many tokens on that sends more than gathering them."""
+def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) -> str:
+    """Whether experts stay, and from how many tokens on gathering them is shorter on the wire."""
     mesh = case.zero.mesh
     devices = axis_size(mesh, data_axis(mesh))
     groups = experts_size(mesh)
     would = groups if groups > 1 else math.gcd(experts, devices)
     if would == 1:
         return ""
-    even = expert_words.even(config, would, devices, case.zero.remat)
+    wires = expert_words.wires(targets.target(target))
+    even = expert_words.even(config, would, devices, case.zero.remat, wires)
     tokens = case.rows * case.row // (batch_shards(mesh) * case.zero.micro_batches)
     how = f"stay in {groups} groups"
     if groups == 1:
         how = f"are gathered; with --experts {would} they stay"
     return (
-        f"experts {how}: fewer words at stage 3 below {even:,.0f} tokens of a device and "
+        f"experts {how}: shorter on the wire at stage 3 below {even:,.0f} tokens of a device and "
         f"micro-batch, of which there are {tokens:,} here\n"
     )
 

@@ -1,5 +1,6 @@
-"""What a step sends for experts that stay with their part of the devices: tokens, not them."""
+"""What a step sends for experts that stay with their part of the devices, and when that is less."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -7,12 +8,18 @@ from typing import Any
 
 import jax.extend.core as jex
 
+from zero_jax.hlo import targets
+from zero_jax.hlo.targets import Target
 from zero_jax.jaxpr import equations, reads
 from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
 from zero_jax.remat import policies
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS
 
+# One wire for all, as fast for each device.
+ONE_WIRE = dataclasses.replace(
+    targets.target("cpu"), host_devices=2**30, fast_wire=1.0, slow_wire=1.0
+)
 _EXCHANGES = frozenset(("all_to_all", "all_gather", "reduce_scatter"))
 
 
@@ -36,42 +43,65 @@ def travelling(cuts: Sequence[Split], group: int) -> float:
     return sum(sent) / max(sum(sizes), 1)
 
 
-def even(config: DecoderConfig, groups: int, devices: int, remat: str) -> float:
-    """Tokens of a device from which gathering experts at stage 3 sends less than tokens to them.
+def even(
+    config: DecoderConfig, groups: int, devices: int, remat: str, target: Target = ONE_WIRE
+) -> float:
+    """Tokens of a device from which gathering experts at stage 3 is shorter on the wire.
 
     Gathered twice and reduced once, all of them or, where a group is several devices, its own; or
     of each token rows there and back, forward, backward and in recomputation, or the token itself
-    to all groups (`engine/tokens_gathered.py`), whose sum is not recomputed.
+    to all groups (`engine/tokens_gathered.py`), whose sum is not recomputed. Between hosts a gather
+    shares the wires of all its members on a host, and an all-to-all has that of its device.
 
     Args:
       config: a decoder's, with experts.
       groups: how many groups of devices there are, with experts of their own.
-      devices: in all.
+      devices: in all; those of a group are neighbours.
       remat: the policy.
+      target: whose wires; one that all share unless given, so that words are compared.
 
+    >>> from zero_jax.hlo import targets
     >>> from zero_jax.models.decoder import Mixture, preset
-    >>> round(even(preset("mixtral-8x7b", mixture=Mixture(8, 2, capacity=1.0)), 8, 64, "block"))
-    75264
+    >>> config = preset("mixtral-8x7b", mixture=Mixture(8, 2, capacity=1.0))
+    >>> round(even(config, 8, 8, "block"))
+    86016
+    >>> round(even(config, 8, 64, "block", targets.target("h100")))
+    10901
     """
     mixture = config.mixture
     assert mixture is not None
     runs = 2 if policies.parse(remat).kind == "none" else 3
     room = mixture.experts if mixture.capacity is None else mixture.capacity * mixture.chosen
-    tokens = 2 * runs * room if room <= groups else (2 + runs) * groups
+    group, host = devices // groups, target.host_devices
+    near = min(groups, max(1, host // group))  # groups with a device on the same host
+    if room <= groups:
+        apart = (near - 1) / target.fast_wire + (groups - near) / target.slow_wire
+        token = 2 * runs * room * apart / groups
+    else:
+        token = (2 + runs) * groups * _ring(groups, near, target)
     experts = sum(math.prod(s) for s in layer_shapes(config).values() if len(s) == 3)
-    away = 1 - (1 / groups if groups < devices else 0)
-    return 3 * experts * away / (tokens * config.width)
+    gathered = _ring(devices, min(devices, host), target)
+    own = _ring(group, min(group, host), target) / groups
+    return 3 * experts * (gathered - own) / (token * config.width)
 
 
-def groups(config: Any, devices: int, tokens: int, remat: str | None) -> int:
-    """How many groups of devices send the fewest words: 1, which gathers experts, or as many as
-    divide both experts and devices.
+def _ring(members: int, near: int, target: Target) -> float:
+    """Seconds a byte of the whole takes in a ring of so many, so many of them on a host."""
+    return (1 - 1 / members) / target.ring_wire(members, near)
+
+
+def groups(
+    config: Any, devices: int, tokens: int, remat: str | None, target: Target | None = None
+) -> int:
+    """How many groups of devices are the shortest on the wire: 1, which gathers experts, or as
+    many as divide both experts and devices.
 
     Args:
       config: of `models.families`; 1 where it has no experts.
       devices: that parameters are partitioned over.
       tokens: of a device and micro-batch.
       remat: the policy; None where it is not chosen yet.
+      target: as for `even`.
 
     >>> from zero_jax.models.decoder import Mixture, preset
     >>> groups(preset("mixtral-8x7b", mixture=Mixture(8, 2, capacity=1.0)), 64, 4096, "block")
@@ -81,7 +111,15 @@ def groups(config: Any, devices: int, tokens: int, remat: str | None) -> int:
     if mixture is None:
         return 1
     most = math.gcd(mixture.experts, devices)
-    return most if tokens < even(config, most, devices, remat or "block") else 1
+    if most == 1:
+        return 1
+    return most if tokens < even(config, most, devices, remat or "block", wires(target)) else 1
+
+
+def wires(target: Target | None) -> Target:
+    """A target, or one with a single wire where its own are not known."""
+    known = target is not None and target.fast_wire > 0 and target.slow_wire > 0
+    return target if target is not None and known else ONE_WIRE
 
 
 def tokens(jaxpr: jex.Jaxpr, wanted: Sequence[bool] | None = None) -> int:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax import releases
 from zero_jax.engine.step import TrainStep
-from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.hlo import auditor, prove, roofline, targets
 from zero_jax.hlo import latencies as own_latencies
 from zero_jax.hlo.targets import Target
 from zero_jax.sharding.mesh import AnyMesh, abstract_of
@@ -89,9 +89,12 @@ class Proof:
 
     def time(self, compiled: auditor.Audit, model_flops: float | None) -> roofline.StepTime | None:
         """How long a step takes by the roofline; None where there are no figures for one."""
-        if self.target is None or self.target.platform != "cuda" or compiled.flops is None:
+        device = self.target
+        if device is None and not isinstance(self.mesh, AbstractMesh):
+            device = targets.of_kind(self.mesh.devices.flat[0].device_kind)
+        if device is None or device.platform != "cuda" or compiled.flops is None:
             return None
-        return roofline.step_time(compiled.program, compiled.collectives, self.target, model_flops)
+        return roofline.step_time(compiled.program, compiled.collectives, device, model_flops)
 
     def _for(self, target: Target, told: Any) -> auditor.Audit:
         mesh = abstract_of(self.mesh)

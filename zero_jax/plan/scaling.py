@@ -105,7 +105,7 @@ class Setting:
     @property
     def model_wire(self) -> float:
         """Bytes/s a device sends to its model-parallel peers."""
-        return _ring_wire(self.device, self.model_parallel, self.device.host_devices)
+        return self.device.ring_wire(self.model_parallel, self.device.host_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _point(setting: Setting, devices: int) -> Point:
     compute = setting.flops(batch, recomputed=True) / mp
     data_words = paper.words(setting.stage) * setting.psi / mp if batch else 0
     model_words = setting.layers * setting.block_words(batch)
-    data_wire = _ring_wire(device, devices, device.host_devices // mp)
+    data_wire = device.ring_wire(shards, max(1, device.host_devices // mp))
     return Point(
         *(setting, devices, batch, batch == fits),
         *(states, setting.saved_bytes(batch), setting.work_bytes(batch)),
@@ -269,15 +269,6 @@ def _point(setting: Setting, devices: int) -> Point:
         data_wire_seconds=2 * data_words * (1 - 1 / shards) / data_wire,
         model_wire_seconds=2 * model_words * (1 - 1 / mp) / setting.model_wire,
     )
-
-
-def _ring_wire(device: Target, span: int, in_host: int) -> float:
-    """Bytes/s of each device in a ring that spans `span` devices, `in_host` of them members.
-
-    A ring through several hosts has the slow wires of all its members in one.
-    """
-    crossing = min(device.fast_wire, device.slow_wire * max(1, in_host))
-    return device.fast_wire if span <= device.host_devices else crossing
 
 
 def _row(point: Point, base: float) -> list[object]:
