@@ -178,11 +178,28 @@ class _Walk:
         operations, habits = self.operations, self.habits
         if self.level != "layer":
             return own
-        others = under_way.gathered(operations, habits, "the layer after")
-        others += under_way.summed(operations, habits)
+        ahead = under_way.gathered(operations, habits, "the layer after")
+        before = under_way.summed(operations, habits)
         # At its end gradients of this layer wait too, and nothing else of it is there.
         waits = under_way.summed(operations, habits, "this layer") if habits.ahead else []
-        return max(own, self._alive(2 * self.end) + waits, key=total) + others
+        ends = self._alive(2 * self.end) + waits
+        return max(own + ahead, ends + ahead, self._turned(), key=total) + before
+
+    def _turned(self) -> list[Held]:
+        """What is there while gradients are turned to be summed: these a second time, all weights
+        (the next layer's take the place of those not needed any more), and of the rest what the
+        first of them is made beside."""
+        if not self.habits.of_gpus:
+            return []
+        twins = under_way.turned(self.operations, self.habits)
+        made = {v for o in self.operations if under_way.is_turned(o) for v in o.inputs}
+        starts = [span.start for span in self.spans if span.value in made]
+        if not twins or not starts:
+            return []
+        weights = [span for span in self.spans if span.value in self.weights]
+        at = min(starts)
+        rest = [s for s in self.spans if s.start <= at <= s.stop and s.value not in self.weights]
+        return [self._held(span) for span in weights + rest] + twins
 
     def _inside(self, at: int) -> list[Held]:
         """What lives inside a loop or a branch while it runs, at the worst instant."""

@@ -282,11 +282,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         ),
     )
     terms = dict(temporaries.terms)
-    if (
-        of_gpus
-        and settings.stage == 3
-        and (turned := turned_bytes(traced.leaves, settings.precision.reduce.itemsize))
-    ):
+    if of_gpus and settings.stage == 3 and (turned := turned_bytes(traced.leaves)):
         terms["turned"] = turned
     update = update_forecast.forecast(settings, step.transformation.plain, full)
     worst = max(terms, update.terms, key=lambda terms: sum(terms.values()))

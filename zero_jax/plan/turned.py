@@ -1,8 +1,8 @@
 """Leaves of scanned layers that XLA for GPUs lays out anew: those not cut along their first dim.
 
 A gather along a later dim needs that dim first in memory. XLA turns the fp32 masters of all layers
-ahead of the loop, once for both passes, and the gradient of the largest such leaf, whole, before it
-is scattered. The experts of a layer (E, D, F) are cut along D where N does not divide E.
+ahead of the loop, once for both passes; gradients it turns one by one (`under_way.py`). The experts
+of a layer (E, D, F) are cut along D where N does not divide E.
 """
 
 import math
@@ -12,21 +12,10 @@ from zero_jax.engine.lifetimes import Leaf
 from zero_jax.sharding.cuts import Split
 
 
-def turned_bytes(leaves: Sequence[Leaf], word: int) -> int:
-    """Bytes of those copies.
-
-    Args:
-      leaves: of a traced loss.
-      word: bytes of an element of a gradient that is sent.
-    """
+def turned_bytes(leaves: Sequence[Leaf]) -> int:
+    """Bytes of those copies, of the leaves of a traced loss."""
     cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_turned(leaf.cut)]
-    masters = sum(4 * math.prod(cut.device_shape) for cut in cuts)
-    return masters + word * max(map(_gathered, cuts), default=0)
-
-
-def _gathered(cut: Split) -> int:
-    # Elements of one layer as `data` gathers it: what `model` cuts stays cut.
-    return math.prod(cut.shape[1:]) // (1 if cut.model is None else cut.model_shards)
+    return sum(4 * math.prod(cut.device_shape) for cut in cuts)
 
 
 def _is_turned(cut: Split) -> bool:

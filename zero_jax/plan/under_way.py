@@ -1,5 +1,6 @@
 """What is under way between devices beside what is computed: gathered ahead, summed afterwards."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,15 +60,36 @@ def summed(
     layer: Sequence[Operation], habits: Habits, which: str = "the layer before"
 ) -> list[Held]:
     """Of a layer's gradients those that are summed over devices while the next one computes."""
+    waiting = [v for o in _under_way(layer, habits) for v in o.inputs]
+    return [held_as(v, "buffers", f"reduce_scatter of {which}") for v in waiting]
+
+
+def turned(layer: Sequence[Operation], habits: Habits) -> list[Held]:
+    """Of these gradients those that XLA for GPUs lays out anew before it sums them."""
+    waiting = [v for o in _under_way(layer, habits) if is_turned(o) for v in o.inputs]
+    return [held_as(v, "buffers", "turned for reduce_scatter") for v in waiting]
+
+
+def is_turned(operation: Operation) -> bool:
+    """Whether it scatters along a later dim than the first, which has to come first in memory."""
+    if operation.name != "reduce_scatter" or len(operation.inputs) != 1:
+        return False
+    whole, part = operation.inputs[0].shape, operation.outputs[0].shape
+    same = itertools.takewhile(lambda sizes: sizes[0] == sizes[1], zip(whole, part, strict=True))
+    return math.prod(size for size, _ in same) > 1
+
+
+def _under_way(layer: Sequence[Operation], habits: Habits) -> list[Operation]:
+    """Those of a layer's sums over devices that go on while the next one computes."""
     readers = readers_of(layer)
     waiting = [
-        v
+        o
         for o in layer
         if o.name == "reduce_scatter" and not _behind_barrier(layer, o.outputs[0], readers)
-        for v in o.inputs
     ]
-    waiting = _within(waiting, COLLECTIVES_AT_ONCE * habits.bucket_bytes)
-    return [held_as(v, "buffers", f"reduce_scatter of {which}") for v in waiting]
+    given = [v for o in waiting for v in o.inputs]
+    within = set(_within(given, COLLECTIVES_AT_ONCE * habits.bucket_bytes))
+    return [o for o in waiting if within.issuperset(o.inputs)]
 
 
 def held_as(value: Value, term: str, made_by: str) -> Held:
