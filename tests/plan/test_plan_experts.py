@@ -173,8 +173,6 @@ def test_auto_lets_experts_stay(capsys):
     given = ["--model", "nano-experts", "--devices", "8", "--seq", "64", "--auto"]
     assert command.main(given) == 0
     assert "in 8 groups" in capsys.readouterr().out
-    assert command.main([*given, "--experts", "1"]) == 0
-    assert "are gathered" in capsys.readouterr().out
 
 
 def test_what_is_not_cut_along_its_first_dim_is_turned():
