@@ -181,9 +181,11 @@ def test_what_is_not_cut_along_its_first_dim_is_turned():
         return lifetimes.Leaf("x", dataclasses.replace(cut, stacked=True), False, True, "", True)
 
     first, later = leaf((3, 64, 40), 16), leaf((3, 8, 64, 40), 16)
-    stays = leaf((3, 8, 64, 40), 16, experts=-3, expert_shards=2)
-    assert turned_bytes([first, stays]) == 0
+    alone = leaf((3, 2, 64, 40), 16, experts=-3, expert_shards=2)
+    several = leaf((3, 8, 64, 40), 16, experts=-3, expert_shards=2)
+    assert turned_bytes([first, alone]) == 0
     assert turned_bytes([first, later]) == 4 * 3 * 8 * 4 * 40
+    assert turned_bytes([several]) == 4 * 3 * 4 * 4 * 40
 
 
 @pytest.mark.parametrize(

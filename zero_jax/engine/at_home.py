@@ -24,6 +24,7 @@ from zero_jax.sharding.mesh import EXPERTS
 # Rows travel in at most so many parts, of so many bytes at least: below that a wire between hosts
 # takes as long to begin as to send.
 MOST_PARTS, PART_BYTES = 4, 2**24
+SCOPE = "zero_experts"  # in the names of what tokens are sent by
 
 
 class Place(NamedTuple):
@@ -103,7 +104,7 @@ def _elementwise(
     return place
 
 
-@jax.named_scope("zero_experts")
+@jax.named_scope(SCOPE)
 def run(
     jaxpr: jex.Jaxpr, values: Sequence[Any], experts: Mapping[int, int], most: int = MOST_PARTS
 ) -> list[jax.Array]:

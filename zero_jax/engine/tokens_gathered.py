@@ -110,7 +110,7 @@ def around(
     return best if best.sent(groups) < rows_bytes else None
 
 
-@jax.named_scope("zero_experts")
+@jax.named_scope(at_home.SCOPE)
 def run(region: Region, env: Mapping[Any, Any]) -> jax.Array:
     """The sums for this device's tokens.
 

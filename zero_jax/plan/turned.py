@@ -19,7 +19,6 @@ def turned_bytes(leaves: Sequence[Leaf]) -> int:
 
 
 def _is_turned(cut: Split) -> bool:
-    # Experts that stay are not: what multiplies with them has the layout that they have.
-    if not cut.stacked or cut.dim is None or cut.experts is not None:
+    if not cut.stacked or cut.dim is None:
         return False
     return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1
