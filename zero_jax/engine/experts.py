@@ -73,7 +73,7 @@ class _Retrace:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         groups = self._groups(jaxpr, products, known)
-        waiting = _steps(jaxpr, [self._widened(jaxpr, group, known) for group in groups])
+        waiting = _steps(jaxpr, [self._widened(jaxpr, group, groups, known) for group in groups])
         while waiting:  # in their order; but what needs a stretch waits until all of that can run
             step = next(s for s in waiting if all(v in env for v in s.needed))
             waiting.remove(step)
@@ -159,14 +159,21 @@ class _Retrace:
                 groups[-1:] = [together]
         return groups
 
-    def _widened(self, jaxpr: jex.Jaxpr, group: list[int], forms: Mapping[jex.Var, Form]) -> _Wide:
+    def _widened(
+        self,
+        jaxpr: jex.Jaxpr,
+        group: list[int],
+        groups: Sequence[Sequence[int]],
+        forms: Mapping[jex.Var, Form],
+    ) -> _Wide:
         """Products of a group, with what lies around them where tokens are to be gathered."""
         eqns = [jaxpr.eqns[at] for at in group]
         stretch = self._stretch(eqns, forms)
         assert stretch is not None
         experts = {stretch[0].invars[at]: dim for at, dim in stretch[1].items()}
         size = next(cut.expert_shards for cut in self._cuts if cut.experts is not None)
-        region = tokens_gathered.around(jaxpr, eqns, experts, size)
+        others = [jaxpr.eqns[at] for other in groups if other is not group for at in other]
+        region = tokens_gathered.around(jaxpr, eqns, experts, size, others)
         own = {id(eqn) for eqn in region.eqns} if region else set()
         return sorted({*group, *(n for n, e in enumerate(jaxpr.eqns) if id(e) in own)}), region
 

@@ -68,7 +68,11 @@ class Region:
 
 
 def around(
-    jaxpr: jex.Jaxpr, stretch: Sequence[jex.JaxprEqn], experts: Mapping[jex.Var, int], groups: int
+    jaxpr: jex.Jaxpr,
+    stretch: Sequence[jex.JaxprEqn],
+    experts: Mapping[jex.Var, int],
+    groups: int,
+    others: Sequence[jex.JaxprEqn] = (),
 ) -> Region | None:
     """What lies around products with experts, if gathering its tokens sends fewer bytes.
 
@@ -77,6 +81,7 @@ def around(
       stretch: the equations that multiply with experts, and what lies between them.
       experts: the matrices, each with the dim that counts experts.
       groups: of devices with experts of their own.
+      others: equations of other such stretches, which run by themselves.
 
     Returns:
       None where rows are not picked by index, what comes of them is not picked and summed, or
@@ -103,7 +108,7 @@ def around(
         return None
     found = [
         Region([*picks, *inside, back, *sums], picks, back, coordinate, total, frozenset(experts))
-        for sums, total in uses.sums(back.outvars[0])
+        for sums, total in uses.sums(back.outvars[0], others)
     ]
     best = min(found, key=lambda region: region.sent(groups))
     rows_bytes = sum(map(bytes_of, [*rows, back.invars[0]]))
@@ -174,19 +179,36 @@ class _Uses:
             (var,) = eqn.outvars
         return None
 
-    def sums(self, var: jex.Var) -> Iterator[tuple[list[jex.JaxprEqn], jex.Var]]:
-        """What is linear in a variable, each longer by one, and what comes of it."""
+    def sums(
+        self, var: jex.Var, others: Sequence[jex.JaxprEqn]
+    ) -> Iterator[tuple[list[jex.JaxprEqn], jex.Var]]:
+        """What sums a variable, each longer by one equation, and what comes of it."""
         eqns: list[jex.JaxprEqn] = []
         while True:
             yield list(eqns), var
             readers = self.of(var)
             if len(readers) != 1 or (eqn := readers[0]) is None:
                 return
-            linear = eqn.primitive.name in _LINEAR and equations.is_float(eqn.outvars[0])
-            if not linear or sum(a is var for a in eqn.invars) != 1:
+            if not _is_linear(eqn, var) or any(eqn is own for own in others):
                 return
             eqns.append(eqn)
             (var,) = eqn.outvars
+
+
+def _is_linear(eqn: jex.JaxprEqn, var: jex.Var) -> bool:
+    """Whether it makes of a sum the sum of what it makes of the parts, at next to no cost: what
+    multiplies tokens with a matrix would do so for those of all groups."""
+    (out,) = eqn.outvars[:1]
+    if eqn.primitive.name not in _LINEAR or sum(a is var for a in eqn.invars) != 1:
+        return False
+    if not equations.is_float(out) or not shape_of(out):
+        return False
+    if eqn.primitive.name == "dot_general":
+        other = 1 - [a is var for a in eqn.invars].index(True)
+        summed, batch = eqn.params["dimension_numbers"]
+        return len({*summed[other], *batch[other]}) == len(shape_of(eqn.invars[other]))
+    # A sum of rounded parts is rounded again.
+    return getattr(out.aval, "dtype").itemsize >= getattr(var.aval, "dtype").itemsize  # noqa: B009
 
 
 def _counted(eqn: jex.JaxprEqn, place: Place) -> int | None:
@@ -206,9 +228,12 @@ def _coordinate(eqn: jex.JaxprEqn, place: Place) -> int | None:
     not 0, which makes what others have no part of a sum."""
     dims, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     zero = mode == jax.lax.GatherScatterMode.FILL_OR_DROP and eqn.params["fill_value"] == 0
-    if not zero or place.experts not in dims.collapsed_slice_dims:
-        return None
-    return tuple(dims.start_index_map).index(place.experts)
+    indexed = {*dims.collapsed_slice_dims} & {*dims.start_index_map}
+    return (
+        tuple(dims.start_index_map).index(place.experts)
+        if place.experts in indexed and zero
+        else None
+    )
 
 
 def _to_experts(indices: jax.Array, dim: int) -> jax.Array:
@@ -220,5 +245,5 @@ def _from_experts(operands: Sequence[jax.Array], eqn: jex.JaxprEqn, coordinate: 
     """Indices that count this group's experts from 0 on; those of others are out of bounds."""
     made, indices = operands
     dim = eqn.params["dimension_numbers"].start_index_map[coordinate]
-    first = jax.lax.axis_index(EXPERTS) * made.shape[dim]
+    first = (jax.lax.axis_index(EXPERTS) * made.shape[dim]).astype(indices.dtype)
     return indices.at[..., coordinate].add(-first)

@@ -190,11 +190,10 @@ def _quicker(
         except CannotGroup:
             break
         found = _judged(candidate, planned, plan, limit, host_limit)
-        time = found.plan.time
-        if not found.fits or time is None:
+        if not found.fits:
             others.append(found)
             break
-        quicker = time.seconds < best.plan.time.seconds
+        quicker = found.plan.time is not None and found.plan.time.seconds < best.plan.time.seconds
         best, slower = (found, best) if quicker else (best, found)
         others.append(_slower(slower))
         if not quicker:
@@ -211,8 +210,8 @@ def _recomputing_more(chosen: Candidate, tried: Sequence[Candidate]) -> list[Can
 
 
 def _slower(considered: Considered) -> Considered:
-    assert considered.plan.time is not None
-    took = f"slower, {considered.plan.time.seconds:.4g} s a step"
+    time = considered.plan.time
+    took = "not taken" if time is None else f"slower, {time.seconds:.4g} s a step"
     verdict = considered.verdict.replace("taken", took)
     return dataclasses.replace(considered, verdict=verdict)
 
