@@ -29,6 +29,7 @@ Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero_jax.engine import at_home
 from zero_jax.jaxpr.equations import AnyJaxpr
 from zero_jax.plan import under_way
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
@@ -182,8 +183,13 @@ class _Walk:
         before = under_way.summed(operations, habits)
         # At its end gradients of this layer wait too, and nothing else of it is there.
         waits = under_way.summed(operations, habits, "this layer") if habits.ahead else []
-        ends = self._alive(2 * self.end) + waits
-        return max(own + ahead, ends + ahead, self._turned(), key=total) + before
+        ends = self._alive(2 * self.end) + waits + ahead
+        # Few collectives run at once, and all of a layer waits for those of its tokens: weights of
+        # more than a bucket come after these.
+        sends = any(at_home.SCOPE in o.context for o in operations)
+        if not sends or total(ahead) <= habits.bucket_bytes:
+            own = own + ahead
+        return max(own, ends, self._turned(), key=total) + before
 
     def _turned(self) -> list[Held]:
         """What is there while gradients are turned to be summed: these a second time, all weights
