@@ -280,3 +280,27 @@ def test_what_is_offloaded_is_in_host_memory_only(offloaded):
     assert max(t.bytes for t in offloaded.peak.temporaries) == 2 * D * D
     assert 0.99 < offloaded.fragmentation < 1.1
     assert offloaded.uncounted == (), "room in host memory is no library call"
+
+
+@pytest.mark.filterwarnings("ignore:XLA for h100 finds no kernel")
+def test_a_product_that_xla_has_no_kernel_for_without_timing_is_compiled_too():
+    """A layer of 16 experts with 80 rows each, forward and backward; seen with jax 0.12.0.1."""
+    B, E, C, T, D, F = 4, 16, 80, 128, 2048, 768
+
+    def layer(x, gate, up, down, sent, back):
+        def loss(x, gate, up, down):
+            rows = jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))(x, sent)
+            hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", rows, gate))
+            hidden *= jnp.einsum("becd,edf->becf", rows, up)
+            made = jnp.einsum("becf,efd->becd", hidden, down)
+            picked = jax.vmap(lambda y, at: y.at[*at].get(mode="fill", fill_value=0))(made, back)
+            return jnp.sum(jnp.tanh(picked.sum(2).astype(F32)))
+
+        return jax.grad(jax.checkpoint(loss), (0, 1, 2, 3))(x, gate, up, down)
+
+    arrays = [((B, T, D), BF16), *[((E, D, F), BF16)] * 2, ((E, F, D), BF16)]
+    arrays += [((B, E, C), jnp.int32), ((B, 2, T, 8), jnp.int32)]
+    given = [(*array, WHOLE) for array in arrays]
+    report = compiled(layer, given, out_specs=(WHOLE,) * 4, axes={"data": 1})
+    # Three products forward, two each backward; XLA merges what is computed again.
+    assert report.flops == 9 * 2 * B * E * C * D * F

@@ -1,6 +1,7 @@
 """python -m zero_jax.plan and Zero.plan: predictions, data, pictures and what is refused."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -284,3 +285,25 @@ def test_a_plan_takes_no_memory():
     found = zero.plan(loss, TX, params, batch)
     assert found.predicted.parameters == 4 * 128 * 25600**2 // 64
     assert len(jax.live_arrays()) <= before + 2
+
+
+@pytest.mark.parametrize(("said", "runs"), [("No supported config found for HLO: %x", 2), ("x", 1)])
+def test_where_xla_has_no_kernel_a_librarys_products_are_compiled(
+    said, runs, monkeypatch, tmp_path
+):
+    tried = []
+
+    def ran(here, target, devices, timeout, flags):
+        tried.append(flags)
+        done = len(tried) == 2
+        return types.SimpleNamespace(returncode=0 if done else 1, stderr="" if done else said)
+
+    monkeypatch.setattr(prove, "_ran", ran)
+    if runs == 1:
+        with pytest.raises(RuntimeError, match="compiling for h100 failed:\nx"):
+            prove._run_child(tmp_path, targets.target("h100"), 8, 1.0)
+    else:
+        with pytest.warns(UserWarning, match="no kernel of its own.*as a library's"):
+            prove._run_child(tmp_path, targets.target("h100"), 8, 1.0)
+        assert "triton_gemm=false" in tried[1]
+    assert len(tried) == runs
