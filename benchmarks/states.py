@@ -2,7 +2,8 @@
 
     python benchmarks/states.py              # 6 programs, 4 minutes on two cores
     python benchmarks/states.py --loss       # each in the default run of train.py, and a naive way
-    python benchmarks/states.py --loss -- --model 124m --steps 200 --devices 1 --batch 4 --seq 64
+    python benchmarks/states.py --loss -- --model 124m --steps 200 --devices 1 --batch 8 --seq 64 \\
+        --lr 1e-4
 
 Stage 3, one row of 1024 tokens a device, AdamW, bf16 with gradients summed in fp32, as the planner
 has it by default. The naive way keeps the second moment in 8 bits too, but evenly spaced from 0 to
