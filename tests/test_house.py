@@ -5,8 +5,8 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
-# What each package may import, as its `__init__` says. `zero` and `__init__` are the front door, a
-# package's `command` and `__main__` its command line: these may import everything.
+# What each package may import, as its `__init__` says. `zero` and `__init__` are the front door,
+# `doctor` and a package's `command` and `__main__` command lines: these may import everything.
 BELOW = {"jaxpr": set(), "cluster": set(), "sharding": set(), "models": set()}
 BELOW["collectives"] = {"sharding"}
 BELOW["owners"] = {"jaxpr", "sharding"}
@@ -22,7 +22,7 @@ BELOW["engine"] |= {"states"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
 # What everybody may know: this release, those of JAX, and which name was meant.
 FACTS = {"_version", "names", "releases"}
-DOORS = {"zero.py", "command.py", "__main__.py"}
+DOORS = {"zero.py", "doctor.py", "command.py", "__main__.py"}
 
 
 def imports(path: pathlib.Path) -> set[str]:

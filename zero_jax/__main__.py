@@ -3,6 +3,7 @@
     zero_jax plan         what a run will hold and send, before hardware is rented
     zero_jax checkpoint   looks at checkpoints, checks them, and trades with others
     zero_jax offload      is offload right on this machine?
+    zero_jax doctor       what a report of a fault should say about the machine
 
 `python -m zero_jax.plan ...` is the same as `zero_jax plan ...`.
 """
@@ -10,7 +11,7 @@
 import runpy
 import sys
 
-_COMMANDS = ("plan", "checkpoint", "offload")
+_COMMANDS = ("plan", "checkpoint", "offload", "doctor")
 
 
 def main() -> int:

@@ -1,0 +1,127 @@
+"""`python -m zero_jax.doctor`: what a report of a fault should say about the machine, in one paste.
+
+    python -m zero_jax.doctor          # a few seconds; with the offload check
+    python -m zero_jax.doctor --quick  # without it
+
+Versions, devices and their memory, the mesh that they make, what is set in the environment, limits
+of host memory that NCCL and offload run into, and whether offload is right here. What can't be
+found out is said in its place, and stops nothing else. Returns 1 if offload is wrong here.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import pathlib
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+
+from zero_jax._version import __version__
+from zero_jax.engine import offload_check
+from zero_jax.plan.tables import gigabytes, table
+from zero_jax.sharding.mesh import make_mesh
+
+Rows = list[tuple[str, str]]
+# Packages by how their names begin.
+_PACKAGES = ("jax", "flax", "optax", "numpy", "chex", "orbax", "nvidia-nccl", "nvidia-cudnn")
+# What is set for JAX, XLA, NCCL and their launchers, by how the names begin. Nothing else is read:
+# a report is pasted where others see it.
+_SETTINGS = (
+    "JAX_",
+    "XLA_",
+    "NCCL_",
+    "CUDA_VISIBLE",
+    "TF_",
+    "ZERO_JAX_",
+    "SLURM_NTASKS",
+    "OMPI_COMM",
+)
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints the report; returns 1 if offload is wrong here, else 0."""
+    parser = argparse.ArgumentParser("python -m zero_jax.doctor", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="leave the offload check out")
+    quick = parser.parse_args(args).quick
+    parts = [_versions, _devices, _mesh, _settings, _host]
+    rows: Rows = [("zero_jax", __version__)]
+    for part in parts if quick else [*parts, _offload]:
+        rows += _found(part)
+    print(table([[name, text.partition("\n")[0]] for name, text in rows], "<<"))
+    return int(any(text.startswith("FAILED") for _, text in rows))
+
+
+def _found(part: Callable[[], Rows]) -> Rows:
+    """A part of the report, or why there is none."""
+    try:
+        return part()
+    except Exception as error:  # whatever it is, the rest is worth having
+        said = str(error).partition("\n")[0]
+        return [(part.__name__.strip("_"), f"not found out: {type(error).__name__}: {said}")]
+
+
+def _versions() -> Rows:
+    known = {
+        dist.metadata["Name"].lower().replace("_", "-"): dist.version
+        for dist in importlib.metadata.distributions()
+    }
+    own = sorted(name for name in known if name.startswith(_PACKAGES))
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return [("python", f"{platform.python_version()} on {system}")] + [
+        (name, known[name]) for name in own
+    ]
+
+
+def _devices() -> Rows:
+    devices = jax.devices()
+    rows = [
+        ("backend", jax.default_backend()),
+        ("devices", f"{len(devices)} x {devices[0].device_kind}"),
+        ("processes", f"{jax.process_count()}, of which this is {jax.process_index()}"),
+    ]
+    pool = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    rows.append(("device memory", gigabytes(pool) + " for JAX" if pool else "not said"))
+    kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+    return [*rows, ("memories", ", ".join(kinds))]
+
+
+def _mesh() -> Rows:
+    sizes = make_mesh().shape
+    return [("make_mesh()", ", ".join(f"{name} {size}" for name, size in sizes.items()))]
+
+
+def _settings() -> Rows:
+    own = sorted(name for name in os.environ if name.startswith(_SETTINGS))
+    return [(name, os.environ[name] or "(empty)") for name in own]
+
+
+def _host() -> Rows:
+    page = os.sysconf("SC_PAGE_SIZE")
+    whole, free = (page * os.sysconf(f"SC_{name}_PAGES") for name in ("PHYS", "AVPHYS"))
+    rows = [("host memory", f"{gigabytes(whole)}, {gigabytes(free)} free")]
+    for path in map(pathlib.Path, _CGROUPS):
+        if path.exists():
+            said = path.read_text().strip()
+            limited = said.isdigit() and int(said) < whole
+            rows.append(("of this group", gigabytes(int(said)) if limited else "no limit"))
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = locked == resource.RLIM_INFINITY
+    rows.append(("locked memory", "no limit" if unlimited else f"at most {gigabytes(locked)}"))
+    shared = pathlib.Path("/dev/shm")
+    if shared.exists():
+        rows.append(("/dev/shm", f"{gigabytes(shutil.disk_usage(shared).free)} free"))
+    return rows
+
+
+def _offload() -> Rows:
+    return [("offload", str(o)) for o in offload_check.check(jax.local_devices()[0])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
