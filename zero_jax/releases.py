@@ -35,3 +35,7 @@ SUMMED_AT_ONCE = 2**28 if jax.__version_info__ < (0, 12) else math.inf
 # The jaxlib whose compiler does, inside `shard_map` over several devices; of those from 0.10.2 to
 # 0.12.0.1 this one alone.
 CRASHES_ON_EMPTY = "0.11.2"
+# What jaxlib 0.12 says where it would run a product by a kernel of its own and can time none, as
+# for GPUs that are not there; and what makes all products a library's, which need no timing.
+NO_KERNEL = "No supported config found for HLO"
+BY_LIBRARY = "--xla_gpu_enable_triton_gemm=false"

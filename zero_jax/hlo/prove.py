@@ -51,9 +51,6 @@ FLAGS = (
     "--xla_gpu_autotune_level=0 --xla_gpu_disable_gpuasm_optimizations=true"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-# Of a product that XLA would run by a kernel of its own it may find no way without timing some; a
-# library's products need none.
-_NO_WAY, _BY_LIBRARY = "No supported config found for HLO", "--xla_gpu_enable_triton_gemm=false"
 _MEMORY = tuple(
     f"{prefix}{kind}_size_in_bytes"
     for prefix in ("", "host_")
@@ -212,14 +209,14 @@ def _kind(leaf: Any) -> str:
 def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float) -> None:
     flags = FLAGS if target.platform == "cuda" else ""
     child = _ran(here, target, devices, timeout, flags)
-    if child.returncode and flags and _NO_WAY in child.stderr:
+    if child.returncode and flags and releases.NO_KERNEL in child.stderr:
         warnings.warn(
             f"XLA for {target.name} finds no kernel of its own for a product of this step without "
             "timing some, so all products are compiled as a library's: of other steps that moves "
             "bytes by 1 % and seconds by 2 %",
             stacklevel=2,
         )
-        child = _ran(here, target, devices, timeout, f"{flags} {_BY_LIBRARY}")
+        child = _ran(here, target, devices, timeout, f"{flags} {releases.BY_LIBRARY}")
     if child.returncode == 0:
         return
     said = [line[:300] for line in child.stderr.splitlines() if line.strip()][-12:]
