@@ -157,11 +157,12 @@ def _wire(c: Collective, num_devices: int, target: Target) -> Wire:
     n, rounds = c.group_size, 1 + (c.kind == "all-reduce")
     sent = rounds * c.bytes * ((n - 1) / n if c.kind in _RING | _TO_ALL else 1.0)
     in_host = devices_per_host_in_group(c, num_devices, target.host_devices)
-    cards = in_host if c.kind in _RING else 1
-    crossing = min(target.fast_wire, cards * target.slow_wire)
+    if c.kind in _RING:
+        return Wire(sent / target.ring_wire(n, in_host), sent)
     inside = sent if in_host == n else 0.0
     if c.kind in _TO_ALL:  # parts for devices of the same host stay in it
         inside = c.bytes * (in_host - 1) / n
+    crossing = min(target.fast_wire, target.slow_wire)
     return Wire(inside / target.fast_wire + (sent - inside) / crossing, sent)
 
 

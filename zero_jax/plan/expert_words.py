@@ -12,6 +12,7 @@ from zero_jax.hlo import targets
 from zero_jax.hlo.targets import Target
 from zero_jax.jaxpr import equations, reads
 from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
+from zero_jax.models.families import Config
 from zero_jax.remat import policies
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS
@@ -91,13 +92,13 @@ def _ring(members: int, near: int, target: Target) -> float:
 
 
 def groups(
-    config: Any, devices: int, tokens: int, remat: str | None, target: Target | None = None
+    config: Config, devices: int, tokens: int, remat: str | None, target: Target | None = None
 ) -> int:
     """How many groups of devices are the shortest on the wire: 1, which gathers experts, or as
     many as divide both experts and devices.
 
     Args:
-      config: of `models.families`; 1 where it has no experts.
+      config: of a preset; 1 where it has no experts.
       devices: that parameters are partitioned over.
       tokens: of a device and micro-batch.
       remat: the policy; None where it is not chosen yet.
@@ -107,10 +108,9 @@ def groups(
     >>> groups(preset("mixtral-8x7b", mixture=Mixture(8, 2, capacity=1.0)), 64, 4096, "block")
     8
     """
-    mixture = getattr(config, "mixture", None)
-    if mixture is None:
+    if not isinstance(config, DecoderConfig) or config.mixture is None:
         return 1
-    most = math.gcd(mixture.experts, devices)
+    most = math.gcd(config.mixture.experts, devices)
     if most == 1:
         return 1
     return most if tokens < even(config, most, devices, remat or "block", wires(target)) else 1
