@@ -1,26 +1,34 @@
 """The README and the pages of docs/: their Python runs, and what they name is there."""
 
+import ast
 import importlib.util
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
-WITH_CODE = [page for page in PAGES if "```python" in (ROOT / page).read_text()]
+# What docs/conf.py writes for the time of a build.
+MADE = {"docs/index.md", "docs/contributing.md", "docs/changelog.md"}
+DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")} - MADE
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(DOCS))
+FIRST = "docs/first-steps.md"
+WITH_CODE = [p for p in PAGES if "```python" in (ROOT / p).read_text() and p != FIRST]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def test_pages_that_show_python_are_run():
     names = ("guide", "nnx", "plan", "offload", "parallelism", "checkpoints", "interchange")
-    names += ("finetuning", "states", "experts")
+    names += ("finetuning", "states", "experts", "models", "does-not-fit")
     assert {"README.md", *(f"docs/{name}.md" for name in names)} <= set(WITH_CODE)
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_code_blocks_run(page, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    blocks = blocks_of(page, "python")
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
     printed = capsys.readouterr().out
@@ -42,10 +50,52 @@ def test_code_blocks_run(page, capsys):
         assert printed == "uint8\nfloat32\n"
     elif page == "docs/experts.md":
         assert re.fullmatch(r"dropped [1-9]\d* of 4096\nas before True\n", printed)
+    elif page == "docs/models.md":
+        libraries = ("linen", "nnx", "equinox", "haiku", "keras", "plain")
+        assert [line.split()[0] for line in printed.splitlines()] == list(libraries)
+    elif page == "docs/does-not-fit.md":
+        assert re.search(r"stage 3 remat \w+\n$", printed)
     elif page == "docs/interchange.md":
         assert "'model-00001-of-00003.safetensors'" in printed
     else:
         assert "'optimizer_state'" in printed
+
+
+def test_the_first_steps_print_what_the_page_shows(tmp_path):
+    (tmp_path / "first.py").write_text("\n".join(blocks_of(FIRST, "python")))
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    command = f"JAX_NUM_CPU_DEVICES=4 JAX_PLATFORMS=cpu {sys.executable} first.py"
+    ran = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.stdout == "".join(blocks_of(FIRST, "text")), ran.stderr
+
+
+@pytest.mark.parametrize("page", sorted(DOCS))
+def test_a_page_says_for_whom_it_is_before_anything_else(page):
+    assert re.match(r"# .*\n\n(For|What) who(ever| )", (ROOT / page).read_text())
+
+
+def test_messages_in_the_questions_are_those_of_the_code():
+    texts = []
+    for path in (ROOT / "zero_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.JoinedStr, ast.Constant)):
+                texts.append(said(node))
+    asked = re.findall(r'^## "(.*)"$', (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
+    assert len(asked) >= 10
+    for message in asked:
+        assert any(message in text for text in texts), message
+
+
+def said(node: ast.expr) -> str:
+    """A string as it is written, with dots for what is put in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    values = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(said(v) if isinstance(v, ast.Constant) else "..." for v in values)
+
+
+def blocks_of(page: str, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -85,7 +135,14 @@ def anchor_of(title: str) -> str:
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.encode()) <= 5000
-    linked = {target for target, _ in LINK.findall(readme)}
-    assert linked >= set(PAGES) - {"README.md"}
+    assert len((ROOT / "README.md").read_bytes()) <= 5000
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        for target, _ in LINK.findall((ROOT / page).read_text()):
+            path = ((ROOT / page).parent / target).resolve()
+            linked = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
+            waiting += [linked] * (linked in PAGES and linked not in reached)
+    of_reference = {page for page in DOCS if page.startswith("docs/reference/")}
+    assert reached >= set(PAGES) - of_reference

@@ -209,7 +209,7 @@ class Zero(Settings):
           has_aux: whether it returns (loss, aux). Rows come back as rows, floats as means.
 
         Returns:
-          A function of (params, batch, *extras, loss_scale=1.0) that returns (loss, grads), or
+          A function of `(params, batch, *extras, loss_scale=1.0)` that returns (loss, grads), or
           ((loss, aux), grads). Dim 0 of every batch array is split over the devices; extras
           (batch statistics, dropout keys) are the same on all, except that typed PRNG keys are
           folded with the device and the micro-batch. Gradients rest like the parameters, fp32;
@@ -240,7 +240,7 @@ class Zero(Settings):
         """The global loss without gradients, for held-out data.
 
         Returns:
-          A jitted function of (params, batch, *extras) that returns (loss, weight), or
+          A jitted function of `(params, batch, *extras)` that returns (loss, weight), or
           ((loss, aux), weight): the global weighted mean and the global weight.
         """
         loss = grads.GlobalLoss(self.settings, loss_fn, has_aux)
