@@ -4,6 +4,7 @@
     python -m zero_jax.plan --model llama-3.1-70b --devices 8 --lora 16 --base nf4 --compile
     python -m zero_jax.plan meshes --model 1t --devices 1024 --batch-per-device 1 --reduce bf16
     python -m zero_jax.plan scaling --model 60b --devices 64,128,256,400 --device v100-32gb
+    python -m zero_jax.plan pipelines --model llama-3.1-70b --devices 64 --pipeline 8
     python -m zero_jax.plan tables
 
 The models are those of `zero_jax.models`, by the name of a preset or by a folder of transformers'
@@ -31,6 +32,7 @@ from zero_jax.names import unknown
 from zero_jax.plan import candidates, expert_words, meshes, paper, plan_text, proof, scaling
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import Adapters, Options, add_options, parsed_options
+from zero_jax.plan.pipeline_command import main as pipelines
 from zero_jax.plan.planning import Plan
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
@@ -45,6 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     given = list(sys.argv[1:] if args is None else args)
     commands = {"plan": _plan, "meshes": _meshes, "scaling": _scaling, "tables": _tables}
+    commands["pipelines"] = pipelines
     name = given.pop(0) if given and not given[0].startswith("-") else "plan"
     try:
         if name not in commands:
