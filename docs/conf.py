@@ -16,7 +16,7 @@ copyright = "the zero_jax developers, Apache-2.0"
 CONTENTS = {
     "Begin": ["install", "first-steps", "models", "nnx", "does-not-fit", "guide"],
     "Train": ["finetuning", "interchange", "experts", "launchers", "checkpoints"],
-    "Memory and speed": ["offload", "states", "parallelism", "plan", "performance"],
+    "Memory and speed": ["offload", "states", "parallelism", "plan", "pipelines", "performance"],
     "Look up": ["reference/index", "glossary", "faq"],
     "Behind it": ["evidence", "architecture", "contributing", "changelog"],
 }
