@@ -8,6 +8,7 @@ LIBRARY = ROOT / "zero_jax"
 # What each package may import, as its `__init__` says. `zero` and `__init__` are the front door,
 # `doctor` and a package's `command` and `__main__` command lines: these may import everything.
 BELOW = {"jaxpr": set(), "cluster": set(), "sharding": set(), "models": set()}
+BELOW["translate"] = set()
 BELOW["collectives"] = {"sharding"}
 BELOW["owners"] = {"jaxpr", "sharding"}
 BELOW["adapters"] = {"jaxpr", "sharding"}

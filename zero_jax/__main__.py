@@ -4,6 +4,7 @@
     zero_jax checkpoint   looks at checkpoints, checks them, and trades with others
     zero_jax offload      is offload right on this machine?
     zero_jax doctor       what a report of a fault should say about the machine
+    zero_jax translate    a configuration of DeepSpeed, accelerate or Megatron-LM in our words
 
 `python -m zero_jax.plan ...` is the same as `zero_jax plan ...`.
 """
@@ -11,7 +12,7 @@
 import runpy
 import sys
 
-_COMMANDS = ("plan", "checkpoint", "offload", "doctor")
+_COMMANDS = ("plan", "checkpoint", "offload", "doctor", "translate")
 
 
 def main() -> int:

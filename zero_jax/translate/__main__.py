@@ -1,0 +1,7 @@
+"""Runs `python -m zero_jax.translate`."""
+
+import sys
+
+from zero_jax.translate.command import main
+
+sys.exit(main())
