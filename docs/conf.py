@@ -14,7 +14,7 @@ copyright = "the zero_jax developers, Apache-2.0"
 
 # In the order of a reader's day.
 CONTENTS = {
-    "Begin": ["install", "first-steps", "models", "nnx", "does-not-fit", "guide"],
+    "Begin": ["install", "first-steps", "models", "nnx", "does-not-fit", "coming-from", "guide"],
     "Train": ["finetuning", "interchange", "experts", "launchers", "checkpoints"],
     "Memory and speed": ["offload", "states", "parallelism", "plan", "pipelines", "performance"],
     "Look up": ["reference/index", "glossary", "faq"],

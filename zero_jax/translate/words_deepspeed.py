@@ -48,8 +48,8 @@ DEEPSPEED = words(
         """,
         (
             NOT_NEEDED,
-            "every parameter is partitioned, small ones too; they travel together in one "
-            "collective",
+            "every parameter is partitioned but those with fewer numbers than devices; small ones "
+            "travel together in one collective",
         ): """
             zero_optimization.stage3_param_persistence_threshold
             zero_optimization.param_persistence_threshold
