@@ -28,8 +28,9 @@ class Basics:
     batch: int = 16
     """Sequences in a global batch: a multiple of devices x micro-batches."""
     out: str | None = None
-    """Folder for config.json, metrics.jsonl, TensorBoard files and loss.png, and for adapters as
-    PEFT has them; the next free one of runs/001, runs/002 and so on unless given."""
+    """Folder for config.json, metrics.jsonl, events.jsonl, TensorBoard files, loss.png and
+    report.html, and for adapters as PEFT has them; the next free one of runs/001, runs/002 and so
+    on unless given."""
     export: str | None = None
     """Folder to make at the end: the model as transformers reads it, adapters added."""
 

@@ -7,6 +7,7 @@ fit; `print_plan` shows the result, with the bytes per device of all four stages
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from training.config import Config, resolve
 from training.corpus import Corpus
 from zero_jax import interchange
 from zero_jax.models import families, gpt, hf
+from zero_jax.plan import memory
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding import mesh, paths
 
@@ -115,11 +117,40 @@ def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
     return sum(leaf.size for leaf, frozen in leaves if not frozen)
 
 
+def by_stage(
+    zero: zero_jax.Zero, shapes: Any, tx: optax.GradientTransformation, window: int
+) -> list[memory.Estimate]:
+    """Bytes of model states on a device at stages 0 to 3, all else as in this run.
+
+    Args:
+        zero: The mesh, the precision and all else of the run.
+        shapes: The logical parameters, as ShapeDtypeStructs.
+        tx: The optimizer, not wrapped.
+        window: Elements that are gathered at once.
+    """
+    return [
+        memory.estimate(
+            shapes,
+            shards=mesh.axis_size(zero.mesh, mesh.data_axis(zero.mesh)),
+            parts=zero.settings.parts,
+            stage=stage,
+            tx=tx,
+            precision=zero.precision,
+            micro_batches=zero.micro_batches,
+            frozen=zero.frozen,
+            model_axis=zero.model_axis,
+            experts=mesh.experts_size(zero.mesh),
+            window=window,
+            states=zero.states,
+        )
+        for stage in range(4)
+    ]
+
+
 def print_plan(
     known: dict[str, Any],
     zero: zero_jax.Zero,
-    shapes: Any,
-    tx: optax.GradientTransformation,
+    stages: Sequence[memory.Estimate],
     step: zero_jax.Plan,
 ) -> None:
     """Prints what the run will do, and its memory.
@@ -127,8 +158,7 @@ def print_plan(
     Args:
         known: From `facts`.
         zero: The mesh, the precision and the stage of the run.
-        shapes: The logical parameters, as ShapeDtypeStructs.
-        tx: The optimizer, not wrapped.
+        stages: From `by_stage`.
         step: The plan of the training step.
     """
     psi = known["psi"]
@@ -151,23 +181,6 @@ def print_plan(
     split = f" x {zero.model_axis.size} (model)" if zero.model_axis.size > 1 else ""
     split += f", at stage 3 x {parts} (replica)" if parts > 1 else ""
     split += f", in {experts} groups with experts of their own" if experts > 1 else ""
-    stages = [
-        zero_jax.memory.estimate(
-            shapes,
-            shards=shards,
-            parts=parts,
-            stage=stage,
-            tx=tx,
-            precision=zero.precision,
-            micro_batches=zero.micro_batches,
-            frozen=zero.frozen,
-            model_axis=zero.model_axis,
-            experts=experts,
-            window=step.window,
-            states=zero.states,
-        )
-        for stage in range(4)
-    ]
     table = {name: [s.terms[name] for s in stages] for name in stages[0].terms}
     table["at rest"] = [s.at_rest for s in stages]
     table["in flight"] = [s.in_flight for s in stages]

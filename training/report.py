@@ -1,9 +1,10 @@
 """What a run leaves behind, and what it shows while it works.
 
 A run's folder holds `config.json`; `metrics.jsonl`, one JSON object per line, written through at
-once so that a killed run keeps all it knew; TensorBoard files; and `loss.png`, drawn at the end
-from `metrics.jsonl`, so that a resumed run shows its whole curve. JSON has no NaN: a number that
-is not finite is written as null, and left out of TensorBoard and of the picture.
+once so that a killed run keeps all it knew; `events.jsonl`, when it started, saved and ended;
+TensorBoard files; and `loss.png` and `report.html`, made at the end from these files, so that a
+resumed run shows its whole curve. JSON has no NaN: a number that is not finite is written as null,
+and left out of TensorBoard and of the picture.
 
 Losses are in nats per token, or per byte of text that is read byte by byte.
 """
@@ -16,12 +17,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-Points = list[tuple[int, float]]
+from training.run_folder import EVENTS, Points, number, read_metrics
 
 
 class RunLog:
@@ -74,8 +76,9 @@ class RunLog:
                     "give another --out, or resume that run"
                 )
             _write_config(self.out_dir, config)
-            if self._resumed:
-                _drop_torn_line(metrics)
+            for path in (metrics, self.out_dir / EVENTS):
+                if path.exists():
+                    _drop_torn_line(path)
             self._file = metrics.open("a", encoding="utf-8")
         except ValueError:
             self._unlock()
@@ -115,8 +118,20 @@ class RunLog:
         """Writes the held-out loss after `step` steps, in nats per token."""
         self._write("val", step, {"val_loss": val_loss})
 
+    def event(self, name: str, **facts: Any) -> None:
+        """Notes that something happened now, in `events.jsonl`; facts are as in a config."""
+        if not self._open:
+            return
+        line = {"event": name, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+        path = self.out_dir / EVENTS
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+        except OSError as error:  # which does not say of which file
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
     def close(self) -> None:
-        """Closes the files and draws `loss.png`; more calls do nothing."""
+        """Closes the files and makes `loss.png` and `report.html`; more calls do nothing."""
         if not self._open:
             return
         self._open = False
@@ -127,6 +142,7 @@ class RunLog:
             train, val = read_losses(self.out_dir / "metrics.jsonl")
             if train or val:
                 draw_losses(self.out_dir / "loss.png", train, val, self._levels, self._unit)
+                _write_page(self.out_dir)
         finally:
             self._unlock()
 
@@ -139,9 +155,13 @@ class RunLog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        said = "" if error is None else str(error).partition("\n")[0]
         # What can't be written at the end does not hide the error that ends the run.
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-            self.close()
+            try:
+                self.event("end", error=None if error is None else type(error).__name__, said=said)
+            finally:
+                self.close()
 
     def _write(self, group: str, step: int, given: Mapping[str, float]) -> None:
         if not self._open:
@@ -184,17 +204,9 @@ def read_losses(metrics: Path) -> tuple[Points, Points]:
 
     A resumed run repeats the steps after its checkpoint; what it wrote last counts.
     """
-    train: Points = []
-    val: Points = []
-    for text in metrics.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        step, is_val = line["step"], "val_loss" in line
-        loss = line["val_loss"] if is_val else line["loss"]
-        while val and val[-1][0] >= step + (not is_val):
-            val.pop()
-        while not is_val and train and train[-1][0] >= step:
-            train.pop()
-        (val if is_val else train).append((step, math.nan if loss is None else loss))
+    steps, evaluations = read_metrics(metrics)
+    train = [(line["step"], number(line["loss"])) for line in steps]
+    val = [(line["step"], number(line["val_loss"])) for line in evaluations]
     return [p for p in train if math.isfinite(p[1])], [p for p in val if math.isfinite(p[1])]
 
 
@@ -216,7 +228,7 @@ def draw_losses(
     if train:
         steps, losses = np.array(train).T
         axes.plot(steps, losses, color="#4477aa", alpha=0.25, linewidth=0.8, label="train, a step")
-        mean = _running_mean(losses, reach=max(4, len(losses) // 25))
+        mean = running_mean(losses, reach=max(4, len(losses) // 25))
         axes.plot(steps, mean, color="#4477aa", linewidth=1.8, label="train, running mean")
     if val:
         steps, losses = np.array(val).T
@@ -241,12 +253,21 @@ def draw_losses(
     figure.savefig(path)
 
 
-def _running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
     """Mean of each value and up to `reach` before it: what comes later does not raise it."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     low, high = np.maximum(at - reach, 0), at + 1
     return np.asarray((sums[high] - sums[low]) / (high - low))
+
+
+def _write_page(folder: Path) -> None:
+    try:
+        from training import report_page  # here: it reads what this file writes
+
+        report_page.write(folder)
+    except Exception as error:  # the run is done; whatever it is, a page can be made later
+        print(f"no report.html: {type(error).__name__}: {error}")
 
 
 def _plain(value: Any) -> Any:

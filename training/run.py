@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training import leaving, optimizers
+from training import leaving, noted, optimizers
 from training.config import Config, shared
-from training.plan import Plan, facts, load, print_plan
+from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
 from training.room import peak_bytes, room_for
@@ -88,6 +88,7 @@ class Run:
             found = trainer.init(), 0
             self._before(found[0][0])
         states, done = found
+        self.log.event("states", step=done, **noted.held(*states))
         if done > config.steps:
             raise ValueError(
                 f"{self.trainer.out} is at step {done}, beyond --steps {config.steps}: ask for "
@@ -107,6 +108,7 @@ class Run:
                 if found is None:
                     raise
                 self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
+                self.log.event("back", step=found[1])
                 states, done = found
         raise AssertionError("unreachable")
 
@@ -228,10 +230,12 @@ class Run:
         self._save(number, (params, opt_state), now=number == config.steps)
 
     def _save(self, number: int, states: tuple[PyTree, PyTree], now: bool) -> None:
-        trainer = self.trainer
+        trainer, before = self.trainer, self.saver.saved
         self.saver.save(
             *(number, trainer.kept(states), lambda: trainer.everywhere(self._place)), now=now
         )
+        if self.saver.saved != before:
+            self.log.event("checkpoint", step=number)
 
 
 def run(config: Config) -> None:
@@ -251,20 +255,25 @@ def run(config: Config) -> None:
     known = facts(plan, trainer.zero, shapes)
     unit = plan.corpus.unit
 
-    def counted() -> dict[str, float]:
-        """Says what the run will do; returns what counting alone would reach."""
+    def counted() -> tuple[dict[str, float], dict[str, Any]]:
+        """Says what the run will do; returns what counting alone would reach, and the costs."""
         if not lead:
-            return {}
-        print_plan(known, trainer.zero, shapes, trainer.plain_tx, trainer.predict())
-        return plan.corpus.marks(plan.model.config.vocab)
+            return {}, {}
+        step = trainer.predict()
+        stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
+        print_plan(known, trainer.zero, stages, step)
+        marks = plan.corpus.marks(plan.model.config.vocab)
+        return marks, noted.start(step, stages, marks, unit)
 
-    marks = together(settings, "plan", counted)
+    marks, costs = together(settings, "plan", counted)
 
     def open_log() -> RunLog:
         resume = lead and config.checkpoint_every > 0 and goes_on(config.out, config.fresh)
         out = config.out or (next_folder("runs") if lead else "runs")
         facts = {**known, **marks, "out": str(out)}
-        return RunLog(out, facts, lead, levels=marks, resume=resume, unit=unit)
+        log = RunLog(out, facts, lead, levels=marks, resume=resume, unit=unit)
+        log.event("start", **costs)
+        return log
 
     log = together(settings, "out", open_log)
     trainer.out = same_everywhere(log.out_dir)
@@ -276,8 +285,8 @@ def run(config: Config) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
             kept = (config.checkpoint_every, config.keep, config.keep_every)
-            noted = known, plan.corpus.order, config.from_step
-            open_saver = functools.partial(Saver, trainer.out, *kept, *noted)
+            order = plan.corpus.order, config.from_step
+            open_saver = functools.partial(Saver, trainer.out, *kept, known, *order)
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
             say(f"Writing to {log.out_dir}", flush=True)

@@ -74,15 +74,20 @@ class Trainer:
         """The parameters as they will rest; not allocated."""
         return self.zero.abstract(self.model.make, self._key)
 
-    def predict(self) -> zero_jax.Plan:
-        """What a step will hold on each device; what is in files is shown as in host memory."""
+    def predict(self, *, compile: bool = False) -> zero_jax.Plan:
+        """What a step will hold on each device; what is in files is shown as in host memory.
+
+        Args:
+            compile: Whether to compile the step too, for these devices.
+        """
         zero = self.zero
         if zero.settings.offload.in_files:  # on a mesh that is not there: host memory is not used
             abstract = mesh.abstract_of(self.mesh)
             zero = dataclasses.replace(zero, mesh=abstract, offload="optimizer")
         loss, tx, _, batch = self._planned()
         params = zero.abstract(self.model.make, self._key)
-        return zero.plan(loss, tx, params, batch, has_aux=self.model.routes)
+        own = {"has_aux": self.model.routes, "compile": compile}
+        return zero.plan(loss, tx, params, batch, **own)
 
     def shapes(self) -> PyTree:
         """The logical parameters, not allocated."""

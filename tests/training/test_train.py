@@ -135,7 +135,7 @@ def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
     assert [set(line) for line in lines] == [step, step, val, step, step, val]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
     assert list((out / "tensorboard").glob("events.*"))
-    assert (out / "loss.png").stat().st_size > 0
+    assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
 
 
 @pytest.mark.heavy
@@ -205,7 +205,7 @@ def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys
     assert error.startswith("error: 20 steps in a row")
     assert "\n" not in error
     assert sum(line["skipped"] for line in metrics("out")) >= 18  # the last are not looked at
-    assert Path("out/loss.png").exists()
+    assert Path("out/loss.png").exists() and Path("out/report.html").exists()
 
 
 @pytest.mark.heavy
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_a_run_with_all_its_files(folder):
     ((code, _, error),) = finish(running, seconds=60)
     assert code == 130 and error.startswith("stopping after this step"), error
     assert "\nstopped after step" in error and "The command that goes on" in error, error
-    assert Path("out/loss.png").exists()
+    assert Path("out/loss.png").exists() and Path("out/report.html").exists()
 
 
 # Several processes.

@@ -1,0 +1,419 @@
+"""The page of a run holds what its folder knows, escaped, in one file that loads nothing."""
+
+import itertools
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_train import HERE, TINY, folder
+
+import training.main
+import zero_jax
+from training import charts, noted, report_page
+from training.config import Config
+from training.main import main
+from training.plan import by_stage, facts, load
+from training.report import RunLog
+from training.run_folder import read
+from training.show import human_bytes
+from training.trainer import Trainer
+
+__all__ = ["folder"]  # a fixture
+
+STEP = {"grad_norm": 0.5, "tokens_per_second": 1e4, "learning_rate": 1e-3}
+TERMS = {"parameters": 4e9, "state": 8e9, "copy": 1e9, "gradients": 2e9}
+START = {
+    "unit": "byte",
+    "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4},
+    "stage": 2,
+    "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}],
+    "predicted": {"parameters": 4e9, "optimizer_state": 8e9, "work": 7e8, "host": 6e8},
+    "predicted_total": 12.7e9,
+    "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2},
+    "versions": {"jax": "0.10.2"},
+}
+
+
+def made(out):
+    """The page's text, as elements, after what every page must be."""
+    source = report_page.write(out).read_text(encoding="utf-8")
+    assert source.startswith("<!DOCTYPE html>")
+    return source, ET.fromstring(source)  # it is XML too, so every tag is closed
+
+
+def words(element):
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def rows(root):
+    """Every table's rows, as texts of their cells."""
+    return [[words(cell) for cell in row] for row in root.iter("tr")]
+
+
+def tiles(root):
+    return {
+        words(d.find("dt")): words(d.find("dd"))
+        for d in root.iter("div")
+        if d.find("dt") is not None
+    }
+
+
+def drawn(root, kind):
+    """The curve of a class, in the first chart that has one."""
+    box = next(div for div in root.iter("div") if div.get("class") == "box")
+    return next(p.get("d") for p in box.iter("path") if p.get("class") == kind)
+
+
+def write(log, steps, loss=2.0, **more):
+    for step in steps:
+        log.step(step, loss=loss, **STEP, **more)
+
+
+def whole_run(out):
+    with RunLog(out, {"steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
+        log.event("start", **START)
+        log.event("states", step=0, parameters=4_000_000_000, optimizer_state=8_100_000_000)
+        write(log, range(1, 5), memory_bytes=14_200_000_000)
+        log.evaluation(4, val_loss=2.75)
+        log.event("checkpoint", step=4)
+        log.step(5, loss=math.nan, grad_norm=math.inf, tokens_per_second=1e4, skipped=1)
+        write(log, [6], loss=1.2345)
+        log.evaluation(6, val_loss=1.5)
+
+
+def test_a_page_has_the_last_losses_and_what_was_done(tmp_path):
+    whole_run(tmp_path)
+    assert (tmp_path / "report.html").is_file(), "made when the log is closed"
+    _, root = made(tmp_path)
+    found = tiles(root)
+    assert found["Steps"] == "6 of 6" and found["Tokens seen"] == "600"
+    assert found["Last step's loss"] == "1.2345 nats per byte"
+    assert found["Held-out loss"] == "1.5000 nats per byte"
+    assert found["Tokens/s"] == "10K median" and found["Skipped steps"] == "1"
+    assert ["4", "2.7500"] in rows(root) and "Finished" in words(root)
+
+
+def test_curves_have_marks_and_units(tmp_path):
+    whole_run(tmp_path)
+    _, root = made(tmp_path)
+    titles = [words(h) for h in root.iter("h3")]
+    for title in ("Throughput", "Learning rate", "Gradient norm", "Peak memory of a device"):
+        assert title in titles
+    said = words(root)
+    assert "unigram entropy 3.1" in said and "bigram entropy 2.4" in said
+    assert said.count("step (optimizer updates)") == 5 and "nats per byte" in said
+    labels = [svg.get("aria-label") for svg in root.iter("svg") if svg.get("role") == "img"]
+    assert "Loss in nats per byte: train, mean 2.0000 at step 1" in labels[0]
+    assert "held out 2.7500 at step 4, 1.5000 at step 6" in labels[0]
+    assert all(labels) and len(labels) == 5
+
+
+def test_numbers_that_are_not_finite_are_said_to_be(tmp_path):
+    whole_run(tmp_path)
+    _, root = made(tmp_path)
+    found = rows(root)
+    assert ["loss not finite", "1", "5"] in found and [
+        "gradient norm not finite",
+        "1",
+        "5",
+    ] in found
+    assert ["skipped: no update, as gradients were not finite", "1", "5"] in found
+    hovers = [words(title) for title in root.iter("title")]
+    assert any("step 5 train, a step not finite skipped" in hover for hover in hovers)
+    assert drawn(root, "faint a").count("M") == 2, "the curve has a gap"
+
+
+def test_a_run_of_which_nothing_is_finite_has_a_page(tmp_path):
+    with RunLog(tmp_path, {}) as log:
+        write(log, [1, 2], loss=math.nan)
+    _, root = made(tmp_path)
+    assert tiles(root)["Last step's loss"] == "not finite nats"
+    assert ["loss not finite", "2", "1 to 2"] in rows(root)
+
+
+def test_a_run_from_before_events_says_what_it_can(tmp_path):
+    known = {"model": "nano", "hf": "Some-8B", "bigram entropy": 2.25}
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    _, root = made(tmp_path)
+    assert tiles(root)["Last step's loss"] == "2.5000 nats"
+    said = words(root)
+    assert "model of Some-8B" in said and "bigram entropy 2.25" in said
+    assert "No end" not in said and "Memory" not in said and "Checkpoints" not in said
+
+
+def test_nan_that_others_write_is_read_as_not_finite(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1e999}\n'
+    )
+    assert ["loss not finite", "2", "1 to 2"] in rows(made(tmp_path)[1])
+
+
+def test_memory_is_shown_by_stage_and_beside_what_was_measured(tmp_path):
+    whole_run(tmp_path)
+    found = rows(made(tmp_path)[1])
+    bars = "parameters, fp32 4 GB optimizer state 8 GB gathered copy 1 GB gradients 2 GB"
+    assert ["stage 0", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
+    assert ["stage 2, this run", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
+    assert any(
+        row[0] == "stage 3" and row[2:] == ["14.3 GB", "4 GB", "8 GB", "300 MB", "2 GB"]
+        for row in found
+    )
+    assert ["optimizer state", "optimizer_state 8 GB", "8 GB", "8.1 GB"] in found
+    assert ["total", "", "12.7 GB", "14.2 GB"] in found
+    assert ["in host memory", "", "600 MB", "–"] in found
+
+
+def test_bars_are_as_long_as_what_they_stand_for():
+    drawn = ET.fromstring(charts.bar([("a", 30, "a"), ("none", 0, "c"), ("b", 10, "b")], 80))
+    at = [(float(r.get("x")), float(r.get("width"))) for r in drawn.iter("rect")]
+    assert at == [(0, 375), (375, 125)]  # of 1000
+
+
+def test_strings_of_the_run_are_escaped(tmp_path):
+    evil = "<script>alert('&amp;')</script>\x00\x1b\ud800"
+    with RunLog(tmp_path / "<i>", {"model": evil, evil: [evil]}) as log:
+        log.event(
+            "start", **{**START, "levels": {evil: 1.0}, "unit": evil, "versions": {evil: evil}}
+        )
+        write(log, [1], **{evil: 1.0})
+        log.event("end", error=evil, said=evil)
+    source, root = made(tmp_path / "<i>")
+    assert not list(root.iter("script")) and "<script" not in source
+    assert "<script>alert('&amp;')</script>" in words(root)
+    assert words(root.find("body/main/h1")) == "Run <i>"
+
+
+def test_a_page_loads_nothing(tmp_path):
+    whole_run(tmp_path)
+    source, root = made(tmp_path)
+    assert not re.search(r"https?://|url\(|@import|<script|<link|<iframe|<img", source)
+    attributes = {name for element in root.iter() for name in element.attrib}
+    assert not attributes & {"src", "href", "srcset", "data", "action"}
+    assert not any(name.startswith("on") for name in attributes)
+
+
+def test_a_page_is_html_that_nests_as_it_says(tmp_path):
+    whole_run(tmp_path)
+    source, _ = made(tmp_path)
+
+    class Nesting(HTMLParser):
+        open = []
+
+        def handle_starttag(self, tag, attrs):
+            self.open.append(tag)
+
+        def handle_startendtag(self, tag, attrs):
+            # HTML itself knows no other elements that end at once, but within SVG.
+            assert tag == "meta" or "svg" in self.open, tag
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    Nesting().feed(source)
+    assert Nesting.open == []
+
+
+def test_headings_descend_one_by_one_and_tables_have_headers(tmp_path):
+    whole_run(tmp_path)
+    _, root = made(tmp_path)
+    levels = [int(e.tag[1]) for e in root.iter() if re.fullmatch("h[1-6]", e.tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+    for table in root.iter("table"):
+        assert all(th.get("scope") == "col" for th in table.find("thead").iter("th"))
+        assert all(row[0].get("scope") == "row" for row in table.find("tbody"))
+
+
+def test_checkpoints_are_listed_with_those_that_are_gone(tmp_path):
+    with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(4, {"w": jnp.arange(1000.0)})
+    size = sum(p.stat().st_size for p in (tmp_path / "checkpoints" / "4").rglob("*") if p.is_file())
+    with RunLog(tmp_path, {}) as log:
+        write(log, [1])
+        log.event("checkpoint", step=2)
+        log.event("checkpoint", step=4)
+    found = {row[0]: row[1:] for row in rows(made(tmp_path)[1]) if row[0] in ("2", "4")}
+    assert found["2"][1:] == ["–", "not there any more"]
+    assert found["4"][1:] == [human_bytes(size), "whole"] and found["4"][0].endswith("UTC")
+    chunk = next(p for p in (tmp_path / "checkpoints" / "4").rglob("c/*") if p.is_file())
+    chunk.unlink()
+    assert any("is missing" in row[-1] for row in rows(made(tmp_path)[1]) if row[0] == "4")
+
+
+def test_a_resumed_run_shows_its_whole_curve_and_its_starts(tmp_path):
+    for first, steps, loss, devices in ((0, [1, 2, 3], 5.0, 8), (2, [3, 4], 1.0, 4)):
+        with RunLog(tmp_path, {"steps": 4, "devices": devices}, resume=True) as log:
+            log.event("start", **{**START, "devices": {"devices": devices, "kind": "X"}})
+            log.event("states", step=first, parameters=1, optimizer_state=1)
+            write(log, steps, loss=loss)
+    run = read(tmp_path)
+    assert run.curve("loss") == [(1, 5.0), (2, 5.0), (3, 1.0), (4, 1.0)]
+    _, root = made(tmp_path)
+    starts = [row for row in rows(root) if row[0].endswith("UTC")]
+    assert [row[1:4] for row in starts] == [["0", "2", "8 x X"], ["2", "2", "4 x X"]]
+    assert ["devices", "8", "4"] in rows(root), "a setting that changed"
+    assert any("step 2" in words(t) and "went on" in words(t) for t in root.iter("title"))
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 1, "lo'])
+def test_a_run_without_a_step_has_a_page_of_its_settings(tmp_path, content):
+    (tmp_path / "config.json").write_text('{"model": "nano", "stage": 3}')
+    (tmp_path / "metrics.jsonl").write_text(content)
+    source, root = made(tmp_path)
+    assert ["stage", "3"] in rows(root) and "<figure" not in source
+
+
+def test_one_line_is_a_point(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
+    _, root = made(tmp_path)
+    assert drawn(root, "line a") == "M500.0,500.0h0" and tiles(root)["Last step's loss"].startswith(
+        "2.5000"
+    )
+
+
+def test_a_run_that_was_killed_has_a_page_that_says_so(tmp_path):
+    log = RunLog(tmp_path, {})
+    log.event("start", **START)
+    write(log, [1])
+    assert "No end is noted" in words(made(tmp_path)[1])
+    log.close()
+
+
+def test_a_run_that_failed_says_why(tmp_path):
+    def fail():
+        with RunLog(tmp_path, {}) as log:
+            write(log, [1])
+            raise RuntimeError("out of <memory>\nand more")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    source = (tmp_path / "report.html").read_text()
+    assert "RuntimeError: out of &lt;memory&gt;</p>" in source
+
+
+def test_a_page_that_can_not_be_made_ends_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_page, "page", lambda run: 1 / 0)
+    with RunLog(tmp_path, {}) as log:
+        write(log, [1])
+    assert "no report.html: ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (None, None, "has neither metrics.jsonl nor config.json: give the folder of a run"),
+        ("metrics.jsonl", "{}{}\n", "line 1, is not JSON"),
+        ("metrics.jsonl", "[1]\n", "line 1, is not a JSON object"),
+        ("metrics.jsonl", '{"loss": 1}\n', "a line without step and loss"),
+        ("config.json", "{", "config.json is not JSON"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, capsys, name, content, said):
+    if name:
+        (tmp_path / name).write_text(content)
+    assert report_page.main([str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_makes_a_page_anew(tmp_path, capsys):
+    whole_run(tmp_path)
+    (tmp_path / "report.html").unlink()
+    assert report_page.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file() and not (tmp_path / "report.tmp").exists()
+
+
+def test_a_long_run_keeps_its_peaks_and_a_small_page(tmp_path):
+    lines = [{"step": n, "loss": 99.0 if n == 5000 else 1.0, **STEP} for n in range(1, 10_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    source, root = made(tmp_path)
+    assert len(source) < 200_000
+    heights = [float(y) for y in re.findall(r",([\d.]+)", drawn(root, "faint a"))]
+    assert len(heights) <= charts.MOST + 2 and max(heights) - min(heights) > 900
+
+
+# What train.py notes.
+
+
+def test_the_stages_are_those_of_the_planner(folder):
+    """The closed forms of `zero_jax.memory`, and what the first device holds, to the byte."""
+    trainer = Trainer(load(Config(data="text.txt", seq=16, batch=8, devices=8, stage=3)))
+    step, shapes = trainer.predict(), trainer.shapes()
+    stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
+    known = noted.start(step, stages, {}, "byte")
+    for stage, terms in enumerate(known["stages"]):
+        own = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
+        assert terms == zero_jax.memory.estimate(shapes, **own).terms
+        psi = sum(x.size for x in jax.tree.leaves(shapes))
+        assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
+    assert (
+        sum(known["predicted"].values()) == known["predicted_total"] == step.predicted.total_bytes
+    )
+    states = trainer.init()
+    held = noted.held(*states)
+    for name, tree in zip(("parameters", "optimizer_state"), states, strict=True):
+        pieces = [x.addressable_data(0).nbytes for x in jax.tree.leaves(tree)]
+        assert held[name] == sum(pieces)
+    for name in ("parameters", "optimizer_state"):
+        assert held[name] == known["predicted"][name] == step.predicted.terms[name]
+    assert known["versions"]["jax"] == jax.__version__
+    assert known["devices"]["devices"] == jax.device_count() == 8
+
+
+def test_a_run_of_train_py_leaves_its_page(folder, capsys):
+    args = [*TINY, *HERE, "--sample-length", "0", "--checkpoint-every", "2", "--out", "out"]
+    assert main(args) == 0
+    assert main(args) == 0  # nothing is left to train
+    said = capsys.readouterr().out
+    run = read("out")
+    kinds = [event["event"] for event in run.events]
+    first = ["start", "states", "checkpoint", "checkpoint", "end"]
+    assert kinds == [*first, "start", "states", "end"]
+    root = ET.fromstring((folder / "out" / "report.html").read_text())
+    last = [line["val_loss"] for line in run.evaluations][-1]
+    assert tiles(root)["Held-out loss"] == f"{last:.4f} nats per byte"
+    assert [saved.step for saved in run.checkpoints] == [2, 4]
+    assert all(not saved.problem and saved.nbytes for saved in run.checkpoints)
+    stage = next(row for row in rows(root) if row[0] == "stage 3, this run")
+    printed = next(x for x in said.splitlines() if x.split()[:1] == ["total"])
+    assert stage[2] in printed and "unigram entropy" in words(root)
+
+
+def test_the_compiled_step_is_shown_and_another_is_refused(folder, capsys):
+    trainer = Trainer(load(Config(data="text.txt", seq=16, batch=8, devices=8)))
+    step = trainer.predict()
+    stages = by_stage(trainer.zero, trainer.shapes(), trainer.plain_tx, step.window)
+    noted_before = noted.start(step, stages, {}, "byte")
+    settings = facts(trainer.plan, trainer.zero, trainer.shapes())
+    with RunLog(folder / "run", settings) as log:
+        log.event("start", **noted_before)
+    assert report_page.main(["run", "--compile"]) == 0
+    audit = trainer.predict(compile=True).compiled
+    _, root = made(folder / "run")
+    assert f"XLA gives it {human_bytes(audit.total_bytes)}, and" in words(root)
+    largest = human_bytes(audit.peak.temporaries[0].bytes)
+    assert largest in [row[1] for row in rows(root) if len(row) == 3]
+
+    with RunLog(folder / "run", settings, resume=True) as log:
+        log.event("start", **noted_before | {"predicted_total": 1})
+    assert "XLA gives it" not in words(made(folder / "run")[1]), "of another step"
+    assert report_page.main(["run", "--compile"]) == 2
+    assert "and the run noted 1: go where its devices" in capsys.readouterr().err
+
+
+def test_a_step_is_not_compiled_for_other_devices_nor_without_a_plan(folder, capsys, monkeypatch):
+    RunLog(folder / "run", {"devices": 4}).close()
+    assert report_page.main(["run", "--compile"]) == 2
+    assert "does not say what was predicted" in capsys.readouterr().err
+    with RunLog(folder / "run", {"devices": 16, "mesh": {"data": 16}}) as log:
+        log.event("start", **START)
+    # GPUs are as many as there are; a CPU is cut into as many devices as the run had.
+    monkeypatch.setattr(training.main, "join", lambda config: None)
+    assert report_page.main(["run", "--compile"]) == 2
+    assert "ran on 16 devices, and here are 8" in capsys.readouterr().err
