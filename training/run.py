@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-import pathlib
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +17,17 @@ from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
 from training.room import peak_bytes, room_for
-from training.saving import Saver, goes_on, newest, same_everywhere
+from training.saving import Saver, goes_on, same_everywhere
 from training.show import Show, Speed, progress
-from training.stop import INTERRUPTED, Stop, Stopped
+from training.stop import Stop, Stopped
+from training.together import interrupted, leaving_together, together
 from training.trainer import Trainer
 from zero_jax.checkpoint.replicas import check_replicas
-from zero_jax.cluster.processes import leave
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
 
 PyTree = Any
-T = TypeVar("T")
 Found = tuple[PyTree, int]  # states, and the step they are of
 
 LONG = 50  # batches of an evaluation of which it is said how far it is
@@ -311,41 +308,3 @@ def run(config: Config) -> None:
                 say(line)
 
         together(settings, "export", leave_files)
-
-
-@contextlib.contextmanager
-def interrupted(folder: pathlib.Path) -> Iterator[None]:
-    """After a Ctrl-C that does not wait says what is on the disk."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
-        saved = None
-        with contextlib.suppress(OSError, ValueError):
-            saved = newest(folder)
-        raise Stopped(INTERRUPTED, folder, saved, at_once=True) from error
-
-
-@contextlib.contextmanager
-def leaving_together() -> Iterator[None]:
-    """Leaves the group while the watchdog looks on: who leaves waits for all others."""
-    try:
-        yield
-    except Stopped:
-        leave()
-        raise
-    leave()
-
-
-def together(settings: Mapping[str, Any], what: str, attempt: Callable[[], T]) -> T:
-    """Does what may fail in one process alone, so that all of them end when it does."""
-    trouble: Exception | None = None
-    try:
-        result = attempt()
-    except (ValueError, OSError) as error:
-        trouble = error
-    if jax.distributed.is_initialized():
-        zero_jax.check_agreement({**settings, what: trouble or "fine"})
-    if trouble is not None:
-        raise trouble
-    return result
