@@ -25,7 +25,7 @@ from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split
-from zero_jax.sharding.mesh import check_global, on_gpu
+from zero_jax.sharding.mesh import check_global, check_there, on_gpu
 
 PyTree = Any
 Tx: TypeAlias = optax.GradientTransformation
@@ -139,8 +139,9 @@ class Zero(Settings):
           and stage. Leaves that N does not divide are wrapped as `Padded`.
 
         Raises:
-          ValueError: if a leaf is not a numeric array, or a device holds more than its shard.
+          ValueError: a leaf is no numeric array, or a device is not there or holds another shard.
         """
+        check_there(self.mesh)
         if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
             raise ValueError(
                 "jax_threefry_partitionable is off, so initial values would depend on the mesh: "
@@ -166,7 +167,7 @@ class Zero(Settings):
           The tree at rest, as from `init`.
         """
         for name, leaf in paths.named_leaves(params):
-            if not hasattr(leaf, "dtype"):
+            if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
                 raise ValueError(
                     f"parameter {name!r} is a {type(leaf).__name__}: parameters are arrays, for "
                     "example jnp.asarray(...)"

@@ -81,6 +81,18 @@ def test_what_is_no_mesh_and_a_device_twice_are_refused():
         zero_jax.Zero(zero_jax.make_mesh(devices=[jax.devices()[0]] * 2))
 
 
+def test_nothing_is_made_on_devices_that_are_not_there():
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8))
+    with pytest.raises(ValueError, match=r"AbstractMesh, \{'data': 8\}, .*zero\.abstract"):
+        zero.init(make)
+
+
+def test_what_has_a_dtype_and_no_shape_is_no_array():
+    """As a model of Keras."""
+    with pytest.raises(ValueError, match="parameters are arrays"):
+        zero_on().shard({"w": types.SimpleNamespace(dtype="float32")})
+
+
 def test_a_pattern_that_is_no_regular_expression_is_refused():
     with pytest.raises(ValueError, match=r"frozen='\(b' is no regular expression: missing \)"):
         zero_on(frozen="(b").init(make)

@@ -70,6 +70,14 @@ def test_stage3_gathers_twice_and_scatters_once():
     assert report.words_per_param(num_params) == pytest.approx(3 + 2 / num_params)
 
 
+def test_what_is_not_compiled_is_not_audited():
+    lowered = jax.jit(jnp.sin).lower(jnp.ones(4))
+    with pytest.raises(ValueError, match=r"given a Lowered, .*\.compile\(\)"):
+        auditor.audit(lowered)
+    with pytest.raises(ValueError, match=r"given a Lowered"):
+        auditor.assert_communication(lowered, 3.0, num_params=4)
+
+
 def test_assert_communication_fails_on_another_mix_of_the_same_total():
     program = stage_3_step(num_layers=3, width=16)
     with pytest.raises(AssertionError, match="reduce-scatter"):

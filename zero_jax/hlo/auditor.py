@@ -107,8 +107,13 @@ def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
         mesh: Sizes of the mesh's axes by name, as `dict(mesh.shape)`; see `collectives`.
 
     Raises:
-        ValueError: If the backend reports no memory, or the text cannot be read.
+        ValueError: If it is not compiled, no memory is reported, or the text cannot be read.
     """
+    if not hasattr(compiled, "memory_analysis"):
+        raise ValueError(
+            f"audit was given a {type(compiled).__name__}, and reads a program that XLA has "
+            "compiled: step.lower(params, opt_state, batch).compile()"
+        )
     memory = compiled.memory_analysis()
     if memory is None:
         raise ValueError("this backend gives no memory_analysis(); call `collectives` instead")

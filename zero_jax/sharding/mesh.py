@@ -174,6 +174,15 @@ def on_gpu(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
+def check_there(mesh: AnyMesh) -> None:
+    """Raises ValueError for a mesh whose devices are not there, where arrays are to be made."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the mesh is an AbstractMesh, {dict(mesh.shape)}, without devices to make arrays on: "
+            "plan with the shapes of zero.abstract(...), or take zero_jax.make_mesh()"
+        )
+
+
 def model_size(mesh: AnyMesh) -> int:
     """MP, the size of the `model` axis; 1 without one."""
     return mesh.shape.get(MODEL, 1)
