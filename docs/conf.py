@@ -4,6 +4,7 @@ The pages are read on a forge, too, so they are plain Markdown. README, CONTRIBU
 which stand above this folder, are written into it for a build, and links to them turned.
 """
 
+import os
 import pathlib
 import re
 
@@ -14,13 +15,28 @@ copyright = "the zero_jax developers, Apache-2.0"
 
 # In the order of a reader's day.
 CONTENTS = {
-    "Begin": ["install", "first-steps", "models", "nnx", "does-not-fit", "coming-from", "guide"],
+    "Begin": [
+        "install",
+        "first-steps",
+        "models",
+        "examples",
+        "nnx",
+        "memory",
+        "does-not-fit",
+        "coming-from",
+        "guide",
+    ],
     "Train": ["finetuning", "interchange", "experts", "launchers", "checkpoints"],
     "Memory and speed": ["offload", "states", "parallelism", "plan", "pipelines", "performance"],
     "Look up": ["reference/index", "glossary", "faq"],
     "Behind it": ["evidence", "architecture", "contributing", "changelog"],
 }
-FROM_ABOVE = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+FROM_ABOVE = {
+    "README.md": "index",
+    "CONTRIBUTING.md": "contributing",
+    "CHANGELOG.md": "changelog",
+    "examples/README.md": "examples",
+}
 HERE = pathlib.Path(__file__).parent
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 
@@ -45,8 +61,8 @@ def setup(app):
 
 def _write_pages(app, config):
     for name, page in FROM_ABOVE.items():
-        text = (HERE.parent / name).read_text()
-        text = _LINK.sub(lambda found: found[1] + _from_above(found[2]), text)
+        above = HERE.parent / name
+        text = _turned(above.read_text(), above.parent)
         if page == "index":
             text += "".join(map(_contents, CONTENTS))
         path = HERE / f"{page}.md"
@@ -61,17 +77,18 @@ def _contents(caption):
 
 def _turn_links(app, name, source):
     if name not in FROM_ABOVE.values():
-        source[0] = _LINK.sub(lambda found: found[1] + _from_docs(found[2]), source[0])
+        source[0] = _turned(source[0], (HERE / name).parent)
 
 
-def _from_above(target):
-    if target.startswith("https:"):
+def _turned(text, folder):
+    return _LINK.sub(lambda found: found[1] + _on_site(found[2], folder), text)
+
+
+def _on_site(target, folder):
+    """Where a link of a file in a folder of the repository leads from the same page of the site."""
+    path = pathlib.Path(os.path.normpath(folder / target))
+    if ":" in target or not path.is_relative_to(HERE.parent):
         return target
-    if target in FROM_ABOVE:
-        return f"{FROM_ABOVE[target]}.md"
-    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
-
-
-def _from_docs(target):
-    above = target.removeprefix("../")
-    return f"{FROM_ABOVE[above]}.md" if above in FROM_ABOVE else target
+    page = FROM_ABOVE.get(str(path.relative_to(HERE.parent)))
+    start = folder if folder.is_relative_to(HERE) else HERE
+    return os.path.relpath(HERE / f"{page}.md" if page else path, start)

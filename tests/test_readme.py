@@ -12,9 +12,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 # What docs/conf.py writes for the time of a build.
-MADE = {"docs/index.md", "docs/contributing.md", "docs/changelog.md"}
+MADE = {f"docs/{name}.md" for name in ("index", "contributing", "changelog", "examples")}
 DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")} - MADE
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(DOCS))
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(DOCS))
 FIRST = "docs/first-steps.md"
 WITH_CODE = [p for p in PAGES if "```python" in (ROOT / p).read_text() and p != FIRST]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
