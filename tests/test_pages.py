@@ -25,8 +25,8 @@ def blocks(page):
 
 
 def runs_here(said):
-    """Whether a block is for this machine: `.ci/run` runs the test command itself."""
-    return said != "test" and not said.startswith("not run: ")
+    """Whether a block is for this machine, and `.ci/run` does not run it itself."""
+    return said not in ("test", "run by .ci/run") and not said.startswith("not run: ")
 
 
 def compiles(block):
@@ -67,10 +67,16 @@ def test_commands_that_compile_for_gpus_run(page, tmp_path):
 
 
 def test_a_block_that_is_not_run_says_what_it_lacks():
-    said = [s for page in PAGES for _, s in blocks(page) if not runs_here(s) and s != "test"]
+    said = [s for page in PAGES for _, s in blocks(page) if s.startswith("not run: ")]
     assert said and all(re.match(r"not run: (needs|the test of this page) ", s) for s in said)
     others = {s for page in PAGES for _, s in blocks(page) if runs_here(s)}
     assert others <= {"", "train", "finetune"}  # a comment that is none would hide nothing
+
+
+def test_what_is_installed_goes_into_an_environment_of_its_own():
+    """And not into that of the tests."""
+    found = [c for page in PAGES for both in (False, True) for c in commands(page, both)]
+    assert all("-m venv" in block for block in found if "pip install" in block)
 
 
 def test_a_command_that_fails_is_seen(tmp_path):
