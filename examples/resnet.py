@@ -23,19 +23,23 @@ jax.config.update("jax_num_cpu_devices", 4)  # fake devices in one line; GPUs st
 
 
 class ResNet(nn.Module):
-    """Two stages of one residual block each."""
+    """Two stages of one residual block each.
+
+    With `silu`, as losses are compared: at zero `relu` makes another gradient of rounding.
+    """
 
     axis_name: Any = None
 
     @nn.compact
     def __call__(self, x):
         norm = partial(nn.BatchNorm, use_running_average=False, axis_name=self.axis_name)
-        x = nn.relu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
+        x = nn.silu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
         for width, stride in ((16, 1), (64, 2)):
-            y = nn.relu(norm()(nn.Conv(width, (3, 3), stride, use_bias=False)(x)))
+            y = nn.silu(norm()(nn.Conv(width, (3, 3), stride, use_bias=False)(x)))
             y = norm()(nn.Conv(width, (3, 3), use_bias=False)(y))
-            x = nn.Conv(width, (1, 1), stride, use_bias=False)(x)
-            x = nn.relu(x + y)
+            if x.shape != y.shape:
+                x = nn.Conv(width, (1, 1), stride, use_bias=False)(x)
+            x = nn.silu(x + y)
         return nn.Dense(4)(jnp.mean(x, axis=(1, 2)))
 
 
@@ -46,7 +50,7 @@ def images_of_stripes():
     down, right = np.mgrid[:8, :8]
     waves = np.stack([down, right, down + right, down - right])[labels]
     images = np.sin(waves)[..., None] + 0.3 * random.normal(size=(32, 8, 8, 3))
-    return images.astype(np.float32), labels
+    return images.astype(np.float32), labels.astype(np.int32)
 
 
 batch = images_of_stripes()
@@ -111,8 +115,8 @@ if __name__ == "__main__":
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     most = print_held(params=params, opt_state=opt_state, batch_stats=stats)
 
-    # Sums are made in another order, which shows in the last digits and grows from step to step.
-    np.testing.assert_allclose(losses[:5], want[:5], rtol=1e-3)
+    # Sums are made in another order, which shows in the last digits.
+    np.testing.assert_allclose(losses, want, rtol=1e-4)
     assert losses[-1] < losses[0] / 2
     # Parameters and momentum in fp32 are 8 bytes of Ψ / N; statistics are whole on every device.
     psi, own = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (whole, whole_stats))
