@@ -43,6 +43,7 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme, html_title, html_show_sphinx = "furo", "zero_jax", False
+html_static_path, html_css_files = ["_static"], ["site.css"]
 myst_heading_anchors = 3  # those that a forge makes
 nb_execution_mode = "off"  # a notebook is kept with its outputs; tests/ runs it
 # Docstrings say `x` for code.
