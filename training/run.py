@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training import leaving, noted, optimizers
+from training import leaving, noted, optimizers, report_page
 from training.config import Config, shared
 from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
@@ -308,3 +308,4 @@ def run(config: Config) -> None:
                 say(line)
 
         together(settings, "export", leave_files)
+        say(f"A page of this run: {log.out_dir / report_page.FILE}")

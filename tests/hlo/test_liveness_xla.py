@@ -109,6 +109,7 @@ FileNames
 2 "/lib/python3.12/site-packages/flax/nnx/module.py"
 3 "{library}"
 4 "/home/me/zero_jax/train.py"
+5 "<frozen runpy>"
 
 FunctionNames
 1 "f"
@@ -118,6 +119,7 @@ FileLocations
 2 {{file_name_id=2 function_name_id=1 line=7 end_line=7 column=1 end_column=9}}
 3 {{file_name_id=3 function_name_id=1 line=9 end_line=9 column=1 end_column=9}}
 4 {{file_name_id=4 function_name_id=1 line=33 end_line=33 column=1 end_column=9}}
+5 {{file_name_id=5 function_name_id=1 line=88 end_line=88 column=1 end_column=9}}
 
 StackFrames
 1 {{file_location_id=4 parent_frame_id=1}}
@@ -125,6 +127,8 @@ StackFrames
 3 {{file_location_id=2 parent_frame_id=3}}
 4 {{file_location_id=3 parent_frame_id=4}}
 5 {{file_location_id=2 parent_frame_id=1}}
+6 {{file_location_id=5 parent_frame_id=1}}
+7 {{file_location_id=2 parent_frame_id=7}}
 """
 
 
@@ -135,6 +139,7 @@ StackFrames
         ("stack_frame_id=2", "models/gpt.py:120"),
         ("stack_frame_id=1", "zero_jax/train.py:33"),
         ("stack_frame_id=5", "nnx/module.py:7"),  # of no line of one's own
+        ("stack_frame_id=7", "nnx/module.py:7"),  # begun by python -m
         ("", ""),
         ('source_file="/home/me/models/gpt.py" source_line=120', "models/gpt.py:120"),
     ],

@@ -307,3 +307,24 @@ def test_where_xla_has_no_kernel_a_librarys_products_are_compiled(
             prove._run_child(tmp_path, targets.target("h100"), 8, 1.0)
         assert "triton_gemm=false" in tried[1]
     assert len(tried) == runs
+
+
+def test_a_plan_prints_the_table_of_the_command():
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
+    params = zero.abstract(lambda: {"w": jnp.ones((64, 64))})
+    rows = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    plan = zero.plan(loss, TX, params, rows)
+    printed = dict(line.split(maxsplit=1) for line in str(plan).splitlines())
+    assert printed["parameters"] == f"{4 * 64 * 64 // jax.device_count()} B"
+    assert {"total", "words", "layers:"} <= set(printed) and "compiled" not in printed
+    assert "Largest temporaries" in str(zero.plan(loss, TX, params, rows, compile=True))
+
+
+def test_the_command_says_which_stages_fit_in_a_device(capsys):
+    """Of the 7.5B model on 64 stage 3 alone holds less than its weights in bf16."""
+    assert command.main([*SCRIPT, "--memory-limit", "15"]) == 0
+    (said,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("in 15.00 GB"))
+    assert said.count("does not fit") == 3 and said.endswith(" fits")

@@ -50,7 +50,7 @@ def source_of(metadata: str, frames: Mapping[int, Frame]) -> str:
 def _is_library(file: str) -> bool:
     """Whether a file is an installed package's or ours; the models are somebody's own."""
     ours = file.startswith(_LIBRARY) and not file.startswith(f"{_LIBRARY}models/")
-    return ours or "-packages" in file
+    return ours or "-packages" in file or file.startswith("<frozen ")
 
 
 def _short(path: str) -> str:

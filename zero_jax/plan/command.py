@@ -83,7 +83,7 @@ def _plan(args: Sequence[str]) -> int:
         ]
         shown = plans[parsed.stage]
     print(_title(case, parsed))
-    print(plan_text.format_stages(plans))
+    print(plan_text.format_stages(plans, memory_bytes))
     print(plan_text.format_layers(shown))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
         print(_of_experts(case, case.config, case.config.mixture.experts, parsed.target), end="")

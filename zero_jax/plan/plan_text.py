@@ -6,14 +6,28 @@ from typing import Any
 
 from zero_jax.hlo import auditor, prove, roofline
 from zero_jax.plan import pictures
-from zero_jax.plan.planning import Plan
 from zero_jax.plan.tables import gigabytes, table
 
+# That of `planning.py`, which prints itself by this and so can't be imported here.
+Plan = Any
 _MUCH = 0.25  # of a step
 
 
-def format_stages(plans: Sequence[Plan]) -> str:
-    """Predicted bytes of one device, a row a term, a column a stage."""
+def format_plan(plan: Plan) -> str:
+    """One plan: its bytes by term, its layers, and where it was compiled the proof."""
+    parts = [format_stages([plan]), format_layers(plan)]
+    if plan.compiled is not None:
+        parts += ["", format_proof(plan, 0)]
+    return "\n".join(parts)
+
+
+def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
+    """Predicted bytes of one device, a row a term, a column a stage.
+
+    Args:
+      plans: a column each.
+      memory_bytes: that may be used, and whether each fits there; 0 says nothing of it.
+    """
     columns = ["", *(f"stage {plan.stage}" for plan in plans)]
     names = [name for name in _names(plans) if any(_term(p, name) for p in plans)]
     rows = [[name, *(gigabytes(_term(p, name)) for p in plans)] for name in names]
@@ -22,6 +36,9 @@ def format_stages(plans: Sequence[Plan]) -> str:
     if compiled:
         rows.append(["compiled", *(gigabytes(p.total_bytes) if p.compiled else "" for p in plans)])
         rows.append(["error", *(f"{p.error:+.1%}" if p.compiled else "" for p in plans)])
+    if memory_bytes:
+        fits = ("fits" if p.total_bytes <= memory_bytes else "does not fit" for p in plans)
+        rows.append([f"in {gigabytes(memory_bytes)}", *fits])
     rows.append(["words / Ψ", *(_words(p, 3) for p in plans)])
     return table([columns, *rows])
 

@@ -26,7 +26,7 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST, Offload
-from zero_jax.plan import expert_words, forecast, proof, update_forecast
+from zero_jax.plan import expert_words, forecast, plan_text, proof, update_forecast
 from zero_jax.plan.memory import words_per_param
 from zero_jax.plan.predicted import Predicted
 from zero_jax.plan.turned import turned_bytes
@@ -123,6 +123,9 @@ class Plan:
     compiled: auditor.Audit | None = None
     target: Target | None = None
     time: roofline.StepTime | None = None
+
+    def __str__(self) -> str:
+        return plan_text.format_plan(self)
 
     @property
     def total_bytes(self) -> int:

@@ -184,7 +184,10 @@ def _rate(account: Account, lr: float | None) -> Rate | None:
         )
         return None
     shape = account.get(f"{_SCHEDULER}warmup_type", "log")
-    account.translated("scheduler.type", 'the function lr (there a step behind); "log" unless said')
+    account.translated(
+        "scheduler.type",
+        'the function lr (there its value of step n is used at step n + 1); "log" unless said',
+    )
     account.translated(f"{_SCHEDULER}warmup_type", "in lr")
     account.not_needed(f"{_SCHEDULER}last_batch_iteration", "a checkpoint has the step")
     steps = ("warmup_num_steps", "total_num_steps")

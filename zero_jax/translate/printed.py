@@ -29,11 +29,13 @@ def python(asked: Asked) -> str:
     zero = zero_jax.Zero(mesh, stage=2)
     tx = optax.adamw(1e-4)  # the file names no optimizer: put yours here
     step = zero.train_step(loss_fn, tx)
+    # params = zero.init(...); opt_state = zero.optimizer(tx).init(params)
     """
     lines = [*_mesh(asked), _zero(asked), *_tx(asked)]
     whole = asked.global_batch()
     note = "" if whole is None else f"  # a batch of {whole} rows, over all devices"
     lines.append(f"step = zero.train_step(loss_fn, tx){note}")
+    lines.append("# params = zero.init(...); opt_state = zero.optimizer(tx).init(params)")
     text = "\n".join(lines)
     used = [name for name in ("math",) if f"{name}." in text]
     used += ["jax.numpy as jnp"] if "jnp." in text else []
