@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,20 @@ class RunLog:
             self._file.close()
             if self._writer is not None:
                 self._writer.close()
-            train, val = read_losses(self.out_dir / "metrics.jsonl")
-            if train or val:
-                draw_losses(self.out_dir / "loss.png", train, val, self._levels, self._unit)
-                _write_page(self.out_dir)
+            _made("loss.png", self._draw)
+            _made("report.html", self._write_page)
         finally:
             self._unlock()
+
+    def _draw(self) -> None:
+        train, val = read_losses(self.out_dir / "metrics.jsonl")
+        if train or val:
+            draw_losses(self.out_dir / "loss.png", train, val, self._levels, self._unit)
+
+    def _write_page(self) -> None:
+        from training import report_page  # here: it reads what this file writes
+
+        report_page.write(self.out_dir)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -261,13 +269,11 @@ def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
     return np.asarray((sums[high] - sums[low]) / (high - low))
 
 
-def _write_page(folder: Path) -> None:
+def _made(name: str, make: Callable[[], None]) -> None:
     try:
-        from training import report_page  # here: it reads what this file writes
-
-        report_page.write(folder)
-    except Exception as error:  # the run is done; whatever it is, a page can be made later
-        print(f"no report.html: {type(error).__name__}: {error}")
+        make()
+    except Exception as error:  # the run is done; whatever it is, it can be made later
+        print(f"no {name}: {type(error).__name__}: {error}")
 
 
 def _plain(value: Any) -> Any:

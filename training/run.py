@@ -308,4 +308,5 @@ def run(config: Config) -> None:
                 say(line)
 
         together(settings, "export", leave_files)
-        say(f"A page of this run: {log.out_dir / report_page.FILE}")
+        if lead and (page := log.out_dir / report_page.FILE).exists():
+            say(f"A page of this run: {page}")

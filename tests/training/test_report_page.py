@@ -304,6 +304,19 @@ def test_a_page_that_can_not_be_made_ends_no_run(tmp_path, monkeypatch, capsys):
     assert "no report.html: ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_a_run_without_a_finite_loss_leaves_its_page_and_no_picture(tmp_path):
+    with RunLog(tmp_path, {}) as log:
+        write(log, [1], loss=math.nan)
+    assert (tmp_path / "report.html").exists() and not (tmp_path / "loss.png").exists()
+
+
+def test_a_picture_that_can_not_be_drawn_ends_no_run(tmp_path, capsys):
+    with RunLog(tmp_path, {}) as log:
+        write(log, [1], loss=1e308)
+        write(log, [2], loss=-1e308)
+    assert "no loss.png: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -5,6 +5,7 @@ needed, and what it doesn't know is said to be unknown.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,8 +101,8 @@ class Account:
         value = self.get(key, False)
         if isinstance(value, str) and value.lower() in ("true", "yes", "1"):
             return True
-        if value in (True, AUTO) or value in _OFF:
-            return value is True
+        if value == AUTO or value in (0, 1) or value in _OFF:
+            return bool(value == 1)
         raise ValueError(f"{self._flag.format(key)} is {value!r}: true or false is needed")
 
     def number(self, key: str, default: float | None = None) -> float | None:
@@ -117,7 +118,9 @@ class Account:
             if isinstance(value, bool):
                 raise TypeError
             number = float(value)
-        except (TypeError, ValueError):
+            if not math.isfinite(number):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             name = self._flag.format(key)
             raise ValueError(f"{name} is {value!r}: a number is needed") from None
         return int(number) if number == int(number) and "." not in str(value) else number

@@ -142,6 +142,7 @@ class Asked:
         8
         """
         if self.parts is not None or self.batch is None or self.rows is None:
+            self._check_parts()
             return self.parts or 1
         if self.batch % self.rows:
             raise ValueError(f"a batch of {self.batch} is not made of {self.rows} rows a device")
@@ -154,6 +155,14 @@ class Asked:
                 "devices: say how many there are by --devices N"
             )
         return times // self.shares
+
+    def _check_parts(self) -> None:
+        shares = (self.parts or 1) * (self.shares or 1)
+        if self.batch is not None and self.batch % shares:
+            raise ValueError(
+                f"a batch of {self.batch} does not go up in {self.parts or 1} micro-batches on "
+                f"{self.shares or 1} devices: take a multiple of {shares}"
+            )
 
     def global_batch(self) -> int | str | None:
         """Rows of a step, a term of D where that is needed, None where the file is silent.

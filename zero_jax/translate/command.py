@@ -47,7 +47,7 @@ def translate(text: str, name: str, devices: int | None = None) -> Translation:
     """
     kind = files.kind(text, name)
     if kind == files.MEGATRON:
-        asked, account = megatron.read(script.read(text), devices)
+        asked, account = megatron.read(script.read(text, megatron.SWITCHES), devices)
         accounts = [("", account)]
     elif kind == files.DEEPSPEED:
         asked, account = deepspeed.read(files.parse_json(text, name), devices)
@@ -88,6 +88,9 @@ def main(args: Sequence[str] | None = None) -> int:
             raise ValueError(f"--devices {given.devices}: give at least 1")
         text = sys.stdin.read() if given.file == "-" else pathlib.Path(given.file).read_text()
         print(shown(translate(text, given.file, given.devices)))
+    except RecursionError:
+        print(f"error: {given.file} is nested too deep to be settings", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

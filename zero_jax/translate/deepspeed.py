@@ -91,7 +91,11 @@ def _loss_scale(account: Account, asked: Asked) -> Asked:
     power = account.number(keys["initial_scale_power"], 16)
     window = account.count(keys["loss_scale_window"], 1000)
     scale = account.number(keys["loss_scale"], 0)
-    assert power is not None
+    assert power is not None and scale is not None
+    if not 0 <= power <= 126 or not 0 <= scale <= 2.0**126:
+        raise ValueError(
+            f"fp16 with initial_scale_power {power} and loss_scale {scale}: a scale is 1 to 2^126"
+        )
     first = 2.0**power
     account.translated(keys["initial_scale_power"], f"Precision(initial_scale=2.0**{power})")
     account.translated(keys["loss_scale_window"], f"Precision(growth_interval={window})")
@@ -146,6 +150,8 @@ def _offload(account: Account, asked: Asked) -> Asked:
     words = "optimizer" if params == "none" else "optimizer,params"
     folder = account.get(f"{ZERO}offload_optimizer.nvme_path")
     place = f":nvme={folder or '/local_nvme'}" if optimizer == "nvme" else ""
+    if place and not folder:
+        account.note(f"{ZERO}offload_optimizer.device", "no nvme_path is given: put yours here")
     account.translated(
         keys,
         f'offload="{words}{place}": the update runs on the device, in pieces'

@@ -51,9 +51,12 @@ def auto(account: Account, key: str, default: Any = None) -> Any:
 
 def update(account: Account, asked: Asked) -> Asked:
     """Clipping, optimizer and rate, as lines of optax."""
-    clip = float(auto(account, "gradient_clipping", 0.0) or 0.0)
-    if account.get("gradient_clipping") != AUTO:
-        account.number("gradient_clipping")
+    given = account.get("gradient_clipping")
+    usual = auto(account, "gradient_clipping") if given == AUTO else 0.0
+    clip = float(account.number("gradient_clipping", usual) or 0.0)
+    if clip < 0:
+        raise ValueError(f"gradient_clipping is {clip}: a norm is needed, or 0 to clip never")
+    if given != AUTO:
         account.translated(
             "gradient_clipping",
             f"optax.clip_by_global_norm({clip})"
@@ -62,7 +65,7 @@ def update(account: Account, asked: Asked) -> Asked:
         )
     tx, lr = _optimizer(account)
     rate = _rate(account, lr)
-    if tx is not None and rate is None and lr is not None:
+    if rate is None and lr is not None:
         rate = optax_lines.constant(lr)
     return dataclasses.replace(asked, clip=clip, tx=tx, rate=rate)
 
@@ -73,9 +76,12 @@ def _numbers(account: Account, block: str, **usual: float) -> dict[str, float]:
     for name, default in usual.items():
         key = block + name
         value = auto(account, key, default)
-        found[name] = default if value is None else float(value)
-        if account.get(key) not in (None, AUTO):
-            account.number(key)
+        if account.get(key) in (None, AUTO):
+            found[name] = default if value is None else float(value)
+        else:
+            given = account.number(key)
+            assert given is not None
+            found[name] = float(given)
             account.translated(key, "in the line of optax" if block == _OPTIMIZER else "in lr")
     return found
 
@@ -86,10 +92,13 @@ def _optimizer(account: Account) -> tuple[Tx | None, float | None]:
     if kind is None:
         return None, None
     name = str(kind).lower()
+    if name not in _ADAMS | _LAMBS | {"lion", "sgd", "adagrad"}:
+        return None, _rate_alone(account, kind)
     wide = name in _LAMBS | _ADAMS
     usual = (0.9, 0.999) if wide else (0.9, 0.99)
     betas = auto(account, f"{_OPTIMIZER}betas", usual)
-    if not (isinstance(betas, list | tuple) and len(betas) == 2):
+    pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if not (pair and all(isinstance(beta, int | float) for beta in betas)):
         raise ValueError(f"{_OPTIMIZER}betas is {betas!r}: two numbers are needed")
     if account.get(f"{_OPTIMIZER}betas") != AUTO:
         account.translated(f"{_OPTIMIZER}betas", "in the line of optax")
@@ -109,13 +118,8 @@ def _optimizer(account: Account) -> tuple[Tx | None, float | None]:
     elif name == "sgd":
         tx = optax_lines.sgd(own["momentum"], account.asks(f"{_OPTIMIZER}nesterov"), decay)
         account.translated(f"{_OPTIMIZER}nesterov", "in the line of optax")
-    elif name == "adagrad":
-        tx = optax_lines.adagrad(own["eps"] if f"{_OPTIMIZER}eps" in account else 1e-10, decay)
     else:
-        account.no_equal(
-            "optimizer.type", f"no reader knows {kind}: write its line of optax yourself"
-        )
-        return None, lr
+        tx = optax_lines.adagrad(own["eps"] if f"{_OPTIMIZER}eps" in account else 1e-10, decay)
     if name.startswith(("onebit", "zeroone")):
         account.no_equal(
             "optimizer.type",
@@ -124,6 +128,15 @@ def _optimizer(account: Account) -> tuple[Tx | None, float | None]:
         )
     account.translated("optimizer.type", tx.call.partition("(lr")[0])
     return tx, lr
+
+
+def _rate_alone(account: Account, kind: object) -> float:
+    """Of an optimizer that nobody knows its rate, and the rest has no equal."""
+    lr = _numbers(account, _OPTIMIZER, lr=1e-3)["lr"]
+    account.no_equal("optimizer.type", f"no reader knows {kind}: write its line of optax yourself")
+    own = " ".join(key for key in account.values if key.startswith(_OPTIMIZER))
+    account.no_equal(own, f"it belongs to {kind}")
+    return lr
 
 
 def _decoupled(account: Account, name: str) -> bool:
@@ -200,7 +213,7 @@ def _rate(account: Account, lr: float | None) -> Rate | None:
     if kind == "WarmupCosineLR":
         own = _numbers(account, _SCHEDULER, warmup_min_ratio=0.0, cos_min_ratio=1e-4)
         low, end = own["warmup_min_ratio"], own["cos_min_ratio"]
-        rate = optax_lines.deepspeed_cosine(lr or 1e-3, low, end, *args)
+        rate = optax_lines.deepspeed_cosine(1e-3 if lr is None else lr, low, end, *args)
     else:
         own = _numbers(account, _SCHEDULER, warmup_min_lr=0.0, warmup_max_lr=1e-3)
         low, high = own["warmup_min_lr"], own["warmup_max_lr"]
@@ -225,5 +238,8 @@ def _step(account: Account, key: str) -> str:
         account.translated(key, f'"auto" is the Trainer\'s ({name}): {place}')
         return "warmup" if "warmup" in key else "total"
     account.translated(key, "in lr")
-    number = account.count(key, 1000 if "warmup" in key else None)
-    return "total" if number is None else str(number)
+    rises = "warmup" in key
+    number = account.number(key, 1000 if rises else None)
+    if number is not None and (number != int(number) or number < (0 if rises else 1)):
+        raise ValueError(f"{key} is {number!r}: a whole number of steps is needed")
+    return "total" if number is None else str(int(number))

@@ -14,6 +14,7 @@ from zero_jax.translate.account import Account
 from zero_jax.translate.asked import Asked, Rate
 from zero_jax.translate.script import Script
 from zero_jax.translate.words_megatron import MEGATRON
+from zero_jax.translate.words_megatron import SWITCHES as SWITCHES
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _TRAIN = {
@@ -29,7 +30,7 @@ def read(script: Script, devices: int | None = None) -> tuple[Asked, Account]:
     """What a command line asks for, and the account of it.
 
     >>> from zero_jax.translate import script
-    >>> read(script.read("pretrain_gpt.py --use-distributed-optimizer --bf16"))[0].stage
+    >>> read(script.read("pretrain_gpt.py --use-distributed-optimizer", SWITCHES))[0].stage
     1
     """
     account = Account(script.flags, MEGATRON, "--{}")
@@ -50,7 +51,7 @@ def _devices(account: Account) -> int | None:
     sizes: list[int] = []
     for name in ("nproc_per_node", "nnodes"):
         given = account.get(name, account.get(name.replace("_", "-"), 1 if sizes else None))
-        first = str(given).split()[0]
+        first = (str(given).split() or [""])[0]
         if not first.isdigit():
             return None
         sizes.append(int(first))
@@ -78,6 +79,9 @@ def _stage(account: Account, asked: Asked) -> Asked:
             raise ValueError(f"--data-parallel-sharding-strategy {strategy}: it is one of {known}")
         stage, why = _STRATEGIES[strategy], "its strategy says the stage"
         account.translated("data-parallel-sharding-strategy", f"stage={stage}")
+        if "data-parallel-sharding-strategy" not in account:
+            flag = "use-megatron-fsdp" if _on(account, "use-megatron-fsdp") else "use-custom-fsdp"
+            account.note(flag, f"no strategy is given, {strategy} is that of 2026")
         account.translated("use-megatron-fsdp use-custom-fsdp", f"stage={stage}, by its strategy")
     account.translated("use-distributed-optimizer", why)
     account.not_needed("data-parallel-sharding-strategy", "only --use-megatron-fsdp reads it")
@@ -174,6 +178,11 @@ def _remat(account: Account, asked: Asked) -> Asked:
     if granularity != "full":
         raise ValueError(f"--recompute-granularity {granularity}: it is one of full and selective")
     parted = _on(account, "distribute-saved-activations") and asked.model > 1
+    if parted and asked.sequence_parallel:
+        parted = False
+        account.not_needed(
+            "distribute-saved-activations", "what a layer keeps is split along the sequence already"
+        )
     remat = "block@partitioned" if parted else "block"
     account.translated("recompute-granularity", f'remat="{remat}"')
     account.translated("distribute-saved-activations", f'remat="{remat}"')
@@ -214,7 +223,14 @@ def _batch(account: Account, asked: Asked) -> Asked:
     asked = dataclasses.replace(asked, rows=rows, batch=batch)
     if batch is None:
         asked = dataclasses.replace(asked, parts=1)
-    k, whole = asked.micro_batches(), asked.global_batch()
+    try:
+        k, whole = asked.micro_batches(), asked.global_batch()
+    except ValueError as error:
+        split = [f"{axis}-parallel-size" for axis in ("pipeline-model", "context")]
+        apart = " and ".join(f"--{n} {account.get(n)}" for n in split if account.get(n, "1") != "1")
+        if not apart:
+            raise
+        raise ValueError(f"{error}; {apart} has no equal here: all its devices take rows") from None
     account.translated("micro-batch-size", f"micro_batches={k} of a batch of {whole} rows")
     account.translated("global-batch-size", f"a batch of {whole} rows, over all devices")
     return asked
@@ -233,12 +249,13 @@ def _optimizer(account: Account, asked: Asked) -> Asked:
     tx = None
     if name == "adam":
         l2 = _on(account, "no-decoupled-weight-decay")
-        tx = optax_lines.adam_l2(*adam, decay) if l2 else optax_lines.adamw(*adam, decay, True)
+        make = optax_lines.adam_l2 if l2 else optax_lines.adamw
+        tx = make(*adam, decay, masked=True)
     elif name == "sgd":
-        tx = optax_lines.sgd(momentum, False, decay)
+        tx = optax_lines.sgd(momentum, False, decay, masked=True)
     elif name == "lion":
         betas = [float(account.number(f"lion-beta{i}", b) or 0) for i, b in ((1, 0.95), (2, 0.98))]
-        tx = optax_lines.lion(betas[0], betas[1], decay)
+        tx = optax_lines.lion(betas[0], betas[1], decay, masked=True)
     else:
         account.no_equal("optimizer", "write its line of optax yourself; train.py has muon")
     keys = (
@@ -291,7 +308,10 @@ def _train(account: Account, asked: Asked) -> Asked:
     words: list[str] = []
     for name, flag in _TRAIN.items():
         value = account.get(name)
-        if str(value).isdigit():
+        if str(value).isdigit() and int(str(value)) < (2**32 if name == "seed" else 10**9):
+            if int(str(value)) == 0 and name != "seed":
+                account.no_equal(name, f"0 is none: leave train.py {flag} at what it is")
+                continue
             words += [flag, str(value)]
             account.translated(name, f"train.py {flag} {value}")
         account.no_equal(name, f"it is given by a variable: train.py {flag}")

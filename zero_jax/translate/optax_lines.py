@@ -31,11 +31,10 @@ def adamw(b1: float, b2: float, eps: float, decay: float, masked: bool = False) 
     return Tx(made, "adamw", decay, False, differs + _if(decay != 0, _DECAY))
 
 
-def adam_l2(b1: float, b2: float, eps: float, decay: float) -> Tx:
+def adam_l2(b1: float, b2: float, eps: float, decay: float, masked: bool = False) -> Tx:
     """Adam of a loss with a penalty: the decay is added to the gradient."""
-    inner = call("adam", b1=b1, b2=b2, eps=eps)
-    made = f"optax.chain(optax.add_decayed_weights({decay!r}), {inner})" if decay else inner
-    return Tx(made, None if decay else "adamw", 0.0)
+    made = _penalised(call("adam", b1=b1, b2=b2, eps=eps), decay, masked)
+    return Tx(made, None if decay else "adamw", 0.0, bool(decay and masked))
 
 
 def lamb(b1: float, b2: float, eps: float, decay: float) -> Tx:
@@ -44,25 +43,32 @@ def lamb(b1: float, b2: float, eps: float, decay: float) -> Tx:
     return Tx(made, "lamb", decay, False, _if(decay != 0, _DECAY))
 
 
-def lion(b1: float, b2: float, decay: float) -> Tx:
+def lion(b1: float, b2: float, decay: float, masked: bool = False) -> Tx:
     """Lion."""
     made = call("lion", b1=b1, b2=b2, weight_decay=decay)
+    if decay and masked:
+        return Tx(made[:-1] + ", mask=decayed)", "lion", decay, True)
     return Tx(made, "lion", decay, False, _if(decay != 0, _DECAY))
 
 
-def sgd(momentum: float, nesterov: bool, decay: float) -> Tx:
+def sgd(momentum: float, nesterov: bool, decay: float, masked: bool = False) -> Tx:
     """SGD of PyTorch, whose decay is added to the gradient."""
     inner = call("sgd", momentum=momentum or None, nesterov=nesterov or None)
-    made = f"optax.chain(optax.add_decayed_weights({decay!r}), {inner})" if decay else inner
     differs = _if(momentum != 0.9 or nesterov, "its momentum is 0.9")
-    return Tx(made, "sgd", decay, False, differs + _if(decay != 0, _DECAY))
+    differs += _if(decay != 0 and not masked, _DECAY)
+    return Tx(_penalised(inner, decay, masked), "sgd", decay, bool(decay and masked), differs)
 
 
 def adagrad(eps: float, decay: float) -> Tx:
     """Adagrad of PyTorch."""
     inner = call("adagrad", initial_accumulator_value=0.0, eps=eps)
-    made = f"optax.chain(optax.add_decayed_weights({decay!r}), {inner})" if decay else inner
-    return Tx(made, None, decay)
+    return Tx(_penalised(inner, decay), None, decay)
+
+
+def _penalised(inner: str, decay: float, masked: bool = False) -> str:
+    """A call whose gradients have the decay of weights added first."""
+    of = f"{decay!r}, mask=decayed" if masked else f"{decay!r}"
+    return f"optax.chain(optax.add_decayed_weights({of}), {inner})" if decay else inner
 
 
 def _if(when: bool, text: str) -> tuple[str, ...]:
@@ -82,7 +88,7 @@ def deepspeed_warmup(low: float, high: float, warmup: int, logarithmic: bool) ->
         return 0.0 + 0.001 * jnp.minimum(jnp.log1p(step) / math.log(10), 1.0)
     """
     if not logarithmic:
-        line = f"lr = optax.linear_schedule({low!r}, {high!r}, {warmup})"
+        line = f"lr = optax.linear_schedule({low!r}, {high!r}, {max(warmup, 2)})"
         return Rate((line,), high, warmup=warmup)
     part = f"jnp.minimum(jnp.log1p(step) / math.log({max(warmup, 2)}), 1.0)"
     lines = ("def lr(step):", f"    return {low!r} + {high - low!r} * {part}")
@@ -91,10 +97,11 @@ def deepspeed_warmup(low: float, high: float, warmup: int, logarithmic: bool) ->
 
 def deepspeed_falling(low: float, high: float, warmup: str, total: str, logarithmic: bool) -> Rate:
     """WarmupDecayLR: it rises, then falls linearly back to where it began."""
+    warmup, falls = _at_least_two(warmup), _falls(warmup, total)
     lines = (
         "def lr(step):",
         f"    up = {_rise(warmup, logarithmic)}",
-        f"    down = jnp.maximum({total} - step, 0) / ({total} - {warmup})",
+        f"    down = jnp.maximum({total} - step, 0) / {falls}",
         f"    return {low!r} + {high - low!r} * jnp.where(step < {warmup}, up, down)",
     )
     return Rate(lines, high, _number(warmup), _number(total))
@@ -104,14 +111,28 @@ def deepspeed_cosine(
     lr: float, low: float, end: float, warmup: str, total: str, logarithmic: bool
 ) -> Rate:
     """WarmupCosineLR: parts of the optimizer's rate."""
+    warmup, falls = _at_least_two(warmup), _falls(warmup, total)
     lines = (
         "def lr(step):",
         f"    up = {low!r} + {1 - low!r} * {_rise(warmup, logarithmic)}",
-        f"    turn = jnp.pi * (step - {warmup} + 1) / ({total} - {warmup})",
+        f"    turn = jnp.pi * (step - {warmup} + 1) / {falls}",
         f"    down = {end!r} + {1 - end!r} * (1 + jnp.cos(turn)) / 2",
         f"    return {lr!r} * jnp.where(step < {warmup}, up, down)",
     )
     return Rate(lines, lr, _number(warmup), _number(total))
+
+
+def _at_least_two(warmup: str) -> str:
+    """Steps in which a rate rises: DeepSpeed takes 2 for less, whose logarithm is not 0."""
+    return str(max(2, int(warmup))) if warmup.isdigit() else warmup
+
+
+def _falls(warmup: str, total: str) -> str:
+    """Steps in which it falls, at least 1 as there."""
+    up = _at_least_two(warmup)
+    if up.isdigit() and total.isdigit():
+        return str(max(1, int(total) - int(up)))
+    return f"({total} - {up})"
 
 
 def _rise(warmup: str, logarithmic: bool) -> str:

@@ -1,6 +1,8 @@
 """What is asked for as Python and as a command line of train.py, and the account as text."""
 
+import json
 import math
+import shlex
 import textwrap
 from collections.abc import Sequence
 
@@ -27,7 +29,7 @@ def python(asked: Asked) -> str:
     <BLANKLINE>
     mesh = zero_jax.make_mesh()  # every device on data
     zero = zero_jax.Zero(mesh, stage=2)
-    tx = optax.adamw(1e-4)  # the file names no optimizer: put yours here
+    tx = optax.adamw(1e-4)  # the file names none that is known here: put yours
     step = zero.train_step(loss_fn, tx)
     # params = zero.init(...); opt_state = zero.optimizer(tx).init(params)
     """
@@ -71,7 +73,7 @@ def _zero(asked: Asked) -> str:
     words += [f"micro_batches={k}"] if k != 1 else []
     for name, usual in {"remat": "none", "offload": None, "states": "fp32"}.items():
         value = getattr(asked, name)
-        words += [f'{name}="{value}"'] if value != usual else []
+        words += [f"{name}={json.dumps(value)}"] if value != usual else []
     words += [
         f"{name}=True" for name in ("sequence_parallel", "hierarchical") if getattr(asked, name)
     ]
@@ -105,7 +107,7 @@ def _tx(asked: Asked) -> list[str]:
     note = ""
     if asked.tx is None:
         made = f"optax.adamw({_NO_RATE if asked.rate is None else 'lr'})"
-        note = "  # the file names no optimizer: put yours here"
+        note = "  # the file names none that is known here: put yours"
     else:
         made = asked.tx.call
     if asked.rate is not None:
@@ -156,7 +158,7 @@ def command(asked: Asked) -> tuple[str, list[str]]:
     words += ["--sequence-parallel"] if asked.sequence_parallel else []
     words += ["--hierarchical"] if asked.hierarchical else []
     words += [*_update(asked), "--clip", f"{asked.clip:g}", *asked.train]
-    return "python train.py " + " ".join(map(str, words)), _differs(asked)
+    return "python train.py " + shlex.join(map(str, words)), _differs(asked)
 
 
 def _update(asked: Asked) -> list[object]:
@@ -179,6 +181,8 @@ def _differs(asked: Asked) -> list[str]:
         if asked.tx.name is None:
             found.append("it has no such optimizer: --optimizer is yours to choose")
         found += asked.tx.differs
+    if asked.experts > 1:
+        found.append("its default model has no experts: --model mixtral-8x7b say, or --hf")
     rate = asked.rate
     if rate is not None and not rate.cosine:
         found.append("its rate rises linearly and falls as a cosine to a tenth")

@@ -8,14 +8,18 @@ said.
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 _SET = re.compile(r"^\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|\S*)\s*$")
 _DEFAULT = re.compile(r"\$\{(\w+):?-([^{}]*)\}")
 _NAME = re.compile(r"\$\{?(\w+)\}?")
 _FLAG = re.compile(r"--[A-Za-z][\w-]*(?:=\S*)?$")
-# Where the values of a flag end: another word of the shell.
-_SHELL = re.compile(r"^(\)|\(|\\|\||&&?|;|fi|then|else|done|esac|\w+\+?=.*|\$\{\w+\[@\]\}|\$\w+)$")
+# Where the values of a flag end: another word of the shell, a redirection, all arguments.
+_SHELL = re.compile(
+    r"^(\)|\(|\\|\|.*|&.*|;|\d*[<>].*|fi|then|else|done|esac|\w+\+?=.*|\$\{\w+\[@\]\}|\$[@*]|\$\w+)$"
+)
+# What stands before the first flag of a variable: NAME="--flag, NAME+=(--flag.
+_BEGINS = re.compile(r"\b\w+\+?=[\"'(]+\s*(?=--)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +37,12 @@ class Script:
     several: Mapping[str, tuple[str, ...]]
 
 
-def read(text: str) -> Script:
+def read(text: str, switches: Container[str] = ()) -> Script:
     """Reads the flags.
+
+    Args:
+      text: of the script.
+      switches: flags that never have a value, whatever follows them.
 
     >>> read('SIZE=8\\ntorchrun train.py --tensor-model-parallel-size $SIZE --bf16 # --fp16').flags
     {'tensor-model-parallel-size': '8', 'bf16': True}
@@ -43,7 +51,7 @@ def read(text: str) -> Script:
     names, several = _variables(lines)
     flags: dict[str, str | bool] = {}
     all_values: dict[str, list[str]] = {}
-    for name, value in _flags("\n".join(lines), names):
+    for name, value in _flags("\n".join(lines), names, switches):
         flags[name] = value
         all_values.setdefault(name, []).append(str(value))
     twice = {name: tuple(v) for name, v in all_values.items() if len(set(v)) > 1}
@@ -72,17 +80,19 @@ def _filled(text: str, names: Mapping[str, str]) -> str:
     return _NAME.sub(lambda m: names.get(m[1], m[0]), text)
 
 
-def _flags(text: str, names: Mapping[str, str]) -> list[tuple[str, str | bool]]:
+def _flags(
+    text: str, names: Mapping[str, str], switches: Container[str]
+) -> list[tuple[str, str | bool]]:
     """Flags and their values, which end with the line unless that goes on."""
     lines = re.sub(r"\\\s*\n", " ", text).split("\n")
     found: list[tuple[str, str | bool]] = []
     for line in lines:
-        words = [word.strip("\"'") for word in line.split()]
+        words = [_word(word) for word in re.sub(r";(?=\s|$)", " ;", _BEGINS.sub("", line)).split()]
         starts = [at for at, word in enumerate(words) if _FLAG.match(word)]
         for at, end in itertools.pairwise([*starts, len(words)]):
             name, sign, value = words[at][2:].partition("=")
             values = [value] if sign else []
-            for word in words[at + 1 : end] if not sign else ():
+            for word in words[at + 1 : end] if not sign and name not in switches else ():
                 if _SHELL.match(word) and not _is_value(word, values):
                     break
                 values.append(_filled(word, names))
@@ -90,6 +100,12 @@ def _flags(text: str, names: Mapping[str, str]) -> list[tuple[str, str | bool]]:
     return found
 
 
+def _word(word: str) -> str:
+    """Without quotes, and without the bracket that ends a list."""
+    word = word.strip("\"'")
+    return word.rstrip(")").strip("\"'") if word.endswith(")") and "(" not in word else word
+
+
 def _is_value(word: str, values: list[str]) -> bool:
     """Whether a word of the shell is the value of a flag: a variable that comes first."""
-    return not values and word.startswith("$") and "[@]" not in word
+    return not values and re.match(r"\$[\w{(]", word) is not None and "[@]" not in word

@@ -212,3 +212,29 @@ MEGATRON = words(
         virtual-pipeline-model-parallel-size
     """,
 )
+
+# Flags that have no value.
+SWITCHES = frozenset(
+    (
+        "use-distributed-optimizer",
+        "use-torch-fsdp2",
+        "torch-fsdp2-no-reshard-after-forward",
+        "use-megatron-fsdp",
+        "use-custom-fsdp",
+        "sequence-parallel",
+        "fp16",
+        "bf16",
+        "grad-reduce-in-bf16",
+        "recompute-activations",
+        "distribute-saved-activations",
+        "optimizer-cpu-offload",
+        "no-decoupled-weight-decay",
+        "use-torch-optimizer-for-cpu-offload",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "overlap-cpu-optimizer-d2h-h2d",
+        "swiglu",
+        "disable-bias-linear",
+        "use-flash-attn",
+    )
+)
