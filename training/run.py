@@ -295,6 +295,8 @@ def run(config: Config) -> None:
                     params = job.train()
                 loss = job.evaluate_all(params)
                 log.evaluation(config.steps, val_loss=loss)
+        if lead and (page := log.out_dir / report_page.FILE).exists():
+            say(f"A page of this run: {page}")
         say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.corpus.held_out_size}")
         for name, entropy in marks.items():
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
@@ -308,5 +310,3 @@ def run(config: Config) -> None:
                 say(line)
 
         together(settings, "export", leave_files)
-        if lead and (page := log.out_dir / report_page.FILE).exists():
-            say(f"A page of this run: {page}")
