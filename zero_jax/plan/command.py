@@ -31,13 +31,12 @@ from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import unknown
 from zero_jax.plan import candidates, expert_words, meshes, paper, plan_text, proof, scaling
 from zero_jax.plan.case import Case
-from zero_jax.plan.options import Adapters, Options, add_options, parsed_options
+from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
 from zero_jax.plan.pipeline_command import main as pipelines
 from zero_jax.plan.planning import Plan
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
 
-ROW = 1024  # tokens
 _CURVE = (1, 4, 16, 64, 256, 1024)
 
 

@@ -18,6 +18,7 @@ from zero_jax.engine.settings import AUTO
 from zero_jax.states.narrow import FP32
 
 C = TypeVar("C", bound=Any)
+ROW = 1024  # tokens of a row, unless a command is told otherwise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,7 @@ from zero_jax.hlo import targets
 from zero_jax.models import families
 from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import pipeline_table
-
-_ROW = 1024  # tokens
+from zero_jax.plan.options import ROW
 
 
 def main(args: Sequence[str]) -> int:
@@ -48,14 +47,14 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="rows of the whole batch, over devices; as many as make a micro-batch one row",
     )
-    add("--seq", type=int, help=f"tokens of a row; {_ROW}, or what the model takes, unless given")
+    add("--seq", type=int, help=f"tokens of a row; {ROW}, or what the model takes, unless given")
     add("--target", default="h100", help="one of " + ", ".join(targets.TARGETS))
     return parser
 
 
 def _setting(parsed: argparse.Namespace) -> pipeline_table.Setting:
     config = families.preset(parsed.model)
-    seq = min(_ROW, config.seq) if parsed.seq is None else parsed.seq
+    seq = min(ROW, config.seq) if parsed.seq is None else parsed.seq
     if isinstance(config, GPTConfig):
         config = dataclasses.replace(config, seq=seq)  # its positions are parameters
     elif seq > config.seq:
