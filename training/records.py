@@ -37,12 +37,18 @@ def is_documents(path: Path) -> bool:
     """Whether a file, or the files of a folder, are of documents by their names.
 
     Raises:
-        ValueError: Some of a folder's are, and some are not.
+        ValueError: Some of a folder's are, and some are not; or all are JSON, but not a line each.
 
     >>> is_documents(Path("chat.jsonl")), is_documents(Path("book.txt"))
     (True, False)
     """
     found = _shown(path) if path.is_dir() else [path]
+    if found and found[0].exists() and all(own.suffix == ".json" for own in found):
+        raise ValueError(
+            f"{path}: as text a model would learn JSON's braces and quotes. Write each document as "
+            f"one line of a .jsonl file, by json.dumps; or name it {found[0].stem}.txt to have it "
+            "as text"
+        )
     others = [own for own in found if own.suffix not in (*LINES, PARQUET)]
     if others and len(others) < len(found):
         raise ValueError(

@@ -45,6 +45,16 @@ def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
         is_documents(tmp_path)
 
 
+def test_json_is_not_learned_as_text_but_what_lies_beside_text_is(tmp_path):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text('{"messages": []}')
+    for path in (tmp_path, tmp_path / "b.json"):
+        with pytest.raises(ValueError, match=r"braces and quotes.* \.jsonl .* name it [ab]\.txt"):
+            is_documents(path)
+    (tmp_path / "code.py").write_text("pass")
+    assert not is_documents(tmp_path)
+
+
 def test_files_behind_links_are_read_too(tmp_path):
     (tmp_path / "there").mkdir()
     write(tmp_path / "there" / "a.jsonl", {"text": "1"})

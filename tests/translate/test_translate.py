@@ -130,6 +130,12 @@ def test_activations_are_split_over_a_model_axis():
     assert made(alone)["zero"].remat == "block@host"
 
 
+def test_which_layers_are_checkpointed_is_the_models_to_say_there():
+    found = deepspeed(8, activation_checkpointing={"partition_activations": False})
+    said = why(found, "activation_checkpointing.partition_activations")
+    assert 'remat="block"' in said and 'checkpoints none remat="none"' in said
+
+
 @pytest.mark.parametrize(
     ("settings", "hosts", "stage", "mesh"),
     [

@@ -225,7 +225,10 @@ def _activations(account: Account, asked: Asked) -> Asked:
     models = account.count("tensor_parallel.autotp_size", 1) or 1
     place = "+".join(["partitioned"] * (split and models > 1) + ["host"] * host)
     remat = f"block@{place}" if place else "block"
-    on = "there the model says which layers are checkpointed, here all are"
+    on = (
+        "there the model says which layers are checkpointed, here all are; of a model that "
+        'checkpoints none remat="none" is the equal'
+    )
     if split and models == 1:
         account.no_equal(
             f"{block}partition_activations",
