@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from training.config import Config
-from training.data import batches, eval_batches
+from training.data import batches, eval_batches, samples_per_epoch
 from training.documents import Documents, Source, sources_of
 from training.entropy import bigram_entropy, unigram_entropy
 from training.records import Records, is_documents
+from training.show import human_count
 from training.text import IntArray, Tokens, decode, load_tokens, split
 from training.tokenizer import Tokenizer, has_tokenizer
 
@@ -42,6 +43,7 @@ class Corpus(Protocol):
     def counts(self) -> Any: ...
     @property
     def order(self) -> dict[str, Any]: ...
+    def outlook(self, steps: int) -> str: ...
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]: ...
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Any]: ...
     def held_out_batches(self) -> int | None: ...
@@ -94,6 +96,11 @@ class Text:
     def order(self) -> dict[str, Any]:
         own = {"corpus": self.name, "train_tokens": self.train.size}
         return {**own, "seq": self._seq, "seed": self._seed}
+
+    def outlook(self, steps: int) -> str:
+        """How often a run of so many steps reads it, in words."""
+        times = steps * self._batch / samples_per_epoch(self.train.size, self._seq)
+        return f"{steps:,} steps read {self.name} {human_count(times)} times"
 
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]:
         """This process's rows of each batch, and the sample that comes after it, without end."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from training.packing import Document, Lane, Row, batches, row_of
 from training.records import Record, Records, conversations
+from training.show import human_count
 from training.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ Arrays = tuple[Any, ...]
 LONG = ("cut", "drop", "refuse")
 HELD_OUT = 10  # every so many documents one
 TRIED = 100  # of what is held out, for one to begin a sample with
+LOOKED = 1000  # documents that are read before a run, to say what it will meet
 AHEAD = 2  # batches that are made while the devices work
 
 
@@ -41,6 +43,7 @@ class Counts:
         empty: With nothing to learn within a row, and left out.
         refused: That the tokenizer or its template does not take, and left out.
         why: The first of those, and why.
+        longest: Tokens of the longest.
     """
 
     whole: int = 0
@@ -49,10 +52,14 @@ class Counts:
     empty: int = 0
     refused: int = 0
     why: str = ""
+    longest: int = 0
 
     def __str__(self) -> str:
-        said = ", ".join(f"{n:,} {name}" for name, n in vars(self).items() if n and name != "why")
-        return f"documents read: {said or 'none'}" + (f" ({self.why})" if self.why else "")
+        kinds = {k: n for k, n in vars(self).items() if n and k not in ("why", "longest")}
+        said = ", ".join(f"{n:,} {kind}" for kind, n in kinds.items()) or "none"
+        if self.cut or self.dropped:
+            said += f", the longest of {self.longest:,} tokens"
+        return said + (f" ({self.why})" if self.why else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +183,26 @@ class Documents:
             "long": self._long,
         }
 
+    def outlook(self, steps: int) -> str:
+        """What a run of so many steps will meet, in words: what is cut, and how often it is read.
+
+        The first documents of its order are looked at, a pass at most, and packed as in the run.
+        """
+        looked, counts = min(LOOKED, self._pass), Counts()
+        lane = Lane(lambda at: self._read(*self._stream[at], counts), self._seq, 0, 1, end=looked)
+        rows = len(_some(lane, looked))
+        drawn = steps * self._batch * looked / max(rows, 1)
+        weights = sum(own.weight for own in self._sources)
+        times = [
+            f"{own.records.name} {human_count(drawn * own.weight / weights / kept)} times"
+            for own, kept in zip(self._sources, self._kept, strict=True)
+        ]
+        which = "all" if looked == self._pass else "the first"
+        return (
+            f"{which} {looked:,} documents in rows of {self._seq} tokens: {counts}; "
+            f"{steps:,} steps read {', '.join(times)}"
+        )
+
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Arrays, Any]]:
         """This process's rows of each batch, and the place of its lanes after it.
 
@@ -203,9 +230,7 @@ class Documents:
             most: Stop after so many batches; None for all.
         """
         wanted = self.held_out_documents
-        lane = Lane(
-            lambda at: self._read(*wanted[at], count=False), self._seq, 0, 1, end=len(wanted)
-        )
+        lane = Lane(lambda at: self._read(*wanted[at], Counts()), self._seq, 0, 1, end=len(wanted))
         each, empty = self._batch // count, row_of([], self._seq)
         done = 0
         while (most is None or done < most) and (rows := _some(lane, self._batch)):
@@ -266,25 +291,24 @@ class Documents:
 
     def _train(self, number: int) -> Document | None:
         source, at = self._stream[number]
-        return self._read(source, at)
+        return self._read(source, at, self.counts)
 
-    def _read(self, source: int, at: int, count: bool = True) -> Document | None:
-        """A document of at most a row, or None if it is left out."""
+    def _read(self, source: int, at: int, counts: Counts) -> Document | None:
+        """A document of at most a row, or None if it is left out; it is counted."""
         records = self._sources[source].records
         try:
             ids, mask = self._tokenized(records, at)
         except ValueError as error:
-            if count:
-                self.counts.refused += 1
-                self.counts.why = self.counts.why or str(error)
+            counts.refused += 1
+            counts.why = counts.why or str(error)
             return None
+        counts.longest = max(counts.longest, len(ids))
         kind = "whole" if len(ids) <= self._seq + 1 else "dropped"
         if kind == "dropped" and self._long == "cut":
             kind, ids, mask = "cut", ids[: self._seq + 1], mask[: self._seq + 1]
         if kind != "dropped" and not mask[1:].any():
             kind = "empty"
-        if count:
-            setattr(self.counts, kind, getattr(self.counts, kind) + 1)
+        setattr(counts, kind, getattr(counts, kind) + 1)
         return (ids, mask) if kind in ("whole", "cut") else None
 
     def _tokenized(self, records: Records, at: int) -> Document:

@@ -70,6 +70,8 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
         peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.hf)
         said.append(f"adapters, as PEFT reads them: {folder}")
+        if config.hf is not None:
+            said.append(f"a question of your own: python -m training.ask {trainer.out} '...'")
     if config.export is None:
         return said
     out = pathlib.Path(config.export)

@@ -259,6 +259,7 @@ def run(config: Config) -> None:
         step = trainer.predict()
         stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
         print_plan(known, trainer.zero, stages, step)
+        print(plan.corpus.outlook(config.steps))
         marks = plan.corpus.marks(plan.model.config.vocab)
         return marks, noted.start(step, stages, marks, unit)
 
@@ -302,7 +303,7 @@ def run(config: Config) -> None:
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
         job.show_sample(params, "sample")
         if counts := plan.corpus.counts:
-            say(counts)
+            say(f"documents read: {counts}")
         lora = None if trainer.model.adapted is None else leaving.adapters(trainer, params)
 
         def leave_files() -> None:

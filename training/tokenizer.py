@@ -104,6 +104,12 @@ class Tokenizer:
         """A conversation up to where the assistant begins to speak."""
         return self.encode(self._rendered(messages, add_generation_prompt=True))
 
+    def asked(self, question: str) -> Ids:
+        """A question as the user's turn, or as it is where there is no chat template."""
+        if self._own.chat_template is None:
+            return self.encode(question)
+        return self.prompt([{"role": "user", "content": question}])
+
     def document(self, record: Record, loss_on: str = "assistant") -> tuple[Ids, Mask]:
         """The tokens of a document and which of them are learned.
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import tracemalloc
 
 import numpy as np
@@ -239,6 +240,33 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     assert "dropped" in str(dropped.counts)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens do not fit in a row of 32"):
         documents(tokenizer, (records, 1.0), long="refuse")
+
+
+def test_what_will_be_cut_and_how_often_it_is_read_is_said_before_a_run(tokenizer, tmp_path):
+    """Of 40 documents 36 are trained on; a short one has 6 tokens, a row room for 32."""
+    a = write(tmp_path / "a.jsonl", ["x" * (50 if n % 2 else 5) for n in range(40)])
+    data = documents(tokenizer, (a, 1.0))
+    said = data.outlook(100)
+    assert said.startswith("all 36 documents in rows of 31 tokens: 18 whole, 18 cut, the longest")
+    assert "the longest of 51 tokens; 100 steps" in said and str(data.counts) == "none"
+    rows = 18 + 4  # one for each that is cut, five short ones in each of the others
+    assert said.endswith(f"100 steps read a.jsonl {100 * 4 / rows:.3g} times"), said
+    drawn = data.batches(None, 0, 1)
+    for _ in range(100):
+        next(drawn)
+    read = sum(getattr(data.counts, kind) for kind in ("whole", "cut")) / 36
+    assert read == pytest.approx(400 / rows, rel=0.15), "what it foretold is what it does"
+
+
+def test_each_source_of_a_mixture_is_foretold_by_its_weight(tokenizer, tmp_path):
+    a, b = (
+        write(tmp_path / f"{name}.jsonl", numbers(name, n)) for name, n in (("a", 3000), ("b", 100))
+    )
+    said = documents(tokenizer, (a, 3.0), (b, 1.0)).outlook(50)
+    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", said))
+    assert said.startswith("the first 1,000 documents") and second / first == pytest.approx(
+        10, 0.01
+    )
 
 
 def test_a_conversation_whose_answer_is_cut_off_is_left_out_and_counted(tokenizer, tmp_path):

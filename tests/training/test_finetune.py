@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 from test_train import finish, start
 
-from training import byte_tokenizer
+from training import ask, byte_tokenizer
 from training.main import main
+from zero_jax.checkpoint import command as checkpoint_command
 
 ROOT = Path(__file__).parents[2]
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
@@ -96,6 +97,14 @@ def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsy
         fewer = ["--steps", "2", "--devices", "8", "--eval-batches", "1", "--sample-length", "8"]
         assert main([*words[2:], *fewer]) == 0
     assert len(re.findall("<.assistant.>", capsys.readouterr().out)) == 2 * len(tunes) == 4
+    *_, asks = re.findall(
+        r"```sh\n([^`]*training.ask[^`]*)```", (ROOT / "docs/finetuning.md").read_text()
+    )
+    for command in asks.splitlines():
+        _, _, module, *words = shlex.split(command)
+        run = {"training.ask": ask.main, "zero_jax.checkpoint": checkpoint_command.main}[module]
+        assert run([*words, *["--length", "8"] * (run is ask.main)]) == 0
+        assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.heavy
@@ -105,6 +114,7 @@ def test_adapters_are_trained_and_leave_files(tune, made, capsys):
     assert said.index("before training: validation loss") < said.index("Writing to out") + 10_000
     assert "<|user|>what is 72<|end|><|assistant|>" in said, "the first held out, asked again"
     assert "documents read:" in said and "8 documents held out" in said
+    assert said.index("all 72 documents in rows of 32 tokens:") < said.index("before training")
     adapter = load_file("out/adapter/adapter_model.safetensors")
     assert len(adapter) == 2 * 4 * 4
     assert any(x.any() for name, x in adapter.items() if "lora_B" in name)
@@ -117,6 +127,37 @@ def test_adapters_are_trained_and_leave_files(tune, made, capsys):
     }
     names = [p.name for p in Path("out/checkpoints/4").rglob("*") if "base" in p.name]
     assert not names, "checkpoints have no base"
+
+
+@pytest.mark.heavy
+def test_a_tuned_model_answers_a_question_as_the_run_showed_it(tune, made, capsys):
+    """The first held out, asked of the run, of adapters beside the model, of what was exported."""
+    lora = ["--lora", "2", "--base", "fp32", "--lr", "0.5"]
+    assert tune(*lora, "--out", "out", "--export", "tuned") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"python -m training.ask \S*/out '...'", said)
+    shown = said.rpartition("<|user|>what is 72<|end|><|assistant|>")[2]
+    asked = (["out"], ["tuned"], [str(made / "small"), "--adapter", "out/adapter"])
+    answers = []
+    for folder, *more in asked:
+        assert ask.main([folder, "what is 72", "--length", "8", *more]) == 0
+        answers.append(capsys.readouterr().out[:-1])
+    assert answers[0] and shown.startswith(answers[0]) and len(set(answers)) == 1
+    assert ask.main([str(made / "small"), "what is 72", "--length", "8"]) == 0
+    assert capsys.readouterr().out[:-1] != answers[0], "the model before it was tuned"
+
+
+@pytest.mark.heavy
+def test_a_question_that_can_not_be_asked_is_refused(made, tmp_path, capsys):
+    for words, message in (
+        ([str(made / "run"), "x"], r"export .*run/checkpoints DIR, and ask DIR"),
+        ([str(made / "small"), ""], "ask something"),
+        ([str(made / "small"), "x", "--length", "0"], "1 token or more"),
+        ([str(tmp_path), "x"], "config.json .*it is missing"),
+        ([str(made / "small"), "x", "--adapter", str(tmp_path)], "is no config of an adapter"),
+    ):
+        assert ask.main(words) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.heavy

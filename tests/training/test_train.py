@@ -113,7 +113,15 @@ def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
     assert code == 0, err
     order = ["data 4", "micro_batches", "Bytes per device on 4", "activations are not included"]
     order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
-    order += ["This run, predicted", "saved", "step 4/4", "nats per byte", "unigram", "bigram"]
+    order += [
+        "This run, predicted",
+        "saved",
+        "4 steps read text",
+        "step 4/4",
+        "nats per byte",
+        "unigram",
+        "bigram",
+    ]
     order += ["sample:", TEXT[-240:][:16]]
     places = [out.index(words) for words in order]
     assert places == sorted(places)

@@ -1,0 +1,101 @@
+"""`python -m training.ask DIR QUESTION`: a question of your own, and what a model answers.
+
+    python -m training.ask runs/002 'Raises a "KeyError"'
+    python -m training.ask tuned 'Raises a "KeyError"' --length 40
+    python -m training.ask small 'Raises a "KeyError"' --adapter runs/002/adapter
+
+DIR is a model as transformers has it, of `--export` say, or a run with adapters. The question is
+the user's turn of the chat template, or, where there is none, a text to go on with. The likeliest
+tokens are taken, on one device and without a cache: for a look, not to serve.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zero_jax
+from training.leaving import ADAPTER
+from training.tokenizer import Tokenizer
+from zero_jax import interchange
+from zero_jax.interchange import folder_config, peft
+from zero_jax.models import generate
+from zero_jax.plan.text_model import TextModel
+
+
+def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | None]:
+    """The model's folder and its adapters' of what was named; of a run those that it says.
+
+    Raises:
+        ValueError: It is a run of a whole model, which is not in a folder of its own yet.
+    """
+    known = folder_config.read(folder) if (folder / "config.json").exists() else {}
+    if "zero_jax" not in known:  # that of a run says by which release it was made
+        return folder, adapter
+    base, own = known.get("hf"), folder / ADAPTER
+    if base is not None and own.is_dir():
+        return Path(base), adapter or own
+    like = "" if base is None else f" --like {base}"
+    raise ValueError(
+        f"{folder} is a run whose model is in its checkpoints: python -m zero_jax.checkpoint "
+        f"export {folder}/checkpoints DIR{like}, and ask DIR"
+    )
+
+
+def answer(folder: Path, adapter: Path | None, question: str, length: int) -> str:
+    """What a model of transformers' says, with what ends its turn.
+
+    Args:
+        folder: Of the model and its tokenizer.
+        adapter: Of adapters beside it, as PEFT has them; None for none.
+        question: Of at least one token.
+        length: Tokens at most.
+
+    Raises:
+        ValueError: One of the folders can't be read, or the question is empty.
+    """
+    if not question or length < 1:
+        raise ValueError(f"{question=}, {length=}: ask something, for an answer of 1 token or more")
+    config, tokenizer = interchange.config(folder), Tokenizer(folder)
+    tokenizer.check_fits(config.vocab)
+    model = TextModel(config)
+    zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
+    params = zero.full(interchange.load(folder, zero.abstract(model.own)))
+    if adapter is not None:
+        lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
+        adapted = TextModel(config, lora).adapted
+        assert adapted is not None
+        beside = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
+        params = jax.jit(adapted.merged)({"base": params, "lora": beside})
+    asked = jnp.asarray(tokenizer.asked(question), jnp.int32)
+    made = generate.generate(model.model(params), asked, length, jax.random.key(0), 0.0)
+    return tokenizer.decode(tokenizer.to_end(np.asarray(made), asked.size)[asked.size :])
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m training.ask",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, metavar="DIR", help="a model's folder, or a run's")
+    parser.add_argument("question", metavar="QUESTION")
+    parser.add_argument("--adapter", type=Path, help="folder of adapters, as PEFT has them")
+    parser.add_argument("--length", type=int, default=100, help="tokens of the answer at most")
+    parsed = parser.parse_args(args)
+    try:
+        print(answer(*model_of(parsed.dir, parsed.adapter), parsed.question, parsed.length))
+    except (ValueError, OSError) as error:
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
