@@ -9,6 +9,7 @@ by what it writes around the answers.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,8 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
+        # That there is no PyTorch, which nothing here needs.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
             import transformers
         except ImportError as error:

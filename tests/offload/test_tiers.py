@@ -13,6 +13,7 @@ from zero_jax.offload.tiers import Offload, parse
     [
         ("optimiser", "'optimiser' is none of.*nearest: 'optimizer'"),
         ("optimizer,param", "nearest: 'params'"),
+        ("cpu", 'offload="optimizer" rests in host memory'),
         ("optimizer:hots", "nearest: 'host'"),
         ("optimizer:nvme", "needs one: optimizer:nvme=/path"),
         ("optimizer:host=/x", "only the nvme tier has a directory"),

@@ -1,6 +1,7 @@
 """python -m zero_jax.plan and Zero.plan: predictions, data, pictures and what is refused."""
 
 import json
+import pathlib
 import types
 
 import jax
@@ -16,6 +17,7 @@ from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
 from zero_jax.plan import command, memory, paper, scaling
 
+ROOT = pathlib.Path(__file__).parents[2]
 TX = optax.adamw(1e-3)
 SCRIPT = [
     *("--model", "7.5b", "--stage", "3", "--devices", "64", "--batch-per-device", "4"),
@@ -328,3 +330,37 @@ def test_the_command_says_which_stages_fit_in_a_device(capsys):
     assert command.main([*SCRIPT, "--memory-limit", "15"]) == 0
     (said,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("in 15.00 GB"))
     assert said.count("does not fit") == 3 and said.endswith(" fits")
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        ("80", "take --stage 2: of those that fit none sends less; --stage 3 holds less"),
+        ("15", "take --stage 3: no other fits"),
+        ("1", "none fits: "),
+    ],
+)
+def test_the_command_says_which_stage_to_take_and_the_least_time_of_a_step(capsys, limit, advice):
+    """4 x 1024 tokens at 6 FLOPs a parameter and attention's, over the 989.4e12 of an H100."""
+    assert command.main([*SCRIPT, "--memory-limit", limit]) == 0
+    *_, took, least = capsys.readouterr().out.splitlines()
+    assert took.startswith(advice), took
+    config = gpt.preset("7.5b", seq=1024)
+    products = 4096 * gpt.flops_per_token(config, 1024) / 989.4e12
+    assert 6 * 7.5e9 * 4096 / 989.4e12 < products
+    assert least.startswith(f"a step: at least {products:.3g} s, "), least
+    assert command.main(["--model", "124m", "--devices", "4", "--target", "cpu"]) == 0
+    assert "a step:" not in capsys.readouterr().out, "nobody knows the peak of a CPU"
+
+
+def test_no_step_of_the_proofs_is_shorter_than_the_least_that_is_said():
+    """Of all compiled steps in docs/proof.json, whose models and rows these are."""
+    proof = json.loads((ROOT / "docs" / "proof.json").read_text())
+    times = []
+    for row in (
+        r for rows in (proof["rows"], proof["more"]) for r in rows if r.get("step_seconds")
+    ):
+        config = gpt.preset(row["model"], seq=1024)
+        products = row["rows"] * 1024 * gpt.flops_per_token(config, 1024) / 989.4e12
+        times.append(row["step_seconds"] / products)
+    assert len(times) > 50 and 1.5 < min(times) and max(times) < 6.8, (min(times), max(times))

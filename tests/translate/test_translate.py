@@ -77,6 +77,27 @@ def test_a_key_that_nobody_knows_is_said_to_be_unknown():
     assert "zero_optimization.overlap_comm" in why(found, "zero_optimization.overlap_com")
 
 
+def test_the_nearest_name_may_be_one_that_a_reader_looks_for():
+    found = deepspeed(zero_optimisation={"stage": 2}, train_batch_size=8)
+    assert why(found, "zero_optimisation.stage").endswith("is zero_optimization.stage")
+
+
+def test_gradients_are_said_to_be_summed_in_what_they_are():
+    for given, summed in ((None, "bf16"), ("auto", "bf16"), ("fp32", "fp32")):
+        sent = {} if given is None else {"communication_data_type": given}
+        found = deepspeed(bf16={"enabled": True}, **sent)
+        assert why(found, "bf16.enabled").endswith(f"gradients are summed in {summed}")
+
+
+def test_a_schedule_that_warms_up_sets_the_rate_in_place_of_the_optimizers():
+    for lr in ("auto", 5e-5):
+        rate = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 10}}
+        adam = {"type": "AdamW", "params": {"lr": lr}}
+        found = deepspeed(optimizer=adam, scheduler=rate)
+        said = why(found, "optimizer.params.lr")
+        assert said.startswith("WarmupLR sets the rate in its place") and "5e-05" not in said
+
+
 def test_a_batch_is_rows_x_micro_batches_x_devices():
     found = deepspeed(4, train_batch_size=256, train_micro_batch_size_per_gpu=8)
     assert found.asked.micro_batches() == 8

@@ -139,7 +139,10 @@ def parse(given: "str | Offload | None") -> Offload:
 
 def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
     near = nearest(word, known)
-    return f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}"
+    return (
+        f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}. Write "
+        f'{GRAMMAR}, what is to leave the device: offload="optimizer" rests in host memory'
+    )
 
 
 def settle(offload: Offload, mesh: AnyMesh) -> Offload:

@@ -86,6 +86,9 @@ def _plan(args: Sequence[str]) -> int:
     print(plan_text.format_layers(shown))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
         print(_of_experts(case, case.config, case.config.mixture.experts, parsed.target), end="")
+    if not parsed.auto and shown.compiled is None:
+        seconds = case.model_flops / target.flops
+        print(plan_text.format_advice(plans, memory_bytes, seconds, target.name), end="")
     if shown.compiled is not None:
         print("\n" + plan_text.format_proof(shown, memory_bytes))
     if parsed.latencies is not None:
@@ -243,13 +246,13 @@ def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
 
 def _scaling(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m zero_jax.plan scaling")
-    parser.add_argument("--model", default="60b")
+    parser.add_argument("--model", default="60b", help="a GPT, whose blocks the formulas are of")
     parser.add_argument("--devices", default="64,128,256,400", help="counts, with commas")
     parser.add_argument(
         "--device", default="v100-32gb", help="one of " + ", ".join(targets.TARGETS)
     )
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    parser.add_argument("--model-parallel", type=int, default=16)
+    parser.add_argument("--model-parallel", type=int, default=16, help="MP, as in the paper")
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--plot", help="file for the picture")
     parsed = parser.parse_args(args)

@@ -43,6 +43,42 @@ def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
     return table([columns, *rows])
 
 
+def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: float, target: str) -> str:
+    """Which stage to take, and what a step takes at least.
+
+    Args:
+      plans: a stage each.
+      memory_bytes: that may be used; 0 if that is not known.
+      seconds: of the model's products at the target's peak; 0 or nan if that is not known.
+      target: its name.
+    """
+    lines = []
+    if memory_bytes:
+        fitting = [p for p in plans if p.total_bytes <= memory_bytes]
+        lines.append(_stage_to_take(fitting))
+    if seconds > 0:
+        lines.append(
+            f"a step: at least {seconds:.3g} s, the products of forward and backward at the peak "
+            f"of {target}; --compile adds recomputation, memory and the wire, often as much"
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _stage_to_take(fitting: Sequence[Plan]) -> str:
+    if not fitting:
+        return (
+            "none fits: take more devices, --micro-batches, --remat, --offload or --model-parallel "
+            "(--auto tries all but the first and last)"
+        )
+    least = min(fitting, key=lambda p: (p.words_per_param, -p.stage))
+    if len(fitting) == 1:
+        return f"take --stage {least.stage}: no other fits"
+    said = f"take --stage {least.stage}: of those that fit none sends less"
+    if least.stage < 3:
+        said += "; --stage 3 holds less, and is quicker where products hide what it sends more"
+    return said
+
+
 def format_layers(plan: Plan) -> str:
     """The layers that were found in the loss, and what their backward passes keep."""
     if not plan.layers:

@@ -88,12 +88,14 @@ class Account:
         self._flag = flag
         self._said: dict[str, Row] = {}
         self._notes: dict[str, list[str]] = {}
+        self._looked_for = dict[str, None]()
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting as it is given."""
+        self._looked_for[key] = None
         return self.values.get(key, default)
 
     def asks(self, key: str) -> bool:
@@ -173,7 +175,8 @@ class Account:
         name, shown = self._flag.format(key), _shown(value)
         word, block = self._word(key)
         if word is None:
-            near = nearest(key, [k for k in self.known if not k.endswith(".*")])
+            names = {**self.known, **self._looked_for}
+            near = nearest(key, [k for k in names if not k.endswith(".*")])
             near = self._flag.format(near)
             return Row(name, shown, UNKNOWN, f"nothing is known of it; the nearest name is {near}")
         if block is not None:

@@ -58,6 +58,11 @@ def _precision(account: Account, asked: Asked, mixed: str | None) -> Asked:
     if sent == AUTO:
         sent = compute
     reduce = "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"
+    for name, value in on.items():
+        if account.get(f"{name}.enabled") != AUTO:
+            beside = f"gradients are summed in {reduce}" + ", not in fp16" * (name == "fp16")
+            said = f'Precision("{name}"), {beside}' if value else "off"
+            account.translated(f"{name}.enabled", said)
     account.translated("communication_data_type", f"Precision(reduce={reduce!r})")
     if sent in ("fp16", "float16"):
         account.no_equal(
@@ -75,9 +80,6 @@ def _enabled(account: Account, name: str, mixed: str | None) -> bool:
     value = auto(account, key, False)
     if not isinstance(value, bool):
         raise ValueError(f'{key} is {value!r}: true, false or "auto" is needed')
-    if account.get(key) != AUTO:
-        sent = "sent in it too" if name == "bf16" else "summed in fp32, not in fp16"
-        account.translated(key, f'Precision("{name}"), gradients are {sent}' if value else "off")
     return value
 
 
@@ -265,7 +267,7 @@ def _batch(account: Account, asked: Asked) -> Asked:
         if batch != rows * parts * asked.shares:
             raise ValueError(
                 f"train_batch_size {batch} is not {rows} rows x {parts} micro-batches x "
-                f"{asked.shares} devices: change one of them, or say --devices N"
+                f"{asked.shares} devices: change one of them, or take another --devices N"
             )
     k, whole = asked.micro_batches(), asked.global_batch()
     if given[keys[0]] != AUTO:

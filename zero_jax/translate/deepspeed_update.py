@@ -63,6 +63,9 @@ def update(account: Account, asked: Asked) -> Asked:
             if clip
             else "0 never clips, and nothing stands here",
         )
+    if (kind := account.get("scheduler.type")) in ("WarmupLR", "WarmupDecayLR"):
+        said = f"{kind} sets the rate in its place, from warmup_min_lr to warmup_max_lr"
+        account.translated(f"{_OPTIMIZER}lr", said)
     tx, lr = _optimizer(account)
     rate = _rate(account, lr)
     if rate is None and lr is not None:

@@ -8,7 +8,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 DEEPSPEED, ACCELERATE, MEGATRON = "DeepSpeed", "accelerate", "Megatron-LM"
-_ACCELERATE = re.compile(r"^\s*\"?(distributed_type|compute_environment|fsdp_config)\"?\s*:", re.M)
+_ACCELERATE = re.compile(
+    r"(^|[{,])\s*\"?(distributed_type|compute_environment|fsdp_config)\"?\s*:", re.M
+)
 _FLAG = re.compile(r"(^|[\s\"'(])--[A-Za-z]")
 
 
@@ -20,6 +22,8 @@ def kind(text: str, name: str) -> str:
 
     >>> kind('{"zero_optimization": {}}', "a"), kind("distributed_type: FSDP", "b")
     ('DeepSpeed', 'accelerate')
+    >>> kind('{"mixed_precision": "bf16", "distributed_type": "FSDP"}', "c")
+    'accelerate'
     """
     if _ACCELERATE.search(text):
         return ACCELERATE
