@@ -6,7 +6,8 @@
 
 DIR is a model as transformers has it, of `--export` say, or a run with adapters. The question is
 the user's turn of the chat template, or, where there is none, a text to go on with. The likeliest
-tokens are taken, on one device and without a cache: for a look, not to serve.
+tokens are taken, on one device, which holds the weights in fp32, and without a cache: for a look,
+not to serve.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +23,11 @@ import numpy as np
 
 import zero_jax
 from training.leaving import ADAPTER
+from training.room import room_for
 from training.tokenizer import Tokenizer
 from zero_jax import interchange
 from zero_jax.interchange import folder_config, peft
-from zero_jax.models import generate
+from zero_jax.models import families, generate
 from zero_jax.plan.text_model import TextModel
 
 
@@ -57,21 +60,28 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
         length: Tokens at most.
 
     Raises:
-        ValueError: One of the folders can't be read, or the question is empty.
+        ValueError: A folder can't be read, the question is empty, or the device is too small.
     """
     if not question or length < 1:
         raise ValueError(f"{question=}, {length=}: ask something, for an answer of 1 token or more")
     config, tokenizer = interchange.config(folder), Tokenizer(folder)
     tokenizer.check_fits(config.vocab)
+    told: list[str] = []
+    if not room_for(4 * families.num_params(config), "answer", told.append):
+        raise ValueError(told[0])
     model = TextModel(config)
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
-    params = zero.full(interchange.load(folder, zero.abstract(model.own)))
+    params = interchange.load(folder, zero.abstract(model.own))
     if adapter is not None:
         lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
         adapted = TextModel(config, lora).adapted
         assert adapted is not None
         beside = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
-        params = jax.jit(adapted.merged)({"base": params, "lora": beside})
+
+        def merged(base: Any, lora: Any) -> Any:
+            return adapted.merged({"base": base, "lora": lora})
+
+        params = jax.jit(merged, donate_argnums=0)(params, beside)
     asked = jnp.asarray(tokenizer.asked(question), jnp.int32)
     made = generate.generate(model.model(params), asked, length, jax.random.key(0), 0.0)
     return tokenizer.decode(tokenizer.to_end(np.asarray(made), asked.size)[asked.size :])

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from test_train import finish, start
 
-from training import ask, byte_tokenizer
+from training import ask, byte_tokenizer, room
 from training.main import main
 from zero_jax.checkpoint import command as checkpoint_command
 
@@ -145,6 +146,14 @@ def test_a_tuned_model_answers_a_question_as_the_run_showed_it(tune, made, capsy
     assert answers[0] and shown.startswith(answers[0]) and len(set(answers)) == 1
     assert ask.main([str(made / "small"), "what is 72", "--length", "8"]) == 0
     assert capsys.readouterr().out[:-1] != answers[0], "the model before it was tuned"
+
+
+@pytest.mark.heavy
+def test_a_model_that_is_too_large_for_the_device_is_not_asked(made, monkeypatch, capsys):
+    full = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": 0})
+    monkeypatch.setattr(room.jax, "local_devices", lambda: [full])
+    assert ask.main([str(made / "small"), "x"]) == 2
+    assert "no answer: it takes 0.0 GB of a device, which has less" in capsys.readouterr().err
 
 
 @pytest.mark.heavy
