@@ -30,6 +30,8 @@ from zero_jax.interchange import folder_config, peft
 from zero_jax.models import families, generate
 from zero_jax.plan.text_model import TextModel
 
+PyTree = Any
+
 
 def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | None]:
     """The model's folder and its adapters' of what was named; of a run those that it says.
@@ -73,18 +75,23 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
     params = interchange.load(folder, zero.abstract(model.own))
     if adapter is not None:
-        lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
-        adapted = TextModel(config, lora).adapted
-        assert adapted is not None
-        beside = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
-
-        def merged(base: Any, lora: Any) -> Any:
-            return adapted.merged({"base": base, "lora": lora})
-
-        params = jax.jit(merged, donate_argnums=0)(params, beside)
+        params = _beside(params, config, adapter)
     asked = jnp.asarray(tokenizer.asked(question), jnp.int32)
     made = generate.generate(model.model(params), asked, length, jax.random.key(0), 0.0)
     return tokenizer.decode(tokenizer.to_end(np.asarray(made), asked.size)[asked.size :])
+
+
+def _beside(base: PyTree, config: families.Config, adapter: Path) -> PyTree:
+    """The model with its adapters added; the base is given away."""
+    lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
+    adapted = TextModel(config, lora).adapted
+    assert adapted is not None
+
+    def merged(base: PyTree, lora: PyTree) -> PyTree:
+        return adapted.merged({"base": base, "lora": lora})
+
+    beside = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
+    return jax.jit(merged, donate_argnums=0)(base, beside)
 
 
 def main(args: Sequence[str] | None = None) -> int:
