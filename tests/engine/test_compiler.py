@@ -68,6 +68,19 @@ def test_stage_3_gathers_a_layer_ahead():
     jax.jit(lambda: 0).lower().compile(compiler_options=known)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_turn_of_micro_batches_is_not_gathered_for_ahead(scanned, k):
+    """Where layers are not scanned it reads all of them."""
+    params = _shapes(layers=3, width=64)
+    if not scanned:
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params["blocks"])
+        params |= {"blocks": [one] * 3}
+    known = _options(zero_jax.Zero(zero_jax.abstract_mesh(4), 3, micro_batches=k), params)
+    assert any("pipeline" in name for name in known) == (scanned or k == 1)
+    assert any("overlap_limit" in name for name in known)
+
+
 @pytest.mark.parametrize("scanned", [True, False])
 def test_the_leaves_of_a_layer_travel_together_but_not_those_of_two(scanned):
     params, words = _shapes(layers=3, width=4096), 4 * 4096**2 + 4 * 4096

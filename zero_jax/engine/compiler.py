@@ -16,7 +16,10 @@ _AHEAD = 4
 
 
 def options(
-    bucket_bytes: int, devices: int, layer: tuple[int, int] | None = None
+    bucket_bytes: int,
+    devices: int,
+    layer: tuple[int, int] | None = None,
+    in_loops: bool = True,
 ) -> dict[str, Any]:
     """XLA's options for GPUs: what it may merge, and what it does ahead of time.
 
@@ -26,6 +29,8 @@ def options(
       layer: bytes of the largest layer, as it is gathered and as its gradients are sent, if layers
         are gathered one by one (stage 3). Its leaves travel together, those of several layers do
         not, and it is gathered while the one before it computes.
+      in_loops: whether XLA is to gather in every loop for its next turn; layers that are not
+        scanned are written so that they gather ahead.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
@@ -44,7 +49,9 @@ def options(
             known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
     if not gathers_ahead(bucket_bytes, layer):
         return known
-    return known | first_known(releases.GATHER_AHEAD) | first_known(releases.AT_ONCE)
+    if in_loops:
+        known |= first_known(releases.GATHER_AHEAD)
+    return known | first_known(releases.AT_ONCE)
 
 
 def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:

@@ -207,7 +207,11 @@ class Settings:
         Args:
           layers: of the traced loss.
         """
-        return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(layers))
+        # The loop over micro-batches must be none of those whose next turn XLA gathers for, where
+        # layers are not scanned: a turn reads all weights, and all would be held at once.
+        in_loops = self.micro_batches == 1 or _scanned(layers)
+        own = self.bucket_bytes, self.shards, self._layer_bytes(layers), in_loops
+        return compiler.options(*own)
 
     def gathers_ahead(self, layers: Sequence[Layers]) -> bool:
         """Whether XLA for GPUs is told to gather a layer while the one before it computes."""
@@ -238,3 +242,8 @@ class Settings:
             return ModelAxis(1, self.model_specs)
         rules = (*self.axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
         return ModelAxis(size, self.model_specs, rules)
+
+
+def _scanned(layers: Sequence[Layers]) -> bool:
+    """Whether loops run all layers that there are."""
+    return bool(layers) and all(layer.scanned for layer in layers)

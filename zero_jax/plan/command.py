@@ -142,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
         "python -m zero_jax.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --batch is that of all devices elsewhere
     )
     add = made.add_argument
     add("--model", default="7.5b", help="one of " + ", ".join(families.PRESETS))
