@@ -182,9 +182,10 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
             corpus = _tokenised(corpus, tokenizer)
         return Text(corpus, seq, config.batch, config.seed, tokenizer)
     if tokenizer is None:
+        lacks = "" if config.hf is None else f"--hf {config.hf} has no tokenizer.json: "
         raise ValueError(
-            f"--data {config.data} has documents, which a tokenizer takes apart: give --hf DIR of a"
-            " model with its tokenizer, or --tokenizer DIR"
+            f"{lacks}--data {config.data} has documents, which a tokenizer takes apart: give --hf "
+            "DIR of a model with its tokenizer, or --tokenizer DIR"
         )
     return Documents(
         [Source(Records(path), weight) for path, weight in paths],

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Arrays = tuple[Any, ...]
 LONG = ("cut", "drop", "refuse")
+SAID = {"empty": "left out, with nothing to learn within a row"}
 HELD_OUT = 10  # every so many documents one
 TRIED = 100  # of what is held out, for one to begin a sample with
 LOOKED = 1000  # documents that are read before a run, to say what it will meet
@@ -56,8 +57,8 @@ class Counts:
 
     def __str__(self) -> str:
         kinds = {k: n for k, n in vars(self).items() if n and k not in ("why", "longest")}
-        said = ", ".join(f"{n:,} {kind}" for kind, n in kinds.items()) or "none"
-        if self.cut or self.dropped:
+        said = ", ".join(f"{n:,} {SAID.get(kind, kind)}" for kind, n in kinds.items()) or "none"
+        if self.cut or self.dropped or self.empty:
             said += f", the longest of {self.longest:,} tokens"
         return said + (f" ({self.why})" if self.why else "")
 
@@ -335,8 +336,8 @@ class Documents:
                 ids, _ = self._tokenized(own.records, at)
                 if len(ids) > self._seq + 1:
                     raise ValueError(
-                        f"{own.records.where(at)}: {len(ids)} tokens do not fit in a row of "
-                        f"{self._seq + 1}: take a longer --seq, or --long cut or drop"
+                        f"{own.records.where(at)}: {len(ids)} tokens, of which --seq {self._seq} "
+                        f"has room for {self._seq + 1}: take a longer one, or --long cut or drop"
                     )
 
 

@@ -238,7 +238,9 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     arrays, _ = next(dropped.batches(None, 0, 1))
     assert dropped.counts.dropped and max(map(len, texts_of(arrays))) == 6
     assert "dropped" in str(dropped.counts)
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens do not fit in a row of 32"):
+    with pytest.raises(
+        ValueError, match=r"a.jsonl, line 2: 51 tokens, of which --seq 31 has room for 32"
+    ):
         documents(tokenizer, (records, 1.0), long="refuse")
 
 
@@ -276,6 +278,7 @@ def test_a_conversation_whose_answer_is_cut_off_is_left_out_and_counted(tokenize
     data = documents(tokenizer, (Records(path), 1.0))
     arrays, _ = next(data.batches(None, 0, 1))
     assert data.counts.empty and arrays[1].sum() > 0
+    assert "left out, with nothing to learn within a row, the longest of" in data.outlook(1)
 
 
 def test_too_few_documents_and_weights_that_are_none_are_refused(tokenizer, tmp_path):

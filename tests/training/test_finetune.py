@@ -236,7 +236,10 @@ def test_the_whole_model_is_trained_without_adapters(tune, made):
         (["--seq", "64"], "--seq 64: the model takes rows of at most 32 tokens"),
         (["--loss-on", "user"], "'user'"),
         (["--long", "wrap"], "'wrap'"),
-        (["--long", "refuse", "--seq", "16"], "line 1: .* tokens do not fit in a row of 17"),
+        (
+            ["--long", "refuse", "--seq", "16"],
+            "line 1: .* tokens, of which --seq 16 has room for 17",
+        ),
         (["--adapter", "x"], "--adapter x: adapters are trained with --lora"),
         (["--lora", "2", "--adapter", "x"], "x/adapter_config.json is no config of an adapter"),
         (["--export", "."], "already and not empty"),

@@ -112,6 +112,14 @@ def test_a_batch_is_rows_x_micro_batches_x_devices():
         deepspeed(4, train_batch_size=256, **three)
 
 
+def test_micro_batches_that_are_auto_are_what_the_other_sizes_leave():
+    sizes = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4}
+    found = deepspeed(8, **sizes, gradient_accumulation_steps="auto")
+    said = why(found, "gradient_accumulation_steps")
+    assert said == "micro_batches=8, which the two other sizes leave"
+    assert "micro_batches=8" in printed.python(found.asked)
+
+
 def test_without_the_number_of_devices_it_is_asked_for():
     text, said = printed.command(
         deepspeed(train_batch_size=256, train_micro_batch_size_per_gpu=8).asked

@@ -254,7 +254,8 @@ def _tensor_parallel(account: Account, asked: Asked) -> Asked:
 def _batch(account: Account, asked: Asked) -> Asked:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {key: account.get(key) for key in keys}
-    for key in keys:
+    follows = given[keys[2]] == AUTO and all(isinstance(given[key], int) for key in keys[:2])
+    for key in keys[: 2 if follows else 3]:
         auto(account, key)
     batch, rows, parts = (account.count(key) for key in keys)
     if given[keys[1]] == AUTO and batch is None:
@@ -276,4 +277,6 @@ def _batch(account: Account, asked: Asked) -> Asked:
         account.translated(keys[1], f"micro_batches={k} of a batch of {whole} rows")
     if given[keys[2]] != AUTO:
         account.translated(keys[2], f"micro_batches={k}")
+    elif follows:
+        account.translated(keys[2], f"micro_batches={k}, which the two other sizes leave")
     return asked
