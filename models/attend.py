@@ -1,7 +1,9 @@
-"""Attention by cuDNN's fused kernel where it takes what is given, else in blocks of queries.
+"""Attention by cuDNN's fused kernel where its inputs allow it, else in blocks of queries.
 
 Shapes: B batch, T tokens of a row, N heads of queries, M of keys and values, H head dim.
 """
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,38 @@ import jax.numpy as jnp
 from .attention import causal_attention
 
 LARGEST_HEAD = 128  # whose gradient cuDNN's kernel has on every GPU that JAX runs on
+# JAX gives cuDNN the documents of a packed row as a bf16 bias of (B, 1, T, T): 34 MB a row of 4,096
+# tokens, 2.1 GB of 32,768 (compiled for an H100: 2,689 MB of temporaries, 541 without documents).
+LONGEST_PACKED = 4096
+
+
+def kernel_for(
+    dtype: Any, head_dim: int, tokens: int, *, packed: bool
+) -> tuple[Literal["cudnn", "xla"], str]:
+    """Returns the attention that "auto" takes on a GPU, and the reason.
+
+    Args:
+      dtype: of queries, keys and values.
+      head_dim: H.
+      tokens: T, of a row.
+      packed: whether rows hold several documents, told apart by segments.
+
+    >>> kernel_for("bfloat16", 128, 32768, packed=False)
+    ('cudnn', '')
+    >>> kernel_for("bfloat16", 128, 32768, packed=True)
+    ('xla', 'packed rows of 32768 tokens, over 4096, would need a bias of 2.1 GB a row')
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla", f"cuDNN takes bfloat16 and float16, not {dtype}"
+    if head_dim % 8 or head_dim > LARGEST_HEAD:
+        return "xla", f"head dim {head_dim} is no multiple of 8 up to {LARGEST_HEAD}"
+    if packed and tokens > LONGEST_PACKED:
+        size = f"{2 * tokens**2 / 1e9:.1f} GB a row"
+        return "xla", (
+            f"packed rows of {tokens} tokens, over {LONGEST_PACKED}, would need a bias of {size}"
+        )
+    return "cudnn", ""
 
 
 def attend(
@@ -21,11 +55,11 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Causal attention, (B, T, N, H); arguments as for `causal_attention`.
+    """Returns causal attention, (B, T, N, H); arguments as for `causal_attention`.
 
     Args:
-      implementation: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU where dtype
-        and head dim allow it.
+      implementation: "cudnn", "xla" (in blocks of queries), or "auto": on a GPU the one that
+        `kernel_for` returns, elsewhere "xla". With segments "cudnn" holds 2·T² bytes a row.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> bool(jnp.allclose(attend(x, x, x), x))
@@ -33,9 +67,9 @@ def attend(
     """
     T, H = q_BxTxNxH.shape[1], q_BxTxNxH.shape[-1]
     window = None if window is None or window >= T else window
-    fits = q_BxTxNxH.dtype in (jnp.bfloat16, jnp.float16) and H % 8 == 0 and H <= LARGEST_HEAD
-    fused = fits and jax.default_backend() == "gpu"
-    if implementation == "cudnn" or (implementation == "auto" and fused):
+    if implementation == "auto" and jax.default_backend() == "gpu":
+        implementation, _ = kernel_for(q_BxTxNxH.dtype, H, T, packed=segments_BxT is not None)
+    if implementation == "cudnn":
         mask = None
         if segments_BxT is not None:
             mask = segments_BxT[:, None, :, None] == segments_BxT[:, None, None]

@@ -1,11 +1,13 @@
 """Attention in blocks of queries: the same numbers as at once, in a fraction of the memory."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 
 import zero_jax
 from zero_jax.hlo import prove, targets
+from zero_jax.models.attend import LONGEST_PACKED, attend, kernel_for
 from zero_jax.models.attention import BLOCK, BLOCKS, causal_attention
 
 
@@ -137,6 +139,43 @@ def test_fewer_keys_than_queries_are_refused():
         causal_attention(q, k, v, jnp.ones((1, 5), int))
     with pytest.raises(ValueError, match="window=0: .*1 or more"):
         causal_attention(q, k, v, window=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tokens", "packed", "kernel"),
+    [
+        ("bfloat16", 128, 131072, False, "cudnn"),
+        ("bfloat16", 128, LONGEST_PACKED, True, "cudnn"),
+        ("bfloat16", 128, LONGEST_PACKED + 1, True, "xla"),
+        ("float32", 64, 512, False, "xla"),
+        ("float16", 256, 512, False, "xla"),
+        ("float16", 12, 512, False, "xla"),
+    ],
+)
+def test_a_gpu_takes_cudnn_where_it_holds_no_bias_of_all_pairs(
+    dtype, head_dim, tokens, packed, kernel
+):
+    found, reason = kernel_for(dtype, head_dim, tokens, packed=packed)
+    assert found == kernel and bool(reason) == (kernel == "xla")
+
+
+def test_long_packed_rows_hold_no_square_of_their_tokens_on_a_gpu(monkeypatch):
+    """cuDNN was given documents as a bias of T² numbers, 34 GB a row of 128k tokens."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    T = 2 * LONGEST_PACKED
+    row = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def loss(q, k, v, segments):
+        return jnp.sum(attend(q, k, v, segments))
+
+    def largest(jaxpr):
+        sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
+        inner = [largest(sub) for eqn in jaxpr.eqns for sub in jex.jaxprs_in_params(eqn.params)]
+        return max([0, *sizes, *inner])
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(row, row, row, segments)
+    assert largest(traced.jaxpr) <= T**2 // BLOCKS, "scores of one block of queries"
 
 
 @pytest.mark.prove

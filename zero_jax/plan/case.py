@@ -11,7 +11,10 @@ import optax
 
 from zero_jax.adapters.lora import Lora
 from zero_jax.engine import grads
+from zero_jax.hlo.targets import Target
 from zero_jax.models import families, optimizers
+from zero_jax.models.attend import kernel_for
+from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import memory
 from zero_jax.plan.planning import AnyZero, Plan
 from zero_jax.plan.text_model import TextModel
@@ -76,6 +79,25 @@ class Case:
     def model_flops(self) -> float:
         """FLOPs of forward and backward on one device, without recomputation."""
         return self.model.flops_per_token(self.row) * self.row * self.rows / self.zero.mesh.size
+
+    def attention_on(self, target: Target) -> str:
+        """Says which attention a run on this target takes, of single and of packed documents."""
+        if target.platform != "cuda":
+            return "attention: in blocks of queries"
+        config, taken = self.config, []
+        head_dim = (
+            config.width // config.heads if isinstance(config, GPTConfig) else config.head_dim
+        )
+        for packed in (False, True):
+            kernel, reason = config.attention, ""
+            if kernel == "auto":
+                dtype = self.zero.precision.compute
+                kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
+            name = "cuDNN's kernel" if kernel == "cudnn" else "in blocks of queries"
+            taken.append(f"{name} ({reason})" if reason else name)
+        alone, packed_rows = taken
+        said = alone if alone == packed_rows else f"{alone}; packed documents: {packed_rows}"
+        return f"attention on a GPU: {said}. Programs compiled without a GPU have blocks of queries"
 
     def plan(self, stage: int, **options: Any) -> Plan:
         """The plan at a stage; options are those of `planning.of`."""
