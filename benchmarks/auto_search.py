@@ -1,12 +1,11 @@
-"""What `stage="auto"` picks, beside a search over all its candidates compiled, on absent H100s.
+"""The choice of `stage="auto"` beside a search over all its candidates compiled, on absent H100s.
 
-    python benchmarks/auto_search.py --jobs 2    # three programs of forecasts.py, 20 minutes
+    python benchmarks/auto_search.py --jobs 2    # six programs, about an hour
     python benchmarks/auto_search.py full        # this one
 
-The search knows nothing of predictions: of the compiled programs that fit it takes the one that
-sends the fewest words (to a thousandth of Ψ), then multiplies least, then has the fewest
-micro-batches, then the highest stage; and of those that differ from it in remat alone and send as
-much the one with the shortest step of the roofline. Asked at every limit that makes a difference.
+The search uses no predictions: of the compiled programs that fit it takes the one with the shortest
+modelled step, and of steps within 1 % of that the one that holds least. Both are asked at every
+limit that lets one more program in.
 """
 
 import argparse
@@ -14,6 +13,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import forecasts
@@ -23,37 +23,32 @@ from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import Candidate, combinations
 from zero_jax.plan.planning import Plan
 
-NAMES = ("full", "frozen", "resnet")
+PROGRAMS: dict[str, Callable[[], forecasts.Program]] = {
+    **{name: forecasts.PROGRAMS[name] for name in ("full", "frozen", "resnet")},
+    "1.5b-8": lambda: forecasts.preset("1.5b", 8, rows=4),
+    "7.5b-64": lambda: forecasts.preset("7.5b", 64, rows=4, precision=forecasts.BF16),
+    "qwen3-1.7b-8": lambda: forecasts.preset("qwen3-1.7b", 8, rows=4),
+}
 REMAT = ("none", "dots", "block")
 MOST_MICRO_BATCHES = 2
 
 
 def by_search(plans: dict[Candidate, Plan], limit: int) -> Candidate:
-    """The cheapest program that fits and of its like the quickest, by what was compiled alone."""
+    """The shortest modelled step of the programs that fit, within 1 % the smallest program."""
+    fitting = {c: plan for c, plan in plans.items() if plan.total_bytes <= limit}
+    least = min(_seconds(plan) for plan in fitting.values())
+    short = {c: plan for c, plan in fitting.items() if _seconds(plan) <= 1.01 * least}
+    return min(short, key=lambda c: short[c].total_bytes)
 
-    def words(candidate: Candidate) -> float:
-        plan = plans[candidate]
-        assert plan.compiled is not None
-        return round(plan.compiled.words_per_param(plan.num_params), 3)
 
-    def cost(candidate: Candidate) -> tuple[float, ...]:
-        compiled = plans[candidate].compiled
-        flops = compiled.flops or 0 if compiled else 0
-        return words(candidate), flops, candidate.micro_batches, -candidate.stage
-
-    def seconds(candidate: Candidate) -> float:
-        time = plans[candidate].time
-        return time.seconds if time else 0.0
-
-    fitting = [c for c, plan in plans.items() if plan.total_bytes <= limit]
-    best = min(fitting, key=cost)
-    alike = (c for c in fitting if dataclasses.replace(c, remat=best.remat) == best)
-    return min((c for c in alike if words(c) == words(best)), key=seconds)
+def _seconds(plan: Plan) -> float:
+    assert plan.time is not None
+    return plan.time.seconds
 
 
 def compared(name: str, jobs: int) -> dict[str, Any]:
     """Both picks of a program at every limit; `jobs` candidates are compiled at once."""
-    program = forecasts.PROGRAMS[name]()
+    program = PROGRAMS[name]()
 
     @functools.cache
     def plan(candidate: Candidate, compile: bool) -> Plan:
@@ -75,8 +70,9 @@ def compared(name: str, jobs: int) -> dict[str, Any]:
         best = by_search(plans, limit)
         picked = choice.chosen.candidate
         tested = sum("compiled" in c.verdict for c in choice.considered)
+        longer = _seconds(plans[picked]) / _seconds(plans[best]) - 1
         rows.append({"limit_gb": round(limit / 1e9, 2), "auto": str(picked), "search": str(best)})
-        rows[-1] |= {"same": picked == best, "compiled": tested}
+        rows[-1] |= {"same": picked == best, "longer": round(longer, 4), "compiled": tested}
     known = {
         str(c): {
             "gb": round(p.total_bytes / 1e9, 3),
@@ -92,11 +88,11 @@ def compared(name: str, jobs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="of " + ", ".join(forecasts.PROGRAMS))
+    parser.add_argument("names", nargs="*", help="of " + ", ".join(PROGRAMS))
     parser.add_argument("--jobs", type=int, default=1, help="how many are compiled at once")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    for name in given.names or NAMES:
+    for name in given.names or PROGRAMS:
         print(json.dumps(compared(name, given.jobs)), flush=True)
 
 

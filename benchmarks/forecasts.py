@@ -161,15 +161,16 @@ def decoder(
     return Program(model.init, model.loss, batch, settings=settings, **how)
 
 
-def preset(name: str, devices: int) -> Program:
-    """As `python -m zero_jax.plan --model NAME --devices N` has it: one row of 1024 tokens on each
-    device, gradients summed in fp32."""
+def preset(
+    name: str, devices: int, rows: int = 1, precision: zero_jax.Precision = SUMS_IN_FP32
+) -> Program:
+    """The step of `python -m zero_jax.plan --model NAME --devices N`: rows of 1024 tokens."""
     model = TextModel(families.preset(name))
 
     def batch(devices: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((devices, 1025), jnp.int32)
+        return jax.ShapeDtypeStruct((rows * devices, 1025), jnp.int32)
 
-    settings = {"stage": 3, "remat": "block", "precision": SUMS_IN_FP32}
+    settings = {"stage": 3, "remat": "block", "precision": precision}
     return Program(model.make, model.loss, batch, devices=devices, settings=settings)
 
 

@@ -108,4 +108,4 @@ def test_nothing_is_imported_from_private_jax():
 
 def test_files_stay_small():
     sizes = {p: len(p.read_text().splitlines()) for p in library()}
-    assert max(sizes.values()) <= 330, {str(p): n for p, n in sizes.items() if n > 330}
+    assert max(sizes.values()) <= 400, {str(p): n for p, n in sizes.items() if n > 400}

@@ -80,6 +80,16 @@ class Precision:
             )
 
     @property
+    def gather_bytes(self) -> float:
+        """Bytes an element of a parameter takes on the interconnect; scales of int8 left out."""
+        return 1.0 if self.gather else float(self.compute.itemsize)
+
+    @property
+    def scatter_bytes(self) -> float:
+        """Bytes an element of a gradient takes on the interconnect; scales of int8 left out."""
+        return {"int8": 1.0, "int4": 0.5}.get(self.scatter or "", float(self.reduce.itemsize))
+
+    @property
     def scaled(self) -> bool:
         """Whether a loss scale is used: fp16 gradients underflow without one."""
         return self.compute == jnp.float16

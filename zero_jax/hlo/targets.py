@@ -27,6 +27,7 @@ class Target:
       fast_wire: bytes/s a device sends inside a host (NVLink, ICI).
       slow_wire: bytes/s a device sends to other hosts, its part of the host's.
       host_memory: bytes of host memory, a device's part of the host's.
+      host_wire: bytes/s between a device and host memory, in one direction; 0 if unknown.
       compute_capability: CUDA's (major, minor), or None.
       cores: streaming multiprocessors.
       core_limits: shared memory bytes of a core, of a block (opt-in), fp32 lanes of a core.
@@ -44,6 +45,7 @@ class Target:
     fast_wire: float
     slow_wire: float
     host_memory: int = 0
+    host_wire: float = 0.0
     compute_capability: tuple[int, int] | None = None
     cores: int = 0
     core_limits: tuple[int, int, int] = (0, 0, 0)
@@ -107,6 +109,7 @@ _H100 = Target(
     fast_wire=450e9,  # NVLink 4; one 400 Gb/s card a GPU
     slow_wire=50e9,
     host_memory=250 * 10**9,  # DGX: 2 TB for 8
+    host_wire=64e9,  # PCIe 5, 16 lanes
     compute_capability=(9, 0),
     cores=132,
     core_limits=(233472, 232448, 128),
@@ -135,6 +138,7 @@ TARGETS = {
             fast_wire=300e9,  # NVLink 3; one 200 Gb/s card a GPU
             slow_wire=25e9,
             host_memory=250 * 10**9,  # DGX: 2 TB for 8
+            host_wire=32e9,  # PCIe 4, 16 lanes
             compute_capability=(8, 0),
             cores=108,
             core_limits=(167936, 166912, 64),
@@ -152,6 +156,7 @@ TARGETS = {
             fast_wire=900e9,  # NVLink 5; one 400 Gb/s card a GPU
             slow_wire=50e9,
             host_memory=250 * 10**9,  # DGX: 2 TB for 8
+            host_wire=64e9,  # PCIe 5, 16 lanes
             compute_capability=(10, 0),
             cores=148,
             core_limits=(233472, 232448, 128),
@@ -181,6 +186,7 @@ TARGETS = {
             fast_wire=150e9,  # DGX-2: NVSwitch; 800 Gb/s for 16 GPUs
             slow_wire=6.25e9,
             host_memory=93 * 10**9,  # 1.5 TB for 16
+            host_wire=16e9,  # PCIe 3, 16 lanes
         ),
         Target(
             "cpu",

@@ -1,10 +1,12 @@
 """`stage="auto"`: picks the stage, micro-batches, remat and host tiers that a memory limit allows.
 
-Candidates are tried from the cheapest on (candidates.py). One that is predicted to need clearly
-more than the limit is dropped; any other is compiled, and the first whose compiled program fits is
-taken, or what recomputes more if that is quicker by the roofline. Stages 1 to 3 rest alike, so the
-choice can be made after parameters were born, by an `AutoStep`; where they and the optimizer state
-rest is then no part of it.
+Candidates are tried in the order of `candidates.py`. One that is predicted to need clearly more
+than the limit is dropped, and so is one that no program that fits can be slower than
+(`Candidate.no_worse`). Any other is compiled. Of the programs that fit the one with the shortest
+modelled step is taken, of steps within `TIE` of it the one that holds least. On devices without
+figures for a model of time the first program that fits is taken. Stages 1 to 3 store the same
+shards, so an `AutoStep` can choose after initialisation; where parameters and optimizer state are
+stored is then no part of the choice.
 """
 
 import dataclasses
@@ -36,6 +38,8 @@ from zero_jax.sharding.paths import trained_part
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
 # for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
 MARGIN = 0.25
+# Modelled steps this near to each other are taken for equal: kernels of a run differ more.
+TIE = 0.01
 
 PyTree = Any
 # Plans a candidate; the second argument says whether to compile it.
@@ -61,9 +65,16 @@ class Choice:
     considered: tuple[Considered, ...]
     limit: int
     trained: float = 1.0  # the part of Ψ that is not frozen
+    others: int = 0  # candidates that were not tried, since one that fits is as quick in any case
 
     def __str__(self) -> str:
-        return _listed(self.considered, self.limit, self.trained)
+        listed = _listed(self.considered, self.limit, self.trained)
+        if not self.others:
+            return listed
+        return (
+            f"{listed}\n  {self.others} others send, accumulate, recompute and move to host memory "
+            "no less than one that fits: not compiled"
+        )
 
 
 def search(
@@ -74,7 +85,7 @@ def search(
     host_limit: float = math.inf,
     trained: float = 1.0,
 ) -> Choice:
-    """Takes the cheapest candidate whose compiled program fits, and of its like the quickest.
+    """Takes the candidate with the shortest modelled step among compiled programs that fit.
 
     Args:
       tried: the candidates.
@@ -90,17 +101,63 @@ def search(
     limit = int(limit)
     considered: list[Considered] = []
     left_out: list[Exception] = []
-    for candidate, planned in _by_cost(tried, plan, report, trained, left_out):
+
+    def settled(candidate: Candidate) -> bool:
+        """Whether it was considered, or a program that fits is quicker in any case."""
+        fitting = [c.candidate for c in considered if c.fits]
+        return any(c.candidate == candidate for c in considered) or any(
+            one.no_worse(candidate, trained) for one in fitting
+        )
+
+    for candidate, planned in _by_cost(tried, plan, report, trained, left_out, settled):
         considered.append(_judged(candidate, planned, plan, limit, host_limit))
         if considered[-1].fits:
-            more = _quicker(considered.pop(), tried, plan, limit, host_limit)
-            choice = Choice(more[0], (*considered, *more), limit, trained)
-            report(f"chose {choice.chosen.candidate}\n{choice}")
-            return choice
+            if seconds_of(considered[-1].plan) is None:
+                break
+            first = considered.pop()
+            considered += _recomputing_more(first, tried, plan, limit, host_limit)
+    fitting = [c for c in considered if c.fits]
+    if fitting:
+        others = len(tried) - len(considered) - len(left_out)
+        choice = dataclasses.replace(_chosen(fitting, considered, limit, trained), others=others)
+        report(f"chose {choice.chosen.candidate}\n{choice}")
+        return choice
     report(_listed(considered, limit, trained))
     if left_out and not considered:
         raise ValueError(f"no candidate can be run; of the last: {left_out[-1]}") from left_out[-1]
     raise ValueError(_nothing_fits(considered, limit))
+
+
+def seconds_of(plan: Plan) -> float | None:
+    """Returns the modelled seconds of a step with what crosses to host memory; None if unknown."""
+    if plan.time is None:
+        return None
+    return plan.time.seconds + plan.host_seconds
+
+
+def _chosen(
+    fitting: Sequence[Considered], considered: Sequence[Considered], limit: int, trained: float
+) -> Choice:
+    """The shortest step, of those as short the smallest; the verdicts say so."""
+    times = [seconds_of(c.plan) for c in fitting]
+    least = min((t for t in times if t is not None), default=0.0)
+    short = [c for c, t in zip(fitting, times, strict=True) if t is None or t <= least * (1 + TIE)]
+    best = min(short, key=lambda c: c.plan.total_bytes)
+    told = [_with_outcome(c, best, least) if c.fits else c for c in considered]
+    (chosen,) = (c for c in told if c.candidate == best.candidate)
+    return Choice(chosen, tuple(told), limit, trained)
+
+
+def _with_outcome(considered: Considered, best: Considered, least: float) -> Considered:
+    seconds = seconds_of(considered.plan)
+    step = "" if seconds is None else f", {seconds:.4g} s a step"
+    if considered is best:
+        outcome = "fits, taken"
+    elif seconds is not None and seconds <= least * (1 + TIE):
+        outcome = "fits, as quick and larger"
+    else:
+        outcome = "fits, slower"
+    return dataclasses.replace(considered, verdict=f"{considered.verdict}: {outcome}{step}")
 
 
 def _by_cost(
@@ -109,12 +166,13 @@ def _by_cost(
     report: Report,
     trained: float,
     left_out: list[Exception],
+    settled: Callable[[Candidate], bool],
 ) -> Iterator[tuple[Candidate, Plan]]:
-    """Candidates with their predicted plans, cheapest first.
+    """Yields candidates that are not `settled` with their predicted plans, cheapest first.
 
-    What crosses to host memory is known once a candidate was planned. Until then it stands where
-    it would if that were free; after, it waits for its true turn. Why others cannot be run goes to
-    `left_out`.
+    Bytes that cross to host memory are known once a candidate was planned. Until then it has the
+    place that it would have if they were free, afterwards its true one. Errors of candidates that
+    cannot be run go to `left_out`.
     """
     queue: list[tuple[Any, int, Plan | None]] = [
         (c.cost(trained=trained), i, None) for i, c in enumerate(tried)
@@ -123,6 +181,8 @@ def _by_cost(
     while queue:
         _, at, planned = heapq.heappop(queue)
         candidate = tried[at]
+        if settled(candidate):
+            continue
         if planned is None:
             try:
                 planned = plan(candidate, False)
@@ -154,9 +214,8 @@ def _judged(
     if verdict:
         return Considered(candidate, planned, verdict)
     fits = planned.total_bytes <= limit
-    outcome = "fits, taken" if fits else "too much"
-    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}: {outcome}"
-    return Considered(candidate, planned, verdict, fits)
+    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}"
+    return Considered(candidate, planned, verdict if fits else f"{verdict}: too much", fits)
 
 
 def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan, str]:
@@ -169,51 +228,32 @@ def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan,
         return planned, "does not compile: out of memory"
 
 
-def _quicker(
+def _recomputing_more(
     first: Considered,
     tried: Sequence[Candidate],
     plan: Planner,
     limit: float,
     host_limit: float,
 ) -> list[Considered]:
-    """The quickest by the roofline, and then what it was compared with.
+    """Returns the first and, as long as steps get shorter, the policies after its own.
 
-    What sends as much and recomputes more keeps less, which has to be written and read: of the
-    policies after the one that fits each is compiled as long as it is quicker.
+    A policy that recomputes more saves less, which has to be written and read: on an H200 `dots`
+    is quicker than `none` (docs/performance.md). Those that send more are left to their own turn.
     """
-    best, others = first, list[Considered]()
-    for candidate in _recomputing_more(first.candidate, tried):
-        if best.plan.time is None:
-            break
+    known, found = policies.POLICIES, [first]
+    remat = first.candidate.remat
+    for later in known[known.index(remat) + 1 :] if remat in known else ():
+        candidate = dataclasses.replace(first.candidate, remat=later)
+        if candidate not in tried or candidate.cost()[0] != first.candidate.cost()[0]:
+            continue
         try:
-            planned = plan(candidate, False)
+            found.append(_judged(candidate, plan(candidate, False), plan, limit, host_limit))
         except CannotGroup:
             break
-        found = _judged(candidate, planned, plan, limit, host_limit)
-        if not found.fits:
-            others.append(found)
+        before, now = (seconds_of(c.plan) for c in found[-2:])
+        if not found[-1].fits or before is None or now is None or now >= before:
             break
-        quicker = found.plan.time is not None and found.plan.time.seconds < best.plan.time.seconds
-        best, slower = (found, best) if quicker else (best, found)
-        others.append(_slower(slower))
-        if not quicker:
-            break
-    return [best, *others]
-
-
-def _recomputing_more(chosen: Candidate, tried: Sequence[Candidate]) -> list[Candidate]:
-    """The same with the policies after its own that send no more."""
-    known = policies.POLICIES
-    after = known[known.index(chosen.remat) + 1 :] if chosen.remat in known else ()
-    others = (dataclasses.replace(chosen, remat=remat) for remat in after)
-    return [c for c in others if c in tried and c.cost()[0] == chosen.cost()[0]]
-
-
-def _slower(considered: Considered) -> Considered:
-    time = considered.plan.time
-    took = "not taken" if time is None else f"slower, {time.seconds:.4g} s a step"
-    verdict = considered.verdict.replace("taken", took)
-    return dataclasses.replace(considered, verdict=verdict)
+    return found
 
 
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:

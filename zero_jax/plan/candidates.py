@@ -1,11 +1,11 @@
 """The ways to run a step that `stage="auto"` chooses among, their order, and their limits.
 
-A candidate is a stage, a number of micro-batches, a remat policy with the place where it keeps
-things, and what rests in host memory. Cheapest first: fewest words that leave the device, to
-others or to host memory and back; then least recomputation, what is kept whole before what is
-split over the model axis, fewest micro-batches, and the higher stage, whose reductions can hide
-behind the backward pass. Stage 0 is never one: stage 1 sends the same words and holds less. Nor is
-stage 1 with one micro-batch: it is stage 2.
+A candidate is a stage, a number of micro-batches, a remat policy with the place of its saved
+activations, and the state that is stored in host memory. Order: fewest elements sent, to other
+devices or to host memory and back; then least recomputation, full saved activations before those
+partitioned over the model axis, fewest micro-batches, and the higher stage, whose reductions
+overlap with the backward pass. Stage 0 is never a candidate: stage 1 sends as much and holds less.
+Nor is stage 1 with one micro-batch: it is stage 2.
 """
 
 import dataclasses
@@ -70,6 +70,24 @@ class Candidate:
         policy = policies.parse(self.remat)
         order = (policy.passes, policy.partitioned, self.micro_batches, -self.stage)
         return (words + crossing, *order)
+
+    def no_worse(self, other: "Candidate", trained: float = 1.0) -> bool:
+        """Whether the other cannot have the shorter step, if this one fits.
+
+        It is at the same or a lower stage and sends, accumulates, recomputes and moves to host
+        memory no less. A higher stage that sends more may be quicker: its collectives overlap with
+        matrix products, those of stages 1 and 2 stand at the ends of the step.
+        """
+        mine, theirs = policies.parse(self.remat), policies.parse(other.remat)
+        return (
+            self.stage >= other.stage
+            and self.cost(trained=trained)[0] <= other.cost(trained=trained)[0]
+            and self.micro_batches <= other.micro_batches
+            and mine.passes <= theirs.passes
+            and mine.partitioned <= theirs.partitioned
+            and any(p.host for p in mine.places) <= any(p.host for p in theirs.places)
+            and self.offload in (tiers.NONE, other.offload)
+        )
 
     def __str__(self) -> str:
         rests = f", {self.offload} in host memory" if self.offload.streams else ""

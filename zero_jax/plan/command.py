@@ -34,6 +34,7 @@ from zero_jax.plan.case import Case
 from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
 from zero_jax.plan.pipeline_command import main as pipelines
 from zero_jax.plan.planning import Plan
+from zero_jax.plan.step_estimate import least_seconds
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
 
@@ -84,11 +85,13 @@ def _plan(args: Sequence[str]) -> int:
     print(_title(case, parsed))
     print(plan_text.format_stages(plans, memory_bytes))
     print(plan_text.format_layers(shown))
+    print(case.attention_on(target))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
         print(_of_experts(case, case.config, case.config.mixture.experts, parsed.target), end="")
     if not parsed.auto and shown.compiled is None:
-        seconds = case.model_flops / target.flops
-        print(plan_text.format_advice(plans, memory_bytes, seconds, target.name), end="")
+        products = case.model_flops / target.flops
+        seconds = [least_seconds(plan, products, target) for plan in plans]
+        print(plan_text.format_advice(plans, memory_bytes, seconds), end="")
     if shown.compiled is not None:
         print("\n" + plan_text.format_proof(shown, memory_bytes))
     if parsed.latencies is not None:
@@ -260,9 +263,7 @@ def _scaling(args: Sequence[str]) -> int:
     try:
         counts = [int(part) for part in parsed.devices.split(",")]
     except ValueError as error:
-        raise ValueError(
-            f"--devices {parsed.devices!r}: numbers with commas, 64,128 say"
-        ) from error
+        raise ValueError(f"--devices {parsed.devices!r}: give numbers, 64,128 say") from error
     config = gpt.preset(parsed.model, vocab=50304, seq=parsed.seq)
     points = scaling.scaling(
         *(config.layers, config.width, config.seq, config.vocab),

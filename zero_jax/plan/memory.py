@@ -150,22 +150,42 @@ def estimate(
     )
 
 
+def sent_per_param(
+    stage: int, micro_batches: int, remat: str = "none", trained: float = 1.0
+) -> tuple[float, float]:
+    """Returns the elements each device sends a step over Ψ: of parameters, and of gradients.
+
+    Stage 0 all-reduces gradients, twice their elements. Stages 1 and 2 all-gather parameters once,
+    stage 3 twice a micro-batch (three times with block_sqrt, whose layers run forward twice more).
+    Stages 2 and 3 reduce-scatter gradients once a micro-batch, stage 1 once.
+
+    Args:
+      stage: 0 to 3.
+      micro_batches: k, the number of gradient-accumulation steps.
+      remat: the policy.
+      trained: the part of Ψ that is not frozen; frozen parameters are gathered and not reduced.
+
+    >>> [sent_per_param(stage, 4) for stage in range(4)]
+    [(0, 2.0), (1, 1.0), (1, 4.0), (8, 4.0)]
+    """
+    gathers = 3 if policies.parse(remat).kind == "block_sqrt" else 2
+    sums = micro_batches * trained
+    return ((0, 2 * trained), (1, trained), (1, sums), (gathers * micro_batches, sums))[stage]
+
+
 def words_per_param(
     stage: int, micro_batches: int, remat: str = "none", trained: float = 1.0
 ) -> float:
-    """Words each device sends a step, over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
+    """Returns the elements each device sends a step over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
 
-    At stage 3 layers that run forward twice more are gathered once more: 4k with block_sqrt. What
-    is frozen is gathered and not summed: `trained` is the part of Ψ that is.
+    Arguments as for `sent_per_param`.
 
     >>> [words_per_param(stage, 4) for stage in range(4)]
     [2.0, 2.0, 5.0, 12.0]
     >>> [words_per_param(stage, 1, trained=0.0) for stage in range(4)]
     [0.0, 1.0, 1.0, 2.0]
     """
-    gathers = 3 if policies.parse(remat).kind == "block_sqrt" else 2
-    sums = micro_batches * trained
-    return (2 * trained, 1 + trained, 1 + sums, gathers * micro_batches + sums)[stage]
+    return sum(sent_per_param(stage, micro_batches, remat, trained))
 
 
 def _elements(cut: Split) -> int:

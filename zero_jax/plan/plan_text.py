@@ -1,5 +1,6 @@
 """Plans as text: terms by stage, the proof beside them, and a picture of both."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from zero_jax.plan.tables import gigabytes, table
 # That of `planning.py`, which prints itself by this and so can't be imported here.
 Plan = Any
 _MUCH = 0.25  # of a step
+_TIE = 0.01  # estimates this near to each other are taken for equal
 
 
 def format_plan(plan: Plan) -> str:
@@ -39,44 +41,37 @@ def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
     if memory_bytes:
         fits = ("fits" if p.total_bytes <= memory_bytes else "does not fit" for p in plans)
         rows.append([f"in {gigabytes(memory_bytes)}", *fits])
-    rows.append(["words / Ψ", *(_words(p, 3) for p in plans)])
+    rows.append(["elements sent / Ψ", *(_words(p, 3) for p in plans)])
+    rows.append(["sent per step", *(_bytes_sent(p) for p in plans)])
     return table([columns, *rows])
 
 
-def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: float, target: str) -> str:
-    """Which stage to take, and what a step takes at least.
+def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: Sequence[float]) -> str:
+    """Says which stage to take, and how long a step takes at least.
 
     Args:
       plans: a stage each.
       memory_bytes: that may be used; 0 if that is not known.
-      seconds: of the model's products at the target's peak; 0 or nan if that is not known.
-      target: its name.
+      seconds: of each by `step_estimate.least_seconds`; nan if that is not known.
     """
-    lines = []
-    if memory_bytes:
-        fitting = [p for p in plans if p.total_bytes <= memory_bytes]
-        lines.append(_stage_to_take(fitting))
-    if seconds > 0:
-        lines.append(
-            f"a step: at least {seconds:.3g} s, the products of forward and backward at the peak "
-            f"of {target}; --compile adds recomputation, memory and the wire, often as much"
-        )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _stage_to_take(fitting: Sequence[Plan]) -> str:
-    if not fitting:
+    fitting = [p for p in range(len(plans)) if plans[p].total_bytes <= memory_bytes]
+    if memory_bytes and not fitting:
         return (
             "none fits: take more devices, --micro-batches, --remat, --offload or --model-parallel "
-            "(--auto tries all but the first and last)"
+            "(--auto tries all but the first and last)\n"
         )
-    least = min(fitting, key=lambda p: (p.words_per_param, -p.stage))
-    if len(fitting) == 1:
-        return f"take --stage {least.stage}: no other fits"
-    said = f"take --stage {least.stage}: of those that fit none sends less"
-    if least.stage < 3:
-        said += "; --stage 3 holds less, and is quicker where products hide what it sends more"
-    return said
+    if not memory_bytes or any(math.isnan(seconds[p]) for p in fitting):
+        return ""
+    least = min(seconds[p] for p in fitting)
+    short = [p for p in fitting if seconds[p] <= least * (1 + _TIE)]
+    best = min(short, key=lambda p: plans[p].total_bytes)
+    others = [f"{seconds[p]:.3g} s at stage {plans[p].stage}" for p in fitting if p != best]
+    reason = "the shortest step of those that fit" if others else "no other fits"
+    return (
+        f"take --stage {plans[best].stage}: {reason}. Estimated from products and communication: "
+        f"{', '.join([f'{seconds[best]:.3g} s', *others])}; --compile models the compiled step, "
+        "1.1 to 3.4 times as long\n"
+    )
 
 
 def format_layers(plan: Plan) -> str:
@@ -112,8 +107,9 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         ["  outputs not aliased", gigabytes(audit.output_bytes - audit.alias_bytes)],
         ["  host", gigabytes(audit.host_bytes)],
         ["predicted", f"{gigabytes(plan.predicted.total_bytes)} ({plan.error:+.1%})"],
-        ["words / Ψ", _words(plan, 4)],
-        ["sent", _sent(plan, layers_only=False)],
+        ["elements sent / Ψ", _words(plan, 4)],
+        ["sent per step", _bytes_sent(plan)],
+        ["  by overlap", _sent(plan, layers_only=False)],
         ["  in layers' loops", _sent(plan, layers_only=True)],
         *([] if plan.time is None else [["  covered", _covered(plan.time)]]),
         ["matrix products", flops],
@@ -130,8 +126,10 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         parts += ["", "Step time", roofline.format_step_time(plan.time)]
         parts += [f"- {line}" for line in plan.time.assumptions]
         if audit.host_bytes:
-            crossing = gigabytes(2 * audit.host_bytes)
-            parts += [f"- The link to host memory is free; up to {crossing} cross it a step."]
+            crossing = f"up to {gigabytes(2 * audit.host_bytes)} cross it per step"
+            if plan.host_seconds:
+                crossing += f", {plan.host_seconds:.4f} s if nothing overlaps"
+            parts += [f"- The link to host memory is not part of the step time; {crossing}."]
     if plan.target is not None:
         parts += [
             "",
@@ -143,6 +141,10 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
 
 def _words(plan: Plan, digits: int) -> str:
     return f"{plan.words_per_param:.{digits}f}" if plan.countable else "?"
+
+
+def _bytes_sent(plan: Plan) -> str:
+    return gigabytes(plan.sent_bytes) if plan.countable else "?"
 
 
 def _sent(plan: Plan, *, layers_only: bool) -> str:

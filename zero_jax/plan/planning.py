@@ -27,7 +27,7 @@ from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST, Offload
 from zero_jax.plan import expert_words, forecast, plan_text, proof, update_forecast
-from zero_jax.plan.memory import words_per_param
+from zero_jax.plan.memory import sent_per_param, words_per_param
 from zero_jax.plan.predicted import Predicted
 from zero_jax.plan.turned import turned_bytes
 from zero_jax.sharding import layout
@@ -103,6 +103,7 @@ class Plan:
       update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
       token_words: that are sent to experts which stay with their devices, and back.
       travelling: the part of Ψ that does not stay so.
+      precision: dtypes of the step, by which sent elements are counted in bytes.
       compiled: the audit of the compiled program, None if only predicted.
       target: what it was compiled for, None for the devices of the mesh itself.
       time: a lower bound of the step's time, None if only predicted or without figures.
@@ -120,6 +121,7 @@ class Plan:
     update_words: float = 0.0
     token_words: float = 0.0
     travelling: float = 1.0
+    precision: Precision = Precision()
     compiled: auditor.Audit | None = None
     target: Target | None = None
     time: roofline.StepTime | None = None
@@ -156,11 +158,40 @@ class Plan:
         return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
 
     @property
-    def host_words_per_param(self) -> float:
-        """Words that go to host memory and back per device and step, over Ψ / MP, predicted."""
+    def sent_bytes(self) -> float:
+        """Bytes that each device sends a step: counted if compiled, else in closed form.
+
+        As for `words_per_param`, but what tensor parallelism sends is counted if compiled. A ring's
+        factor (N-1)/N is left out, and so are the scales of int8 and int4.
+        """
+        if self.compiled is not None:
+            sent = self.compiled.hidden()
+            return sent.hidden + sent.exposed
+        known = (self.stage, self.micro_batches, self.remat, self.trained)
+        gathered, reduced = sent_per_param(*known)
+        precision, psi = self.precision, self.num_params / self.model_parallel
+        each = gathered * precision.gather_bytes + reduced * precision.scatter_bytes
+        update = self.update_words * 4  # of fp32 momentum and what is made of it
+        tokens = self.token_words * precision.compute.itemsize
+        return self.travelling * psi * each + update + tokens
+
+    @property
+    def host_bytes_sent(self) -> int:
+        """Bytes that go to host memory and back per device and step, predicted."""
         predicted = self.predicted
-        crossing = 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
-        return crossing / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
+        return 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
+
+    @property
+    def host_words_per_param(self) -> float:
+        """Elements of 2 bytes among `host_bytes_sent`, over Ψ / MP."""
+        return self.host_bytes_sent / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds that `host_bytes_sent` take on the target's link if nothing overlaps; 0 without
+        a target or its figure. No part of `time`."""
+        link = self.time.target.host_wire if self.time else 0.0
+        return self.host_bytes_sent / link if link else 0.0
 
     @property
     def countable(self) -> bool:
@@ -183,6 +214,7 @@ class Plan:
                 "terms": self.predicted.terms,
             },
             "words_per_param": self.words_per_param if self.countable else None,
+            "sent_bytes": self.sent_bytes if self.countable else None,
         }
         if self.compiled is None:
             return known
@@ -305,6 +337,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         layers=tuple(traced.layers),
         window=traced.window,
         trained=trained_part(full, settings.frozen),
+        precision=settings.precision,
         update_words=update.words,
         token_words=expert_words.tokens(jaxpr.jaxpr),
         travelling=expert_words.travelling(

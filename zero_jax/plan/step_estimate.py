@@ -1,0 +1,49 @@
+"""Step time from a plan alone: matrix products, and communication that nothing can overlap.
+
+Compiling gives a better figure (`hlo.roofline`); this one orders the stages before that. A step is
+the sum of
+
+  products    FLOPs of forward and backward at the target's peak, recomputation included
+  update      reading and writing parameters and optimizer state at the target's memory bandwidth
+  exposed     stages 1 and 2: the all-gather of all parameters, which stands before the first
+              product. Reductions overlap with the backward pass, at stage 3 all-gathers with both
+              passes; exposed is what is longer. At stage 1 with several micro-batches the one
+              reduce-scatter comes after the last product.
+"""
+
+import math
+
+from zero_jax.hlo.targets import Target
+from zero_jax.plan.memory import sent_per_param
+from zero_jax.plan.planning import Plan
+from zero_jax.remat import policies
+from zero_jax.sharding.mesh import MODEL
+
+
+def least_seconds(plan: Plan, products: float, target: Target) -> float:
+    """Returns an estimate of a step's seconds, mostly below the modelled time of its program.
+
+    Args:
+      plan: predicted or compiled; of it the closed forms alone are used.
+      products: seconds of forward and backward products at the target's peak, once each.
+      target: gives memory bandwidth and interconnect; nan if it comes without figures.
+    """
+    if not (products > 0 and target.slow_wire > 0 and target.memory_bandwidth > 0):
+        return math.nan
+    devices = math.prod(plan.axes.values()) // plan.axes.get(MODEL, 1)
+    wire = target.ring_wire(devices, min(devices, target.host_devices)) if devices > 1 else math.inf
+    elements = plan.travelling * plan.num_params / plan.model_parallel * (1 - 1 / devices)
+    gathered, reduced = sent_per_param(plan.stage, plan.micro_batches, plan.remat, plan.trained)
+    gather = gathered * elements * plan.precision.gather_bytes / wire
+    reduce = reduced * elements * plan.precision.scatter_bytes / wire
+    passes = policies.parse(plan.remat).passes
+    compute, backward = products * passes / 3, products * (passes - 1) / 3
+    states = plan.predicted.parameters + plan.predicted.optimizer_state
+    update = 2 * states / target.memory_bandwidth
+    if plan.stage == 3:
+        exposed = max(0.0, gather + reduce - compute)
+    elif plan.stage == 1 and plan.micro_batches > 1:
+        exposed = gather + reduce
+    else:
+        exposed = gather + max(0.0, reduce - backward)
+    return compute + update + exposed
