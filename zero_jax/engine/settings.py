@@ -93,7 +93,7 @@ class Settings:
             raise ValueError(
                 f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
                 "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
-                'or "auto" for the fewest words that fit'
+                'or "auto" for the shortest modelled step that fits'
             )
         limit = self.memory_limit
         number = isinstance(limit, (int, float)) and not isinstance(limit, bool)

@@ -26,9 +26,9 @@ class Options:
     """All of a `Zero` but its mesh, in words; None is "whatever suits the others"."""
 
     stage: int | Literal["auto"] | None = None
-    """What is partitioned: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto
-    chooses that, micro-batches, remat and, on GPUs, what rests in host memory, the fewest words
-    that fit; 3 unless given."""
+    """State that is partitioned: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters; auto
+    chooses stage, micro-batches, remat and, on GPUs, the state in host memory: the shortest modelled
+    step that fits; 3 by default."""
     memory_limit: float | None = None
     """GB (1e9 bytes) of a device that may be used; JAX's pool of its memory, or the target's,
     unless given."""
