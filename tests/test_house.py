@@ -106,6 +106,12 @@ def test_nothing_is_imported_from_private_jax():
             assert not private, f"{path}: {private}"
 
 
+def test_one_function_builds_jaxprs():
+    """`equations.new_jaxpr` gives them the debug info that JAX asks for."""
+    using = [p.name for p in library() if "jex.Jaxpr(" in p.read_text()]
+    assert using == ["equations.py"]
+
+
 def test_files_stay_small():
     sizes = {p: len(p.read_text().splitlines()) for p in library()}
     assert max(sizes.values()) <= 400, {str(p): n for p, n in sizes.items() if n > 400}

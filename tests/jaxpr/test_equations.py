@@ -1,8 +1,13 @@
 """What equations say of themselves: the products that they take."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
+import optax
+import pytest
 
+import zero_jax
 from zero_jax.jaxpr import equations
 
 
@@ -29,3 +34,28 @@ def test_products_of_a_branch_are_those_of_the_longest():
 
     jaxpr = jax.make_jaxpr(f)(jnp.zeros((4, 4)), True).jaxpr
     assert max(equations.products(jaxpr)) == 2 * 4**3
+
+
+@pytest.mark.parametrize(
+    ("remat", "states", "tx"),
+    [
+        ("block", "8bit", optax.adamw(1e-3)),
+        ("none", "fp32", optax.contrib.muon(1e-3)),
+    ],
+)
+def test_no_jaxpr_is_built_that_jax_deprecates(remat, states, tx):
+    """`python -W error` turns every warning into an error, those of JAX about a jaxpr that is built
+    without debug info included."""
+
+    def loss(params, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] ** 2)
+
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, remat=remat, states=states)
+    params = zero.abstract(lambda: {"w": jnp.ones((2, 64, 64))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = zero.train_step(loss, tx)
+        step.lower(params, step.transformation.init(params), jnp.ones((8, 64)))

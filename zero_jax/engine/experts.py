@@ -196,7 +196,7 @@ class _Retrace:
                 if form.arranged or form.rank + own < 0:
                     return None
                 experts[at] = form.rank + own
-        jaxpr = jex.Jaxpr((), given, results, list(eqns))
+        jaxpr = equations.new_jaxpr(given, results, list(eqns))
         return None if at_home.places(jaxpr, experts) is None else (jaxpr, experts)
 
     def _refused(

@@ -95,7 +95,7 @@ def around(
     made = {v for eqn in inside for v in eqn.outvars}
     given = [v for v in dict.fromkeys(equations.variables(inside)) if v not in made]
     numbered = {at: experts[v] for at, v in enumerate(given) if v in experts}
-    known = at_home.places(jex.Jaxpr((), given, (), inside), numbered)
+    known = at_home.places(equations.new_jaxpr(given, (), inside), numbered)
     if known is None:
         return None
     rows = [v for v in given if v in known]

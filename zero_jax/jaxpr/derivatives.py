@@ -59,7 +59,7 @@ def settled(
     outvars = [
         a if own or not (is_var(a) and changed.get(a, False)) else read(a) for a, own in pairs
     ]
-    new = jex.Jaxpr(jaxpr.constvars, jaxpr.invars, outvars, eqns, jaxpr.effects)
+    new = equations.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr.effects, jaxpr.constvars)
     return jex.ClosedJaxpr(new, closed.consts)
 
 

@@ -182,12 +182,31 @@ def _products(eqn: jex.JaxprEqn) -> int:
 # One equation, and jaxprs made of others' equations.
 
 
+def new_jaxpr(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
+    effects: Any = frozenset(),
+    constvars: Sequence[jex.Var] = (),
+) -> jex.Jaxpr:
+    """Builds a jaxpr from equations of other jaxprs.
+
+    JAX deprecates a jaxpr without debug info, and raises under `-W error`.
+
+    >>> body = jax.make_jaxpr(jnp.sin)(1.0).jaxpr
+    >>> str(new_jaxpr(body.invars, body.outvars, body.eqns)) == str(body)
+    True
+    """
+    made_of = jex.DebugInfo("zero_jax", "<equations of a traced function>", None, None)
+    return jex.Jaxpr(constvars, invars, outvars, eqns, effects, debug_info=made_of)
+
+
 def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
     """One equation as a function of its inputs."""
     invars = [jex.Var(a.aval) for a in eqn.invars]
     outvars = [jex.Var(v.aval) for v in eqn.outvars]
     alone = eqn.replace(invars=list[Atom](invars), outvars=outvars)
-    jaxpr = jex.Jaxpr((), invars, outvars, [alone], eqn.effects)
+    jaxpr = new_jaxpr(invars, outvars, [alone], eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 
@@ -195,7 +214,7 @@ def as_if_from(closed: jex.ClosedJaxpr, eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     """The same jaxpr, of which a compiled program says that it stands where `eqn` does."""
     body = closed.jaxpr
     eqns = [own.replace(source_info=eqn.source_info) for own in body.eqns]
-    jaxpr = jex.Jaxpr(body.constvars, body.invars, body.outvars, eqns, body.effects)
+    jaxpr = new_jaxpr(body.invars, body.outvars, eqns, body.effects, body.constvars)
     return jex.ClosedJaxpr(jaxpr, closed.consts)
 
 
@@ -222,7 +241,7 @@ def written_out(
     """
     body, flat = closed.jaxpr, _Flat(calls, branches)
     outvars = flat.run(closed, body.invars)
-    jaxpr = jex.Jaxpr(list(flat.consts), body.invars, outvars, flat.eqns, body.effects)
+    jaxpr = new_jaxpr(body.invars, outvars, flat.eqns, body.effects, list(flat.consts))
     return jex.ClosedJaxpr(jaxpr, list(flat.consts.values()))
 
 
@@ -285,4 +304,4 @@ class Stretches:
         given = list(dict.fromkeys(a for a in variables(eqns) if a not in made))
         results = [v for e in eqns for v in e.outvars if self.last_read.get(v, -1) > part[-1]]
         effects = set().union(*(e.effects for e in eqns))
-        return jex.ClosedJaxpr(jex.Jaxpr((), given, results, eqns, effects), ())
+        return jex.ClosedJaxpr(new_jaxpr(given, results, eqns, effects), ())

@@ -20,7 +20,16 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.jaxpr.equations import CALLS, Atom, is_var, read, shape_of, variables, written_out
+from zero_jax.jaxpr.equations import (
+    CALLS,
+    Atom,
+    is_var,
+    new_jaxpr,
+    read,
+    shape_of,
+    variables,
+    written_out,
+)
 from zero_jax.jaxpr.operations import on_piece, runs_on_pieces
 from zero_jax.jaxpr.reads import needed
 
@@ -159,7 +168,7 @@ class Program:
         found = needed(self._eqns, wanted)
         eqns = [eqn for eqn in self._eqns if not found.isdisjoint(eqn.outvars)]
         known = self._known | dict(given)
-        jaxpr = jex.Jaxpr((), list(known), list(wanted), eqns)
+        jaxpr = new_jaxpr(list(known), list(wanted), eqns)
         return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*known.values())
 
     def dtype_of(self, output: int) -> Any:

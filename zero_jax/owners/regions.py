@@ -56,7 +56,7 @@ class Region:
         """As a function of what is dealt and what is the same."""
         effects = set().union(*(e.effects for e in self.eqns))
         given = [*self.dealt, *self.same]
-        return jex.ClosedJaxpr(jex.Jaxpr((), given, self.made, self.eqns, effects), ())
+        return jex.ClosedJaxpr(equations.new_jaxpr(given, self.made, self.eqns, effects), ())
 
 
 class Walk:
