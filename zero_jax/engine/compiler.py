@@ -1,6 +1,8 @@
-"""What XLA's GPU compiler is told of a step, and how `jax.jit` is told."""
+"""XLA options of a step for GPUs, and the jitted step with checks of its arguments."""
 
+import collections
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import jax
 
 from zero_jax import releases
+from zero_jax.sharding import paths
 
 # Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
 _XLA_MERGES = 30 * 2**20
@@ -83,6 +86,9 @@ class Program:
     """A function of arrays, jitted with compiler options for them. Inside another `jit` it
     takes that one's: JAX refuses options in a `jit` within a `jit`, as in a step of the user's own.
 
+    Raises `ValueError` for an array that was donated to an earlier call, or is donated and given a
+    second time in this one: jax 0.10 ends with a segmentation fault there.
+
     Args:
       fn: the function.
       options: the compiler's, of the same arguments; None for none.
@@ -99,6 +105,7 @@ class Program:
     ):
         functools.update_wrapper(self, fn)
         self._check = check
+        self._donated = tuple(how.get("donate_argnums", ()))
         self._within = jax.jit(fn, **how)
         self._options = options
         self._jit = functools.partial(jax.jit, fn, **how)
@@ -117,12 +124,47 @@ class Program:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         self._check(*args, **named)
+        self._check_donation(args, named)
         try:
             return self._for(*args, **named)(*args, **named)
         except ValueError as error:
             if "top-level `jax.jit`" not in str(error):
                 raise
         return self._within(*args, **named)
+
+    def _check_donation(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Raises before JAX uses an array that has no memory any more."""
+        arrays = _arrays((args, named))
+        # 0.15 microseconds per array.
+        if any(x.is_deleted() for x in arrays):
+            first = self._names_of(args, named, lambda x: x.is_deleted())[0]
+            raise ValueError(
+                f"{first} was deleted: it was donated to an earlier call, whose results took over "
+                "its memory. Use those, params, opt_state, metrics = step(params, opt_state, "
+                "batch), or give that call a copy, jax.tree.map(jnp.copy, params)"
+            )
+        count = collections.Counter(map(id, arrays))
+        if len(count) == len(arrays):
+            return
+        donated = _arrays([args[at] for at in self._donated if at < len(args)])
+        twice = next((id(x) for x in donated if count[id(x)] > 1), None)
+        if twice is not None:
+            same = self._names_of(args, named, lambda x: id(x) == twice)
+            raise ValueError(
+                f"{' and '.join(same)} are one and the same array, and it is donated: give a copy "
+                "for one of them, x.copy()"
+            )
+
+    def _names_of(
+        self, args: tuple[Any, ...], named: dict[str, Any], is_meant: Callable[[jax.Array], bool]
+    ) -> list[str]:
+        """The argument and the leaf of each array that is meant."""
+        bound = inspect.signature(self.__wrapped__).bind(*args, **named)  # type: ignore[attr-defined]
+        leaves = [
+            pair for item in bound.arguments.items() for pair in paths.named_leaves(dict([item]))
+        ]
+        found = [name.partition("/") for name, x in leaves if _arrays(x) and is_meant(x)]
+        return [f"{leaf!r} of `{name}`" if leaf else f"`{name}`" for name, _, leaf in found]
 
     def trace(self, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
@@ -131,6 +173,12 @@ class Program:
     def lower(self, *args: Any, **named: Any) -> Any:
         """As of `jax.jit`."""
         return self._for(*args, **named).lower(*args, **named)
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+    """The arrays of a tree that have memory: no tracers, no shapes, no NumPy arrays."""
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
 
 
 def _is_array(x: Any) -> bool:

@@ -93,7 +93,7 @@ class TrainStep:
         self._agreed = False
         options = self.compiler_options if on_gpu(settings.mesh) else None
         self._jitted = Program(self._step, options, donate_argnums=(0, 1))
-        self._gradients = jax.jit(self._loss.gradients)
+        self._gradients = Program(self._loss.gradients)
 
     def _step(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
