@@ -1,7 +1,8 @@
 """The config.json of Llama, Mistral, Qwen and Gemma, beside models/decoder.py.
 
-What a family fixes is in `_FAMILIES`, and a config.json is read in the words of transformers 4 and
-5 (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+`_FAMILIES` has what a family fixes, hf_defaults.py the value of a key that a file leaves out. Both
+forms of a config.json are read, those of transformers 4 (`rope_theta`, `rope_scaling`) and of
+transformers 5 (`rope_parameters`).
 """
 
 import dataclasses
@@ -9,18 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .decoder_config import DecoderConfig, Mixture, Rope
+from .hf_defaults import DEFAULTS, SIZES, check_tensors, complete, flag, number, size
 
-_SIZES = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "width",
-    "num_attention_heads": "heads",
-    "intermediate_size": "hidden",
-    "vocab_size": "vocab",
-    "max_position_embeddings": "seq",
-}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 _GEMMA = {"qk_norm": True, "post_norms": True, "norm_from_one": True}
-# What a family fixes, and what its config says where a file leaves it out.
+# What a family fixes.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -31,27 +25,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA,
 }
 MODEL_TYPES = (*_FAMILIES, "gemma3")
-_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "gemma3_text": {
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262208,
-    },
-    "qwen3": {"head_dim": 128},
-    "mixtral": {"num_experts_per_tok": 2, "num_key_value_heads": 8},
-    "qwen3_moe": {
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "num_key_value_heads": 4,
-    },
-}
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -62,9 +35,10 @@ _CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
 }
 _ALL_SLIDE = ("mistral", "mixtral", "qwen3_moe")
-# How a family calls the number of experts, and how many it has where its config does not say.
-_EXPERTS = {"mixtral": ("num_local_experts", 8), "qwen3_moe": ("num_experts", 128)}
-# What models/decoder.py does not compute, and what says that it is off.
+_FULL, _SLIDES = "full_attention", "sliding_attention"
+# The families with experts, and how each names their number.
+_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+# What models/decoder.py does not compute, and the value that says that it is off.
 _OFF = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -79,128 +53,187 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
     Raises:
       ValueError: models/decoder.py computes something else, or a size is missing.
     """
-    known: dict[str, Any] = dict(given)
-    if known.get("model_type") == "gemma3":  # with images: of which this is the model of text
-        known = {**known["text_config"], "model_type": "gemma3_text"}
-    family = known.get("model_type")
+    given = _text_of(given)
+    family = given.get("model_type")
     if family not in _FAMILIES:
         raise ValueError(f"model_type {family!r} is none of {', '.join(MODEL_TYPES)}")
-    # What is null is off; what is not there is as their class has it.
-    known = {k: v for k, v in (_LEFT_OUT.get(family, {}) | known).items() if v is not None}
-    for name, off in _OFF.items():
-        if known.get(name, off) != off:
-            raise ValueError(f"{name} {known[name]!r} is not what models/decoder.py does, {off}")
-    sizes: dict[str, Any] = {ours: _size(known, theirs) for theirs, ours in _SIZES.items()}
-    heads = sizes["heads"]
-    sizes["kv_heads"] = _size(known, "num_key_value_heads", heads)
-    sizes["head_dim"] = _size(known, "head_dim", sizes["width"] // max(heads, 1))
-    activation = known.get("hidden_activation", known.get("hidden_act", "silu"))
+    _check_off(given)
+    known = complete(given, family)
+    # Where all layers have experts, no layer has the MLP of intermediate_size.
+    hidden = {"hidden": "moe_intermediate_size"} if family == "qwen3_moe" else {}
+    names = {ours: theirs for theirs, ours in SIZES.items()} | hidden
+    sizes: dict[str, Any] = {ours: size(known, theirs) for ours, theirs in names.items()}
+    if known["num_key_value_heads"] is None:
+        known["num_key_value_heads"] = sizes["heads"]
+    if known["head_dim"] is None:
+        known["head_dim"] = sizes["width"] // sizes["heads"]
+    sizes["kv_heads"] = size(known, "num_key_value_heads")
+    sizes["head_dim"] = size(known, "head_dim")
+    named = "hidden_activation" if family == "gemma3_text" else "hidden_act"
+    activation = known[named]
     if activation not in _ACTIVATIONS:
         raise ValueError(
-            f"its activation is {activation!r}, and models/decoder.py has "
-            f"{' and '.join(_ACTIVATIONS)}"
+            f"{named} is {activation!r}, and models/decoder.py has {' and '.join(_ACTIVATIONS)}"
         )
-    if family == "qwen3_moe":
-        sizes["hidden"] = _size(known, "moe_intermediate_size")
+    mixture = _mixture(known, family)
+    check_tensors(sizes["layers"], mixture.experts if mixture else 0)
     rope, local_rope = _ropes(known, family)
-    bias = bool(known.get("attention_bias", False))
+    bias = flag(known, "attention_bias")
     fixed = {"qkv_bias": bias, "out_bias": bias} | _FAMILIES[family]
     return DecoderConfig(
         **sizes,
         **fixed,
-        **_windows(known, family, sizes["layers"]),
-        tied=bool(known.get("tie_word_embeddings", False)),
-        eps=float(known.get("rms_norm_eps", 1e-6)),
+        **_windows(known, given.get("layer_types"), family, sizes["layers"]),
+        tied=flag(known, "tie_word_embeddings"),
+        eps=number(known, "rms_norm_eps"),
         rope=rope,
         local_rope=local_rope,
-        mlp_bias=bool(known.get("mlp_bias", False)),
-        mixture=_mixture(known, family),
+        mlp_bias=flag(known, "mlp_bias"),
+        mixture=mixture,
         activation=_ACTIVATIONS[activation],
         embed_scale=sizes["width"] ** 0.5 if family == "gemma3_text" else 1.0,
         query_scale=_query_scale(known, family, sizes["head_dim"]),
     )
 
 
+def _text_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model of a model of text and images; other configs as they are."""
+    if given.get("model_type") != "gemma3":
+        return given
+    text = given.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config is {text!r}, but it should hold the settings of the text")
+    # transformers 5 reads the outer key, transformers 4 the inner one.
+    outer, inner = (at.get("tie_word_embeddings", True) for at in (given, text))
+    if outer != inner:
+        raise ValueError(
+            f"tie_word_embeddings is {outer!r}, and {inner!r} in text_config: make them equal"
+        )
+    return {**text, "model_type": "gemma3_text"}
+
+
+def _check_off(given: Mapping[str, Any]) -> None:
+    for name, off in _OFF.items():
+        if given.get(name) not in (None, off):
+            raise ValueError(f"{name} {given[name]!r} is not what models/decoder.py does, {off}")
+
+
 def _mixture(known: Mapping[str, Any], family: str) -> Mixture | None:
     """The experts of a config; every layer has them, or none."""
     if family not in _EXPERTS:
         return None
-    if known.get("mlp_only_layers") or known.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(
-            "some of its layers have no experts, and in models/decoder.py all have or none"
-        )
-    name, many = _EXPERTS[family]
-    many = known.get("num_experts", known.get("num_local_experts", many))  # the newest swap them
+    for name, every in (("mlp_only_layers", None), ("decoder_sparse_step", 1)):
+        if (known.get(name, every) or None) != every:
+            raise ValueError(
+                f"{name} is {known[name]!r}, so some layers have no experts, and in "
+                "models/decoder.py all have or none"
+            )
     return Mixture(
-        _size(known, name, many),
-        _size(known, "num_experts_per_tok"),
-        normalised=family == "mixtral" or bool(known.get("norm_topk_prob", False)),
-        balance=float(known.get("router_aux_loss_coef", 0.001)),
+        size(known, "num_local_experts"),
+        size(known, "num_experts_per_tok"),
+        normalised=family == "mixtral" or flag(known, "norm_topk_prob"),
+        balance=number(known, "router_aux_loss_coef", least=-1e-9),
     )
 
 
-def _size(known: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
-    value = known.get(name, otherwise)
-    if type(value) is not int:
-        raise ValueError(f"{name} is {value!r}, but it should be a number")
-    return value
-
-
 def _query_scale(known: Mapping[str, Any], family: str, head_dim: int) -> float | None:
-    scalar = known.get("query_pre_attn_scalar") if family == "gemma3_text" else None
-    return None if scalar in (None, head_dim) else float(scalar) ** -0.5
+    if family != "gemma3_text":
+        return None
+    scalar = number(known, "query_pre_attn_scalar")
+    return None if scalar == head_dim else scalar**-0.5
 
 
-def _windows(known: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
-    """Which layers slide, and how far they see."""
+def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> dict[str, Any]:
+    """Which layers slide, and how far they see.
+
+    Args:
+      known: the keys of the family.
+      named: the file's layer_types, which some families ignore.
+      family: which one.
+      layers: how many.
+    """
     window = known.get("sliding_window")
-    if family in ("qwen2", "qwen3", "qwen3_moe") and not known.get("use_sliding_window", False):
+    if "use_sliding_window" in known and not flag(known, "use_sliding_window"):
         window = None
-    if family == "llama" or window is None:
-        return {}
-    kinds = known.get("layer_types")
-    if kinds is not None:
-        slides = tuple(kind == "sliding_attention" for kind in kinds)
+    if named is not None and (
+        not isinstance(named, list)
+        or len(named) != layers
+        or any(kind not in (_FULL, _SLIDES) for kind in named)
+    ):
+        raise ValueError(
+            f"layer_types must name {_FULL} or {_SLIDES} for each of {layers} layers, and is "
+            f"{str(named)[:200]}"
+        )
+    if "layer_types" in known and named is not None:
+        slides = tuple(kind == _SLIDES for kind in named)
     elif family == "gemma3_text":
-        every = known.get("sliding_window_pattern", 6)
+        every = size(known, "sliding_window_pattern")
         slides = tuple((at + 1) % every != 0 for at in range(layers))
+    elif window is None or family == "llama":
+        slides = (False,) * layers
     elif family in _ALL_SLIDE:
         slides = (True,) * layers
     else:
-        slides = tuple(at >= known.get("max_window_layers", 28) for at in range(layers))
+        first = known["max_window_layers"]
+        if type(first) is not int:
+            raise ValueError(f"max_window_layers is {first!r}, but it should be a number")
+        slides = tuple(at >= first for at in range(layers))
+    if any(slides) and window is None:
+        raise ValueError(f"layer_types has {_SLIDES}, but sliding_window gives those no window")
+    if named is not None and slides != tuple(kind == _SLIDES for kind in named):
+        raise ValueError(
+            f"layer_types is ignored by a {family} of transformers, whose layers all have "
+            f"{_SLIDES if any(slides) else _FULL} here: remove it, or give another model_type"
+        )
     if not any(slides):
         return {}
-    return {"window": int(window), "sliding": () if all(slides) else slides}
+    return {
+        "window": size(known, "sliding_window"),
+        "sliding": () if all(slides) else slides,
+    }
 
 
 def _ropes(known: Mapping[str, Any], family: str) -> tuple[Rope, Rope | None]:
     """Of layers that see everything, and of those that slide if theirs is another."""
-    given = known.get("rope_parameters") or known.get("rope_scaling") or {}
-    theta = float(known.get("rope_theta", 10000.0))
-    if "full_attention" in given:
-        local = given.get("sliding_attention") or {}
-        return _rope(given["full_attention"], theta, known), _rope(local, 10000.0, known)
-    rope = _rope(given, theta, known)
+    scaling, given = known["rope_scaling"] or {}, known["rope_parameters"] or {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(known[name] or {}, Mapping):
+            raise ValueError(f"{name} is {known[name]!r}, but it should hold settings")
+    theta = number(known, "rope_theta")
     if family != "gemma3_text":
-        return rope, None
-    return rope, Rope(float(known.get("rope_local_base_freq", 10000.0)))
+        given = scaling or given
+        if _FULL in given or _SLIDES in given:
+            raise ValueError(f"rope_parameters by kind of layer are for gemma3, not for {family}")
+        return _rope(given, theta, known), None
+    if given and not {*given} & {_FULL, _SLIDES}:
+        raise ValueError(f"rope_parameters of gemma3 must have {_FULL} and {_SLIDES}")
+    local, local_theta = given.get(_SLIDES) or {}, number(known, "rope_local_base_freq")
+    full = given.get(_FULL) or {}
+    if scaling:
+        full = {**full, **scaling}
+    return _rope(full, theta, known), _rope(local, local_theta, known)
 
 
 def _rope(given: Mapping[str, Any], theta: float, known: Mapping[str, Any]) -> Rope:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters has {given!r}, but it should hold settings")
+    _check_off(given)
     kind = given.get("rope_type", given.get("type", "default"))
-    theta = float(given.get("rope_theta") or theta)
+    own = {"rope_theta": theta, **given}
+    theta = number(own, "rope_theta")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, float(given["factor"]))
+        return Rope(theta, number(own, "factor"))
     if kind != "llama3":
         raise ValueError(
             f"its positions are of the kind {kind!r}, and models/decoder.py has default, linear "
             "and llama3"
         )
-    length = given.get("original_max_position_embeddings", known.get("max_position_embeddings"))
-    turns = float(given["low_freq_factor"]), float(given["high_freq_factor"])
-    return Rope(theta, float(given["factor"]), (int(length), *turns))
+    own = {"original_max_position_embeddings": known["max_position_embeddings"], **given}
+    turns = number(own, "low_freq_factor"), number(own, "high_freq_factor")
+    length = size(own, "original_max_position_embeddings")
+    return Rope(theta, number(own, "factor"), (length, *turns))
 
 
 def to_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
@@ -237,22 +270,21 @@ def _saved(config: DecoderConfig) -> DecoderConfig:
 
 def _written(config: DecoderConfig, family: str, dtype: str) -> dict[str, Any]:
     activation = "gelu_pytorch_tanh" if config.activation == "gelu" else "silu"
-    slides = ["sliding_attention" if s else "full_attention" for s in config.slides]
-    mixed = len(set(slides)) > 1 or family == "gemma3_text"
+    slides = [_SLIDES if s else _FULL for s in config.slides]
     windowed: dict[str, Any] = {
         "sliding_window": config.window,
         "use_sliding_window": config.window is not None,
-        **({"layer_types": slides} if family not in ("llama", *_ALL_SLIDE) and mixed else {}),
+        **({"layer_types": slides} if "layer_types" in DEFAULTS[family] else {}),
     }
     rope = _rope_json(config.rope)
     if family == "gemma3_text":
         local = _rope_json(config.local_rope or config.rope)
-        rope = {"full_attention": rope, "sliding_attention": local}
+        rope = {_FULL: rope, _SLIDES: local}
         scale = config.query_scale or config.head_dim**-0.5
         windowed |= {"query_pre_attn_scalar": round(scale**-2)}
     if config.mixture is not None and family in _EXPERTS:
         windowed |= {
-            _EXPERTS[family][0]: config.mixture.experts,
+            _EXPERTS[family]: config.mixture.experts,
             "num_experts_per_tok": config.mixture.chosen,
             "router_aux_loss_coef": config.mixture.balance,
             "moe_intermediate_size": config.hidden,
@@ -261,7 +293,7 @@ def _written(config: DecoderConfig, family: str, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [_CLASSES[family]],
         "model_type": family,
-        **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "hidden_activation" if family == "gemma3_text" else "hidden_act": activation,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .gpt_config import GPTConfig
+from .hf_defaults import check_tensors, size
 from .hf_places import SAME, Box, Layout, Place, Read
 
 PREFIX = "transformer."
@@ -125,10 +126,9 @@ def from_json(known: Mapping[str, Any]) -> GPTConfig:
         if known.get(name, values[0]) not in values:
             said = " or ".join(map(repr, values))
             raise ValueError(f"{name} {known[name]!r} is not what models/gpt.py does, {said}")
-    sizes = {ours: known.get(theirs) for theirs, ours in _SIZES.items()}
-    for theirs, ours in _SIZES.items():
-        if type(sizes[ours]) is not int:
-            raise ValueError(f"{theirs} is {sizes[ours]!r}, but it should be a number")
+    known = {**dict.fromkeys(_SIZES), **known}
+    sizes = {ours: size(known, theirs) for theirs, ours in _SIZES.items()}
+    check_tensors(sizes["layers"])
     config = GPTConfig(**sizes)  # type: ignore[arg-type]
     if known.get("n_inner") not in (None, 4 * config.width):
         raise ValueError(

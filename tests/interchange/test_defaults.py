@@ -1,0 +1,273 @@
+"""A config.json that leaves keys out means what transformers' own config classes say."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from zero_jax.models import hf, hf_defaults
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"num_hidden_layers": 7, "hidden_size": 128, "num_attention_heads": 64}
+SIZES |= {"intermediate_size": 96, "vocab_size": 99, "max_position_embeddings": 512}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+SHARED = {"num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 3e-4, "hidden_act": "gelu_new"}
+SHARED |= {"tie_word_embeddings": True, "rope_theta": 777.0, "rope_scaling": LLAMA3}
+EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+KINDS = ["full_attention", "sliding_attention"] * 3 + ["full_attention"]
+# A config of each family with no value that is a default, so that leaving a key out shows.
+FULL = {
+    "llama": {**SHARED, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**SHARED, "sliding_window": 9},
+    "qwen2": {**SHARED, **WINDOW, "max_window_layers": 3, "layer_types": KINDS},
+    "qwen3": {
+        **{**SHARED, **WINDOW, "max_window_layers": 3, "layer_types": KINDS},
+        "attention_bias": True,
+    },
+    "mixtral": {**SHARED, **EXPERTS, "num_local_experts": 5, "sliding_window": 9},
+    "qwen3_moe": {
+        **{**SHARED, **EXPERTS, **WINDOW, "num_experts": 9, "attention_bias": True},
+        **{"moe_intermediate_size": 20, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        "mlp_only_layers": [],
+    },
+    "gemma3_text": {
+        **{k: v for k, v in SHARED.items() if k != "hidden_act"},
+        "hidden_activation": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "layer_types": KINDS,
+        "rope_local_base_freq": 55.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+}
+FULL = {family: {"model_type": family, **SIZES, **own} for family, own in FULL.items()}
+GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 3, "vocab_size": 30}
+GPT2 |= {"n_positions": 40, "n_inner": 96, "activation_function": "gelu_pytorch_tanh"}
+GPT2 |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True}
+GPT2 |= {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+# The keys of config classes that change no number: tokens, dropout (a setting of training), caches.
+OTHERS = {"initializer_range", "use_cache", "attention_dropout", "output_router_logits"}
+OTHERS |= {"pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "router_jitter_noise"}
+# Those for which models/decoder.py has nothing; hf_decoder_config.py refuses them unless off.
+OTHERS |= {"final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"}
+# The names of settings in the form of transformers 5.
+OTHERS |= {"rope_parameters"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+
+
+def theirs(known):
+    """A config of transformers as the things that its model computes with, or None: refused."""
+    kind = known.get("model_type")
+    try:
+        config = transformers.AutoConfig.for_model(**known)
+    except Exception:  # the strict classes have errors of their own
+        return None
+    heads = config.num_attention_heads
+    found = {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": heads,
+        "vocab": config.vocab_size,
+        "seq": config.max_position_embeddings,
+        "tied": config.tie_word_embeddings,
+    }
+    if kind == "gpt2":
+        hidden = 4 * config.n_embd if config.n_inner is None else config.n_inner
+        activation = ACTIVATIONS[config.activation_function]
+        return found | {"hidden": hidden, "eps": config.layer_norm_epsilon, "act": activation}
+    moe = kind in ("mixtral", "qwen3_moe")
+    gemma = kind == "gemma3_text"
+    # Classes without a head_dim have modules that take it from the file, or derive it.
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if kind in ("qwen2", "qwen3", "gemma3_text"):
+        slides = [at == "sliding_attention" for at in kinds]
+    else:  # their modules look at the window alone, and those of llama at none
+        slides = [window is not None and kind != "llama"] * config.num_hidden_layers
+    ropes = config.rope_parameters
+    bias = getattr(config, "attention_bias", False) and kind not in ("mistral", "mixtral", "qwen2")
+    found |= {
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "hidden": config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size,
+        "eps": config.rms_norm_eps,
+        "act": ACTIVATIONS[config.hidden_activation if gemma else config.hidden_act],
+        "qkv_bias": bias or kind == "qwen2",
+        "out_bias": bias,
+        "mlp_bias": kind == "llama" and config.mlp_bias,
+        "slides": slides,
+        "window": window if any(slides) else None,
+        "full rope": frequencies(ropes["full_attention"] if gemma else ropes, head_dim),
+        "score scale": (config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+    }
+    if gemma:
+        found["sliding rope"] = frequencies(ropes["sliding_attention"], head_dim)
+    if moe:
+        found |= {"experts": config.num_local_experts, "chosen": config.num_experts_per_tok}
+        found |= {"balance": config.router_aux_loss_coef}
+        found |= {"normalised": kind == "mixtral" or config.norm_topk_prob}
+    return found
+
+
+def ours(known):
+    """The same of ours, or the message of its error."""
+    try:
+        config = hf.config_of(known)
+    except ValueError as error:
+        return str(error)
+    found = {name: getattr(config, name) for name in ("layers", "width", "heads", "vocab", "seq")}
+    if known["model_type"] == "gpt2":
+        return found | {"hidden": 4 * config.width, "eps": 1e-5, "act": "gelu", "tied": True}
+    gemma = known["model_type"] == "gemma3_text"
+    for name in ("kv_heads", "head_dim", "hidden", "eps", "qkv_bias", "out_bias", "mlp_bias"):
+        found[name] = getattr(config, name)
+    found |= {"tied": config.tied, "act": config.activation, "slides": [*config.slides]}
+    found |= {"window": config.window, "full rope": rope(config.rope)}
+    found |= {"score scale": config.query_scale or config.head_dim**-0.5}
+    if gemma:
+        found["sliding rope"] = rope(config.local_rope)
+    if config.mixture is not None:
+        own = config.mixture
+        found |= {"experts": own.experts, "chosen": own.chosen, "balance": own.balance}
+        found |= {"normalised": own.normalised}
+    return found
+
+
+def frequencies(given, head_dim):
+    stretched = None
+    if given["rope_type"] == "llama3":
+        names = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        stretched = tuple(given[name] for name in names)
+    factor = 1.0 if given["rope_type"] == "default" else given["factor"]
+    return given["rope_theta"], factor, stretched
+
+
+def rope(own):
+    return own.theta, own.factor, own.stretched
+
+
+def differences(known):
+    want, got = theirs(known), ours(known)
+    if want is None or isinstance(got, str):
+        return got if isinstance(got, str) else {}
+    assert want.keys() == got.keys()
+    return {
+        name: (want[name], got[name])
+        for name in want
+        if not (np.isclose(want[name], got[name]) if _real(want[name]) else want[name] == got[name])
+    }
+
+
+def _real(value):
+    return isinstance(value, float)
+
+
+def without(known, key):
+    return {name: value for name, value in known.items() if name != key}
+
+
+FAMILIES = [*FULL, "gpt2"]
+# No release leaves these out, and an error names them.
+REQUIRED = ["num_hidden_layers", "hidden_size", "intermediate_size"]
+NOT_OF_GEMMA = ["num_attention_heads", "vocab_size"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_key_left_out_means_what_transformers_says(family):
+    known = GPT2 if family == "gpt2" else FULL[family]
+    assert differences(known) == {}, "nothing is left out"
+    required = [*REQUIRED, *(NOT_OF_GEMMA if family != "gemma3_text" else [])]
+    if family == "qwen3_moe":
+        required.remove("intermediate_size")  # none of its layers has an MLP
+    if family == "gpt2":
+        required = ["n_layer", "n_embd", "n_head", "n_positions", "vocab_size"]
+    wrong = {}
+    for key in [*known][1:]:
+        # Their modules fail where layers slide and nothing says how far.
+        more = without(known, "layer_types") if key == "use_sliding_window" else known
+        found = differences(without(more, key))
+        if key in required:
+            assert isinstance(found, str) and key in found, f"{key} is left out: {found}"
+        elif found:
+            wrong[key] = found
+    assert wrong == {}
+    # The least that a file can say: every key that may be left out at once.
+    bare = {key: known[key] for key in ("model_type", *required) if key in known}
+    assert differences(bare) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_null_means_what_transformers_says_or_is_an_error(family):
+    known = GPT2 if family == "gpt2" else FULL[family]
+    found = {key: differences(known | {key: None}) for key in [*known][1:]}
+    assert {key: said for key, said in found.items() if said and not isinstance(said, str)} == {}
+    others = {"use_sliding_window": "sliding_window"}
+    errors = {key: said for key, said in found.items() if isinstance(said, str)}
+    assert {key: said for key, said in errors.items() if others.get(key, key) not in said} == {}
+
+
+@pytest.mark.parametrize("family", FULL)
+def test_the_table_has_every_key_that_a_class_of_transformers_has(family):
+    kind = type(transformers.AutoConfig.for_model(family))
+    fields, shared = (
+        {field.name for field in dataclasses.fields(of)}
+        for of in (kind, transformers.PretrainedConfig)
+    )
+    own = fields - (shared - {"tie_word_embeddings"}) - OTHERS
+    own = {hf_defaults._OTHER_NAMES.get(name, name) for name in own}
+    assert own <= {*hf_defaults.DEFAULTS[family]}, "a key nobody reads"
+
+
+def test_a_gemma_with_images_reads_its_text_as_their_class_does():
+    # The files of google/gemma-3-4b-it and its larger kin have no more than this.
+    text = {"hidden_size": 64, "intermediate_size": 96, "model_type": "gemma3_text"}
+    text |= {"num_hidden_layers": 7, "sliding_window": 16}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    assert differences(text) == {}
+    assert hf.config_of({"model_type": "gemma3", "text_config": text}) == hf.config_of(text)
+    assert hf.config_of(text).activation == "gelu"
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "match"),
+    [
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ("llama", {"rope_theta": float("inf")}, "rope_theta"),
+        ("llama", {"rope_theta": -1.0}, "rope_theta"),
+        ("llama", {"rope_scaling": [1]}, "rope_scaling"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ("llama", {"layer_types": KINDS}, "layer_types"),
+        ("mistral", {"layer_types": KINDS}, "layer_types"),
+        ("qwen2", {"layer_types": KINDS[:3]}, "layer_types"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 7}, "layer_types"),
+        ("qwen3", {"use_sliding_window": False}, "layer_types"),
+        ("qwen3_moe", {"num_local_experts": 7}, "num_experts"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters"),
+        ("llama", {"hidden_size": 2**31}, "hidden_size"),
+        ("llama", {"num_hidden_layers": 2**30}, "num_hidden_layers"),
+        ("qwen3_moe", {"num_experts": 2**30}, "num_hidden_layers is 7 with 1073741824 experts"),
+    ],
+)
+def test_a_setting_that_has_no_meaning_is_an_error_that_names_it(family, change, match):
+    with pytest.raises(ValueError, match=match):
+        hf.config_of(FULL[family] | change)
+
+
+def test_an_error_for_images_and_text_that_disagree_names_the_key():
+    known = {"model_type": "gemma3", "tie_word_embeddings": False}
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7}
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        hf.config_of(known | {"text_config": text})
+    with pytest.raises(ValueError, match="text_config"):
+        hf.config_of(known)
