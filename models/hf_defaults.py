@@ -173,7 +173,7 @@ def check_tensors(layers: int, experts: int = 0) -> None:
     Raises:
       ValueError: It would have more.
     """
-    if layers * max(1, 3 * experts) > MOST_TENSORS:
+    if layers * max(12, 3 * experts) > MOST_TENSORS:
         of = f" with {experts} experts each" if experts else ""
         raise ValueError(
             f"num_hidden_layers is {layers}{of}, more than {MOST_TENSORS:,} tensors: no model has "

@@ -69,6 +69,7 @@ def _folder(config: Config) -> families.Config:
         raise ValueError(
             f"--vocab {config.vocab}: the model in {config.hf} has {found.vocab}; leave it out"
         )
+    interchange.check(config.hf)  # before a size of config.json takes memory
     return found
 
 

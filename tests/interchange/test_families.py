@@ -229,3 +229,23 @@ def test_without_a_config_of_theirs_an_export_says_what_to_give(folders, tmp_pat
         hugging_face.export(tmp_path / "in", tmp_path / "out")
     with pytest.raises(ValueError, match="is no such model: .*missing"):
         hugging_face.export(tmp_path / "in", tmp_path / "out", like=folders["llama"])
+
+
+@pytest.mark.parametrize("left", ["a stale index", "the head alone"])
+def test_files_that_are_left_or_lack_the_embedding_are_read_as_transformers_reads_them(
+    folders, tmp_path, left
+):
+    theirs("llama, tied").save_pretrained(tmp_path)
+    if left == "a stale index":
+        for file in folders["llama"].glob("*.safetensors*"):
+            (tmp_path / file.name).symlink_to(file)
+    else:
+        own = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+        own["lm_head.weight"] = own.pop("model.embed_tokens.weight")
+        meta = {"format": "pt"}
+        safetensors.numpy.save_file(own, tmp_path / "model.safetensors", metadata=meta)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    config, params = loaded(tmp_path)
+    want = their_logits(read.eval())
+    np.testing.assert_allclose(their_logits(theirs("llama, tied")), want, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(our_logits(config, params), want, atol=1e-4, rtol=1e-4)

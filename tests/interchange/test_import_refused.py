@@ -152,17 +152,17 @@ def damaged(folder, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("a file is missing", r"model-\d+-of-\d+.safetensors is missing"),
+        ("a file is missing", r"names files that are missing, model-\d+-of-\d+.safetensors"),
         ("a file is cut", r"model-\d+-of-\d+.safetensors is damaged"),
         ("a header is wrong", r"model-\d+-of-\d+.safetensors is damaged"),
-        ("the index is wrong", "index.json is no index"),
+        ("the index is wrong", "index.json is no JSON"),
         ("the index has no map", "index.json is no index"),
         ("the index names a file elsewhere", "'../x.safetensors'"),
         ("the index names a tensor that is not there", "more"),
         ("a tensor twice", "in two files"),
         ("no config", "config.json"),
         ("the config is wrong", "config.json"),
-        ("pickle only", "no safetensors.*pickle"),
+        ("pickle only", "no model.safetensors.*pickle"),
     ],
 )
 def test_a_damaged_folder_is_refused_with_the_file(exported, tmp_path, what, words):

@@ -1,13 +1,20 @@
-"""The config.json of a folder that transformers saved."""
+"""The JSON files of a folder that transformers saved: config.json first of all."""
 
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.models import hf
 
 Path = str | os.PathLike[str]
+# The longest files that are parsed, in bytes: a config.json has 1 to 30 kB, the index of 100,000
+# tensors 10 MB, and parsed JSON takes up to 20 times its length in memory.
+MOST_CONFIG_BYTES = 8 << 20
+MOST_INDEX_BYTES = 64 << 20
+_QUANTISED = ("quantization_config", "compression_config")
+_MOST_SAID = 1000  # letters of an error, since it may repeat a value of the file
 
 
 def config(folder: Path) -> Any:
@@ -19,10 +26,13 @@ def config(folder: Path) -> Any:
       ValueError: it is of no model that is in models/.
     """
     path = pathlib.Path(folder) / "config.json"
+    known = read(folder)
     try:
-        return hf.config_of(read(folder))
+        _check_not_quantised(known)
+        return hf.config_of(known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is of no model that can be imported: {error}") from error
+        said = str(error)[:_MOST_SAID]
+        raise ValueError(f"{path} is of no model that can be imported: {said}") from error
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -32,14 +42,59 @@ def read(folder: Path) -> dict[str, Any]:
       ValueError: there is none, or it is no JSON object.
     """
     path = pathlib.Path(folder) / "config.json"
+    if not os.path.lexists(path):
+        adapters = (path.parent / "adapter_config.json").exists()
+        instead = (
+            "; the folder holds adapters: give the folder of the model they were trained beside, "
+            "and this one as `adapter` (--adapter)"
+        )
+        raise ValueError(f"{path} is missing: a model of transformers has one{instead * adapters}")
+    return read_json(path, MOST_CONFIG_BYTES)
+
+
+def read_json(path: pathlib.Path, most_bytes: int) -> dict[str, Any]:
+    """Returns the object in a JSON file of at most so many bytes.
+
+    Raises:
+      ValueError: It is missing, a pipe or a folder, longer, or no JSON object.
+    """
+    check_regular(path)
+    length = path.stat().st_size
+    if length > most_bytes:
+        raise ValueError(f"{path} has {length:,} bytes, more than {most_bytes:,}: it is damaged")
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
         known = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ValueError("it is missing: a model of transformers has one") from error
     except RecursionError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{path} is nested too deeply: it is damaged") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {str(error)[:_MOST_SAID]}") from error
     if not isinstance(known, dict):
-        raise ValueError("it holds no settings")
+        raise ValueError(f"{path} holds no settings: it should be a JSON object")
     return known
+
+
+def check_regular(path: pathlib.Path) -> None:
+    """Checks that there is a file at `path`; to open a pipe would wait for one who writes to it.
+
+    Raises:
+      ValueError: It is missing, or no regular file.
+    """
+    if not path.exists():
+        link = f", which links to {os.readlink(path)}," if path.is_symlink() else ""
+        raise ValueError(f"{path}{link} is missing: copy all files of the folder")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+
+
+def _check_not_quantised(known: Mapping[str, Any]) -> None:
+    text = known.get("text_config")
+    for at in (known, text if isinstance(text, Mapping) else {}):
+        for name in _QUANTISED:
+            given = at.get(name)
+            if given:
+                kind = given.get("quant_method") if isinstance(given, Mapping) else given
+                raise ValueError(
+                    f"`{name}` says that its weights are quantised ({kind!r}), and those of fp32, "
+                    "bf16 and fp16 are read: take the folder it was quantised from (a base of LoRA "
+                    "is quantised on reading, `base`=nf4)"
+                )

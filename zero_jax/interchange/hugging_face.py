@@ -6,6 +6,7 @@ each process reads what its devices hold, one leaf at a time, and quantises it w
 """
 
 import functools
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +17,16 @@ import numpy as np
 
 from zero_jax.adapters.quantised import named
 from zero_jax.checkpoint.leaves import Leaf, Read, leaves, rebuilt
+from zero_jax.interchange import folder_config
 from zero_jax.interchange.exporter import Path, differences, few
 from zero_jax.interchange.exporter import export as export
 from zero_jax.interchange.folder_config import config as config
 from zero_jax.interchange.packed import Packed
-from zero_jax.interchange.safetensor_files import DTYPES, Folder
+from zero_jax.interchange.safetensor_files import DTYPES, INDEX, ONE, Folder
 from zero_jax.models import hf
 
 PyTree = Any
+ADAPTERS = "adapter_config.json"
 _AT_ONCE = 1 << 24  # elements of two tensors that are compared
 
 
@@ -51,16 +54,19 @@ def load(
       The same tree at rest.
 
     Raises:
-      ValueError: a tensor is missing, unknown or of another shape, or `like` is another model.
+      ValueError: a tensor is missing, unknown, of another shape or not finite, or `like` is another
+        model.
     """
     folder = pathlib.Path(folder)
-    layout, nodes = hf.layout(config(folder)), dict(named(like))
-    _check_like(nodes, layout, folder)
-    model = _Model(Folder(folder), layout, str(folder), rounded)
+    model, nodes = _opened(folder, rounded), dict(named(like))
+    _check_like(nodes, model.layout, folder)
+    model.check_head()
+    report = report or (print if jax.process_index() == 0 else lambda _: None)
     if model.left_out:
-        report = report or (print if jax.process_index() == 0 else lambda _: None)
         names = few(model.left_out)
         report(f"{folder}: {len(model.left_out)} tensors are no part of the model of text: {names}")
+    if model.files.unused is not None:
+        report(f"{folder}: {ONE} is read, as transformers does, and not {INDEX} beside it")
     last: dict[str, Packed] = {}
 
     def reader(leaf: Leaf) -> Read:
@@ -73,6 +79,43 @@ def load(
         return last[path].part(part)
 
     return rebuilt(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
+
+
+def check(folder: Path) -> None:
+    """Compares the shapes of a folder's tensors with its config.json; weights are not read.
+
+    A folder without weights passes, since a checkpoint may have them.
+
+    Raises:
+      ValueError: `load` would fail before it reads a weight.
+    """
+    folder = pathlib.Path(folder)
+    if any(os.path.lexists(folder / name) for name in (ONE, INDEX)):
+        _opened(folder, rounded=True)
+
+
+def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
+    """The tensors of a folder, which are all there and have the shapes that config.json says."""
+    model, files = config(folder), Folder(folder)
+    if model.layers > len(files.kinds):  # before a table of its tensors is made
+        raise ValueError(
+            f"{folder} is not the model that its config.json describes: {model.layers} layers, and "
+            f"its files have {len(files.kinds)} tensors"
+        )
+    known = folder_config.read(folder)
+    explicit = known.get("transformers_weights")
+    if explicit not in (None, ONE if (folder / ONE).exists() else INDEX):
+        raise ValueError(
+            f"{folder}: `transformers_weights` in config.json names {explicit!r}, and {ONE} or "
+            f"{INDEX} is read here: rename the file, and remove the key"
+        )
+    if os.path.lexists(folder / ADAPTERS):
+        raise ValueError(
+            f"{folder}: `{ADAPTERS}` is beside the model, so transformers adds adapters when it "
+            "reads the folder, and here none are added: move it elsewhere, and give it as "
+            "`adapter` (--adapter) if it is meant"
+        )
+    return _Model(files, hf.layout(model), str(folder), rounded)
 
 
 def _check_like(nodes: dict[str, Any], layout: hf.Layout, folder: pathlib.Path) -> None:
@@ -88,7 +131,8 @@ class _Model:
     """The tensors of a folder, by our paths."""
 
     def __init__(self, files: Folder, layout: hf.Layout, where: str, rounded: bool):
-        self._where, self._files, self._rounded = where, files, rounded
+        self._where, self._rounded = where, rounded
+        self.files, self.layout = files, layout
         self._names: dict[str, str] = {}
         self.left_out: list[str] = []
         for name in files.kinds:
@@ -99,8 +143,12 @@ class _Model:
                 self.left_out.append(name)
             else:
                 self._names[full] = name
+        self._head: str | None = None
         if layout.tied is not None:
-            self._check_head(*layout.tied)
+            head, embedding = layout.tied
+            self._head = self._names.pop(head, None)
+            if self._head is not None and embedding not in self._names:
+                self._names[embedding], self._head = self._head, None
         known = {full: files.kinds[name][0] for full, name in self._names.items()}
         problems = differences({place.name: place.shape for place in layout.places}, known)
         if problems:
@@ -110,19 +158,23 @@ class _Model:
             )
         self._places = {(place.path, place.at): place for place in layout.places}
 
-    def _check_head(self, head: str, embedding: str) -> None:
-        """A tied head may be saved too; it must be the embedding."""
-        if head not in self._names:
+    def check_head(self) -> None:
+        """A tied head may be saved too, or alone; where both are, they must be equal.
+
+        Raises:
+          ValueError: They differ.
+        """
+        name = self._head
+        if name is None or self.layout.tied is None:
             return
-        name = self._names.pop(head)
-        tied = self._names.get(embedding)
-        if tied is None or self._files.kinds[name] != self._files.kinds[tied]:
-            raise self._untied(name, tied or embedding)
-        rows, width = self._files.kinds[name][0]
+        tied = self._names[self.layout.tied[1]]
+        if self.files.kinds[name] != self.files.kinds[tied]:
+            raise self._untied(name, tied)
+        rows, width = self.files.kinds[name][0]
         at_once = max(1, _AT_ONCE // max(1, width))
         for start in range(0, rows, at_once):
             box = (start, 0), (min(start + at_once, rows), width)
-            a, b = (self._files.read(n, *box) for n in (name, tied))
+            a, b = (self.files.read(n, *box) for n in (name, tied))
             if a.tobytes() != b.tobytes():
                 raise self._untied(name, tied)
 
@@ -148,7 +200,7 @@ class _Model:
         return read
 
     def _check_dtype(self, full: str, dtype: np.dtype) -> None:
-        found = self._files.kinds[self._names[full]][1]
+        found = self.files.kinds[self._names[full]][1]
         if found not in DTYPES or not (self._rounded or jnp.promote_types(found, dtype) == dtype):
             raise ValueError(
                 f"{self._where}: {self._names[full]} is {found}, which {dtype} does not hold "
@@ -160,4 +212,4 @@ class _Model:
     ) -> np.ndarray:
         place = self._places[path, at]
         name = self._names[place.name]
-        return place.turn.part(functools.partial(self._files.read, name), starts, stops)
+        return place.turn.part(functools.partial(self.files.read, name), starts, stops)

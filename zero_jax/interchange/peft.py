@@ -29,7 +29,7 @@ from zero_jax.interchange.exporter import (
     made_whole,
 )
 from zero_jax.interchange.folder_config import Path
-from zero_jax.interchange.safetensor_files import Folder, Writer, safetensors
+from zero_jax.interchange.safetensor_files import Folder, Writer, check_finite, safetensors
 from zero_jax.models import gpt, hf
 from zero_jax.models.hf_places import TRANSPOSED, Place
 
@@ -92,7 +92,7 @@ def adapter_config(folder: Path) -> Lora:
     """
     path = pathlib.Path(folder) / CONFIG
     try:
-        known = json.loads(path.read_bytes())
+        known = folder_config.read_json(path, folder_config.MOST_CONFIG_BYTES)
         kind, rank = known["peft_type"], known["r"]
         alpha = float(known.get("lora_alpha", rank))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -265,6 +265,7 @@ def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         match = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_([AB])\.weight", name)
         if match is None:
             raise ValueError(f"{path}: {name} is no part of a LoRA adapter")
+        check_finite(path, name, np.asarray(tensor))
         found.setdefault(match[1], {})[match[2]] = np.asarray(tensor).astype(jnp.float32)
     for name, pair in found.items():
         if set(pair) != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:

@@ -21,12 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.checksum import words
+from zero_jax.interchange.folder_config import MOST_INDEX_BYTES, check_regular, read_json
 
 INDEX = "model.safetensors.index.json"
 ONE = "model.safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _OTHERS = {"F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
 _NAMES = {**{theirs: ours for ours, theirs in DTYPES.items()}, **_OTHERS}
+# The bits of the exponent: all of them are set in infinities and NaNs alone.
+_EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+_AT_ONCE = 1 << 20  # elements that are looked at together
 Kinds = Mapping[str, tuple[Sequence[int], str]]
 
 
@@ -121,11 +125,14 @@ class Writer:
 class Folder:
     """Reads tensors in parts, by safetensors, which maps files into memory.
 
+    transformers prefers model.safetensors to an index beside it, and so does this.
+
     Args:
-      folder: with an index, or a single file model.safetensors.
+      folder: with a single file model.safetensors, or with an index and its files.
 
     Attributes:
       kinds: shape and dtype by name.
+      unused: the index, if there is one that is not read; or None.
 
     Raises:
       ValueError: files are missing or damaged, or safetensors is not installed.
@@ -134,7 +141,9 @@ class Folder:
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         self._where: dict[str, Any] = {}
+        self._paths: dict[str, pathlib.Path] = {}
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.unused: pathlib.Path | None = None
         listed = self._listed()
         for file in sorted(set(listed.values())):
             self._open(folder / file)
@@ -144,50 +153,95 @@ class Folder:
 
     def _listed(self) -> dict[str, str]:
         """The file of each tensor that the index knows; of the only file, itself."""
-        index = self._folder / INDEX
-        if index.exists() and not index.is_file():
-            raise ValueError(f"{index} is not a regular file")
-        if not index.exists():
-            if not (self._folder / ONE).exists():
-                raise ValueError(
-                    f"{self._folder} has no safetensors, neither {ONE} nor {INDEX}: save the model "
-                    "by save_pretrained of transformers; files of pickle (.bin) are not read"
-                )
+        one, index = self._folder / ONE, self._folder / INDEX
+        if os.path.lexists(one):
+            self.unused = index if os.path.lexists(index) else None
             return {ONE: ONE}
-        try:
-            listed = dict(json.loads(index.read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{index} is no index of safetensors: save the model anew") from error
+        if not os.path.lexists(index):
+            raise ValueError(f"{self._folder} has no {ONE} and no {INDEX}: {_instead(one.parent)}")
+        listed = read_json(index, MOST_INDEX_BYTES).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError(f"{index} is no index of safetensors: save the model anew")
         for file in listed.values():
             if not isinstance(file, str) or pathlib.PurePath(file).name != file:
                 raise ValueError(f"{index} names {file!r}, which is no file beside it")
+        lost = [file for file in sorted({*listed.values()}) if not (self._folder / file).exists()]
+        if lost:
+            raise ValueError(
+                f"{index} names files that are missing, {_few(lost)}: copy all files of the folder"
+            )
         return listed
 
     def _open(self, path: pathlib.Path) -> None:
-        if not path.exists():
-            raise ValueError(f"{path} is missing, though {INDEX} names it: copy all files")
-        if not path.is_file():  # to open a pipe would wait for somebody who writes to it
-            raise ValueError(f"{path} is not a regular file")
+        check_regular(path)
         library = safetensors()
         try:
             file = library.safe_open(path, framework="numpy")
         except (library.SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         for name in file.keys():  # noqa: SIM118 - it is no dict
+            if not name.isprintable():
+                raise ValueError(f"{path} is damaged: it names a tensor {name!r}")
             if name in self._where:
-                raise ValueError(f"{name} is in two files of {self._folder}: remove one")
+                raise ValueError(
+                    f"{name} is in two files of {self._folder}, {self._paths[name].name} and "
+                    f"{path.name}: remove one"
+                )
             part = file.get_slice(name)
             dtype = part.get_dtype()
             self.kinds[name] = tuple(part.get_shape()), _NAMES.get(dtype, dtype)
             self._where[name] = file
+            self._paths[name] = path
 
     def read(self, name: str, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
-        """The part of a tensor between starts and stops."""
+        """The part of a tensor between starts and stops.
+
+        Raises:
+          ValueError: It has NaN or infinite values.
+        """
         shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
         if 0 in shape:
             return np.zeros(shape, jnp.dtype(self.kinds[name][1]))
         box = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
-        return np.asarray(self._where[name].get_slice(name)[box])
+        part = np.asarray(self._where[name].get_slice(name)[box])
+        check_finite(self._paths[name], name, part)
+        return part
+
+
+def check_finite(path: pathlib.Path, name: str, part: np.ndarray) -> None:
+    """Checks that weights out of a file are finite.
+
+    Raises:
+      ValueError: Some are not.
+    """
+    if str(part.dtype) not in _EXPONENTS:
+        return
+    bits = np.ascontiguousarray(part).reshape(-1).view(f"u{part.itemsize}")
+    exponent = bits.dtype.type(_EXPONENTS[str(part.dtype)])
+    for start in range(0, bits.size, _AT_ONCE):
+        if np.any((bits[start : start + _AT_ONCE] & exponent) == exponent):
+            raise ValueError(
+                f"{path}: {name} has NaN or infinite values: the run that saved it diverged, or "
+                "the file is damaged; take an earlier save"
+            )
+
+
+def _instead(folder: pathlib.Path) -> str:
+    """Says what a folder without weights that can be read has, and what to do."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    parts = [name for name in names if "-of-" in name and name.endswith(".safetensors")]
+    others = [name for name in names if name.endswith(".safetensors")]
+    if parts:
+        return f"its parts ({_few(parts)}) are read by that index only, so copy it too"
+    if "adapter_model.safetensors" in others:
+        return (
+            "adapter_model.safetensors holds adapters; give the folder of the model they were "
+            "trained beside, and this one as `adapter` (--adapter)"
+        )
+    pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in names)
+    named = f"{_few(others)} has names of another format; " if others else ""
+    named += "files of pickle (.bin) are not read; " if pickled else ""
+    return f"{named}save the model by save_pretrained of transformers as safetensors"
 
 
 def safetensors() -> Any:
