@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from training.text import TokenArray
+
 if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
-IntArray = npt.NDArray[np.integer[Any]]
 Batch = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.float32]
 
@@ -36,7 +37,7 @@ def samples_per_epoch(num_tokens: int, seq: int) -> int:
 
 
 def batches(
-    tokens: IntArray,
+    tokens: TokenArray,
     *,
     batch: int,
     seq: int,
@@ -50,7 +51,7 @@ def batches(
     Every epoch is a new order. The same `seed` gives the same stream, whatever `shard_count` is.
 
     Args:
-        tokens: Token ids `(N,)`, possibly mapped from a file.
+        tokens: Token ids `(N,)`, possibly a `TokenFile`.
         batch: Rows `B` of the global batch.
         seq: Sequence length `S`.
         seed: Any non-negative integer.
@@ -87,7 +88,7 @@ def batches(
 
 
 def eval_batches(
-    tokens: IntArray,
+    tokens: TokenArray,
     *,
     batch: int,
     seq: int,
@@ -133,7 +134,7 @@ def eval_batches(
 class _Windows:
     """Full windows only; grain reads them by index."""
 
-    def __init__(self, tokens: IntArray, seq: int) -> None:
+    def __init__(self, tokens: TokenArray, seq: int) -> None:
         self._tokens, self._seq = tokens, seq
 
     def __len__(self) -> int:
@@ -147,7 +148,7 @@ class _Windows:
 class _PaddedWindows:
     """All windows and their masks; the last partial one is padded, and so is their number."""
 
-    def __init__(self, tokens: IntArray, seq: int, multiple_of: int) -> None:
+    def __init__(self, tokens: TokenArray, seq: int, multiple_of: int) -> None:
         self._tokens, self._seq = tokens, seq
         windows = -(-(tokens.size - 1) // seq)
         self._len = -(-windows // multiple_of) * multiple_of

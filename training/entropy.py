@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from training.text import CHUNK, IntArray, check_range
+from training.text import CHUNK, TokenArray, check_range
 
 CountArray = npt.NDArray[np.int64]
 
 DENSE_VOCAB = 1024  # up to here all vocab**2 pair counts are kept: 8 MB
 
 
-def unigram_entropy(tokens: IntArray, vocab: int) -> float:
+def unigram_entropy(tokens: TokenArray, vocab: int) -> float:
     """Entropy of one token drawn from the text, `H(x)`, in nats.
 
     >>> round(unigram_entropy(np.array([0, 1, 0, 1]), vocab=2), 4)  # log 2
@@ -38,7 +38,7 @@ def unigram_entropy(tokens: IntArray, vocab: int) -> float:
     return float(np.sum(counts * np.log(tokens.size / counts)) / tokens.size)
 
 
-def bigram_entropy(tokens: IntArray, vocab: int) -> float:
+def bigram_entropy(tokens: TokenArray, vocab: int) -> float:
     """Entropy of a token given the one before it, `H(x_t | x_{t-1})` by counts, in nats.
 
     The counts are of the same text, so where most pairs are rare (a large vocabulary, a short
@@ -58,7 +58,7 @@ def bigram_entropy(tokens: IntArray, vocab: int) -> float:
     return float(np.sum(counts * np.log(totals / counts)) / (tokens.size - 1))
 
 
-def _pairs(tokens: IntArray, vocab: int) -> Iterator[CountArray]:
+def _pairs(tokens: TokenArray, vocab: int) -> Iterator[CountArray]:
     for start in range(0, tokens.size - 1, CHUNK):
         chunk = tokens[start : start + CHUNK + 1].astype(np.int64)
         yield chunk[:-1] * vocab + chunk[1:]

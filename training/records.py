@@ -1,61 +1,111 @@
-"""Files of documents, one JSON object a line or one row of Parquet each, by number.
+"""Files of documents, one JSON object a line or one row of a table each, by number.
 
     {"text": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}      each a text, or messages
 
-Every line is looked at once, when a file is opened: what is wrong is told with file and line before
-anything is trained. In memory is where each line begins, 8 bytes a document. Parquet, of which one
-can't read a row alone, is put down as lines in a folder of its own.
+Every line is checked once, when a file is opened: an error names file and line before anything is
+trained. Memory holds 20 bytes a document: the offset, number and checksum of its line, so that a
+line that changes while a run reads it raises `DataChanged`. Tables and compressed files, whose rows
+can't be read one by one, are copied as lines to a temporary folder.
 """
 
 from __future__ import annotations
 
 import array
+import functools
+import hashlib
 import json
+import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from training import tables
+from training.data_files import DIGEST, DataChanged, Stamp, open_regular
 from training.text import files_in
 
 Record = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-LINES = (".jsonl", ".ndjson")
-PARQUET = ".parquet"
 _KINDS = ("text", "messages", "prompt")
 _COLUMNS = (*_KINDS, "completion")
-_AT_ONCE = 1024  # rows of Parquet
+_HEAD = 1 << 24  # bytes of a file that are looked at, for documents under another name
 
 
 def is_documents(path: Path) -> bool:
     """Whether a file, or the files of a folder, are of documents by their names.
 
     Raises:
-        ValueError: Some of a folder's are, and some are not; or all are JSON, but not a line each.
+        ValueError: Some files of a folder are, and some are not; or a file has documents or tables
+            under another name, so that it would be learned as text, braces and commas and all.
 
-    >>> is_documents(Path("chat.jsonl")), is_documents(Path("book.txt"))
+    >>> is_documents(Path("chat.JSONL")), is_documents(Path("book.txt"))
     (True, False)
     """
-    found = _shown(path) if path.is_dir() else [path]
-    if found and found[0].exists() and all(own.suffix == ".json" for own in found):
+    files = _shown(path) if path.is_dir() else [path]
+    if files and files[0].exists() and all(tables.kind(file) == ".json" for file in files):
         raise ValueError(
             f"{path}: as text a model would learn JSON's braces and quotes. Write each document as "
-            f"one line of a .jsonl file, by json.dumps; or name it {found[0].stem}.txt to have it "
+            f"one line of a .jsonl file, by json.dumps; or name it {files[0].stem}.txt to have it "
             "as text"
         )
-    others = [own for own in found if own.suffix not in (*LINES, PARQUET)]
-    if others and len(others) < len(found):
+    others = [file for file in files if tables.kind(file) not in (*tables.LINES, *tables.TABLES)]
+    if others and len(others) < len(files):
+        named = next(file for file in files if file not in others)
         raise ValueError(
-            f"{path} holds documents (.jsonl, .parquet) and other files, {others[0].name} among "
+            f"{path} holds documents ({named.name}) and other files, {others[0].name} among "
             "them: move those elsewhere"
         )
-    return bool(found) and not others
+    for file in others:
+        _check_text_file(file)
+    return bool(files) and not others
+
+
+def _check_text_file(path: Path) -> None:
+    """Raises ValueError if a file would be learned as text and holds something else."""
+    kind = tables.kind(path)
+    if kind in tables.UNREAD:
+        raise ValueError(
+            f"{path}: {kind} files are not read. Save it as .jsonl, .parquet or .csv with the "
+            "columns text, messages, or prompt and completion; or as .txt in UTF-8"
+        )
+    if tables.compression(path):
+        raise ValueError(
+            f"{path} is compressed, and its name does not say that it has documents (as .jsonl.gz "
+            "does): unpack it first"
+        )
+    if kind != ".txt" and path.is_file() and _holds_documents(path):
+        raise ValueError(
+            f"{path} holds JSON objects, whose braces and quotes a model would learn as text. Name "
+            f"it {path.stem}.jsonl, with one document a line, to have them as documents; or "
+            f"{path.stem}.txt to have it as text"
+        )
+
+
+def _holds_documents(path: Path) -> bool:
+    """Whether a file begins with two JSON objects, or with a list whose first is a document."""
+    with open_regular(path) as file:
+        head = file.read(64).decode("utf-8-sig", errors="replace").lstrip()
+        if not head.startswith(("{", "[")):
+            return False
+        file.seek(0)
+        head = file.read(_HEAD).decode("utf-8-sig", errors="replace").lstrip()
+    listed = head.startswith("[")
+    try:
+        first, end = json.JSONDecoder().raw_decode(head.removeprefix("[").lstrip())
+        if listed:
+            check(first)
+            return True
+        second, _ = json.JSONDecoder().raw_decode(head[end:].lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and isinstance(second, dict)
 
 
 def _shown(folder: Path) -> list[Path]:
@@ -82,7 +132,7 @@ class Records:
     """The documents of a file or a folder, by number.
 
     Args:
-        path: A file of lines or of Parquet, or a folder of such files.
+        path: A file of lines or a table, also compressed, or a folder of such files.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -103,6 +153,14 @@ class Records:
         file, own = self._place(at)
         return self._files[file][own]
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A checksum of all documents in their order, as hexadecimal digits."""
+        digest = hashlib.blake2b(digest_size=DIGEST)
+        for file in self._files:
+            digest.update(file.sums.tobytes())
+        return digest.hexdigest()
+
     def where(self, at: int) -> str:
         """File and line of a document."""
         file, own = self._place(at)
@@ -118,15 +176,16 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = self._lines = path
-        if path.suffix == PARQUET:
+        if tables.kind(path) in tables.TABLES or tables.compression(path):
             folder = tempfile.mkdtemp()
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self._lines = Path(folder, "lines")
-            _put_down(path, self._lines)
+            self._lines = _put_down(path, Path(folder))
         self._starts, self._numbers = array.array("q"), array.array("q")
+        self.sums = array.array("I")  # of the lines, without white space around them
         start = 0
         # Opened for each reading: a folder may have more files than a process may have open.
-        with self._lines.open("rb") as lines:
+        with open_regular(self._lines) as lines:
+            self._stamp = Stamp.from_stat(os.fstat(lines.fileno()))
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
@@ -135,42 +194,55 @@ class _Lines:
                         raise ValueError(f"{self._said(number)}: {error}") from error
                     self._starts.append(start)
                     self._numbers.append(number)
+                    self.sums.append(zlib.crc32(line.strip()))
                 start += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, at: int) -> Record:
-        with self._lines.open("rb") as lines:
-            lines.seek(self._starts[at])
-            record: Record = json.loads(lines.readline())
+        """Reads a document.
+
+        Raises:
+            DataChanged: Its line is not the one that was checked.
+        """
+        try:
+            with open_regular(self._lines) as lines:
+                now = Stamp.from_stat(os.fstat(lines.fileno()))
+                lines.seek(self._starts[at])
+                line = lines.readline()
+        except FileNotFoundError as error:
+            raise DataChanged(self.where(at), f"{self._lines} is gone") from error
+        if zlib.crc32(line.strip()) != self.sums[at]:
+            raise DataChanged(self.where(at), self._stamp.difference(now))
+        record: Record = json.loads(line)
         return record
 
     def where(self, at: int) -> str:
         return self._said(self._numbers[at])
 
     def _said(self, number: int) -> str:
-        return f"{self.path}, {'row' if self.path.suffix == PARQUET else 'line'} {number}"
+        return (
+            f"{self.path}, {'row' if tables.kind(self.path) in tables.TABLES else 'line'} {number}"
+        )
 
 
-def _put_down(path: Path, out: Path) -> None:
-    """Writes the rows of a Parquet file as lines."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: pyarrow is not installed, which reads Parquet: pip install 'zero_jax[chat]'"
-        ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file, out.open("wb") as lines:
-            known_columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
-            for rows in file.iter_batches(_AT_ONCE, columns=known_columns):
-                for row in rows.to_pylist():
-                    known = {name: value for name, value in row.items() if value is not None}
-                    lines.write(json.dumps(_plain(known)).encode() + b"\n")
-    except (pyarrow.ArrowException, TypeError, OSError) as error:
-        raise ValueError(f"{path} can't be read as Parquet: {error}") from error
+def _put_down(path: Path, folder: Path) -> Path:
+    """Copies a compressed file or a table to a folder, as lines; returns their file."""
+    content = path
+    if tables.compression(path):
+        content = folder / "content"
+        tables.unpack(path, content)
+        if tables.kind(path) in tables.LINES:
+            return content
+    out = folder / "lines"
+    with out.open("wb") as lines:
+        for row in tables.rows(path, _COLUMNS, content=content):
+            known = {name: value for name, value in row.items() if value is not None}
+            lines.write(json.dumps(_plain(known)).encode() + b"\n")
+    if content != path:
+        content.unlink()
+    return out
 
 
 def _plain(value: Any) -> Any:

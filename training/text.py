@@ -2,8 +2,8 @@
 
 A corpus is one flat array of token ids. Without a source it is the English text that every
 CPython carries (`pydoc_data.topics`), so a first run needs no download; it differs a little from
-one Python to the next. Text is read byte by byte (256 ids, one byte per token); files that hold
-token ids are mapped, not read, so they may be larger than memory.
+one Python to the next. Text is read byte by byte (256 ids, one byte per token). Files are read by
+slices, so they may be larger than memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.integer[Any]]
+from training.data_files import IntArray, TokenFile, fingerprint
+
+TokenArray = IntArray | TokenFile
 
 CHUNK = 1 << 22  # tokens looked at in one go
+TOKEN_FILES = (".bin", ".npy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,16 +31,25 @@ class Tokens:
     """A corpus as token ids.
 
     Attributes:
-        tokens: Token ids `(N,)` of any integer type; possibly mapped from a file, read-only.
+        tokens: Token ids `(N,)` of any integer type; those of a file are a read-only `TokenFile`,
+            of which a slice is an array.
         name: What to call the corpus in a report.
         bytes_per_token: 1.0 for byte-level text; None where a token file does not tell.
         byte_level: Whether a token is one byte of UTF-8 text, so that `decode` applies.
     """
 
-    tokens: IntArray
+    tokens: TokenArray
     name: str
     bytes_per_token: float | None
     byte_level: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of the tokens, or of the whole file where there is one."""
+        if isinstance(self.tokens, TokenFile):
+            return self.tokens.fingerprint
+        held = np.ascontiguousarray(self.tokens).view(np.uint8)
+        return fingerprint(lambda at, size: held[at : at + size].tobytes(), held.size)
 
 
 def load_tokens(
@@ -72,10 +84,11 @@ def load_tokens(
     if source is not None and not str(source):
         raise ValueError("the source is an empty string; leave it out for the built-in text")
     path = None if source is None else Path(source)
-    suffix = "" if path is None else path.suffix
+    suffix = "" if path is None else path.suffix.lower()
     if token_dtype is not None and suffix != ".bin":
         raise ValueError(f"token_dtype={token_dtype} is for .bin files, got {source}; leave it out")
 
+    tokens: TokenArray
     if path is None:
         tokens = _read_builtin()
     elif not path.exists():
@@ -87,24 +100,24 @@ def load_tokens(
     elif not path.is_file():  # to open a pipe would wait for somebody who writes to it
         raise ValueError(f"{path} is not a regular file; save its contents to one first")
     elif suffix == ".bin":
-        tokens = _map_bin(path, token_dtype)
+        tokens = _open_bin(path, token_dtype)
     elif suffix == ".npy":
-        tokens = _map_npy(path)
+        tokens = _open_npy(path)
     else:
-        tokens = _map_text(path)
+        tokens = _open_text(path)
     if tokens.size == 0:
         raise ValueError(f"{source} is empty; at least one token is needed")
     name = "pydoc_data.topics" if path is None else path.resolve().name
     check_range(tokens, vocab, name)
-    byte_level = path is None or path.is_dir() or suffix not in (".bin", ".npy")
+    byte_level = path is None or path.is_dir() or suffix not in TOKEN_FILES
     return Tokens(tokens, name, 1.0 if byte_level else None, byte_level)
 
 
-def check_range(tokens: IntArray, vocab: int, name: str = "tokens") -> None:
+def check_range(tokens: TokenArray, vocab: int, name: str = "tokens") -> None:
     """Raises ValueError, with the position and the value, if a token is outside `[0, vocab)`."""
     limits = np.iinfo(tokens.dtype)
     if limits.min >= 0 and limits.max < vocab:
-        return  # no value of this type can be outside, so a mapped file is not even read
+        return  # no value of this type can be outside, so a file is not even read
     for start in range(0, tokens.size, CHUNK):
         chunk = tokens[start : start + CHUNK]
         outside = (chunk < 0) | (chunk >= vocab)
@@ -119,7 +132,9 @@ def check_range(tokens: IntArray, vocab: int, name: str = "tokens") -> None:
             )
 
 
-def split(tokens: IntArray, fraction: float = 0.1, *, seq: int = 1) -> tuple[IntArray, IntArray]:
+def split(
+    tokens: TokenArray, fraction: float = 0.1, *, seq: int = 1
+) -> tuple[TokenArray, TokenArray]:
     """Holds out the last `fraction` of the tokens; both parts are views.
 
     Args:
@@ -139,7 +154,12 @@ def split(tokens: IntArray, fraction: float = 0.1, *, seq: int = 1) -> tuple[Int
     if not 0 < fraction < 1:
         raise ValueError(f"fraction={fraction} to hold out, but 0 < fraction < 1 is needed")
     cut = tokens.size - round(tokens.size * fraction)
-    train, held_out = tokens[:cut], tokens[cut:]
+    train: TokenArray
+    held_out: TokenArray
+    if isinstance(tokens, TokenFile):
+        train, held_out = tokens.part(0, cut), tokens.part(cut, tokens.size)
+    else:
+        train, held_out = tokens[:cut], tokens[cut:]
     if min(train.size, held_out.size) < seq + 1:
         raise ValueError(
             f"holding out {fraction:g} of {tokens.size} tokens leaves {train.size} to train on and "
@@ -206,7 +226,10 @@ def _read_folder(folder: Path) -> IntArray:
     parts = []
     for path in files_in(folder, note):
         try:
-            parts.append(_map_text(path).tobytes())
+            tokens = _open_text(path)
+            if path.suffix.lower() in TOKEN_FILES:
+                raise ValueError(f"{path} is named as a file of token ids")
+            parts.append(tokens[:].tobytes())
         except (OSError, ValueError) as error:
             troubles.append(str(error))
     if troubles:
@@ -217,14 +240,14 @@ def _read_folder(folder: Path) -> IntArray:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> IntArray:
+def _open(path: Path, dtype: np.dtype[Any]) -> TokenFile:
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file; save its contents to one first")
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+    return TokenFile(path, dtype)
 
 
-def _map_text(path: Path) -> IntArray:
-    tokens = _map(path, np.dtype(np.uint8))
+def _open_text(path: Path) -> TokenFile:
+    tokens = _open(path, np.dtype(np.uint8))
     reader = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, tokens.size, CHUNK):
         part = tokens[start : start + CHUNK].tobytes()
@@ -245,8 +268,8 @@ def _no_text(path: Path, what: str) -> str:
     )
 
 
-def _map_bin(path: Path, token_dtype: npt.DTypeLike | None) -> IntArray:
-    named = np.uint32 if path.name.endswith(".u32.bin") else np.uint16
+def _open_bin(path: Path, token_dtype: npt.DTypeLike | None) -> TokenFile:
+    named = np.uint32 if path.name.lower().endswith(".u32.bin") else np.uint16
     dtype = np.dtype(named if token_dtype is None else token_dtype)
     if dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)):
         raise ValueError(
@@ -259,10 +282,10 @@ def _map_bin(path: Path, token_dtype: npt.DTypeLike | None) -> IntArray:
             f"{path} has {size} bytes, not a multiple of {dtype.itemsize} as {dtype} ids need; "
             "it may be cut short, or of another type (token_dtype)"
         )
-    return _map(path, dtype.newbyteorder("<"))
+    return _open(path, dtype.newbyteorder("<"))
 
 
-def _map_npy(path: Path) -> IntArray:
+def _open_npy(path: Path) -> TokenFile:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # whatever NumPy makes of a header that is wrong
@@ -273,4 +296,5 @@ def _map_npy(path: Path) -> IntArray:
             f"{path} holds {found[0]} {found[1]}, but a one-dimensional array of an integer type "
             "is needed; save np.asarray(ids, np.uint32).ravel()"
         )
-    return tokens
+    assert isinstance(tokens, np.memmap)  # mapped to read its header alone
+    return TokenFile(path, tokens.dtype, tokens.offset, tokens.size)

@@ -91,10 +91,10 @@ def test_resuming_far_out_reads_no_sample_before():
     assert 4 <= Counted.reads <= 16
 
 
-def test_mapped_token_file_feeds_batches(tmp_path):
+def test_a_token_file_feeds_batches(tmp_path):
     TOKENS.astype("<u2").tofile(tmp_path / "t.bin")
-    mapped = load_tokens(tmp_path / "t.bin", vocab=1000).tokens
-    it = batches(mapped, batch=12, seq=8, seed=3, **ONE)
+    tokens = load_tokens(tmp_path / "t.bin", vocab=1000).tokens
+    it = batches(tokens, batch=12, seq=8, seed=3, **ONE)
     np.testing.assert_array_equal(next(it), first(1)[0])
 
 
