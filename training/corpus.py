@@ -1,6 +1,7 @@
 """What a run is trained on: windows of one text, or documents; the same face for both.
 
-name, order, facts          for reports, and to tell whether a checkpoint goes on with the same
+name, facts                 for reports
+order, contents             to compare with those of a checkpoint before a run resumes from it
 batches, held_out           this process's rows, as (tokens, ...) for the loss of a model
 prompt, show                for a sample
 """
@@ -43,6 +44,8 @@ class Corpus(Protocol):
     def counts(self) -> Any: ...
     @property
     def order(self) -> dict[str, Any]: ...
+    @property
+    def contents(self) -> dict[str, str]: ...
     def outlook(self, steps: int) -> str: ...
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]: ...
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Any]: ...
@@ -96,6 +99,11 @@ class Text:
     def order(self) -> dict[str, Any]:
         own = {"corpus": self.name, "train_tokens": self.train.size}
         return {**own, "seq": self._seq, "seed": self._seed}
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """A checksum of the text or its tokens, by the flag that names it."""
+        return {"data": self._corpus.fingerprint}
 
     def outlook(self, steps: int) -> str:
         """How often a run of so many steps reads it, in words."""

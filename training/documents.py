@@ -184,6 +184,12 @@ class Documents:
             "long": self._long,
         }
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """Checksums of the documents and of what makes tokens of them, by the flags."""
+        data = " ".join(own.records.fingerprint for own in self._sources)
+        return {"data": data, **self._tokenizer.fingerprints()}
+
     def outlook(self, steps: int) -> str:
         """What a run of so many steps will meet, in words: what is cut, and how often it is read.
 

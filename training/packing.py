@@ -61,7 +61,8 @@ class Lane:
         seq: S.
         following: Number of the document that is read next.
         step: From one document of the lane to its next.
-        waiting: Numbers of documents that wait.
+        waiting: Numbers of documents that wait. A document that is left out now, because it was
+            edited since, waits no more.
         end: Number that none of them reaches; None for an endless order.
         patience: How many may be left out in a row.
     """
@@ -75,11 +76,9 @@ class Lane:
     patience: int = 10**6
 
     def __post_init__(self) -> None:
-        self._known: dict[int, Document] = {}
-        for number in self.waiting:
-            found = self.read(number)
-            assert found is not None
-            self._known[number] = found
+        found = {number: self.read(number) for number in self.waiting}
+        self._known = {number: own for number, own in found.items() if own is not None}
+        self.waiting = [number for number in self.waiting if number in self._known]
 
     @property
     def place(self) -> list[int]:

@@ -13,6 +13,7 @@ import numpy as np
 import zero_jax
 from training import leaving, noted, optimizers, report_page
 from training.config import Config, shared
+from training.data_files import DataChanged
 from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
@@ -85,6 +86,10 @@ class Run:
             found = trainer.init(), 0
             self._before(found[0][0])
         states, done = found
+        if done < config.steps and (
+            said := optimizers.rescheduled(config, self.saver.before, done)
+        ):
+            self.say("warning:", said)
         self.log.event("states", step=done, **noted.held(*states))
         if done > config.steps:
             raise ValueError(
@@ -200,7 +205,15 @@ class Run:
                 self._save(number - 1, (params, opt_state), now=True)
                 raise self.stopped(code)
             self.profile.before(number - done, params)
-            batch, self._place = next(rows)
+            try:
+                batch, self._place = next(rows)
+            except DataChanged:
+                report(0)
+                self.watchdog.rest()
+                if jax.process_count() == 1:  # the others may not have met the change
+                    self._save(number - 1, (params, opt_state), now=True)
+                    self.say(f"Step {number - 1} is saved in {self.trainer.out}")
+                raise
             params, opt_state, metrics = trainer.step(params, opt_state, batch)
             waiting.append((number, metrics))
             if number == done + 1:
@@ -245,6 +258,9 @@ def run(config: Config) -> None:
         return plan
 
     plan = together(settings, "input", read)
+    contents = plan.corpus.contents
+    alike = {**plan.corpus.order, **{f"checksum of the {k}": v for k, v in contents.items()}}
+    together({**settings, **alike}, "data", lambda: None)
     trainer = Trainer(plan)
     lead = jax.process_index() == 0
     say = print if lead else lambda *_, **__: None
@@ -283,7 +299,7 @@ def run(config: Config) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
             kept = (config.checkpoint_every, config.keep, config.keep_every)
-            order = plan.corpus.order, config.from_step
+            order = plan.corpus.order, contents, config.from_step
             open_saver = functools.partial(Saver, trainer.out, *kept, known, *order)
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))

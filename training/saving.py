@@ -93,6 +93,58 @@ def _begin_from(directory: pathlib.Path, step: int) -> None:
         )
 
 
+# Flags of what decides on the order; all else follows from --data.
+_FLAGS = ("seq", "batch", "seed", "loss_on", "long")
+
+
+def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError if samples would come in another order than in the run that saved."""
+    for name, value in order.items():
+        if before.get(name) == value:
+            continue
+        if name in _FLAGS:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {value} is given, and {where}, was trained with {flag} "
+                f"{before.get(name)}: samples would come in another order. Give {flag} "
+                f"{before.get(name)}, or another --out"
+            )
+        known = name.replace("_", " ")
+        raise ValueError(
+            f"--data has {known} {value}, and {where}, was trained with {known} "
+            f"{before.get(name)}: samples would come in another order. Put the former data back, "
+            "or give another --out"
+        )
+
+
+def _changed_contents(
+    contents: Mapping[str, str], before: Mapping[str, str], where: str
+) -> list[str]:
+    """What to say of data that has as many samples as before, and other content.
+
+    Raises:
+        ValueError: The tokenizer has another vocabulary.
+    """
+    said = []
+    for name, now in contents.items():
+        former = before.get(name, now)  # a release before checksums saved none
+        if former == now:
+            continue
+        sums = f"(checksum {now}, before {former})"
+        if name == "tokenizer":
+            raise ValueError(
+                f"--tokenizer has another vocabulary than in {where} {sums}: ids would mean other "
+                "tokens. Give the former tokenizer, or another --out"
+            )
+        flag = {"data": "--data", "chat template": "The chat template of --tokenizer"}[name]
+        said.append(
+            f"{flag} was edited since {where} {sums}. The run resumes at the same place in the "
+            "edited data. To repeat the former run put the former files back; to begin anew give "
+            "another --out"
+        )
+    return said
+
+
 class Saver:
     """Saves every so many steps; all processes make one and call it alike.
 
@@ -103,6 +155,7 @@ class Saver:
         keep_every: Steps whose multiples stay for ever.
         known: What the run was started with, from `plan.facts`.
         order: What decides which sample is where in the data.
+        contents: Checksums of the data and of what makes tokens of it, by name.
         from_step: Go on from this checkpoint; later ones are set aside. None: from the latest.
 
     Raises:
@@ -117,9 +170,12 @@ class Saver:
         keep_every: int | None,
         known: Mapping[str, Any],
         order: Mapping[str, Any],
+        contents: Mapping[str, str],
         from_step: int | None = None,
     ):
         self._every, self._known, self._order = every, dict(known), dict(order)
+        self._contents = dict(contents)
+        self.before: Mapping[str, Any] = {}  # settings of the run that saved what was restored
         self.place: Any = None  # in the data, from which the run goes on; None: the beginning
         self._checkpoints = None
         if from_step is not None:
@@ -155,14 +211,10 @@ class Saver:
         if self._checkpoints is None or self._checkpoints.latest is None:
             return None
         manifest = self._checkpoints.manifest()
-        before = manifest.extra["order"]
-        for name, given in self._order.items():
-            if before.get(name) != given:
-                raise ValueError(
-                    f"{self._checkpoints.directory} was trained with {name} {before.get(name)}, "
-                    f"and this run has {given}: samples would come in another order. Take the "
-                    "same, or another --out"
-                )
+        where = f"{self._checkpoints.directory}, step {self._checkpoints.latest}"
+        _check_order(self._order, manifest.extra["order"], where)
+        changed = _changed_contents(self._contents, manifest.extra.get("contents", {}), where)
+        self.before = manifest.config
         try:
             found = self._checkpoints.restore(like(manifest.config), say=lambda _: None)
         except Damaged as error:
@@ -174,6 +226,8 @@ class Saver:
                 f"there too: --from-step {earlier[-1]} goes on from the last of them"
             ) from error
         say(f"Going on from {self._checkpoints.directory}, {found}")
+        for line in changed:
+            say(f"warning: {line}")
         self._saved = found.step
         self.place = found.extra["sample"]
         return found.tree, found.step
@@ -201,6 +255,6 @@ class Saver:
         if self._checkpoints is None or step == self._saved:
             return
         if now or step % self._every == 0:
-            extra = {"sample": place(), "order": self._order}
+            extra = {"sample": place(), "order": self._order, "contents": self._contents}
             self._checkpoints.save(step, tree, config=self._known, extra=extra)
             self._saved = step

@@ -8,6 +8,7 @@ by what it writes around the answers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from training.data_files import DIGEST
 from training.records import Record, conversations
 
 Ids = npt.NDArray[np.int32]
@@ -90,6 +92,18 @@ class Tokenizer:
                 f"embedding {vocab} rows: take the tokenizer that the model was trained with"
             )
         self._vocab = vocab
+
+    def fingerprints(self) -> dict[str, str]:
+        """Checksums of the vocabulary and of the chat template."""
+        parts = {
+            "tokenizer": sorted(self._own.get_vocab().items(), key=lambda item: item[1]),
+            "chat template": self._own.chat_template,
+        }
+        texts = {name: json.dumps(part, sort_keys=True).encode() for name, part in parts.items()}
+        return {
+            name: hashlib.blake2b(text, digest_size=DIGEST).hexdigest()
+            for name, text in texts.items()
+        }
 
     def encode(self, text: str) -> Ids:
         """The tokens of a text, without any around it."""

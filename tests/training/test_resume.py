@@ -1,7 +1,9 @@
 """Runs of `train.py` that end early and go on: as if they had never stopped."""
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -173,16 +175,62 @@ def test_a_finished_run_has_nothing_left_to_do(done, capsys):
     ("args", "words"),
     [
         (["--fresh"], ["--fresh asks for a new run", "another --out"]),
-        (["--seq", "8"], ["trained with seq 16", "this run has 8"]),
-        (["--seed", "7"], ["trained with seed 0", "this run has 7"]),
+        (["--seq", "8"], ["--seq 8", "--seq 16", "another --out"]),
+        (["--seed", "7"], ["--seed 7", "--seed 0", "another --out"]),
+        (["--data", "other.txt"], ["--data", "other.txt", " text.txt", "another --out"]),
+        (["--data", "more/text.txt"], ["--data", "train tokens 2214", " 2160", "another --out"]),
         (["--optimizer", "lion"], ["does not match", "may_differ"]),
         (["--model", "124m"], ["does not match"]),
     ],
 )
 def test_what_a_checkpoint_does_not_fit_is_refused(done, capsys, args, words):
+    Path("more").mkdir()
+    Path("more/text.txt").write_text(TEXT + TEXT[:60])
+    Path("other.txt").write_text(TEXT)
     assert train_here("--steps", "8", *OWN, *args) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
+
+
+@pytest.mark.heavy
+def test_more_steps_and_edited_data_are_said_with_both_values(done, capsys):
+    """Four steps of which none warms up end at a tenth of 1e-3; of eight they are half way."""
+    Path("text.txt").write_text(TEXT.replace("Partition", "partition"))
+    assert train_here("--steps", "8", *OWN) == 0
+    said = capsys.readouterr().out
+    data, steps = (line for line in said.splitlines() if line.startswith("warning: "))
+    assert "--data was edited since" in data and len(set(re.findall("[0-9a-f]{12}", data))) == 2
+    assert "--steps 8" in steps and "--steps 4" in steps and "--lr" in steps
+    half_way = 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert f"{half_way:.2g} instead of 0.0001" in steps
+    # And at the rate that is named the next step has the former rate.
+    (rate,) = re.findall(r"--lr ([\d.e-]+)", steps)
+    assert half_way * float(rate) / 1e-3 == pytest.approx(1e-4, rel=0.01)
+
+
+@pytest.mark.heavy
+def test_a_text_that_shrinks_while_it_is_read_ends_the_run_with_what_it_has(
+    folder, capsys, monkeypatch
+):
+    class Shrink(Stop):
+        calls = 0
+
+        def __call__(self):
+            self.calls += 1
+            if self.calls == 4:
+                Path("text.txt").write_text("short")
+            return 0
+
+    monkeypatch.setattr(training.run, "Stop", Shrink)
+    args = ["--steps", "200", "--checkpoint-every", "1000", "--out", "out"]
+    assert train_here(*args) == 2
+    said = capsys.readouterr()
+    assert "text.txt changed while the run reads it (size 2,400 bytes, now 5" in said.err
+    (saved,) = (int(p.name) for p in Path("out/checkpoints").glob("[0-9]*"))
+    assert saved >= 3 and f"Step {saved} is saved in" in said.out
+    Path("text.txt").write_text(TEXT)
+    args[1] = str(saved + 1)
+    assert train_here(*args) == 0 and len(curve("out")) == saved + 1
 
 
 def test_no_checkpoints_if_none_are_wanted(folder):
