@@ -106,9 +106,9 @@ class Text:
         return {"data": self._corpus.fingerprint}
 
     def outlook(self, steps: int) -> str:
-        """How often a run of so many steps reads it, in words."""
+        """Says how often a run of so many steps trains on it."""
         times = steps * self._batch / samples_per_epoch(self.train.size, self._seq)
-        return f"{steps:,} steps read {self.name} {human_count(times)} times"
+        return f"{steps:,} steps train on {self.name} {human_count(times)} times"
 
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]:
         """This process's rows of each batch, and the sample that comes after it, without end."""

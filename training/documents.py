@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ AHEAD = 2  # batches that are made while the devices work
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the documents that were read, each time one was.
+    """Documents by what became of them, each counted as often as it was read.
 
     Attributes:
         whole: Taken as they are.
@@ -54,6 +54,14 @@ class Counts:
     refused: int = 0
     why: str = ""
     longest: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Adds those of other documents."""
+        for kind, n in vars(other).items():
+            if isinstance(n, int) and kind != "longest":
+                setattr(self, kind, getattr(self, kind) + n)
+        self.why = self.why or other.why
+        self.longest = max(self.longest, other.longest)
 
     def __str__(self) -> str:
         kinds = {k: n for k, n in vars(self).items() if n and k not in ("why", "longest")}
@@ -191,27 +199,43 @@ class Documents:
         return {"data": data, **self._tokenizer.fingerprints()}
 
     def outlook(self, steps: int) -> str:
-        """What a run of so many steps will meet, in words: what is cut, and how often it is read.
+        """Says how many documents a run of so many steps will cut or leave out, and how often it
+        trains on each source.
 
-        The first documents of its order are looked at, a pass at most, and packed as in the run.
+        The first documents of its order are looked at, a pass at most, and packed as in the run. A
+        source whose documents are all left out is trained on 0 times.
         """
         looked, counts = min(LOOKED, self._pass), Counts()
-        lane = Lane(lambda at: self._read(*self._stream[at], counts), self._seq, 0, 1, end=looked)
-        rows = len(_some(lane, looked))
+        taken = [Counts() for _ in self._sources]
+
+        def read(at: int) -> Document | None:
+            source, own = self._stream[at]
+            before = counts.whole + counts.cut
+            document = self._read(source, own, counts)
+            taken[source].whole += counts.whole + counts.cut - before
+            return document
+
+        rows = len(_some(Lane(read, self._seq, 0, 1, end=looked), looked))
         drawn = steps * self._batch * looked / max(rows, 1)
         weights = sum(own.weight for own in self._sources)
+        passes = [
+            drawn * own.weight / weights / kept if found.whole else 0
+            for own, kept, found in zip(self._sources, self._kept, taken, strict=True)
+        ]
         times = [
-            f"{own.records.name} {human_count(drawn * own.weight / weights / kept)} times"
-            for own, kept in zip(self._sources, self._kept, strict=True)
+            f"{own.records.name} {human_count(often)} times"
+            for own, often in zip(self._sources, passes, strict=True)
         ]
         which = "all" if looked == self._pass else "the first"
         return (
             f"{which} {looked:,} documents in rows of {self._seq} tokens: {counts}; "
-            f"{steps:,} steps read {', '.join(times)}"
+            f"{steps:,} steps train on {', '.join(times)}"
         )
 
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Arrays, Any]]:
         """This process's rows of each batch, and the place of its lanes after it.
+
+        `counts` has the documents of the batches that were returned, not those read ahead.
 
         Args:
             place: Of all lanes, to go on from; None for the beginning.
@@ -220,14 +244,21 @@ class Documents:
         Returns:
             An endless iterator of ((tokens, weights, segments, positions), place).
         """
-        each = self._batch // count
+        each, counts = self._batch // count, Counts()
         lanes = []
-        for lane in range(index * each, (index + 1) * each):
-            following, *waiting = place[lane] if place else [lane]
-            lanes.append(
-                Lane(self._train, self._seq, following, self._batch, waiting, patience=self._pass)
-            )
-        return ahead(batches(lanes))
+        for number in range(index * each, (index + 1) * each):
+            following, *waiting = place[number] if place else [number]
+            own = _Counted(lambda at, into: self._read(*self._stream[at], into), counts)
+            lane = Lane(own.read, self._seq, following, self._batch, waiting, used=own.used)
+            lane.patience = self._pass
+            lanes.append(lane)
+
+        def counted() -> Iterator[tuple[Arrays, Any, Counts]]:
+            for arrays, after in batches(lanes):
+                yield arrays, after, dataclasses.replace(counts)
+
+        for arrays, after, self.counts in ahead(counted()):
+            yield arrays, after
 
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
         """This process's rows of one pass over what is held out, in order.
@@ -296,10 +327,6 @@ class Documents:
             return named[0]
         return grain.MapDataset.mix(named, weights=[own.weight for own in self._sources])
 
-    def _train(self, number: int) -> Document | None:
-        source, at = self._stream[number]
-        return self._read(source, at, self.counts)
-
     def _read(self, source: int, at: int, counts: Counts) -> Document | None:
         """A document of at most a row, or None if it is left out; it is counted."""
         records = self._sources[source].records
@@ -345,6 +372,31 @@ class Documents:
                         f"{own.records.where(at)}: {len(ids)} tokens, of which --seq {self._seq} "
                         f"has room for {self._seq + 1}: take a longer one, or --long cut or drop"
                     )
+
+
+class _Counted:
+    """Reads the documents of a lane, and counts them when they are used.
+
+    Those that are left out count with the next one that is not.
+
+    Args:
+        read: Reads the document of a number, and counts it in the `Counts` that it is given.
+        counts: Of the documents that were used.
+    """
+
+    def __init__(self, read: Callable[[int, Counts], Document | None], counts: Counts) -> None:
+        self._read, self._counts = read, counts
+        self._unused: dict[int, Counts] = {}
+        self._left_out = Counts()
+
+    def read(self, number: int) -> Document | None:
+        document = self._read(number, self._left_out)
+        if document is not None:
+            self._unused[number], self._left_out = self._left_out, Counts()
+        return document
+
+    def used(self, number: int) -> None:
+        self._counts.add(self._unused.pop(number))
 
 
 def _some(lane: Lane, most: int) -> list[Row]:

@@ -65,6 +65,7 @@ class Lane:
             edited since, waits no more.
         end: Number that none of them reaches; None for an endless order.
         patience: How many may be left out in a row.
+        used: Is told the number of each document that is put in a row.
     """
 
     read: Read
@@ -74,6 +75,7 @@ class Lane:
     waiting: list[int] = dataclasses.field(default_factory=list)
     end: int | None = None
     patience: int = 10**6
+    used: Callable[[int], None] = lambda number: None
 
     def __post_init__(self) -> None:
         found = {number: self.read(number) for number in self.waiting}
@@ -103,7 +105,9 @@ class Lane:
             room -= size
 
     def _take(self, at: int) -> Document:
-        return self._known.pop(self.waiting.pop(at))
+        number = self.waiting.pop(at)
+        self.used(number)
+        return self._known.pop(number)
 
     def _fill(self) -> None:
         left_out = 0

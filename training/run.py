@@ -319,7 +319,8 @@ def run(config: Config) -> None:
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
         job.show_sample(params, "sample")
         if counts := plan.corpus.counts:
-            say(f"documents read: {counts}")
+            rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
+            say(f"documents of {rows}: {counts}")
         lora = None if trainer.model.adapted is None else leaving.adapters(trainer, params)
 
         def leave_files() -> None:

@@ -114,7 +114,7 @@ def test_adapters_are_trained_and_leave_files(tune, made, capsys):
     said = capsys.readouterr().out
     assert said.index("before training: validation loss") < said.index("Writing to out") + 10_000
     assert "<|user|>what is 72<|end|><|assistant|>" in said, "the first held out, asked again"
-    assert "documents read:" in said and "8 documents held out" in said
+    assert "documents of all rows:" in said and "8 documents held out" in said
     assert said.index("all 72 documents in rows of 32 tokens:") < said.index("before training")
     adapter = load_file("out/adapter/adapter_model.safetensors")
     assert len(adapter) == 2 * 4 * 4

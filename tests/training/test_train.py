@@ -116,7 +116,7 @@ def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
     order += [
         "This run, predicted",
         "saved",
-        "4 steps read text",
+        "4 steps train on text",
         "step 4/4",
         "nats per byte",
         "unigram",
