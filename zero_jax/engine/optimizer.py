@@ -22,6 +22,7 @@ from flax import nnx
 from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine import pieces
+from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import (
     Frozen,
@@ -56,7 +57,8 @@ class ZeroState(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         """A field of the wrapped state: `optax.contrib.schedule_free_eval_params` asks for some."""
-        inner = self.inner.inner if isinstance(self.inner, NarrowState) else self.inner
+        wraps = isinstance(self.inner, (NarrowState, ChangingState))
+        inner = self.inner.inner if wraps else self.inner
         if name in getattr(inner, "_fields", ()):
             return getattr(inner, name)
         raise AttributeError(

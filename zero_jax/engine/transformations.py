@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from zero_jax.engine.changing_state import with_one_structure
 from zero_jax.sharding import paths
 
 PyTree = Any
@@ -47,7 +48,8 @@ def check_updates(grads: PyTree, updates: PyTree) -> None:
 def without_frozen(
     tx: optax.GradientTransformation, frozen: Frozen
 ) -> optax.GradientTransformation:
-    """The transformation on trained leaves only: the others get no state and no update."""
+    """The transformation on trained leaves only: the others get no state and no update. Its state
+    has the same structure before and after every update."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
 
@@ -77,4 +79,5 @@ def without_frozen(
             ) from error
 
     # Without frozen leaves the state is exactly that of the user's own transformation.
-    return optax.GradientTransformationExtraArgs(lambda params: pick(params).init(params), update)
+    own = optax.GradientTransformationExtraArgs(lambda params: pick(params).init(params), update)
+    return with_one_structure(own)

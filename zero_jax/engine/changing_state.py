@@ -1,0 +1,220 @@
+"""A state of one structure for transformations whose own changes at the first update.
+
+The state of `optax.monitor` has no measurements before the first update and one of each after it. A
+step is one program: it donates its state, leaves it as it was where gradients are not finite, and
+restores it from a checkpoint, so the structure must be the same from the start.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zero_jax.jaxpr import equations
+from zero_jax.sharding import layout, paths
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChangingState:
+    """A state whose first update computes otherwise than the later ones.
+
+    Attributes:
+      inner: the state after an update; before the first one, leaves that are not in the initial
+        state are zero.
+      lost: leaves of the initial state that are not in `inner`.
+      updated: bool scalar, whether there was an update.
+      treedef: structure of the initial state.
+      sources: for each of its leaves the index in `inner`; None for the next one of `lost`.
+    """
+
+    inner: PyTree
+    lost: tuple[Any, ...]
+    updated: Any
+    treedef: Any = dataclasses.field(metadata={"static": True})
+    sources: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def initial(self) -> PyTree:
+        """The state before the first update."""
+        leaves, lost = jax.tree.leaves(self.inner), iter(self.lost)
+        own = [next(lost) if at is None else leaves[at] for at in self.sources]
+        return jax.tree.unflatten(self.treedef, own)
+
+
+def with_one_structure(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, with a state of the same structure before and after every update.
+
+    A state that does not change is that of `tx`. One that gains leaves which no update reads (the
+    measurements of `optax.monitor`) starts with the structure that it has after an update, and
+    zeros. Any other is a `ChangingState`: the program has both updates, and a step runs one.
+
+    Raises:
+      ValueError: the structure changes at the second update too.
+
+    >>> tx = with_one_structure(optax.monitor({"norm": optax.tree.norm}))
+    >>> float(tx.init({"w": jnp.ones(4)}).measurements["norm"])
+    0.0
+    """
+    known: dict[Any, _Change | None] = {}
+
+    def change_of(params: PyTree) -> _Change | None:
+        leaves, treedef = jax.tree.flatten(params)
+        key = treedef, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in known:
+            known[key] = _change(tx, params)
+        return known[key]
+
+    def init(params: PyTree) -> PyTree:
+        # A leaf may be a Python number.
+        state, change = jax.tree.map(jnp.asarray, tx.init(params)), change_of(params)
+        return state if change is None else change.begun(state)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        def later() -> Any:
+            made = tx.update(grads, state.inner, params, **extra)
+            return jax.tree.map(jnp.asarray, made)
+
+        def first() -> Any:
+            made = tx.update(grads, state.initial, params, **extra)
+            return jax.tree.map(
+                lambda x, like: jnp.asarray(x, like.dtype), made, jax.eval_shape(later)
+            )
+
+        if isinstance(state, ChangingState):
+            updates, inner = jax.lax.cond(state.updated, later, first)
+            return updates, dataclasses.replace(state, inner=inner, updated=jnp.array(True))
+        updates, new = tx.update(grads, state, params, **extra)
+        if not _alike(state, new):
+            raise ValueError(
+                f"`tx`: its state changes structure at an update: {_told(state, new)}. A step "
+                "needs a state of one structure, and this change is not known when the state is "
+                "made, because the update needs arguments by name "
+                f"({', '.join(extra) or 'none'}): let its init return all leaves"
+            )
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """How the structure of a state changes at the first update.
+
+    Attributes:
+      later: the state after it, abstract.
+      sources: as for `ChangingState`.
+      same_program: whether the first update computes what later ones do.
+    """
+
+    later: PyTree
+    sources: tuple[int | None, ...]
+    same_program: bool
+
+    def begun(self, state: PyTree) -> PyTree:
+        """The initial state in one structure."""
+        leaves, treedef = jax.tree.flatten(state)
+        pairs = list(zip(leaves, self.sources, strict=True))
+        kept = {at: x for x, at in pairs if at is not None}
+        later, into = jax.tree.flatten(self.later)
+        inner = jax.tree.unflatten(
+            into, [kept[at] if at in kept else _zeros(x) for at, x in enumerate(later)]
+        )
+        if self.same_program:
+            return inner
+        lost = tuple(x for x, at in pairs if at is None)
+        return ChangingState(inner, lost, jnp.array(False), treedef, self.sources)
+
+
+def _change(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> _Change | None:
+    """The change at the first update; None without one, or where the update needs other arguments
+    than `value`."""
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+        return tx.update(grads, state, params, value=jnp.float32(1.0))
+
+    state = jax.eval_shape(tx.init, like)
+    try:
+        later = jax.eval_shape(update, like, state, like)[1]
+    except Exception:  # the user's code: raised again when it is updated
+        return None
+    if _alike(state, later):
+        return None
+    again = jax.eval_shape(update, like, later, like)[1]
+    if not _alike(later, again):
+        raise ValueError(
+            "`tx`: its state changes structure at the first update and at the second: "
+            f"{_told(later, again)}. A step needs a state of one structure: let its init return "
+            "all leaves"
+        )
+    index = {key: at for at, key in enumerate(_keys(later))}
+    sources = tuple(index.get(key) for key in _keys(state))
+    first, second = (jax.make_jaxpr(update)(like, own, like) for own in (state, later))
+    return _Change(later, sources, _same(first, second, len(jax.tree.leaves(like)), sources))
+
+
+def _same(
+    first: jex.ClosedJaxpr,
+    second: jex.ClosedJaxpr,
+    params: int,
+    sources: tuple[int | None, ...],
+) -> bool:
+    """Whether two updates compute the same: of gradients, states and parameters, where sources
+    say which leaf of the first state is which of the second."""
+    shared = [at for at, to in enumerate(sources) if to is not None]
+    orders = shared, [at for at in sources if at is not None]
+    texts, consts = [], []
+    for closed, order in zip((first, second), orders, strict=True):
+        flat = equations.written_out(closed, equations.CALLS)
+        body, states = flat.jaxpr, len(flat.jaxpr.invars) - 2 * params
+        kept = [*range(params), *(params + at for at in order)]
+        invars = [body.invars[at] for at in (*kept, *range(params + states, len(body.invars)))]
+        read = {*equations.variables(body.eqns), *filter(equations.is_var, body.outvars)}
+        if not read.isdisjoint(set(body.invars) - set(invars)):
+            return False
+        same = equations.new_jaxpr(invars, body.outvars, body.eqns, constvars=body.constvars)
+        texts.append(str(same))
+        consts.append(flat.consts)
+    pairs = zip(*consts, strict=False)
+    return texts[0] == texts[1] and all(a is b or _equal(a, b) for a, b in pairs)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+    return not traced and np.array_equal(a, b)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=layout.key_impl(like)), like.shape)
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _keys(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
+    """Path and shape of each leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path), np.shape(x)) for path, x in flat]
+
+
+def _alike(a: PyTree, b: PyTree) -> bool:
+    treedef: Any = jax.tree.structure(a)
+    return bool(treedef == jax.tree.structure(b)) and _keys(a) == _keys(b)
+
+
+def _told(before: PyTree, after: PyTree) -> str:
+    """The leaves that only one of two states has."""
+    old, new = (
+        {f"{name} {tuple(np.shape(x))}" for name, x in paths.named_leaves(tree)}
+        for tree in (before, after)
+    )
+    gained, lost = (", ".join(sorted(own)[:3]) or "no leaf" for own in (new - old, old - new))
+    return f"it gains {gained} and loses {lost}"
