@@ -94,7 +94,7 @@ class _Run:
         def placed(*values: Any) -> list[Any]:
             flat, tree = jax.tree.flatten(values)
             closed = jax.make_jaxpr(lambda *flat: fun(*jax.tree.unflatten(tree, flat)))(*flat)
-            return jex.jaxpr_as_fun(equations.as_if_from(closed, eqn))(*flat)
+            return equations.as_function(equations.as_if_from(closed, eqn))(*flat)
 
         again: Callable[..., list[Any]] = jax.checkpoint(placed, prevent_cse=not self._in_loop)
         return again(*values)

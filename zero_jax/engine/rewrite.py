@@ -196,7 +196,7 @@ class _Running:
     def _flush(self) -> None:
         if self._waiting:
             part = self._stretch(self._waiting)
-            outs = jex.jaxpr_as_fun(part)(*(self._env[v] for v in part.jaxpr.invars))
+            outs = equations.as_function(part)(*(self._env[v] for v in part.jaxpr.invars))
             self._env.update(zip(part.jaxpr.outvars, outs, strict=True))
             self._waiting.clear()
 

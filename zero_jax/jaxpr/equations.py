@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 Atom = jex.Var | jex.Literal
 AnyJaxpr = jex.Jaxpr | jex.ClosedJaxpr
@@ -45,8 +46,20 @@ def is_float(atom: Atom) -> bool:
 
 
 def read(env: Mapping[Any, Any], atom: Atom) -> Any:
-    """An atom's value, given those of variables."""
-    return atom.val if isinstance(atom, jex.Literal) else env[atom]
+    """Returns the value of an atom, given those of variables; it has a shape and a dtype.
+
+    >>> program = jax.make_jaxpr(lambda x: (x, False))(1.0)
+    >>> read({}, program.jaxpr.outvars[1]).dtype
+    dtype('bool')
+    """
+    return typed(atom.val, atom) if isinstance(atom, jex.Literal) else env[atom]
+
+
+def typed(value: Any, atom: Atom) -> Any:
+    """Returns the value of an atom with a shape and a dtype: JAX hands on a `bool` as it is."""
+    if not isinstance(value, (bool, int, float, complex)):
+        return value
+    return np.asarray(value, getattr(atom.aval, "dtype"))  # noqa: B009
 
 
 def variables(eqns: Iterable[jex.JaxprEqn]) -> list[Any]:
@@ -207,7 +220,13 @@ def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
     outvars = [jex.Var(v.aval) for v in eqn.outvars]
     alone = eqn.replace(invars=list[Atom](invars), outvars=outvars)
     jaxpr = new_jaxpr(invars, outvars, [alone], eqn.effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
+    return as_function(jex.ClosedJaxpr(jaxpr, ()))
+
+
+def as_function(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function, whose results all have a shape and a dtype."""
+    run, outvars = jex.jaxpr_as_fun(closed), closed.jaxpr.outvars
+    return lambda *args: [typed(x, a) for x, a in zip(run(*args), outvars, strict=True)]
 
 
 def as_if_from(closed: jex.ClosedJaxpr, eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from zero_jax.jaxpr.equations import (
     CALLS,
     Atom,
+    as_function,
     is_var,
     new_jaxpr,
     read,
@@ -169,7 +170,7 @@ class Program:
         eqns = [eqn for eqn in self._eqns if not found.isdisjoint(eqn.outvars)]
         known = self._known | dict(given)
         jaxpr = new_jaxpr(list(known), list(wanted), eqns)
-        return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*known.values())
+        return as_function(jex.ClosedJaxpr(jaxpr, ()))(*known.values())
 
     def dtype_of(self, output: int) -> Any:
         """The dtype of an output."""

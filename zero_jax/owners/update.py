@@ -179,7 +179,7 @@ class Program:
 
 
 def _plain(closed: jex.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    return jex.jaxpr_as_fun(closed)(*values)
+    return equations.as_function(closed)(*values)
 
 
 def _switch(

@@ -46,7 +46,7 @@ class Linear:
                 full = list(values)
                 for i, x in zip(moving, given, strict=True):
                     full[i] = x
-                outs = jex.jaxpr_as_fun(body)(*full)
+                outs = equations.as_function(body)(*full)
                 return [x for x in outs if is_float(x)], outs
 
             _, tangents, outs = jax.linearize(layer, *(values[i] for i in moving), has_aux=True)
