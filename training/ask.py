@@ -24,6 +24,7 @@ import numpy as np
 import zero_jax
 from training.leaving import ADAPTER
 from training.room import room_for
+from training.show import printable
 from training.tokenizer import Tokenizer
 from zero_jax import interchange
 from zero_jax.interchange import folder_config, peft
@@ -107,9 +108,10 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=100, help="tokens of the answer at most")
     parsed = parser.parse_args(args)
     try:
-        print(answer(*model_of(parsed.dir, parsed.adapter), parsed.question, parsed.length))
+        said = answer(*model_of(parsed.dir, parsed.adapter), parsed.question, parsed.length)
+        print(printable(said))
     except (ValueError, OSError) as error:
-        print("error:", str(error).replace("\n", " "), file=sys.stderr)
+        print("error:", printable(str(error)).replace("\n", " "), file=sys.stderr)
         return 2
     return 0
 

@@ -19,7 +19,7 @@ from training.data import batches, eval_batches, samples_per_epoch
 from training.documents import Documents, Source, sources_of
 from training.entropy import bigram_entropy, unigram_entropy
 from training.records import Records, is_documents
-from training.show import human_count
+from training.show import human_count, printable
 from training.text import IntArray, Tokens, decode, load_tokens, split
 from training.tokenizer import Tokenizer, has_tokenizer
 
@@ -148,7 +148,7 @@ class Text:
         if self.byte_level:
             return decode(tokens)
         if self._tokenizer is not None:
-            return self._tokenizer.decode(tokens)
+            return printable(self._tokenizer.decode(tokens))
         return str(list(map(int, tokens)))
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from training.packing import Document, Lane, Row, batches, row_of
-from training.records import Record, Records, conversations
-from training.show import human_count
+from training.records import Record, Records, conversations, template_options
+from training.show import human_count, printable
 from training.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -301,14 +301,15 @@ class Documents:
         messages = conversations(record)
         if messages is not None:
             answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            return self._tokenizer.prompt(messages[: answers[-1]] if answers else messages)
+            asked = messages[: answers[-1]] if answers and answers[-1] else messages
+            return self._tokenizer.prompt(asked, template_options(record))
         if "prompt" in record:
-            return self._tokenizer.encode(record["prompt"])
-        return self._tokenizer.encode(record["text"])[: most // 2]
+            return self._tokenizer.opening(record["prompt"])
+        return self._tokenizer.opening(record["text"])[: most // 2]
 
     def show(self, tokens: Sequence[int], given: int) -> str:
         """Text up to the end of the answer, which begins after `given` tokens."""
-        return self._tokenizer.decode(self._tokenizer.to_end(tokens, given))
+        return printable(self._tokenizer.decode(self._tokenizer.to_end(tokens, given)))
 
     @property
     def _pass(self) -> int:

@@ -4,6 +4,10 @@
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}      each a text, or messages
 
+Beside messages `tools` lists the functions that the assistant may call, and `chat_template_kwargs`
+gives further variables of the chat template. A message's `"weight": 0` or `"train": false` leaves
+an answer out of the loss.
+
 Every line is checked once, when a file is opened: an error names file and line before anything is
 trained. Memory holds 20 bytes a document: the offset, number and checksum of its line, so that a
 line that changes while a run reads it raises `DataChanged`. Tables and compressed files, whose rows
@@ -21,7 +25,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +36,11 @@ from training.data_files import DIGEST, DataChanged, Stamp, open_regular
 from training.text import files_in
 
 Record = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KINDS = ("text", "messages", "prompt")
-_COLUMNS = (*_KINDS, "completion")
+_COLUMNS = (*_KINDS, "completion", "tools", "chat_template_kwargs")
+_FLAGS = ("weight", "train", "training")  # of a message: 0 or false leaves it out of the loss
 _HEAD = 1 << 24  # bytes of a file that are looked at, for documents under another name
 
 
@@ -267,6 +273,7 @@ def check(record: Any) -> None:
             'a document is an object with "text", with "messages", or with "prompt" and '
             f'"completion"; this is {_short(record)}'
         )
+    template_options(record)
     if "messages" in record:
         _check_messages(record["messages"])
     elif "prompt" in record:
@@ -294,6 +301,25 @@ def _check_messages(messages: Any) -> None:
         content = message.get("content")
         if content is not None:
             _check_text(content, "content")
+        _check_flags(message)
+        with_calls(message)
+
+
+def _check_flags(message: Mapping[str, Any]) -> None:
+    for name in _FLAGS:
+        flag = message.get(name)
+        if flag is not None and flag not in (0, 1):
+            raise ValueError(
+                f'"{name}" of a message is {_short(flag)}: use 0 or false for an answer that is '
+                "not learned, 1 or true for one that is"
+            )
+        if flag is True and message["role"] != "assistant":
+            raise ValueError(
+                f'"{name}" of a {message["role"]} message is true: only answers of the assistant '
+                "are learned one by one; remove it, or learn all tokens (--loss-on all)"
+            )
+    if message.get("train_detail") is not None:
+        raise ValueError('"train_detail" of a message is unsupported: use "train" for all of it')
 
 
 def _check_text(value: Any, name: str) -> None:
@@ -310,10 +336,11 @@ def _short(value: Any) -> str:
     return said if len(said) <= 60 else said[:57] + "..."
 
 
-def conversations(record: Record) -> Sequence[Mapping[str, Any]] | None:
+def conversations(record: Record) -> Messages | None:
     """The messages of a document that has some; those of prompt and completion together.
 
-    One without content, which calls a tool say, has an empty one.
+    A message without content, such as a tool call, gets an empty text. Arguments of tool calls
+    that are JSON text become objects, which chat templates encode.
     """
     if "messages" in record:
         found = list(record["messages"])
@@ -321,4 +348,113 @@ def conversations(record: Record) -> Sequence[Mapping[str, Any]] | None:
         found = [*record["prompt"], *record["completion"]]
     else:
         return None
-    return [{**message, "content": message.get("content") or ""} for message in found]
+    return [{**with_calls(message), "content": message.get("content") or ""} for message in found]
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Returns False if a flag of the message leaves it out of the loss.
+
+    >>> is_learned({"role": "assistant", "content": "a", "weight": 0})
+    False
+    """
+    return all(message.get(name) in (None, 1) for name in _FLAGS)
+
+
+def template_options(record: Record) -> dict[str, Any]:
+    """Returns the variables that a document gives to its chat template.
+
+    Raises:
+        ValueError: `tools` or `chat_template_kwargs` is malformed.
+
+    >>> template_options({"messages": [], "tools": '[{"name": "weather"}]'})
+    {'tools': [{'name': 'weather'}]}
+    """
+    if record.get("functions") is not None and record.get("tools") is None:
+        raise ValueError(
+            '"functions" of a document is unsupported: give "tools", each as {"type": "function", '
+            '"function": {...}}'
+        )
+    tools = _decoded(record.get("tools"), "tools")
+    if not isinstance(tools or [], list) or not all(isinstance(own, dict) for own in tools or []):
+        raise ValueError(f'"tools" is {_short(tools)}, not a list of objects or its JSON text')
+    more = _decoded(record.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    if not isinstance(more, dict) or {"messages", "tools", "add_generation_prompt"} & set(more):
+        raise ValueError(
+            f'"chat_template_kwargs" is {_short(more)}, not an object with other variables than '
+            "messages, tools and add_generation_prompt"
+        )
+    return {**more, "tools": tools} if tools else more
+
+
+def with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose tool calls have their arguments as objects.
+
+    Raises:
+        ValueError: A tool call is no object, or its arguments are none.
+    """
+    if message.get("function_call") is not None:
+        raise ValueError('"function_call" of a message is unsupported: use "tool_calls"')
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f'"tool_calls" is {_short(calls)}, not a list of objects')
+    return {**message, "tool_calls": [_call(call, _as_object) for call in calls]}
+
+
+def calls_as_text(messages: Messages) -> Messages | None:
+    """Returns the messages with arguments of tool calls as JSON text; None if no call has any."""
+    if not _arguments(messages):
+        return None
+    return [
+        {**message, "tool_calls": [_call(call, _as_text) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def objects_written_by_python(messages: Messages, text: str) -> bool:
+    """Returns True if a text has arguments of tool calls as Python shows them, {'a': 1}."""
+    return any(repr(own) in text for own in _arguments(messages))
+
+
+def _arguments(messages: Messages) -> list[Mapping[str, Any]]:
+    """The arguments of all tool calls that have some."""
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    found = [call.get("function", call).get("arguments") for call in calls]
+    return [own for own in found if own]
+
+
+def _call(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """A tool call, {"function": {"name", "arguments"}} or the inner part, with other arguments."""
+    inner = call.get("function", call)
+    if not isinstance(inner, dict):
+        raise ValueError(f'"function" of a tool call is {_short(inner)}, not an object')
+    if inner.get("arguments") is None:
+        return call
+    inner = {**inner, "arguments": form(inner["arguments"])}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _as_object(arguments: Any) -> Any:
+    known = {} if arguments == "" else _decoded(arguments, "arguments")
+    if not isinstance(known, dict):
+        raise ValueError(
+            f'"arguments" of a tool call is {_short(arguments)}, not an object or its JSON text'
+        )
+    return known
+
+
+def _as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _decoded(value: Any, name: str) -> Any:
+    """A value, or what its JSON text holds."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'"{name}" is {_short(value)}, which is not JSON: {error}') from error

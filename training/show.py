@@ -10,6 +10,7 @@ import contextlib
 import math
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -18,6 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+_REORDERING = (
+    "LRE",
+    "RLE",
+    "LRO",
+    "RLO",
+    "PDF",
+    "LRI",
+    "RLI",
+    "FSI",
+    "PDI",
+)  # of bidirectional text
 
 
 class Show(Protocol):
@@ -152,3 +165,19 @@ def _human(n: float, units: Sequence[str]) -> str:
     power = min(len(units) - 1, max(0, math.floor(math.log10(abs(n)) / 3))) if n else 0
     scaled = n / 1000**power
     return f"{scaled:.3g}{units[power]}" if abs(scaled) < 1000 else f"{scaled:.0f}{units[power]}"
+
+
+def printable(text: str) -> str:
+    """Returns a text that is safe to print, with escapes for characters that control a terminal.
+
+    >>> printable("\\x1b]0;title\\x07 ü\\n")
+    '\\\\x1b]0;title\\\\x07 ü\\n'
+    """
+    return "".join(c if _is_safe(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_safe(char: str) -> bool:
+    return char in "\n\t" or (
+        unicodedata.category(char) not in ("Cc", "Cs")
+        and unicodedata.bidirectional(char) not in _REORDERING
+    )

@@ -1,9 +1,8 @@
-"""A folder's tokenizer and chat template: documents as tokens, and which of them are learned.
+"""Tokenizer and chat template of a folder: documents as tokens, with a mask of the learned ones.
 
-By transformers, without PyTorch. What is learned of a conversation is what the assistant says, the
-token that ends its turn among it; of prompt and completion the completion, of a text all. Which
-tokens those are is asked of the template: by its own {% generation %} marks, and where it has none
-by what it writes around the answers.
+Uses transformers, without PyTorch. The learned tokens of a conversation are the assistant's answers
+with the tokens that end their turns; of prompt and completion the completion, of a text all. See
+`training.answers` for how answers are found in the text of a template.
 """
 
 from __future__ import annotations
@@ -20,17 +19,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from training.answers import Messages, Span, answers_in, spans_of, spans_of_marked, tokens_in
 from training.data_files import DIGEST
-from training.records import Record, conversations
+from training.records import (
+    Record,
+    calls_as_text,
+    conversations,
+    is_learned,
+    objects_written_by_python,
+    template_options,
+)
+from training.show import printable
+from training.templates import Renderer, TemplateError
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
-Messages = Sequence[Mapping[str, Any]]
-Spans = Sequence[tuple[int, int]]
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
+Options = Mapping[str, Any]  # `tools` and other variables of a template
 LOSS_ON = ("assistant", "all")
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a tokenizer one at least
-_MARK = "zq{}answerqz"  # stands for an answer, which no template changes
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_AUTO_MAP = ("tokenizer_config.json", "config.json")  # may name Python files of the folder
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -64,10 +72,18 @@ class Tokenizer:
             raise ValueError(f"{folder} has no tokenizer ({FILES[0]}): give --tokenizer DIR")
         try:
             self._own: Any = transformers.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True
+                str(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # whatever it makes of files that are wrong
-            raise ValueError(f"the tokenizer in {folder} can't be read: {error}") from error
+            if own_code := _own_code(self._folder):
+                raise ValueError(
+                    f"`auto_map` in {own_code} names Python code in the folder, which is never run:"
+                    " save the tokenizer as tokenizer.json with a tokenizer_config.json without "
+                    "`auto_map`"
+                ) from error
+            raise ValueError(
+                f"the tokenizer in {folder} can't be read: {printable(str(error))}"
+            ) from error
         if not self._own.is_fast:
             raise ValueError(
                 f"the tokenizer in {folder} is of transformers' slow kind, which can't tell where "
@@ -75,8 +91,10 @@ class Tokenizer:
             )
         self._vocab: int | None = None
         self._lock = threading.Lock()
+        self._renderer = Renderer()
         end = self._own.eos_token_id
         self._end = [] if end is None else [int(end)]
+        self._before, self._after = self._added()
         self._special = frozenset(self._own.all_special_ids)
 
     def check_fits(self, vocab: int) -> None:
@@ -106,29 +124,42 @@ class Tokenizer:
         }
 
     def encode(self, text: str) -> Ids:
-        """The tokens of a text, without any around it."""
+        """Returns the tokens of a text, without those that the tokenizer adds around it."""
         return np.asarray(self._own.encode(text, add_special_tokens=False), np.int32)
+
+    def opening(self, text: str) -> Ids:
+        """Returns the tokens of a text to continue: the beginning token that the tokenizer adds
+        precedes them, as in training."""
+        return self._begun(self.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._own.decode(list(map(int, tokens))))
 
     def to_end(self, tokens: Sequence[int], start: int) -> Sequence[int]:
-        """These tokens up to the first that ends a text or a turn, from `start` on."""
+        """Returns the tokens up to the first that ends a text or a turn, from `start` on."""
         ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in self._special)
         return tokens[: next(ends, len(tokens) - 1) + 1]
 
-    def prompt(self, messages: Messages) -> Ids:
-        """A conversation up to where the assistant begins to speak."""
-        return self.encode(self._rendered(messages, add_generation_prompt=True))
+    def prompt(self, messages: Messages, options: Options | None = None) -> Ids:
+        """Returns a conversation with the generation prompt, after which the assistant answers.
+
+        Args:
+            messages: See `records.conversations`.
+            options: See `records.template_options`.
+        """
+        options = options or {}
+        with self._lock:
+            messages, _ = self._whole(messages, options)
+            return self.encode(self._rendered(messages, options, prompt=True))
 
     def asked(self, question: str) -> Ids:
-        """A question as the user's turn, or as it is where there is no chat template."""
+        """Returns a question as the user's turn, or as it is if there is no chat template."""
         if self._own.chat_template is None:
-            return self.encode(question)
+            return self.opening(question)
         return self.prompt([{"role": "user", "content": question}])
 
     def document(self, record: Record, loss_on: str = "assistant") -> tuple[Ids, Mask]:
-        """The tokens of a document and which of them are learned.
+        """Returns the tokens of a document and the mask of those that are learned.
 
         Args:
             record: See `records`.
@@ -141,84 +172,110 @@ class Tokenizer:
             ids, mask = self._document(record, loss_on)
         if self._vocab is not None and ids.size and ids.max() >= self._vocab:
             raise ValueError(
-                f"token {ids.max()} ({self.decode([ids.max()])!r}) has no row in the model's "
-                f"embedding of {self._vocab}"
+                f"token {ids.max()} ({printable(self.decode([ids.max()]))!r}) has no row in the "
+                f"model's embedding of {self._vocab}"
             )
         return ids, mask
 
     def _document(self, record: Record, loss_on: str) -> tuple[Ids, Mask]:
         messages = conversations(record)
-        if messages is not None and loss_on == "all":  # no answer need be told from the rest
-            ids = self.encode(self._rendered(messages))
-            mask = np.ones(len(ids), bool)
-        elif messages is not None:
+        if messages is not None:
             given = 0 if "messages" in record else len(record["prompt"])
-            ids, mask = self._chat(messages, given)
-        elif "prompt" in record:
+            return self._chat(messages, given, template_options(record), loss_on)
+        if "prompt" in record:
             ids, mask = self._continued(record["prompt"], record["completion"])
         else:
-            ids = np.asarray([*self._own.encode(record["text"]), *self._end], np.int32)
-            mask = np.ones(len(ids), bool)
+            ids, mask = self._continued("", record["text"])
+            mask = np.ones_like(mask)
         return ids, mask if loss_on == "assistant" else np.ones_like(mask)
 
     def _continued(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
-        found = self._own(prompt + completion, return_offsets_mapping=True)
-        ids = np.asarray([*found["input_ids"], *self._end], np.int32)
-        # What stands before the text (a token of beginning) has an empty place at 0.
-        learned = [start >= len(prompt) for start, _ in found["offset_mapping"]]
-        return ids, np.asarray([*learned, *[True] * len(self._end)], bool)
-
-    def _chat(self, messages: Messages, given: int) -> tuple[Ids, Mask]:
-        """Tokens, and which the assistant says after so many messages."""
-        known = sum(m["role"] == "assistant" for m in messages[:given])
-        if _GENERATION.search(self._template()):
-            found = self._apply(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            ids, mask = np.asarray(found["input_ids"], np.int32), found["assistant_masks"]
-            return ids, _without_runs(np.asarray(mask, bool), known)
-        whole = self._rendered(messages)
-        ids, starts, ends = self._placed(whole)
+        """Tokens of a text from its beginning token to one end token; the completion is learned."""
+        ids, starts, ends = self._placed(prompt + completion)
         mask = np.zeros(len(ids), bool)
-        for start, end in self._answers(messages, whole)[known:]:
-            mask |= (starts >= start) & (ends <= end) & (ends > starts)
+        mask[tokens_in(Span(len(prompt), len(prompt + completion)), starts, ends)] = True
+        after: list[int] = []
+        if not (self._end and completion.rstrip().endswith(self._own.eos_token)):
+            after = self._after if self._after[-1:] == self._end else [*self._after, *self._end]
+        begun = self._begun(ids)
+        ids = np.asarray([*begun, *after], np.int32)
+        added = len(begun) - len(mask)
+        return ids, np.asarray([*[False] * added, *mask, *[True] * len(after)], bool)
+
+    def _begun(self, ids: Ids) -> Ids:
+        """Adds the tokens that the tokenizer puts before a text, unless the text has them."""
+        begins = list(ids[: len(self._before)]) == self._before
+        return ids if begins else np.asarray([*self._before, *ids], np.int32)
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Tokens that the tokenizer puts before and after each text."""
+        text = self._own.encode("a", add_special_tokens=False)
+        full = self._own.encode("a")
+        places = range(len(full) - len(text) + 1)
+        at = next((at for at in places if full[at : at + len(text)] == text), len(full))
+        return full[:at], full[at + len(text) :]
+
+    def _chat(
+        self, messages: Messages, given: int, options: Options, loss_on: str
+    ) -> tuple[Ids, Mask]:
+        """Tokens, and the mask of the answers after the first `given` messages."""
+        messages, whole = self._whole(messages, options)
+        ids, starts, ends = self._placed(whole)
+        mask = np.full(len(ids), loss_on == "all")
+        answers = answers_in(messages)
+        off = [at for at, message in enumerate(messages) if not is_learned(message)]
+        if loss_on == "all":
+            if others := [messages[at]["role"] for at in off if at not in answers]:
+                raise ValueError(
+                    f'"weight": 0 of a {others[0]} message can\'t be combined with --loss-on all: '
+                    "remove the weight, or learn the answers alone (--loss-on assistant)"
+                )
+            if not off:  # the template may write answers in any way
+                return ids, mask
+        wanted = [at not in off and (loss_on == "all" or at >= given) for at in answers]
+        for is_wanted, spans in zip(*self._spans(messages, options, whole, wanted), strict=True):
+            # Answers are added to an empty mask; answers of weight 0 are removed from a full one.
+            if is_wanted != (loss_on == "all"):
+                for span in spans:
+                    mask[tokens_in(span, starts, ends)] = is_wanted
         return ids, mask
 
-    def _answers(self, messages: Messages, whole: str) -> Spans:
-        """Where each answer begins and ends: after what asks for it, with what ends its turn."""
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers:
-            return []
-        marked = list(messages)
-        for at in answers:
-            marked[at] = {**messages[at], "content": _MARK.format(at)}
-        between = re.split("|".join(_MARK.format(at) for at in answers), self._rendered(marked))
-        places = _places(between, whole) if len(between) == len(answers) + 1 else None
-        spans = []
-        for at, before, after, place in zip(
-            answers, between, between[1:], places or [], strict=False
-        ):
-            asked, ended = self._around(marked, at)
-            if asked not in before:
-                break
-            beside = len(before) - before.rindex(asked) - len(asked)  # thoughts, say
-            # Some templates end the whole text in another way than a turn.
-            spans.append((place[0] - beside, place[1] + _alike(ended, after)))
-        if len(spans) < len(answers):
-            raise ValueError(
-                f"the chat template in {self._folder} writes an answer in another way than any "
-                "text, so that it can't be told from the rest: put {% generation %} and "
-                "{% endgeneration %} around answers in the template, or learn all tokens "
-                "(--loss-on all)"
-            )
-        return spans
+    def _spans(
+        self, messages: Messages, options: Options, whole: str, wanted: Sequence[bool]
+    ) -> tuple[Sequence[bool], Sequence[Sequence[Span]]]:
+        """Returns the spans of each answer, or of all together if all are wanted."""
 
-    def _around(self, marked: Messages, at: int) -> tuple[str, str]:
-        """What asks for an answer, and what ends its turn."""
-        before = self._rendered(marked[:at]) if at else ""
-        asked = self._rendered(marked[:at], add_generation_prompt=True) if at else ""
-        ended = self._rendered(marked[: at + 1]).partition(_MARK.format(at))[2]
-        return asked[_alike(before, asked) :], ended
+        def render(some: Messages, prompt: bool) -> str:
+            return self._rendered(some, options, prompt=prompt)
+
+        if not any(wanted) and not self._marks(options):
+            return [], []
+        if self._marks(options):
+            _, marked = self._render(messages, options, marks=True)
+            if all(wanted):
+                return [True], [marked]
+            groups = spans_of_marked(messages, marked, render)
+        else:
+            found = spans_of(messages, whole, render)
+            groups = None if found is None else [[self._certain(whole, own)] for own in found]
+        if groups is None:
+            raise ValueError(
+                f"the chat template in {self._folder} writes the answers so that they can't be told"
+                " from the rest of this conversation: put {% generation %} and {% endgeneration %} "
+                "around each answer in the template, or learn all tokens (--loss-on all)"
+            )
+        return wanted, groups
+
+    def _certain(self, whole: str, span: Span) -> Span:
+        """Ends a span before the first token that depends on what follows the turn."""
+        if not span.ending:
+            return span
+        ids, _, _ = self._placed(whole[span.start : span.end] + span.ending)
+        others, _, ends = self._placed(whole[span.start : span.end + len(span.ending)])
+        pairs = enumerate(zip(ids, others, strict=False))
+        same = next((at for at, (a, b) in pairs if a != b), min(len(ids), len(others)))
+        length = int(ends[same - 1]) if same else 0
+        return span._replace(end=min(span.end, span.start + length))
 
     def _placed(self, text: str) -> tuple[Ids, Any, Any]:
         """Tokens, and where in the text each begins and ends."""
@@ -226,55 +283,64 @@ class Tokenizer:
         places = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
         return np.asarray(found["input_ids"], np.int32), places[:, 0], places[:, 1]
 
-    def _template(self) -> str:
-        template = self._own.chat_template
-        if template is None:
+    def _whole(self, messages: Messages, options: Options) -> tuple[Messages, str]:
+        """Returns the messages as the template takes them, and their text.
+
+        Most templates take the arguments of a tool call as an object, some as JSON text; these fail
+        on an object or write it as Python does.
+        """
+        as_text = calls_as_text(messages)
+        try:
+            text = self._rendered(messages, options)
+        except ValueError:
+            if as_text is None:
+                raise
+        else:
+            if as_text is None or not objects_written_by_python(messages, text):
+                return messages, text
+        return as_text, self._rendered(as_text, options)
+
+    def _template(self, options: Options) -> str:
+        """The template in use: of several named ones "tool_use" with tools, else "default"."""
+        if self._own.chat_template is None:
             raise ValueError(
                 f"{self._folder} has no chat template, and the data has conversations: add "
                 "chat_template.jinja, or give prompts and completions"
             )
-        return template if isinstance(template, str) else json.dumps(template)
-
-    def _rendered(self, messages: Messages, **how: Any) -> str:
-        self._template()
-        return str(self._apply(messages, tokenize=False, **how))
-
-    def _apply(self, messages: Messages, **how: Any) -> Any:
         try:
-            return self._own.apply_chat_template(list(messages), **how)
-        except Exception as error:  # whatever a template raises
-            raise ValueError(f"the chat template in {self._folder}: {error}") from error
+            return str(self._own.get_chat_template(None, options.get("tools")))
+        except ValueError as error:
+            raise ValueError(f"the chat templates in {self._folder}: {error}") from error
+
+    def _marks(self, options: Options) -> bool:
+        return _GENERATION.search(self._template(options)) is not None
+
+    def _rendered(self, messages: Messages, options: Options, *, prompt: bool = False) -> str:
+        return self._render(messages, options, prompt=prompt)[0]
+
+    def _render(
+        self, messages: Messages, options: Options, *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        try:
+            text, blocks = self._renderer.render(
+                self._template(options),
+                messages,
+                {**self._own.special_tokens_map, **options, "add_generation_prompt": prompt},
+                marks=marks,
+            )
+        except TemplateError as error:
+            said = printable(str(error))
+            raise ValueError(f"the chat template in {self._folder}: {said}") from error
+        return text, [Span(*block) for block in blocks]
 
 
-def _without_runs(mask: Mask, count: int) -> Mask:
-    """The same without the first so many runs of True.
-
-    >>> _without_runs(np.array([True, False, True, True]), 1).tolist()
-    [False, False, True, True]
-    """
-    begins = np.flatnonzero(np.diff(mask, prepend=False) & mask)
-    kept = mask.copy()
-    kept[: begins[count] if count < len(begins) else len(mask) * bool(count)] = False
-    return kept
-
-
-def _alike(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _places(between: Sequence[str], whole: str) -> list[tuple[int, int]] | None:
-    """Where the parts of a text lie of which it is known what stands between them.
-
-    None if they do not, or could lie in two ways.
-
-    >>> _places(["a:", ".b:", "."], "a:x.y.b:z.")
-    [(2, 5), (8, 9)]
-    >>> _places(["", "-", ""], "x-y-z") is None
-    True
-    """
-    known = [re.escape(text) for text in between]
-    found = [re.fullmatch(any_text.join(known), whole, re.DOTALL) for any_text in ("(.*?)", "(.*)")]
-    spans = [[m.span(i) for i in range(1, len(between))] for m in found if m is not None]
-    return spans[0] if len(spans) == 2 and spans[0] == spans[1] else None
+def _own_code(folder: Path) -> str | None:
+    """Name of the file that asks for Python code of the folder; None if no file does."""
+    for name in _AUTO_MAP:
+        try:
+            known = json.loads((folder / name).read_text())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(known, dict) and "auto_map" in known:
+            return name
+    return None

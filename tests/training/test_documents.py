@@ -122,8 +122,8 @@ def test_an_answer_may_have_what_ends_it_within(folder, tmp_path):
     own = with_template(folder, tmp_path, bare)
     assert learned(own, chat("a", "one\n\ntwo")) == "one\n\ntwo\n\n"
     assert learned(own, chat("a", "x\n\ny", "b", "z")) == "x\n\ny\n\nz\n\n"
-    with pytest.raises(ValueError, match="can't be told from the rest"):
-        own.document(chat("a", "x\n\nuser: b\n\nassistant: y", "b", "z"))
+    dialogue = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
+    assert learned(own, chat("a", dialogue, "b", "z")) == f"{dialogue}\n\nz\n\n"
 
 
 def test_a_conversation_may_begin_with_the_assistant_and_have_a_prompt_beside_it(tokenizer):
