@@ -179,7 +179,9 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
     paths = [] if config.data is None else sources_of(config.data)
     if not any(is_documents(path) for path, _ in paths):
         if len(paths) > 1:
-            raise ValueError(f"--data {config.data}: weights are for documents (.jsonl, .parquet)")
+            raise ValueError(
+                f"--data {config.data}: weights are for documents (.jsonl, .parquet, .csv)"
+            )
         corpus = load_tokens(config.data, vocab or 256)
         if corpus.byte_level and tokenizer is None and config.hf is not None and vocab != 256:
             raise ValueError(

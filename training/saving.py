@@ -133,10 +133,12 @@ def _changed_contents(
         sums = f"(checksum {now}, before {former})"
         if name == "tokenizer":
             raise ValueError(
-                f"--tokenizer has another vocabulary than in {where} {sums}: ids would mean other "
-                "tokens. Give the former tokenizer, or another --out"
+                f"--tokenizer (or that of --hf) has another vocabulary than in {where} {sums}: ids "
+                "would mean other tokens. Give the former tokenizer, or another --out"
             )
-        flag = {"data": "--data", "chat template": "The chat template of --tokenizer"}[name]
+        flag = {"data": "--data", "chat template": "The chat template of --tokenizer (or --hf)"}[
+            name
+        ]
         said.append(
             f"{flag} was edited since {where} {sums}. The run resumes at the same place in the "
             "edited data. To repeat the former run put the former files back; to begin anew give "

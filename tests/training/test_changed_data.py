@@ -199,7 +199,9 @@ def test_a_run_is_told_of_another_template_and_refuses_another_vocabulary(folder
     (said,) = _changed_contents(other, first, "DIR, step 3")
     assert "template of --tokenizer" in said
     assert first["chat template"] in said and other["chat template"] in said
-    with pytest.raises(ValueError, match="--tokenizer has another vocabulary than in DIR, step 3"):
+    with pytest.raises(
+        ValueError, match="--tokenizer .* has another vocabulary than in DIR, step 3"
+    ):
         _changed_contents(own("more", token="<|more|>"), first, "DIR, step 3")
 
 

@@ -260,15 +260,18 @@ def test_processes_train_as_one_process_does(folder, one_process, count, more):
 @pytest.mark.parametrize(
     ("own", "elsewhere", "words"),
     [
-        ({1: ["--stage", "1"]}, (), ["disagree on stage", "'3'", "'1'"]),
-        ({0: ["--out", "text.txt"]}, (), ["cannot write a run to text.txt"]),
-        ({}, [1], ["no file or folder at text.txt"]),
+        ({1: ["--stage", "1"]}, {}, ["disagree on stage", "'3'", "'1'"]),
+        ({0: ["--out", "text.txt"]}, {}, ["cannot write a run to text.txt"]),
+        ({}, {1: "empty"}, ["no file or folder at text.txt"]),
+        ({}, {1: "edited"}, ["disagree on checksum of the data"]),
     ],
-    ids=["settings that differ", "trouble of the first alone", "trouble of another alone"],
+    ids=["other settings", "trouble of the first alone", "trouble of another alone", "other data"],
 )
 def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, elsewhere, words):
     (folder / "empty").mkdir()
-    folders = {rank: folder / "empty" for rank in elsewhere}
+    (folder / "edited").mkdir()
+    (folder / "edited" / "text.txt").write_text(TEXT.lower())
+    folders = {rank: folder / name for rank, name in elsewhere.items()}
     for code, _, error in finish(start_many(2, TINY, own, folders), seconds=120):
         assert code == 2, error
         assert all(word in error for word in words), error
