@@ -76,7 +76,7 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
             f"{named} is {activation!r}, and models/decoder.py has {' and '.join(_ACTIVATIONS)}"
         )
     mixture = _mixture(known, family)
-    check_tensors(sizes["layers"], mixture.experts if mixture else 0)
+    check_tensors("num_hidden_layers", sizes["layers"], mixture.experts if mixture else 0)
     rope, local_rope = _ropes(known, family)
     bias = flag(known, "attention_bias")
     fixed = {"qkv_bias": bias, "out_bias": bias} | _FAMILIES[family]

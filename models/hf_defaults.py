@@ -167,8 +167,8 @@ def flag(known: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def check_tensors(layers: int, experts: int = 0) -> None:
-    """Checks that a model has no more tensors than any could have.
+def check_tensors(name: str, layers: int, experts: int = 0) -> None:
+    """Checks that a model has no more tensors than any could have; `name` is the key of layers.
 
     Raises:
       ValueError: It would have more.
@@ -176,6 +176,6 @@ def check_tensors(layers: int, experts: int = 0) -> None:
     if layers * max(12, 3 * experts) > MOST_TENSORS:
         of = f" with {experts} experts each" if experts else ""
         raise ValueError(
-            f"num_hidden_layers is {layers}{of}, more than {MOST_TENSORS:,} tensors: no model has "
+            f"{name} is {layers}{of}, more than {MOST_TENSORS:,} tensors: no model has "
             "so many, so config.json is damaged"
         )

@@ -128,7 +128,7 @@ def from_json(known: Mapping[str, Any]) -> GPTConfig:
             raise ValueError(f"{name} {known[name]!r} is not what models/gpt.py does, {said}")
     known = {**dict.fromkeys(_SIZES), **known}
     sizes = {ours: size(known, theirs) for theirs, ours in _SIZES.items()}
-    check_tensors(sizes["layers"])
+    check_tensors("n_layer", sizes["layers"])
     config = GPTConfig(**sizes)  # type: ignore[arg-type]
     if known.get("n_inner") not in (None, 4 * config.width):
         raise ValueError(

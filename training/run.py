@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from zero_jax.models.experts import Routed
 PyTree = Any
 Found = tuple[PyTree, int]  # states, and the step they are of
 
+BEFORE, AFTER = "before training", "after training"
 LONG = 50  # batches of an evaluation of which it is said how far it is
 
 
@@ -78,7 +80,8 @@ class Run:
         Raises:
             Stopped: The run was asked to end; what it had is saved.
             ValueError: It has more steps behind it than it was asked for.
-            NonFiniteError: Gradients were not finite too often.
+            NonFiniteError: Gradients were not finite too often or in every step, or the loss of
+                the model from a folder is not finite before any step.
         """
         config, trainer = self.trainer.plan.config, self.trainer
         found = self._found(self.saver.resume)
@@ -101,7 +104,8 @@ class Run:
         for left in range(config.rollbacks, -1, -1):
             try:
                 with progress(config.steps, start=done, enabled=self.lead) as show:
-                    return self._steps(states, done, show)
+                    states = self._steps(states, done, show)
+                break
             except zero_jax.NonFiniteError as error:
                 self.watchdog.rest()
                 place = trainer.everywhere(self._place) if left else None
@@ -112,7 +116,8 @@ class Run:
                 self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
                 self.log.event("back", step=found[1])
                 states, done = found
-        raise AssertionError("unreachable")
+        self._check_trained(states[1])
+        return states[0]
 
     def _found(self, find: Callable[..., Found | None]) -> Found | None:
         """The states of the latest checkpoint, as this run keeps them, and its step."""
@@ -125,8 +130,34 @@ class Run:
             return
         loss = self.evaluate(params, self.trainer.plan.config.eval_batches)
         self.log.evaluation(0, val_loss=loss)
-        self.say(f"before training: validation loss {loss:.4f}")
-        self.show_sample(params, "before training")
+        self.say(f"{BEFORE}: validation loss {loss:.4f}")
+        self.check_loss(loss, BEFORE)
+        self.show_sample(params, BEFORE)
+
+    def check_loss(self, loss: float, when: str) -> None:
+        """Ends a run whose parameters are of no use.
+
+        Raises:
+            NonFiniteError: The held-out loss is NaN or infinite.
+        """
+        if math.isfinite(loss):
+            return
+        config = self.trainer.plan.config
+        lower = "take a lower --lr, resume by --from-step an earlier checkpoint, " * (when == AFTER)
+        raise zero_jax.NonFiniteError(
+            f"the validation loss {when} is {loss}, so nothing can be learned from here, and "
+            f"nothing is exported: {lower}compute in another dtype than --compute "
+            f"{config.compute} (bf16 and fp32 hold larger numbers than fp16), or look at the data"
+        )
+
+    def _check_trained(self, opt_state: PyTree) -> None:
+        """Raises NonFiniteError if every step was skipped, so that nothing was trained."""
+        steps = self.trainer.plan.config.steps
+        if 0 < steps <= int(opt_state.guard.skipped):
+            raise zero_jax.NonFiniteError(
+                f"all of --steps {steps} were skipped, since their gradients were not finite: the "
+                "parameters are those of the beginning. Look at the data, or take another --compute"
+            )
 
     def show_sample(self, params: PyTree, what: str) -> None:
         """Shows how the model goes on from something held out, where a device has room for it."""
@@ -169,7 +200,7 @@ class Run:
         """What is raised when the run was asked to end, and what it had is on its way to disk."""
         return Stopped(code, self.trainer.out, self.saver.saved)
 
-    def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> PyTree:
+    def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> tuple[PyTree, PyTree]:
         trainer, config = self.trainer, self.trainer.plan.config
         speed = Speed(config.batch * config.seq)
         # All at once: to ask the device in every step would wait for that step.
@@ -231,7 +262,7 @@ class Run:
                 speed.restart()
         report(0)
         self.watchdog.rest()
-        return params
+        return params, opt_state
 
     def _between(self, number: int, params: PyTree, opt_state: PyTree) -> None:
         config = self.trainer.plan.config
@@ -312,6 +343,7 @@ def run(config: Config) -> None:
                     params = job.train()
                 loss = job.evaluate_all(params)
                 log.evaluation(config.steps, val_loss=loss)
+                job.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / report_page.FILE).exists():
             say(f"A page of this run: {page}")
         say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.corpus.held_out_size}")
