@@ -301,7 +301,7 @@ class Documents:
         messages = conversations(record)
         if messages is not None:
             answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            asked = messages[: answers[-1]] if answers and answers[-1] else messages
+            asked = messages[: answers[-1]] if answers else messages
             return self._tokenizer.prompt(asked, template_options(record))
         if "prompt" in record:
             return self._tokenizer.opening(record["prompt"])

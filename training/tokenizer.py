@@ -146,7 +146,12 @@ class Tokenizer:
         Args:
             messages: See `records.conversations`.
             options: See `records.template_options`.
+
+        Raises:
+            ValueError: There is no message, or the template does not take them.
         """
+        if not messages:
+            raise ValueError("a prompt needs at least one message before the answer")
         options = options or {}
         with self._lock:
             messages, _ = self._whole(messages, options)
