@@ -67,7 +67,17 @@ def templates(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3", "gemma3", "phi3", "phi3_5", "qwen3_instruct_2507", "qwen3_vl", "lfm2", "cohere2"],
+    [
+        "llama3",
+        "gemma3",
+        "phi3",
+        "phi3_5",
+        "qwen3_instruct_2507",
+        "qwen3_vl",
+        "lfm2",
+        "cohere",
+        "cohere2",
+    ],
 )
 def test_masks_are_those_of_trls_templates(name, tmp_path):
     plain, marked = (
