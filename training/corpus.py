@@ -102,7 +102,7 @@ class Text:
 
     @property
     def contents(self) -> dict[str, str]:
-        """A checksum of the text or its tokens, by the flag that names it."""
+        """Checksum of the text or its tokens, by the flag that names it."""
         return {"data": self._corpus.fingerprint}
 
     def outlook(self, steps: int) -> str:

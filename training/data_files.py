@@ -44,7 +44,7 @@ class DataChanged(OSError):
 
 
 class Stamp(NamedTuple):
-    """The state of a file: its size in bytes, its modification time and its inode."""
+    """State of a file: its size in bytes, its modification time and its inode."""
 
     size: int
     time_ns: int
@@ -55,7 +55,7 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def difference(self, now: Stamp) -> str:
-        """The differences of a later stamp, for an error message.
+        """Describes the differences of a later stamp, for an error message.
 
         >>> Stamp(9, 0, 1).difference(Stamp(4, 10**18, 2))
         'size 9 bytes, now 4; written 2001-09-09 01:46:40 UTC; inode 1, now 2'
@@ -85,7 +85,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
-    """A checksum of content, as hexadecimal digits.
+    """Returns a checksum of content, as hexadecimal digits.
 
     Content of more than `EXACT` bytes is read at `EXACT / SAMPLE` evenly spaced places.
 
@@ -128,7 +128,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """That of the whole file."""
+        """Checksum of the whole file, as hexadecimal digits."""
         return self._file.fingerprint
 
     def part(self, start: int, stop: int) -> TokenFile:

@@ -45,7 +45,7 @@ def make(config: Config) -> optax.GradientTransformation:
 
 
 def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | None:
-    """What to say if another `--steps` than before changes the learning rate; None if it does not.
+    """Returns a warning if another `--steps` than before changes the learning rate, or None.
 
     Args:
         config: Settings with `lr` and `warmup` decided, as by `resolve`.

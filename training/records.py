@@ -45,7 +45,7 @@ _HEAD = 1 << 24  # bytes of a file that are looked at, for documents under anoth
 
 
 def is_documents(path: Path) -> bool:
-    """Whether a file, or the files of a folder, are of documents by their names.
+    """Returns True if the names of a file, or of the files of a folder, are those of documents.
 
     Raises:
         ValueError: Some files of a folder are, and some are not; or a file has documents or tables
@@ -61,11 +61,11 @@ def is_documents(path: Path) -> bool:
             f"one line of a .jsonl file, by json.dumps; or name it {files[0].stem}.txt to have it "
             "as text"
         )
+    named = [file for file in files if tables.kind(file) in (*tables.LINES, *tables.TABLES)]
     others = [file for file in files if tables.kind(file) not in (*tables.LINES, *tables.TABLES)]
-    if others and len(others) < len(files):
-        named = next(file for file in files if file not in others)
+    if named and others:
         raise ValueError(
-            f"{path} holds documents ({named.name}) and other files, {others[0].name} among "
+            f"{path} holds documents ({named[0].name}) and other files, {others[0].name} among "
             "them: move those elsewhere"
         )
     for file in others:
@@ -95,7 +95,7 @@ def _check_text_file(path: Path) -> None:
 
 
 def _holds_documents(path: Path) -> bool:
-    """Whether a file begins with two JSON objects, or with a list whose first is a document."""
+    """Returns True if a file begins with two JSON objects, or with a list of documents."""
     with open_regular(path) as file:
         head = file.read(64).decode("utf-8-sig", errors="replace").lstrip()
         if not head.startswith(("{", "[")):
@@ -161,7 +161,7 @@ class Records:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A checksum of all documents in their order, as hexadecimal digits."""
+        """Checksum of all documents in their order, as hexadecimal digits."""
         digest = hashlib.blake2b(digest_size=DIGEST)
         for file in self._files:
             digest.update(file.sums.tobytes())

@@ -243,7 +243,8 @@ class Run:
                 self.watchdog.rest()
                 if jax.process_count() == 1:  # the others may not have met the change
                     self._save(number - 1, (params, opt_state), now=True)
-                    self.say(f"Step {number - 1} is saved in {self.trainer.out}")
+                    if saved := self.saver.saved:
+                        self.say(f"Step {saved} is saved in {self.trainer.out}")
                 raise
             params, opt_state, metrics = trainer.step(params, opt_state, batch)
             waiting.append((number, metrics))

@@ -120,7 +120,7 @@ def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str
 def _changed_contents(
     contents: Mapping[str, str], before: Mapping[str, str], where: str
 ) -> list[str]:
-    """What to say of data that has as many samples as before, and other content.
+    """Returns warnings about data that has as many samples as before, and other content.
 
     Raises:
         ValueError: The tokenizer has another vocabulary.

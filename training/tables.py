@@ -1,7 +1,7 @@
 """Files of documents by their names: lines of JSON, tables, and both compressed.
 
-Names are compared without regard to upper and lower case. Tables are read by column with pyarrow,
-of which `.csv` and `.tsv` have texts alone.
+Names are compared without regard to upper and lower case. Tables are read by column with pyarrow.
+Values of `.csv` and `.tsv` are texts, so these can't hold conversations.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from typing import Any
 LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLES = (".parquet", *DELIMITERS, ".arrow", ".feather")
-_OPEN: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-}  # by the standard library
+# By the standard library; the others by pyarrow.
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMPRESSED = (*_OPEN, ".zst", ".lz4")
-# Formats with text in it that nothing here reads.
+# Formats with text that is not read; a small file of some could pass for text.
 UNREAD = (
     *(".xlsx", ".xls", ".ods", ".orc", ".avro", ".tfrecord", ".sqlite", ".db", ".h5", ".hdf5"),
     *(".pkl", ".pickle", ".msgpack", ".docx", ".doc", ".odt", ".pdf", ".epub"),
@@ -37,7 +34,7 @@ _BLOCK = 1 << 26  # bytes of a .csv that are parsed at once; no row may be longe
 
 
 def kind(path: Path) -> str:
-    """The suffix of a name in lower case, without that of a compression.
+    """Returns the suffix of a name in lower case, without that of a compression.
 
     >>> kind(Path("chat.JSONL.gz")), kind(Path("book.txt")), kind(Path("README"))
     ('.jsonl', '.txt', '')
@@ -46,7 +43,7 @@ def kind(path: Path) -> str:
 
 
 def compression(path: Path) -> str:
-    """The suffix of a compression; empty if the name has none."""
+    """Returns the suffix of a compression; empty if the name has none."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED else ""
 
@@ -74,7 +71,7 @@ def unpack(path: Path, out: Path) -> None:
 
 
 def rows(path: Path, columns: Sequence[str], *, content: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a table as dictionaries.
+    """Reads the rows of a table as dictionaries.
 
     Args:
         path: The table's name, which says how it is read.

@@ -45,7 +45,7 @@ class Tokens:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of the tokens, or of the whole file where there is one."""
+        """Checksum of the tokens, or of the whole file where there is one."""
         if isinstance(self.tokens, TokenFile):
             return self.tokens.fingerprint
         held = np.ascontiguousarray(self.tokens).view(np.uint8)
