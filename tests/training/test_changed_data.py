@@ -24,6 +24,12 @@ def lines(count, word="hello"):
     return "".join(json.dumps({"text": f"document {n} says {word}"}) + "\n" for n in range(count))
 
 
+def rewritten(path, text):
+    """In place: a reader in another thread never sees the file shorter than it is after that."""
+    with path.open("r+") as file:
+        file.write(text)
+
+
 def replaced(path, text):
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").rename(path)
@@ -35,9 +41,9 @@ def replaced(path, text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda path: path.write_text(lines(60)[:900]), r"size [\d,]+ bytes, now 900"),
+        (lambda path: os.truncate(path, 900), r"size [\d,]+ bytes, now 900"),
         (lambda path: path.write_text(""), "now 0"),
-        (lambda path: path.write_text(lines(60, "adieu")), "written 2"),
+        (lambda path: rewritten(path, lines(60, "adieu")), "written 2"),
         (lambda path: replaced(path, lines(60)[99:]), r"inode \d+, now \d+"),
         (lambda path: path.unlink(), "is gone"),
     ],
@@ -85,11 +91,13 @@ def test_a_pipe_in_place_of_documents_is_not_waited_for(tmp_path):
 
 
 def saved(path, content):
-    """Token ids, or the letters of a text, in a file of this kind."""
-    if path.suffix == ".npy":
-        np.save(path, content.astype(np.int64))
-    else:
-        path.write_bytes(content.astype({".bin": "<u2"}.get(path.suffix, "u1")).tobytes())
+    """Token ids, or the letters of a text, in a file of this kind, which is written in place."""
+    path.touch()
+    with path.open("r+b") as file:
+        if path.suffix == ".npy":
+            np.save(file, content.astype(np.int64))
+        else:
+            file.write(content.astype({".bin": "<u2"}.get(path.suffix, "u1")).tobytes())
 
 
 CONTENT = np.random.default_rng(0).integers(97, 123, 5000)
