@@ -17,6 +17,7 @@ from training.config import mesh_sizes
 from training.packing import LOOK
 from training.plan import Plan, check_batch
 from training.saving import state_files
+from training.together import together
 from zero_jax import interchange
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
@@ -128,7 +129,7 @@ class Trainer:
         if config.hf is None:
             return self.zero.init(self.model.make, self._key)
         if adapted is None:
-            return interchange.load(config.hf, self._abstract)
+            return self._read(self._abstract)
         shapes = jax.eval_shape(self.model.own)
         alone = dataclasses.replace(self.zero, frozen=None)
         if config.adapter is None:
@@ -147,7 +148,13 @@ class Trainer:
         if self.plan.config.hf is None:
             return {"base": self.zero.init(self.model.make, self._key)["base"]}
         like = self._abstract["base"]
-        return {"base": interchange.load(self.plan.config.hf, like, rounded=True)}
+        return {"base": self._read(like, rounded=True)}
+
+    def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
+        """Reads the weights of --hf; a fault in what one process reads ends all of them."""
+        assert self.plan.config.hf is not None
+        read = functools.partial(interchange.load, self.plan.config.hf, like, rounded=rounded)
+        return together({}, "weights", read)
 
     def kept(self, states: States) -> States:
         """What a checkpoint has of these states: all but a base, which no step changes."""

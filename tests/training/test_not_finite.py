@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from test_finetune import LORA, SMALL, edited, made
-from test_train import HERE, TINY, folder
+from test_train import HERE, TINY, finish, folder, start_many
 
 import zero_jax
 from training.main import main
@@ -97,3 +97,16 @@ def test_a_run_whose_every_step_is_skipped_does_not_end_well(folder, capsys, mon
     for _ in range(2):  # and so does the same command again, which finds nothing to train
         assert main([*TINY, *HERE, "--checkpoint-every", "2", "--out", "out"]) == 1
         assert "all of --steps 4 were skipped" in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+def test_a_weight_that_one_process_reads_ends_all_of_them(made, tmp_path):
+    edited(made, tmp_path / "changed")
+    tensors = {k: x.copy() for k, x in load_file(tmp_path / "changed" / NAME).items()}
+    tensors["transformer.wte.weight"][-1, 3] = np.nan  # a row of the last device
+    save_file(tensors, tmp_path / "changed" / NAME, metadata={"format": "pt"})
+    data = ["--hf", str(tmp_path / "changed"), "--data", str(made / "chat.jsonl"), "--steps", "2"]
+    args = [*SMALL, *data, "--devices", "2", "--out", str(tmp_path / "out")]
+    for code, _, error in finish(start_many(2, args)):
+        assert code == 2, "or a launcher would start it again"
+        assert "transformer.wte.weight has NaN" in error
