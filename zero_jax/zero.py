@@ -214,7 +214,8 @@ class Zero(Settings):
           ((loss, aux), grads). Dim 0 of every batch array is split over the devices; extras
           (batch statistics, dropout keys) are the same on all, except that typed PRNG keys are
           folded with the device and the micro-batch. Gradients rest like the parameters, fp32;
-          those of frozen leaves are scalar zeros.
+          those of frozen leaves are scalar zeros. JAX differentiates it further: with respect to
+          the batch, extras and frozen leaves, and a second time.
         """
         if self.stage == AUTO:
             raise ValueError(

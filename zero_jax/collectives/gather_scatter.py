@@ -11,6 +11,7 @@ global weight comes once, later.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +47,12 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     dim = cut.dim % full.ndim
     if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(full.dtype, jnp.floating):
         args = (cut.axis, dim, wire.bucket, full.dtype)
-        full = _pieces(lambda x: quantised.all_gather(x, *args), shard, cut)
+
+        def exact(x: jax.Array) -> jax.Array:
+            return buckets.all_gather(cast(x, full.dtype), cut.axis, dim, wire.bucket)
+
+        collective = _as_if_exact(lambda x: quantised.all_gather(x, *args), exact)
+        full = _pieces(collective, shard, cut)
     else:
         full = _along(buckets.all_gather, full, cut, cut.axis, wire)
     return strip_dim(full, dim, cut.size) if cut.padded else full
@@ -60,7 +66,12 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     collective: Any = buckets.psum_scatter
     bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
-        collective = functools.partial(quantised.psum_scatter, bits=bits)
+
+        def collective(x: jax.Array, axis: Axis, dim: int, bucket: Any) -> jax.Array:
+            return _as_if_exact(
+                lambda x: quantised.psum_scatter(x, axis, dim, bucket, bits=bits),
+                lambda x: buckets.psum_scatter(x, axis, dim, bucket),
+            )(x)
 
     def one(x: jax.Array) -> jax.Array:
         x = x if bits else x.astype(_sum_dtype(cut, wire))
@@ -119,6 +130,20 @@ def _by_layer(fn: Any, x: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     return jax.lax.map(fn, x) if whole_stack and large else fn(x)
 
 
+def _as_if_exact(
+    rounded: Callable[[Any], jax.Array], exact: Callable[[Any], jax.Array]
+) -> Callable[[Any], jax.Array]:
+    """A collective that rounds, with the derivative of one that does not: that of rounding is 0."""
+    wrapped = jax.custom_jvp(rounded)
+
+    def tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        out = wrapped(*primals)
+        return out, exact(*tangents).astype(out.dtype)
+
+    wrapped.defjvp(tangent)
+    return wrapped
+
+
 def _along(collective: Any, x: jax.Array, cut: Split, axis: Axis, wire: Wire) -> jax.Array:
     """A collective over `axis` along the dim that is cut."""
     assert cut.dim is not None
@@ -162,7 +187,9 @@ def _touch(cut: Split, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any)
 
 
 def _touch_fwd(cut: Split, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> Any:
-    return _touch(cut, wire, sums, shard, copy, slot), None if slot is None else _Slot(slot.dtype)
+    # A second derivative goes through the copy: a layer that is run again is not given the shard.
+    full = _touch(cut, wire, sums, shard, None, slot) if copy is None else copy
+    return full, None if slot is None else _Slot(slot.dtype)
 
 
 def _touch_bwd(cut: Split, wire: Wire, sums: bool, slot: Any, cotangent: jax.Array) -> Any:

@@ -114,15 +114,18 @@ class DeviceStep:
         policy = policies.parse(self.settings.remat)
         args = [*weights, *jax.tree.leaves((micro, extras))]
         riders = [leaf.rides for leaf in self.traced.leaves]
-        total, weight, *aux = rewrite.run(self.traced.closed, args, policy, bucket, riders)
-        return total, jax.lax.stop_gradient(weight), aux
+        outside = self.traced.outside
+        total, weight, *aux = rewrite.run(
+            self.traced.closed, args, policy, bucket, riders, outside=outside
+        )
+        return total, weight if outside else jax.lax.stop_gradient(weight), aux
 
     def _scaled_down(self, weight: jax.Array) -> Any:
         """About 1 / weight, a power of two: fp16 gradients of a sum over thousands of tokens would
         overflow. Equal on all devices, which add up their gradients."""
         if not (self.settings.precision.scaled and self.traced.weighted):
             return jnp.float32(1)
-        most = jax.lax.pmax(jnp.abs(weight), batch_axes(self.settings.mesh))
+        most = jax.lax.pmax(jnp.abs(jax.lax.stop_gradient(weight)), batch_axes(self.settings.mesh))
         return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(most > 0, most, 1.0))))
 
     def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:

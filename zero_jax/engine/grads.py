@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import losses, micro_batch
+from zero_jax.engine import losses, micro_batch, outside
 from zero_jax.engine.device_step import DeviceStep
 from zero_jax.engine.device_step import Result as Result
 from zero_jax.engine.settings import Settings
@@ -76,27 +76,31 @@ class GlobalLoss:
             params = tiers.to_device(params)
         k = 1 if scale is None else settings.micro_batches
         full, traced = self._traced(params, batch, extras, k)
-        step = DeviceStep(settings, traced, full, k)
         rest = jax.tree.structure(params)
         specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
         grads = None if scale is None else jax.tree.unflatten(rest, _gradient_specs(traced))
         axes: Any = PartitionSpec(batch_axes(settings.mesh))
         same: Any = PartitionSpec()
         aux = [axes if kind == losses.ROWS else same for kind in traced.kinds]
-        body = jax.shard_map(
-            step.loss if scale is None else step.gradients,
-            mesh=settings.mesh,
-            in_specs=(specs, axes, same, same),
-            out_specs=Result(same, same, aux, grads, same, same),
-            # `model` stays automatic: XLA splits the matmuls by what the weights are split over.
-            axis_names=set(batch_axes(settings.mesh)),
-            # Off: with it, JAX inserts sums of its own for every replicated input, and models whose
-            # scan carries start replicated do not trace.
-            check_vma=False,
-        )
+
+        def program(traced: Traced) -> Callable[..., Result]:
+            step = DeviceStep(settings, traced, full, k)
+            return jax.shard_map(
+                step.loss if scale is None else step.gradients,
+                mesh=settings.mesh,
+                in_specs=(specs, axes, same, same),
+                out_specs=Result(same, same, aux, grads, same, same),
+                # `model` stays automatic: XLA splits the matmuls as the weights are split.
+                axis_names=set(batch_axes(settings.mesh)),
+                # Off: with it, JAX inserts sums of its own for every replicated input, and models
+                # whose scan carries start replicated do not trace.
+                check_vma=False,
+            )
+
+        given = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
         try:
-            given = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
-            out = body(params, batch, extras, given)
+            run = outside.differentiable(program, traced)
+            out = run(params, batch, (*extras, *traced.captured), given)
         except ValueError as error:
             if "lax.while_loop" not in str(error):
                 raise

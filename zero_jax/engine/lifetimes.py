@@ -80,6 +80,16 @@ class Leaf:
     rides: int | None = None
 
 
+def summed_by_jax(leaf: Leaf) -> Leaf:
+    """The same leaf where JAX differentiates from outside what reads it.
+
+    `shard_map` sums the gradient of a leaf that every device holds: it must not be summed where the
+    leaf is read too, but once at the end of the step.
+    """
+    twice = leaf.cut.dim is None and leaf.summed == TOUCH
+    return dataclasses.replace(leaf, summed=STEP, waits_in=None) if twice else leaf
+
+
 @dataclasses.dataclass(frozen=True)
 class Layers:
     """Layers that are alike.

@@ -64,7 +64,9 @@ class Loop:
             return riding(step, given, counts, length, reverse, unroll, riders)
         within = self._summed_within(how.bucket_bytes)
         place = how.policy.inputs if self.sliced else DEVICE
-        if how.policy.kind == "block_sqrt" and self.sliced and layer_groups.size_of(length) > 1:
+        # Groups read their layers through `stop_gradient`, which second derivatives must not do.
+        grouped = how.policy.kind == "block_sqrt" and self.sliced and not how.outside
+        if grouped and layer_groups.size_of(length) > 1:
             layer = self._layer(how)
             outs = layer_groups.scan(layer, given, counts, length, reverse, place, within)
             return [*outs, *riders]  # a group is run again as a whole

@@ -32,6 +32,7 @@ class How:
         not hand all of its gradients to the next one to be summed there (but under "none").
       open: what opens weights once for a whole layer, which is run again by others; None where
         every operation gathers for itself.
+      outside: whether the gradients are themselves differentiated, see `engine/outside.py`.
       evaluate: runs a jaxpr, see `rewrite`: loops and layers have bodies of their own.
     """
 
@@ -40,6 +41,7 @@ class How:
     in_loop: bool = False
     bucket_bytes: float = math.inf
     open: Opener | None = None
+    outside: bool = False
 
 
 def replay(
@@ -81,7 +83,7 @@ def _asked(
 
     What it keeps goes straight to the linear backward pass, which has no way to point at.
     """
-    inside = How(how.evaluate, in_loop=in_loop)
+    inside = How(how.evaluate, in_loop=in_loop, outside=how.outside)
 
     def run(flat: Sequence[Any], tap: Tap, trained: Sequence[int]) -> list[Any]:
         values, moved = values_of(flat), {id(flat[i]) for i in trained}
@@ -97,7 +99,7 @@ def _asked(
         def evaluate(values: Sequence[Any]) -> list[Any]:
             return how.evaluate(layer.closed, values, inside, kept=kept, tap=tap)
 
-        return layer.run(evaluate, whole)
+        return layer.run(evaluate, whole, again=how.outside)
 
     return run
 

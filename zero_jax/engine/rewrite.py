@@ -48,6 +48,8 @@ def run(
     policy: Policy,
     bucket_bytes: float,
     riders: Sequence[int | None] = (),
+    *,
+    outside: bool = False,
 ) -> list[Any]:
     """Runs a traced loss.
 
@@ -57,6 +59,7 @@ def run(
       policy: what the layers keep.
       bucket_bytes: see `How`.
       riders: of each leaf the equation, a loop over layers, through which it rides; or None.
+      outside: see `How`.
 
     Raises:
       ValueError: for names that mark nothing, or a weight; for layers that can't be grouped.
@@ -66,7 +69,7 @@ def run(
     pairs = zip(jaxpr.invars, args, strict=True)
     forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
     runs = repeats.runs_of(jaxpr, forms)
-    how = How(evaluate, policy, bucket_bytes=bucket_bytes)
+    how = How(evaluate, policy, bucket_bytes=bucket_bytes, outside=outside)
     outs = evaluate(closed, args, how, runs=runs, riders=riders)
     return [opened(x) for x in outs]
 

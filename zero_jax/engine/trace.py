@@ -42,6 +42,10 @@ class Traced:
       aux: the structure of the aux.
       kinds: what becomes of each leaf of it, see `losses`.
       looped: names of trained leaves that a loop of unknown length reads.
+      captured: floats under trace that the loss closes over: its last inputs.
+      from_outside: the same loss where more than trained leaves has a derivative: everything, or
+        everything and the aux; see `outside.py`.
+      outside: whether this is it.
     """
 
     closed: jex.ClosedJaxpr
@@ -51,6 +55,9 @@ class Traced:
     aux: Any
     kinds: list[str]
     looped: list[str]
+    captured: tuple[Any, ...]
+    from_outside: Callable[[bool], "Traced"]
+    outside: bool = False
 
     @property
     def window(self) -> int:
@@ -89,29 +96,54 @@ def trace(
     parts = batch_shards(settings.mesh) * micro_batches
     program = _Program(settings, loss_fn, full, extras, has_aux)
     rows = jax.tree.map(lambda x: _rows(x, parts), batch)
-    found = program.of(rows)
+    closed, captured = _opened(program.of(rows))
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
-    trained = [not still for still in frozen]
-    trained += [False] * (len(found.jaxpr.invars) - len(trained))
-    _check_weight(found, trained)
-    # The sum alone is differentiated.
-    wanted = [at == 0 for at in range(len(found.jaxpr.outvars))]
-    found = derivatives.settled(found, trained, wanted)
+    inputs, results = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
+    trained = [not still for still in frozen] + [False] * (inputs - len(frozen))
+    _check_weight(closed, trained)
+    kinds = _kinds(program, closed, rows, batch_axes(settings.mesh), len(names), len(captured))
     stage = functools.partial(_on_a_device, settings.mesh)
     policy = policies.parse(settings.remat)
-    found = experts.at_their_devices(
-        *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
-    )
-    read = reading.Reading(found.jaxpr, cuts, policy)
-    life = lifetimes.lifetime(settings.stage, micro_batches)
-    leaves = [
-        read.leaf(at, name, still, life, settings.wire)
-        for at, (name, still) in enumerate(zip(names, frozen, strict=True))
-    ]
-    kinds = _kinds(program, found, rows, batch_axes(settings.mesh), len(names))
-    looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
-    return Traced(found, leaves, read.layers, program.weighted, program.aux, kinds, looped)
+
+    def read(moved: Sequence[bool], wanted: Sequence[bool], outside: bool) -> Traced:
+        found = derivatives.settled(closed, moved, wanted)
+        found = experts.at_their_devices(
+            *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
+        )
+        read = reading.Reading(found.jaxpr, cuts, policy)
+        life = lifetimes.lifetime(settings.stage, micro_batches)
+        leaves = [
+            read.leaf(at, name, still, life, settings.wire)
+            for at, (name, still) in enumerate(zip(names, frozen, strict=True))
+        ]
+        if outside:
+            leaves = list(map(lifetimes.summed_by_jax, leaves))
+        looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
+        known = found, leaves, read.layers, program.weighted, program.aux, kinds, looped, captured
+        return Traced(*known, from_outside, outside)
+
+    def from_outside(aux: bool) -> Traced:
+        return read([True] * inputs, [at < 2 or aux for at in range(results)], True)
+
+    # The sum alone is differentiated.
+    return read(trained, [at == 0 for at in range(results)], False)
+
+
+def _opened(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
+    """The same with floats under trace, which the loss closes over, as inputs: they may have
+    derivatives from outside. Returns these too."""
+    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    own = [isinstance(x, jax.core.Tracer) and equations.is_float(v) for v, x in pairs]
+    if not any(own):
+        return closed, ()
+    still = [pair for pair, mine in zip(pairs, own, strict=True) if not mine]
+    moved = [pair for pair, mine in zip(pairs, own, strict=True) if mine]
+    body = closed.jaxpr
+    invars = [*body.invars, *(v for v, _ in moved)]
+    constvars = [v for v, _ in still]
+    jaxpr = equations.new_jaxpr(invars, body.outvars, body.eqns, body.effects, constvars)
+    return jex.ClosedJaxpr(jaxpr, [x for _, x in still]), tuple(x for _, x in moved)
 
 
 def _rows(x: Any, parts: int) -> jax.ShapeDtypeStruct:
@@ -196,7 +228,12 @@ def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
 
 
 def _kinds(
-    program: _Program, closed: jex.ClosedJaxpr, rows: PyTree, axes: Sequence[str], params: int
+    program: _Program,
+    closed: jex.ClosedJaxpr,
+    rows: PyTree,
+    axes: Sequence[str],
+    params: int,
+    captured: int,
 ) -> list[str]:
     """What becomes of each leaf of the aux."""
     named = jax.tree_util.tree_flatten_with_path(program.aux)[0]
@@ -205,8 +242,8 @@ def _kinds(
     aux = [(jax.tree_util.keystr(path), like) for path, like in named]
     # Keys are folded with the device; other extras are the same everywhere.
     keys = [_is_key(x) for x in jax.tree.leaves(program.extras)]
-    own = len(closed.jaxpr.invars) - params - len(keys)
-    given = [*[False] * params, *[True] * own, *keys]
+    own = len(closed.jaxpr.invars) - params - len(keys) - captured
+    given = [*[False] * params, *[True] * own, *keys, *[False] * captured]
     differs = marks.marked(closed, given, marks.differs(axes))[2:]
     count = jax.tree.leaves(rows)[0].shape[0]
     maybe = [len(like.shape) > 0 and like.shape[0] == count for _, like in aux]

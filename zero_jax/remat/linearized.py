@@ -56,9 +56,19 @@ class Linear:
         closed = equations.written_out(jax.make_jaxpr(both)(*likes))
         return cls(closed, len(body.jaxpr.outvars), moving, form)
 
-    def run(self, evaluate: Callable[[Sequence[Any]], list[Any]], values: Arrays) -> list[Any]:
-        """The results, given what evaluates `closed`; it is not differentiated."""
-        found = evaluate([jax.lax.stop_gradient(x) for x in values])
+    def run(
+        self,
+        evaluate: Callable[[Sequence[Any]], list[Any]],
+        values: Arrays,
+        *,
+        again: bool = False,
+    ) -> list[Any]:
+        """The results, given what evaluates `closed`.
+
+        That is not differentiated: `linked` has the gradient. Under a second derivative (`again`)
+        it is: `stop_gradient` would stop that one too. Then `linked` drops the first one's share.
+        """
+        found = evaluate(list(values) if again else [jax.lax.stop_gradient(x) for x in values])
 
         likes = [jax.typeof(values[i]) for i in self.moving]
 
