@@ -177,7 +177,14 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
     if tokenizer is not None and vocab is not None:
         tokenizer.check_fits(vocab)
     paths = [] if config.data is None else sources_of(config.data)
-    if not any(is_documents(path) for path, _ in paths):
+    kinds = {path: is_documents(path) for path, _ in paths}
+    if len(set(kinds.values())) > 1:
+        text = next(path for path, documents in kinds.items() if not documents)
+        raise ValueError(
+            f"--data {config.data}: {text} is text and others are documents. Write it as "
+            'documents too, each {"text": "..."} on a line of a .jsonl file'
+        )
+    if not any(kinds.values()):
         if len(paths) > 1:
             raise ValueError(
                 f"--data {config.data}: weights are for documents (.jsonl, .parquet, .csv)"

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from training import byte_tokenizer
+from training.config import Config
+from training.corpus import load
 from training.documents import Documents, Source, sources_of
 from training.records import Records
 from training.tokenizer import Tokenizer
@@ -352,3 +354,12 @@ def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
     now, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert now < before + 2e5 and peak < before + 2e6
+
+
+def test_text_among_documents_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", ["x", "y"])
+    (tmp_path / "b.txt").write_text("a book")
+    for data in ("a.jsonl=1,b.txt=1", "b.txt=1,a.jsonl=1"):
+        with pytest.raises(ValueError, match=r"--data .*: b\.txt is text"):
+            load(Config(data=data), None, 16)
