@@ -27,8 +27,8 @@ class Options:
 
     stage: int | Literal["auto"] | None = None
     """State that is partitioned: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters; auto
-    chooses stage, micro-batches, remat and, on GPUs, the state in host memory: the shortest modelled
-    step that fits; 3 by default."""
+    chooses stage, micro-batches, remat and, on GPUs, the state in host memory, by the shortest
+    modelled step that fits; 3 by default."""
     memory_limit: float | None = None
     """GB (1e9 bytes) of a device that may be used; JAX's pool of its memory, or the target's,
     unless given."""
