@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import experts, lifetimes, losses, reading
+from zero_jax.engine import annotations, experts, lifetimes, losses, reading
 from zero_jax.engine.settings import Settings
 from zero_jax.jaxpr import derivatives, equations, marks
 from zero_jax.remat import policies
@@ -152,10 +152,12 @@ def _rows(x: Any, parts: int) -> jax.ShapeDtypeStruct:
 
 def _on_a_device(mesh: AnyMesh, fn: Callable[..., Any], *shapes: Any) -> jex.ClosedJaxpr:
     """A function as a jaxpr, as a device of the mesh runs it, its calls written out."""
+    annotations.check_context(mesh)
     found = []
 
     def inside() -> Any:
-        found.append(jax.make_jaxpr(fn)(*shapes))
+        with annotations.allowed(mesh):
+            found.append(jax.make_jaxpr(fn)(*shapes))
         return jnp.zeros(())
 
     whole: Any = PartitionSpec()
@@ -168,7 +170,7 @@ def _on_a_device(mesh: AnyMesh, fn: Callable[..., Any], *shapes: Any) -> jex.Clo
         check_vma=False,
     )
     jax.eval_shape(mapped)
-    return equations.written_out(found[0])
+    return annotations.without(equations.written_out(found[0]), mesh)
 
 
 class _Program:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import linen as nn
 from flax import nnx
 from flax.core import meta, spmd
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import MODEL
@@ -168,8 +169,26 @@ def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
 @contextlib.contextmanager
 def named_activations(rules: tuple[tuple[str, Any], ...]) -> Iterator[None]:
     """While a model is traced: `nn.with_logical_constraint` splits activations by these rules."""
-    with _RULES_OF_TRACE(rules), spmd.logical_axis_rules(rules), nnx.use_eager_sharding(False):
+    with (
+        _RULES_OF_TRACE(rules),
+        spmd.logical_axis_rules(rules),
+        nnx.use_eager_sharding(False),
+        nn.intercept_methods(_kernels_without_names),
+    ):
         yield
+
+
+def _kernels_without_names(
+    call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """Hides the mesh from linen's `DenseGeneral`, which attention is made of.
+
+    It makes its kernel flat and constrains that by the names of all its dims, which are more.
+    """
+    if not isinstance(context.module, nn.DenseGeneral):
+        return call(*args, **kwargs)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return call(*args, **kwargs)
 
 
 def names_of_dims(tree: PyTree) -> list[tuple[Any, ...]]:

@@ -1,0 +1,209 @@
+"""Sharding annotations of a model's own inside the loss.
+
+An annotation (`jax.lax.with_sharding_constraint`, `nn.with_logical_constraint`, a `device_put` to a
+sharding) says where a value is stored and nothing about the value. Each device runs the loss on its
+own rows, so an axis that the step is manual over, or another mesh, means nothing there: such
+annotations are dropped from the trace. Those over automatic axes of the step's mesh stay.
+"""
+
+import contextlib
+import pathlib
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax
+import jax
+import jax.extend.core as jex
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
+
+from zero_jax.jaxpr import equations
+from zero_jax.sharding.mesh import AnyMesh, batch_axes
+
+# Functions of JAX that annotate. Their frames tell that JAX failed in one.
+_ANNOTATING = frozenset(
+    ("with_sharding_constraint", "reshard", "auto_axes", "explicit_axes", "device_put", "shard_map")
+)
+# Folders of libraries, whose lines are not the user's; models are.
+_FOLDERS = [str(pathlib.Path(str(module.__file__)).parent) for module in (jax, flax)]
+_OWN = str(pathlib.Path(__file__).parents[1])
+
+
+def check_context(mesh: AnyMesh) -> None:
+    """Raises ValueError if `jax.set_mesh` has put another mesh in force than the step's."""
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty:
+        return
+    same = tuple(context.shape.items()) == tuple(mesh.shape.items())
+    if not same or AxisType.Explicit in context.axis_types:
+        raise ValueError(
+            f"the context `mesh` of jax.set_mesh is {dict(context.shape)} with axis types "
+            f"{context.axis_types}, and zero_jax runs on {dict(mesh.shape)} with Auto axes: call "
+            "it outside of that context, or under jax.set_mesh(zero.mesh)"
+        )
+
+
+@contextlib.contextmanager
+def allowed(mesh: AnyMesh) -> Iterator[None]:
+    """Context in which a loss is traced inside the step's `shard_map`.
+
+    A mesh without automatic axes is hidden: Flax then annotates nothing, and types of arrays are
+    those of one device. JAX checks an annotation when it is made; where it fails the error names
+    the line.
+
+    Raises:
+      ValueError: an annotation that JAX cannot take.
+    """
+    empty = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    try:
+        with contextlib.nullcontext() if _automatic(mesh) else empty:
+            yield
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        place = _annotating_line(error)
+        if place is None:
+            raise
+        raise _unsupported(place, mesh) from error
+
+
+def _unsupported(place: str, mesh: AnyMesh) -> ValueError:
+    axes = _automatic(mesh)
+    return ValueError(
+        f"{place} in the loss does not apply: each device runs the loss on its own rows, where "
+        f"{f'{axes[-1]!r} is the only axis' if axes else 'there is no axis'} of the mesh to shard "
+        "over, and explicit axis types are unsupported. Leave it out; zero_jax ignores "
+        "jax.lax.with_sharding_constraint with a NamedSharding of another mesh with Auto axes"
+    )
+
+
+def without(closed: jex.ClosedJaxpr, mesh: AnyMesh) -> jex.ClosedJaxpr:
+    """Drops sharding annotations, at every depth, except those over automatic axes of the mesh.
+
+    Args:
+      closed: a program as one device of the mesh runs it.
+      mesh: the mesh of the step.
+
+    Raises:
+      ValueError: a value has explicit axis types, or a `shard_map` has no axis to map over.
+
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    >>> where = NamedSharding(mesh, PartitionSpec("data"))
+    >>> fun = lambda x: jax.lax.with_sharding_constraint(x, where) + 1
+    >>> program = jax.make_jaxpr(fun)(jax.numpy.ones(2))
+    >>> [eqn.primitive.name for eqn in without(program, mesh).eqns]
+    ['add']
+    """
+    return _value(closed, mesh)
+
+
+def _automatic(mesh: AnyMesh) -> list[str]:
+    return [axis for axis in mesh.axis_names if axis not in batch_axes(mesh)]
+
+
+def _jaxpr(jaxpr: jex.Jaxpr, mesh: AnyMesh) -> jex.Jaxpr:
+    same: dict[Any, Any] = {}
+    eqns = []
+
+    def current(atoms: Sequence[Any]) -> list[Any]:
+        return [same.get(a, a) if equations.is_var(a) else a for a in atoms]
+
+    for eqn in jaxpr.eqns:
+        new = _equation(eqn, mesh)
+        if new is None:
+            same.update(zip(eqn.outvars, current(eqn.invars), strict=True))
+        elif new is eqn and same.keys().isdisjoint(equations.variables([eqn])):
+            eqns.append(eqn)
+        else:
+            eqns.append(new.replace(invars=current(eqn.invars)))
+    unchanged = len(eqns) == len(jaxpr.eqns) and all(map(_is, eqns, jaxpr.eqns))
+    return jaxpr if unchanged else jaxpr.replace(eqns=eqns, outvars=current(jaxpr.outvars))
+
+
+def _equation(eqn: jex.JaxprEqn, mesh: AnyMesh) -> jex.JaxprEqn | None:
+    """The equation without annotations inside; None for one that is an annotation to drop."""
+    mapped = eqn.primitive.name == "shard_map" and not _automatic(mesh)
+    if mapped or any(map(_is_explicit, eqn.outvars)):
+        raise _unsupported(f"{_line(eqn)}{eqn.primitive.name}", mesh)
+    if eqn.primitive.name == "device_put":
+        return None if all(map(_is_place, eqn.params["devices"])) else eqn
+    if eqn.primitive.name == "sharding_constraint":
+        sharding = _kept(eqn.params["sharding"], mesh)
+        if sharding is None or sharding is eqn.params["sharding"]:
+            return eqn if sharding is not None else None
+        return eqn.replace(params={**eqn.params, "sharding": sharding})
+    params = {key: _value(value, mesh) for key, value in eqn.params.items()}
+    changed = not all(params[key] is value for key, value in eqn.params.items())
+    return eqn.replace(params=params) if changed else eqn
+
+
+def _value(value: Any, mesh: AnyMesh) -> Any:
+    """A parameter of an equation; the same object if there is nothing to drop in it."""
+    if isinstance(value, jex.ClosedJaxpr):
+        body = _jaxpr(value.jaxpr, mesh)
+        return value if body is value.jaxpr else jex.ClosedJaxpr(body, value.consts)
+    if isinstance(value, jex.Jaxpr):
+        return _jaxpr(value, mesh)
+    if isinstance(value, tuple) and any(isinstance(x, jex.ClosedJaxpr) for x in value):
+        bodies = tuple(_value(x, mesh) for x in value)
+        return value if all(map(_is, bodies, value)) else bodies
+    return value
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _kept(sharding: Any, mesh: AnyMesh) -> Sharding | None:
+    """The part of a sharding that is over automatic axes of the mesh, or None."""
+    if not isinstance(sharding, NamedSharding) or not _automatic(mesh):
+        return None
+    if tuple(sharding.mesh.shape.items()) != tuple(mesh.shape.items()):
+        return None
+    manual = batch_axes(mesh)
+
+    def one(axes: Any) -> Any:
+        if isinstance(axes, str):
+            return None if axes in manual else axes
+        return tuple(a for a in axes if a not in manual) if isinstance(axes, tuple) else axes
+
+    spec = PartitionSpec(*map(one, sharding.spec))
+    return sharding if spec == sharding.spec else NamedSharding(sharding.mesh, spec)
+
+
+def _is_place(device: Any) -> bool:
+    """Whether it names devices alone, and not a memory other than theirs."""
+    if isinstance(device, Sharding):
+        return device.memory_kind in (None, "device")
+    return isinstance(device, jax.Device)
+
+
+def _is_explicit(var: jex.Var) -> bool:
+    sharding = getattr(var.aval, "sharding", None)
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _annotating_line(error: BaseException) -> str | None:
+    """The user's line, and the annotation in it, if that is where JAX failed."""
+    place: str | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        function = frame.f_code.co_qualname.partition(".")[0].lstrip("_")
+        if not _is_library(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{line}"
+        elif place is not None and frame.f_code.co_filename.startswith(_FOLDERS[0]):
+            if function in _ANNOTATING:
+                return f"{place}: {function}"
+            if frame.f_locals.get("out_sharding") is not None:
+                return f"{place}: out_sharding="
+    return None
+
+
+def _line(eqn: jex.JaxprEqn) -> str:
+    """The user's line that an equation comes from; "" if JAX does not know."""
+    frames: Any = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
+    own = (f"{f.file_name}:{f.line_num}: " for f in frames if not _is_library(f.file_name))
+    return next(own, "")
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith(f"{_OWN}/models/"):
+        return False
+    return any(file.startswith(f"{folder}/") for folder in (*_FOLDERS, _OWN))
