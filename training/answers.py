@@ -85,6 +85,10 @@ def spans_of_marked(
         for block, span in zip(owners, marked, strict=True):
             if span.start <= end and start <= span.end:
                 block.append(at)
+    for block in reversed(owners):  # a template may mark the end of the whole text too
+        if block:
+            break
+        block.append(answers[-1])
     if any(len(block) != 1 for block in owners):
         return None
     return [[s for s, own in zip(marked, owners, strict=True) if own == [at]] for at in answers]
@@ -101,25 +105,27 @@ def spans_of(messages: Messages, whole: str, render: Render) -> list[Span] | Non
     Returns:
         One span for each answer; None if one can't be located with certainty.
     """
-    for places in _attempts(messages, render):
+    full = [at for at in answers_in(messages) if messages[at]["content"]]
+    text = render(_replaced(messages, full), False) if full else ""
+    # A template may leave out the text of a message that calls a tool, but of no other.
+    written = [at for at in full if text.count(_PLACEHOLDER.format(at)) == 1]
+    if any(at not in written and not messages[at].get("tool_calls") for at in full):
+        return None
+    for places in _attempts(written):
         spans = _located(messages, whole, render, places)
         if spans is not None:
             return spans
     return None
 
 
-def _attempts(messages: Messages, render: Render) -> Iterator[list[int]]:
+def _attempts(written: list[int]) -> Iterator[list[int]]:
     """Yields answers to replace by placeholders: all, all but the last, none.
 
     Text within an answer can change how a template writes it, thoughts between <think> marks for
     instance, so the placeholder's surroundings are not those of the answer.
     """
-    full = [at for at in answers_in(messages) if messages[at]["content"]]
-    text = render(_replaced(messages, full), False) if full else ""
-    # A template may leave out the text of a message that calls a tool.
-    full = [at for at in full if text.count(_PLACEHOLDER.format(at)) == 1]
     seen: list[list[int]] = []
-    for places in (full, full[:-1], []):
+    for places in (written, written[:-1], []):
         if places not in seen:
             seen.append(places)
             yield places
@@ -161,9 +167,16 @@ class _Turn:
     ) -> None:
         self._literals, self._bases = literals, bases
         self._messages, self._at, self._render = messages, at, render
-        self._before = render(messages[:at], False) if at else ""
-        self._asked = render(messages[:at], True) if at else ""
+        self._before, self._asked = (self._beginning(prompt) for prompt in (False, True))
         self._until = render(messages[: at + 1], False)
+
+    def _beginning(self, prompt: bool) -> str:
+        try:
+            return self._render(self._messages[: self._at], prompt)
+        except ValueError:
+            if self._at:
+                raise
+            return ""  # many templates do not take an empty conversation
 
     def start(self, whole: str, content: tuple[int, int] | None) -> int | None:
         """Position after the prompt; None if it is unknown."""
@@ -200,8 +213,9 @@ class _Turn:
         """Start of the answer where the prompt ends without the spaces that precede the text."""
         spaces = content - len(whole[:content].rstrip())
         ends = range(content - spaces, content + 1)
-        tail = self._asked[-_TAIL:]
-        return next((at for at in ends if tail and whole[:at].endswith(tail)), content)
+        tail = _PLACEHOLDERS.split(self._asked)[-1][-_TAIL:]
+        found = (at for at in ends if (whole[:at].endswith(tail) if tail else at == 0))
+        return next(found, content)
 
     def _reached(self, text: str) -> tuple[int, str]:
         """How far a rendered beginning agrees with the whole text, and what is left of it."""

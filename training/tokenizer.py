@@ -238,6 +238,8 @@ class Tokenizer:
             if not off:  # the template may write answers in any way
                 return ids, mask
         wanted = [at not in off and (loss_on == "all" or at >= given) for at in answers]
+        if loss_on != "all" and not any(wanted):
+            return ids, mask
         for is_wanted, spans in zip(*self._spans(messages, options, whole, wanted), strict=True):
             # Answers are added to an empty mask; answers of weight 0 are removed from a full one.
             if is_wanted != (loss_on == "all"):
@@ -253,8 +255,6 @@ class Tokenizer:
         def render(some: Messages, prompt: bool) -> str:
             return self._rendered(some, options, prompt=prompt)
 
-        if not any(wanted) and not self._marks(options):
-            return [], []
         if self._marks(options):
             _, marked = self._render(messages, options, marks=True)
             if all(wanted):

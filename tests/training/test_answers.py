@@ -85,6 +85,34 @@ def test_offsets_without_the_space_give_the_same_mask(tmp_path):
     assert masks[0].sum() > 4
 
 
+ODD_ORDERS = [
+    [("assistant", "yes"), ("assistant", " no"), ("user", "is it"), ("assistant", "so")],
+    [("user", "is it"), ("tool", "yes"), ("assistant", "no"), ("assistant", ""), ("user", "so")],
+    [("user", "is it"), ("assistant", "</s>"), ("user", "USER: so"), ("assistant", "\n")],
+]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama 2", "vicuna", "deepseek"])
+def test_both_ways_agree_in_any_order_of_roles(name, tmp_path):
+    template = subwords.TEMPLATES[name]
+    ways = [
+        subwords.byte_level(tmp_path / f"{len(source)}", source, special=False)
+        for source in (template, subwords.unmarked(template))
+    ]
+    for order in ODD_ORDERS:
+        for weight in (1, 0):
+            turns = [
+                {"role": role, "content": text, "weight": weight if role == "assistant" else 1}
+                for role, text in order
+            ]
+            for loss_on in ("assistant", "all"):
+                marked, plain = (own.document({"messages": turns}, loss_on) for own in ways)
+                np.testing.assert_array_equal(marked[0], plain[0])
+                np.testing.assert_array_equal(marked[1], plain[1])
+                assert marked[1].any() == (weight == 1 or loss_on == "all")
+                assert marked[1].all() == (weight == 1 and loss_on == "all")
+
+
 # ------------------------------------------------------------------ equal turns
 
 
@@ -278,6 +306,26 @@ def test_several_blocks_of_one_answer_belong_to_it(tmp_path):
     assert learned(tokenizer, {"messages": messages}) == "no<|im_end|>\n"
     messages[1]["weight"], messages[3]["weight"] = 1, 0
     assert learned(tokenizer, {"messages": messages}) == "<think>yes</think>yes<|im_end|>\n"
+
+
+def test_a_marked_end_of_the_text_belongs_to_the_last_answer(tmp_path):
+    tokenizer = subwords.byte_level(tmp_path, subwords.TEMPLATES["phi"])
+    messages = chat("is it", "yes", "is it", "no")
+    messages[1]["weight"] = 0
+    assert learned(tokenizer, {"messages": messages}) == "no<|eot|>\n</s>"
+    messages[1]["weight"], messages[3]["weight"] = 1, 0
+    assert learned(tokenizer, {"messages": messages}) == "yes<|eot|>\n"
+
+
+def test_a_template_that_leaves_out_the_text_of_answers_is_refused(tmp_path):
+    """Some of models of images write content in parts alone, and nothing for a text."""
+    template = subwords.unmarked(CHATML).replace(
+        "assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "
+    )
+    assert template != subwords.unmarked(CHATML)
+    tokenizer = subwords.byte_level(tmp_path, template)
+    with pytest.raises(ValueError, match=r"chat template in .*--loss-on all"):
+        tokenizer.document({"messages": chat("is it", "yes")})
 
 
 @pytest.mark.parametrize(
