@@ -214,8 +214,7 @@ class Zero(Settings):
           ((loss, aux), grads). Dim 0 of every batch array is split over the devices; extras
           (batch statistics, dropout keys) are the same on all, except that typed PRNG keys are
           folded with the device and the micro-batch. Gradients rest like the parameters, fp32;
-          those of frozen leaves are scalar zeros. JAX differentiates it further: with respect to
-          the batch, extras and frozen leaves, and a second time.
+          those of frozen leaves are scalar zeros. `jax.grad` of it is right for every argument.
         """
         if self.stage == AUTO:
             raise ValueError(

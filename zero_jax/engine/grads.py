@@ -40,6 +40,7 @@ class GlobalLoss:
     settings: Settings
     fn: LossFn
     has_aux: bool = False
+    _told: set[str] = dataclasses.field(default_factory=set, repr=False)
 
     def value(self, params: PyTree, batch: PyTree, extras: tuple[Any, ...]) -> Result:
         """The loss alone."""
@@ -117,7 +118,7 @@ class GlobalLoss:
         _check_params(params, cuts)
         micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
         own = self.settings, self.fn, full, cuts, batch, extras
-        return full, trace(*own, has_aux=self.has_aux, micro_batches=k)
+        return full, trace(*own, has_aux=self.has_aux, micro_batches=k, told=self._told)
 
 
 def _gradient_specs(traced: Traced) -> list[PartitionSpec]:

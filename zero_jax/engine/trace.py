@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import annotations, experts, lifetimes, losses, reading
+from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, reading
 from zero_jax.engine.settings import Settings
 from zero_jax.jaxpr import derivatives, equations, marks
 from zero_jax.remat import policies
@@ -77,6 +77,7 @@ def trace(
     *,
     has_aux: bool,
     micro_batches: int,
+    told: set[str],
 ) -> Traced:
     """Traces a loss as one device of the mesh runs it.
 
@@ -89,9 +90,10 @@ def trace(
       extras: further arguments.
       has_aux: whether it returns (loss, aux).
       micro_batches: how many parts a device's rows are worked off in.
+      told: warnings that were given of this loss; extended.
 
     Raises:
-      ValueError: the loss returns what it can't; see `losses`.
+      ValueError: the loss returns what it can't, see `losses`, or sums rows, see `over_rows`.
     """
     parts = batch_shards(settings.mesh) * micro_batches
     program = _Program(settings, loss_fn, full, extras, has_aux)
@@ -102,6 +104,10 @@ def trace(
     inputs, results = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
     trained = [not still for still in frozen] + [False] * (inputs - len(frozen))
     _check_weight(closed, trained)
+    count = len(jax.tree.leaves(rows))
+    of_batch = [len(names) <= at < len(names) + count for at in range(inputs)]
+    checked = closed, trained, of_batch
+    over_rows.check(*checked, parts=parts, weighted=program.weighted, told=told)
     kinds = _kinds(program, closed, rows, batch_axes(settings.mesh), len(names), len(captured))
     stage = functools.partial(_on_a_device, settings.mesh)
     policy = policies.parse(settings.remat)

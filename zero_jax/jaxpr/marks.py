@@ -5,13 +5,17 @@ devices, or that a parameter changes it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax.extend.core as jex
 
 from zero_jax.jaxpr import equations
 
+T = TypeVar("T")
+# Facts of what a loop carries settle within a few turns, or are given up.
+_TURNS = 8
 _ALIKE = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
 
 
@@ -56,6 +60,73 @@ def spread(closed: jex.ClosedJaxpr, marks: Sequence[bool], rule: Rule) -> dict[j
 
 def _is_marked(atom: equations.Atom, env: dict[jex.Var, bool]) -> bool:
     return equations.is_var(atom) and env.get(atom, False)
+
+
+class Facts(Generic[T]):
+    """The same walk for facts that are more than a mark; a subclass says how they spread."""
+
+    def of_literal(self, value: Any) -> T:
+        """The fact of a constant."""
+        raise NotImplementedError
+
+    def through(self, eqn: jex.JaxprEqn, given: list[T]) -> list[T]:
+        """Those of the results of an operation that is no call, loop or branch."""
+        raise NotImplementedError
+
+    def joined(self, one: T, other: T) -> T:
+        """The fact of a value that is one of two."""
+        raise NotImplementedError
+
+    def sliced(self, fact: T) -> T:
+        """Of a slice along dim 0, given that of the stack."""
+        raise NotImplementedError
+
+    def stacked(self, fact: T) -> T:
+        """Of a stack, given that of each slice."""
+        raise NotImplementedError
+
+    def unknown(self) -> T:
+        """The fact of a value of which nothing is known."""
+        raise NotImplementedError
+
+    def results(self, closed: jex.ClosedJaxpr, given: Sequence[T]) -> list[T]:
+        """Those of a program's results, given those of its inputs."""
+        body = closed.jaxpr
+        env: dict[jex.Var, T] = dict(zip(body.invars, given, strict=True))
+        env.update(zip(body.constvars, map(self.of_literal, closed.consts), strict=True))
+
+        def read(atom: Any) -> T:
+            return env[atom] if equations.is_var(atom) else self.of_literal(atom.val)
+
+        for eqn in body.eqns:
+            env.update(
+                zip(eqn.outvars, self._through(eqn, list(map(read, eqn.invars))), strict=True)
+            )
+        return list(map(read, body.outvars))
+
+    def _through(self, eqn: jex.JaxprEqn, given: list[T]) -> list[T]:
+        name = eqn.primitive.name
+        if name == "cond":
+            cases = [self.results(branch, given[at:]) for branch, at in equations.bodies(eqn)]
+            return [functools.reduce(self.joined, each) for each in zip(*cases, strict=True)]
+        if name == "scan":
+            return self._scanned(eqn, given)
+        if name == "while":
+            return [self.unknown()] * len(eqn.outvars)
+        called = equations.called(eqn)
+        return self.through(eqn, given) if called is None else self.results(called, given)
+
+    def _scanned(self, eqn: jex.JaxprEqn, given: list[T]) -> list[T]:
+        body, (consts, carried) = equations.inner(eqn), equations.state_of(eqn)
+        fixed, state = given[:consts], given[consts : consts + carried]
+        slices = list(map(self.sliced, given[consts + carried :]))
+        for _ in range(_TURNS):
+            made = self.results(body, [*fixed, *state, *slices])
+            more = list(map(self.joined, state, made[:carried]))
+            if more == state:
+                return [*state, *map(self.stacked, made[carried:])]
+            state = more
+        return [self.unknown()] * len(eqn.outvars)
 
 
 def _through(eqn: jex.JaxprEqn, given: list[bool], rule: Rule) -> list[bool]:

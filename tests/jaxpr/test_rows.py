@@ -1,0 +1,111 @@
+"""Sums and statistics over the rows of a batch, told apart in traces of losses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zero_jax.jaxpr import equations, rows
+
+R, D = 4, 8
+W, X = jnp.ones((D, D)), jnp.ones((R, D))
+
+
+def errors(w, x):
+    return (jnp.tanh(x @ w) - 1.0) ** 2
+
+
+def picked(w, x):
+    labels = jnp.argmax(x, axis=1)
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1)[:, 0]
+
+
+def scanned(w, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
+
+
+def of(loss):
+    closed = equations.written_out(jax.make_jaxpr(loss)(W, X))
+    return rows.read(closed, [True, False], [False, True])
+
+
+SUMS = {
+    "all": lambda w, x: jnp.sum(errors(w, x)),
+    "of means over features": lambda w, x: jnp.sum(jnp.mean(errors(w, x), 1)),
+    "half": lambda w, x: 0.3 * jnp.sum(errors(w, x)),
+    "beside a mean": lambda w, x: jnp.mean(errors(w, x)) + jnp.sum(errors(w, x)),
+    "cross entropy": lambda w, x: jnp.sum(picked(w, x)),
+    "of masked": lambda w, x: jnp.sum(picked(w, x) * (jnp.argmax(x, 1) > 0)),
+    "product": lambda w, x: jnp.vdot(x @ w, x @ w),
+    "rematerialised": lambda w, x: jnp.sum(jax.checkpoint(errors)(w, x)),
+    "scanned": lambda w, x: jnp.sum(scanned(w, x)),
+    "mapped": lambda w, x: jnp.sum(jax.vmap(errors, (None, 0))(w, x)),
+    "looped": lambda w, x: jnp.sum(jax.lax.map(lambda row: jnp.sum(errors(w, row)), x)),
+    "flattened": lambda w, x: jnp.sum(errors(w, x).reshape(-1)),
+}
+MEANS = {
+    "mean": lambda w, x: jnp.mean(errors(w, x)),
+    "scaled": lambda w, x: 1e20 * jnp.mean(errors(w, x)),
+    "scaled before": lambda w, x: 2.0 * jnp.sum(errors(w, x)) / R,
+    "divided before": lambda w, x: jnp.sum(3.0 * (errors(w, x) / R)),
+    "of sums over features": lambda w, x: jnp.mean(jnp.sum(errors(w, x), 1)),
+    "by the inverse": lambda w, x: jnp.sum(errors(w, x)) * (1.0 / (R * D)),
+    "of pairs": lambda w, x: jnp.mean(jnp.sum(errors(w, x).reshape(2, 2, D), 1)),
+    "masked": lambda w, x: jnp.sum(picked(w, x) * (x[:, 0] > 0)) / jnp.sum(x[:, 0] > 0),
+    "where": lambda w, x: jnp.mean(errors(w, x), where=x > 0),
+    "one row": lambda w, x: jnp.sum(errors(w, x)[0]),
+    "in bf16": lambda w, x: jnp.mean(errors(w, x).astype(jnp.bfloat16)),
+    "weights": lambda w, x: jnp.sum(w**2),
+    "by a matrix": lambda w, x: jnp.full(R, 1 / R) @ errors(w, x)[:, 0],
+    "dropout": lambda w, x: jnp.sum(errors(w, x) * (x / x.sum(0))),
+    "flattened": lambda w, x: jnp.sum(errors(w, x).reshape(-1)) / R,
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_rows(name):
+    loss = of(SUMS[name]).loss
+    assert loss.is_sum and loss.sure
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_what_is_no_sum_over_rows(name):
+    loss = of(MEANS[name]).loss
+    assert not (loss.is_sum and loss.sure)
+
+
+def test_a_weight_that_may_be_normalised_is_a_doubt():
+    loss = of(lambda w, x: jnp.sum(errors(w, x) * x)).loss
+    assert loss.is_sum and not loss.sure
+
+
+def normalised(x):
+    return (x - x.mean(0)) / (x.std(0) + 1e-6)
+
+
+MIXED = {
+    "normalised": lambda w, x: jnp.mean(errors(w, normalised(x))),
+    "centred": lambda w, x: jnp.mean(jnp.tanh(x @ w) - jnp.mean(jnp.tanh(x @ w))),
+    "softmax": lambda w, x: jnp.mean(jax.nn.softmax(x @ w, axis=0) ** 2),
+    "contrastive": lambda w, x: jnp.mean(jax.nn.log_softmax((x @ w) @ x.T)),
+    "in a scan": lambda w, x: jnp.mean(
+        jax.lax.scan(lambda x, _: (normalised(x @ w), None), x, None, length=2)[0]
+    ),
+}
+APART = {
+    "of one row": lambda w, x: jnp.mean(x @ w - jnp.mean(x @ w, 1, keepdims=True)),
+    "of a mean": lambda w, x: jnp.mean(errors(w, x)) / (1 + jnp.mean(x)),
+    "attention": lambda w, x: jnp.mean(
+        jnp.einsum("btd,bsd->bts", x[:, :, None] * w, x[:, :, None] * w)
+    ),
+    "softmax of features": lambda w, x: jnp.mean(jax.nn.softmax(x @ w)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_statistics_that_rows_are_given(name):
+    assert of(MIXED[name]).mixed
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_are_not_mixed(name):
+    assert not of(APART[name]).mixed
