@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from training.run_folder import EVENTS, Points, number, read_metrics
+from training.scalars import Scalars
 
 
 class RunLog:
@@ -59,7 +60,7 @@ class RunLog:
         self._levels = dict(levels or {})
         self._open = enabled
         self._resumed = False
-        self._writer: Any = None
+        self._writer: Scalars | None = None
         if not enabled:
             return
         self._lock: int | None = None
@@ -183,14 +184,11 @@ class RunLog:
         except OSError as error:  # which does not say of which file
             raise OSError(error.errno, error.strerror, self._file.name) from error
         if self._writer is None:
-            from tensorboardX import SummaryWriter
-
             # A resumed run repeats the steps after its checkpoint: TensorBoard drops the old ones.
             purge = int(step) if self._resumed else None
-            self._writer = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=purge)
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(f"{group}/{name}", value, int(step))
+            self._writer = Scalars(self.out_dir / "tensorboard", purge)
+        finite = {f"{group}/{name}": v for name, v in values.items() if math.isfinite(v)}
+        self._writer.add(finite, int(step))
 
 
 def next_folder(parent: str | Path) -> Path:

@@ -3,12 +3,16 @@
 import io
 import json
 import math
+import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
 from training import show
 from training.report import RunLog, next_folder, read_losses
@@ -45,6 +49,58 @@ def test_a_run_leaves_config_metrics_tensorboard_and_picture(tmp_path):
     assert lines(out) == [{"step": 1, **step}, {"step": 2, **step}, {"step": 2, "val_loss": 2.5}]
     assert list((out / "tensorboard").glob("events.*"))
     assert (out / "loss.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("trouble", ["a failed write", "no folder", "a clock set back by a month"])
+def test_training_goes_on_with_all_metrics_when_tensorboard_can_write_no_more(
+    tmp_path, capsys, monkeypatch, trouble
+):
+    """Said once. Its writer is no thread behind a queue that fills up."""
+    log = RunLog(tmp_path, {})
+    if trouble == "no folder":
+        (tmp_path / "tensorboard").write_text("a file")
+    write(log, [1])
+    if trouble == "a failed write":
+
+        def fail(_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(log._writer._file, "write", fail)
+    elif trouble == "a clock set back by a month":
+        month = time.time() - 31 * 24 * 3600
+        monkeypatch.setattr(time, "time", lambda: month)
+    done = threading.Thread(target=write, args=(log, range(2, 40)), daemon=True)
+    done.start()
+    done.join(20)
+    assert not done.is_alive(), "training is blocked"
+    log.close()
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 40))
+    said = capsys.readouterr().out.count("no more TensorBoard files in")
+    assert said == (trouble != "a clock set back by a month")
+
+
+def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
+    for resume, steps in ((False, [1, 2, 3]), (True, [3, 4])):
+        with RunLog(tmp_path, {}, resume=resume) as log:
+            write(log, steps)
+    events = [
+        event_pb2.Event.FromString(record)
+        for path in sorted((tmp_path / "tensorboard").glob("events.*"))
+        for record in records(path)
+    ]
+    losses = [e.step for e in events for v in e.summary.value if v.tag == "train/loss"]
+    assert sorted(losses) == [1, 2, 3, 3, 4]
+    starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [3]
+
+
+def records(path):
+    """Of a TFRecord file: length, checksum of it, data, checksum of them."""
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        yield content[at + 12 : at + 12 + length]
+        at += 16 + length
 
 
 def test_each_line_is_on_disk_at_once(tmp_path):
