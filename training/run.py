@@ -33,6 +33,7 @@ PyTree = Any
 Found = tuple[PyTree, int]  # states, and the step they are of
 
 BEFORE, AFTER = "before training", "after training"
+STORAGE = 5.0  # an hour by default: states of a large model on slow storage
 LONG = 50  # batches of an evaluation of which it is said how far it is
 
 
@@ -86,7 +87,8 @@ class Run:
         config, trainer = self.trainer.plan.config, self.trainer
         found = self._found(self.saver.resume)
         if found is None:
-            found = trainer.init(), 0
+            with self.watchdog.pause("making the parameters", times=STORAGE):
+                found = trainer.init(), 0
             self._before(found[0][0])
         states, done = found
         if done < config.steps and (
@@ -121,8 +123,9 @@ class Run:
 
     def _found(self, find: Callable[..., Found | None]) -> Found | None:
         """The states of the latest checkpoint, as this run keeps them, and its step."""
-        found = find(self.trainer.like, self.say)
-        return None if found is None else (self.trainer.joined(found[0], self.say), found[1])
+        with self.watchdog.pause("restoring a checkpoint", times=STORAGE):
+            found = find(self.trainer.like, self.say)
+            return None if found is None else (self.trainer.joined(found[0], self.say), found[1])
 
     def _before(self, params: PyTree) -> None:
         """What a model that comes from a folder can do already."""
@@ -167,15 +170,15 @@ class Run:
         prompt = trainer.plan.corpus.prompt(config.seq) if config.sample_length else None
         if prompt is None or not room_for(size, "sample", self.say):
             return
-        with self.watchdog.pause():
+        with self.watchdog.pause("making a sample", times=STORAGE):
             whole = trainer.zero.full(params)
             if self.lead:
                 self.say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
 
     def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
-        """Held-out loss in nats per token; the watchdog does not count the time."""
-        with self.watchdog.pause():
-            return self.trainer.evaluate(params, max_batches)
+        """Held-out loss in nats per token; the watchdog times each batch by itself."""
+        with self.watchdog.pause("an evaluation"):
+            return self.trainer.evaluate(params, max_batches, lambda _: self.watchdog.progress())
 
     def evaluate_all(self, params: PyTree) -> float:
         """The same of all held-out text: says how far it is, and can be stopped.
@@ -186,6 +189,7 @@ class Run:
         total, told = self.trainer.plan.corpus.held_out_batches(), set[int]()
 
         def each(done: int) -> None:
+            self.watchdog.progress()
             tenth = done * 10 // total if total else 0
             if total and total >= LONG and tenth not in (0, 10) and tenth not in told:
                 told.add(tenth)
@@ -193,7 +197,7 @@ class Run:
             if code := self.stop():
                 raise self.stopped(code)
 
-        with self.watchdog.pause():
+        with self.watchdog.pause("an evaluation"):
             return self.trainer.evaluate(params, each=each)
 
     def stopped(self, code: int) -> Stopped:
@@ -208,6 +212,7 @@ class Run:
         params, opt_state = states
         self._place = self.saver.place
         rows = trainer.batches(self._place)
+        self.watchdog.begin()
         waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
 
         def report(most: int) -> None:
@@ -253,7 +258,7 @@ class Run:
                 speed.restart()  # it was compiled
             report(1)
             self.watchdog.step(number)
-            with self.watchdog.pause():
+            with self.watchdog.pause("saving a checkpoint", times=STORAGE):
                 self._between(number, params, opt_state)
             if config.eval_every and number % config.eval_every == 0 and number < config.steps:
                 report(0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,21 +67,55 @@ def test_a_start_leaves_what_another_one_watches(tmp_path):
         assert first.signs.path_of(0).parent.is_dir()
 
 
-def test_nothing_is_timed_before_there_is_something_to_compare_with(tmp_path):
-    watchdog = Watchdog(tmp_path, dead_after=0.1, slow_factor=2, slow_after=1e-9)
-    for number in range(3):
-        assert watchdog.limit is None
-        watchdog.step(number)
-    assert watchdog.limit is None
-    watchdog.step(3)
-    assert 0.2 <= watchdog.limit < 1, "twice dead_after: who waits for a dead one is not stuck"
-    with watchdog.pause():
-        assert watchdog.limit is None
+LONG = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
+
+
+def test_first_steps_and_pauses_have_a_longer_limit_than_later_steps(tmp_path):
+    with Watchdog(tmp_path, dead_after=0.1, slow_factor=2, slow_after=1e-9) as watchdog:
+        for number in range(3):
+            assert watchdog.limit == pytest.approx(LONG)
+            watchdog.step(number)
+        assert watchdog.limit == pytest.approx(LONG)
+        watchdog.step(3)
+        assert 0.2 <= watchdog.limit < 1, "twice dead_after: who waits for a dead one is not stuck"
+        with watchdog.pause("an evaluation"):
+            assert watchdog.limit == pytest.approx(LONG)
+        with watchdog.pause("saving", times=5):
+            assert watchdog.limit == pytest.approx(5 * LONG)
+
+
+HANGS = {"before its first step": 0, "after step 2": 2, "in an evaluation": 8}
+
+
+@pytest.mark.parametrize("said", HANGS)
+def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(tmp_path, said):
+    with Watchdog(tmp_path, dead_after=0.1, slow_after=0.2) as watchdog:
+        watchdog.end_run = (told := []).append
+        for number in range(1, HANGS[said] + 1):
+            watchdog.step(number)
+        pause = watchdog.pause("an evaluation") if "evaluation" in said else nullcontext()
+        with pause:
+            time.sleep(0.6)
+            assert not told
+            time.sleep(1.2)
+    assert told and said in told[0], told
+    assert "`dead_after`" in told[0] and "limit is 1 s" in told[0]
+
+
+def test_an_evaluation_that_makes_progress_may_take_any_time(tmp_path):
+    with Watchdog(tmp_path, dead_after=0.1, slow_after=0.2) as watchdog:
+        watchdog.end_run = (told := []).append
+        watchdog.step(1)
+        with watchdog.pause("an evaluation"):
+            for _ in range(6):
+                time.sleep(0.4)
+                watchdog.progress()
+    assert not told
 
 
 def test_after_the_last_step_nothing_is_timed_until_there_is_another(tmp_path):
     watchdog = Watchdog(tmp_path)
-    for number in range(4):
+    for number in range(5):
         watchdog.step(number)
     with watchdog.pause():
         pass
@@ -178,7 +213,7 @@ def test_a_step_is_timed_where_no_file_can_be_read(tmp_path, monkeypatch):
             raise OSError("the storage is away")
 
         monkeypatch.setattr(watchdog, "_look", away)
-        for number in range(4):
+        for number in range(5):
             watchdog.step(number)
         time.sleep(2.5)
     assert told and "has been in one step" in told[0]

@@ -3,7 +3,8 @@
 A collective waits for ever for a process that is stopped, and for long for one that is dead. So
 every process writes a counter to a file of a folder that all share, once a second, and looks at
 those of the next few ranks; a process whose counter stands still is dead or stopped. A step that
-takes far longer than those before it is stuck, though its process is alive. A process with an error
+takes far longer than those before it is stuck, though its process is alive. The first steps, which
+compile, and a pause between steps have a longer limit. A process with an error
 that the others do not have leaves them waiting for it. In each case a file tells all others, and
 every process that still can prints its stacks and ends with exit code ENDED, for whatever restarts
 them.
@@ -43,6 +44,9 @@ _WATCHED = 3
 _LEAST_STEPS = 3
 # In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one.
 _HELD, _STUCK = 1.5, 2.0
+# Limits of the first steps and of a pause, which have nothing to compare with: in units of
+# `slow_after` and of `dead_after`, whichever is longer; 12 minutes by default.
+_LONG = {"slow_after": 6.0, "dead_after": 12.0}
 
 
 class Watchdog:
@@ -56,7 +60,9 @@ class Watchdog:
       folder: on storage that all processes share; is made. In it each start has a folder.
       dead_after: seconds without a sign of life after which a process counts as dead.
       slow_factor: a step is stuck when it takes this many times the median of those before it.
-      slow_after: and at least so many seconds, and twice `dead_after`.
+      slow_after: and at least so many seconds, and twice `dead_after`. The time until a first step
+        is done, each of the first three and a pause are stuck after 6 `slow_after` and 12
+        `dead_after` (12 minutes by default).
 
     Raises:
       ValueError: a number is not positive.
@@ -80,7 +86,8 @@ class Watchdog:
         nexts = {(self._rank + d) % self.count for d in range(1, _WATCHED + 1)} - {self._rank}
         self._others = {rank: Other(time.monotonic()) for rank in sorted(nexts)}
         self._durations: collections.deque[float] = collections.deque(maxlen=100)
-        self._last: float | None = None
+        self._last: float | None = None  # when it began to wait for a step; None: it does not
+        self._pause: tuple[float, str, float] | None = None  # since when, for what, its limit
         self._number: int | None = None
         self._error: Exception | None = None
         self._said: set[str] = set()  # of storage that failed
@@ -92,6 +99,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self.signs.open()
+        self._last = time.monotonic()
         self._thread.start()
         links = the_roll()
         if links is not None:
@@ -113,18 +121,40 @@ class Watchdog:
         self.signs.close()
 
     def step(self, number: int) -> None:
-        """Tells that a step is done; its time is held against those before it."""
+        """Tells that a step is done; its time is compared with those before it."""
         now = time.monotonic()
-        if self._last is not None:
+        if self._last is not None and self._number is not None:  # the first one was compiled
             self._durations.append(now - self._last)
         self._last, self._number = now, number
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """For what takes its time and is no step: evaluation, a compilation, waiting for a save."""
-        timed, self._last = self._last is not None, None
-        yield
-        self._last = time.monotonic() if timed else None
+    def pause(self, what: str = "a pause", *, times: float = 1.0) -> Iterator[None]:
+        """For work that is no step: evaluation, a compilation, waiting for a save.
+
+        It ends the run too if it takes very long: 12 minutes by default. Call `progress` within it
+        where it goes on for longer.
+
+        Args:
+          what: its name, for the message.
+          times: a factor for the limit.
+
+        """
+        outer, timed, self._last = self._pause, self._last is not None, None
+        self._pause = time.monotonic(), what, times * self._long
+        try:
+            yield
+        finally:
+            self._pause = None if outer is None else (time.monotonic(), *outer[1:])
+            self._last = time.monotonic() if timed else None
+
+    def progress(self) -> None:
+        """Tells that a part of a pause is done: its time begins again."""
+        if self._pause is not None:
+            self._pause = time.monotonic(), *self._pause[1:]
+
+    def begin(self) -> None:
+        """Tells that steps begin again, after `rest`: the next one is timed."""
+        self._last = time.monotonic()
 
     def rest(self) -> None:
         """Tells that no step runs: nothing is timed until the next one is done."""
@@ -148,7 +178,7 @@ class Watchdog:
         """Returns when all others have an error too; ends the run if one has none."""
         if self._error is error:
             return  # they have, and were told
-        self._error, self._last = error, None
+        self._error, self._last, self._pause = error, None, None
         end = time.monotonic() + _HELD * self._dead_after
         waited_for = [rank for rank in range(self.count) if rank != self._rank]
         while time.monotonic() < end:
@@ -178,13 +208,21 @@ class Watchdog:
 
     @property
     def limit(self) -> float | None:
-        """Seconds after which the step that runs now counts as stuck; None where none is timed."""
-        if self._last is None or len(self._durations) < _LEAST_STEPS:
+        """Seconds after which what runs now counts as stuck; None where nothing is timed."""
+        if self._pause is not None:
+            return self._pause[2]
+        if self._last is None:
             return None
+        if len(self._durations) < _LEAST_STEPS:
+            return self._long
         factor, least = self._slow
         # Whose step takes long because another is dead or has an error is not stuck itself.
         least = max(least, _STUCK * self._dead_after)
         return max(least, factor * statistics.median(self._durations))
+
+    @property
+    def _long(self) -> float:
+        return max(_LONG["slow_after"] * self._slow[1], _LONG["dead_after"] * self._dead_after)
 
     def _watch(self) -> None:
         counter = 0
@@ -227,14 +265,22 @@ class Watchdog:
                 self.end_run(self._silent(rank, other, now - other.since))
 
     def _time(self) -> None:
-        """Ends the run if this process's step is stuck."""
-        limit, last, now = self.limit, self._last, time.monotonic()
-        if limit is not None and last is not None and now - last > limit:
-            median = statistics.median(self._durations)
-            self.end_run(
-                f"{name_of(self._rank)} has been in one step for {now - last:.0f} s, after step "
-                f"{self._number}; the median is {median:.2g} s"
-            )
+        """Ends the run if this process's step or pause is stuck."""
+        limit, last, pause, now = self.limit, self._last, self._pause, time.monotonic()
+        since = last if pause is None else pause[0]
+        if limit is None or since is None or now - since <= limit:
+            return
+        at = "before its first step" if self._number is None else f"after step {self._number}"
+        what = "one step" if pause is None else pause[1]
+        said = f"{name_of(self._rank)} has been in {what} for {now - since:.0f} s, {at}"
+        if pause is None and len(self._durations) >= _LEAST_STEPS:
+            self.end_run(f"{said}; the median is {statistics.median(self._durations):.2g} s")
+            return
+        self.end_run(
+            f"{said}; the limit is {limit:.0f} s. The stacks say what it waits for. If it may take "
+            "that long, give a longer `dead_after` (train.py: --dead-after), of which it is a "
+            "multiple"
+        )
 
     def _silent(self, rank: int, other: Other, seconds: float) -> str:
         if other.counter == Other.UNSEEN:
