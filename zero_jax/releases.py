@@ -39,3 +39,5 @@ CRASHES_ON_EMPTY = "0.11.2"
 # for GPUs that are not there; and what makes all products a library's, which need no timing.
 NO_KERNEL = "No supported config found for HLO"
 BY_LIBRARY = "--xla_gpu_enable_triton_gemm=false"
+# Whether JAX's coordination service can use mutual TLS: from jax 0.12 on.
+MUTUAL_TLS = "jax_mtls_ca_file" in jax.config.values

@@ -21,7 +21,7 @@ _SETTINGS_BYTES = 1 << 16
 # waits.
 _OWN = re.compile(
     "cache_dir|_dump_|_log_|logging|address|visible_devices|traceback|timeout|explain|color|"
-    "default_device|num_cpu_devices|platform_name|source_url|^xla_dump|dump_to$"
+    "mtls_[a-z]+_file|default_device|num_cpu_devices|platform_name|source_url|^xla_dump|dump_to$"
 )
 
 

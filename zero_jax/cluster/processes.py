@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from zero_jax.cluster import addresses, roll
+from zero_jax.cluster import addresses, credentials, roll
 from zero_jax.cluster.addresses import CannotJoin
 from zero_jax.cluster.agreement import check_agreement, of_the_first, settings_of_jax
+from zero_jax.cluster.launchers import check_launcher, launched_processes, own_gpus
 from zero_jax.cluster.roll import Roll
 
 JOIN_SECONDS = 300.0
@@ -73,6 +74,8 @@ def initialize(
                 at = addresses.address_of(asked)
             elif process_id == 0:
                 at = addresses.bind_address(host, port, wait_seconds)
+            credentials.check()
+            check_launcher()
             told = settings_of_jax()
             _links.append(roll.call(at, process_id, num_processes, wait_seconds, told))
             _join(
@@ -83,6 +86,8 @@ def initialize(
                 coordinator_bind_address=addresses.written(*at),
             )
     elif launched_processes() > 1:
+        credentials.check()
+        check_launcher()
         _join(wait_seconds)
         check_agreement(settings_of_jax())
         _link(min(wait_seconds, _LINK_SECONDS))
@@ -97,7 +102,7 @@ def _join(wait_seconds: float, **given: Any) -> None:
     try:
         jax.distributed.initialize(
             **given,
-            local_device_ids=_own_gpus(),
+            local_device_ids=own_gpus(),
             initialization_timeout=max(1, round(wait_seconds)),
         )
     except jax.errors.JaxRuntimeError as error:
@@ -141,25 +146,3 @@ def leave() -> None:
         own.leave()
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
-
-
-def launched_processes() -> int:
-    """How many processes SLURM or OpenMPI started; 1 where neither did."""
-    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-    return max(int(os.environ.get(name, "1")) for name in names)
-
-
-def _own_gpus() -> list[int] | None:
-    """Which of the GPUs that it sees this process takes; None: JAX_LOCAL_DEVICE_IDS, or all."""
-    env = os.environ
-    if env.get("JAX_LOCAL_DEVICE_IDS"):
-        return None
-    seen = len([name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name])
-    steps = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_NUM_NODES")
-    alone = steps[0] is not None and steps[0] == steps[1]
-    # By itself JAX takes number LOCALID: it does not exist where the launcher shows each task its
-    # own GPU only, and is one of many where a host has one task.
-    if seen == 1 or alone or env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
-        return list(range(seen)) or None
-    local = env.get("SLURM_LOCALID", env.get("OMPI_COMM_WORLD_LOCAL_RANK"))
-    return None if local is None else [int(local)]
