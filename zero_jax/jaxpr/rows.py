@@ -5,13 +5,13 @@ rows trains with 1/N of its gradient, and a row that is compared with the mean o
 compared with the mean of one device's rows. Both follow from which dim of a value has the rows, and
 from the numbers that a sum over it is divided by.
 
-Each value has a `Fact`. What is not understood is unknown, and an unknown loss is never wrong.
+Each value has a `Fact`. An unknown one is never wrong.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -69,14 +69,8 @@ class Fact:
         return self.summed > 0 and not self.is_mean
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What was found in a loss.
-
-    Attributes:
-      loss: of its result.
-      mixed: operations that give rows a statistic of this device's rows.
-    """
+class Found(NamedTuple):
+    """The fact of a loss, and the operations that give rows a statistic of this device's rows."""
 
     loss: Fact
     mixed: Sequence[jex.JaxprEqn]
