@@ -167,6 +167,7 @@ def test_a_file_of_documents_is_known_by_its_name_in_any_case(tmp_path, names, c
         ("a.jsonl.gz", gzip.compress(jsonl(PAIRS))[:-9], r"can't be unpacked as \.gz"),
         ("a.jsonl.zst", b"no zstd", r"can't be unpacked as \.zst"),
     ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
 def test_a_table_of_no_use_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
@@ -188,6 +189,7 @@ def test_a_table_of_no_use_is_refused(tmp_path, name, content, message):
         ("chat.xlsx", b"PK a sheet"),
         ("book.PDF", b"%PDF-1.4 a page"),
     ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
 def test_what_is_no_text_is_not_learned_as_text(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
