@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -298,3 +299,40 @@ def test_the_page_shows_what_the_command_prints_and_it_is_one_of_the_commands():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == output
+
+
+COMMENTED = """{
+  // ZeRO-2 for the "small" machine
+  "zero_optimization": {"stage": 2, },  # offload later
+  /* two
+     lines, */
+  "train_batch_size": 8, // a comma before the end
+}
+"""
+
+
+@pytest.mark.parametrize("text", [COMMENTED, f"# ours{chr(10)}{COMMENTED}"])
+def test_comments_and_commas_at_the_end_are_read_as_deepspeed_does(text):
+    found = translate(text, "ds.conf")
+    assert (found.kind, found.asked.stage) == ("DeepSpeed", 2)
+    assert found == translate(
+        '{"zero_optimization": {"stage": 2}, "train_batch_size": 8}', "ds.json"
+    )
+
+
+def test_what_looks_like_a_comment_in_a_string_is_kept():
+    text = '{"a": "https://x/*y*/ #,]", "b": "\\\\", "c": [1, [2,],], "d": "\\",}"}'
+    assert files.parse_json(text, "a.json") == {
+        "a": "https://x/*y*/ #,]", "b": "\\", "c": [1, [2]], "d": '",}'
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="not JSON: .* at line 3"):
+        files.parse_json('{ // one\n"a": 1,\n"b" 2}', "a.json")
+
+
+@pytest.mark.parametrize("named", ["pipe", "/dev/zero"])
+def test_a_file_that_may_never_end_is_not_read(named, tmp_path, capsys):
+    if named == "pipe":
+        named = str(tmp_path / named)
+        os.mkfifo(named)
+    assert main([named]) == 2
+    assert f"`FILE` {named} is not a regular file" in capsys.readouterr().err

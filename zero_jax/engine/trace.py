@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, reading
 from zero_jax.engine.settings import Settings
-from zero_jax.jaxpr import derivatives, equations, marks
+from zero_jax.jaxpr import derivatives, equations, marks, row_major
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Split
-from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards
+from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards, on_gpu
 from zero_jax.sharding.model_axis import named_activations
 
 PyTree = Any
@@ -98,7 +98,10 @@ def trace(
     parts = batch_shards(settings.mesh) * micro_batches
     program = _Program(settings, loss_fn, full, extras, has_aux)
     rows = jax.tree.map(lambda x: _rows(x, parts), batch)
-    closed, captured = _opened(program.of(rows))
+    traced = program.of(rows)
+    if not on_gpu(settings.mesh):
+        traced = row_major.with_row_major_ffts(traced)
+    closed, captured = _opened(traced)
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
     inputs, results = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)

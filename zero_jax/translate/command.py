@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if given.devices is not None and given.devices < 1:
             raise ValueError(f"--devices {given.devices}: give at least 1")
-        text = sys.stdin.read() if given.file == "-" else pathlib.Path(given.file).read_text()
+        text = sys.stdin.read() if given.file == "-" else files.read_text(pathlib.Path(given.file))
         print(shown(translate(text, given.file, given.devices)))
     except RecursionError:
         print(f"error: {given.file} is nested too deep to be settings", file=sys.stderr)

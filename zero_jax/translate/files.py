@@ -1,6 +1,7 @@
 """The text of a file: of which project it is, and what it holds. A name twice is an error."""
 
 import json
+import pathlib
 import re
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -12,6 +13,40 @@ _ACCELERATE = re.compile(
     r"(^|[{,])\s*\"?(distributed_type|compute_environment|fsdp_config)\"?\s*:", re.M
 )
 _FLAG = re.compile(r"(^|[\s\"'(])--[A-Za-z]")
+# A string, or a comment, or a comma before the end of a block, with the comments between.
+_COMMENT = r"//[^\n]*|\#[^\n]*|/\*.*?\*/"
+_TOLERATED = re.compile(
+    rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*(?=[}}\]])', re.DOTALL
+)
+
+
+def without_comments(text: str) -> str:
+    """JSON without comments (`//`, `#`, `/* */`) and without commas at the end of a block.
+
+    DeepSpeed reads its configuration with hjson, which allows both. Lines keep their numbers.
+
+    >>> without_comments('{"a": "//,}", /* two */ "b": [1, 2,]} # one')
+    '{"a": "//,}",   "b": [1, 2 ]}  '
+    """
+
+    def kept(match: re.Match[str]) -> str:
+        return match[1] or "\n" * match[0].count("\n") or " "
+
+    return _TOLERATED.sub(kept, text)
+
+
+def read_text(path: pathlib.Path) -> str:
+    """The text of a regular file.
+
+    Raises:
+      ValueError: it is a pipe, a socket or a device, which may never end.
+      OSError: it can't be read.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(
+            f"`FILE` {path} is not a regular file: give one, or - to read the standard input"
+        )
+    return path.read_text()
 
 
 def kind(text: str, name: str) -> str:
@@ -27,7 +62,7 @@ def kind(text: str, name: str) -> str:
     """
     if _ACCELERATE.search(text):
         return ACCELERATE
-    if text.lstrip().startswith("{") or name.endswith(".json"):
+    if without_comments(text).lstrip().startswith("{") or name.endswith(".json"):
         return DEEPSPEED
     if _FLAG.search(text):
         return MEGATRON
@@ -38,7 +73,7 @@ def kind(text: str, name: str) -> str:
 
 
 def parse_json(text: str, name: str) -> Mapping[str, Any]:
-    """A JSON object.
+    """A JSON object; comments and commas at the end of a block are allowed, as DeepSpeed does.
 
     Raises:
       ValueError: it is none, or a name stands twice.
@@ -49,7 +84,7 @@ def parse_json(text: str, name: str) -> Mapping[str, Any]:
         return dict(pairs)
 
     try:
-        tree = json.loads(text, object_pairs_hook=once)
+        tree = json.loads(without_comments(text), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{name} is not JSON: {error.msg} at {where}") from None
