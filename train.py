@@ -11,14 +11,25 @@ import signal
 import sys
 from types import FrameType
 
+from training.orphans import end_with_supervisor
+
 
 def _end(_: int, __: FrameType | None) -> None:
     os.write(2, b"stopped before the run began\n")
     os._exit(130)
 
 
+def _reserve_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed: no other file gets its number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, _end)  # the imports take seconds
+    _reserve_standard_streams()
+    end_with_supervisor()
     from training.main import entry
 
     sys.exit(entry())

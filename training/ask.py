@@ -30,8 +30,10 @@ from zero_jax import interchange
 from zero_jax.interchange import folder_config, peft
 from zero_jax.models import families, generate
 from zero_jax.plan.text_model import TextModel
+from zero_jax.streams import lasting_streams
 
 PyTree = Any
+MOST_TOKENS = 10**6  # each takes a pass over the window
 
 
 def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | None]:
@@ -65,8 +67,10 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
     Raises:
         ValueError: A folder can't be read, the question is empty, or the device is too small.
     """
-    if not question or length < 1:
-        raise ValueError(f"{question=}, {length=}: ask something, for an answer of 1 token or more")
+    if not question or not 1 <= length <= MOST_TOKENS:
+        raise ValueError(
+            f"{question=}, {length=}: ask something, for an answer of 1 to {MOST_TOKENS} tokens"
+        )
     config, tokenizer = interchange.config(folder), Tokenizer(folder)
     tokenizer.check_fits(config.vocab)
     told: list[str] = []
@@ -117,4 +121,5 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    lasting_streams()
     sys.exit(main())

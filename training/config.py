@@ -102,12 +102,16 @@ _LEAST = {
     "max_hours": 0.0,
     "num_processes": 1,
     "process_id": 0,
+    "capacity": 0.0,
+    "memory_limit": 0.0,
 }
 
 
 # Counts are in 32 bits on a device; a seed in 64.
 _LARGEST = 2**31 - 1
-_MOST = {"seed": 2**63 - 1, "lr": 1e4}
+_MOST = {"seed": 2**63 - 1, "lr": 1e4, "sample_length": 10**6, "supervise": 1024}
+# A thread waits for them, and C's longest wait is 24 days of milliseconds in 32 bits.
+_MOST |= {"dead_after": 1e5, "join_seconds": 1e6}
 
 
 AXES = ("replica", "experts", "data", "model")
@@ -125,7 +129,8 @@ def mesh_sizes(given: str | None) -> dict[str, int]:
     sizes = {}
     for part in (given or "").split(",") if given is not None else ():
         name, _, size = part.strip().partition("=")
-        if name not in AXES or not size.isdigit() or int(size) < 1 or name in sizes:
+        whole = size.isascii() and size.isdecimal() and len(size) < 10 and int(size) > 0
+        if name not in AXES or not whole or name in sizes:
             raise ValueError(
                 f"--mesh {given}: {part!r} is not one of replica, experts, data and model with a "
                 "size of at least 1, each once: write data=4,model=2 say"
@@ -141,6 +146,24 @@ def flag(name: str) -> str:
     '--micro-batches'
     """
     return "--" + name.replace("_", "-")
+
+
+def check_numbers(config: Config) -> None:
+    """Checks each number against the range of its flag, and the sizes of `--mesh`.
+
+    Raises:
+        ValueError: A number is out of range, or a setting is empty.
+    """
+    for name, given in dataclasses.asdict(config).items():
+        if given == "":
+            raise ValueError(f"{flag(name)} is empty: name something, or leave it out")
+    for name, least in _LEAST.items():
+        given, most = getattr(config, name), _MOST.get(name, _LARGEST)
+        if given is not None and not least <= given <= most:
+            raise ValueError(
+                f"{flag(name)} {given}: it must be at least {least} and at most {most:g}"
+            )
+    mesh_sizes(config.mesh)
 
 
 def resolve(config: Config, rates: Mapping[str, float]) -> Config:
@@ -161,15 +184,7 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
     >>> resolve(Config(hf="DIR", lora=16), {"adamw": 0.004}).lr
     0.0002
     """
-    for name, given in dataclasses.asdict(config).items():
-        if given == "":
-            raise ValueError(f"{flag(name)} is empty: name something, or leave it out")
-    for name, least in _LEAST.items():
-        given, most = getattr(config, name), _MOST.get(name, _LARGEST)
-        if given is not None and not least <= given <= most:
-            raise ValueError(
-                f"{flag(name)} {given}: it must be at least {least} and at most {most:g}"
-            )
+    check_numbers(config)
     for name, known in (("loss_on", LOSS_ON), ("long", LONG)):
         if getattr(config, name) not in known:
             raise ValueError(unknown(flag(name), getattr(config, name), known, "Choose one of"))

@@ -6,20 +6,23 @@ import os
 import pathlib
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 import jax
 
 import zero_jax
-from training.config import Config, mesh_sizes, parse
+from training.config import Config, check_numbers, flag, mesh_sizes, parse
 from training.room import LESS_MEMORY, host_memory
 from training.run import run
-from training.stop import INTERRUPTED, NOT_JOINED, Stopped
+from training.stop import FAILED, INTERRUPTED, NOT_JOINED, Stopped
 from training.supervise import WRONG, supervise
 from zero_jax.cluster.addresses import CannotJoin
 from zero_jax.cluster.processes import launched_processes
 from zero_jax.cluster.roll import ENDED
+from zero_jax.streams import lasting_streams
 
+MOST_DEVICES = 1024  # simulated ones of a process: each has a thread pool of its own
 DEVICES = 4  # of a machine without GPUs, unless it is asked for others
 
 
@@ -40,9 +43,16 @@ def join(config: Config) -> None:
             f"{devices} devices must be a multiple of {count} processes: take --devices "
             f"{(devices // count + 1) * count}"
         )
+    each = max(1, (devices or DEVICES) // count)
+    if each > MOST_DEVICES:
+        asked = f"--devices {config.devices}" if config.devices else f"--mesh {config.mesh}"
+        raise ValueError(
+            f"{asked} is {each} devices for each of {count} processes, and a process simulates "
+            f"{MOST_DEVICES} at most: take fewer, or more processes"
+        )
     # Of states in host memory XLA pins no more than 64 GiB by itself.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
-    jax.config.update("jax_num_cpu_devices", max(1, (devices or DEVICES) // count))
+    jax.config.update("jax_num_cpu_devices", each)
     zero_jax.initialize(
         *(config.coordinator, config.num_processes, config.process_id),
         wait_seconds=config.join_seconds,
@@ -56,11 +66,26 @@ def say_error(*words: object) -> None:
 
 
 def supervised(config: Config, given: Sequence[str]) -> int:
-    """Starts this command again, in as many processes as asked for."""
+    """Starts this command again, in as many processes as `--supervise` says."""
+    assert config.supervise is not None
+    for name in ("coordinator", "num_processes", "process_id"):
+        if getattr(config, name) is not None:
+            say_error(
+                f"error: {flag(name)} {getattr(config, name)}: --supervise numbers and joins the "
+                f"processes it starts itself: leave {flag(name)} out, or --supervise"
+            )
+            return WRONG
+    launched = launched_processes()
+    if config.supervise > 1 and launched > 1:
+        say_error(
+            f"error: --supervise {config.supervise} in each of {launched} processes of a launcher "
+            "would be as many runs in one folder: leave --supervise out, the launcher starts the "
+            "processes"
+        )
+        return WRONG
     own = list(given)
     at = next(i for i, word in enumerate(own) if word.partition("=")[0] == "--supervise")
     del own[at : at + (1 if "=" in own[at] else 2)]
-    assert config.supervise is not None
     if config.out is None:
         say_error("error: --supervise needs --out, the folder to go on in")
         return WRONG
@@ -76,6 +101,7 @@ def supervised(config: Config, given: Sequence[str]) -> int:
 
 def entry() -> int:
     """`main`, as a program."""
+    lasting_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
@@ -93,9 +119,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs with these arguments, by default those of the command line; returns the exit code."""
     given = list(sys.argv[1:] if args is None else args)
     config = parse(given)
-    if config.supervise is not None:
-        return supervised(config, given)
     try:
+        check_numbers(config)
+        if config.supervise is not None:
+            return supervised(config, given)
         join(config)
         run(config)
     except Stopped as asked:
@@ -110,19 +137,27 @@ def main(args: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         full = "RESOURCE_EXHAUSTED" in str(error)
-        if jax.process_count() == 1 and (config.debug or not full):
+        if config.debug and jax.process_count() == 1:
             raise
         said = str(error).partition("\n")[0] + LESS_MEMORY * (
             full and "host memory" not in str(error)
         )
+        if not full:
+            with contextlib.suppress(OSError):
+                traceback.print_exception(error)
         say_error("error:", said)
         code = WRONG if full else ENDED  # to start again would help against the latter only
         if jax.process_count() == 1:
             return code
         os._exit(code)  # a usual exit waits for the other processes, and one of them is gone
-    except (ValueError, OSError, zero_jax.NonFiniteError) as error:
+    except MemoryError as error:
+        if config.debug:
+            raise
+        say_error(f"error: more than the memory of this machine: {error}{LESS_MEMORY}")
+        return WRONG
+    except (ValueError, OSError, OverflowError, zero_jax.NonFiniteError) as error:
         if config.debug:
             raise
         say_error("error:", str(error).replace("\n", " "))
-        return 1 if isinstance(error, zero_jax.NonFiniteError) else WRONG
+        return FAILED if isinstance(error, zero_jax.NonFiniteError) else WRONG
     return 0

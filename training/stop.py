@@ -1,8 +1,9 @@
 """When a run is asked to end early: by a signal or by the clock, in all processes at the same step.
 
-Ctrl-C, SIGTERM (a scheduler that takes the machine back) and SIGUSR1 (SLURM's warning, with
-`--signal=USR1@120`) are looked at between steps: the run saves and exits. A second Ctrl-C does not
-wait. Exit codes: INTERRUPTED after Ctrl-C, GO_ON_LATER else: the same command goes on from there.
+Ctrl-C, SIGTERM (a scheduler that takes the machine back), SIGHUP (a terminal that is closed) and
+SIGUSR1 (SLURM's warning, with `--signal=USR1@120`) are handled between steps: the run saves and
+exits. A second Ctrl-C does not wait. Exit codes: INTERRUPTED after Ctrl-C, otherwise GO_ON_LATER:
+the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+FAILED = 1  # gradients were not finite too often: to go on would not help
 INTERRUPTED = 130  # of a shell's Ctrl-C
 GO_ON_LATER = 75  # EX_TEMPFAIL
 # Flags that the command which goes on does not take over, with how many values each has.
@@ -31,8 +34,16 @@ NOT_JOINED = 69  # EX_UNAVAILABLE: the processes did not find each other
 CODES = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: GO_ON_LATER,
+    signal.SIGHUP: GO_ON_LATER,
     signal.SIGUSR1: GO_ON_LATER,
 }
+_PATIENCE = 10.0  # seconds after a second Ctrl-C in which a run ends by itself
+
+
+def handled() -> list[signal.Signals]:
+    """Returns the signals that a run handles; not SIGHUP where nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in CODES if not (ignored and number == signal.SIGHUP)]
 
 
 class Stopped(BaseException):
@@ -99,14 +110,17 @@ class Stop:
         self._end = None if hours is None else time.monotonic() + 3600 * hours
         self._before: dict[int, Any] = {}
         self._votes = _Votes(mesh) if jax.process_count() > 1 else None
+        self._hard_exit = _HardExit()
 
     def __enter__(self) -> Stop:
         # Noted only: an exception raised wherever the program happens to be can fall into a
         # callback of JAX's and be lost.
-        self._before = {number: signal.signal(number, self._note) for number in CODES}
+        self._before = {number: signal.signal(number, self._note) for number in handled()}
+        self._hard_exit.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._hard_exit.stop()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -121,6 +135,45 @@ class Stop:
         if self._end is not None and time.monotonic() > self._end:
             self._code = max(self._code, GO_ON_LATER)
         return self._code if self._votes is None else self._votes.cast(self._code)
+
+
+class _HardExit:
+    """Ends the process some seconds after a second Ctrl-C, if it does not end by itself.
+
+    Python calls signal handlers in the main thread alone, between two instructions. A main thread
+    that waits for storage or a device does not get there, and one that does get its exception may
+    then wait for a thread that reads data. Python's C handler writes each signal's number to a pipe
+    at once, and a thread reads it there.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._pipe = -1, -1
+
+    def start(self) -> None:
+        """Begins to count."""
+        read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        threading.Thread(target=self._count, args=(read,), daemon=True, name="Ctrl-C").start()
+
+    def stop(self) -> None:
+        """Counts no more; a second Ctrl-C that came before still ends the process."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._pipe)
+
+    @staticmethod
+    def _count(read: int) -> None:
+        count = 0
+        while numbers := os.read(read, 64):
+            count += numbers.count(signal.SIGINT)
+            if count > 1:
+                time.sleep(_PATIENCE)
+                said = (
+                    f"no end within {_PATIENCE:.0f} s of the second Ctrl-C: ended without waiting. "
+                )
+                os.write(2, f"{said}The same command resumes from the newest checkpoint\n".encode())
+                os._exit(INTERRUPTED)
+        os.close(read)
 
 
 class _Votes:

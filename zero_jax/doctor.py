@@ -24,6 +24,7 @@ from zero_jax._version import __version__
 from zero_jax.engine import offload_check
 from zero_jax.plan.tables import gigabytes, table
 from zero_jax.sharding.mesh import make_mesh
+from zero_jax.streams import lasting_streams
 
 Rows = list[tuple[str, str]]
 # Packages by how their names begin.
@@ -124,4 +125,5 @@ def _offload() -> Rows:
 
 
 if __name__ == "__main__":
+    lasting_streams()
     sys.exit(main())

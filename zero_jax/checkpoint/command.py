@@ -34,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(args)
     try:
         return int(parsed.run(parsed))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         print("error:", error, file=sys.stderr)
         return 2
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from zero_jax.engine.offload_check import check, marker_of, remember, versions
+from zero_jax.streams import lasting_streams
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -30,4 +31,5 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    lasting_streams()
     sys.exit(main())

@@ -3,5 +3,7 @@
 import sys
 
 from zero_jax.plan.command import main
+from zero_jax.streams import lasting_streams
 
+lasting_streams()
 sys.exit(main())

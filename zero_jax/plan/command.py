@@ -29,7 +29,7 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt, optimizers
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, expert_words, meshes, paper, plan_text, proof, scaling
+from zero_jax.plan import candidates, expert_words, meshes, paper, plan_text, proof, ranges, scaling
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
 from zero_jax.plan.pipeline_command import main as pipelines
@@ -53,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if name not in commands:
             raise ValueError(unknown("command", name, commands))
         return commands[name](given)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, OverflowError, MemoryError) as error:
         print("error:", error, file=sys.stderr)
         return 2
 
@@ -116,6 +116,7 @@ def _limit(parsed: argparse.Namespace, target: targets.Target) -> int:
 def _meshes(args: Sequence[str]) -> int:
     """The same batch, `--batch-per-device` rows for each device, on every mesh."""
     parsed = parser().parse_args(args)
+    ranges.check(parsed)
     for name in ("model_parallel", "compile", "auto", "json", "plot", "latencies"):
         if getattr(parsed, name) != parser().get_default(name):
             option = "--" + name.replace("_", "-")
@@ -190,11 +191,8 @@ def case_of(parsed: argparse.Namespace) -> Case:
     """
     if parsed.optimizer not in optimizers.RATES:
         raise ValueError(unknown("optimizer", parsed.optimizer, optimizers.RATES))
-    for name in ("replica", "experts", "model_parallel", "micro_batches"):
-        if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} {getattr(parsed, name)}: it must be at least 1")
-    if parsed.batch_per_device < 1 or parsed.batch_per_device % parsed.micro_batches:
+    ranges.check(parsed)
+    if parsed.batch_per_device % parsed.micro_batches:
         raise ValueError(
             f"--batch-per-device {parsed.batch_per_device} must be a multiple of "
             f"--micro-batches {parsed.micro_batches}"
@@ -238,8 +236,6 @@ def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
         raise ValueError(f"--vocab {parsed.vocab}: the folder {parsed.hf} says {config.vocab}")
     config = families.with_capacity(config, parsed.capacity)
     tokens = min(ROW, config.seq) if parsed.seq is None else parsed.seq
-    if tokens < 1:
-        raise ValueError(f"--seq {tokens}: a row has at least 1 token")
     if parsed.hf is None and isinstance(config, gpt.GPTConfig):
         own["seq"] = tokens  # its positions are parameters
     config = dataclasses.replace(config, **own)
@@ -264,6 +260,9 @@ def _scaling(args: Sequence[str]) -> int:
         counts = [int(part) for part in parsed.devices.split(",")]
     except ValueError as error:
         raise ValueError(f"--devices {parsed.devices!r}: give numbers, 64,128 say") from error
+    ranges.check(parsed)
+    for devices in counts:
+        ranges.check(argparse.Namespace(devices=devices))
     config = gpt.preset(parsed.model, vocab=50304, seq=parsed.seq)
     points = scaling.scaling(
         *(config.layers, config.width, config.seq, config.vocab),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zero_jax.hlo import targets
 from zero_jax.models import families
 from zero_jax.models.gpt_config import GPTConfig
-from zero_jax.plan import pipeline_table
+from zero_jax.plan import pipeline_table, ranges
 from zero_jax.plan.options import ROW
 
 
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _setting(parsed: argparse.Namespace) -> pipeline_table.Setting:
+    ranges.check(parsed)
     config = families.preset(parsed.model)
     seq = min(ROW, config.seq) if parsed.seq is None else parsed.seq
     if isinstance(config, GPTConfig):

@@ -2,6 +2,8 @@
 
 import sys
 
+from zero_jax.streams import lasting_streams
 from zero_jax.translate.command import main
 
+lasting_streams()
 sys.exit(main())

@@ -84,8 +84,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, help="how many there are, where FILE does not say")
     given = parser.parse_args(args)
     try:
-        if given.devices is not None and given.devices < 1:
-            raise ValueError(f"--devices {given.devices}: give at least 1")
+        if given.devices is not None and not 1 <= given.devices <= 2**31 - 1:
+            raise ValueError(f"--devices {given.devices}: give at least 1 and at most 2147483647")
         text = sys.stdin.read() if given.file == "-" else files.read_text(pathlib.Path(given.file))
         print(shown(translate(text, given.file, given.devices)))
     except RecursionError:
