@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ from training.data_files import DataChanged
 from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
 from training.report import RunLog, next_folder
+from training.resuming import base_checksum
 from training.room import peak_bytes, room_for
-from training.saving import Saver, goes_on, same_everywhere
+from training.saving import Saver, check_resume, goes_on, same_everywhere
 from training.show import Show, Speed, progress
 from training.stop import Stop, Stopped
 from training.together import interrupted, leaving_together, together
@@ -295,7 +297,7 @@ def run(config: Config) -> None:
         return plan
 
     plan = together(settings, "input", read)
-    contents = plan.corpus.contents
+    contents = {**plan.corpus.contents, **base_checksum(config)}
     alike = {**plan.corpus.order, **{f"checksum of the {k}": v for k, v in contents.items()}}
     together({**settings, **alike}, "data", lambda: None)
     trainer = Trainer(plan)
@@ -320,6 +322,8 @@ def run(config: Config) -> None:
 
     def open_log() -> RunLog:
         resume = lead and config.checkpoint_every > 0 and goes_on(config.out, config.fresh)
+        if resume:
+            check_resume(pathlib.Path(config.out or ""), known, plan.corpus.order, contents)
         out = config.out or (next_folder("runs") if lead else "runs")
         facts = {**known, **marks, "out": str(out)}
         log = RunLog(out, facts, lead, levels=marks, resume=resume, unit=unit)

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 
+from training.resuming import check_settings
 from zero_jax.checkpoint.all_processes import by_the_first
 from zero_jax.checkpoint.arrays import Damaged
-from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import ITEM, Checkpoints
 from zero_jax.checkpoint.inspection import folders
+from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.checkpoint.retention import set_aside
 from zero_jax.cluster.agreement import of_the_first
 from zero_jax.offload.state_files import discard
@@ -123,7 +125,7 @@ def _changed_contents(
     """Returns warnings about data that has as many samples as before, and other content.
 
     Raises:
-        ValueError: The tokenizer has another vocabulary.
+        ValueError: The tokenizer has another vocabulary, or the frozen model other weights.
     """
     said = []
     for name, now in contents.items():
@@ -136,6 +138,12 @@ def _changed_contents(
                 f"--tokenizer (or that of --hf) has another vocabulary than in {where} {sums}: ids "
                 "would mean other tokens. Give the former tokenizer, or another --out"
             )
+        if name == "base":
+            raise ValueError(
+                f"--hf holds other weights than in {where} {sums}: the saved adapters are trained "
+                "beside the former model. Give the former folder, or another --out (and --adapter "
+                "with the former run's adapters, to begin from them)"
+            )
         flag = {"data": "--data", "chat template": "The chat template of --tokenizer (or --hf)"}[
             name
         ]
@@ -145,6 +153,61 @@ def _changed_contents(
             "another --out"
         )
     return said
+
+
+def _compare(
+    manifest: Manifest,
+    settings: Mapping[str, Any],
+    order: Mapping[str, Any],
+    contents: Mapping[str, str],
+    directory: pathlib.Path,
+) -> list[str]:
+    """Compares a run with the checkpoint it resumes from; returns the warnings.
+
+    Raises:
+        ValueError: The run can't resume from it, or `train.py` did not write it.
+    """
+    extra, before = manifest.extra, manifest.config
+    where = f"{directory}, step {manifest.step}"
+    is_ours = isinstance(before, Mapping) and isinstance(extra, Mapping) and "sample" in extra
+    if not is_ours or not isinstance(extra.get("order"), Mapping):
+        raise ValueError(
+            f"--out: train.py did not write the checkpoint in {where}: it has no settings or no "
+            "place in the data. Give another --out, or restore it with zero_jax.Checkpoints"
+        )
+    sums = extra.get("contents", {})
+    if not isinstance(sums, Mapping):
+        raise Damaged(f"{where}: its checksums of the data are {sums!r:.80}, not an object")
+    _check_order(order, extra["order"], where)
+    warnings = check_settings(settings, before, where)
+    if "base" in contents and "base" not in sums and settings.get("hf") != before.get("hf"):
+        warnings.append(
+            f"--hf {settings.get('hf')} is given, and {where}, was trained with --hf "
+            f"{before.get('hf')}: an older release saved no checksum that would tell whether the "
+            "frozen model is the same. Give the former folder if it is another"
+        )
+    return warnings + _changed_contents(contents, sums, where)
+
+
+def check_resume(
+    out: pathlib.Path,
+    settings: Mapping[str, Any],
+    order: Mapping[str, Any],
+    contents: Mapping[str, str],
+) -> None:
+    """Raises ValueError if a run can't resume in a folder, before anything is written there.
+
+    One process calls it. A checkpoint that is damaged is left to `Saver.resume`, which names the
+    others.
+    """
+    try:
+        step = newest(out)
+        if step is not None:
+            directory = pathlib.Path(out, FOLDER).resolve()
+            manifest = Manifest.read(directory / str(step) / ITEM)
+            _compare(manifest, settings, order, contents, directory)
+    except Damaged:
+        pass
 
 
 class Saver:
@@ -213,9 +276,8 @@ class Saver:
         if self._checkpoints is None or self._checkpoints.latest is None:
             return None
         manifest = self._checkpoints.manifest()
-        where = f"{self._checkpoints.directory}, step {self._checkpoints.latest}"
-        _check_order(self._order, manifest.extra["order"], where)
-        changed = _changed_contents(self._contents, manifest.extra.get("contents", {}), where)
+        compared = self._known, self._order, self._contents, self._checkpoints.directory
+        changed = _compare(manifest, *compared)
         self.before = manifest.config
         try:
             found = self._checkpoints.restore(like(manifest.config), say=lambda _: None)

@@ -179,8 +179,8 @@ def test_a_finished_run_has_nothing_left_to_do(done, capsys):
         (["--seed", "7"], ["--seed 7", "--seed 0", "another --out"]),
         (["--data", "other.txt"], ["--data", "other.txt", " text.txt", "another --out"]),
         (["--data", "more/text.txt"], ["--data", "train tokens 2214", " 2160", "another --out"]),
-        (["--optimizer", "lion"], ["does not match", "may_differ"]),
-        (["--model", "124m"], ["does not match"]),
+        (["--optimizer", "lion"], ["--optimizer lion", "--optimizer adamw", "another --out"]),
+        (["--model", "124m"], ["--model 124m", "--model nano", "another --out"]),
     ],
 )
 def test_what_a_checkpoint_does_not_fit_is_refused(done, capsys, args, words):

@@ -1,0 +1,150 @@
+"""Settings that may, or must not, change when a run resumes from a checkpoint.
+
+`check_settings` compares the settings saved with the checkpoint with those of the command line,
+before any array is read. Each setting has one of three rules:
+
+refuse    it decides the shape of the saved state, or the meaning of the saved numbers
+warn      the run may go on, but not as the former run would have
+free      all others: where and how fast a step is computed, and what is written beside it
+
+The data have rules of their own (`saving.py`), and the schedule of `--steps` too (`optimizers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from training.config import Config, flag
+from training.data_files import fingerprint, open_regular
+
+# Reasons, by setting. A setting that older releases did not save is not compared.
+REFUSE = {
+    "optimizer": "its saved state is of another kind",
+    "lora": "the saved adapters have another rank, or there are none",
+    "lora_alpha": "the saved adapters are trained at another scale, alpha / rank",
+    "lora_targets": "the saved adapters stand beside other matrices",
+    "vocab": "the saved embedding has another number of rows",
+}
+WARN = {
+    "lr": "the learning rate changes",
+    "warmup": "the learning rate changes",
+    "weight_decay": "the updates change",
+    "clip": "the updates change",
+    "capacity": "experts take another number of tokens",
+    "base": "the frozen model is rounded otherwise than the adapters were trained with",
+    "compute": "the model's arithmetic changes",
+    "reduce": "gradients are summed in another dtype",
+    "gather": "parameters are rounded otherwise when they are gathered",
+    "scatter": "gradients are rounded otherwise when they are reduced",
+}
+_WITH_STEPS = {"warmup"}  # follows from --steps where it is not given
+
+
+def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where: str) -> list[str]:
+    """Compares the settings of a run with those saved in the checkpoint it resumes from.
+
+    Args:
+        settings: From `plan.facts`.
+        before: Those of the run that saved the checkpoint.
+        where: The checkpoint, in words.
+
+    Returns:
+        One warning for each setting that may change and does.
+
+    Raises:
+        ValueError: A setting changes that must not.
+
+    >>> check_settings({"lr": 0.1, "stage": 3}, {"lr": 0.2, "stage": 1}, "DIR, step 4")[0][:59]
+    '--lr 0.1 is given, and DIR, step 4, was trained with --lr 0'
+    """
+    now, former = _filled_in(settings), _filled_in(before)
+    for name, why in REFUSE.items():
+        if name in now and name in former and now[name] != former[name]:
+            raise ValueError(_said(name, now[name], former[name], where, why) + _ways_out(former))
+    if "clip" in former and "clip" in now and bool(now["clip"]) != bool(former["clip"]):
+        why = "with and without clipping the saved state has another structure"
+        raise ValueError(_said("clip", now["clip"], former["clip"], where, why) + _ways_out(former))
+    beside = now.get("lora") is not None and "hf" in now and "hf" in former
+    if beside and (now["hf"] is None) != (former["hf"] is None):
+        why = "the saved adapters are trained beside another model"
+        raise ValueError(_said("hf", now["hf"], former["hf"], where, why) + _ways_out(former))
+    if differences := _architecture(now, former):
+        name = "hf" if now.get("hf") else "model"
+        raise ValueError(
+            f"{flag(name)} {now.get(name)} is given, and {where}, was trained with {flag(name)} "
+            f"{former.get(name)}: another model ({differences})" + _ways_out(former)
+        )
+    return [
+        _said(name, now[name], former[name], where, why)
+        for name, why in WARN.items()
+        if name in now and name in former and now[name] != former[name]
+        if name not in _WITH_STEPS or now.get("steps") == former.get("steps")
+    ]
+
+
+def base_checksum(config: Config) -> dict[str, str]:
+    """A checksum of the frozen model that adapters stand beside; empty for other runs.
+
+    At most 64 MiB of its files are read.
+    """
+    if config.hf is None or config.lora is None:
+        return {}
+    files = sorted(pathlib.Path(config.hf).glob("*.safetensors"))
+    sizes = [os.stat(path).st_size for path in files]
+
+    def read(start: int, length: int) -> bytes:
+        parts = []
+        for path, size in zip(files, sizes, strict=True):
+            if start < size and length > 0:
+                with open_regular(path) as file:
+                    file.seek(start)
+                    parts.append(file.read(min(length, size - start)))
+                length -= len(parts[-1])
+            start = max(0, start - size)
+        return b"".join(parts)
+
+    return {"base": fingerprint(read, sum(sizes))}
+
+
+def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with the defaults that depend on others, so that equal runs are equal."""
+    known = dict(settings)
+    if known.get("lora") is None:
+        for name in ("lora_alpha", "lora_targets", "base"):
+            known.pop(name, None)
+        return known
+    if "lora_alpha" in known and known["lora_alpha"] is None:
+        known["lora_alpha"] = 2.0 * known["lora"]
+    if "base" in known:
+        known["base"] = known["base"] or "bf16"
+    return known
+
+
+def _architecture(now: Mapping[str, Any], former: Mapping[str, Any]) -> str:
+    """The first sizes of the models that differ, in words."""
+    mine, theirs = (json.loads(json.dumps(own.get("hf_config"))) for own in (now, former))
+    if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
+        return ""
+    both = [n for n in mine if n in theirs and mine[n] != theirs[n]]
+    return "; ".join(f"{name} {mine[name]}, before {theirs[name]}" for name in both[:3])
+
+
+def _said(name: str, now: Any, former: Any, where: str, why: str) -> str:
+    return (
+        f"{_given(name, now)} is given, and {where}, was trained with {_given(name, former)}: {why}"
+        f". Give {_given(name, former)} to resume as before"
+    )
+
+
+def _given(name: str, value: Any) -> str:
+    return f"no {flag(name)}" if value is None else f"{flag(name)} {value}"
+
+
+def _ways_out(former: Mapping[str, Any]) -> str:
+    beside = former.get("lora") is not None and former.get("hf")
+    more = " (and --adapter with the former run's adapters, to begin from them)" if beside else ""
+    return f", or another --out for a new run{more}"
