@@ -1,6 +1,7 @@
 """What a run is trained on: windows of one text, or documents; the same face for both.
 
 name, facts                 for reports
+ends                        tokens that end a learned text or turn, for exported models
 order, contents             to compare with those of a checkpoint before a run resumes from it
 batches, held_out           this process's rows, as (tokens, ...) for the loss of a model
 prompt, show                for a sample
@@ -46,6 +47,8 @@ class Corpus(Protocol):
     def order(self) -> dict[str, Any]: ...
     @property
     def contents(self) -> dict[str, str]: ...
+    @property
+    def ends(self) -> list[int]: ...
     def outlook(self, steps: int) -> str: ...
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]: ...
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Any]: ...
@@ -99,6 +102,11 @@ class Text:
     def order(self) -> dict[str, Any]:
         own = {"corpus": self.name, "train_tokens": self.train.size}
         return {**own, "seq": self._seq, "seed": self._seed}
+
+    @property
+    def ends(self) -> list[int]:
+        """None: a window ends anywhere."""
+        return []
 
     @property
     def contents(self) -> dict[str, str]:

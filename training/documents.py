@@ -30,6 +30,7 @@ SAID = {"empty": "left out, with nothing to learn within a row"}
 HELD_OUT = 10  # every so many documents one
 TRIED = 100  # of what is held out, for one to begin a sample with
 LOOKED = 1000  # documents that are read before a run, to say what it will meet
+ENDS_LOOKED = 8  # documents of each source in which `ends` looks for end tokens
 AHEAD = 2  # batches that are made while the devices work
 
 
@@ -197,6 +198,21 @@ class Documents:
         """Checksums of the documents and of what makes tokens of them, by the flags."""
         data = " ".join(own.records.fingerprint for own in self._sources)
         return {"data": data, **self._tokenizer.fingerprints()}
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Tokens that end a text or a turn in the first documents of each source."""
+        found: dict[int, None] = {}
+        for source in self._sources:
+            for at in range(min(ENDS_LOOKED, len(source.records))):
+                try:
+                    ids, mask = self._tokenizer.document(source.records[at], self._loss_on)
+                except ValueError:  # refused, and counted, where it is trained on
+                    continue
+                end = self._tokenizer.end_of(ids, mask)
+                if end is not None:
+                    found[end] = None
+        return list(found)
 
     def outlook(self, steps: int) -> str:
         """Says how many documents a run of so many steps will cut or leave out, and how often it

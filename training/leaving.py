@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from training.plan import Plan
 from training.trainer import PyTree, Trainer
 from zero_jax import interchange
 from zero_jax.interchange import peft
-from zero_jax.interchange.exporter import check_free
+from zero_jax.interchange.exporter import check_free, copy_tokenizer, ends_of
 
 ADAPTER = "adapter"  # in the folder of the run
 
@@ -72,17 +73,37 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
         said.append(f"adapters, as PEFT reads them: {folder}")
         if config.hf is not None:
             said.append(f"a question of your own: python -m training.ask {trainer.out} '...'")
+            said += _other_ends(pathlib.Path(config.hf), plan.corpus.ends)
     if config.export is None:
         return said
     out = pathlib.Path(config.export)
     if lora is not None:
         assert config.hf is not None
-        peft.merge(config.hf, folder, out)
+        peft.merge(config.hf, folder, out, ends=plan.corpus.ends)
     else:
-        interchange.export(trainer.out / "checkpoints", out, like=config.hf)
+        last, ends = trainer.out / "checkpoints", plan.corpus.ends
+        interchange.export(last, out, like=config.hf, ends=ends)
+    if config.tokenizer is not None:
+        copy_tokenizer(pathlib.Path(config.tokenizer), out, replace=True)
     if plan.corpus.byte_level:
         byte_tokenizer.write(out)
         known = json.loads((out / "config.json").read_text())
         end = {"eos_token_id": byte_tokenizer.END[0], "bos_token_id": None}
         (out / "config.json").write_text(json.dumps(known | end, indent=2) + "\n")
     return [*said, f"the model, as transformers reads it: {out}"]
+
+
+def _other_ends(base: pathlib.Path, ends: Sequence[int]) -> list[str]:
+    """Says that adapters learned end tokens at which the base model does not stop.
+
+    A folder of PEFT has no config of generation: the base's is used.
+    """
+    former = ends_of(base)
+    if set(ends) <= set(former):
+        return []
+    every = [*dict.fromkeys([*ends, *former])]
+    return [
+        f"The adapters learned to end at token {', '.join(map(str, ends))}, and `eos_token_id` of "
+        f"{base} is {former or 'not set'}: generate with eos_token_id={every}, or give --export "
+        "DIR for a model with it"
+    ]

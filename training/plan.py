@@ -105,6 +105,7 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
         "trained": _trained(shapes, zero),
         "corpus": plan.corpus.name,
         **plan.corpus.facts,
+        "eos_token_id": plan.corpus.ends,
         "tokens_per_step": plan.config.batch * plan.config.seq,
         "jax": jax.__version__,
         "zero_jax": zero_jax.__version__,

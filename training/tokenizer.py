@@ -135,6 +135,21 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._own.decode(list(map(int, tokens))))
 
+    def end_of(self, ids: Ids, mask: Mask) -> int | None:
+        """Returns the special token that ends what is learned of a document; None if none does.
+
+        Spaces and line breaks that a template writes after it are skipped.
+        """
+        marks = self._special | {
+            number for number, token in self._own.added_tokens_decoder.items() if token.special
+        }
+        for token in map(int, ids[mask][::-1]):
+            if token in marks:
+                return token
+            if self.decode([token]).strip():
+                return None
+        return None
+
     def to_end(self, tokens: Sequence[int], start: int) -> Sequence[int]:
         """Returns the tokens up to the first that ends a text or a turn, from `start` on."""
         ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in self._special)

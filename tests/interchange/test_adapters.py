@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import zero_jax
 from zero_jax import interchange
 from zero_jax.adapters.lora import Lora
-from zero_jax.interchange import peft
+from zero_jax.interchange import exporter, peft
 from zero_jax.models import decoder, gpt, hf
 from zero_jax.plan.text_model import TextModel
 
@@ -156,12 +156,69 @@ def test_adapters_of_another_model_are_refused(config, adapter, tmp_path, tensor
         ({"use_dora": True}, "use_dora True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"use_rslora": True}, "use_rslora True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"lora_bias": True}, "lora_bias True"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+        ({"r": 0}, "r 0"),
+        ({"r": 3.5}, "r 3.5"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(adapter, tmp_path, more, message):
     made = changed(adapter[2], tmp_path, config=lambda known: known | more)
     with pytest.raises(ValueError, match=f"{message}.*nothing that can be loaded"):
         peft.adapter_config(made)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rows", "message"),
+    [
+        (6, lambda at: 3, "`r` is 6.* has 3"),
+        (3, lambda at: 2 if at == 0 else 3, "`r` is 3, and .* 1 of .* has 2"),
+    ],
+)
+def test_a_rank_that_is_not_that_of_the_config_is_refused(
+    config, adapter, tmp_path, rank, rows, message
+):
+    """alpha / r would be another scale; NumPy can't stack several ranks."""
+
+    def shorter(tensors):
+        pairs = sorted({name.partition(".lora_")[0] for name in tensors})
+        return {
+            name: (t[: rows(at)] if "_A" in name else t[:, : rows(at)]).copy()
+            for name, t in tensors.items()
+            for at in [pairs.index(name.partition(".lora_")[0])]
+        }
+
+    made = changed(adapter[2], tmp_path, shorter, lambda known: known | {"r": rank})
+    with pytest.raises(ValueError, match=message):
+        peft.load_adapter(made, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "wanted"),
+    [
+        ({"eos_token_id": 0}, {"eos_token_id": 0, "top_k": 2}, (7, [7, 0])),
+        ({"eos_token_id": [0, 1]}, {"eos_token_id": [0, 1]}, ([7, 0, 1], [7, 0, 1])),
+        ({"eos_token_id": 0, "pad_token_id": 3, "bos_token_id": 2}, None, (7, [7, 0])),
+        ({}, None, (7, None)),
+        ({"eos_token_id": 7}, {"eos_token_id": 7}, (7, 7)),
+    ],
+)
+def test_what_ends_a_learned_turn_is_where_generation_stops(tmp_path, config, generation, wanted):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    exporter.end_with(tmp_path, [7])
+    known = json.loads((tmp_path / "config.json").read_text())
+    assert known == {"model_type": "llama"} | config | {"eos_token_id": wanted[0]}
+    path = tmp_path / "generation_config.json"
+    made = json.loads(path.read_text()) if path.exists() else None
+    others = {name: own for name, own in config.items() if name != "eos_token_id"}
+    expected = others if generation is None else generation
+    assert made == (None if wanted[1] is None else expected | {"eos_token_id": wanted[1]})
 
 
 def test_what_is_no_adapter_or_in_use_is_refused(config, folder, adapter, tmp_path):

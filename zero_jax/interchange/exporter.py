@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,12 @@ MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
 PREFIXES = ("0/", "", "params/")
 _EMBEDDINGS = ("wte/embedding", "embed/embedding")
+GENERATION = "generation_config.json"
 # What else a folder of theirs has, besides config.json and the weights.
 _BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    "generation_config.json",
+    GENERATION,
 )
 
 
@@ -47,6 +48,7 @@ def export(
     heads: int | None = None,
     prefix: str | None = None,
     like: Path | None = None,
+    ends: Sequence[int] | None = None,
 ) -> list[pathlib.Path]:
     """Writes the parameters of a checkpoint as a model of Hugging Face's transformers.
 
@@ -60,6 +62,8 @@ def export(
       prefix: of the paths of parameters; by default "0/", none or "params/".
       like: a folder of the same model, the one it was loaded from say: its config.json says what
         no shape tells, and its tokenizer comes along.
+      ends: tokens that end a text or a turn, at which generation stops; by default the
+        "eos_token_id" in the config of the checkpoint, or else those of `like`.
 
     Returns:
       The files.
@@ -84,14 +88,69 @@ def export(
         (beside / "config.json").write_text(json.dumps(known, indent=2) + "\n")
         if origin is not None:
             copy_tokenizer(origin, beside)
+        end_with(beside, _noted_ends(manifest) if ends is None else ends)
     return sorted(target.iterdir())
 
 
-def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path) -> None:
-    """Copies what else a folder of theirs has."""
-    for name in _BESIDE:
+def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = False) -> None:
+    """Copies the tokenizer, the chat template and generation_config.json of a folder.
+
+    Args:
+      origin: folder to read.
+      out: folder of a model.
+      replace: removes the tokenizer that is there first, and keeps generation_config.json.
+    """
+    for name in _BESIDE[:-1] if replace else _BESIDE:
+        if replace:
+            (out / name).unlink(missing_ok=True)
         if (origin / name).is_file():
             shutil.copyfile(origin / name, out / name)
+
+
+def end_with(folder: pathlib.Path, ends: Sequence[int]) -> None:
+    """Sets `eos_token_id`, at which generation stops, in config.json and generation_config.json.
+
+    config.json gets the first of the tokens, or the list if it has a list. generation_config.json
+    gets all, and those that it had; one is made if more than one token ends a text. Tokens that
+    pad and begin a text stay. Without `ends` nothing changes.
+
+    Args:
+      folder: of a model.
+      ends: tokens that end what a run learned.
+    """
+    if not ends:
+        return
+    path, beside = folder / "config.json", folder / GENERATION
+    known, made = folder_config.read(folder), _generation(folder)
+    every = [*dict.fromkeys([*ends, *ends_of(folder)])]
+    is_list = isinstance(known.get("eos_token_id"), list)
+    known = known | {"eos_token_id": every if is_list else every[0]}
+    path.write_text(json.dumps(known, indent=2) + "\n")
+    if made or len(every) > 1:
+        names = ("bos_token_id", "pad_token_id")
+        others = {name: known[name] for name in names if known.get(name) is not None}
+        made = others | made | {"eos_token_id": every if len(every) > 1 else every[0]}
+        beside.write_text(json.dumps(made, indent=2) + "\n")
+
+
+def ends_of(folder: pathlib.Path) -> list[int]:
+    """Returns the tokens at which generation with a model's folder stops."""
+    known, made = folder_config.read(folder), _generation(folder)
+    ends = made.get("eos_token_id", known.get("eos_token_id"))
+    ends = ends if isinstance(ends, list) else [ends]
+    return [end for end in ends if isinstance(end, int)]
+
+
+def _generation(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / GENERATION
+    return folder_config.read_json(path, folder_config.MOST_CONFIG_BYTES) if path.exists() else {}
+
+
+def _noted_ends(manifest: Manifest) -> list[int]:
+    """The tokens that a run noted with its checkpoint."""
+    noted = manifest.config.get("eos_token_id") if isinstance(manifest.config, Mapping) else None
+    ends = noted if isinstance(noted, list) else []
+    return [end for end in ends if isinstance(end, int) and end >= 0]
 
 
 def check_free(out: pathlib.Path) -> None:

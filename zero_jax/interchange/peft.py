@@ -10,10 +10,11 @@ The format: https://github.com/huggingface/peft.
 
 import collections
 import json
+import math
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from zero_jax.interchange.exporter import (
     MAX_FILE_BYTES,
     check_free,
     copy_tokenizer,
+    end_with,
     few,
     made_whole,
 )
@@ -107,11 +109,18 @@ def adapter_config(folder: Path) -> Lora:
         "modules_to_save": bool(known.get("modules_to_save")),
         "rank_pattern": bool(known.get("rank_pattern")),
         "alpha_pattern": bool(known.get("alpha_pattern")),
+        "lora_bias": bool(known.get("lora_bias")),
+        "layer_replication": bool(known.get("layer_replication")),
+        "trainable_token_indices": bool(known.get("trainable_token_indices")),
+        "target_parameters": bool(known.get("target_parameters")),
+        "use_qalora": bool(known.get("use_qalora")),
+        "r": isinstance(rank, bool) or not isinstance(rank, int) or rank < 1,
+        "lora_alpha": not math.isfinite(alpha),
     }
     for name, here in odd.items():
         if here:
             raise ValueError(f"{path}: {name} {known[name]!r} is nothing that can be loaded here")
-    return Lora(int(rank), alpha)
+    return Lora(rank, alpha)
 
 
 def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndarray]]:
@@ -125,9 +134,11 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
       {"a": (L, in, r), "b": (L, r, out)} by the path of their matrix, fp32.
 
     Raises:
-      ValueError: they are adapters of another model, or stand beside some layers only.
+      ValueError: they are adapters of another model, stand beside some layers only, or have
+        another rank than their config.
     """
     found = _pairs(folder)
+    _check_ranks(found, adapter_config(folder).rank, folder)
     places = {
         p.name.removesuffix(_WEIGHT): p
         for p in hf.layout(config).places
@@ -160,8 +171,27 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
     return {path: _stacked(own) for path, own in stacks.items()}
 
 
+def _check_ranks(
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], rank: int, folder: Path
+) -> None:
+    """Raises ValueError if a pair has another rank than `r` of the config, which sets its scale."""
+    odd = [f"{name} has {a.shape[0]}" for name, (a, _) in pairs.items() if a.shape[0] != rank]
+    if odd:
+        raise ValueError(
+            f"{pathlib.Path(folder) / CONFIG}: `r` is {rank}, and in {FILE} {len(odd)} of "
+            f"{len(pairs)} adapters have another rank ({few(odd)}), so that `lora_alpha` / `r` "
+            "would be the wrong scale: give the config that was saved with these tensors; "
+            "adapters of several ranks can't be loaded"
+        )
+
+
 def merge(
-    folder: Path, adapter: Path, out: Path, *, max_file_bytes: float = MAX_FILE_BYTES
+    folder: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    max_file_bytes: float = MAX_FILE_BYTES,
+    ends: Sequence[int] = (),
 ) -> list[pathlib.Path]:
     """Writes a model with its adapters added, W + s·A·B, in the dtype of its files.
 
@@ -170,6 +200,7 @@ def merge(
       adapter: the adapters', of `save_adapter` or PEFT.
       out: folder to make; it appears once everything is in it.
       max_file_bytes: of tensors in one file.
+      ends: tokens that end a text or a turn, at which generation stops; by default the model's.
 
     Raises:
       ValueError: as `load_adapter`.
@@ -197,6 +228,7 @@ def merge(
         writer.finish()
         shutil.copyfile(pathlib.Path(folder) / "config.json", beside / "config.json")
         copy_tokenizer(pathlib.Path(folder), beside)
+        end_with(beside, ends)
     return sorted(target.iterdir())
 
 
