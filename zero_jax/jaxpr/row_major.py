@@ -45,7 +45,7 @@ def _within(body: jex.Jaxpr) -> jex.Jaxpr:
             before = equations.equation(_row_major, eqn.invars)
             result = jex.Var(eqn.outvars[0].aval)
             after = equations.equation(_row_major, [result])
-            alone = eqn.replace(invars=before.outvars, outvars=[result])
+            alone = eqn.replace(invars=list[equations.Atom](before.outvars), outvars=[result])
             eqns += [before, alone, after.replace(outvars=eqn.outvars)]
         elif any(map(_has_fft, jex.jaxprs_in_params(eqn.params))):
             eqns.append(eqn.replace(params={key: _param(x) for key, x in eqn.params.items()}))
