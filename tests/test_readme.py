@@ -53,7 +53,7 @@ def test_code_blocks_run(page, capsys):
         assert re.fullmatch(r"dropped [1-9]\d* of 4096\nas before True\n", printed)
     elif page == "docs/models.md":
         libraries = ("linen", "nnx", "equinox", "haiku", "keras", "plain", "masked")
-        libraries = (*libraries, "annotated")
+        libraries = (*libraries, "normalised", "by", "annotated")
         assert [line.split()[0] for line in printed.splitlines()] == list(libraries)
     elif page == "docs/does-not-fit.md":
         assert re.search(r"stage 3 remat \w+\n$", printed)
