@@ -110,9 +110,9 @@ class Zero(Settings):
             return made
 
         full = jax.eval_shape(fn, *args)
-        layout.check_leaves(full, self.mesh.size)
+        frozen = paths.frozen_leaves(full, self.frozen if jax.tree.leaves(full) else None)
+        layout.check_leaves(full, self.mesh.size, frozen)
         cuts = self.splits(full)
-        frozen = paths.frozen_leaves(full, self.frozen)
 
         def born(*args: Any) -> PyTree:
             leaves, treedef = jax.tree.flatten(fn(*args))

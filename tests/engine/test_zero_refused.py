@@ -202,3 +202,54 @@ def test_a_foreign_optimizer_state_is_refused():
     grads = zero.value_and_grad(loss)(params, X)[1]
     with pytest.raises(ValueError, match=r"tx = zero\.optimizer\(tx\)"):
         zero.optimizer(tx).update(grads, tx.init(make()), params)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way_out"),
+    [("float8_e4m3fn", "`frozen`='w'"), ("complex64", "two float32 arrays")],
+)
+def test_a_trained_parameter_that_is_no_fp32_master_names_its_leaf(dtype, way_out):
+    def make():
+        return {"w": jnp.ones((8, 4), dtype), "b": jnp.zeros(4)}
+
+    for at in (zero_on(stage=0), zero_on(stage=3)):
+        with pytest.raises(ValueError, match=f"parameter 'w' has dtype {dtype}.*{way_out}"):
+            at.init(make)
+        with pytest.raises(ValueError, match=f"parameter 'w' has dtype {dtype}.*{way_out}"):
+            at.shard(make())
+
+
+def test_a_frozen_parameter_in_fp8_is_kept():
+    params = zero_on(frozen="w").shard({"w": jnp.ones((8, 4), "float8_e4m3fn"), "b": jnp.zeros(4)})
+    assert params["w"].dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_masters_that_were_cast_to_fewer_bits_are_not_trained(dtype):
+    """An update smaller than half a unit of bf16 would be lost, step after step."""
+    zero, frozen = zero_on(), zero_on(frozen="b")
+    cast = jax.tree.map(lambda x: x.astype(dtype), zero.init(make))
+    with pytest.raises(ValueError, match=r"`params`: 'b' has dtype .*float16.*zero\.init"):
+        zero.value_and_grad(loss)(cast, X)
+    with pytest.raises(ValueError, match="`params`: 'w' has dtype .*float16"):
+        tx = frozen.optimizer(optax.adam(1e-3))
+        frozen.train_step(loss, tx)(cast, tx.init(cast), X)
+    assert jnp.isfinite(zero.evaluate(loss)(cast, X)[0])
+
+
+def test_without_jit_the_setting_is_named():
+    with jax.disable_jit(), pytest.raises(ValueError, match=r"jax\.disable_jit\(\) is in force"):
+        zero_on(stage=3).init(lambda: {"w": jnp.ones((8, 4))})
+
+
+def test_optax_runs_under_strict_promotion():
+    """optax.adam promotes by itself, and raises there on its own."""
+    wanted = zero_on().init(make)
+    with jax.numpy_dtype_promotion("strict"):
+        zero = zero_on()
+        tx = zero.optimizer(optax.adam(0.1))
+        params = zero.init(make)
+        params = zero.train_step(loss, tx)(params, tx.init(params), X)[0]
+    # Adam's first step is the learning rate, in the direction of the gradient's sign.
+    moved = jnp.abs(zero.full(params)["w"] - zero.full(wanted)["w"])
+    np.testing.assert_allclose(moved, 0.1, rtol=1e-3)

@@ -50,6 +50,7 @@ class GlobalLoss:
         self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], scale: jax.Array | float = 1.0
     ) -> Result:
         """The loss and its gradients, computed at this loss scale and divided by it."""
+        _check_masters(params, paths.frozen_leaves(params, self.settings.frozen))
         return self._run(params, batch, extras, scale)
 
     def read(
@@ -135,6 +136,17 @@ def _without_gradient(traced: Traced) -> ValueError:
         f"Python numbers) reads {names}, and JAX has no gradient of it. Use lax.scan or a fixed "
         "number of turns, wrap what it reads in jax.lax.stop_gradient, or freeze those leaves"
     )
+
+
+def _check_masters(params: PyTree, frozen: list[bool]) -> None:
+    """Raises for a trained parameter of fewer bits: small updates would be rounded away."""
+    for (name, leaf), still in zip(paths.named_leaves(params), frozen, strict=True):
+        if not still and leaf.dtype != jnp.float32:
+            raise ValueError(
+                f"`params`: {name!r} has dtype {leaf.dtype}, but trained parameters are fp32 "
+                "masters, which zero.init and zero.shard make of any. Give those, and compute in "
+                'fewer bits with Zero(mesh, precision="bf16")'
+            )
 
 
 def _check_params(params: PyTree, cuts: list[Split]) -> None:

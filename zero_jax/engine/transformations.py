@@ -62,10 +62,16 @@ def without_frozen(
     def pick(tree: PyTree) -> Any:
         return masked if any(paths.frozen_leaves(tree, frozen)) else tx
 
+    def init(params: PyTree) -> PyTree:
+        # optax itself promotes: under JAX_NUMPY_DTYPE_PROMOTION=strict optax.adam raises.
+        with jax.numpy_dtype_promotion("standard"):
+            return pick(params).init(params)
+
     def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         own = optax.with_extra_args_support(pick(grads))
         try:
-            return own.update(grads, state, params, **extra)
+            with jax.numpy_dtype_promotion("standard"):
+                return own.update(grads, state, params, **extra)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             given = ", ".join(["gradients", "state", "parameters", *extra])
             raise CannotUpdate(
@@ -79,5 +85,5 @@ def without_frozen(
             ) from error
 
     # Without frozen leaves the state is exactly that of the user's own transformation.
-    own = optax.GradientTransformationExtraArgs(lambda params: pick(params).init(params), update)
+    own = optax.GradientTransformationExtraArgs(init, update)
     return with_one_structure(own)

@@ -112,6 +112,12 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
     for (name, leaf), cut in zip(paths.named_leaves(tree), splits, strict=True):
         for piece in leaf.addressable_shards:
             if piece.data.shape != cut.device_shape:
+                if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+                    raise ValueError(
+                        f"{name} can't be sharded while jax.disable_jit() is in force: `jit` is "
+                        "what places shards. Remove it (the setting is jax_disable_jit), or use "
+                        "stage=0; jax.debug.print shows values within a loss"
+                    )
                 devices = cut.shards * cut.parts * cut.model_shards
                 raise ValueError(
                     f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
@@ -149,12 +155,12 @@ def check_arrays(tree: PyTree) -> None:
             )
 
 
-def check_leaves(tree: PyTree, devices: int) -> None:
+def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
     """Raises ValueError for a tree that is empty, or a leaf that can't be a parameter on them."""
     leaves = paths.named_leaves(tree)
     if not leaves:
         raise ValueError("the parameters hold no arrays: return a tree of arrays")
-    for name, leaf in leaves:
+    for (name, leaf), still in zip(leaves, frozen, strict=True):
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
             raise ValueError(
                 f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
@@ -167,7 +173,18 @@ def check_leaves(tree: PyTree, devices: int) -> None:
                 f"{CRASHES_ON_EMPTY} crashes on arrays without elements on several "
                 "devices: take another jaxlib, or leave such leaves out"
             )
-        if leaf.dtype in (jnp.float64, jnp.complex64, jnp.complex128):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are real: hold its "
+                "real and its imaginary part as two float32 arrays, and let the loss join them "
+                "(jax.lax.complex)"
+            )
+        if leaf.dtype == jnp.float64:
             raise ValueError(
                 f"parameter {name!r} has dtype {leaf.dtype}, but masters are fp32: make it float32"
+            )
+        if not still and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 2:
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}, but trained parameters are fp32 "
+                f"masters: make it float32, x.astype(jnp.float32), or freeze it: `frozen`={name!r}"
             )

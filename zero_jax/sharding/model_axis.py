@@ -80,6 +80,13 @@ class ModelAxis:
     def check_split(self, dims: Sequence[int | None]) -> None:
         """Raises ValueError if a model axis splits no leaf at all."""
         if self.size > 1 and dims and all(dim is None for dim in dims):
+            if self.specs is not None:
+                given = {pattern: spec for pattern, spec in self.specs}
+                raise ValueError(
+                    f"the mesh has a model axis of {self.size}, but `model_specs`={given} split no "
+                    f"parameter over it: let one name {MODEL!r} for a dim of a matrix (dims with "
+                    "few elements are sharded over data instead), or make the mesh with model=1"
+                )
             raise ValueError(
                 f"the mesh has a model axis of {self.size}, but no parameter is split over it, so "
                 "each would be held and worked on that many times: give model_specs={'pattern of "
