@@ -103,7 +103,9 @@ def _cross_entropy_fwd(
     def body(dembed: list[jax.Array], chunk: Any) -> tuple[list[jax.Array], Any]:
         x_KxD, labels_K, weights_K = chunk
         losses_K, logp_KxV, hit_KxV = _token_losses(x_KxD, embed_VxD, labels_K)
-        dlogits_KxV = (jnp.exp(logp_KxV) - hit_KxV) * (weights_K * scale)[:, None]
+        dlogits_KxV = (jnp.exp(logp_KxV) - hit_KxV.astype(logp_KxV.dtype)) * (weights_K * scale)[
+            :, None
+        ]
         dlogits_KxV = dlogits_KxV.astype(dtype)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dx_KxD = dot("kv,vd->kd", dlogits_KxV, embed_VxD)

@@ -210,7 +210,7 @@ class Run:
         trainer, config = self.trainer, self.trainer.plan.config
         speed = Speed(config.batch * config.seq)
         # All at once: to ask the device in every step would wait for that step.
-        rates = np.asarray(optimizers.rate(config)(jnp.arange(config.steps + 1)))
+        rates = np.asarray(optimizers.rate(config)(jnp.arange(config.steps + 1, dtype=jnp.float32)))
         params, opt_state = states
         self._place = self.saver.place
         rows = trainer.batches(self._place)

@@ -26,7 +26,8 @@ def refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None
         return tx.update(params, tx.init(params), params)[0]
 
     try:
-        updates = jax.eval_shape(update, params)
+        with jax.numpy_dtype_promotion("standard"):
+            updates = jax.eval_shape(update, params)
     except Exception:  # wants more than gradients: checked when it is used
         return
     check_updates(params, updates)
