@@ -182,3 +182,11 @@ def test_a_label_that_is_no_token_makes_the_loss_and_its_gradient_nan(label):
     value, grad = jax.value_and_grad(loss)(x)
     assert jnp.isnan(value) and jnp.isnan(loss(x)) and jnp.isnan(grad[4]).all()
     assert jnp.isfinite(grad[:4]).all()
+
+
+def test_it_promotes_nothing_by_itself():
+    args = batch()
+    wanted = chunked_value_and_grad(*args, 8)
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.jit(jax.value_and_grad(chunked_sum, ARGNUMS), static_argnums=4)(*args, 8)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
