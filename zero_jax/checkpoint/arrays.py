@@ -7,9 +7,11 @@ or altered is an error when it is read, never zeros.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ import tensorstore as ts
 from zero_jax.checkpoint.checksum import words
 
 CHUNK_BYTES = 64 * 2**20
+CRC_BYTES = 4
 # Names of dtypes that zarr knows; others are stored as unsigned integers of the same bits.
 _KNOWN = {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
@@ -55,6 +58,19 @@ def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tu
     return tuple(chunk)
 
 
+def regular_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Returns the bytes of a file; does not wait for a writer where a pipe took its place.
+
+    Raises:
+      Damaged: it is a pipe, a device, a socket or a folder.
+      OSError: it can't be opened.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise Damaged(f"{path} is not a regular file")
+    with open(path, "rb") as file:
+        return file.read()
+
+
 class Array:
     """An array on the disk.
 
@@ -67,6 +83,7 @@ class Array:
 
     def __init__(self, folder: str, shape: Sequence[int], dtype: str, chunk: Sequence[int]):
         self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
+        self._chunk = tuple(chunk)
         self._folder = os.path.realpath(folder)  # TensorStore takes no ".."
         self._stored = dtype if dtype in _KNOWN else f"uint{8 * self.dtype.itemsize}"
         grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
@@ -115,11 +132,30 @@ class Array:
         shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
         if 0 in shape:
             return np.zeros(shape, self.dtype)
+        self._check_files(starts, stops)
         try:
             value = self._open()[_box(starts, shape)].read().result()
         except ValueError as error:  # what TensorStore raises for all of this
             raise Damaged(f"{self._folder}: {str(error).partition(' [')[0]}") from error
         return np.asarray(value).view(self.dtype)
+
+    def _check_files(self, starts: Sequence[int], stops: Sequence[int]) -> None:
+        """Raises Damaged if a chunk is missing, a pipe, or larger than it can be.
+
+        TensorStore waits for a pipe's writer without end, and reads a file of any size.
+        """
+        largest = math.prod(self._chunk) * self.dtype.itemsize + CRC_BYTES
+        bounds = zip(starts, stops, self._chunk, strict=True)
+        for at in itertools.product(*(range(a // n, -(-b // n)) for a, b, n in bounds)):
+            path = "/".join([self._folder, "c", *map(str, at)])
+            try:
+                found = os.stat(path)
+            except OSError as error:
+                raise Damaged(f"{path} can't be read: {error.strerror}") from error
+            if not stat.S_ISREG(found.st_mode):
+                raise Damaged(f"{path} is not a regular file")
+            if found.st_size > largest:
+                raise Damaged(f"{path} has {found.st_size:,} bytes, and its chunk {largest:,}")
 
     def _open(self) -> Any:
         # Zeros are written as any other number, so that a missing chunk is always an error.

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.arrays import Damaged
+from zero_jax.checkpoint.arrays import CRC_BYTES, Damaged, regular_bytes
 from zero_jax.checkpoint.checkpoints import ITEM
 from zero_jax.checkpoint.checksum import MODULUS, checksum
 from zero_jax.checkpoint.manifest import Entry, Manifest
 from zero_jax.checkpoint.retention import AFTER, is_step
 from zero_jax.checkpoint.writer import SEAL, check_seal
 
-_CRC_BYTES = 4
+MANY = 10_000  # chunks of an array, beyond which files are counted before each is looked at
 _TIMES = "_CHECKPOINT_METADATA"  # of Orbax
 
 
@@ -148,6 +148,8 @@ def read_checked(
     Raises:
       Damaged: it is not as it was written.
     """
+    if few := _too_few_files(folder, entry):
+        raise Damaged(f"{name}: {few}")
     array, total = entry.array(folder), 0
     for chunk in chunks(entry):
         try:
@@ -161,8 +163,24 @@ def read_checked(
         raise Damaged(f"{name}: its checksum differs ({folder / entry.folder})")
 
 
+def _too_few_files(folder: pathlib.Path, entry: Entry) -> str:
+    """Says that there are fewer files than chunks; empty if not, or if there are few chunks.
+
+    To list the chunks of a forged shape would take all memory.
+    """
+    count = math.prod(-(-n // part) for n, part in zip(entry.shape, entry.chunk, strict=True))
+    if count <= MANY:
+        return ""
+    own = folder / entry.folder
+    there = sum(path.is_file() for path in (own / "c").rglob("*"))
+    return f"{own} has {there:,} files of {count:,} chunks" if there < count else ""
+
+
 def _sizes(folder: pathlib.Path, name: str, entry: Entry) -> Iterator[str]:
-    wanted = math.prod(entry.chunk) * jnp.dtype(entry.stored).itemsize + _CRC_BYTES
+    wanted = math.prod(entry.chunk) * jnp.dtype(entry.stored).itemsize + CRC_BYTES
+    if few := _too_few_files(folder / ITEM, entry):
+        yield f"{name}: {few}"
+        return
     for chunk in chunks(entry):
         path = folder / ITEM / entry.folder / chunk.path
         found = path.stat().st_size if path.is_file() else None
@@ -173,6 +191,6 @@ def _sizes(folder: pathlib.Path, name: str, entry: Entry) -> Iterator[str]:
 
 def _finished(folder: pathlib.Path) -> float | None:
     try:
-        return float(json.loads((folder / _TIMES).read_bytes())["commit_timestamp_nsecs"]) / 1e9
+        return float(json.loads(regular_bytes(folder / _TIMES))["commit_timestamp_nsecs"]) / 1e9
     except (OSError, ValueError, KeyError, TypeError):
         return None

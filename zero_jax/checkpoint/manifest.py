@@ -7,14 +7,18 @@ that wrote it, and nothing in it is ever executed.
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint.arrays import Array, Damaged
+import jax.numpy as jnp
+
+from zero_jax.checkpoint.arrays import Array, Damaged, regular_bytes
 
 FORMAT = 1
 NAME = "manifest.json"
+MOST_BYTES = 2**60  # of one array; 1 EiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,28 +79,81 @@ class Manifest:
         """
         path = folder / NAME
         try:
-            data = path.read_bytes()
+            data = regular_bytes(path)
         except FileNotFoundError as error:
             raise ValueError(f"{folder} is no checkpoint of zero_jax: it has no {NAME}") from error
         text, _, digest = data.decode("utf-8", "replace").rstrip("\n").rpartition("\n")
         if digest != _digest(text) or not data.endswith(b"\n"):
             raise Damaged(f"{path} is damaged: its checksum does not match")
-        known = json.loads(text)
-        if known.pop("format") > FORMAT:
-            raise ValueError(
-                f"{path} was written by a later zero_jax ({known['versions'].get('zero_jax')}): "
-                "install that or a later one"
-            )
-        arrays = {name: _entry(entry, path) for name, entry in known.pop("arrays").items()}
-        return cls(arrays=arrays, **known)
+        try:
+            known = json.loads(text)
+            if known.pop("format") > FORMAT:
+                raise _Later(
+                    f"{path} was written by a later zero_jax "
+                    f"({known['versions'].get('zero_jax')}): install that or a later one"
+                )
+            arrays = {name: _entry(entry) for name, entry in known.pop("arrays").items()}
+            manifest = cls(arrays=arrays, **known)
+            _check(manifest)
+        except _Later:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise Damaged(
+                f"{path} is damaged or forged: {type(error).__name__}, {error}"
+            ) from error
+        return manifest
 
 
-def _entry(known: dict[str, Any], path: pathlib.Path) -> Entry:
+class _Later(ValueError):
+    """A later version wrote it."""
+
+
+def _entry(known: dict[str, Any]) -> Entry:
     folder = pathlib.PurePosixPath(str(known["folder"]))
     if folder.is_absolute() or ".." in folder.parts:
-        raise Damaged(f"{path} names the folder {str(folder)!r}, which is outside the checkpoint")
+        raise ValueError(f"it names the folder {str(folder)!r}, which is outside the checkpoint")
     lists = {name: tuple(known[name]) for name in ("shape", "chunk")}
-    return Entry(**{**known, **lists})
+    return Entry(**{**known, **lists, "folder": str(folder)})
+
+
+def _check(manifest: Manifest) -> None:
+    """Raises ValueError if a manifest describes what no save writes.
+
+    Its SHA-256 tells damage only: whoever edits the file can compute it anew.
+    """
+    if not _is_count(manifest.step, 0):
+        raise ValueError(f"step {manifest.step!r} is no number of a step")
+    if not isinstance(manifest.versions, Mapping):
+        raise ValueError(f"versions {manifest.versions!r:.80} are no object")
+    owners: dict[str, str] = {}
+    for name, entry in manifest.arrays.items():
+        path = pathlib.PurePosixPath(entry.folder)
+        if len(path.parts) != 2 or path.parts[0] != "arrays":
+            raise ValueError(f"{name} has the folder {entry.folder!r}, not arrays/NUMBER")
+        if entry.folder in owners:
+            raise ValueError(f"{name} and {owners[entry.folder]} have their chunks in one folder")
+        owners[entry.folder] = name
+        _check_entry(name, entry)
+
+
+def _check_entry(name: str, entry: Entry) -> None:
+    if not all(_is_count(n, 0) for n in entry.shape):
+        raise ValueError(f"{name} has the shape {entry.shape}")
+    if len(entry.chunk) != len(entry.shape) or not all(_is_count(n, 1) for n in entry.chunk):
+        raise ValueError(f"{name} has chunks of {entry.chunk} in the shape {entry.shape}")
+    if any(part > max(1, n) for part, n in zip(entry.chunk, entry.shape, strict=True)):
+        raise ValueError(f"{name} has chunks of {entry.chunk}, beyond its shape {entry.shape}")
+    wanted = "uint32" if str(entry.dtype).startswith("key<") else entry.dtype
+    if entry.stored != wanted:
+        raise ValueError(f"{name} is {entry.dtype}, and stored as {entry.stored}")
+    if math.prod(entry.shape) * jnp.dtype(entry.stored).itemsize > MOST_BYTES:
+        raise ValueError(f"{name} has the shape {entry.shape}, which no disk holds")
+    if not _is_count(entry.checksum, 0):
+        raise ValueError(f"{name} has the checksum {entry.checksum!r}")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _digest(text: str) -> str:

@@ -18,7 +18,7 @@ from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from zero_jax._version import __version__
-from zero_jax.checkpoint.arrays import Damaged, chunk_shape
+from zero_jax.checkpoint.arrays import Damaged, chunk_shape, regular_bytes
 from zero_jax.checkpoint.checksum import MODULUS, checksum
 from zero_jax.checkpoint.leaves import Leaf, Piece
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
@@ -171,9 +171,9 @@ def check_seal(folder: pathlib.Path) -> None:
     if not (folder / SEAL).exists():
         return
     try:
-        sums = json.loads((folder / SEAL).read_bytes())
+        sums = dict(json.loads(regular_bytes(folder / SEAL)))
         found = {name: _sha256(folder / name) for name in _others(folder)}
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise Damaged(f"{folder / SEAL} is damaged: {error}") from error
     for name in sorted({*sums, *found}):
         if sums.get(name) != found.get(name):
