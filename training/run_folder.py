@@ -19,6 +19,13 @@ Points = list[tuple[int, float]]
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
 COMPILED, CHECKPOINTS = "compiled.json", "checkpoints"
 
+# Kinds of the entries that are computed with; all others are shown as they are.
+_CONFIG_KINDS = {"steps": int, "tokens_per_step": int, "psi": int}
+_EVENT_KINDS = {
+    **{"step": int, "levels": dict, "devices": dict, "versions": dict, "predicted": dict},
+    **{"stages": list, "stage": int, "time": str},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
@@ -84,10 +91,12 @@ def read(path: str | Path) -> RunFolder:
         )
     steps, evaluations = read_metrics(path / METRICS)
     events = read_lines(path / EVENTS)
+    for event in events:
+        _check_kinds(event, _EVENT_KINDS, path / EVENTS)
     numbered = ((int(p.suffixes[0][1:]), p) for p in path.glob("config.*.json") if _numbered(p))
     return RunFolder(
         path=path,
-        config=_object(path / CONFIG),
+        config=_check_kinds(_object(path / CONFIG), _CONFIG_KINDS, path / CONFIG),
         earlier=[_object(p) for _, p in sorted(numbered)],
         steps=steps,
         evaluations=evaluations,
@@ -126,7 +135,7 @@ def read_lines(path: Path) -> list[Line]:
     for count, text in enumerate(texts, 1):
         try:
             line = json.loads(text) if text.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if count == len(texts):  # no line break follows: it was being written
                 break
             raise ValueError(f"{path}, line {count}, is not JSON: {error}") from error
@@ -150,9 +159,26 @@ def number(value: Any) -> float:
 def when(event: Line) -> datetime | None:
     """The time of an event; None if it has none."""
     try:
-        return datetime.fromisoformat(str(event.get("time")))
+        time = datetime.fromisoformat(str(event.get("time")))
+        return time if time.tzinfo else time.replace(tzinfo=UTC)
     except ValueError:
         return None
+
+
+def _check_kinds(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
+    """Returns an object of a file if the settings that the page computes with are of their kinds.
+
+    Raises:
+        ValueError: One is not: the file was edited, or is damaged.
+    """
+    for name, kind in kinds.items():
+        value = line.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise ValueError(
+                f"{path}: `{name}` is {json.dumps(value)[:80]}, and must be of type "
+                f"{kind.__name__}: correct it, or remove it"
+            )
+    return line
 
 
 def _object(path: Path) -> Line:
@@ -160,9 +186,11 @@ def _object(path: Path) -> Line:
         return {}
     try:
         known = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    return known if isinstance(known, dict) else {}
+    if not isinstance(known, dict):
+        raise ValueError(f"{path} is not a JSON object: {json.dumps(known)[:80]}")
+    return known
 
 
 def _numbered(path: Path) -> bool:

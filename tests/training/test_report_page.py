@@ -430,3 +430,32 @@ def test_a_step_is_not_compiled_for_other_devices_nor_without_a_plan(folder, cap
     monkeypatch.setattr(training.main, "join", lambda config: None)
     assert report_page.main(["run", "--compile"]) == 2
     assert "ran on 16 devices, and here are 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", {"steps": "many"}, "`steps`"),
+        ("config.json", {"psi": [1]}, "`psi`"),
+        ("config.json", {"tokens_per_step": True}, "`tokens_per_step`"),
+        ("config.json", [1], "not a JSON object"),
+        ("events.jsonl", {"event": "checkpoint", "step": [4]}, "`step`"),
+        ("events.jsonl", {"event": "start", "devices": 8}, "`devices`"),
+        ("events.jsonl", {"event": "start", "levels": [1]}, "`levels`"),
+        ("events.jsonl", {"event": "start", "versions": "x"}, "`versions`"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_with_its_setting(tmp_path, capsys, name, content, said):
+    whole_run(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content) + "\n")
+    assert report_page.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert name in error and said in error
+
+
+def test_times_without_a_zone_are_of_utc(tmp_path):
+    whole_run(tmp_path)
+    path = tmp_path / "events.jsonl"
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([first.replace("+00:00", ""), *others]) + "\n")
+    assert report_page.main([str(tmp_path)]) == 0
