@@ -363,3 +363,25 @@ def test_text_among_documents_is_refused_by_name(tmp_path, monkeypatch):
     for data in ("a.jsonl=1,b.txt=1", "b.txt=1,a.jsonl=1"):
         with pytest.raises(ValueError, match=r"--data .*: b\.txt is text"):
             load(Config(data=data), None, 16)
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "wanted"),
+    [
+        (None, chat("a", "b"), [252]),
+        (
+            "{% for m in messages %}<|user|>{{ m.content }}<|tool|>\n{% endfor %}",
+            chat("a", "b"),
+            [251],
+        ),
+        ("{% for m in messages %}<|user|>{{ m.content }}\n{% endfor %}", chat("a", "b"), []),
+        (None, {"text": "a"}, [252]),
+        (None, {"prompt": "a", "completion": "b"}, [252]),
+    ],
+)
+def test_the_token_that_ends_what_is_learned_is_found(folder, tmp_path, template, record, wanted):
+    own = with_template(folder, tmp_path, template or byte_tokenizer.TEMPLATE)
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps(record) + "\n") * 4)
+    found = Documents([Source(Records(path), 1.0)], own, seq=16, batch=2, seed=0)
+    assert found.ends == wanted

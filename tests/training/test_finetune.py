@@ -290,3 +290,22 @@ def test_a_broken_line_is_refused_with_its_file_and_number(made, tmp_path, capsy
     broken.write_text(json.dumps(chat(1)) + '\n{"messages": [{"role": "bot", "content": ""}]}\n')
     assert main([*SMALL, "--hf", str(made / "small"), "--data", str(broken)]) == 2
     assert f"{broken}, line 2: role 'bot' is none of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", "2"]])
+def test_an_exported_model_stops_where_the_run_learned_to_end(made, tune, capsys, lora):
+    """As base models whose tokenizer ends turns with another token than their config says."""
+    shutil.copytree(made / "small", "base")
+    for name in ("config.json", "generation_config.json"):
+        known = (
+            json.loads((made / "small" / "config.json").read_text()) if "gen" not in name else {}
+        )
+        Path("base", name).write_text(json.dumps(known | {"eos_token_id": 0, "bos_token_id": 1}))
+    capsys.readouterr()
+    assert tune("--hf", "base", "--steps", "1", "--out", "out", "--export", "tuned", *lora) == 0
+    end = byte_tokenizer.END[0]
+    assert json.loads(Path("tuned/config.json").read_text())["eos_token_id"] == end
+    generation = json.loads(Path("tuned/generation_config.json").read_text())
+    assert generation == {"eos_token_id": [end, 0], "bos_token_id": 1}
+    said = f"generate with eos_token_id=[{end}, 0]" in capsys.readouterr().out
+    assert said == bool(lora)
