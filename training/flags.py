@@ -43,7 +43,7 @@ class Data:
     """A text file, a folder of text files, token ids in a .bin (uint16), .u32.bin (uint32) or .npy
     file, or documents in .jsonl, .parquet, .csv, .tsv or .arrow, also compressed: texts,
     conversations, prompts with completions; of several sources chat.jsonl=3,more.parquet=1. English
-    text that comes with Python unless given. The last tenth is held out. Files must stay as they
+    text that comes with Python by default. The last tenth is held out. Files must stay as they
     are until the run ends."""
     seq: int = 64
     """Tokens of a sequence; short ones teach a small model most in a short time."""

@@ -56,7 +56,7 @@ def openssl(folder, *words):
 
 
 def authority(folder, name="ca"):
-    """A certificate authority of one's own."""
+    """Makes a certificate authority."""
     subject = ["-subj", f"/CN={name}", "-days", "2", "-nodes", "-newkey", "rsa:2048", "-x509"]
     openssl(folder, "req", *subject, "-keyout", f"{name}.key", "-out", f"{name}.pem")
 

@@ -204,7 +204,7 @@ def test_what_is_sent_as_integers_has_derivatives(stage):
 
 
 def test_through_a_step():
-    """What an extra argument changes in the parameters after a step."""
+    """Returns the parameters after a step as a function of an extra argument."""
     zero = zero_jax.Zero(zero_jax.make_mesh(N, devices=jax.devices()[:N]), 3)
     tx = zero.optimizer(optax.sgd(0.1))
     step = zero.train_step(functools.partial(mean, scanned), tx).function

@@ -1,4 +1,4 @@
-"""What is said of losses that sum rows, or compare them with those of one device."""
+"""Errors and warnings about losses that sum rows, or use statistics of one device's rows."""
 
 import warnings
 

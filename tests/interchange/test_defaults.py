@@ -4,10 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+import transformers
 
 from zero_jax.models import hf, hf_defaults
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {"num_hidden_layers": 7, "hidden_size": 128, "num_attention_heads": 64}
 SIZES |= {"intermediate_size": 96, "vocab_size": 99, "max_position_embeddings": 512}

@@ -104,7 +104,7 @@ def test_trl_learns_the_line_break_before_an_answer_of_qwen2_5_too(tmp_path):
 
 
 def subword_conversations():
-    """Of one to four turns: equal ones, with spaces around the text, of several lines."""
+    """Conversations of one to four turns: equal ones, with outer spaces, of several lines."""
     rng = np.random.default_rng(1)
 
     def text(count):

@@ -384,7 +384,7 @@ def proven_steps():
 
 
 def test_the_stage_with_the_least_estimate_has_the_shortest_compiled_step():
-    """Of the programs in docs/proof.json that fit in an H100; within 1 % two are as short."""
+    """Compares the programs in docs/proof.json that fit in an H100; up to 2 % count as equal."""
     compared = 0
     for name, stages in proven_steps().items():
         fitting = {s: known for s, known in stages.items() if known[2] < 0.92 * 84.9e9 and s > 1}

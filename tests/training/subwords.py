@@ -88,7 +88,7 @@ def unmarked(template):
 
 
 def _template(user, answer, prompt="", *, first="", system=None, other="", last=""):
-    """Of a format's parts, each an expression of Jinja in which m is the message."""
+    """A format's parts, each an expression of Jinja in which m is the message."""
     known = {"'system'": system or user, "'user'": user, "'tool'": other or user}
     cases = "".join(
         f"{{% {'el' if at else ''}if m.role == {role} %}}{{{{ {text} }}}}"

@@ -232,7 +232,7 @@ def test_a_call_without_text_is_found_where_the_template_writes_it_otherwise(tmp
 
 
 def test_the_template_in_use_decides_how_answers_are_found(tmp_path):
-    """Of several named ones: the default, and "tool_use" where a conversation has tools."""
+    """Several named templates: the default, and "tool_use" where a conversation has tools."""
     plain = subwords.unmarked(QWEN)
     for number, (default, tool_use) in enumerate([(plain, QWEN), (QWEN, plain)]):
         named = {"default": default, "tool_use": tool_use}
@@ -276,7 +276,7 @@ def test_all_tokens_can_not_leave_out_a_users_message(tmp_path):
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("first", ["", "yes"])
 def test_an_empty_answer_costs_no_other_its_own(first, marked, tmp_path):
-    """Whether the template writes an empty answer or leaves it out."""
+    """Covers templates that write an empty answer and that leave it out."""
     for number, template in enumerate(
         (CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen"), _skipping(CHATML))
     ):

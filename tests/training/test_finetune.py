@@ -294,7 +294,7 @@ def test_a_broken_line_is_refused_with_its_file_and_number(made, tmp_path, capsy
 
 @pytest.mark.parametrize("lora", [[], ["--lora", "2"]])
 def test_an_exported_model_stops_where_the_run_learned_to_end(made, tune, capsys, lora):
-    """As base models whose tokenizer ends turns with another token than their config says."""
+    """Base models end texts with one token, and their tokenizer ends turns with another."""
     shutil.copytree(made / "small", "base")
     for name in ("config.json", "generation_config.json"):
         known = (

@@ -95,7 +95,7 @@ def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
 
 
 def records(path):
-    """Of a TFRecord file: length, checksum of it, data, checksum of them."""
+    """Reads the records of a TFRecord file: length, its checksum, data, their checksum."""
     content, at = path.read_bytes(), 0
     while at < len(content):
         (length,) = struct.unpack_from("<Q", content, at)

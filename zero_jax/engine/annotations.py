@@ -170,7 +170,7 @@ def _kept(sharding: Any, mesh: AnyMesh) -> Sharding | None:
 
 
 def _is_place(device: Any) -> bool:
-    """Whether it names devices alone, and not a memory other than theirs."""
+    """Returns whether it names devices alone, and not a memory other than theirs."""
     if isinstance(device, Sharding):
         return device.memory_kind in (None, "device")
     return isinstance(device, jax.Device)

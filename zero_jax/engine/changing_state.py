@@ -168,8 +168,10 @@ def _same(
     params: int,
     sources: tuple[int | None, ...],
 ) -> bool:
-    """Whether two updates compute the same: of gradients, states and parameters, where sources
-    say which leaf of the first state is which of the second."""
+    """Returns whether two updates compute the same.
+
+    Both are functions of gradients, states and parameters; `sources` has, for each leaf of the
+    second state, that of the first."""
     shared = [at for at, to in enumerate(sources) if to is not None]
     orders = shared, [at for at in sources if at is not None]
     texts, consts = [], []

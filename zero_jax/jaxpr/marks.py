@@ -78,11 +78,11 @@ class Facts(Generic[T]):
         raise NotImplementedError
 
     def sliced(self, fact: T) -> T:
-        """Of a slice along dim 0, given that of the stack."""
+        """Returns the fact of a slice along dim 0, given that of the stack."""
         raise NotImplementedError
 
     def stacked(self, fact: T) -> T:
-        """Of a stack, given that of each slice."""
+        """Returns the fact of a stack, given that of each slice."""
         raise NotImplementedError
 
     def unknown(self) -> T:

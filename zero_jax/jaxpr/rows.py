@@ -30,7 +30,7 @@ _MERGED = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather", "al
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is known of a value.
+    """The facts of a value, of rows and of sums over them.
 
     Attributes:
       dim: the dim that has the rows.
@@ -60,12 +60,12 @@ class Fact:
 
     @property
     def is_mean(self) -> bool:
-        """Whether a sum over rows was divided by their number, or a multiple of it."""
+        """True if a sum over rows was divided by their number, or a multiple of it."""
         return self.summed > 0 and self.whole
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum over rows which no constant turns into a mean."""
+        """True if it is a sum over rows which no constant turns into a mean."""
         return self.summed > 0 and not self.is_mean
 
 
@@ -298,12 +298,12 @@ def _with(base: Fact, fact: Fact, summed: int | None = None) -> Fact:
 
 
 def _scales_nothing(fact: Fact) -> bool:
-    """Whether a factor is no weight that could divide by the number of rows."""
+    """Returns whether a factor is no weight that could divide by the number of rows."""
     return fact.trained or (fact.counts and fact.dim is not None)
 
 
 def _added(given: list[Fact], base: Fact) -> Fact:
-    """Of a sum: one certain sum over rows among the addends is one of the result."""
+    """Returns the fact of a sum: one certain sum over rows among the addends makes it one."""
     sums = sorted((f for f in given if f.summed), key=lambda f: (not f.is_sum, not f.sure))
     if sums:
         return _with(base, sums[0])

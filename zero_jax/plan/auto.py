@@ -103,7 +103,7 @@ def search(
     left_out: list[Exception] = []
 
     def settled(candidate: Candidate) -> bool:
-        """Whether it was considered, or a program that fits is quicker in any case."""
+        """Returns whether it was considered, or a program that fits is quicker in any case."""
         fitting = [c.candidate for c in considered if c.fits]
         return any(c.candidate == candidate for c in considered) or any(
             one.no_worse(candidate, trained) for one in fitting

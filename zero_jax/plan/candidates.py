@@ -72,7 +72,7 @@ class Candidate:
         return (words + crossing, *order)
 
     def no_worse(self, other: "Candidate", trained: float = 1.0) -> bool:
-        """Whether the other cannot have the shorter step, if this one fits.
+        """Returns whether the other cannot have the shorter step, if this one fits.
 
         It is at the same or a lower stage and sends, accumulates, recomputes and moves to host
         memory no less. A higher stage that sends more may be quicker: its collectives overlap with
