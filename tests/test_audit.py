@@ -163,7 +163,7 @@ def test_the_papers_models_send_and_hold_what_the_paper_says(model, devices, sta
 def test_saved_gathered_weights_are_caught(monkeypatch):
     """Without the re-gather in backward, stage 3 sends 2Ψ: cheaper, and holds every weight."""
 
-    def kept(closed, args, *_):
+    def kept(closed, args, *_, **__):
         return jex.jaxpr_as_fun(closed)(*map(weights.opened, args))
 
     monkeypatch.setattr(rewrite, "run", kept)

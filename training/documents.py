@@ -181,7 +181,7 @@ class Documents:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which document is where."""
+        """Settings that determine the order of documents."""
         return {
             "corpus": self.name,
             "weights": [own.weight for own in self._sources],

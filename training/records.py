@@ -259,7 +259,7 @@ def _plain(value: Any) -> Any:
 
 
 def check(record: Any) -> None:
-    """Complains of what is no document.
+    """Raises ValueError if a record is not a document.
 
     Raises:
         ValueError: It is none of the three kinds; a role is none, or a conversation is empty.

@@ -93,7 +93,10 @@ def base_checksum(config: Config) -> dict[str, str]:
     """
     if config.hf is None or config.lora is None:
         return {}
-    files = sorted(pathlib.Path(config.hf).glob("*.safetensors"))
+    folder = pathlib.Path(config.hf)
+    # As the model is read: other files beside a single one, or beside its parts, are no part of it.
+    one, parts = folder / "model.safetensors", sorted(folder.glob("model-*.safetensors"))
+    files = [one] if one.exists() else parts or sorted(folder.glob("*.safetensors"))
     sizes = [os.stat(path).st_size for path in files]
 
     def read(start: int, length: int) -> bytes:

@@ -297,7 +297,8 @@ def run(config: Config) -> None:
         return plan
 
     plan = together(settings, "input", read)
-    contents = {**plan.corpus.contents, **base_checksum(config)}
+    base = together(settings, "base weights", lambda: base_checksum(config))
+    contents = {**plan.corpus.contents, **base}
     alike = {**plan.corpus.order, **{f"checksum of the {k}": v for k, v in contents.items()}}
     together({**settings, **alike}, "data", lambda: None)
     trainer = Trainer(plan)
@@ -323,7 +324,8 @@ def run(config: Config) -> None:
     def open_log() -> RunLog:
         resume = lead and config.checkpoint_every > 0 and goes_on(config.out, config.fresh)
         if resume:
-            check_resume(pathlib.Path(config.out or ""), known, plan.corpus.order, contents)
+            given = known, plan.corpus.order, contents, config.from_step
+            check_resume(pathlib.Path(config.out or ""), *given)
         out = config.out or (next_folder("runs") if lead else "runs")
         facts = {**known, **marks, "out": str(out)}
         log = RunLog(out, facts, lead, levels=marks, resume=resume, unit=unit)

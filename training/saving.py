@@ -194,16 +194,17 @@ def check_resume(
     settings: Mapping[str, Any],
     order: Mapping[str, Any],
     contents: Mapping[str, str],
+    from_step: int | None = None,
 ) -> None:
     """Raises ValueError if a run can't resume in a folder, before anything is written there.
 
-    One process calls it. A checkpoint that is damaged is left to `Saver.resume`, which names the
-    others.
+    One process calls it. A checkpoint that is damaged, or missing at `from_step`, is left to
+    `Saver`, which names the others.
     """
+    directory = pathlib.Path(out, FOLDER).resolve()
     try:
-        step = newest(out)
-        if step is not None:
-            directory = pathlib.Path(out, FOLDER).resolve()
+        step = newest(out) if from_step is None else from_step
+        if step is not None and (directory / str(step)).exists():
             manifest = Manifest.read(directory / str(step) / ITEM)
             _compare(manifest, settings, order, contents, directory)
     except Damaged:
@@ -215,13 +216,13 @@ class Saver:
 
     Args:
         out: Folder of the run, the same in all processes.
-        every: Steps between checkpoints; 0 makes none, and goes on from none.
+        every: Steps between checkpoints; 0 makes none, and resumes from none.
         keep: How many of the latest stay.
-        keep_every: Steps whose multiples stay for ever.
-        known: What the run was started with, from `plan.facts`.
-        order: What decides which sample is where in the data.
+        keep_every: Steps whose multiples are kept indefinitely.
+        known: Settings of the run, from `plan.facts`.
+        order: Settings that determine the order of samples.
         contents: Checksums of the data and of what makes tokens of it, by name.
-        from_step: Go on from this checkpoint; later ones are set aside. None: from the latest.
+        from_step: Resumes from this checkpoint; later ones are set aside. None: from the latest.
 
     Raises:
         ValueError: There is no such checkpoint, or nothing can be written there.

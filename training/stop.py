@@ -61,7 +61,7 @@ class Stopped(BaseException):
         self.code, self._folder, self._saved, self._at_once = code, folder, saved, at_once
 
     def said(self, given: Sequence[str]) -> str:
-        """What became of the run, and the command that goes on with it.
+        """Describes how the run ended, with the command that resumes it.
 
         Args:
             given: The arguments it was started with.
@@ -84,7 +84,7 @@ class Stopped(BaseException):
 
 
 def _without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
-    """Arguments without some flags and their values, of which each has so many."""
+    """Removes flags and their values from arguments."""
     left, skip = [], 0
     for word in given:
         name, _, value = word.replace("_", "-").partition("=")
@@ -98,7 +98,7 @@ def _without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
 
 
 class Stop:
-    """Whether to end, asked once a step by every process; use it in a `with`.
+    """Decides, once a step in every process, if the run ends; use it in a `with`.
 
     Args:
         mesh: The devices of the run.

@@ -98,6 +98,8 @@ class _Group:
 
     def __init__(self, command: Sequence[str], count: int):
         self.asked = 0  # the exit code for the signal that was passed on
+        self._signal = 0  # its number
+        self._told: set[int] = set()  # ids of processes that it was passed on to
         self.own: list[int] = []  # exit codes of those that ended by themselves
         self._processes: list[subprocess.Popen[bytes]] = []
         address = free_address()
@@ -114,6 +116,8 @@ class _Group:
                 # In sessions of their own: a Ctrl-C in the terminal reaches them once, from here.
                 process = subprocess.Popen(command, env=environment, start_new_session=True)
                 self._processes.append(process)
+            if self._signal:  # it came while they were started
+                self._send([p for p in self._processes if p.pid not in self._told])
             end = None
             while any(p.poll() is None for p in self._processes):
                 failed = any(p.poll() not in (None, 0) for p in self._processes)
@@ -133,6 +137,11 @@ class _Group:
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         self.asked = max(self.asked, CODES[signal.Signals(number)])
-        for process in self._processes:
+        self._signal = number
+        self._send(self._processes)
+
+    def _send(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(self._signal)
+                self._told.add(process.pid)

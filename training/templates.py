@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 10  # of CPU time, for one text
+TRIES = 3  # conversations in a row that may exceed a limit
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -28,7 +29,7 @@ class Renderer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._exceeded: dict[str, str] = {}  # by template: it may take as long each time
+        self._exceeded: dict[str, int] = {}  # by template, conversations in a row beyond a limit
 
     def render(
         self,
@@ -50,10 +51,14 @@ class Renderer:
             The text, and start and end of each block in it (none without `marks`).
 
         Raises:
-            TemplateError: The template raises an error, or takes more than 10 s or 1 GB.
+            TemplateError: The template raises an error, or takes more than 10 s or 1 GB; or it did
+                for three conversations in a row, so that further ones are not tried.
         """
-        if template in self._exceeded:
-            raise TemplateError(self._exceeded[template])
+        if self._exceeded.get(template, 0) >= TRIES:
+            raise TemplateError(
+                f"it took more than {SECONDS} s or its memory for {TRIES} conversations in a row; "
+                "take another template"
+            )
         request = {"template": template, "messages": messages, "variables": variables}
         try:
             line = json.dumps({**request, "marks": marks}, default=str)
@@ -61,10 +66,11 @@ class Renderer:
             raise TemplateError(f"a message can't be given to it: {error}") from error
         reply = self._asked(line)
         if "limit" in reply:
-            self._exceeded[template] = (
+            self._exceeded[template] = self._exceeded.get(template, 0) + 1
+            raise TemplateError(
                 f"it takes more than {reply['limit']} for one conversation; take another template"
             )
-            raise TemplateError(self._exceeded[template])
+        self._exceeded.pop(template, None)
         if "error" in reply:
             raise TemplateError(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["blocks"]]

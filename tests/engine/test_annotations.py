@@ -151,6 +151,22 @@ def test_an_error_beside_annotations_stays_as_it_is():
         )
 
 
+def test_an_error_of_the_model_below_an_annotation_stays_as_it_is():
+    zero = zero_of(model=2, model_specs={"w": P(None, "model")})
+
+    def mapped(x):
+        return x @ jnp.ones((3, 3))
+
+    def loss(p, x):
+        h = jnp.tanh(x @ p["w"])
+        mesh = jax.sharding.get_abstract_mesh()
+        specs = {"in_specs": P(), "out_specs": P(), "axis_names": {"model"}, "check_vma": False}
+        return jnp.mean(jax.shard_map(mapped, mesh=mesh, **specs)(h))
+
+    with pytest.raises(TypeError, match="dot_general"):
+        zero.value_and_grad(loss)(zero.abstract(make), X)
+
+
 def test_another_mesh_in_the_context_is_named():
     zero = zero_of()
     params = zero.init(make)

@@ -23,6 +23,11 @@ def scanned(w, x):
     return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
 
 
+def shares(w, x):
+    weights = jax.nn.sigmoid(x @ w)
+    return weights / jnp.sum(weights)
+
+
 def of(loss):
     closed = equations.written_out(jax.make_jaxpr(loss)(W, X))
     return rows.read(closed, [True, False], [False, True])
@@ -58,6 +63,13 @@ MEANS = {
     "by a matrix": lambda w, x: jnp.full(R, 1 / R) @ errors(w, x)[:, 0],
     "dropout": lambda w, x: jnp.sum(errors(w, x) * (x / x.sum(0))),
     "flattened": lambda w, x: jnp.sum(errors(w, x).reshape(-1)) / R,
+    "by shares": lambda w, x: jnp.sum(jax.nn.softmax(x @ w, 0) * errors(w, x)),
+    "by weights over their sum": lambda w, x: jnp.vdot(shares(w, x), errors(w, x)),
+    "by an inverse sum": lambda w, x: jnp.sum(errors(w, x)) * jnp.reciprocal(jnp.sum(w @ x.T)),
+    "over the norm": lambda w, x: jnp.sum(errors(w, x) / jnp.linalg.norm(errors(w, x))),
+    "of two halves": lambda w, x: jnp.sum(errors(w, x).reshape(2, -1).mean(1)),
+    "unbiased": lambda w, x: jnp.sum(errors(w, x)) / (R - 1),
+    "covariance": lambda w, x: jnp.sum((x @ w).T @ (x @ w) / (R - 1)),
 }
 
 

@@ -329,6 +329,12 @@ def test_what_looks_like_a_comment_in_a_string_is_kept():
         files.parse_json('{ // one\n"a": 1,\n"b" 2}', "a.json")
 
 
+@pytest.mark.parametrize("filler", ["#" * 200, "/* c */" * 200, "// c\n" * 200])
+def test_many_comments_after_a_comma_take_no_longer_than_few(filler):
+    """Each way to split them was tried: 2 to the power of their number."""
+    assert files.parse_json(f'{{"a": 1, {filler}\n "b": 2}}', "a.json") == {"a": 1, "b": 2}
+
+
 @pytest.mark.parametrize("named", ["pipe", "/dev/zero"])
 def test_a_file_that_may_never_end_is_not_read(named, tmp_path, capsys):
     if named == "pipe":

@@ -119,7 +119,7 @@ def _entry(known: dict[str, Any]) -> Entry:
 def _check(manifest: Manifest) -> None:
     """Raises ValueError if a manifest describes what no save writes.
 
-    Its SHA-256 tells damage only: whoever edits the file can compute it anew.
+    Its SHA-256 tells damage only: an editor of the file can recompute it.
     """
     if not _is_count(manifest.step, 0):
         raise ValueError(f"step {manifest.step!r} is no number of a step")

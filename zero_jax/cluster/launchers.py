@@ -17,7 +17,7 @@ _NUMBERS = {
     "OMPI_COMM_WORLD_LOCAL_RANK": 0,
 }
 _RANKS = {"SLURM_PROCID": "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
-_MOST = 2**31 - 1  # as in SLURM's own 32 bits
+_MOST = 2**32 - 1  # SLURM's job ids are unsigned
 
 
 def launched_processes() -> int:

@@ -132,7 +132,7 @@ class Watchdog:
         """For work that is no step: evaluation, a compilation, waiting for a save.
 
         It ends the run too if it takes very long: 12 minutes by default. Call `progress` within it
-        where it goes on for longer.
+        if it takes longer.
 
         Args:
           what: its name, for the message.
@@ -149,8 +149,9 @@ class Watchdog:
 
     def progress(self) -> None:
         """Tells that a part of a pause is done: its time begins again."""
-        if self._pause is not None:
-            self._pause = time.monotonic(), *self._pause[1:]
+        pause = self._pause
+        if pause is not None:
+            self._pause = time.monotonic(), *pause[1:]
 
     def begin(self) -> None:
         """Tells that steps begin again, after `rest`: the next one is timed."""
@@ -209,8 +210,9 @@ class Watchdog:
     @property
     def limit(self) -> float | None:
         """Seconds after which what runs now counts as stuck; None where nothing is timed."""
-        if self._pause is not None:
-            return self._pause[2]
+        pause = self._pause  # the other thread sets it
+        if pause is not None:
+            return pause[2]
         if self._last is None:
             return None
         if len(self._durations) < _LEAST_STEPS:
@@ -278,8 +280,7 @@ class Watchdog:
             return
         self.end_run(
             f"{said}; the limit is {limit:.0f} s. The stacks say what it waits for. If it may take "
-            "that long, give a longer `dead_after` (train.py: --dead-after), of which it is a "
-            "multiple"
+            "that long, give a longer `dead_after` (train.py: --dead-after), which lengthens it"
         )
 
     def _silent(self, rank: int, other: Other, seconds: float) -> str:

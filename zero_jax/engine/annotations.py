@@ -1,4 +1,4 @@
-"""Sharding annotations of a model's own inside the loss.
+"""Sharding annotations of the model inside the loss.
 
 An annotation (`jax.lax.with_sharding_constraint`, `nn.with_logical_constraint`, a `device_put` to a
 sharding) says where a value is stored and nothing about the value. Each device runs the loss on its
@@ -184,16 +184,17 @@ def _is_explicit(var: jex.Var) -> bool:
 def _annotating_line(error: BaseException) -> str | None:
     """The user's line, and the annotation in it, if that is where JAX failed."""
     place: str | None = None
+    annotation: str | None = None  # the user's own code below it has errors of its own
     for frame, line in traceback.walk_tb(error.__traceback__):
         function = frame.f_code.co_qualname.partition(".")[0].lstrip("_")
         if not _is_library(frame.f_code.co_filename):
-            place = f"{frame.f_code.co_filename}:{line}"
-        elif place is not None and frame.f_code.co_filename.startswith(_FOLDERS[0]):
+            place, annotation = f"{frame.f_code.co_filename}:{line}", None
+        elif place and not annotation and frame.f_code.co_filename.startswith(f"{_FOLDERS[0]}/"):
             if function in _ANNOTATING:
-                return f"{place}: {function}"
-            if frame.f_locals.get("out_sharding") is not None:
-                return f"{place}: out_sharding="
-    return None
+                annotation = f"{place}: {function}"
+            elif frame.f_locals.get("out_sharding") is not None:
+                annotation = f"{place}: out_sharding="
+    return annotation
 
 
 def _line(eqn: jex.JaxprEqn) -> str:

@@ -144,7 +144,7 @@ def _check_masters(params: PyTree, frozen: list[bool]) -> None:
         if not still and leaf.dtype != jnp.float32:
             raise ValueError(
                 f"`params`: {name!r} has dtype {leaf.dtype}, but trained parameters are fp32 "
-                "masters, which zero.init and zero.shard make of any. Give those, and compute in "
+                "masters: zero.init and zero.shard convert to fp32. Give those, and compute in "
                 'fewer bits with Zero(mesh, precision="bf16")'
             )
 

@@ -38,7 +38,7 @@ def check(
       trained: which of its inputs are trained leaves.
       batch: which are arrays of the batch.
       parts: devices times micro-batches.
-      weighted: whether the loss is a sum with a weight of its own.
+      weighted: whether the loss is `Weighted`.
       told: what was said already; extended.
 
     Raises:

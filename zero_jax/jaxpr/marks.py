@@ -14,7 +14,7 @@ import jax.extend.core as jex
 from zero_jax.jaxpr import equations
 
 T = TypeVar("T")
-# Facts of what a loop carries settle within a few turns, or are given up.
+# Facts of a loop's carry converge within a few iterations, or are given up.
 _TURNS = 8
 _ALIKE = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
 
@@ -86,7 +86,7 @@ class Facts(Generic[T]):
         raise NotImplementedError
 
     def unknown(self) -> T:
-        """The fact of a value of which nothing is known."""
+        """Returns the fact of an unknown value."""
         raise NotImplementedError
 
     def results(self, closed: jex.ClosedJaxpr, given: Sequence[T]) -> list[T]:

@@ -44,6 +44,7 @@ class Fact:
       counts: whether it is made of integers and comparisons alone: a mask, a count.
       number: its value, for a constant.
       of_row: whether it belongs to one row, in a loop over rows.
+      reduced: whether it is made of a reduction over rows, so that it may normalise them.
     """
 
     dim: Dim = None
@@ -57,6 +58,7 @@ class Fact:
     counts: bool = False
     number: float | None = None
     of_row: bool = False
+    reduced: bool = False
 
     @property
     def is_mean(self) -> bool:
@@ -147,6 +149,7 @@ class _Rows(marks.Facts[Fact]):
             trained=one.trained or other.trained,
             counts=one.counts and other.counts,
             of_row=one.of_row or other.of_row,
+            reduced=one.reduced or other.reduced,
         )
 
     def through(self, eqn: jex.JaxprEqn, given: list[Fact]) -> list[Fact]:
@@ -157,7 +160,11 @@ class _Rows(marks.Facts[Fact]):
         dims = self._dims(eqn, given)
         self._look(eqn, given)
         counts = all(f.counts or f.number is not None for f in given)
+        reduced = any(f.reduced for f in given)
+        left = any(f.dim is not None for f in given) and None in dims
         base = Fact(
+            sure=not reduced,
+            reduced=reduced or left,
             trained=any(f.trained for f in given),
             counts=counts or not any(map(is_float, eqn.outvars)),
             of_row=any(f.of_row for f in given),
@@ -165,7 +172,12 @@ class _Rows(marks.Facts[Fact]):
         )
         own = self._scaled(eqn, given, base)
         per_row = dataclasses.replace(own, summed=0, statistic=False)
-        return [dataclasses.replace(own if d is None else per_row, dim=d) for d in dims]
+        sizes = [0 if d is None else shape_of(v)[d] for v, d in zip(eqn.outvars, dims, strict=True)]
+        few = [0 < size < self._rows for size in sizes]  # groups, whose rows are in another dim
+        return [
+            dataclasses.replace(own if d is None else per_row, dim=d, sure=own.sure and not f)
+            for d, f in zip(dims, few, strict=True)
+        ]
 
     def _dims(self, eqn: jex.JaxprEqn, given: list[Fact]) -> list[Dim]:
         dims = [f.dim for f in given]
@@ -232,7 +244,9 @@ class _Rows(marks.Facts[Fact]):
             return dataclasses.replace(made, sure=made.sure and fact.pending != self._rows)
         over, count = _bounded(fact.over * times), fact.summed or self._rows
         whole = fact.whole or _is_multiple(times, count) or _is_multiple(over, count)
-        return dataclasses.replace(made, over=over, whole=whole)
+        # An unbiased variance divides by one less.
+        unbiased = count > 2 and any(_is_multiple(n, count - 1) for n in (times, over))
+        return dataclasses.replace(made, over=over, whole=whole, sure=made.sure and not unbiased)
 
     def _times(self, one: Fact, other: Fact, base: Fact, *, divides: bool) -> Fact:
         """A product of two values, or their quotient."""
@@ -240,10 +254,11 @@ class _Rows(marks.Facts[Fact]):
         if sums:
             # A trained factor leaves a sum a sum; another, or a divisor, may count the rows.
             rest = other if sums[0] is one else one
-            known = len(sums) == 1 and rest.trained and not divides
+            known = len(sums) == 1 and rest.trained and not (rest.reduced or divides)
             return _with(base, sums[0]) if known else base
         over = _bounded(one.over / other.over if divides else one.over * other.over)
-        sure = one.sure and other.sure and all(map(_scales_nothing, (one, other)))
+        sure = base.sure and one.sure and other.sure
+        sure = sure and all(map(_scales_nothing, (one, other)))
         return dataclasses.replace(base, over=over, sure=sure, whole=one.whole or other.whole)
 
     def _product(self, eqn: jex.JaxprEqn, given: list[Fact], base: Fact) -> Fact:
@@ -254,7 +269,8 @@ class _Rows(marks.Facts[Fact]):
         if not any(inside):
             # Of features, not of rows: no weight that counts these is in it.
             features = one.trained or other.trained
-            return dataclasses.replace(made, sure=one.sure and other.sure) if features else made
+            sure = base.sure and one.sure and other.sure
+            return dataclasses.replace(made, sure=sure) if features else made
         if not all(inside):
             return dataclasses.replace(base, sure=False)
         size = shape_of(eqn.invars[0])[one.dim] if one.dim is not None else 0

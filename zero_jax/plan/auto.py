@@ -27,6 +27,7 @@ from zero_jax.hlo.targets import Target
 from zero_jax.offload.piecewise import CannotStream
 from zero_jax.plan import candidates
 from zero_jax.plan.candidates import Candidate
+from zero_jax.plan.plan_text import TIE
 from zero_jax.plan.planning import AnyZero, Plan
 from zero_jax.plan.tables import gigabytes
 from zero_jax.remat import policies
@@ -38,9 +39,6 @@ from zero_jax.sharding.paths import trained_part
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
 # for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
 MARGIN = 0.25
-# Modelled steps this near to each other are taken for equal: kernels of a run differ more.
-TIE = 0.01
-
 PyTree = Any
 # Plans a candidate; the second argument says whether to compile it.
 Planner = Callable[[Candidate, bool], Plan]
@@ -65,16 +63,18 @@ class Choice:
     considered: tuple[Considered, ...]
     limit: int
     trained: float = 1.0  # the part of Ψ that is not frozen
-    others: int = 0  # candidates that were not tried, since one that fits is as quick in any case
+    others: int = 0  # candidates that were not tried
 
     def __str__(self) -> str:
         listed = _listed(self.considered, self.limit, self.trained)
         if not self.others:
             return listed
-        return (
-            f"{listed}\n  {self.others} others send, accumulate, recompute and move to host memory "
-            "no less than one that fits: not compiled"
+        why = (
+            "come later in the order: without a model of time the first that fits is taken"
+            if seconds_of(self.chosen.plan) is None
+            else "send, accumulate, recompute and move to host memory no less than one that fits"
         )
+        return f"{listed}\n  not compiled: {self.others} others, which {why}"
 
 
 def search(

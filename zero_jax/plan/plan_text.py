@@ -12,7 +12,8 @@ from zero_jax.plan.tables import gigabytes, table
 # That of `planning.py`, which prints itself by this and so can't be imported here.
 Plan = Any
 _MUCH = 0.25  # of a step
-_TIE = 0.01  # estimates this near to each other are taken for equal
+# Steps this near to each other are taken for equal, modelled and estimated: kernels differ more.
+TIE = 0.01
 
 
 def format_plan(plan: Plan) -> str:
@@ -60,10 +61,13 @@ def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: Sequence[fl
             "none fits: take more devices, --micro-batches, --remat, --offload or --model-parallel "
             "(--auto tries all but the first and last)\n"
         )
-    if not memory_bytes or any(math.isnan(seconds[p]) for p in fitting):
+    if not memory_bytes:
         return ""
+    if any(math.isnan(seconds[p]) for p in fitting):
+        stages = ", ".join(f"--stage {plans[p].stage}" for p in fitting)
+        return f"fits: {stages}; the target has no figures to estimate the step by\n"
     least = min(seconds[p] for p in fitting)
-    short = [p for p in fitting if seconds[p] <= least * (1 + _TIE)]
+    short = [p for p in fitting if seconds[p] <= least * (1 + TIE)]
     best = min(short, key=lambda p: plans[p].total_bytes)
     others = [f"{seconds[p]:.3g} s at stage {plans[p].stage}" for p in fitting if p != best]
     reason = "the shortest step of those that fit" if others else "no other fits"

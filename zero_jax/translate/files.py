@@ -16,7 +16,7 @@ _FLAG = re.compile(r"(^|[\s\"'(])--[A-Za-z]")
 # A string, or a comment, or a comma before the end of a block, with the comments between.
 _COMMENT = r"//[^\n]*|\#[^\n]*|/\*.*?\*/"
 _TOLERATED = re.compile(
-    rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*(?=[}}\]])', re.DOTALL
+    rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*+(?=[}}\]])', re.DOTALL
 )
 
 
