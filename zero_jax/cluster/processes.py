@@ -75,6 +75,7 @@ def initialize(
             elif process_id == 0:
                 at = addresses.bind_address(host, port, wait_seconds)
             credentials.check()
+            check_launcher(ranks=False)  # they are given, and may be others than the launcher's
             told = settings_of_jax()
             _links.append(roll.call(at, process_id, num_processes, wait_seconds, told))
             _join(

@@ -74,13 +74,13 @@ class Candidate:
     def no_worse(self, other: "Candidate", trained: float = 1.0) -> bool:
         """Returns whether the other cannot have the shorter step, if this one fits.
 
-        It is at the same or a lower stage and sends, accumulates, recomputes and moves to host
-        memory no less. A higher stage that sends more may be quicker: its collectives overlap with
-        matrix products, those of stages 1 and 2 stand at the ends of the step.
+        It is at the same stage and sends, accumulates, recomputes and moves to host memory no less.
+        Stages are compared by compiling them: what sends more may be quicker, where its collectives
+        overlap with matrix products.
         """
         mine, theirs = policies.parse(self.remat), policies.parse(other.remat)
         return (
-            self.stage >= other.stage
+            self.stage == other.stage
             and self.cost(trained=trained)[0] <= other.cost(trained=trained)[0]
             and self.micro_batches <= other.micro_batches
             and mine.passes <= theirs.passes
