@@ -145,7 +145,7 @@ def _change(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> _Chang
     state = jax.eval_shape(tx.init, like)
     try:
         later = jax.eval_shape(update, like, state, like)[1]
-    except Exception:  # the user's code: raised again when it is updated
+    except (TypeError, ValueError, KeyError, AttributeError, NameError):  # raised when it updates
         return None
     if _alike(state, later):
         return None
