@@ -161,9 +161,9 @@ def test_a_question_that_can_not_be_asked_is_refused(made, tmp_path, capsys):
     for words, message in (
         ([str(made / "run"), "x"], r"export .*run/checkpoints DIR, and ask DIR"),
         ([str(made / "small"), ""], "ask something"),
-        ([str(made / "small"), "x", "--length", "0"], "1 token or more"),
-        ([str(tmp_path), "x"], "config.json .*it is missing"),
-        ([str(made / "small"), "x", "--adapter", str(tmp_path)], "is no config of an adapter"),
+        ([str(made / "small"), "x", "--length", "0"], "length=0"),
+        ([str(tmp_path), "x"], "config.json is missing"),
+        ([str(made / "small"), "x", "--adapter", str(tmp_path)], "adapter_config.json"),
     ):
         assert ask.main(words) == 2
         assert re.search(message, capsys.readouterr().err)
