@@ -17,6 +17,7 @@ from training.answers import match_between
 from training.documents import Documents, Source
 from training.records import Records, check
 from training.show import printable
+from training.templates import TRIES
 from training.tokenizer import Tokenizer
 
 CHATML = subwords.TEMPLATES["chatml"]
@@ -424,7 +425,7 @@ def test_a_question_begins_as_the_texts_that_were_learned(tmp_path):
         (
             "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}"
             "{% endfor %}{{ n.x | length }}",
-            "memory",
+            "(memory|CPU)",  # a slow machine has used its second before its gigabyte
         ),
         ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}", "CPU"),
     ],
@@ -434,10 +435,11 @@ def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monke
     monkeypatch.setattr("training.templates.SECONDS", 1)
     tokenizer = subwords.byte_level(tmp_path, body)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=f"chat template in .*{limit}"):
-        tokenizer.document({"messages": chat("a", "b")})
+    for known in (limit, *["it takes more than"] * (TRIES - 1)):  # one alone refuses no others
+        with pytest.raises(ValueError, match=f"chat template in .*{known}"):
+            tokenizer.document({"messages": chat("a", "b")})
     start = time.monotonic()
-    with pytest.raises(ValueError, match=limit):  # no document waits for it again
+    with pytest.raises(ValueError, match="in a row"):  # no further document waits for it
         tokenizer.document({"messages": chat("c", "d")})
     assert time.monotonic() - start < 0.5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "kB"
