@@ -196,9 +196,9 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
         jnp.mean(jnp.tanh(jax.ops.segment_sum(vector(w), jnp.arange(w.size) % 3, 3))) * jnp.mean(x)
     ),
     "take": lambda w, x: head(jnp.take(_first(w), jnp.array([0, 0]), axis=0), x),
-    "rows by data": lambda w, x: head(
-        _first(w)[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % _first(w).shape[0]], x
-    ),
+    "rows by data": lambda w, x: jax.vmap(head, (0, 0))(
+        _first(w)[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % _first(w).shape[0]], x[:, None]
+    ).mean(),
     "scatter": lambda w, x: head(jnp.zeros(7).at[jnp.arange(w.size) % 7].add(vector(w)), x),
     "ragged dot": lambda w, x: jnp.mean(
         lax.ragged_dot(x, jnp.stack([square(w), 2 * square(w)]), jnp.array([1, x.shape[0] - 1]))

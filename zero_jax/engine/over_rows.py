@@ -16,7 +16,7 @@ _SUM = (
 _MIXED = (
     "the loss function gives rows of the batch a mean over rows (normalised advantages, a softmax "
     "over the batch, batch norm, products of all pairs of rows): it is that of the rows of one "
-    "device and micro-batch, a {parts}th of the batch. For the mean over all devices use "
+    "device and micro-batch, 1/{parts} of the batch. For the mean over all devices use "
     "jax.lax.pmean(jnp.mean(x, 0), zero.batch_axes), for rows of all devices jax.lax.all_gather; "
     "compute what needs no gradient before the loss. See docs/models.md, Statistics over rows"
 )
