@@ -1,8 +1,10 @@
-"""Eight fake devices on the CPU for every test; tests that need more start a process."""
+"""Eight simulated devices on the CPU for every test, and the tiers of tests."""
 
+import datetime
 import importlib.metadata
 import os
 import tempfile
+import zlib
 
 # Tests compile hundreds of small programs and run each for a moment: without LLVM's expensive
 # passes they compile in half the time, and without the newer kernel emitters, which can still be
@@ -20,12 +22,13 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("ZERO_JAX_CACHE", os.path.join(tempfile.gettempdir(), "zero_jax_tests"))
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What needs PyTorch is an extra; see there.
-FIXTURES = {"interchange": "gpt2_models", "prove": "compiled_once"}
+# Modules that need PyTorch, which is an extra.
+FIXTURES = {"interchange": "gpt2_models", "compile": "compiled_once"}
 NEED_TORCH = (
     "test_adapters_peers",
     "test_export",
@@ -38,29 +41,55 @@ NEED_TORCH = (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--days",
+        type=int,
+        default=1,
+        help="run one part of the chosen tests, another each day, and all within so many days",
+    )
+
+
 def pytest_configure(config):
-    """Fixtures that are for some tests alone, if -m asks for those."""
+    """Imports the fixtures of some tests only if -m asks for those."""
     for marker, module in FIXTURES.items():
         if marker in config.option.markexpr:
             config.pluginmanager.import_plugin(module)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each file to one worker, so that its programs are compiled once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_are_freed():
+    """Keeps a worker small: the programs of a file are of no use to the next."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out what needs PyTorch, unless -m asks for it."""
+    """Leaves out modules that need PyTorch, unless -m asks for them."""
     torch = collection_path.stem in NEED_TORCH
     return True if torch and "interchange" not in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without -m leaves out what takes long; and what compiles for GPUs, or starts launchers, which
-    need more to be installed, unless -m names it."""
+    """Leaves out slow tests without -m, and those that need more installed unless -m names them."""
     asked = config.option.markexpr
-    own = [name for name in ("prove", "launchers") if name not in asked]
-    left_out = [*["heavy"] * (not asked), *own]
+    extra = [name for name in ("compile", "launchers") if name not in asked]
+    left_out = [*["slow"] * (not asked), *extra]
     chosen = [item for item in items if not any(map(item.get_closest_marker, left_out))]
+    if (days := config.option.days) > 1:
+        today = datetime.date.today().toordinal() % days
+        chosen = [x for x in chosen if zlib.crc32(x.nodeid.encode()) % days == today]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = chosen
-    # What takes longest comes first, or the last of it runs alone.
+    # The longest come first, or the last of them runs alone.
     first = {"test_chaos", "test_fuzz", "cluster", "training", "plan"}
     items.sort(key=lambda item: first.isdisjoint({item.path.stem, item.path.parent.name}))

@@ -104,7 +104,7 @@ def test_the_norm_costs_one_scalar_all_reduce(stage):
     assert all(c.runs == 1 for c in small)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_clipping_by_the_global_norm_adds_no_collective_of_its_own():
     """optax's norm is one scalar a leaf; XLA sends them with ours, in one all-reduce."""
     clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -113,7 +113,7 @@ def test_clipping_by_the_global_norm_adds_no_collective_of_its_own():
     assert sum(clipped.words.values()) - sum(plain.words.values()) < 100
 
 
-@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_arguments_are_12_psi_over_n(stage, k):
     """Ψ is divisible by 8 leaf by leaf here; beside it: Adam's counter, the guard, the batch."""
@@ -139,7 +139,7 @@ def run_abstract(model, devices, stage, k=1):
     return json.loads(out.stdout)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "devices", "stage", "k"),
     [

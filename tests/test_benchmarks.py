@@ -38,7 +38,7 @@ def run(name, *args):
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}, {"chunks": 4}])
 def test_gspmd_trains_as_zero_jax_does(load, how):
     zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat="block")
@@ -73,7 +73,7 @@ def test_plain_data_parallelism_is_whole_on_every_device(load):
     assert not any(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_stages_are_measured_beside_the_others(tmp_path):
     out = tmp_path / "stages.json"
     given = ("--model", "nano", "--devices", 2, "--seq", 16, "--rounds", 1, "--json", out)
@@ -85,7 +85,7 @@ def test_stages_are_measured_beside_the_others(tmp_path):
     assert all(f"| {name} |" in printed for name in rows)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_peer_that_is_absent_is_named_and_the_others_go_on(load, tmp_path, monkeypatch, capsys):
     peers = load("peers")
     (tmp_path / "benchmarks").mkdir()
@@ -106,7 +106,7 @@ def test_a_peer_that_is_absent_is_named_and_the_others_go_on(load, tmp_path, mon
         assert f"pip install {install}" in said
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_every_kind_of_row_is_measured_at_toy_size(load, tmp_path, monkeypatch):
     gpu = load("gpu")
     monkeypatch.setattr(gpu, "python_with_torch", lambda: None)
@@ -152,7 +152,7 @@ def test_the_line_that_says_what_ended_a_row_is_found(load, log, said):
     assert found.startswith(said) and bool(found) == bool(said)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_time_of_a_compilation_is_measured():
     found = json.loads(run("compile", "--one", 1, 2).splitlines()[-1])
     assert min(found.values()) > 0 and 1e8 < found["peak_bytes"] < 4e9

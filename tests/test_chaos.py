@@ -4,7 +4,7 @@ import pytest
 from chaos import chaos
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_killed_runs_end_with_the_curve_of_one_that_nobody_disturbed(tmp_path):
     outcome = chaos(4, 0, tmp_path, counts=(1, 2))
     assert sum(outcome.kills.values()) >= 4 and outcome.finished >= 1

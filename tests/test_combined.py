@@ -33,7 +33,7 @@ def assert_equal_to_one_device(name, mesh, **settings):
     assert ulps(params, want[1]) < ULPS
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_mp", "settings"), COMBINATIONS, ids=str)
 def test_everything_together_equals_one_device(n_mp, settings):
     assert_equal_to_one_device("gpt", mesh_of(*n_mp), **settings)
@@ -50,7 +50,7 @@ def test_configurations_of_the_paper_train(name):
     assert_equal_to_one_device("gpt", mesh_of(2, 2), **zero_jax.configuration(name))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_replicas_stream_their_states_too():
     mesh = mesh_of(2, 2, replica=2)
     assert_equal_to_one_device("gpt", mesh, stage=3, remat="block@partitioned", offload=PIECES)
@@ -66,7 +66,7 @@ def test_each_device_keeps_its_piece_of_both_axes_in_host_memory():
         assert a.addressable_shards[0].data.shape == b.addressable_shards[0].data.shape
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [None, PIECES], ids=["on the device", "in pieces"])
 def test_fifty_steps_hold_no_byte_more_than_two_and_donated_states_are_gone(offload):
     zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", offload=offload)

@@ -13,7 +13,7 @@ def test_what_is_not_a_number_has_not_passed():
     assert not on_gpu.Found("", float("nan"), 1.0).passed
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_check_asked_for_alone_leaves_the_others_in_the_file(tmp_path, capsys):
     file = tmp_path / "found.json"
     row = {"check": "blocks", "found": [{"what": "", "apart": 2, "limit": 1, "passed": False}]}

@@ -54,13 +54,13 @@ def work_through(found, folder):
         assert ran.returncode == 0, f"{block}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page, compiled=False)])
 def test_commands_run(page, tmp_path):
     work_through(commands(page, compiled=False), tmp_path)
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page, compiled=True)])
 def test_commands_that_compile_for_gpus_run(page, tmp_path):
     work_through(commands(page, compiled=True), tmp_path)

@@ -32,7 +32,7 @@ from zero_jax.collectives import gather_scatter
 
 STEPS = 10
 ULPS = 256
-HEAVY = functools.partial(pytest.param, marks=pytest.mark.heavy)
+HEAVY = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # eps: the gradient of an attention key's bias is zero but for rounding, and Adam would turn
 # that rounding into full steps. ReLU has a kink, which a rounding can cross: small steps there.
@@ -94,7 +94,7 @@ def assert_parity(name, tx, n, want, **settings):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-# Where nothing divides: stages 1 and 3; on all devices: stage 3. With -m heavy all.
+# Where nothing divides: stages 1 and 3; on all devices: stage 3. With -m slow all.
 USUAL = [(3, 1), (3, 3), (8, 3)]
 EVERY = itertools.product((1, 2, 3, 4, 5, 8), range(4))
 
@@ -105,7 +105,7 @@ def test_ten_steps_equal_plain_optax(name, n, stage):
     assert_parity(name, TX[name], n, plain(name), stage=stage)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_seven_devices_and_two_hundred_tiny_leaves():
     zoo = zoo_problem(tiny=200)
     zoo.batch = jax.tree.map(lambda x: x[:112], zoo.batch)  # 120 rows have no factor 7
@@ -115,7 +115,7 @@ def test_seven_devices_and_two_hundred_tiny_leaves():
     assert ulps(params, want[1]) < ULPS
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_remat_changes_no_value(stage, remat):
@@ -157,7 +157,7 @@ def test_unequal_weights_are_divided_once_by_the_global_weight(stage):
         assert ulps(params, want[1]) < ULPS
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_in_bf16_the_stages_agree(name):
     """bf16 has 8 bits: one ulp is 2^-8; runs differ by summation order only."""

@@ -84,7 +84,7 @@ def test_it_is_a_tree_of_two_leaves():
     assert len(jax.tree.leaves(packed)) == 2
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # as the arguments of a step are
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_for_gpus_round_the_scale_that_codes_are_made_with(kind):

@@ -61,7 +61,7 @@ def test_every_n_and_stage_has_the_same_losses_and_the_base_stays(base):
         jax.tree.map(np.testing.assert_array_equal, before, params["base"])
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "n"), [("nf4", 2), ("bf16", 4), ("nf4", 5), ("bf16", 6), ("nf4", 7)]
 )

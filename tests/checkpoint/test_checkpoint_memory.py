@@ -40,7 +40,7 @@ with Checkpoints(folder) as checkpoints:
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path):
     """Of a state of 400 MiB: `save` holds it once more, `restore` makes it and a leaf beside it.
 

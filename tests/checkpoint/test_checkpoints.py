@@ -122,7 +122,7 @@ def test_bits_are_the_same_on_any_mesh_and_stage_and_back(
 @pytest.mark.parametrize(
     ("n", "stage", "offload"), [(4, 3, None), (1, 0, None), (3, 2, "optimizer"), (8, 1, None)]
 )
-@pytest.mark.parametrize("name", ["gpt", pytest.param("zoo", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("zoo", marks=pytest.mark.slow)])
 def test_the_next_step_is_that_of_the_run_that_never_stopped(saved, name, n, stage, offload):
     folder, _, (params, state, metrics) = saved[name]
     zero = zero_on(n, stage, offload=offload)
@@ -138,7 +138,7 @@ def test_the_next_step_is_that_of_the_run_that_never_stopped(saved, name, n, sta
         assert ulps(zero.full(mine[0]), zero_on(4).full(params)) <= ULPS
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["optimizer", "optimizer,params"])
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_a_state_in_files_is_saved_and_restored_like_any_other(saved, tmp_path, name, words):
@@ -168,7 +168,7 @@ TELLING = ("adamw", "adafactor", "muon", "MultiSteps", "mask on ndim")
 @pytest.mark.parametrize(
     "optimizer",
     [
-        name if name in TELLING else pytest.param(name, marks=pytest.mark.heavy)
+        name if name in TELLING else pytest.param(name, marks=pytest.mark.slow)
         for name in OPTIMIZERS
     ],
 )

@@ -20,7 +20,7 @@ FAILING = str(Path(__file__).parents[1] / "failing_run.py")
 MANY = [*RUN, "--devices", "2", "--warmup", "2", "--out", "out", "--dead-after", "3"]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
 def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, number, rank):
@@ -40,7 +40,7 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, number, ra
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_processes_that_do_not_find_each_other_say_so_with_a_code_of_their_own(folder):
     args = [*MANY, "--devices", "3", "--join-seconds", "3", "--coordinator", free_address()]
     args += ["--num-processes", "3"]
@@ -54,7 +54,7 @@ def test_processes_that_do_not_find_each_other_say_so_with_a_code_of_their_own(f
     assert code == 2 and "write host:port" in error and "Traceback" not in error
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_setting_of_jax_that_differs_is_told_before_the_run(folder):
     args = [*MANY, "--coordinator", free_address(), "--num-processes", "2", "--process-id"]
     other = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
@@ -64,7 +64,7 @@ def test_a_setting_of_jax_that_differs_is_told_before_the_run(folder):
         assert "disagree on jax_default_prng_impl: process 0 has 'threefry2x32'" in error
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_on_one_machine_cannot_be_reached_from_others(folder):
     running = start_many(2, [*MANY, "--steps", "100000", "--checkpoint-every", "100"])
     wait_for(lambda: trained_until(1), running[0])
@@ -91,7 +91,7 @@ def listening(pid):
     return found
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_process_alone_ends_the_run(folder, rank):
     args = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
@@ -104,7 +104,7 @@ def test_an_error_of_one_process_alone_ends_the_run(folder, rank):
         assert "this host's disk is gone" in error, error
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_it_ends_also_where_what_it_says_goes_to_a_disk_that_is_full(folder, rank):
     args = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
@@ -114,7 +114,7 @@ def test_it_ends_also_where_what_it_says_goes_to_a_disk_that_is_full(folder, ran
     assert [code for code, _, _ in results] == [ENDED] * 2, results
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_fails_in_one_process_fails_in_all(folder, rank):
     args = [*MANY, "--steps", "100000", "--checkpoint-every", "5", "--keep", "1"]
@@ -128,7 +128,7 @@ def test_a_save_that_fails_in_one_process_fails_in_all(folder, rank):
         assert checkpoints.steps == [5]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_supervised_processes_go_on_in_those_that_are_left(folder):
     args = [*MANY, "--steps", "40", "--checkpoint-every", "4"]
     run = start(*args, "--supervise", "2")
@@ -141,7 +141,7 @@ def test_supervised_processes_go_on_in_those_that_are_left(folder):
     assert len(curve("out")) == 40 and last_loss("out") < 2.5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_what_is_asked_for_wrongly_is_not_started_again(folder):
     ((code, _, error),) = finish([start(*MANY, "--supervise", "2", "--model", "nanno")])
     assert code == 2 and "again in" not in error, error
@@ -149,7 +149,7 @@ def test_what_is_asked_for_wrongly_is_not_started_again(folder):
     assert code == 2 and "--supervise needs --out" in error
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_supervised_run_ends_when_it_is_asked_to(folder):
     run = start(*MANY, "--steps", "100000", "--supervise", "2")
     wait_for(lambda: trained_until(3), run)

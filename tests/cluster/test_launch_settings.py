@@ -110,7 +110,7 @@ def join(folder, second, seconds="60"):
             process.wait()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
     """On a release without mutual TLS the variables are an error: they would be ignored."""
     authority(tmp_path)

@@ -64,7 +64,7 @@ def test_each_process_takes_its_own_gpus(monkeypatch, given, own):
     assert told == [own]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("scatter", ["none", "int4"])
 def test_gradients_of_two_processes_are_those_of_one(tmp_path, scatter):
     """To rounding, each time: sums that go wrong now and then do so for a few numbers."""

@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "number", "code"), CASES)
 def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
     folder, who, number, code

@@ -38,7 +38,7 @@ def run(folder, what):
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_step_that_takes_far_longer_than_those_before_ends_the_run_with_its_stacks(tmp_path):
     done = run(tmp_path, "stuck")
     assert done.returncode == ENDED
@@ -47,7 +47,7 @@ def test_a_step_that_takes_far_longer_than_those_before_ends_the_run_with_its_st
     assert 'File "<string>"' in done.stderr, "where it was"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_what_is_no_step_may_take_its_time(tmp_path):
     done = run(tmp_path, "pause")
     assert done.returncode == 0 and "done" in done.stdout, done.stderr

@@ -45,7 +45,7 @@ def collectives_of(bucket, stage, mp=1):
     return auditor.audit(step.lower(params, tx.init(params), batch).compile()).collectives
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.heavy), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_buffer_is_larger_than_a_bucket_and_the_words_stay_the_same(stage):
     """On CPUs only gathers and scatters: that backend merges all-reduces as it likes."""
 
@@ -60,7 +60,7 @@ def test_no_buffer_is_larger_than_a_bucket_and_the_words_stay_the_same(stage):
     assert words == same
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_in_pieces_equals_plain_optax(stage):
     problem = gpt_problem()

@@ -73,7 +73,7 @@ def as_gathered(zero, params):
     return jax.tree.unflatten(treedef, [one(x, c) for x, c in zip(leaves, cuts, strict=True)])
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, sizes, hierarchical",
     [
@@ -190,7 +190,7 @@ def test_where_scales_would_be_more_than_integers_save_a_matrix_travels_as_it_is
 STACKED = dataclasses.replace(ODD_GPT, width=64, vocab=256, seq=16)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scatter", "near", "stage", "compute", "bucket", "model"),
     [
@@ -253,7 +253,7 @@ def test_gradients_are_sent_in_one_byte_or_half_of_one(scatter):
     assert sum(c.elements * c.runs for c in summed) < 0.1 * sum(x.size for x in matrices)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "near"),
     [({"gather": "int8"}, 0.02), ({"scatter": "int8"}, 0.02), ({"scatter": "int4"}, 0.1)],

@@ -151,7 +151,7 @@ def test_linen_stacks_have_slots(own_remat, remat, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"micro_batches": 2}, {"frozen": "mlp/up"}])
 def test_a_gpt_trains_the_same_with_and_without(settings, monkeypatch):
     config = gpt.preset("nano", seq=16)

@@ -22,7 +22,7 @@ BF16 = zero_jax.Precision("bf16", "bf16")
 MESHES = [(2, 4), (2, 3), (4, 2), (3, 1)]  # replica, data
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(("replica", "n"), MESHES)
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_ten_steps_equal_plain_optax(name, replica, n):
@@ -85,7 +85,7 @@ def sent(audit, axis):
     return found
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_states_take_the_bytes_of_all_devices():
     ours = compiled(mesh_of(2, 4), hierarchical=True)
     assert ours.argument_bytes == compiled(mesh_of(1, 8)).argument_bytes
@@ -93,7 +93,7 @@ def test_states_take_the_bytes_of_all_devices():
     assert compiled(mesh_of(2, 4)).argument_bytes - batch > 1.8 * (ours.argument_bytes - batch)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_layers_are_gathered_inside_a_replica_and_shards_joined_once_a_step():
     ours = compiled(mesh_of(2, 3), hierarchical=True, micro_batches=2, remat="block")
     once, held = (compiled(mesh_of(2, 3), hierarchical=h, remat="block") for h in (True, False))
@@ -105,7 +105,7 @@ def test_layers_are_gathered_inside_a_replica_and_shards_joined_once_a_step():
     assert set(sent(held, "replica")) == {"all-reduce"}
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_with_a_model_axis_it_trains_as_replicas_that_hold_all():
     made, found = problem_with_model("gpt"), []
     for hierarchical in (False, True):
@@ -117,7 +117,7 @@ def test_with_a_model_axis_it_trains_as_replicas_that_hold_all():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_checkpoints_of_one_mesh_come_back_bitwise(tmp_path, name):
     made = test_checkpoints.problem(name)
@@ -147,7 +147,7 @@ def test_the_closed_form_counts_what_is_joined():
     assert ours.copy - flat.copy == 2 * words // 4 and ours.gradients == flat.gradients
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_a_plan_foretells_the_program_for_gpus(tmp_path):
     options = "--model 1.5b --devices 64 --replica 8 --hierarchical --batch-per-device 4"
     out = str(tmp_path / "plan.json")

@@ -11,7 +11,7 @@ from jax import lax
 
 import zero_jax
 
-HEAVY = pytest.mark.heavy
+HEAVY = pytest.mark.slow
 N, ROWS, D = 4, 16, 8
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 IDS = 2 * jnp.arange(ROWS)

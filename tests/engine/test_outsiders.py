@@ -153,7 +153,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_models_train_as_on_one_device_at_every_stage_and_n(name):
     """To 1e-6: sums in another order. (Keys' biases have a true gradient of zero.)"""

@@ -113,7 +113,7 @@ def alone(layer):
 ODE = pytest.param(
     "ode",
     marks=[
-        pytest.mark.heavy,
+        pytest.mark.slow,
         pytest.mark.filterwarnings("ignore:the loss function gives rows of the batch a mean"),
     ],
 )
@@ -121,7 +121,7 @@ ODE = pytest.param(
 
 @pytest.mark.parametrize(
     "remat",
-    ["block", *(pytest.param(r, marks=pytest.mark.heavy) for r in ("none", POLICY))],
+    ["block", *(pytest.param(r, marks=pytest.mark.slow) for r in ("none", POLICY))],
     ids=["block", "none", "policy"],
 )
 @pytest.mark.parametrize("form", [unrolled, alone])
@@ -137,7 +137,7 @@ def test_gradients_are_those_of_jax_where_copies_are_kept(name):
 
 
 @pytest.mark.parametrize(
-    "remat", ["block", *(pytest.param(r, marks=pytest.mark.heavy) for r in ("none", "block_sqrt"))]
+    "remat", ["block", *(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "block_sqrt"))]
 )
 def test_a_result_of_a_branch_that_nobody_reads_has_no_derivative(remat):
     """A metric whose derivative is infinite, beside an activation, from a loop's turn."""

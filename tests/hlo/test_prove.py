@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zero_jax.hlo import auditor, prove, targets
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 P = PartitionSpec
 BF16, F32 = jnp.bfloat16, jnp.float32
 HERE = f"hlo/{pathlib.Path(__file__).name}"  # as sources are named, by their folder

@@ -12,7 +12,7 @@ from test_prove import BF16, F32, P, compiled, total
 import zero_jax
 from zero_jax.hlo import prove, targets
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 
 
 def test_a_training_step_sends_and_holds_what_its_schedule_says():

@@ -75,7 +75,7 @@ def test_only_what_devices_hold_is_read(exported, monkeypatch):
     assert max(sizes) == max(config.width * 4 * config.width, config.vocab * config.width) // n
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_each_of_two_processes_reads_what_its_devices_hold(saved, exported, tmp_path):
     config = CONFIGS["even"]
     address = free_address()

@@ -9,7 +9,7 @@ from jax import lax
 import zero_jax
 from zero_jax.jaxpr import derivatives
 
-HEAVY = pytest.mark.heavy
+HEAVY = pytest.mark.slow
 N, ROWS, D, LAYERS = 3, 6, 8, 4
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 

@@ -28,7 +28,7 @@ def results(attend, dtype, *shape, scale=1.0):
 
 # Up to a block, one token more, blocks that T fills and does not fill, more than BLOCKS of BLOCK.
 LENGTHS = [1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 7]
-LONG = pytest.param(BLOCKS * BLOCK + 100, marks=pytest.mark.heavy)
+LONG = pytest.param(BLOCKS * BLOCK + 100, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("T", [*LENGTHS, LONG])
@@ -178,7 +178,7 @@ def test_long_packed_rows_hold_no_square_of_their_tokens_on_a_gpu(monkeypatch):
     assert largest(traced.jaxpr) <= T**2 // BLOCKS, "scores of one block of queries"
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_scores_exist_for_a_block_at_a_time(every_pass):
     """In the program of an H100: the CPU's compiler takes the blocks apart."""
     N, T = 8, 8 * BLOCK

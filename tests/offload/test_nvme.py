@@ -38,7 +38,7 @@ def zero_on(n, offload):
     return zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), stage=3, offload=offload)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "stage", "words"),
     [(1, 3, "optimizer"), (3, 2, "optimizer,params"), (4, 3, "optimizer"), (4, 0, "optimizer")],
@@ -51,7 +51,7 @@ def test_a_state_in_files_changes_no_value(n, stage, words, tmp_path):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -117,7 +117,7 @@ def assert_same(a, b):
             np.testing.assert_array_equal(a[name], b[name])
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_in_the_middle_of_a_step_it_resumes_with_nothing_lost(tmp_path, processes):
     whole, broken = tmp_path / "whole.npz", tmp_path / "broken.npz"

@@ -20,7 +20,7 @@ from zero_jax.offload.tiers import Offload
 from zero_jax.sharding.cuts import Splitter, state_splits
 
 STEPS, ULPS = 4, 4
-HEAVY = functools.partial(pytest.param, marks=pytest.mark.heavy)
+HEAVY = functools.partial(pytest.param, marks=pytest.mark.slow)
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Pieces of a page: every leaf of more than 256 parameters on a device is cut.
@@ -91,7 +91,7 @@ def test_offload_changes_no_value(name, n, stage, setting):
     assert_equal_to_no_offload(name, "clip and adamw", n, stage, setting)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_that_streams_is_exact(optimizer):
     assert_equal_to_no_offload("zoo without empty", optimizer, 3, 3, MASTERS)
@@ -234,7 +234,7 @@ def test_replicas_loss_scales_and_micro_batches_change_nothing(settings):
     assert ulps(run(MASTERS), run(None)) <= ULPS
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_chosen_stage_keeps_the_setting():
     made = problem("zoo")
     zero = zero_on(4, stage="auto", offload="optimizer", memory_limit=1e9)

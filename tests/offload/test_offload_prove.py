@@ -15,7 +15,7 @@ from zero_jax.offload.tiers import Offload
 from zero_jax.plan.case import Case
 from zero_jax.sharding.mesh import abstract_of
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 
 N, MIB = 8, 2**20
 PIECE = 4 * MIB

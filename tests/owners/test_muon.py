@@ -47,7 +47,7 @@ def plain(rows):
 
 @pytest.mark.parametrize(
     ("stage", "n", "k"),
-    [p if p in USUAL else pytest.param(*p, marks=pytest.mark.heavy) for p in EVERY],
+    [p if p in USUAL else pytest.param(*p, marks=pytest.mark.slow) for p in EVERY],
 )
 def test_muon_equals_one_device(stage, n, k):
     rows = 120 if n == 3 else 160

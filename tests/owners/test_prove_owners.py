@@ -25,7 +25,7 @@ def test_the_busiest_owner_computes_little_more_than_the_mean(model, devices):
     assert max(flops) < 1.3 * sum(flops) / devices
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_muon_of_1_5b_on_8_sends_two_rows_more_than_adam_and_holds_less():
     """AdamW's program holds 4.12 GB; partitioned by XLA alone Muon's held 9.14, and sent 11.3Ψ."""
     plan = case("1.5b", 8).plan(3, target="h100")

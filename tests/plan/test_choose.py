@@ -100,7 +100,7 @@ def cheapest_that_fits(plan, tried, limit, trained):
     )
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name):
     (plan, tried), trained = compiled(name), CASES[name][-1]
@@ -114,7 +114,7 @@ def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name)
     assert len(limits) >= 8 and len(set(picked)) >= 3, "or this could hardly fail"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_limit_that_nothing_fits_under_names_the_smallest_and_what_would_help():
     plan, tried = compiled("mlp on 4")
     least = min(plan(c, False).total_bytes for c in tried)
@@ -124,7 +124,7 @@ def test_a_limit_that_nothing_fits_under_names_the_smallest_and_what_would_help(
     assert gigabytes(least) in str(error.value)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "k"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
 def test_what_is_frozen_is_gathered_and_not_summed(stage, k):
     plan, _ = compiled("mlp on 4, half frozen")
@@ -187,7 +187,7 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
         assert jnp.array_equal(mine, theirs)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_what_was_dropped_is_printed_with_its_bytes(capsys):
     problem = gpt_problem()
     params = auto(None).abstract(problem.make)

@@ -66,7 +66,7 @@ def test_what_meshes_does_not_take_is_refused(capsys):
     assert "--model-parallel is not for meshes" in capsys.readouterr().err
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_the_command_compiles_and_recommends(capsys):
     args = ["--model", "nano", "--devices", "4", "--batch-per-device", "2", "--seq", "64"]
     assert command.main(["meshes", *args, "--reduce", "bf16"]) == 0

@@ -96,7 +96,7 @@ def test_higher_stages_hold_less(data):
     assert totals == sorted(totals, reverse=True)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "lamb", "muon"])
 def test_every_optimizer_is_planned_by_its_own_state(optimizer, tmp_path):
     path = tmp_path / "plan.json"
@@ -112,7 +112,7 @@ def test_every_optimizer_is_planned_by_its_own_state(optimizer, tmp_path):
         assert 0 < terms["optimizer_state"] < 2.1 * terms["parameters"]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_model_parallelism_divides_all_but_the_residual_stream(tmp_path):
     def terms(mp, *more):
         path = tmp_path / f"{mp}.json"

@@ -78,7 +78,7 @@ def test_what_can_not_be_planned_is_refused(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_qlora_of_70b_on_8_h100_is_foretold_to_the_byte_and_holds_no_matrix_whole(tmp_path):
     args = ["--model", "llama-3.1-70b", "--devices", "8", "--lora", str(RANK), "--base", "nf4"]
     known = planned(tmp_path, *args, "--compile")
@@ -100,7 +100,7 @@ def test_qlora_of_70b_on_8_h100_is_foretold_to_the_byte_and_holds_no_matrix_whol
     assert by_kind["all-gather"] == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_qlora_of_8b_fits_a_card_of_24_gb(tmp_path):
     args = ["--model", "llama-3.1-8b", "--devices", "1", "--lora", str(RANK), "--base", "nf4"]
     known = planned(tmp_path, *args, "--compile")

@@ -144,7 +144,7 @@ def test_what_can_not_be_planned_is_refused(args, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("experts", "capacity", "remat", "latencies", "most_bytes", "most_seconds"),
     [
@@ -168,7 +168,7 @@ def test_mixtral_on_64(
     assert abs(known["predicted"]["total_bytes"] / known["compiled"]["total_bytes"] - 1) < 0.05
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 def test_auto_lets_experts_stay(capsys):
     given = ["--model", "nano-experts", "--devices", "8", "--seq", "64", "--auto"]
     assert command.main(given) == 0
@@ -203,7 +203,7 @@ def test_gradients_that_are_scattered_along_a_later_dim_are_turned(name, whole, 
     assert under_way.is_turned(one) == turned
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 @pytest.mark.parametrize("seq", [1024, 4096])
 def test_gathered_experts_are_turned(seq):
     config = families.with_capacity(families.preset("mixtral-8x7b", layers=4), 1.0)

@@ -10,7 +10,7 @@ from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import of_zero
 from zero_jax.plan.case import Case
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 
 # Wide layers, so that states are larger than the pieces they stream in.
 CONFIG = gpt.GPTConfig(layers=4, width=4096, heads=32, vocab=256, seq=512)

@@ -11,7 +11,7 @@ import pytest
 from zero_jax.models import gpt
 from zero_jax.plan import command
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 D, L, ROWS, T = 4096, 36, 4, 1024
 RESIDUAL = ROWS * T * D  # b·s·h elements
 

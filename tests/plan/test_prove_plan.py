@@ -14,7 +14,7 @@ from zero_jax.models import families, gpt
 from zero_jax.plan import command
 from zero_jax.plan.case import Case
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 
 
 def compiled_for_h100(tmp_path, *args):

@@ -136,7 +136,7 @@ def test_what_is_saved_is_what_jax_checkpoint_saves(model, name):
     assert ours(model, name) == jaxs(model, name)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_policy_changes_a_value(model, name):
@@ -210,7 +210,7 @@ def test_what_nobody_differentiates_has_no_derivative(layer, scanned, remat):
         np.testing.assert_allclose(found[name], want[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.prove
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "name", ["offload_dot_with_no_batch_dims", "save_and_offload_only_these_names"]
 )

@@ -14,7 +14,7 @@ from zero_jax.collectives import barriers
 from zero_jax.engine import repeats, rewrite
 from zero_jax.hlo import prove, targets
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.compile
 P = PartitionSpec
 BF16 = jnp.bfloat16
 D, B, T, N = 512, 8, 256, 8

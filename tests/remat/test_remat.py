@@ -115,7 +115,7 @@ def assert_same(name, stage, remat):
     assert want[0][-1] < want[0][0]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["linen", "plain", "scanned"])
@@ -123,7 +123,7 @@ def test_no_policy_changes_a_value(name, stage, remat):
     assert_same(name, stage, remat)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", HOST)
 @pytest.mark.parametrize("name", ["linen", "plain", "scanned"])
 def test_no_place_changes_a_value(name, remat):

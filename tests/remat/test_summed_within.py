@@ -81,7 +81,7 @@ def test_a_layer_of_two_buckets_is_left_to_the_next_turn(bucket, own):
     assert len(barriers(traced_gradients(3, "block", int(bucket * layer)))) == own
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["block", "block_sqrt"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_the_same(stage, remat):

@@ -27,7 +27,7 @@ from zero_jax.sharding.cuts import split
 
 STEPS = 10
 ULPS = 1024
-HEAVY = functools.partial(pytest.param, marks=pytest.mark.heavy)
+HEAVY = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 MESHES = [(1, 2), (2, 2), (4, 2), (2, 4)]
 CONFIG = gpt.GPTConfig(layers=2, width=16, heads=4, vocab=24, seq=8, loss_chunk=16)
@@ -93,7 +93,7 @@ def assert_parity(name, mesh, **settings):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("n_mp", MESHES, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -107,7 +107,7 @@ def test_sequence_parallelism_equals_one_device(n_mp, stage):
     assert_parity("gpt", mesh_of(*n_mp), stage=stage, sequence_parallel=True, remat="block")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_of_a_partitioned_and_split_model_equal_one_device(stage):
     assert_parity("gpt", mesh_of(2, 2, replica=2), stage=stage, micro_batches=2)

@@ -332,7 +332,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, folder):
         Tokenizer(tmp_path)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
     """What is held grows by the eight bytes of where a line begins, and its number's eight."""
     path = tmp_path / "a.jsonl"

@@ -85,7 +85,7 @@ def job(page):
     return next(block for block in blocks if "training.pairs" in block).splitlines()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsys):
     assert job("README.md") == job("docs/finetuning.md")
     environment, small, pairs, *tunes = job("README.md")
@@ -108,7 +108,7 @@ def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsy
         assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_adapters_are_trained_and_leave_files(tune, made, capsys):
     assert tune(*LORA, "--out", "out", "--export", "tuned") == 0
     said = capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_adapters_are_trained_and_leave_files(tune, made, capsys):
     assert not names, "checkpoints have no base"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_tuned_model_answers_a_question_as_the_run_showed_it(tune, made, capsys):
     """The first held out, asked of the run, of adapters beside the model, of what was exported."""
     lora = ["--lora", "2", "--base", "fp32", "--lr", "0.5"]
@@ -148,7 +148,7 @@ def test_a_tuned_model_answers_a_question_as_the_run_showed_it(tune, made, capsy
     assert capsys.readouterr().out[:-1] != answers[0], "the model before it was tuned"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_model_that_is_too_large_for_the_device_is_not_asked(made, monkeypatch, capsys):
     full = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": 0})
     monkeypatch.setattr(room.jax, "local_devices", lambda: [full])
@@ -156,7 +156,7 @@ def test_a_model_that_is_too_large_for_the_device_is_not_asked(made, monkeypatch
     assert "no answer: it takes 0.0 GB of a device, which has less" in capsys.readouterr().err
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_question_that_can_not_be_asked_is_refused(made, tmp_path, capsys):
     for words, message in (
         ([str(made / "run"), "x"], r"export .*run/checkpoints DIR, and ask DIR"),
@@ -169,7 +169,7 @@ def test_a_question_that_can_not_be_asked_is_refused(made, tmp_path, capsys):
         assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_adapters_on_another_number_of_devices(tune):
     assert tune(*LORA, "--out", "whole") == 0
     assert tune(*LORA, "--out", "parts", "--steps", "4", "--checkpoint-every", "2") == 0
@@ -184,7 +184,7 @@ def test_a_run_goes_on_from_its_adapters_on_another_number_of_devices(tune):
         np.testing.assert_allclose(array, other[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_that_is_killed_sees_the_same_documents_on_another_number_of_devices(made, tune):
     """Each loss is that of its batch, so equal losses are of equal documents."""
     many = ["--steps", "40", "--checkpoint-every", "2", "--sample-length", "0"]
@@ -208,7 +208,7 @@ def test_a_run_that_is_killed_sees_the_same_documents_on_another_number_of_devic
     assert len({round(loss, 4) for loss in found.values()}) > 30, "batches differ"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_begins_with_adapters_of_another(tune, capsys):
     assert tune(*LORA, "--out", "first") == 0
     assert tune(*LORA, "--out", "second", "--adapter", "first/adapter") == 0
@@ -217,7 +217,7 @@ def test_a_run_begins_with_adapters_of_another(tune, capsys):
     assert float(said[2].split()[0]) == pytest.approx(float(end), abs=2e-4)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_whole_model_is_trained_without_adapters(tune, made):
     assert tune("--out", "out", "--export", "tuned") == 0
     before, after = (load_file(p / "model.safetensors") for p in (made / "small", Path("tuned")))

@@ -99,7 +99,7 @@ def test_a_run_whose_every_step_is_skipped_does_not_end_well(folder, capsys, mon
         assert "all of --steps 4 were skipped" in capsys.readouterr().err
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_weight_that_one_process_reads_ends_all_of_them(made, tmp_path):
     edited(made, tmp_path / "changed")
     tensors = {k: x.copy() for k, x in load_file(tmp_path / "changed" / NAME).items()}

@@ -53,7 +53,7 @@ class StopAfterFour(Stop):
         return GO_ON_LATER if self.calls == 5 else 0
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkeypatch):
     assert train_here("--steps", "8", "--out", "whole", "--warmup", "2") == 0
     # The rate falls over all steps, so the first half must know of the second.
@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(folder, capsys, monkey
     assert sorted(p.name for p in Path("out/checkpoints").glob("[0-9]*")) == ["4", "6", "8"]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_stopped_run_says_which_step_is_saved_and_how_to_go_on(folder, capsys, monkeypatch):
     args = ["--steps", "8", "--warmup", "2", *OWN]
     with monkeypatch.context() as patch:
@@ -83,7 +83,7 @@ def test_a_stopped_run_says_which_step_is_saved_and_how_to_go_on(folder, capsys,
     assert main(command) == 0 and len(curve("out")) == 8
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_that_has_all_its_steps_says_so_and_more_are_refused(folder, capsys):
     assert train_here("--steps", "4", *OWN) == 0
     capsys.readouterr()
@@ -93,7 +93,7 @@ def test_a_run_that_has_all_its_steps_says_so_and_more_are_refused(folder, capsy
     assert "is at step 4, beyond --steps 3: ask for more" in capsys.readouterr().err
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_damaged_checkpoint_offers_the_one_before(folder, capsys):
     args = ["--steps", "8", "--warmup", "2", *OWN]
     assert train_here(*args) == 0
@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_offers_the_one_before(folder, capsys):
     assert "--from-step 7" in capsys.readouterr().err
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_last_evaluation_says_how_far_it_is_and_can_be_stopped(folder, capsys, monkeypatch):
     class StopInEvaluation(Stop):
         calls = 0
@@ -139,7 +139,7 @@ def test_the_last_evaluation_says_how_far_it_is_and_can_be_stopped(folder, capsy
     assert "evaluating: " in capsys.readouterr().out
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_hours_end_a_run(folder):
     assert train_here("--steps", "8", "--max-hours", "0", "--out", "out") == GO_ON_LATER
     assert train_here("--steps", "8", "--out", "out") == 0
@@ -192,7 +192,7 @@ def test_what_a_checkpoint_does_not_fit_is_refused(done, capsys, args, words):
     assert all(word in error for word in words), error
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_more_steps_and_edited_data_are_said_with_both_values(done, capsys):
     """Four steps of which none warms up end at a tenth of 1e-3; of eight they are half way."""
     Path("text.txt").write_text(TEXT.replace("Partition", "partition"))
@@ -208,7 +208,7 @@ def test_more_steps_and_edited_data_are_said_with_both_values(done, capsys):
     assert half_way * float(rate) / 1e-3 == pytest.approx(1e-4, rel=0.01)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_text_that_shrinks_while_it_is_read_ends_the_run_with_what_it_has(
     folder, capsys, monkeypatch
 ):
@@ -252,7 +252,7 @@ def trained_until(step):
     return path.exists() and any(line["step"] >= step for line in metrics("out"))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
@@ -269,7 +269,7 @@ def test_a_signal_saves_and_ends_a_run(folder, number, code):
     assert saved == [max(line["step"] for line in metrics("out"))]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_processes_stop_at_the_same_step_and_go_on_in_another_number(folder):
     args = [*RUN, "--devices", "2", "--steps", "40", "--warmup", "2", "--checkpoint-every", "16"]
     (whole,) = finish([start(*args, "--out", "whole")])
@@ -285,7 +285,7 @@ def test_processes_stop_at_the_same_step_and_go_on_in_another_number(folder):
     np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_killed_run_loses_at_most_what_lies_after_its_last_checkpoint(folder):
     args = [*RUN, "--devices", "2", "--steps", "40", "--warmup", "2", "--checkpoint-every", "8"]
     args += ["--out", "out"]
@@ -303,7 +303,7 @@ def test_a_killed_run_loses_at_most_what_lies_after_its_last_checkpoint(folder):
     assert curve("out") == curve("whole")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_refused_in_every_process(folder):
     (first,) = [start(*RUN, "--devices", "1", "--steps", "100000", "--out", "out")]
     wait_for(lambda: trained_until(1), first)
@@ -324,7 +324,7 @@ def test_the_settings_of_the_run_are_in_the_checkpoint(done):
     assert os.fspath(done) not in text and "/four" not in text, "it can be moved"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_state_goes_from_the_device_to_files(done):
     args = ["--steps", "6", "--offload", "optimizer:nvme=nvme", *OWN]
     assert train_here(*args) == 0
@@ -334,7 +334,7 @@ def test_a_state_goes_from_the_device_to_files(done):
     assert last_loss("out") == before
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_states_of_few_bits_go_on_as_fp32_and_back_but_not_in_files(done, capsys):
     few = ["--states", "8bit", *OWN]
     assert train_here("--steps", "5", *few) == 0
@@ -348,7 +348,7 @@ def test_states_of_few_bits_go_on_as_fp32_and_back_but_not_in_files(done, capsys
     assert len(curve("out")) == 7
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_state_files_give_way_to_their_own_run_only(folder, monkeypatch, capsys):
     """Killed before the first checkpoint, it begins anew; another run is refused."""
     step = zero_jax.TrainStep.__call__
@@ -367,7 +367,7 @@ def test_state_files_give_way_to_their_own_run_only(folder, monkeypatch, capsys)
     assert len(curve("out")) == 2
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, monkeypatch, capsys):
     seen = []
     step = zero_jax.TrainStep.__call__

@@ -53,7 +53,7 @@ def test_a_command_finishes_with_its_own_exit_code_whatever_stdout_is(how):
         assert done.stdout.startswith("3\\u03a8 elements" if "C " not in how else "3")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     ["-m zero_jax.plan tables", "-m zero_jax.doctor --quick", "train.py --help"],

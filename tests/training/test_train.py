@@ -107,7 +107,7 @@ def one_process(tmp_path_factory):
     return folder, result
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
     _, (code, out, err) = one_process
     assert code == 0, err
@@ -127,7 +127,7 @@ def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
     assert places == sorted(places)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
     folder, _ = one_process
     out = folder / "runs" / "001"
@@ -146,7 +146,7 @@ def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_auto_says_what_it_chose_and_records_it(folder, capsys):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
     assert main(quiet) == 0
@@ -155,7 +155,7 @@ def test_auto_says_what_it_chose_and_records_it(folder, capsys):
     assert json.loads(Path("runs/001/config.json").read_text())["stage"] == 2
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_auto_lets_experts_stay_where_that_sends_less(folder):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
     quiet += ["--model", "nano-experts"]
@@ -166,7 +166,7 @@ def test_auto_lets_experts_stay_where_that_sends_less(folder):
     np.testing.assert_allclose(losses("runs/001"), losses("runs/002"), rtol=1e-4)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses_in_the_next_folder(folder):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--steps", "3"]
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_the_same_seed_gives_the_same_losses_in_the_next_folder(folder):
     assert losses("other") != losses("runs/001")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
     chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "2", "--micro-batches", "2"]
@@ -205,7 +205,7 @@ def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
     assert trainer.evaluate(params) == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys):
     wild = ["--lr", "1e4", "--clip", "0", "--steps", "60", "--eval-every", "0"]
     assert main([*TINY, *HERE, *wild, "--out", "out"]) == 1
@@ -216,7 +216,7 @@ def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys
     assert Path("out/loss.png").exists() and Path("out/report.html").exists()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_with_all_its_files(folder):
     (run,) = running = [start(*TINY, "--steps", "100000", "--out", "out")]
     end = time.monotonic() + 120
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_a_run_with_all_its_files(folder):
 # Several processes.
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "more"),
     [
@@ -256,7 +256,7 @@ def test_processes_train_as_one_process_does(folder, one_process, count, more):
     np.testing.assert_allclose(losses("out"), alone, rtol=1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "elsewhere", "words"),
     [
@@ -277,7 +277,7 @@ def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, else
         assert all(word in error for word in words), error
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
     traced, started = [], jax.profiler.start_trace
     monkeypatch.setattr(

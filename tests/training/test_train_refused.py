@@ -37,7 +37,7 @@ __all__ = ["folder"]  # a fixture
         (["--stage", "auto"], ["does not say how much memory", "memory_limit="]),
         pytest.param(
             *(["--stage", "auto", "--memory-limit", "1e-6"], ["nothing fits in", "smallest is"]),
-            marks=pytest.mark.heavy,
+            marks=pytest.mark.slow,
         ),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
         (["--steps", "99999999999999999999"], ["--steps 99999999999999999999", "at most 2.1"]),
