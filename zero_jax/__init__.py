@@ -21,12 +21,12 @@ from zero_jax.hlo.auditor import assert_communication as assert_communication
 from zero_jax.hlo.auditor import audit as audit
 from zero_jax.offload.tiers import Offload as Offload
 from zero_jax.plan import memory as memory
-from zero_jax.plan.paper_configurations import CONFIGURATIONS as CONFIGURATIONS
-from zero_jax.plan.paper_configurations import configuration as configuration
 from zero_jax.plan.planning import Plan as Plan
 from zero_jax.sharding.layout import logical as logical
 from zero_jax.sharding.mesh import abstract_mesh as abstract_mesh
 from zero_jax.sharding.mesh import batch_share as batch_share
 from zero_jax.sharding.mesh import global_batch as global_batch
 from zero_jax.sharding.mesh import make_mesh as make_mesh
+from zero_jax.zero import CONFIGURATIONS as CONFIGURATIONS
 from zero_jax.zero import Zero as Zero
+from zero_jax.zero import configuration as configuration

@@ -18,8 +18,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown(what: str, name: str, known: Iterable[str], ask: str = "Known:") -> str:
     """The message that no `what` has that name.
 
-    >>> unknown("command", "skaling", ["plan", "scaling"])
-    "no command is called 'skaling'; the nearest is 'scaling'. Known: plan, scaling"
+    >>> unknown("command", "mesh", ["plan", "meshes"])
+    "no command is called 'mesh'; the nearest is 'meshes'. Known: plan, meshes"
     """
     names = list(known)
     near = nearest(name, names)

@@ -5,7 +5,8 @@ in one program just work.
 """
 
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,7 @@ from zero_jax.engine.compiler import Program
 from zero_jax.engine.file_step import NvmeStep
 from zero_jax.engine.settings import AUTO, Settings
 from zero_jax.engine.step import TrainStep
+from zero_jax.names import unknown
 from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.sharding import layout, paths
@@ -328,3 +330,38 @@ class Zero(Settings):
         """This Zero with all of that chosen; arguments as for `choice`."""
         chosen = self.choice(loss_fn, tx, *args, **options).chosen.candidate
         return dataclasses.replace(self, **chosen.settings)
+
+
+# The configurations of the paper, by name:
+#   c1         P_os + CB + MD              stage 1
+#   c2         c1 + P_a                    saved activations are sharded over `model` too
+#   c3         P_os+g + CB + MD            stage 2
+#   c4         c3 + P_a
+#   c5         c4 + P_a+cpu                and stored in host memory
+#   zero-100b  P_os+g + ZeRO-R             the paper's implementation: c4
+# Constant-size buffers (CB) and static memory planning (MD) are always on. P_a needs a `model`
+# axis, of 16 devices in the paper. Source: ZeRO (arXiv:1910.02054), section 10.1 and table 3.
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+    {
+        "c1": {"stage": 1, "remat": "block"},
+        "c2": {"stage": 1, "remat": "block@partitioned"},
+        "c3": {"stage": 2, "remat": "block"},
+        "c4": {"stage": 2, "remat": "block@partitioned"},
+        "c5": {"stage": 2, "remat": "block@partitioned+host"},
+        "zero-100b": {"stage": 2, "remat": "block@partitioned"},
+    }
+)
+
+
+def configuration(name: str) -> Mapping[str, Any]:
+    """Returns the settings of a configuration of the paper: `Zero(mesh, **configuration("c4"))`.
+
+    Raises:
+      ValueError: for an unknown name; the message has the nearest one.
+
+    >>> configuration("c5")["remat"]
+    'block@partitioned+host'
+    """
+    if name not in CONFIGURATIONS:
+        raise ValueError(unknown("configuration", name, CONFIGURATIONS))
+    return CONFIGURATIONS[name]

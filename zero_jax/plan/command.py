@@ -3,9 +3,6 @@
     python -m zero_jax.plan --model 7.5b --stage 3 --devices 64 --batch-per-device 4 --compile
     python -m zero_jax.plan --model llama-3.1-70b --devices 8 --lora 16 --base nf4 --compile
     python -m zero_jax.plan meshes --model 1t --devices 1024 --batch-per-device 1 --reduce bf16
-    python -m zero_jax.plan scaling --model 60b --devices 64,128,256,400 --device v100-32gb
-    python -m zero_jax.plan pipelines --model llama-3.1-70b --devices 64 --pipeline 8
-    python -m zero_jax.plan tables
 
 The models are those of `zero_jax.models`, by the name of a preset or by a folder of transformers'
 with their config (`--hf DIR`). For a model of your own call `Zero.plan`.
@@ -29,10 +26,9 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt, optimizers
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, expert_words, meshes, paper, plan_text, proof, ranges, scaling
+from zero_jax.plan import candidates, expert_words, meshes, plan_text, proof, ranges
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
-from zero_jax.plan.pipeline_command import main as pipelines
 from zero_jax.plan.planning import Plan
 from zero_jax.plan.step_estimate import least_seconds
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
@@ -46,8 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
     # Nothing is computed here, and a GPU that is there has better things to do.
     jax.config.update("jax_platforms", "cpu")
     given = list(sys.argv[1:] if args is None else args)
-    commands = {"plan": _plan, "meshes": _meshes, "scaling": _scaling, "tables": _tables}
-    commands["pipelines"] = pipelines
+    commands = {"plan": _plan, "meshes": _meshes}
     name = given.pop(0) if given and not given[0].startswith("-") else "plan"
     try:
         if name not in commands:
@@ -242,48 +237,6 @@ def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
     if tokens > config.seq:
         raise ValueError(f"--seq {tokens}: the model takes rows of at most {config.seq} tokens")
     return config, tokens
-
-
-def _scaling(args: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m zero_jax.plan scaling")
-    parser.add_argument("--model", default="60b", help="a GPT, whose blocks the formulas are of")
-    parser.add_argument("--devices", default="64,128,256,400", help="counts, with commas")
-    parser.add_argument(
-        "--device", default="v100-32gb", help="one of " + ", ".join(targets.TARGETS)
-    )
-    parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    parser.add_argument("--model-parallel", type=int, default=16, help="MP, as in the paper")
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--plot", help="file for the picture")
-    parsed = parser.parse_args(args)
-    try:
-        counts = [int(part) for part in parsed.devices.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--devices {parsed.devices!r}: give numbers, 64,128 say") from error
-    ranges.check(parsed)
-    for devices in counts:
-        ranges.check(argparse.Namespace(devices=devices))
-    config = gpt.preset(parsed.model, vocab=50304, seq=parsed.seq)
-    points = scaling.scaling(
-        *(config.layers, config.width, config.seq, config.vocab),
-        targets.target(parsed.device),
-        counts,
-        stage=parsed.stage,
-        model_parallel=parsed.model_parallel,
-        heads=config.heads,
-    )
-    print(scaling.format_scaling(points))
-    if parsed.plot:
-        scaling.plot_scaling(points, parsed.plot)
-    return 0
-
-
-def _tables(args: Sequence[str]) -> int:
-    argparse.ArgumentParser("python -m zero_jax.plan tables").parse_args(args)
-    print(paper.format_table_1())
-    print()
-    print(paper.format_table_2())
-    return 0
 
 
 def _title(case: Case, parsed: argparse.Namespace) -> str:
