@@ -16,7 +16,7 @@ from flax import nnx
 from test_checkpoints import zero_on
 
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.checkpoint.command import main
+from zero_jax.commands.checkpoint import main
 from zero_jax.models import gpt
 
 # Logits of fp32 models, whose sums come in another order.

@@ -15,7 +15,7 @@ from test_checkpoints import zero_on
 
 from zero_jax.checkpoint import arrays, inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.checkpoint.command import main
+from zero_jax.commands.checkpoint import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from problems import ODD_GPT, gpt_problem
 
 import zero_jax
 from zero_jax.collectives import quantised
-from zero_jax.plan import command
+from zero_jax.commands import plan as command
 from zero_jax.sharding import layout
 
 INT8 = zero_jax.Precision("fp32", gather="int8")

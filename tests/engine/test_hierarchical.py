@@ -15,8 +15,8 @@ from test_model_axis import problem as problem_with_model
 from test_parity import ADAM, OPTIMIZERS, STEPS, TX, assert_parity, plain, problem
 
 import zero_jax
+from zero_jax.commands import plan as command
 from zero_jax.offload.tiers import Offload
-from zero_jax.plan import command
 
 BF16 = zero_jax.Precision("bf16", "bf16")
 MESHES = [(2, 4), (2, 3), (4, 2), (3, 1)]  # replica, data

@@ -9,8 +9,8 @@ import pytest
 from jax.experimental import multihost_utils
 from test_offload import ADAMW, zero_on
 
+from zero_jax.commands.offload import main
 from zero_jax.engine import offload_check
-from zero_jax.offload.__main__ import main
 
 
 @pytest.fixture

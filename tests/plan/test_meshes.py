@@ -4,7 +4,8 @@ import types
 
 import pytest
 
-from zero_jax.plan import command, meshes
+from zero_jax.commands import plan as command
+from zero_jax.plan import meshes
 
 LIMIT = 100
 

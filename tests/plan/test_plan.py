@@ -13,10 +13,11 @@ from problems import gpt_problem, resnet_problem
 
 import zero_jax
 from training.config import parse
+from zero_jax.commands import plan as command
 from zero_jax.engine import grads
 from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
-from zero_jax.plan import command, memory, planning
+from zero_jax.plan import memory, planning
 from zero_jax.plan.predicted import Predicted
 from zero_jax.plan.step_estimate import least_seconds
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from zero_jax.adapters.lora import Lora
+from zero_jax.commands import plan as command
 from zero_jax.interchange import folder_config
 from zero_jax.models import decoder_config, families, hf
-from zero_jax.plan import command
 from zero_jax.plan.text_model import TextModel
 
 NF4, BF16 = 4.25 / 8, 2.0  # bytes a parameter

@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 import zero_jax
+from zero_jax.commands import plan as command
 from zero_jax.engine import lifetimes
 from zero_jax.hlo import targets
 from zero_jax.models import decoder, families
-from zero_jax.plan import command, expert_words, flat_program, memory, under_way
+from zero_jax.plan import expert_words, flat_program, memory, under_way
 from zero_jax.plan.case import Case
 from zero_jax.plan.turned import turned_bytes
 from zero_jax.sharding import cuts

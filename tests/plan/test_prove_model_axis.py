@@ -8,8 +8,8 @@ import functools
 
 import pytest
 
+from zero_jax.commands import plan as command
 from zero_jax.models import gpt
-from zero_jax.plan import command
 
 pytestmark = pytest.mark.compile
 D, L, ROWS, T = 4096, 36, 4, 1024

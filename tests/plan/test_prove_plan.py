@@ -10,8 +10,8 @@ from problems import resnet_problem
 from test_plan import SCRIPT, TX
 
 import zero_jax
+from zero_jax.commands import plan as command
 from zero_jax.models import families, gpt
-from zero_jax.plan import command
 from zero_jax.plan.case import Case
 
 pytestmark = pytest.mark.compile

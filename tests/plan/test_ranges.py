@@ -3,7 +3,7 @@
 import pytest
 
 from training import ask
-from zero_jax.plan.command import main
+from zero_jax.commands.plan import main
 from zero_jax.translate import command as translate
 
 HUGE = "99999999999999999999"

@@ -17,7 +17,7 @@ from test_train import finish, start
 
 from training import ask, byte_tokenizer, room
 from training.main import main
-from zero_jax.checkpoint import command as checkpoint_command
+from zero_jax.commands import checkpoint as checkpoint_command
 
 ROOT = Path(__file__).parents[2]
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40

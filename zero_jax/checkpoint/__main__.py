@@ -2,7 +2,7 @@
 
 import sys
 
-from zero_jax.checkpoint.command import main
+from zero_jax.commands.checkpoint import main
 from zero_jax.streams import lasting_streams
 
 lasting_streams()

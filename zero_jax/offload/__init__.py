@@ -1,5 +1,5 @@
 """Optimizer states outside the device: in host memory or in files, updated in pieces.
 
-`python -m zero_jax.offload --check` asks whether offload is right on this machine; like every
-command it stands above all packages. The others may import `jaxpr`, `sharding` and `collectives`.
+`python -m zero_jax.offload --check` compares a step with and without offload on this machine. May
+import `jaxpr`, `sharding`, `collectives` and `states`.
 """

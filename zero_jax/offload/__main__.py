@@ -1,35 +1,9 @@
-"""`python -m zero_jax.offload --check`: is offload right on this machine?
+"""Runs `python -m zero_jax.offload`."""
 
-Compares a small step with and without offload on the first device here, prints what came out and
-remembers it (engine/offload_check.py). What rests where is in docs/offload.md.
-"""
-
-import argparse
 import sys
-from collections.abc import Sequence
 
-import jax
-
-from zero_jax.engine.offload_check import check, marker_of, remember, versions
+from zero_jax.commands.offload import main
 from zero_jax.streams import lasting_streams
 
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit code."""
-    parser = argparse.ArgumentParser("python -m zero_jax.offload", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--check", action="store_true", required=True, help="run the check")
-    parser.parse_args(args)
-    device = jax.local_devices()[0]
-    outcomes = check(device)
-    print(f"{versions(device)}:", *outcomes, sep="\n  ")
-    if all(outcome.passed for outcome in outcomes):
-        remember(marker_of(device))
-        return 0
-    marker_of(device).unlink(missing_ok=True)
-    return 1
-
-
-if __name__ == "__main__":
-    lasting_streams()
-    sys.exit(main())
+lasting_streams()
+sys.exit(main())

@@ -1,5 +1,4 @@
 """What a run will hold, send and take: foretold from its trace, proven by compiling, chosen.
 
-`python -m zero_jax.plan` shows it; its `command` stands above all packages. The others may import
-everything but `checkpoint` and `interchange`.
+`python -m zero_jax.plan` shows it. May import everything below but `checkpoint` and `interchange`.
 """

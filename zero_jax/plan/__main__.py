@@ -2,7 +2,7 @@
 
 import sys
 
-from zero_jax.plan.command import main
+from zero_jax.commands.plan import main
 from zero_jax.streams import lasting_streams
 
 lasting_streams()

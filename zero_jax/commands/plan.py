@@ -26,7 +26,7 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt, optimizers
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, expert_words, meshes, plan_text, proof, ranges
+from zero_jax.plan import candidates, expert_words, meshes, plan_text, proof
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
 from zero_jax.plan.planning import Plan
@@ -35,6 +35,23 @@ from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_
 from zero_jax.zero import Zero
 
 _CURVE = (1, 4, 16, 64, 256, 1024)
+# The least and the most of each flag. The most is far beyond any machine or model, and within the
+# 32 and 64 bits in which shapes and their bytes are counted.
+_RANGES: dict[str, tuple[float, float]] = {
+    "devices": (1, 2**20),
+    "replica": (1, 2**20),
+    "experts": (1, 2**20),
+    "model_parallel": (1, 2**20),
+    "batch_per_device": (1, 2**20),
+    "micro_batches": (1, 2**20),
+    "seq": (1, 2**24),
+    "vocab": (1, 2**24),
+    "lora": (1, 2**20),
+    "lora_alpha": (0, 1e6),
+    "capacity": (0, 1e6),
+    "bucket_bytes": (1, 2**40),
+    "memory_limit": (0, 1e9),
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -111,7 +128,7 @@ def _limit(parsed: argparse.Namespace, target: targets.Target) -> int:
 def _meshes(args: Sequence[str]) -> int:
     """The same batch, `--batch-per-device` rows for each device, on every mesh."""
     parsed = parser().parse_args(args)
-    ranges.check(parsed)
+    _check_ranges(parsed)
     for name in ("model_parallel", "compile", "auto", "json", "plot", "latencies"):
         if getattr(parsed, name) != parser().get_default(name):
             option = "--" + name.replace("_", "-")
@@ -186,7 +203,7 @@ def case_of(parsed: argparse.Namespace) -> Case:
     """
     if parsed.optimizer not in optimizers.RATES:
         raise ValueError(unknown("optimizer", parsed.optimizer, optimizers.RATES))
-    ranges.check(parsed)
+    _check_ranges(parsed)
     if parsed.batch_per_device % parsed.micro_batches:
         raise ValueError(
             f"--batch-per-device {parsed.batch_per_device} must be a multiple of "
@@ -199,6 +216,23 @@ def case_of(parsed: argparse.Namespace) -> Case:
     rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
     lora = parsed_options(parsed, Adapters).adapters()
     return Case(config, zero, parsed.optimizer, rows, tokens, lora)
+
+
+def _check_ranges(parsed: argparse.Namespace) -> None:
+    """Checks every number that was given.
+
+    Raises:
+      ValueError: one is out of its range, with its flag and the range.
+
+    >>> _check_ranges(argparse.Namespace(seq=0))
+    Traceback (most recent call last):
+    ValueError: --seq 0: it must be at least 1 and at most 1.67772e+07
+    """
+    for name, (least, most) in _RANGES.items():
+        given = getattr(parsed, name, None)
+        if isinstance(given, int | float) and not least <= given <= most:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {given}: it must be at least {least:g} and at most {most:g}")
 
 
 def _mesh(parsed: argparse.Namespace, config: families.Config, tokens: int) -> AbstractMesh:
