@@ -23,7 +23,7 @@ import jax
 from zero_jax.hlo import prove
 from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import Candidate, combinations
-from zero_jax.plan.planning import Plan
+from zero_jax.plan.plans import Plan
 
 PROGRAMS: dict[str, Callable[[], forecasts.Program]] = {
     **{name: forecasts.PROGRAMS[name] for name in ("full", "frozen", "resnet")},

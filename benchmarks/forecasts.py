@@ -241,7 +241,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 
 
-def planned(program: Program) -> zero_jax.plan.planning.Plan:
+def planned(program: Program) -> zero_jax.Plan:
     """The plan of a program, compiled."""
     settings = {"precision": BF16, **program.settings}
     zero = zero_jax.Zero(zero_jax.abstract_mesh(program.devices), **settings)

@@ -1,12 +1,14 @@
 """The rules of the house: imports only downward, models that know nothing, no private JAX."""
 
 import ast
+import graphlib
 import pathlib
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
-# What each package may import, as its `__init__` says. `zero` and `__init__` are the front door,
-# `doctor` and a package's `command` and `__main__` command lines: these may import everything.
+# What each package, and each module beside them, may import, as its `__init__` says.
 BELOW = {"jaxpr": set(), "cluster": set(), "sharding": set(), "models": set()}
 BELOW["translate"] = set()
 BELOW["collectives"] = {"sharding"}
@@ -21,9 +23,16 @@ BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"
 BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload", "owners"}
 BELOW["engine"] |= {"states"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
-# What everybody may know: this release, those of JAX, and which name was meant.
-FACTS = {"_version", "names", "releases"}
-DOORS = {"zero.py", "doctor.py", "command.py", "__main__.py"}
+PACKAGES = set(BELOW) | {"commands"}
+# What everybody may know: this release, those of JAX, which name was meant, and how to print.
+FACTS = {"_version", "names", "releases", "streams"}
+BELOW |= {name: set() for name in FACTS}
+# The front door; above it are the command lines and the diagnosis, which nothing imports.
+BELOW["zero"] = BELOW["plan"] | {"plan"}
+BELOW["commands"] = PACKAGES - {"commands"} | {"zero"}
+BELOW["doctor"] = BELOW["zero"]
+BELOW["__init__"] = BELOW["commands"]
+BELOW["__main__"] = set()
 
 
 def imports(path: pathlib.Path) -> set[str]:
@@ -36,8 +45,9 @@ def imports(path: pathlib.Path) -> set[str]:
             # The models stand by themselves, under whatever name they are imported.
             assert (node.level > 0) == _is_own(path, node), f"{path}: relative import"
             module = "zero_jax.models." + (node.module or "") if node.level else node.module
-            found.add(module)
             found |= {f"{module}.{alias.name}" for alias in node.names}
+            if module != "zero_jax":  # `from zero_jax import releases` is that module alone
+                found.add(module)
     return found
 
 
@@ -55,13 +65,77 @@ def library() -> list[pathlib.Path]:
     return sorted([*LIBRARY.rglob("*.py"), *(LIBRARY / "models").glob("*.py")])
 
 
+def is_entry(path: pathlib.Path) -> bool:
+    """Whether it is a package's `__main__.py`: Python runs `python -m zero_jax.plan` from there,
+    so it alone may import the command line, which is above its package."""
+    return path.name == "__main__.py" and path.parent != LIBRARY
+
+
+def used(path: pathlib.Path) -> set[str]:
+    """Packages and modules of the library that a file imports, inside functions too.
+
+    `import zero_jax` and `from zero_jax import Zero` import `__init__`.
+    """
+    parts = [i.split(".") for i in imports(path) if i.split(".")[0] == "zero_jax"]
+    names = {part[1] if len(part) > 1 else "__init__" for part in parts}
+    return {name if name in BELOW else "__init__" for name in names} - {package(path)}
+
+
 def test_packages_import_only_what_is_below_them():
     for path in library():
-        if path.name in DOORS or (path.parent == LIBRARY and path.name == "__init__.py"):
-            continue
-        used = {i.split(".")[1] for i in imports(path) if i.startswith("zero_jax.")}
-        above = used - FACTS - {package(path)} - BELOW.get(package(path), set())
+        above = used(path) - FACTS - BELOW[package(path)]
+        if is_entry(path):
+            above -= {"commands"}
         assert not above, f"{path} imports {above}, which is not below it"
+
+
+def test_an_entry_only_starts_its_command_line():
+    entries = [path for path in library() if is_entry(path)]
+    assert len(entries) == 4
+    for path in entries:
+        assert used(path) <= {"commands", "streams"}, path
+        lines = ast.parse(path.read_text()).body
+        assert all(isinstance(x, ast.Expr | ast.Import | ast.ImportFrom) for x in lines), path
+
+
+def test_packages_import_each_other_in_no_circle():
+    """Neither as they may (`BELOW`) nor as they do."""
+    really = {name: set() for name in BELOW}
+    for path in library():
+        if not is_entry(path):
+            really[package(path)] |= used(path)
+    for graph in (BELOW, really):
+        assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(BELOW)
+
+
+@pytest.mark.parametrize(
+    ("line", "above"),
+    [
+        ("from zero_jax.engine.step import TrainStep", {"engine"}),
+        ("import zero_jax.zero", {"zero"}),
+        ("from zero_jax.commands import plan", {"commands"}),
+        ("from zero_jax import doctor", {"doctor"}),
+        ("import zero_jax", {"__init__"}),
+        ("from zero_jax import Zero", {"__init__"}),
+        ("from zero_jax.sharding import layout\nimport zero_jax", {"__init__"}),
+        ("def later():\n    from zero_jax.plan import memory", {"plan"}),
+        ("from zero_jax import releases", set()),
+    ],
+)
+def test_an_import_upward_is_seen(line, above, tmp_path, monkeypatch):
+    monkeypatch.setattr("test_house.LIBRARY", tmp_path)
+    path = tmp_path / "checkpoint" / "command.py"
+    path.parent.mkdir()
+    path.write_text(line)
+    assert used(path) - FACTS - BELOW["checkpoint"] == above
+
+
+def test_nothing_is_imported_by_a_name_in_a_string():
+    """Such an import would be in no graph; `zero_jax NAME` runs modules that nothing imports."""
+    for path in library():
+        if path != LIBRARY / "__main__.py":
+            calls = ("import_module", "__import__", "runpy")
+            assert not any(call in path.read_text() for call in calls), path
 
 
 def test_nothing_is_imported_in_a_circle():
@@ -79,7 +153,7 @@ def test_nothing_is_imported_in_a_circle():
 
 def test_every_package_says_what_it_is_for_and_what_it_may_import():
     folders = {p.name for p in LIBRARY.iterdir() if (p / "__init__.py").exists()}
-    assert folders == set(BELOW)
+    assert folders == PACKAGES
     for name in folders:
         said = ast.get_docstring(ast.parse((LIBRARY / name / "__init__.py").read_text())) or ""
         assert "mport" in said, name
@@ -110,8 +184,3 @@ def test_one_function_builds_jaxprs():
     """`equations.new_jaxpr` gives them the debug info that JAX asks for."""
     using = [p.name for p in library() if "jex.Jaxpr(" in p.read_text()]
     assert using == ["equations.py"]
-
-
-def test_files_stay_small():
-    sizes = {p: len(p.read_text().splitlines()) for p in library()}
-    assert max(sizes.values()) <= 400, {str(p): n for p, n in sizes.items() if n > 400}

@@ -21,7 +21,7 @@ from zero_jax.hlo.auditor import assert_communication as assert_communication
 from zero_jax.hlo.auditor import audit as audit
 from zero_jax.offload.tiers import Offload as Offload
 from zero_jax.plan import memory as memory
-from zero_jax.plan.planning import Plan as Plan
+from zero_jax.plan.plans import Plan as Plan
 from zero_jax.sharding.layout import logical as logical
 from zero_jax.sharding.mesh import abstract_mesh as abstract_mesh
 from zero_jax.sharding.mesh import batch_share as batch_share

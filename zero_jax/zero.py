@@ -25,6 +25,7 @@ from zero_jax.engine.step import TrainStep
 from zero_jax.names import unknown
 from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
+from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import check_global, check_there, on_gpu
@@ -301,7 +302,7 @@ class Zero(Settings):
         kind = NvmeStep if self.settings.offload.in_files else TrainStep
         return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
-    def plan(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> planning.Plan:
+    def plan(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> Plan:
         """What a step will hold and send: predicted from its shapes, proven by compiling it.
 
         Args:

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import zero_jax
-from zero_jax.plan import plan_text
+from zero_jax.plan import plans
 from zero_jax.sharding.cuts import split
 
 N, ROWS, D = 4, 16, 16
@@ -127,7 +127,7 @@ def test_a_plan_says_which_layers_it_found_and_under_which_policy():
     assert (6, D * D, True, "block") in found
     assert (4, D * D, False, "block") in found
     assert any(count == 1 and "dots" in policy.lower() for count, _, _, policy in found)
-    text = plan_text.format_layers(plan)
+    text = plans.format_layers(plan)
     assert "6 scanned of 256 parameters, remat block" in text
     assert "4 unrolled of 256 parameters, remat block" in text
 

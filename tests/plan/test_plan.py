@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import sys
 import types
 
 import jax
@@ -17,9 +18,9 @@ from zero_jax.commands import plan as command
 from zero_jax.engine import grads
 from zero_jax.hlo import prove, targets
 from zero_jax.models import gpt
-from zero_jax.plan import memory, planning
-from zero_jax.plan.predicted import Predicted
-from zero_jax.plan.step_estimate import least_seconds
+from zero_jax.plan import memory
+from zero_jax.plan.advice import least_seconds
+from zero_jax.plan.plans import Plan, Predicted
 
 ROOT = pathlib.Path(__file__).parents[2]
 TX = optax.adamw(1e-3)
@@ -135,6 +136,12 @@ def test_model_parallelism_divides_all_but_the_residual_stream(tmp_path):
     assert four["copy"] == pytest.approx(one["copy"] / 4, rel=0.03)
     assert four["saved"] == pytest.approx(one["saved"], rel=1e-3)  # each device has all of it
     assert terms(4, "--sequence-parallel")["saved"] == pytest.approx(one["saved"] / 4, rel=1e-3)
+
+
+def test_without_matplotlib_plot_names_the_package_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert command.main(["--model", "nano", "--plot", str(tmp_path / "none.png")]) == 2
+    assert "pip install 'zero_jax[train]'" in capsys.readouterr().err
 
 
 def test_the_options_of_a_zero_reach_it_from_both_command_lines():
@@ -346,7 +353,7 @@ def proven_steps():
         products = row["rows"] * 1024 * gpt.flops_per_token(config, 1024) / 989.4e12
         psi, shards = gpt.num_params(config), row["devices"] if row["stage"] else 1
         names = ("model", "devices", "rows", "reduce", "micro_batches", "remat")
-        plan = planning.Plan(
+        plan = Plan(
             *(row["stage"], row["micro_batches"], row["remat"], {"data": row["devices"]}, psi),
             layers=(),
             window=0,

@@ -17,7 +17,7 @@ from zero_jax.hlo import targets
 from zero_jax.models import decoder, families
 from zero_jax.plan import expert_words, flat_program, memory, under_way
 from zero_jax.plan.case import Case
-from zero_jax.plan.turned import turned_bytes
+from zero_jax.plan.planning import turned_bytes
 from zero_jax.sharding import cuts
 
 CONFIG = decoder.DecoderConfig(

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from zero_jax import abstract_mesh
-from zero_jax.plan.flat_trace import flatten
-from zero_jax.plan.model_spread import spread
+from zero_jax.plan.flat_trace import flatten, spread
 
 M = 4  # the size of the model axis
 SHAPE = (2, 8, 12, 16)

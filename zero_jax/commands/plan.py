@@ -26,11 +26,11 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt, optimizers
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import unknown
-from zero_jax.plan import candidates, expert_words, meshes, plan_text, proof
+from zero_jax.plan import candidates, expert_words, meshes, pictures, proof
+from zero_jax.plan.advice import format_advice, least_seconds
 from zero_jax.plan.case import Case
 from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
-from zero_jax.plan.planning import Plan
-from zero_jax.plan.step_estimate import least_seconds
+from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
 
@@ -95,17 +95,17 @@ def _plan(args: Sequence[str]) -> int:
         ]
         shown = plans[parsed.stage]
     print(_title(case, parsed))
-    print(plan_text.format_stages(plans, memory_bytes))
-    print(plan_text.format_layers(shown))
+    print(format_stages(plans, memory_bytes))
+    print(format_layers(shown))
     print(case.attention_on(target))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
         print(_of_experts(case, case.config, case.config.mixture.experts, parsed.target), end="")
     if not parsed.auto and shown.compiled is None:
         products = case.model_flops / target.flops
         seconds = [least_seconds(plan, products, target) for plan in plans]
-        print(plan_text.format_advice(plans, memory_bytes, seconds), end="")
+        print(format_advice(plans, memory_bytes, seconds), end="")
     if shown.compiled is not None:
-        print("\n" + plan_text.format_proof(shown, memory_bytes))
+        print("\n" + format_proof(shown, memory_bytes))
     if parsed.latencies is not None:
         print("\nSo that a run is scheduled like this: XLA_FLAGS=" + proof.flags(parsed.latencies))
     if parsed.json:
@@ -114,7 +114,7 @@ def _plan(args: Sequence[str]) -> int:
         pathlib.Path(parsed.json).write_text(json.dumps(known, indent=1) + "\n")
     if parsed.plot:
         curves = {s: [(n, case.states(n, s)) for n in _CURVE] for s in range(4)}
-        plan_text.plot(plans, curves, parsed.plot, _title(case, parsed), memory_bytes)
+        pictures.plot(plans, curves, parsed.plot, _title(case, parsed), memory_bytes)
     return 0
 
 

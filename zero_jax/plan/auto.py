@@ -26,9 +26,10 @@ from zero_jax.engine.step import TrainStep
 from zero_jax.hlo.targets import Target
 from zero_jax.offload.piecewise import CannotStream
 from zero_jax.plan import candidates
+from zero_jax.plan.advice import TIE
 from zero_jax.plan.candidates import Candidate
-from zero_jax.plan.plan_text import TIE
-from zero_jax.plan.planning import AnyZero, Plan
+from zero_jax.plan.planning import AnyZero
+from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes
 from zero_jax.remat import policies
 from zero_jax.remat.layer_groups import CannotGroup

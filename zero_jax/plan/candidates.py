@@ -21,7 +21,8 @@ from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import Offload
 from zero_jax.plan.memory import words_per_param
-from zero_jax.plan.planning import AnyZero, Plan
+from zero_jax.plan.planning import AnyZero
+from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size
 from zero_jax.sharding.model_axis import SEQUENCE

@@ -16,7 +16,8 @@ from zero_jax.models import families, optimizers
 from zero_jax.models.attend import kernel_for
 from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import memory
-from zero_jax.plan.planning import AnyZero, Plan
+from zero_jax.plan.planning import AnyZero
+from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding.mesh import experts_size
 

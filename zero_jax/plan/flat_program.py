@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from zero_jax.jaxpr.equations import bytes_of, shape_of
-from zero_jax.plan.model_spread import Dim
+from zero_jax.jaxpr.spread import Dim
 
 SCATTERS = frozenset(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"))
 # What writes its result over its first operand.

@@ -11,9 +11,11 @@ from typing import Any
 import jax.extend.core as jex
 
 from zero_jax.jaxpr import equations
+from zero_jax.jaxpr import spread as any_axis
 from zero_jax.jaxpr.equations import CALLS, AnyJaxpr, as_closed, is_var, shape_of, written_out
+from zero_jax.jaxpr.spread import Dim
 from zero_jax.plan.flat_program import IN_PLACE, Body, Flat, Operation, Value, present, value_of
-from zero_jax.plan.model_spread import Dim, dim_of, spread
+from zero_jax.sharding.mesh import MODEL
 
 
 def flatten(jaxpr: AnyJaxpr, split: Sequence[Dim] = (), parts: int = 1) -> Flat:
@@ -209,3 +211,16 @@ def _used(operations: list[Operation], outputs: Sequence[Value]) -> list[Operati
             kept.append(operation)
             needed.update(operation.inputs)
     return kept[::-1]
+
+
+def spread(eqn: jex.JaxprEqn, given: Sequence[Dim]) -> list[Dim]:
+    """As `jaxpr.spread.spread`, of the axis `model`, which constraints and activations name."""
+    if eqn.primitive.name == "sharding_constraint":
+        return [dim_of(eqn.params["sharding"].spec)]
+    return any_axis.spread(eqn, given)
+
+
+def dim_of(spec: Any) -> Dim:
+    """The dim of a PartitionSpec that is over `model`."""
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec]
+    return next((d for d, names in enumerate(entries) if MODEL in names), None)

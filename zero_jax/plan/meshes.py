@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from zero_jax.plan.auto import MARGIN
-from zero_jax.plan.planning import Plan
+from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes, table
 
 _MOST = 16  # of MP: beyond, products are too small for their device

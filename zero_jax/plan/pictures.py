@@ -1,21 +1,74 @@
-"""The empty figure that pictures of plans are drawn on, where matplotlib is installed."""
+"""Plans as a picture, where matplotlib is installed."""
 
-from typing import TYPE_CHECKING
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from zero_jax.plan.plans import Plan, term_bytes, term_names
 
 
-def figure(width: float, height: float) -> "Figure":
-    """A figure of so many inches. No pyplot: neither a display nor a global state is needed.
+def plot(
+    plans: Sequence[Plan],
+    curves: Mapping[int, Sequence[tuple[int, float]]],
+    path: str | pathlib.Path,
+    title: str,
+    limit: int = 0,
+) -> None:
+    """Draws bytes per device by stage, stacked by term, and model states against N.
+
+    Args:
+      plans: one for each stage.
+      curves: for each stage, (N, bytes of model states).
+      path: where to write the picture.
+      title: its title.
+      limit: bytes of the device, drawn as a line; 0 draws none.
 
     Raises:
       ValueError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # without pyplot no display is needed
     except ImportError as error:
         raise ValueError(
             "a picture needs matplotlib, which is not installed: pip install 'zero_jax[train]'"
         ) from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+    drawn = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
+    bars, lines = drawn.subplots(1, 2, width_ratios=[3, 2])
+    _draw_bars(bars, plans, limit)
+    for stage, points in curves.items():
+        lines.plot(
+            *zip(*((n, size / 1e9) for n, size in points), strict=True),
+            "o-",
+            label=f"stage {stage}",
+        )
+    _draw_limit(lines, limit)
+    lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
+    lines.set_title("model states, without activations", fontsize=10)
+    lines.legend(fontsize=8)
+    drawn.suptitle(title, fontsize=11)
+    drawn.savefig(path)
+
+
+def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
+    bottom = [0.0] * len(plans)
+    labels = [f"stage {plan.stage}" for plan in plans]
+    for term in (n for n in term_names(plans) if n != "host"):
+        heights = [term_bytes(plan, term) / 1e9 for plan in plans]
+        if max(heights) < 0.002 * max(plan.predicted.total_bytes for plan in plans) / 1e9:
+            continue  # would not be seen
+        axes.bar(labels, heights, bottom=bottom, label=term.replace("_", " "))
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for at, plan in enumerate(plans):
+        mark = "" if plan.compiled is None else f"\ncompiled {plan.total_bytes / 1e9:.3g}"
+        text = f"{plan.predicted.total_bytes / 1e9:.3g} GB{mark}"
+        axes.annotate(text, (at, bottom[at]), ha="center", va="bottom", fontsize=8)
+    _draw_limit(axes, limit)
+    axes.set(ylabel="GB per device", ylim=(0, 1.15 * max(bottom)))
+    axes.set_title("predicted, at the worst instant of a step", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def _draw_limit(axes: Any, limit: int) -> None:
+    if limit:
+        name = f"memory of a device, {limit / 1e9:.3g} GB"
+        axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)

@@ -6,8 +6,9 @@ the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be 
 """
 
 import dataclasses
+import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import jax
@@ -17,22 +18,20 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine.grads import LossFn
-from zero_jax.engine.lifetimes import Layers
+from zero_jax.engine.lifetimes import Leaf
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import TrainStep
-from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.hlo import prove
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST, Offload
-from zero_jax.plan import expert_words, forecast, plan_text, proof, update_forecast
-from zero_jax.plan.memory import sent_per_param, words_per_param
-from zero_jax.plan.predicted import Predicted
-from zero_jax.plan.turned import turned_bytes
+from zero_jax.plan import expert_words, forecast, proof, update_forecast
+from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.sharding import layout
+from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import (
-    MODEL,
     AnyMesh,
     axis_size,
     batch_sharding,
@@ -44,7 +43,6 @@ from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.paths import trained_part
 
 PyTree = Any
-_WORD_BYTES = 2  # as the paper counts: bf16 or fp16
 
 
 class AnyZero(Protocol):
@@ -80,161 +78,10 @@ class AnyZero(Protocol):
     ) -> Any: ...
     def plan(
         self, loss_fn: LossFn, tx: optax.GradientTransformation, *args: Any, **options: Any
-    ) -> "Plan": ...
+    ) -> Plan: ...
     def choose(
         self, loss_fn: LossFn, tx: optax.GradientTransformation, *args: Any, **options: Any
     ) -> Self: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """One step on one mesh: what is predicted, and what was compiled.
-
-    Attributes:
-      stage: 0 to 3.
-      micro_batches: k.
-      remat: the policy.
-      axes: sizes of the mesh's axes by name.
-      num_params: Ψ.
-      layers: what layers were found in the loss, and under which policy.
-      window: elements of the largest layer or leaf that is gathered at once.
-      predicted: bytes by term.
-      trained: the part of Ψ that is not frozen.
-      update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
-      token_words: that are sent to experts which stay with their devices, and back.
-      travelling: the part of Ψ that does not stay so.
-      precision: dtypes of the step, by which sent elements are counted in bytes.
-      compiled: the audit of the compiled program, None if only predicted.
-      target: what it was compiled for, None for the devices of the mesh itself.
-      time: a lower bound of the step's time, None if only predicted or without figures.
-    """
-
-    stage: int
-    micro_batches: int
-    remat: str
-    axes: Mapping[str, int]
-    num_params: int
-    layers: tuple[Layers, ...]
-    window: int
-    predicted: Predicted
-    trained: float = 1.0
-    update_words: float = 0.0
-    token_words: float = 0.0
-    travelling: float = 1.0
-    precision: Precision = Precision()
-    compiled: auditor.Audit | None = None
-    target: Target | None = None
-    time: roofline.StepTime | None = None
-
-    def __str__(self) -> str:
-        return plan_text.format_plan(self)
-
-    @property
-    def total_bytes(self) -> int:
-        """Compiled if there is a compiled program, else predicted."""
-        return self.predicted.total_bytes if self.compiled is None else self.compiled.total_bytes
-
-    @property
-    def error(self) -> float:
-        """Predicted over compiled total, minus one; nan if only predicted."""
-        if self.compiled is None:
-            return float("nan")
-        return self.predicted.total_bytes / self.compiled.total_bytes - 1
-
-    @property
-    def model_parallel(self) -> int:
-        """MP."""
-        return self.axes.get(MODEL, 1)
-
-    @property
-    def words_per_param(self) -> float:
-        """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
-        paper's and those of the update, more than are sent where an embedding is looked up. What
-        tensor parallelism sends along `model` is not among them."""
-        if self.compiled is not None:
-            return self.compiled.words_per_param(self.num_params, self.model_parallel)
-        own = self.update_words + self.token_words
-        zeros = words_per_param(self.stage, self.micro_batches, self.remat, self.trained)
-        return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each device sends a step: counted if compiled, else in closed form.
-
-        As for `words_per_param`, but what tensor parallelism sends is counted if compiled. A ring's
-        factor (N-1)/N is left out, and so are the scales of int8 and int4.
-        """
-        if self.compiled is not None:
-            sent = self.compiled.hidden()
-            return sent.hidden + sent.exposed
-        known = (self.stage, self.micro_batches, self.remat, self.trained)
-        gathered, reduced = sent_per_param(*known)
-        precision, psi = self.precision, self.num_params / self.model_parallel
-        each = gathered * precision.gather_bytes + reduced * precision.scatter_bytes
-        update = self.update_words * 4  # of fp32 momentum and what is made of it
-        tokens = self.token_words * precision.compute.itemsize
-        return self.travelling * psi * each + update + tokens
-
-    @property
-    def host_bytes_sent(self) -> int:
-        """Bytes that go to host memory and back per device and step, predicted."""
-        predicted = self.predicted
-        return 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
-
-    @property
-    def host_words_per_param(self) -> float:
-        """Elements of 2 bytes among `host_bytes_sent`, over Ψ / MP."""
-        return self.host_bytes_sent / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds that `host_bytes_sent` take on the target's link if nothing overlaps; 0 without
-        a target or its figure. No part of `time`."""
-        link = self.time.target.host_wire if self.time else 0.0
-        return self.host_bytes_sent / link if link else 0.0
-
-    @property
-    def countable(self) -> bool:
-        """Whether it is known how often each collective runs: no loop depends on data."""
-        found = () if self.compiled is None else self.compiled.collectives
-        return all(c.runs is not None or c.group_size == 1 for c in found)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: `predicted`, and where compiled all that was read from it."""
-        known: dict[str, Any] = {
-            "stage": self.stage,
-            "micro_batches": self.micro_batches,
-            "remat": self.remat,
-            "mesh": dict(self.axes),
-            "num_params": self.num_params,
-            "predicted": {
-                "total_bytes": self.predicted.total_bytes,
-                "argument_bytes": self.predicted.argument_bytes,
-                "alias_bytes": self.predicted.alias_bytes,
-                "terms": self.predicted.terms,
-            },
-            "words_per_param": self.words_per_param if self.countable else None,
-            "sent_bytes": self.sent_bytes if self.countable else None,
-        }
-        if self.compiled is None:
-            return known
-        return known | {
-            "target": self.target.name if self.target else None,
-            "error": self.error,
-            "compiled": self.compiled.as_dict(),
-            "hidden_fraction": {
-                "layer_loop": self.compiled.hidden(layers_only=True).fraction,
-                "step": self.compiled.hidden().fraction,
-            }
-            if self.countable
-            else None,
-            "covered_fraction": self.time.covered if self.time else None,
-            "collectives": [c.as_dict() for c in self.compiled.collectives],
-            "flops": self.compiled.flops,
-            "flops_not_counted": list(self.compiled.uncounted),
-            "step_time": dataclasses.asdict(self.time) if self.time else None,
-            "not_shown": list(prove.not_shown(self.target)) if self.target else [],
-        }
 
 
 def of(
@@ -360,3 +207,20 @@ def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding),
         batch,
     )
+
+
+def turned_bytes(leaves: Sequence[Leaf]) -> int:
+    """Bytes of leaves of scanned layers that XLA for GPUs lays out anew.
+
+    A gather along a later dim needs that dim first in memory. XLA transposes the fp32 masters of
+    all layers ahead of the loop, once for both passes; gradients it transposes one by one
+    (`under_way.py`). The experts of a layer (E, D, F) are cut along D where N does not divide E.
+    """
+    cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_turned(leaf.cut)]
+    return sum(4 * math.prod(cut.device_shape) for cut in cuts)
+
+
+def _is_turned(cut: Split) -> bool:
+    if not cut.stacked or cut.dim is None:
+        return False
+    return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1

@@ -1,4 +1,4 @@
-"""Step time from a plan alone: matrix products, and communication that nothing can overlap.
+"""Which stage to take, by an estimate of the step from a plan alone.
 
 Compiling gives a better figure (`hlo.roofline`); this one orders the stages before that. A step is
 the sum of
@@ -12,12 +12,16 @@ the sum of
 """
 
 import math
+from collections.abc import Sequence
 
 from zero_jax.hlo.targets import Target
 from zero_jax.plan.memory import sent_per_param
-from zero_jax.plan.planning import Plan
+from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL
+
+# Steps this near to each other count as equal, modelled and estimated: kernels differ more.
+TIE = 0.01
 
 
 def least_seconds(plan: Plan, products: float, target: Target) -> float:
@@ -47,3 +51,34 @@ def least_seconds(plan: Plan, products: float, target: Target) -> float:
     else:
         exposed = gather + max(0.0, reduce - backward)
     return compute + update + exposed
+
+
+def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: Sequence[float]) -> str:
+    """Says which stage to take, and how long a step takes at least.
+
+    Args:
+      plans: a stage each.
+      memory_bytes: that may be used; 0 if that is not known.
+      seconds: of each by `least_seconds`; nan if that is not known.
+    """
+    fitting = [p for p in range(len(plans)) if plans[p].total_bytes <= memory_bytes]
+    if memory_bytes and not fitting:
+        return (
+            "none fits: take more devices, --micro-batches, --remat, --offload or --model-parallel "
+            "(--auto tries all but the first and last)\n"
+        )
+    if not memory_bytes:
+        return ""
+    if any(math.isnan(seconds[p]) for p in fitting):
+        stages = ", ".join(f"--stage {plans[p].stage}" for p in fitting)
+        return f"fits: {stages}; the target has no figures to estimate the step by\n"
+    least = min(seconds[p] for p in fitting)
+    short = [p for p in fitting if seconds[p] <= least * (1 + TIE)]
+    best = min(short, key=lambda p: plans[p].total_bytes)
+    others = [f"{seconds[p]:.3g} s at stage {plans[p].stage}" for p in fitting if p != best]
+    reason = "the shortest step of those that fit" if others else "no other fits"
+    return (
+        f"take --stage {plans[best].stage}: {reason}. Estimated from products and communication: "
+        f"{', '.join([f'{seconds[best]:.3g} s', *others])}; --compile models the compiled step, "
+        "1.1 to 3.4 times as long\n"
+    )

@@ -1,0 +1,350 @@
+"""The plan of one step: predicted bytes, the audit of the compiled program, and both as text."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_jax.collectives.precision import Precision
+from zero_jax.engine.lifetimes import Layers
+from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.hlo.targets import Target
+from zero_jax.plan.memory import sent_per_param, words_per_param
+from zero_jax.plan.tables import gigabytes, table
+from zero_jax.sharding.mesh import MODEL
+
+_WORD_BYTES = 2  # as the paper counts: bf16 or fp16
+_MUCH = 0.25  # of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Bytes of one device at the worst instant of a step, by what they are for.
+
+    Attributes:
+      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ); on the device.
+      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes;
+        on the device.
+      batch: this device's rows, and the extra arguments.
+      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
+        also fetched (masters while the model uses them) and pieces (two, of what streams). Where
+        the update holds more than forward and backward, see `update_forecast.Update`.
+      host_states: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there.
+      host_saved: in host memory, from forward to backward: what a remat policy keeps there.
+    """
+
+    parameters: int
+    optimizer_state: int
+    batch: int
+    temporaries: Mapping[str, int]
+    host_states: int = 0
+    host_saved: int = 0
+
+    @property
+    def host(self) -> int:
+        """All that is in host memory."""
+        return self.host_states + self.host_saved
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Every term by name; those on the device add up to `total_bytes`."""
+        own = {
+            "parameters": self.parameters,
+            "optimizer_state": self.optimizer_state,
+            "batch": self.batch,
+        }
+        return {**own, **self.temporaries, "host": self.host}
+
+    @property
+    def alias_bytes(self) -> int:
+        """Arguments that are donated, and whose memory the results take over."""
+        return self.parameters + self.optimizer_state
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the compiled program takes as arguments; predicted exactly."""
+        return self.alias_bytes + self.batch
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + sum(self.temporaries.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One step on one mesh: what is predicted, and what was compiled.
+
+    Attributes:
+      stage: 0 to 3.
+      micro_batches: k.
+      remat: the policy.
+      axes: sizes of the mesh's axes by name.
+      num_params: Ψ.
+      layers: what layers were found in the loss, and under which policy.
+      window: elements of the largest layer or leaf that is gathered at once.
+      predicted: bytes by term.
+      trained: the part of Ψ that is not frozen.
+      update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
+      token_words: that are sent to experts which stay with their devices, and back.
+      travelling: the part of Ψ that does not stay so.
+      precision: dtypes of the step, by which sent elements are counted in bytes.
+      compiled: the audit of the compiled program, None if only predicted.
+      target: what it was compiled for, None for the devices of the mesh itself.
+      time: a lower bound of the step's time, None if only predicted or without figures.
+    """
+
+    stage: int
+    micro_batches: int
+    remat: str
+    axes: Mapping[str, int]
+    num_params: int
+    layers: tuple[Layers, ...]
+    window: int
+    predicted: Predicted
+    trained: float = 1.0
+    update_words: float = 0.0
+    token_words: float = 0.0
+    travelling: float = 1.0
+    precision: Precision = Precision()
+    compiled: auditor.Audit | None = None
+    target: Target | None = None
+    time: roofline.StepTime | None = None
+
+    def __str__(self) -> str:
+        return format_plan(self)
+
+    @property
+    def total_bytes(self) -> int:
+        """Compiled if there is a compiled program, else predicted."""
+        return self.predicted.total_bytes if self.compiled is None else self.compiled.total_bytes
+
+    @property
+    def error(self) -> float:
+        """Predicted over compiled total, minus one; nan if only predicted."""
+        if self.compiled is None:
+            return float("nan")
+        return self.predicted.total_bytes / self.compiled.total_bytes - 1
+
+    @property
+    def model_parallel(self) -> int:
+        """MP."""
+        return self.axes.get(MODEL, 1)
+
+    @property
+    def words_per_param(self) -> float:
+        """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
+        paper's and those of the update, more than are sent where an embedding is looked up. What
+        tensor parallelism sends along `model` is not among them."""
+        if self.compiled is not None:
+            return self.compiled.words_per_param(self.num_params, self.model_parallel)
+        own = self.update_words + self.token_words
+        zeros = words_per_param(self.stage, self.micro_batches, self.remat, self.trained)
+        return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each device sends a step: counted if compiled, else in closed form.
+
+        As for `words_per_param`, but what tensor parallelism sends is counted if compiled. A ring's
+        factor (N-1)/N is left out, and so are the scales of int8 and int4.
+        """
+        if self.compiled is not None:
+            sent = self.compiled.hidden()
+            return sent.hidden + sent.exposed
+        known = (self.stage, self.micro_batches, self.remat, self.trained)
+        gathered, reduced = sent_per_param(*known)
+        precision, psi = self.precision, self.num_params / self.model_parallel
+        each = gathered * precision.gather_bytes + reduced * precision.scatter_bytes
+        update = self.update_words * 4  # of fp32 momentum and what is made of it
+        tokens = self.token_words * precision.compute.itemsize
+        return self.travelling * psi * each + update + tokens
+
+    @property
+    def host_bytes_sent(self) -> int:
+        """Bytes that go to host memory and back per device and step, predicted."""
+        predicted = self.predicted
+        return 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
+
+    @property
+    def host_words_per_param(self) -> float:
+        """Elements of 2 bytes among `host_bytes_sent`, over Ψ / MP."""
+        return self.host_bytes_sent / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds that `host_bytes_sent` take on the target's link if nothing overlaps; 0 without
+        a target or its figure. No part of `time`."""
+        link = self.time.target.host_wire if self.time else 0.0
+        return self.host_bytes_sent / link if link else 0.0
+
+    @property
+    def countable(self) -> bool:
+        """Whether it is known how often each collective runs: no loop depends on data."""
+        found = () if self.compiled is None else self.compiled.collectives
+        return all(c.runs is not None or c.group_size == 1 for c in found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: `predicted`, and where compiled all that was read from it."""
+        known: dict[str, Any] = {
+            "stage": self.stage,
+            "micro_batches": self.micro_batches,
+            "remat": self.remat,
+            "mesh": dict(self.axes),
+            "num_params": self.num_params,
+            "predicted": {
+                "total_bytes": self.predicted.total_bytes,
+                "argument_bytes": self.predicted.argument_bytes,
+                "alias_bytes": self.predicted.alias_bytes,
+                "terms": self.predicted.terms,
+            },
+            "words_per_param": self.words_per_param if self.countable else None,
+            "sent_bytes": self.sent_bytes if self.countable else None,
+        }
+        if self.compiled is None:
+            return known
+        return known | {
+            "target": self.target.name if self.target else None,
+            "error": self.error,
+            "compiled": self.compiled.as_dict(),
+            "hidden_fraction": {
+                "layer_loop": self.compiled.hidden(layers_only=True).fraction,
+                "step": self.compiled.hidden().fraction,
+            }
+            if self.countable
+            else None,
+            "covered_fraction": self.time.covered if self.time else None,
+            "collectives": [c.as_dict() for c in self.compiled.collectives],
+            "flops": self.compiled.flops,
+            "flops_not_counted": list(self.compiled.uncounted),
+            "step_time": dataclasses.asdict(self.time) if self.time else None,
+            "not_shown": list(prove.not_shown(self.target)) if self.target else [],
+        }
+
+
+def format_plan(plan: Plan) -> str:
+    """One plan: its bytes by term, its layers, and where it was compiled the proof."""
+    parts = [format_stages([plan]), format_layers(plan)]
+    if plan.compiled is not None:
+        parts += ["", format_proof(plan, 0)]
+    return "\n".join(parts)
+
+
+def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
+    """Predicted bytes of one device, a row a term, a column a stage.
+
+    Args:
+      plans: a column each.
+      memory_bytes: that may be used, and whether each fits there; 0 says nothing of it.
+    """
+    columns = ["", *(f"stage {plan.stage}" for plan in plans)]
+    names = [name for name in term_names(plans) if any(term_bytes(p, name) for p in plans)]
+    rows = [[name, *(gigabytes(term_bytes(p, name)) for p in plans)] for name in names]
+    rows.append(["total", *(gigabytes(p.predicted.total_bytes) for p in plans)])
+    compiled = [p for p in plans if p.compiled]
+    if compiled:
+        rows.append(["compiled", *(gigabytes(p.total_bytes) if p.compiled else "" for p in plans)])
+        rows.append(["error", *(f"{p.error:+.1%}" if p.compiled else "" for p in plans)])
+    if memory_bytes:
+        fits = ("fits" if p.total_bytes <= memory_bytes else "does not fit" for p in plans)
+        rows.append([f"in {gigabytes(memory_bytes)}", *fits])
+    rows.append(["elements sent / Ψ", *(_words(p, 3) for p in plans)])
+    rows.append(["sent per step", *(_bytes_sent(p) for p in plans)])
+    return table([columns, *rows])
+
+
+def format_layers(plan: Plan) -> str:
+    """The layers that were found in the loss, and what their backward passes keep."""
+    if not plan.layers:
+        return "layers: none found; activations are kept whatever remat says"
+    found = [
+        f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.words:,} parameters, remat "
+        f"{x.policy}"
+        for x in plan.layers
+    ]
+    return "layers: " + "; ".join(found)
+
+
+def format_proof(plan: Plan, memory_bytes: int) -> str:
+    """What the compiled program says, and what it cannot say."""
+    audit = plan.compiled
+    assert audit is not None
+    name = plan.target.name if plan.target else "these devices"
+    fits = ""
+    if memory_bytes:
+        word = "fits" if audit.total_bytes <= memory_bytes else "does NOT fit"
+        fits = f": {word} in {gigabytes(memory_bytes)}"
+    flops = "unknown" if audit.flops is None else f"{audit.flops / 1e12:,.1f} TFLOP"
+    rows = [
+        ["total", gigabytes(audit.total_bytes) + fits],
+        ["  arguments", f"{audit.argument_bytes:,} (predicted {plan.predicted.argument_bytes:,})"],
+        ["  aliased", f"{audit.alias_bytes:,} (predicted {plan.predicted.alias_bytes:,})"],
+        [
+            "  temporaries",
+            f"{gigabytes(audit.temp_bytes)}, fragmentation {audit.fragmentation:.3f}",
+        ],
+        ["  outputs not aliased", gigabytes(audit.output_bytes - audit.alias_bytes)],
+        ["  host", gigabytes(audit.host_bytes)],
+        ["predicted", f"{gigabytes(plan.predicted.total_bytes)} ({plan.error:+.1%})"],
+        ["elements sent / Ψ", _words(plan, 4)],
+        ["sent per step", _bytes_sent(plan)],
+        ["  by overlap", _sent(plan, layers_only=False)],
+        ["  in layers' loops", _sent(plan, layers_only=True)],
+        *([] if plan.time is None else [["  covered", _covered(plan.time)]]),
+        ["matrix products", flops],
+    ]
+    if audit.uncounted:
+        rows.append(["  not counted", ", ".join(audit.uncounted)])
+    parts = [f"Stage {plan.stage} compiled for {name}", table(rows, "<"), "", "Largest temporaries"]
+    parts += [
+        f"  {gigabytes(t.bytes):>10}  {t.shape.split('{')[0][:40]:40}  {t.source}"
+        for t in audit.peak.temporaries[:8]
+    ]
+    parts += ["", "Collectives", auditor.format_table(audit)]
+    if plan.time is not None:
+        parts += ["", "Step time", roofline.format_step_time(plan.time)]
+        parts += [f"- {line}" for line in plan.time.assumptions]
+        if audit.host_bytes:
+            crossing = f"up to {gigabytes(2 * audit.host_bytes)} cross it per step"
+            if plan.host_seconds:
+                crossing += f", {plan.host_seconds:.4f} s if nothing overlaps"
+            parts += [f"- The link to host memory is not part of the step time; {crossing}."]
+    if plan.target is not None:
+        parts += [
+            "",
+            "What such a compile does not show",
+            *(f"- {line}" for line in prove.not_shown(plan.target)),
+        ]
+    return "\n".join(parts)
+
+
+def _words(plan: Plan, digits: int) -> str:
+    return f"{plan.words_per_param:.{digits}f}" if plan.countable else "?"
+
+
+def _bytes_sent(plan: Plan) -> str:
+    return gigabytes(plan.sent_bytes) if plan.countable else "?"
+
+
+def _sent(plan: Plan, *, layers_only: bool) -> str:
+    assert plan.compiled is not None
+    if not plan.countable:
+        return "unknown: a loop around a collective depends on data"
+    sent = plan.compiled.hidden(layers_only=layers_only)
+    return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
+
+
+def _covered(time: roofline.StepTime) -> str:
+    """What products are long enough for; hidden is what goes on beside any."""
+    waits = time.exposed_seconds / time.seconds if time.seconds else 0.0
+    said = f"{time.covered:.0%} of the wire's {time.wire_seconds:.4f} s"
+    if waits < _MUCH:
+        return said
+    return f"{said}; the device waits {waits:.0%} of its step: compare `plan meshes`"
+
+
+def term_names(plans: Sequence[Plan]) -> list[str]:
+    """Of the terms of any."""
+    return list(dict.fromkeys(name for plan in plans for name in plan.predicted.terms))
+
+
+def term_bytes(plan: Plan, name: str) -> int:
+    return plan.predicted.terms.get(name, 0)
