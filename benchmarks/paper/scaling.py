@@ -136,10 +136,8 @@ def predict(setting: Setting, counts: Sequence[int]) -> list[Point]:
     if not (device.memory_bytes and device.slow_wire):
         raise ValueError(f"--device {device.name} has no memory and interconnect: take v100-32gb")
     if mp < 1 or any(count < 1 or count % mp for count in counts):
-        raise ValueError(
-            f"--devices {','.join(map(str, counts))}: each must be a multiple of "
-            f"--model-parallel {mp}, which must be at least 1"
-        )
+        given = ",".join(map(str, counts))
+        raise ValueError(f"--devices {given}: give multiples of --model-parallel {mp}, at least 1")
     return [_point(setting, count) for count in counts]
 
 
@@ -197,13 +195,8 @@ def format_scaling(points: Sequence[Point]) -> str:
 
 def _row(p: Point, base: float) -> list[object]:
     s = p.setting
-    in_figure_3 = (
-        s.config.layers,
-        s.config.width,
-        s.model_parallel,
-        s.stage,
-        s.device.name,
-    ) == FIGURE_3
+    c, how = s.config, (s.model_parallel, s.stage, s.device.name)
+    in_figure_3 = (c.layers, c.width, *how) == FIGURE_3
     sizes = (p.states_bytes, p.saved_bytes, p.work_bytes)
     row: list[object] = [p.devices, p.shards, *(f"{size / 1e9:.2f}" for size in sizes)]
     batch = f"{p.batch}{'' if p.memory_bound else ' (cap)'}"
@@ -211,8 +204,8 @@ def _row(p: Point, base: float) -> list[object]:
     if not p.batch:
         return [*row, *"-------"]
     seconds = (p.step_seconds, p.compute_seconds, p.data_seconds, p.model_seconds)
-    row += [f"{x:.2f}" for x in seconds]
-    row += [f"{p.flops_per_device / 1e12:.1f}", f"{p.total_flops / 1e15:.2f}"]
+    speeds = f"{p.flops_per_device / 1e12:.1f}", f"{p.total_flops / 1e15:.2f}"
+    row += [*(f"{x:.2f}" for x in seconds), *speeds]
     return [*row, f"{p.flops_per_device / base:.3f}"]
 
 
