@@ -50,12 +50,22 @@ def train(model, n, stage, steps=3, **settings):
     return losses, before, params, opt_state
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_every_n_and_stage_has_the_same_losses_and_the_base_stays(base):
+# Each base with one other mesh, stage and policy; slow: all of them with each.
+OTHERS = [(1, 3, "none"), (2, 1, "block"), (3, 3, "block"), (8, 3, "none")]
+
+
+@pytest.mark.parametrize(
+    ("base", "others"),
+    [
+        *((base, [other]) for base, other in zip(BASES, OTHERS, strict=True)),
+        *(pytest.param(base, OTHERS, marks=pytest.mark.slow) for base in BASES),
+    ],
+)
+def test_every_n_and_stage_has_the_same_losses_and_the_base_stays(base, others):
     model = TextModel(DECODER, Lora(rank=3, base=base))
     wanted, *_ = train(model, 1, 0)
     assert wanted[0] > wanted[-1], "it learns"
-    for n, stage, remat in ((1, 3, "none"), (2, 1, "block"), (3, 3, "block"), (8, 3, "none")):
+    for n, stage, remat in others:
         losses, before, params, _ = train(model, n, stage, remat=remat)
         np.testing.assert_allclose(losses, wanted, rtol=2e-6)
         jax.tree.map(np.testing.assert_array_equal, before, params["base"])

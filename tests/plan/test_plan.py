@@ -311,25 +311,21 @@ def test_a_plan_prints_the_table_of_the_command():
     assert "Largest temporaries" in str(zero.plan(loss, TX, params, rows, compile=True))
 
 
-def test_the_command_says_which_stages_fit_in_a_device(capsys):
-    """Of the 7.5B model on 64 stage 3 alone holds less than its weights in bf16."""
-    assert command.main([*SCRIPT, "--memory-limit", "15"]) == 0
-    (said,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("in 15.00 GB"))
-    assert said.count("does not fit") == 3 and said.endswith(" fits")
-
-
 @pytest.mark.parametrize(
-    ("limit", "advice"),
+    ("model", "limit", "fit", "advice"),
     [
-        ("80", "take --stage 3: the shortest step of those that fit. "),
-        ("15", "take --stage 3: no other fits. "),
-        ("1", "none fits: "),
+        (SCRIPT, "80", 3, "take --stage 3: the shortest step of those that fit. "),
+        (SCRIPT, "15", 1, "take --stage 3: no other fits. "),
+        (["--model", "124m", "--devices", "4", "--target", "h100"], "0.1", 0, "none fits: "),
     ],
 )
-def test_the_command_says_which_stage_to_take(capsys, limit, advice):
+def test_the_command_says_which_stages_fit_and_which_to_take(capsys, model, limit, fit, advice):
     """The model is compared by estimated seconds, not by elements sent: stage 2 sends less."""
-    assert command.main([*SCRIPT, "--memory-limit", limit]) == 0
-    took = capsys.readouterr().out.splitlines()[-1]
+    assert command.main([*model, "--memory-limit", limit]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = (x for x in lines if x.startswith("in ") and " fit" in x)
+    assert said.count("does not fit") == 4 - fit and said.count(" fits") == fit
+    took = lines[-1]
     assert took.startswith(advice), took
     if limit == "80":  # 4 x 1024 tokens at 4 passes, and 7.456e9 parameters over the 400 GB/s
         products = 4096 * gpt.flops_per_token(gpt.preset("7.5b", seq=1024), 1024) / 989.4e12
