@@ -72,6 +72,16 @@ def _compiled_programs_are_freed():
     jax.clear_caches()
 
 
+def pytest_runtest_setup(item):
+    """Names the test as the coverage context of the processes that it starts (`pytest --cov`)."""
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        import coverage
+
+        config = coverage.Coverage.current().config
+        config.context = f"{item.nodeid}|run"
+        os.environ["COVERAGE_PROCESS_CONFIG"] = config.serialize()
+
+
 def pytest_ignore_collect(collection_path, config):
     """Leaves out modules that need PyTorch, unless -m asks for them."""
     torch = collection_path.stem in NEED_TORCH
