@@ -50,21 +50,21 @@ class Fault(NamedTuple):
     old: str
     new: str
 
-    def applied(self, folder: pathlib.Path) -> str:
-        """Returns the faulty source.
+    def problem(self, folder: pathlib.Path) -> str:
+        """Returns why the fault can't be planted; "" if it can."""
+        path = folder / self.file
+        count = path.read_text().count(self.old) if path.exists() else 0
+        if count != 1:
+            return f"{self.name} no longer applies: {self.file} has {self.old!r} {count} times, not once"
+        try:
+            compile(self.applied(folder), self.file, "exec")
+        except SyntaxError as error:
+            return f"{self.name} is no Python: {error}"
+        return ""
 
-        Raises:
-          ValueError: the text does not occur exactly once, or the result is no Python.
-        """
-        source = (folder / self.file).read_text() if (folder / self.file).exists() else ""
-        if (count := source.count(self.old)) != 1:
-            raise ValueError(
-                f"{self.name} no longer applies: {self.file} has {self.old!r} {count} times, "
-                "it must be once; adapt the fault to the code"
-            )
-        faulty = source.replace(self.old, self.new)
-        compile(faulty, self.file, "exec")
-        return faulty
+    def applied(self, folder: pathlib.Path) -> str:
+        """Returns the faulty source."""
+        return (folder / self.file).read_text().replace(self.old, self.new)
 
 
 def table(text: str) -> list[Fault]:
@@ -316,8 +316,8 @@ def main() -> None:
     add("--compare", help="JSON of an earlier run: an error if a fault it has found is not found")
     given = parser.parse_args()
     faults = table(TABLE.read_text())
-    for fault in faults:
-        fault.applied(ROOT)
+    if problems := [said for fault in faults if (said := fault.problem(ROOT))]:
+        raise SystemExit("\n".join(problems))
     if unknown := set(given.only or ()) - {fault.name for fault in faults}:
         raise SystemExit(f"--only: no fault is called {', '.join(sorted(unknown))}")
     print(f"{len(faults)} faults apply")
@@ -348,11 +348,12 @@ def main() -> None:
                 print(f"{fault.name}: {result}", flush=True)
 
         list(pool.map(judge, todo))
-    named = {fault.name for fault in faults}
-    kinds = collections.Counter(own["result"] for name, own in results.items() if name in named)
+    judged = [results[fault.name] for fault in faults if fault.name in results]
+    kinds = collections.Counter(own["result"] for own in judged)
     print(
-        f"found {kinds['found']} of {len(faults)} ({kinds['found'] / len(faults):.1%}), "
-        f"missed {kinds['missed']}, timed out {kinds['timed out']}"
+        f"found {kinds['found']} of {len(judged)} ({kinds['found'] / max(len(judged), 1):.1%}), "
+        f"missed {kinds['missed']}, timed out {kinds['timed out']}; "
+        f"not judged {len(faults) - len(judged)}"
     )
     before = json.loads(pathlib.Path(given.compare).read_text()) if given.compare else {}
     lost = [
