@@ -4,11 +4,11 @@ Applies each fault of planted_faults.txt to a copy of the repository, and runs t
 its line, the quickest first, up to the first failure or the time limit. Needs a coverage file and
 JUnit files of the same code (CONTRIBUTING.md has the command); not a part of CI.
 
-    python tests/planted_faults.py --coverage .coverage --junit junit.xml 'heavy or not heavy' \
+    python tests/planted_faults.py --coverage .coverage --junit junit.xml 'slow or not slow' \
         --out faults.json [--jobs 2] [--only NAME] [--compare BEFORE.json]
 
-A result is `found` by a test, `missed` (all of them pass), or `timed out`. A test that fails
-without the fault too is left out. A second run goes on where the first ended.
+A result is `found` by a test, `missed` (all of them pass), or `timed out`. A test that also fails
+without the fault is left out. A second run resumes: it keeps the results in `--out`.
 """
 
 import argparse
@@ -55,7 +55,8 @@ class Fault(NamedTuple):
         path = folder / self.file
         count = path.read_text().count(self.old) if path.exists() else 0
         if count != 1:
-            return f"{self.name} no longer applies: {self.file} has {self.old!r} {count} times, not once"
+            where = f"{self.file} has {self.old!r} {count} times, not once"
+            return f"{self.name} no longer applies: {where}"
         try:
             compile(self.applied(folder), self.file, "exec")
         except SyntaxError as error:
@@ -115,9 +116,10 @@ class Coverage:
     def chosen(self, fault: Fault, limit: float) -> list[Run]:
         """Returns the runs of tests for a fault, in their order.
 
-        First those that run the line, the quickest first. Then the others in their files: a fixture
-        or a cache may hand them what another test has made. If no test runs the line by itself, as
-        when it runs at import, those of the package's folder. No more than take twice the limit.
+        Tests that run the line come first, the quickest at the front. The others in their files
+        follow: a fixture or a cache may hand them what the line has made in another test. A line
+        that runs at import, or in no test, has the tests of the package's folder. The list ends
+        where its tests take twice the limit.
         """
         source = (ROOT / fault.file).read_text()
         line = source[: source.index(fault.old)].count("\n") + 1
@@ -192,7 +194,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Outcome(NamedTuple):
-    """What a run of tests ended with: `kind` is passed, failed, broken or timed out."""
+    """How a run of tests ended: `kind` is passed, failed, broken or timed out; `test` failed."""
 
     kind: str
     test: str = ""
@@ -230,12 +232,17 @@ class Copy:
                 if others := [name for name in names if name != outcome.test]:
                     waiting.appendleft((select, others))
                 continue
-            if outcome.kind == "broken" and not self._passes(select, names[0]):
-                raise SystemExit(f"{names[0]} can't be run: the JUnit files are of other tests")
+            if outcome.kind == "broken":
+                there = self._run(select, names, LIMIT, "--collect-only")
+                if there.kind != "passed":
+                    raise SystemExit(
+                        f"tests are missing: the JUnit files are of others\n{there.test}"
+                    )
             spent += took
             known["seconds"] = round(spent, 1)
             if outcome.kind in ("failed", "broken"):
-                return {"result": "found", "by": outcome.test or "an import or a crash"} | known
+                by = outcome.test if outcome.kind == "failed" else "an import or a crash"
+                return {"result": "found", "by": by} | known
             if outcome.kind == "timed out" or spent > limit:
                 return {"result": "timed out"} | known
         return {"result": "missed"} | known
@@ -251,17 +258,17 @@ class Copy:
             _write(path, source)
 
     def _passes(self, select: str, name: str) -> bool:
-        """Returns if a test passes without a fault."""
+        """Returns whether a test passes without a fault."""
         if name not in self._passing and self._run(select, [name], LIMIT).kind == "passed":
             self._passing.add(name)
         return name in self._passing
 
-    def _run(self, select: str, names: Sequence[str], limit: float) -> Outcome:
+    def _run(self, select: str, names: Sequence[str], limit: float, *more: str) -> Outcome:
         """Runs tests in this order, up to the first failure."""
         asked, said = (self._folder.with_suffix(kind) for kind in (".tests", ".said"))
         asked.write_text("".join(f"{name}\n" for name in names))
         options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "planted_faults"]
-        command = [sys.executable, "-m", "pytest", *options, "-m", select, f"@{asked}"]
+        command = [sys.executable, "-m", "pytest", *options, *more, "-m", select, f"@{asked}"]
         path = f"{self._folder}{os.pathsep}{self._folder / 'tests'}"
         with said.open("w") as file:  # no pipe: what a test leaves running would hold it open
             run = subprocess.Popen(
@@ -285,7 +292,9 @@ class Copy:
         lines = said.read_text().splitlines()
         told = [line.partition(" ")[2] for line in lines if line[:6] in ("FAILED", "ERROR ")]
         failed = [name for name in names for one in told if one.startswith(name)]
-        return Outcome("failed", max(failed, key=len)) if failed else Outcome("broken")
+        if failed:
+            return Outcome("failed", max(failed, key=len))
+        return Outcome("broken", "\n".join(lines[-9:]))
 
 
 def _write(path: pathlib.Path, source: str) -> None:
@@ -310,7 +319,7 @@ def main() -> None:
         help="its --junitxml, and the -m that selects those tests; several, first the quicker ones",
     )
     add("--out", help="JSON of results, written as they come; those that it has are kept")
-    add("--only", action="append", help="name of a fault, which is judged anew; several")
+    add("--only", action="append", help="name of a fault, which runs again; several")
     add("--jobs", type=int, default=1)
     add("--limit", type=float, default=LIMIT, help="seconds for a fault")
     add("--compare", help="JSON of an earlier run: an error if a fault it has found is not found")
