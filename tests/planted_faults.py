@@ -104,13 +104,14 @@ class Coverage:
     """The tests that run a line.
 
     Args:
-      path: the coverage file, with a context for each test.
+      files: coverage files of the same code, with a context for each test.
       tests: those that may be run.
     """
 
-    def __init__(self, path: str, tests: Tests):
-        self._data = coverage.CoverageData(path)
-        self._data.read()
+    def __init__(self, files: Sequence[str], tests: Tests):
+        self._data = [coverage.CoverageData(file) for file in files]
+        for data in self._data:
+            data.read()
         self._tests = tests
 
     def chosen(self, fault: Fault, limit: float) -> list[Run]:
@@ -145,17 +146,21 @@ class Coverage:
             runs += [(select, part) for part in (names[:FIRST], names[FIRST:]) if part]
         return runs
 
-    def _contexts(self, file: str, source: str) -> dict[int, list[str]]:
+    def _contexts(self, file: str, source: str) -> dict[int, set[str]]:
         """Returns the names of the tests that run each line."""
-        measured = [f for f in self._data.measured_files() if f.endswith(f"/{file}")]
-        found = self._data.contexts_by_lineno(measured[0]) if measured else {}
+        found: dict[int, set[str]] = collections.defaultdict(set)
+        for data in self._data:
+            for measured in data.measured_files():
+                if measured.endswith(f"/{file}"):
+                    for at, names in data.contexts_by_lineno(measured).items():
+                        found[at].update(name.rpartition("|")[0] for name in names if name)
         known = {getattr(node, "lineno", 1) for node in ast.walk(ast.parse(source))}
         if unknown := {at for at in found if at > 0} - known:
             raise SystemExit(
                 f"{file}: line {min(unknown)} of the coverage file is no statement: "
                 "the coverage is of other code; measure it anew"
             )
-        return {at: [c.rpartition("|")[0] for c in names if c] for at, names in found.items()}
+        return found
 
 
 def _sorted(names: set[str], seconds: dict[str, float]) -> list[str]:
@@ -309,7 +314,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--coverage", help="file of `pytest --cov --cov-context=test`")
+    add("--coverage", nargs="+", help="files of `pytest --cov --cov-context=test`")
     add(
         "--junit",
         nargs=2,
