@@ -128,6 +128,7 @@ class Coverage:
         contexts = self._contexts(fault.file, source)
         lines = {line} if line in contexts else lines
         running = {name for at in lines for name in contexts.get(at, ())} if inside else set()
+        running &= {name for own in self._tests.values() for name in own}
         package = fault.file.removeprefix("zero_jax/").partition("/")[0]
         folder = f"tests/{package}/" if (ROOT / "tests" / package).is_dir() else "tests/"
         runs, left = list[Run](), 2 * limit
