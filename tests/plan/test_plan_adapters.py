@@ -32,7 +32,12 @@ def sizes(name):
 
 
 @pytest.mark.parametrize(
-    ("base", "bytes_a_matrix"), [("nf4", NF4), ("int8", 8.25 / 8), ("bf16", BF16)]
+    ("base", "bytes_a_matrix"),
+    [
+        ("nf4", NF4),
+        pytest.param("int8", 8.25 / 8, marks=pytest.mark.slow),
+        pytest.param("bf16", BF16, marks=pytest.mark.slow),
+    ],
 )
 def test_what_rests_of_70b_on_8_devices(base, bytes_a_matrix, tmp_path):
     args = ["--model", "llama-3.1-70b", "--devices", "8", "--lora", str(RANK), "--base", base]
@@ -45,11 +50,12 @@ def test_what_rests_of_70b_on_8_devices(base, bytes_a_matrix, tmp_path):
     assert found == pytest.approx(wanted + 12 * adapters / 8, rel=1e-3)
 
 
-def test_every_preset_can_be_planned(tmp_path):
-    for name in ("qwen3-0.6b", "gemma-3-1b", "mistral-7b"):
-        known = planned(tmp_path, "--model", name, "--devices", "8", "--seq", "512")
-        psi = families.num_params(families.preset(name))
-        assert known["predicted"]["argument_bytes"] == pytest.approx(12 * psi / 8, rel=1e-2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-1b", "mistral-7b"])
+def test_presets_can_be_planned(name, tmp_path):
+    known = planned(tmp_path, "--model", name, "--devices", "8", "--seq", "512")
+    psi = families.num_params(families.preset(name))
+    assert known["predicted"]["argument_bytes"] == pytest.approx(12 * psi / 8, rel=1e-2)
 
 
 def test_a_folder_is_planned_by_its_config(tmp_path):

@@ -52,8 +52,18 @@ def planned(experts, data, stage):
     return zero.plan(loss, TX, zero.abstract(make), rows, has_aux=True, compile=True)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("experts", "data"), [(2, 2), (4, 1), (4, 2)])
+# Each stage on one mesh; slow: on all.
+MESHES = {0: (2, 2), 1: (4, 1), 2: (4, 2), 3: (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "experts", "data"),
+    [
+        pytest.param(stage, *mesh, marks=[pytest.mark.slow] * (mesh != MESHES[stage]))
+        for stage in range(4)
+        for mesh in [(2, 2), (4, 1), (4, 2)]
+    ],
+)
 def test_bytes_at_rest_in_closed_form_are_those_of_the_program(experts, data, stage):
     plan = planned(experts, data, stage)
     shapes = jax.eval_shape(make)
@@ -62,7 +72,7 @@ def test_bytes_at_rest_in_closed_form_are_those_of_the_program(experts, data, st
     assert plan.compiled.argument_bytes == closed.at_rest + batch
 
 
-@pytest.mark.parametrize(("experts", "data"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("experts", "data"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_words_are_those_of_all_that_travels_and_of_tokens(experts, data):
     plan = planned(experts, data, 3)
     room, D = CONFIG.mixture.room(16), CONFIG.width
@@ -81,10 +91,15 @@ def test_words_are_those_of_all_that_travels_and_of_tokens(experts, data):
             [],
             "are gathered; with --experts 8 they stay: shorter on the wire at stage 3 below 10,901",
         ),
-        (["--experts", "8"], "stay in 8 groups: shorter on the wire at stage 3 below 10,901"),
-        (
+        pytest.param(
+            ["--experts", "8"],
+            "stay in 8 groups: shorter on the wire at stage 3 below 10,901",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["--remat", "none", "--experts", "4"],
             "in 4 groups: shorter on the wire at stage 3 below 16,128",
+            marks=pytest.mark.slow,
         ),
     ],
 )
