@@ -22,7 +22,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from training.report import Points, read_losses
+from training.run_folder import Points, finite, read
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.models import families
 from zero_jax.plan import update_forecast
@@ -57,7 +57,8 @@ def trained(optimizer: str) -> tuple[Points, Points]:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "train.py", "--optimizer", optimizer, "--out", f"{out}/run"]
         subprocess.run(command, cwd=ROOT, check=True)
-        return read_losses(pathlib.Path(out, "run", "metrics.jsonl"))
+        run = read(pathlib.Path(out, "run"))
+        return finite(run.curve("loss")), finite(run.curve("val_loss"))
 
 
 def draw(runs: dict[str, tuple[Points, Points]]) -> None:

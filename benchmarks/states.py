@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from training.report import read_losses
+from training.run_folder import finite, read
 from zero_jax import Zero, abstract_mesh
 from zero_jax.models import families, optimizers
 from zero_jax.plan.case import Case
@@ -93,7 +93,8 @@ def trained(states: str, arguments: list[str]) -> dict[str, float]:
             program = ["benchmarks/states.py", "--naive"]
         command = [sys.executable, *program, "--out", f"{out}/run", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-        train, held_out = read_losses(pathlib.Path(out, "run", "metrics.jsonl"))
+        run = read(pathlib.Path(out, "run"))
+        train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))
     means = float(np.mean([loss for _, loss in train][-LAST:]))
     return {"training": means, "held_out": held_out[-1][1]}
 

@@ -1,322 +1,223 @@
-"""Charts for a page that has neither scripts nor a network: SVG for shapes, HTML for words.
+"""Charts of a run: the data of those on its page, and the picture `loss.png`.
 
-A curve is drawn in a box of 1000 by 1000 that is stretched to the room there is. What must not be
-stretched stands beside it in HTML, at a percentage: so letters are as large on a phone as on a wide
-screen. A step's numbers are in a `<title>`, which shows while the pointer is there. Colours are
-classes, to which the page's style gives one for light and one for dark.
+The page's template draws a chart in a box of 100 by 100, stretched to the available width. Labels
+stand beside it as HTML, at percentages: they are as large on a phone as on a wide screen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
+import functools
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-Points = Sequence[tuple[int, float]]
-Words = Callable[[float], str]
+import numpy as np
 
-SIDE = 1000.0  # of the box
+from training.run_folder import Points, finite, read
+
 MOST = 800  # points of a curve: more than the box has pixels on most screens
-STRIPS = 100  # places at which the pointer finds numbers
-NEVER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not in XML
+STRIPS = 100  # places at which the pointer shows numbers
 
 
-def text(value: object) -> str:
-    """Any value as text of a page.
-
-    >>> text("<b> & 'c'")
-    '&lt;b&gt; &amp; &#x27;c&#x27;'
-    """
-    return html.escape(NEVER.sub("\ufffd", str(value)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One curve.
-
-    Attributes:
-        name: What it is of.
-        points: (step, value), ascending; NaN leaves a gap.
-        color: Class of its colour: a to d.
-        kind: line, faint, or dots on a line.
-    """
+class Line(NamedTuple):
+    """A curve of ascending (step, value), where NaN leaves a gap."""
 
     name: str
     points: Points
-    color: str = "a"
-    kind: str = "line"
+    color: str = "a"  # or b
+    kind: str = "line"  # or faint (without a name), or dots
 
 
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """From which value to which, and where it has ticks."""
+class Axis(NamedTuple):
+    """The range of an axis, and its ticks."""
 
     low: float
     high: float
     ticks: Sequence[float]
     log: bool = False
 
-    def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
-        low, high = self.low, self.high
-        if self.log:
-            value, low, high = math.log(value), math.log(low), math.log(high)
-        return (value - low) / (high - low)
+    def place(self, value: float) -> float:
+        """Returns the place of a value, from 0 to 100."""
+        scale = math.log if self.log else float
+        return 100 * (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
-def value_axis(values: Iterable[float], *, zero: bool = False, count: int = 4) -> Axis:
-    """An axis around finite values; logarithmic where they spread over more than a factor of 100.
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart of values over steps, to be drawn if some of its `values` are finite."""
 
-    Args:
-        values: At least one.
-        zero: Whether it begins at 0, and is linear.
-        count: About how many stretches between ticks.
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    show: Callable[[float], str]  # formats a value
+    levels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # to compare with
+    marks: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # some steps
+    zero: bool = False  # the axis of values begins at 0
+    wide: bool = False  # over the full width, with a key and names at the right
+
+    @property
+    def values(self) -> list[float]:
+        """The finite values of all lines."""
+        return [y for line in self.lines for _, y in finite(line.points)]
+
+    @functools.cached_property
+    def up(self) -> Axis:
+        """The axis of values."""
+        values, count = [*self.values, *self.levels.values()], 6 if self.wide else 4
+        return value_axis(values, zero=self.zero, count=count)
+
+    @functools.cached_property
+    def across(self) -> Axis:
+        """The axis of steps."""
+        steps = {x for line in self.lines for x, _ in line.points}
+        low, high = min(steps), max(steps)
+        if low == high:
+            return Axis(low - 1, high + 1, (low,))
+        step = max(1, int(_tick(high - low, 5)))
+        return Axis(low, high, range(-(-low // step) * step, high + 1, step))
+
+    def x(self, step: float) -> str:
+        """Returns the place of a step from the left."""
+        return f"{self.across.place(step):.2f}"
+
+    def y(self, value: float) -> str:
+        """Returns the place of a value from the top."""
+        return f"{100 - self.up.place(value):.2f}"
+
+    def curve(self, line: Line, pen: str = "L") -> str:
+        """Returns the path of a line; with the pen "M" a dot at each point."""
+        path, move = "", "M"
+        for x, y in thinned(line.points):
+            if math.isfinite(y):
+                path += f"{move}{self.x(x)},{self.y(y)}" + "h0" * (move == "M")  # h0 draws a point
+            move = pen if math.isfinite(y) else "M"
+        return path
+
+    def ticks(self, steps: Sequence[int], top: int) -> str:
+        """Returns the path of upright lines at marked steps."""
+        return "".join(f"M{self.x(step)},{top}V100" for step in steps[:MOST])
+
+    def names(self) -> list[tuple[str, str, float, str]]:
+        """Returns class, name, last value and place from the top of what is named at the right."""
+        known = [(x, finite(x.points)) for x in self.lines if x.kind != "faint"]
+        rows = [(f"color-{x.color}", x.name, points[-1][1]) for x, points in known if points]
+        rows += [("muted", name, value) for name, value in self.levels.items()]
+        places = spread([100 - self.up.place(value) for *_, value in rows], gap=6.5)
+        return [(*row, f"{place:.2f}") for row, place in zip(rows, places, strict=True)]
+
+    def strips(self) -> list[tuple[str, str, str]]:
+        """Returns left, width and text of the strips where the pointer shows a step's numbers."""
+        values = [(line.name, dict(line.points)) for line in self.lines]
+        steps = sorted({x for _, own in values for x in own})
+        special = {x for line in self.lines if line.kind == "dots" for x, _ in line.points}
+        special |= {x for marked in self.marks.values() for x in marked}
+        some = {*steps[:: -(-len(steps) // STRIPS)], steps[-1], *sorted(special)[:STRIPS]}
+        middles = ((a + b) / 2 for a, b in itertools.pairwise(sorted(some)))
+        edges = [self.across.low, *middles, self.across.high]
+        strips = []
+        for step, (left, right) in zip(sorted(some), itertools.pairwise(edges), strict=True):
+            said = [f"{name} {shown(own[step], self.show)}" for name, own in values if step in own]
+            said += [name for name, marked in self.marks.items() if step in marked]
+            width = self.across.place(right) - self.across.place(left)
+            strips.append((self.x(left), f"{width:.2f}", "\n".join([f"step {step:,}", *said])))
+        return strips
+
+
+def shown(value: float, show: Callable[[float], str]) -> str:
+    """Formats a value, also one that is not finite."""
+    return show(value) if math.isfinite(value) else "not finite"
+
+
+def value_axis(values: Sequence[float], *, zero: bool = False, count: int = 4) -> Axis:
+    """Returns an axis around finite values, logarithmic if their ratio exceeds 100.
 
     >>> value_axis([1.2, 4.7]).ticks
     (1.0, 2.0, 3.0, 4.0, 5.0)
     >>> value_axis([0.02, 30.0]).ticks
     (0.01, 0.1, 1.0, 10.0, 100.0)
     """
-    known = list(values)
-    low, high = min(known), max(known)
+    low, high = min(values), max(values)
     if not zero and low > 0 and high > 100 * low:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        every = -(-(last - first) // 6)
-        ticks = tuple(10.0**n for n in range(first, last + 1, every))
+        ticks = tuple(10.0**n for n in range(first, last + 1, -(-(last - first) // 6)))
         return Axis(10.0**first, 10.0**last, ticks, log=True)
     low = min(low, 0.0) if zero else low
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
-    step = _step(high - low, count)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(n * step for n in range(first, last + 1))
-    return Axis(first * step, last * step, ticks)
+    tick = _tick(high - low, count)
+    first, last = math.floor(low / tick + 1e-9), math.ceil(high / tick - 1e-9)
+    return Axis(first * tick, last * tick, tuple(n * tick for n in range(first, last + 1)))
 
 
-def step_axis(steps: Iterable[int]) -> Axis:
-    """The axis of steps, from the first to the last."""
-    known = list(steps)
-    low, high = min(known), max(known)
-    if low == high:
-        return Axis(low - 1, high + 1, (low,))
-    step = max(1, int(_step(high - low, 5)))
-    return Axis(low, high, tuple(range(-(-low // step) * step, high + 1, step)))
+def _tick(span: float, count: int) -> float:
+    """A distance of ticks: 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(span / count))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= span / count * 0.999)
 
 
-def thinned(points: Points, most: int = MOST) -> Points:
-    """At most so many points: of each of many stretches the least and the largest, so peaks stay.
-
-    >>> thinned([(n, 9.0 if n == 37 else 1.0) for n in range(100)], most=10)[1:4]
-    [(20, 1.0), (37, 9.0), (40, 1.0)]
-    """
-    if len(points) <= most:
-        return points
-    size = -(-2 * len(points) // most)
-    kept: list[tuple[int, float]] = []
+def thinned(points: Points) -> Points:
+    """Returns at most `MOST` points: the least and the largest of each interval, so peaks stay."""
+    size, kept = max(1, -(-2 * len(points) // MOST)), []
     for start in range(0, len(points), size):
-        part = points[start : start + size]
-        finite = [p for p in part if math.isfinite(p[1])] or part[:1]
-        ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
-        kept += sorted(ends, key=lambda p: p[0])
-    return kept
-
-
-def curves(
-    title: str,
-    lines: Sequence[Line],
-    words: Words,
-    *,
-    unit: str,
-    said: str = "",
-    levels: Mapping[str, float] | None = None,
-    marks: Mapping[str, Sequence[int]] | None = None,
-    zero: bool = False,
-    wide: bool = False,
-) -> str:
-    """A chart of values over steps; empty where no value is finite.
-
-    Args:
-        title: Of the chart.
-        lines: Curves; those that are not faint are named.
-        words: How a value is written.
-        unit: Of the values.
-        said: What it shows in a sentence, for those who do not see it.
-        levels: Values to compare with, by name.
-        marks: Steps at which something happened, by what did; ticks and upright lines in turn.
-        zero: Whether the axis begins at 0.
-        wide: Whether it has the whole width, with names at the right.
-    """
-    levels, marks = levels or {}, marks or {}
-    finite = [y for line in lines for _, y in line.points if math.isfinite(y)]
-    if not finite:
-        return ""
-    across = step_axis(x for line in lines for x, _ in line.points)
-    up = value_axis([*finite, *levels.values()], zero=zero, count=6 if wide else 4)
-    shapes = [_path(f"M0,{_up(up, y)}H1000", "rule") for y in up.ticks]
-    dashes, ticks = _in_turn(levels, "level"), _in_turn(marks, "mark")
-    shapes += [_path(f"M0,{_up(up, y)}H1000", dashes[name]) for name, y in levels.items()]
-    shapes += [_marks(steps, across, ticks[name]) for name, steps in marks.items()]
-    shapes += [_curve(line, across, up) for line in lines]
-    shapes += _strips(lines, across, up, words, marks)
-    scale = ", log" if up.log else ""
-    return (
-        f'<figure class="chart{" wide" if wide else ""}"><figcaption><h3>{text(title)}</h3>'
-        f"<span>{text(unit)}{scale}</span></figcaption>"
-        + (_key(lines, levels, marks, words) if wide else "")
-        + '<div class="plot"><div class="box">'
-        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
-        f'aria-label="{text(said or title)}">{"".join(shapes)}</svg>'
-        + "".join(_at("y", "top", 1 - up.share(y), words(y)) for y in up.ticks)
-        + "".join(_at("x", "left", across.share(x), f"{x:,}") for x in across.ticks)
-        + (_names(lines, levels, up, words) if wide else "")
-        + '</div></div><div class="axis">step (optimizer updates)</div></figure>'
-    )
-
-
-def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
-    """A bar of stacked parts: (what it says, size, class of its colour), of a whole."""
-    left, shapes = 0.0, []
-    for said, size, color in parts:
-        width = SIDE * size / whole if whole else 0.0
-        if width:
-            shapes.append(
-                f'<rect class="{color}" x="{left:.2f}" y="0" width="{width:.2f}" height="10">'
-                f"<title>{text(said)}</title></rect>"
-            )
-        left += width
-    return (
-        '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">'
-        f"{''.join(shapes)}</svg>"
-    )
+        known = finite(points[start : start + size]) or [points[start]]
+        kept += sorted({min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])})
+    return kept if len(points) > MOST else points
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places from 0 to 1 moved apart, each so far from the next at least, in the same order.
+    """Moves places from 0 to 100 apart, each at least `gap` from the next, in the same order.
 
-    >>> [round(p, 2) for p in spread([0.5, 0.52, 0.1], gap=0.1)]
-    [0.5, 0.6, 0.1]
+    >>> spread([50.0, 52.0, 10.0], gap=10.0)
+    [50.0, 60.0, 10.0]
     """
     order = sorted(range(len(places)), key=lambda n: places[n])
-    moved, last = list(places), -gap
+    moved, last, limit = list(places), -gap, 100.0
     for n in order:
         moved[n] = last = max(moved[n], last + gap)
-    limit = 1.0
     for n in reversed(order):
         moved[n] = min(moved[n], limit)
         limit = moved[n] - gap
     return moved
 
 
-def _step(span: float, count: int) -> float:
-    """A round distance of ticks: 1, 2 or 5 times a power of ten, for about so many."""
-    raw = span / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+def running_mean(points: Points) -> Points:
+    """Returns the mean of each finite value and those before it, a twenty-fifth of all."""
+    known = finite(points)
+    sums, at = np.cumsum([0.0, *(y for _, y in known)]), np.arange(len(known))
+    low = np.maximum(at - max(4, len(known) // 25), 0)
+    means = (sums[at + 1] - sums[low]) / (at + 1 - low)
+    return [(x, float(y)) for (x, _), y in zip(known, means, strict=True)]
 
 
-def _up(axis: Axis, value: float) -> str:
-    return f"{SIDE * (1 - axis.share(value)):.1f}"
+def draw_losses(folder: Path) -> None:
+    """Draws `loss.png` in the folder of a run: losses of training and of held-out text."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-
-def _path(how: str, color: str) -> str:
-    return f'<path class="{color}" d="{how}" />'
-
-
-def _curve(line: Line, across: Axis, up: Axis) -> str:
-    drawn, pen, dots = [], "M", []
-    for x, y in thinned(line.points):
-        if not math.isfinite(y):
-            pen = "M"
-            continue
-        at = f"{SIDE * across.share(x):.1f},{_up(up, y)}"
-        drawn.append(f"{pen}{at}" + ("h0" if pen == "M" else ""))  # h0: a point alone is seen
-        dots.append(f"M{at}h0")
-        pen = "L"
-    both = _path("".join(drawn), f"{line.kind} {line.color}")
-    return both + (_path("".join(dots), f"dot {line.color}") if line.kind == "dots" else "")
-
-
-def _marks(steps: Sequence[int], across: Axis, color: str) -> str:
-    inside = [x for x in steps if across.low <= x <= across.high][:MOST]
-    top = 0 if color.endswith("odd") else 960
-    how = "".join(f"M{SIDE * across.share(x):.1f},{top}V1000" for x in inside)
-    return _path(how, color) if how else ""
-
-
-def _strips(
-    lines: Sequence[Line],
-    across: Axis,
-    up: Axis,
-    words: Words,
-    marks: Mapping[str, Sequence[int]],
-) -> list[str]:
-    """Invisible upright strips, each with the numbers of one step."""
-    values = [(line.name, dict(line.points)) for line in lines]
-    steps = sorted({x for line in lines for x, _ in line.points})
-    special = {x for line in lines if line.kind == "dots" for x, _ in line.points}
-    special |= {x for found in marks.values() for x in found} & set(steps)
-    every = -(-len(steps) // STRIPS)
-    kept = sorted({*steps[::every], steps[-1], *sorted(special)[:STRIPS]})
-    edges = [(a + b) / 2 for a, b in itertools.pairwise(kept)]
-    found = []
-    for x, low, high in zip(kept, [across.low, *edges], [*edges, across.high], strict=True):
-        rows = [f"{name} {shown(own[x], words)}" for name, own in values if x in own]
-        rows += [name for name, at in marks.items() if x in at]
-        left, right = SIDE * across.share(low), SIDE * across.share(high)
-        found.append(
-            f'<rect class="strip" x="{left:.1f}" y="0" width="{right - left:.1f}" height="1000">'
-            f"<title>{text(chr(10).join([f'step {x:,}', *rows]))}</title></rect>"
-        )
-    return found
-
-
-def shown(value: float, words: Words) -> str:
-    """A value in words; one that is not finite as such."""
-    return words(value) if math.isfinite(value) else "not finite"
-
-
-def _at(kind: str, side: str, share: float, words: str) -> str:
-    return f'<span class="{kind}" style="{side}:{100 * share:.2f}%">{text(words)}</span>'
-
-
-def _key(
-    lines: Sequence[Line],
-    levels: Mapping[str, float],
-    marks: Mapping[str, Sequence[int]],
-    words: Words,
-) -> str:
-    """What is what; the page hides what has its name beside it."""
-    rows = [(f"{x.kind} {x.color}", x.name, x.kind != "faint") for x in lines]
-    dashes, ticks = _in_turn(levels, "level"), _in_turn(marks, "mark")
-    rows += [(dashes[name], f"{name} {words(value)}", True) for name, value in levels.items()]
-    rows += [(ticks[name], name, False) for name, steps in marks.items() if steps]
-    made = ""
-    for color, name, beside in rows:
-        hidden = ' class="beside"' if beside else ""
-        swatch = f'<svg viewBox="0 0 20 10" aria-hidden="true"><path class="{color}" d="M2,5H18" />'
-        made += f"<li{hidden}>{swatch}</svg>{text(name)}</li>"
-    return f'<ul class="key">{made}</ul>'
-
-
-def _in_turn(names: Iterable[str], color: str) -> dict[str, str]:
-    """The class of each name, of which every second is drawn in another way."""
-    return {name: f"{color} odd" if n % 2 else color for n, name in enumerate(names)}
-
-
-def _names(lines: Sequence[Line], levels: Mapping[str, float], up: Axis, words: Words) -> str:
-    """Names and last values at the right end, beside what they are of."""
-    rows = [(f"color-{line.color}", *_end(line)) for line in lines if line.kind != "faint"]
-    rows += [("muted", name, value) for name, value in levels.items()]
-    rows = [row for row in rows if math.isfinite(row[2])]
-    places = spread([1 - up.share(value) for *_, value in rows], gap=0.065)
-    return "".join(
-        _at(f"name {color}", "top", place, f"{name} {words(value)}")
-        for (color, name, value), place in zip(rows, places, strict=True)
-    )
-
-
-def _end(line: Line) -> tuple[str, float]:
-    return line.name, next((y for _, y in reversed(line.points) if math.isfinite(y)), math.nan)
+    run = read(folder)
+    train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))
+    if not train and not held_out:
+        return
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: neither a display nor a global state is needed
+    axes, blue, gray = figure.add_subplot(), "#4477aa", "#555555"
+    if train:
+        mean = np.transpose(running_mean(train))
+        axes.plot(*np.transpose(train), color=blue, alpha=0.25, lw=0.8, label="train, a step")
+        axes.plot(*mean, color=blue, lw=1.8, label="train, running mean")
+    if held_out:
+        axes.plot(*np.transpose(held_out), "o-", color="#cc3311", lw=0.8, ms=5, label="held out")
+    for (name, level), dashes in zip(run.levels.items(), itertools.cycle(("--", ":"))):
+        axes.axhline(level, color=gray, linestyle=dashes, lw=1)
+        right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.text(0.995, level, f"{name} {level:.2f}", color=gray, **right)
+    axes.set(xlabel="step (optimizer updates)", ylabel=f"loss ({run.unit})")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(folder / "loss.png")

@@ -108,6 +108,9 @@ class Looks:
     device."""
     check_replicas_every: int = 0
     """Steps between comparisons of what several devices hold alike, by the bit; 0 for never."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to, beside TensorBoard's files; it needs `pip install
+    wandb`. WANDB_MODE=offline leaves the upload to `wandb sync`."""
     profile: bool = False
     """Write a trace of steps 10 to 12 of this start to `profile` in --out, for TensorBoard, XProf
     or Perfetto."""

@@ -18,10 +18,11 @@ from training.config import Config, shared
 from training.data_files import DataChanged
 from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
-from training.report import RunLog, next_folder
 from training.resuming import base_checksum
 from training.room import peak_bytes, room_for
+from training.run_folder import RunLog, next_folder
 from training.saving import Saver, check_resume, goes_on, same_everywhere
+from training.scalars import import_wandb
 from training.show import Show, Speed, progress
 from training.stop import Stop, Stopped
 from training.together import interrupted, leaving_together, together
@@ -292,6 +293,8 @@ def run(config: Config) -> None:
     settings = shared(config)
 
     def read() -> Plan:
+        if config.wandb is not None and jax.process_index() == 0:
+            import_wandb(config.wandb)
         plan = load(config)
         leaving.check(plan)
         return plan
@@ -328,7 +331,7 @@ def run(config: Config) -> None:
             check_resume(pathlib.Path(config.out or ""), *given)
         out = config.out or (next_folder("runs") if lead else "runs")
         facts = {**known, **marks, "out": str(out)}
-        log = RunLog(out, facts, lead, levels=marks, resume=resume, unit=unit)
+        log = RunLog(out, facts, lead, resume=resume, wandb=config.wandb)
         log.event("start", **costs)
         return log
 

@@ -1,18 +1,30 @@
-"""What is in the folder of a run, whether it ended, is going on or was killed.
+"""The folder of a run: `RunLog` writes it while the run trains, `read` reads it at any time.
 
-Nothing is needed of a folder but that something of a run is in it. The last line of a file may be
-half written. A run that went on repeats the steps after its checkpoint: what it wrote last counts.
+A folder holds `config.json`; `metrics.jsonl`, one JSON object per line, flushed at once so that a
+killed run keeps all of them; `events.jsonl`, when it started, saved and ended; TensorBoard files;
+and `loss.png` and `report.html`, made at the end from the others. JSON has no NaN: a number that is
+not finite is null. Losses are in nats per token, or per byte of text that is read byte by byte.
+
+The last line of a file may be incomplete. A run that resumed repeats the steps after its
+checkpoint: the last line of a step counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import numpy as np
+
+from training.scalars import Scalars, TensorBoard, WeightsAndBiases
 
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]
@@ -27,49 +39,200 @@ _EVENT_KINDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A checkpoint of a run.
+class RunLog:
+    """Writes down a run, step by step; use it in a `with`, or call `close`.
 
-    Attributes:
-        step: Its number.
-        time: When it was finished, or begun if it is not there any more; None if unknown.
-        nbytes: Of all its files; None if it is not there.
-        problem: What is not whole; empty if it is.
+    Args:
+        out_dir: Folder of the run; made if missing.
+        config: Settings of this start, nested; values of other types than JSON's by their `str`.
+        enabled: False writes nothing: for all processes but the first.
+        resume: Continue in a folder that already holds a run. If the config has changed, the
+            earlier one stays as `config.1.json`, and so on.
+        wandb: A project of Weights & Biases to send the numbers to as well.
+
+    Raises:
+        ValueError: `out_dir` is a file or cannot be written, another run writes there, or it holds
+            a run and `resume` is False. Nothing in it has been changed then.
     """
 
+    def __init__(
+        self,
+        out_dir: str | Path,
+        config: Mapping[str, Any],
+        enabled: bool = True,
+        *,
+        resume: bool = False,
+        wandb: str | None = None,
+    ) -> None:
+        self.out_dir, self._open = Path(out_dir), enabled
+        if not enabled:
+            return
+        from zero_jax.cluster.lock import locked  # here: it imports jax
+
+        metrics, events, known = self.out_dir / METRICS, self.out_dir / EVENTS, _plain(config)
+        try:
+            with contextlib.ExitStack() as files:
+                self.out_dir.mkdir(parents=True, exist_ok=True)
+                files.callback(os.close, locked(self.out_dir, "metrics"))
+                resumed = metrics.exists() and metrics.stat().st_size > 0
+                if resumed and not resume:
+                    raise ValueError(
+                        f"{self.out_dir} already holds the metrics of a run, and two would mix; "
+                        "give another --out, or resume that run"
+                    )
+                _write_config(self.out_dir, known)
+                self._metrics, self._events = (
+                    files.enter_context(_open_lines(path)) for path in (metrics, events)
+                )
+                self._files = files.pop_all()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write a run to {self.out_dir}: {error}; --out needs a folder, or a name "
+                "for a new one, where you may write"
+            ) from error
+        self._scalars: list[Scalars] = [TensorBoard(self.out_dir / "tensorboard", resumed)]
+        if wandb is not None:
+            self._scalars.append(WeightsAndBiases(wandb, self.out_dir, known))
+
+    def step(self, step: int, *, skipped: int = 0, **values: float | None) -> None:
+        """Writes the numbers of a training step, by name; those that are None are left out.
+
+        `skipped` is 1 where the update was not applied.
+        """
+        known = {name: value for name, value in values.items() if value is not None}
+        self._write("train", step, {**known, "skipped": int(skipped)})
+
+    def evaluation(self, step: int, *, val_loss: float) -> None:
+        """Writes the held-out loss after `step` steps."""
+        self._write("val", step, {"val_loss": val_loss})
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Notes that something happened now, in `events.jsonl`; facts are as in a config."""
+        if self._open:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            _write_line(self._events, {"event": name, "time": now, **facts})
+
+    def close(self, failed: bool = False) -> None:
+        """Closes the files and makes `loss.png` and `report.html`; more calls do nothing."""
+        if not self._open:
+            return
+        from training import charts, report_page  # here: they read this folder
+
+        self._open = False
+        with self._files:
+            for scalars in self._scalars:
+                scalars.close(failed)
+            for make in (charts.draw_losses, report_page.write):
+                try:
+                    make(self.out_dir)
+                except Exception as error:  # the run is done; the page can be made later
+                    name = "loss.png" if make is charts.draw_losses else report_page.FILE
+                    print(f"no {name}: {type(error).__name__}: {error}")
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        said = "" if error is None else str(error).partition("\n")[0]
+        # What can't be written at the end does not hide the error that ends the run.
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            try:
+                self.event("end", error=None if error is None else type(error).__name__, said=said)
+            finally:
+                self.close(failed=error is not None)
+
+    def _write(self, group: str, step: int, given: Mapping[str, float]) -> None:
+        if not self._open:
+            return
+        # float waits for a device array
+        values = {name: v if isinstance(v, int) else float(v) for name, v in given.items()}
+        _write_line(self._metrics, {"step": int(step), **values})
+        finite = {f"{group}/{name}": v for name, v in values.items() if math.isfinite(v)}
+        for scalars in self._scalars:
+            scalars.add(finite, int(step))
+
+
+def next_folder(parent: str | Path) -> Path:
+    """Makes the first free one of `001`, `002` and so on, so that no two runs get the same."""
+    number = max(
+        (int(p.name) for p in Path(parent).glob("[0-9]*") if p.name.isdecimal()), default=0
+    )
+    while True:
+        number += 1
+        with contextlib.suppress(FileExistsError):
+            folder = Path(parent, f"{number:03}")
+            folder.mkdir(parents=True)
+            return folder
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value in types that JSON has; NaN and infinities become None."""
+    plain = json.dumps(value, default=lambda x: x.item() if isinstance(x, np.generic) else str(x))
+    return json.loads(plain, parse_constant=lambda _: None)
+
+
+def _write_config(folder: Path, config: Line) -> None:
+    text, path = json.dumps(config, indent=2) + "\n", folder / CONFIG
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        free = (folder / f"config.{number}.json" for number in itertools.count(1))
+        path.rename(next(path for path in free if not path.exists()))
+    path.write_text(text, encoding="utf-8")
+
+
+def _open_lines(path: Path) -> TextIO:
+    """Opens a file to append to, without the incomplete last line of a run that was killed."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def _write_line(file: TextIO, line: Line) -> None:
+    try:
+        file.write(json.dumps(_plain(line)) + "\n")
+        file.flush()
+    except OSError as error:  # which does not name the file
+        raise OSError(error.errno, error.strerror, file.name) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint of a run."""
+
     step: int
-    time: datetime | None
-    nbytes: int | None
-    problem: str
+    time: datetime | None  # finished, or begun if it is deleted
+    nbytes: int | None  # of all its files; None if it is deleted
+    problem: str  # empty if it is complete
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """All that a folder says of its run.
-
-    Attributes:
-        path: The folder.
-        config: Settings of the latest start.
-        earlier: Those of starts with other settings, oldest first.
-        steps: A line for each step, ascending.
-        evaluations: A line for each look at held-out text.
-        events: Starts, checkpoints and ends, in the order in which they came.
-        checkpoints: Those that are there, and those that were.
-        compiled: What the compiled step holds, if that was looked at.
-    """
+    """The contents of the folder of a run."""
 
     path: Path
-    config: Line
-    earlier: Sequence[Line]
-    steps: Sequence[Line]
-    evaluations: Sequence[Line]
-    events: Sequence[Line]
-    checkpoints: Sequence[Saved]
-    compiled: Line
+    config: Line  # settings of the latest start
+    earlier: Sequence[Line]  # those of starts with other settings, oldest first
+    steps: Sequence[Line]  # a line for each step, ascending
+    evaluations: Sequence[Line]  # a line for each evaluation on held-out text
+    events: Sequence[Line]  # starts, checkpoints and ends, oldest first
+    checkpoints: Sequence[Saved]  # also those that are deleted
+    compiled: Line  # memory of the compiled step, if `--compile` wrote it
+
+    @property
+    def unit(self) -> str:
+        """The unit of losses."""
+        known = self.last("start").get("unit")
+        return f"nats per {known}" if known else "nats"
+
+    @property
+    def levels(self) -> dict[str, float]:
+        """Losses to compare with; folders without events have them in the config."""
+        entropies = {name: y for name, y in self.config.items() if name.endswith(" entropy")}
+        known = self.last("start").get("levels") or entropies
+        return {name: y for name, value in known.items() if math.isfinite(y := number(value))}
 
     def curve(self, name: str) -> Points:
-        """A number of each step that has it, or of each evaluation; NaN where it is not finite."""
+        """Returns a number of each step that has it, or of each evaluation; NaN if not finite."""
         lines = self.evaluations if name == "val_loss" else self.steps
         return [(line["step"], number(line[name])) for line in lines if name in line]
 
@@ -154,6 +317,11 @@ def number(value: Any) -> float:
     """
     given = float(value) if isinstance(value, (int, float)) else math.nan
     return given if math.isfinite(given) else math.nan
+
+
+def finite(points: Points) -> Points:
+    """Returns the points whose value is finite."""
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def when(event: Line) -> datetime | None:

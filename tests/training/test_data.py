@@ -148,6 +148,6 @@ def test_max_batches_ends_the_evaluation_early():
 
 
 def test_importing_the_modules_does_not_import_jax():
-    modules = "training.text, training.entropy, training.data, training.report, training.show"
+    modules = "training.text, training.entropy, training.data, training.run_folder, training.show"
     code = f"import sys, {modules}; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
