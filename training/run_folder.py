@@ -120,21 +120,21 @@ class RunLog:
 
         self._open = False
         with self._files:
-            for scalars in self._scalars:
-                scalars.close(failed)
-            for make in (charts.draw_losses, report_page.write):
+            made = {"loss.png": charts.draw_losses, report_page.FILE: report_page.write}
+            for name, make in made.items():
                 try:
                     make(self.out_dir)
                 except Exception as error:  # the run is done; the page can be made later
-                    name = "loss.png" if make is charts.draw_losses else report_page.FILE
                     print(f"no {name}: {type(error).__name__}: {error}")
+            for scalars in self._scalars:
+                scalars.close(failed)
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         said = "" if error is None else str(error).partition("\n")[0]
-        # What can't be written at the end does not hide the error that ends the run.
+        # An error that ends the run is not hidden by one in writing its end.
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             try:
                 self.event("end", error=None if error is None else type(error).__name__, said=said)
@@ -154,9 +154,7 @@ class RunLog:
 
 def next_folder(parent: str | Path) -> Path:
     """Makes the first free one of `001`, `002` and so on, so that no two runs get the same."""
-    number = max(
-        (int(p.name) for p in Path(parent).glob("[0-9]*") if p.name.isdecimal()), default=0
-    )
+    number = max([0, *(int(p.name) for p in Path(parent).glob("[0-9]*") if p.name.isdecimal())])
     while True:
         number += 1
         with contextlib.suppress(FileExistsError):
@@ -237,7 +235,7 @@ class RunFolder:
         return [(line["step"], number(line[name])) for line in lines if name in line]
 
     def last(self, event: str) -> Line:
-        """The latest event of a name; empty if there is none."""
+        """Returns the latest event of a name; empty if there is none."""
         return next((e for e in reversed(self.events) if e.get("event") == event), {})
 
 
@@ -245,7 +243,7 @@ def read(path: str | Path) -> RunFolder:
     """Reads the folder of a run.
 
     Raises:
-        ValueError: There is nothing of a run in it, or a file is damaged.
+        ValueError: It holds nothing of a run, or a file is damaged.
     """
     path = Path(path)
     if not any((path / name).is_file() for name in (METRICS, CONFIG)):
@@ -256,11 +254,11 @@ def read(path: str | Path) -> RunFolder:
     events = read_lines(path / EVENTS)
     for event in events:
         _check_kinds(event, _EVENT_KINDS, path / EVENTS)
-    numbered = ((int(p.suffixes[0][1:]), p) for p in path.glob("config.*.json") if _numbered(p))
+    earlier = [p for p in path.glob("config.*.json") if p.name.split(".")[1].isdecimal()]
     return RunFolder(
         path=path,
         config=_check_kinds(_object(path / CONFIG), _CONFIG_KINDS, path / CONFIG),
-        earlier=[_object(p) for _, p in sorted(numbered)],
+        earlier=[_object(p) for p in sorted(earlier, key=lambda p: int(p.name.split(".")[1]))],
         steps=steps,
         evaluations=evaluations,
         events=events,
@@ -270,7 +268,7 @@ def read(path: str | Path) -> RunFolder:
 
 
 def read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
-    """The lines of steps and those of evaluations, each step as it was written last."""
+    """Returns the lines of steps and those of evaluations, each step as it was written last."""
     steps: list[Line] = []
     evaluations: list[Line] = []
     for line in read_lines(path):
@@ -286,10 +284,10 @@ def read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The objects of a file with one a line; none where there is no file.
+    """Returns the objects of a file with one per line; none if there is no file.
 
     Raises:
-        ValueError: A line is no JSON object, and it is not a last one that was cut off.
+        ValueError: A line is not a JSON object; an incomplete last one is left out.
     """
     if not path.is_file():
         return []
@@ -310,7 +308,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def number(value: Any) -> float:
-    """A number of a line as a float; NaN where it is not finite, or no number.
+    """Returns a number of a line as a float; NaN if it is not finite, or not a number.
 
     >>> number(2), number(None), number(float("inf"))
     (2.0, nan, nan)
@@ -325,7 +323,7 @@ def finite(points: Points) -> Points:
 
 
 def when(event: Line) -> datetime | None:
-    """The time of an event; None if it has none."""
+    """Returns the time of an event; None if it has none."""
     try:
         time = datetime.fromisoformat(str(event.get("time")))
         return time if time.tzinfo else time.replace(tzinfo=UTC)
@@ -359,10 +357,6 @@ def _object(path: Path) -> Line:
     if not isinstance(known, dict):
         raise ValueError(f"{path} is not a JSON object: {json.dumps(known)[:80]}")
     return known
-
-
-def _numbered(path: Path) -> bool:
-    return path.name.split(".")[1].isdecimal()
 
 
 def _checkpoints(folder: Path, events: Sequence[Line]) -> list[Saved]:

@@ -187,7 +187,8 @@ class WeightsAndBiases:
 
 def _say_given_up(what: str, error: Exception) -> None:
     with contextlib.suppress(OSError):  # stdout may be on the same disk
+        why = str(error).partition("\n")[0].rstrip(".")
         print(
-            f"no more {what}: {error}. The run continues, with all numbers in metrics.jsonl",
+            f"no more {what}: {why}. The run continues, with all numbers in metrics.jsonl",
             flush=True,
         )
