@@ -1,8 +1,11 @@
 """Eight simulated devices on the CPU for every test, and the tiers of tests."""
 
+import ctypes
 import datetime
+import gc
 import importlib.metadata
 import os
+import platform
 import tempfile
 import zlib
 
@@ -26,6 +29,8 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+SYSTEM = platform.system()
 
 # Modules that need PyTorch, which is an extra.
 FIXTURES = {"interchange": "gpt2_models", "compile": "compiled_once"}
@@ -70,6 +75,26 @@ def _compiled_programs_are_freed():
     """Keeps a worker small: the programs of a file are of no use to the next."""
     yield
     jax.clear_caches()
+    gc.collect()
+    _return_free_memory()
+
+
+@pytest.fixture(autouse=True)
+def _a_worker_stays_small():
+    yield
+    if SYSTEM == "Linux":
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        if pages * os.sysconf("SC_PAGE_SIZE") > 1.2e9:
+            _return_free_memory()
+
+
+def _return_free_memory():
+    """Returns what malloc keeps for later: after large arrays that is gigabytes."""
+    if SYSTEM == "Linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if trim is not None:
+            trim(0)
 
 
 def pytest_runtest_setup(item):

@@ -4,7 +4,7 @@
     zero_jax checkpoint   looks at checkpoints, checks them, and trades with others
     zero_jax offload      is offload right on this machine?
     zero_jax doctor       what a report of a fault should say about the machine
-    zero_jax translate    a configuration of DeepSpeed, accelerate or Megatron-LM in our words
+    zero_jax translate    translates a DeepSpeed or accelerate configuration
 
 `python -m zero_jax.plan ...` is the same as `zero_jax plan ...`.
 """

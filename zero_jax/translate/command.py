@@ -1,97 +1,210 @@
-"""`python -m zero_jax.translate FILE`: a configuration of others, in the words of zero_jax.
+"""Translates FILE, a DeepSpeed JSON or a YAML of `accelerate config`, to zero_jax.
 
-    python -m zero_jax.translate ds_config.json --devices 8
-    python -m zero_jax.translate accelerate.yaml
-    python -m zero_jax.translate pretrain.sh
-    grep -- -- pretrain.sh | python -m zero_jax.translate -
-
-FILE is a DeepSpeed JSON, a YAML of `accelerate config`, or a command line of Megatron-LM (a
-script or any text that has its flags). It prints the equal lines of Python, the equal command
-line of train.py, and of each setting what became of it: without an equal, unknown, not needed,
-translated. Nothing is run.
+`python -m zero_jax.translate FILE` prints Python, the command line of train.py, and how it handles
+each key of FILE. It runs nothing.
 """
 
 import argparse
-import dataclasses
+import json
 import pathlib
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from zero_jax.translate import accelerate, deepspeed, files, megatron, printed, script
-from zero_jax.translate.account import UNKNOWN, Row
-from zero_jax.translate.asked import Asked
+import yaml  # type: ignore[import-untyped]
+
+from zero_jax.names import nearest
+from zero_jax.translate.keys import ALIASES, AUTO, KEYS, NOT_NEEDED, TRANSLATED, UNSUPPORTED, shown
+from zero_jax.translate.settings import Arguments, File, arguments
+
+UNKNOWN = "unknown"
+Row = tuple[str, str, str, str]  # a key of the file, its value, how it is handled, and a sentence
+_OFF = ("false", "null", "no", "none", "", "0", "{}")
+_MEGATRON = "docs/coming-from.md has a table of the arguments of Megatron-LM"
+_DIFFERS = "(train.py has its own betas and schedule; fp16 starts at a loss scale of 2^16)"
+_COMMENT = r"//[^\n]*|\#[^\n]*|/\*.*?\*/"
+# A string, or a comment, or a comma before the end of a block, with the comments between.
+_TOLERATED = re.compile(
+    rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*+(?=[}}\]])', re.DOTALL
+)
+# Values that are not printed, and arguments that are expressions of Python.
+_DEFAULTS = {"compute": "fp32", "reduce": "fp32", "micro_batches": 1, "replica": 1, "model": 1}
+_DEFAULTS |= {"hierarchical": False, "precision": "zero_jax.Precision()"}
+_EXPRESSIONS = ("micro_batches", "replica", "precision")
+_FLAGS = "stage mesh batch micro_batches compute reduce gather scatter remat offload hierarchical "
+_FLAGS += "optimizer weight_decay lr steps warmup clip"
 
 
-@dataclasses.dataclass(frozen=True)
-class Translation:
-    """What a file asks for, what became of each setting, and of which project it is."""
+def load(text: str, name: str) -> dict[str, Any]:
+    """Returns the values of a YAML, or of a JSON that may have comments, by dotted names."""
+    plain = _TOLERATED.sub(lambda match: match[1] or "\n" * match[0].count("\n") or " ", text)
+    is_json, error = plain.lstrip().startswith("{") or name.endswith(".json"), ""
+    try:
+        tree = json.loads(plain, object_pairs_hook=_once) if is_json else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as reason:
+        tree, error = None, f" ({reason})"
+    if not isinstance(tree, Mapping) or not (is_json or "distributed_type" in tree):
+        raise ValueError(f"no DeepSpeed JSON and no YAML of accelerate config{error}; {_MEGATRON}")
+    return _flat(tree)
 
-    kind: str
-    asked: Asked
-    rows: tuple[Row, ...]
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{', '.join(twice)} twice in one block: remove one of them")
+    return dict(pairs)
 
 
-def translate(text: str, name: str, devices: int | None = None) -> Translation:
-    """Translates the text of a file.
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        values |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        if len(values) > 10_000:
+            raise ValueError("more than 10000 keys: give a configuration")
+    return values
 
-    Args:
-      text: of the file.
-      name: of the file, for messages, and to find one that it names.
-      devices: N, if the file does not say.
 
-    Raises:
-      ValueError: it can't be read, is of no known project, or its numbers do not fit together.
+def _read(path: pathlib.Path) -> str:
+    if path.exists() and not (path.is_file() and path.stat().st_size < 1_000_000):
+        raise ValueError("`FILE` is no regular file below 1 MB: give one, or - for standard input")
+    return path.read_text(encoding="utf-8")
 
-    >>> translate('{"zero_optimization": {"stage": 3}}', "a.json").asked.stage
-    3
+
+def translate(text: str, name: str, devices: int | None = None) -> tuple[Arguments, list[Row]]:
+    """Returns the arguments that a file asks for, and how each of its keys is handled.
+
+    `name` is its path, `devices` the number of devices, where the file has none or another.
     """
-    kind = files.kind(text, name)
-    if kind == files.MEGATRON:
-        asked, account = megatron.read(script.read(text, megatron.SWITCHES), devices)
-        accounts = [("", account)]
-    elif kind == files.DEEPSPEED:
-        asked, account = deepspeed.read(files.parse_json(text, name), devices)
-        accounts = [("", account)]
+    file, kind = File(load(text, name)), "DEEPSPEED"
+    if "distributed_type" not in file.values:
+        file.renamed()
     else:
-        opened = accelerate.opener(pathlib.Path(name).parent)
-        parse = files.parse_json if text.lstrip().startswith("{") else files.parse_yaml
-        asked, accounts = accelerate.read(parse(text, name), devices, opened)
-    asked.micro_batches(), dataclasses.replace(asked)  # both refuse numbers that do not fit
-    rows = tuple(
-        dataclasses.replace(row, key=f"{where}: {row.key}" if where else row.key)
-        for where, account in accounts
-        for row in account.rows()
-    )
-    if all(row.verdict == UNKNOWN for row in rows):
-        raise ValueError(f"none of the settings of {name} is known: is it a file of {kind}?")
-    return Translation(kind, asked, rows)
+        if str(file.values["distributed_type"]).upper() == "MEGATRON_LM":
+            raise ValueError(f"`distributed_type` MEGATRON_LM is unsupported; {_MEGATRON}")
+        kind = file["distributed_type"]
+        for other in {"DEEPSPEED", "FSDP"} - {kind}:
+            file.say(f"{other.lower()}_config", f"only {other} reads it", NOT_NEEDED)
+    if kind == "DEEPSPEED" and "distributed_type" in file.values:
+        named = str(file["deepspeed_config.deepspeed_config_file"] or "")
+        paths = (pathlib.Path(name).parent / named, pathlib.Path(named))
+        if path := next((path for path in paths if path.is_file()), None):
+            for key in ALIASES.keys() & file.values.keys():
+                file.say(key, f"{named} replaces it", NOT_NEEDED)
+            more = File(load(_read(path), "a.json")).renamed()
+            file.values |= more.values
+            file.labels |= {key: f"{named}: {own}" for key, own in more.labels.items()}
+        else:
+            why = "not found: translate that file by itself"
+            file.say("deepspeed_config.deepspeed_config_file", why, UNSUPPORTED)
+            file.renamed().values.setdefault("zero_optimization.stage", 2)
+    made = arguments(file, kind, devices)
+    rows = [_row(file, key, made) for key in file.labels]
+    if all(verdict == UNKNOWN for _, _, verdict, _ in rows):
+        raise ValueError(f"no key is one of DeepSpeed or of accelerate; {_MEGATRON}")
+    return made, rows
 
 
-def shown(found: Translation) -> str:
-    """A translation as text: Python, with all else as comments but the command line."""
-    line, differs = printed.command(found.asked)
-    lines = [f"# {found.kind}, in the words of zero_jax", "", printed.python(found.asked), ""]
-    lines += [f"# {line}" if line else "# python train.py:"]
-    lines += [f"#   {text}" for text in differs]
-    return "\n".join([*lines, "", printed.account(found.rows)])
+def _row(file: File, name: str, made: Arguments) -> Row:
+    label, value, parts = file.labels[name], file.values[name], name.split(".")
+    blocks, given = [".".join(parts[:end]) for end in range(len(parts), 0, -1)], shown(value)
+    if said := [file.said[block] for block in blocks if block in file.said]:
+        return label, given, said[0].verdict, said[0].why
+    key = KEYS.get(name)
+    for block in blocks:
+        if key is None and f"{block}.*" in KEYS:
+            key, value = KEYS[f"{block}.*"], file.values.get(f"{block}.enabled", value or True)
+    if key is None:
+        near = nearest(name, [known for known in KEYS if not known.endswith("*")])
+        return label, given, UNKNOWN, f"the nearest key is {near}"
+    if given == AUTO and key.trainer:
+        usual = "yours to fill in" if key.trainer[1] is None else f"{key.trainer[1]} unless given"
+        return label, given, TRANSLATED, f"{key.trainer[0]} of the Trainer, {usual}"
+    off = shown(value).removesuffix(".0").lower() in ((key.same,) if key.same else _OFF)
+    if key.verdict == UNSUPPORTED and off:
+        return label, given, NOT_NEEDED, "it is off, or the same here"
+    return label, given, key.verdict, key.why.format_map(made)
+
+
+def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
+    for key in names.split():
+        if (value := made[key]) != _DEFAULTS.get(key):
+            quoted = json.dumps(value) if isinstance(value, str) else repr(value)
+            words = [*words, f"{key}={value if key in _EXPRESSIONS else quoted}"]
+    line = f"{name}({', '.join(words)})"
+    return line if len(line) < 90 else f"{name}(\n    " + ",\n    ".join(words) + ",\n)"
+
+
+def python(made: Arguments) -> str:
+    """Returns lines that make the mesh, the Zero, the optimizer and the step."""
+    names = "compute reduce gather scatter initial_scale growth_interval"
+    made = {**made, "precision": _call("zero_jax.Precision", [], made, names)}
+    devices = f"{made['devices'] or 'all'} devices"
+    lines = [f"mesh = {_call('zero_jax.make_mesh', [], made, 'replica model')}  # {devices}"]
+    if "D" in str(made["micro_batches"]):
+        lines += [f"D = mesh.size // {made['model']}  # devices that share the batch"]
+    names = "stage precision micro_batches remat offload hierarchical"
+    lines += [f"zero = {_call('zero_jax.Zero', ['mesh'], made, names)}", *(made["lr"] or ())]
+    lines += ["# The file has no known optimizer: put yours here."] * (made["call"] is None)
+    tx = made["call"] or f"optax.adamw({'lr' if made['lr'] else 1e-4})"
+    if made["clip"]:
+        tx = _call("optax.chain", [f"optax.clip_by_global_norm({made['clip']})", tx], {}, "")
+    rows = f"  # a batch of {made['batch']} rows over all devices" if made["batch"] else ""
+    lines += [f"tx = {tx}", f"step = zero.train_step(loss_fn, tx){rows}"]
+    lines += ["# params = zero.init(...); opt_state = zero.optimizer(tx).init(params)"]
+    uses = {"math": "math.", "jax": "jax.devices", "jax.numpy as jnp": "jnp.", "optax": "tx"}
+    used = [name for name, use in uses.items() if use in "\n".join(lines)]
+    return "\n".join([*(f"import {name}" for name in [*used, "zero_jax"]), "", *lines])
+
+
+def train(made: Arguments) -> str:
+    """Returns the command line of train.py."""
+    axes = [axis for axis in ("replica", "data", "model") if made.get(axis) != 1]
+    if "D" in f"{made['batch']} {made['micro_batches']}" or (axes[1:] and not made["devices"]):
+        return "python train.py: give --devices N, which sizes depend on"
+    warmup = min(made["warmup"] or 0, made["steps"] - 1) if made["steps"] else None
+    made = {**made, "lr": made["peak"], "mesh": None, "warmup": warmup}
+    if made["devices"]:
+        made["data"] = made["devices"] // (made["replica"] * made["model"])
+        made["mesh"] = ",".join(f"{axis}={made[axis]}" for axis in axes)
+    line = "python train.py"
+    for name in _FLAGS.split():
+        if (value := made[name]) != _DEFAULTS.get(name):
+            value = "" if value is True else f" {shlex.quote(str(value))}"
+            line += f" --{name.replace('_', '-')}{value}"
+    return line
+
+
+def account(rows: list[Row]) -> str:
+    """Returns the keys by verdict and sentence."""
+    lines, wrap = list[str](), textwrap.TextWrapper(100, "#   ", "#     ")
+    wrap.break_long_words = wrap.break_on_hyphens = False
+    for verdict in (UNSUPPORTED, UNKNOWN, NOT_NEEDED, TRANSLATED):
+        group = [row for row in rows if row[2] == verdict]
+        lines += ["", f"# {verdict} ({len(group)})"] * bool(group)
+        for why in dict.fromkeys(row[3] for row in group):
+            names = ", ".join(f"{key} {given}" for key, given, _, of in group if of == why)
+            lines += wrap.wrap(f"{names}: {why}")
+    return "\n".join(lines)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 2 if the file can't be translated."""
     parser = argparse.ArgumentParser("python -m zero_jax.translate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", help="the file, or - for the standard input")
-    parser.add_argument("--devices", type=int, help="how many there are, where FILE does not say")
+    parser.add_argument("--devices", type=int, help="number of devices, where FILE has none")
     given = parser.parse_args(args)
     try:
-        if given.devices is not None and not 1 <= given.devices <= 2**31 - 1:
+        if given.devices is not None and not 1 <= given.devices < 2**31:
             raise ValueError(f"--devices {given.devices}: give at least 1 and at most 2147483647")
-        text = sys.stdin.read() if given.file == "-" else files.read_text(pathlib.Path(given.file))
-        print(shown(translate(text, given.file, given.devices)))
-    except RecursionError:
-        print(f"error: {given.file} is nested too deep to be settings", file=sys.stderr)
+        text = sys.stdin.read() if given.file == "-" else _read(pathlib.Path(given.file))
+        made, rows = translate(text, given.file, given.devices)
+    except (ValueError, OSError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        print(f"error: {' '.join(why.split())} ({given.file})", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    print(f"{python(made)}\n\n# {train(made)}\n#   {_DIFFERS}\n{account(rows)}")
     return 0

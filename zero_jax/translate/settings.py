@@ -1,0 +1,237 @@
+"""The arguments of zero_jax, optax and train.py that a file asks for."""
+
+from typing import Any
+
+from zero_jax.translate import keys
+from zero_jax.translate.keys import AUTO, NOT_NEEDED, UNSUPPORTED, Key, parse
+
+_ZERO, _ADAM, _LR = "zero_optimization.", "optimizer.params.", "scheduler.params."
+_FSDP, _SIZES = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+_PLAIN = {"adam": "adamw", "onebitadam": "adamw", "zerooneadam": "adamw", "onebitlamb": "lamb"}
+_DECAYED = "optax.chain(optax.add_decayed_weights({decay}), optax."
+_CALLS = {
+    "adamw": "optax.adamw(lr, b1={b1}, b2={b2}, eps={eps}, weight_decay={decay})",
+    "adam": _DECAYED + "adam(lr, b1={b1}, b2={b2}, eps={eps}))",
+    "lamb": "optax.lamb(lr, b1={b1}, b2={b2}, eps={eps}, weight_decay={decay})",
+    "lion": "optax.lion(lr, b1={b1}, b2={b2}, weight_decay={decay})",
+    "sgd": _DECAYED + "sgd(lr, momentum={momentum}, nesterov={nesterov}))",
+    "adagrad": _DECAYED + "adagrad(lr, initial_accumulator_value=0.0, eps={eps}))",
+}
+# Arguments of make_mesh, Precision, Zero and train.py by name, the call of an optimizer, and its
+# rate. A size that depends on unknown devices is an expression: `D` devices share the batch.
+Arguments = dict[str, Any]
+
+
+class File:
+    """Values by the names of the table, what the file calls them, and sentences about them."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.labels = {name: name for name in values}
+        self.said: dict[str, Key] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a value as the table describes it, its default, or that of the Trainer."""
+        value, key = self.values.get(name), keys.KEYS[name]
+        if value is None or value == AUTO:
+            return key.trainer[1] if value and key.trainer else key.default
+        return parse(self.labels.get(name, name), value, key.kind) if key.kind else value
+
+    def renamed(self) -> "File":
+        """Replaces the names of an accelerate YAML, and old ones, by those of DeepSpeed."""
+        self.labels = {keys.ALIASES.get(name, name): name for name in self.values}
+        self.values = {name: self.values[own] for name, own in self.labels.items()}
+        return self
+
+    def say(self, name: str, why: str, verdict: str = keys.TRANSLATED) -> None:
+        """Replaces the sentence of a key or of a block, unless that was done before."""
+        self.said.setdefault(name, Key(why, verdict=verdict))
+
+
+def arguments(file: File, kind: str, devices: int | None) -> Arguments:
+    """Returns the arguments that a file asks for, or raises `ValueError`.
+
+    `kind` is accelerate's distributed_type, DEEPSPEED for a DeepSpeed JSON.
+    """
+    stage, hosts, remat, offload = file[f"{_ZERO}stage"], 1, _remat(file), _offload(file)
+    if kind == "FSDP":
+        stage, hosts = _stage_and_replicas(file)
+        remat = "block" if file[f"{_FSDP}activation_checkpointing"] else "none"
+        offload = "optimizer,params" if file[f"{_FSDP}offload_params"] else None
+    if devices is None and (kind == "NO" or file["num_processes"] > 0):
+        devices = max(int(file["num_processes"]), 1)
+    model = max(file[f"{_SIZES}tp_size"], file["tensor_parallel.autotp_size"])
+    replica: int | str = max(file[f"{_SIZES}dp_replicate_size"], hosts)
+    hpz = file[f"{_ZERO}zero_hpz_partition_size"]
+    group = max(hpz, int(file[f"{_ZERO}mics_shard_size"]))
+    inner = model * (group if group > 1 else replica)
+    if devices and devices % inner:
+        raise ValueError(f"{devices} devices are no multiple of {inner}: give another --devices N")
+    if group > 1:
+        replica = devices // inner if devices else f"len(jax.devices()) // {inner}"
+    if (clip := file["gradient_clipping"]) < 0:
+        raise ValueError("`gradient_clipping` is negative: give a norm, or 0 for none")
+    made = dict.fromkeys(("call", "optimizer", "weight_decay", "lr", "peak", "warmup", "steps"))
+    made |= {"stage": stage, "remat": remat, "offload": offload, "devices": devices, "clip": clip}
+    made |= {"replica": replica, "model": model, "hierarchical": hpz > 1}
+    made |= _batch(file, devices and devices // model) | _precision(file, kind)
+    return made | _optimizer(file) | _rate(file)
+
+
+def _precision(file: File, kind: str) -> Arguments:
+    mixed, sent, on = file["mixed_precision"], file["communication_data_type"], []
+    accelerate = "distributed_type" in file.values
+    if accelerate and file.values.get("mixed_precision") is None and file["fp16"]:
+        mixed = "fp16"
+    if mixed == "fp8":
+        file.say("mixed_precision", 'Precision has no fp8: use "bf16", as above', UNSUPPORTED)
+        mixed = "bf16"
+    for name in ("fp16", "bf16"):
+        enabled = file[f"{name}.enabled"]
+        if accelerate and file.values.get(f"{name}.enabled") == AUTO:
+            file.say(f"{name}.enabled", f"mixed_precision decides it, which is {mixed}")
+            enabled = mixed == name
+        on += [name] * enabled
+    if len(on) == 2:
+        raise ValueError("`fp16.enabled` and `bf16.enabled` are both true: set one to false")
+    compute, scale, interval = on[0] if on else mixed, None, None
+    if sent in ("fp16", "float16"):
+        file.say("communication_data_type", "use bf16, or fp32 as above", UNSUPPORTED)
+    sent = {"DEEPSPEED": sent or compute, "FSDP": compute}.get(kind)
+    for name in file.values:
+        if compute != "fp16" and name.startswith("fp16.") and name != "fp16.enabled":
+            file.say(name, "fp16 is off", NOT_NEEDED)
+    if compute == "fp16" and kind == "DEEPSPEED":
+        scale = file["fp16.loss_scale"] or 2.0 ** min(file["fp16.initial_scale_power"], 127.0)
+        interval = file["fp16.loss_scale_window"]
+        if not 1 <= scale <= 2.0**126:
+            raise ValueError("`fp16.loss_scale` or its power: give a scale of 1 to 2^126")
+    reduce = "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"
+    gather = "int8" if file[f"{_ZERO}zero_quantized_weights"] else None
+    scatter = "int4" if file[f"{_ZERO}zero_quantized_gradients"] else None
+    made = {"compute": compute, "reduce": reduce, "gather": gather, "scatter": scatter}
+    return made | {"initial_scale": scale, "growth_interval": interval}
+
+
+def _offload(file: File) -> str | None:
+    old = file[f"{_ZERO}cpu_offload_params"] or file[f"{_ZERO}cpu_offload_param"]
+    params = file[f"{_ZERO}offload_param.device"] or ("cpu" if old else "none")
+    old = file[f"{_ZERO}cpu_offload"]
+    optimizer = file[f"{_ZERO}offload_optimizer.device"] or ("cpu" if old else "none")
+    if optimizer == "none" != params:
+        why = 'no 16-bit copy is stored; offload="optimizer,params" moves the fp32 parameters'
+        file.say(f"{_ZERO}offload_param.device", why, NOT_NEEDED)
+    elif params not in ("none", optimizer):
+        why = "optimizer state and parameters share one place: use one device for both"
+        file.say(f"{_ZERO}offload_param.device", why, UNSUPPORTED)
+    folder = file[f"{_ZERO}offload_optimizer.nvme_path"] or "/local_nvme"
+    parts = "optimizer" if params == "none" else "optimizer,params"
+    return {"none": None, "cpu": parts, "nvme": f"{parts}:nvme={folder}"}[optimizer]
+
+
+def _remat(file: File) -> str:
+    block = "activation_checkpointing."
+    if not any(name.startswith(block) for name in file.values):
+        return "none"
+    split, host = file[f"{block}partition_activations"], file[f"{block}cpu_checkpointing"]
+    if split and file["tensor_parallel.autotp_size"] == 1:
+        why = 'without tensor parallelism: use make_mesh(model=) and "block@partitioned"'
+        file.say(f"{block}partition_activations", why, UNSUPPORTED)
+        split = False
+    places = "+".join(["partitioned"] * split + ["host"] * host)
+    return f"block@{places}" if places else "block"
+
+
+def _stage_and_replicas(file: File) -> tuple[int, int]:
+    old, new = f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"
+    if file[f"{_FSDP}version"] == 2:
+        file.say(old, "FSDP2 reads reshard_after_forward", NOT_NEEDED)
+        return 3 if file[new] is None or parse(new, file[new], keys.SWITCH) else 2, 1
+    key = new if file[old] is None else old
+    stage, hybrid = parse(key, "full_shard" if file[key] is None else file[key], keys.STRATEGIES)
+    return stage, file["num_machines"] if hybrid else 1
+
+
+def _batch(file: File, shares: int | None) -> Arguments:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, rows, parts = (file[name] for name in names)
+    rows = None if batch and file.values.get(names[1]) == AUTO else rows
+    parts = None if file.values.get(names[2]) == AUTO else parts
+    unit = (rows or 1) * (parts or 1) * (shares or 1)
+    if batch and (batch % unit or (rows and parts and shares and batch != unit)):
+        sizes = f"{rows or 1} rows x {parts or 1} micro-batches x {shares or 'D'} devices"
+        raise ValueError(f"`train_batch_size` {batch} is not {sizes}: change one, or --devices N")
+    if batch and rows and not parts:
+        file.say(names[2], "the two other sizes decide it")
+        parts = batch // unit if shares or batch == unit else f"{batch // unit} // D"
+    if rows and not batch:
+        batch = unit if shares else f"{unit} * D"
+    return {"batch": batch, "micro_batches": parts or 1}
+
+
+def _optimizer(file: File) -> Arguments:
+    kind, lr = str(file["optimizer.type"] or "").lower(), file[f"{_ADAM}lr"]
+    if not kind:
+        return {}
+    made = {"lr": [f"lr = {lr}"], "peak": lr}
+    if file["scheduler.type"] in ("WarmupLR", "WarmupDecayLR"):
+        file.say(f"{_ADAM}lr", "scheduler.params.warmup_max_lr replaces it")
+    family = _PLAIN.get(kind, kind)
+    if family not in _CALLS:
+        file.say(f"{_ADAM}lr", f"lr = {lr}")
+        file.say("optimizer", "unknown: write the call of optax yourself", UNSUPPORTED)
+        return made
+    if family != kind != "adam":
+        why = 'there are no 1-bit gradients: use Precision(scatter="int4") at stages 1 to 3'
+        file.say("optimizer.type", why, UNSUPPORTED)
+    betas = file[f"{_ADAM}betas"] or (0.9, 0.99 if family == "lion" else 0.999)
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ValueError(f"`optimizer.params.betas` is {keys.shown(betas)}: give two numbers")
+    b1, b2 = (parse(f"{_ADAM}betas", beta, keys.NUMBER) for beta in betas)
+    eps, decay = file[f"{_ADAM}eps"], file[f"{_ADAM}weight_decay"]
+    if eps is None:
+        eps = 1e-10 if family == "adagrad" else 1e-8
+    coupled = kind == "adam" and not file[f"{_ADAM}adam_w_mode"]
+    if decay is None:
+        decay = 0.01 if file[f"{_ADAM}torch_adam"] and not coupled else 0.0
+    family = "adam" if coupled and decay else family
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "momentum": file[f"{_ADAM}momentum"]}
+    made["call"] = _CALLS[family].format(**numbers, nesterov=file[f"{_ADAM}nesterov"])
+    if family not in ("adam", "adagrad"):
+        made |= {"optimizer": family, "weight_decay": decay}
+    return made
+
+
+def _rate(file: File) -> Arguments:
+    """Returns a schedule of DeepSpeed's `lr_schedules.py` as a function of the step."""
+    kind, high = file["scheduler.type"], file[f"{_LR}warmup_max_lr"]
+    names = (f"{_LR}warmup_num_steps", f"{_LR}total_num_steps")
+    warmup, total = (file[name] for name in names)
+    autos = [file.values.get(name) == AUTO for name in names]
+    if kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        file.say("scheduler", "unknown: write lr as a function of the step", UNSUPPORTED)
+        return {}
+    if kind == "WarmupLR" and autos[0]:
+        return {"lr": [f"lr = {high}"], "peak": high}
+    if kind != "WarmupLR" and total is None and not autos[1]:
+        raise ValueError(f"`{names[1]}` is missing: {kind} needs it")
+    up: Any = "warmup" if autos[0] else max(2, warmup)  # of 1 step the logarithm would be 0
+    end: Any = "total" if autos[1] else total or 0
+    fall = f"({end} - {up})" if any(autos) else max(1, end - up)
+    linear, low = file[f"{_LR}warmup_type"] == "linear", file[f"{_LR}warmup_min_lr"]
+    rise = f"step / {up}" if linear else f"jnp.log1p(step) / math.log({up})"
+    lines = ['warmup, total = 100, 1000  # "auto": put the steps of your run here'] * any(autos)
+    lines += ["", "def lr(step):", f"    up = jnp.minimum({rise}, 1.0)"]
+    if kind == "WarmupCosineLR":
+        low, least = file[f"{_LR}warmup_min_ratio"], file[f"{_LR}cos_min_ratio"]
+        high = file[f"{_ADAM}lr"]
+        lines += [f"    turn = jnp.pi * (step - {up} + 1) / {fall}"]
+        lines += [f"    up = {low} + {1 - low} * up"]
+        lines += [f"    down = {least} + {1 - least} * (1 + jnp.cos(turn)) / 2"]
+        lines += [f"    return {high} * jnp.where(step < {up}, up, down)", ""]
+    elif kind == "WarmupDecayLR":
+        lines += [f"    down = jnp.maximum({end} - step, 0) / {fall}"]
+        lines += [f"    return {low} + {high - low} * jnp.where(step < {up}, up, down)", ""]
+    else:
+        lines += [f"    return {low} + {high - low} * up", ""]
+    return {"lr": lines, "peak": high, "warmup": None if autos[0] else up, "steps": total}
