@@ -32,7 +32,7 @@ from zero_jax.collectives import gather_scatter
 
 STEPS = 10
 ULPS = 256
-HEAVY = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # eps: the gradient of an attention key's bias is zero but for rounding, and Adam would turn
 # that rounding into full steps. ReLU has a kink, which a rounding can cross: small steps there.
@@ -99,7 +99,7 @@ USUAL = [(3, 1), (3, 3), (8, 3)]
 EVERY = itertools.product((1, 2, 3, 4, 5, 8), range(4))
 
 
-@pytest.mark.parametrize(("n", "stage"), [p if p in USUAL else HEAVY(*p) for p in EVERY])
+@pytest.mark.parametrize(("n", "stage"), [p if p in USUAL else SLOW(*p) for p in EVERY])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_ten_steps_equal_plain_optax(name, n, stage):
     assert_parity(name, TX[name], n, plain(name), stage=stage)
@@ -123,7 +123,7 @@ def test_remat_changes_no_value(stage, remat):
 
 
 # Every stage, and four N, of which 3 and 5 pad most leaves.
-@pytest.mark.parametrize(("stage", "n"), [HEAVY(0, 2), HEAVY(1, 3), HEAVY(2, 5), (3, 8)])
+@pytest.mark.parametrize(("stage", "n"), [SLOW(0, 2), SLOW(1, 3), SLOW(2, 5), (3, 8)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_is_exact(optimizer, stage, n):
     tx = OPTIMIZERS[optimizer]()
@@ -131,8 +131,8 @@ def test_every_optimizer_is_exact(optimizer, stage, n):
     assert_parity(name, tx, n, plain(name, optimizer), stage=stage)
 
 
-@pytest.mark.parametrize("k", [2, HEAVY(3)])
-@pytest.mark.parametrize("stage", [HEAVY(0), 1, HEAVY(2), 3])
+@pytest.mark.parametrize("k", [2, SLOW(3)])
+@pytest.mark.parametrize("stage", [SLOW(0), 1, SLOW(2), 3])
 def test_micro_batches_equal_one_batch(stage, k):
     assert_parity("gpt", ADAM, 4, plain("gpt"), stage=stage, micro_batches=k)
 

@@ -75,12 +75,14 @@ def alone():
     ("sizes", "stage", "settings"),
     [
         ({"experts": 2, "data": 1}, 3, {"remat": "block"}),
-        ({"experts": 4, "data": 2}, 3, {"remat": "block"}),
-        ({"experts": 2, "data": 2}, 3, {"remat": "none"}),
+        pytest.param({"experts": 4, "data": 2}, 3, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param({"experts": 2, "data": 2}, 3, {"remat": "none"}, marks=pytest.mark.slow),
         ({"experts": 2, "data": 2}, 3, {"remat": "dots", "micro_batches": 2}),
         ({"experts": 2, "data": 2}, 1, {}),
         ({"experts": 2, "data": 1}, 2, {"micro_batches": 2}),
-        ({"replica": 2, "experts": 2, "data": 2}, 3, {"remat": "block"}),
+        pytest.param(
+            {"replica": 2, "experts": 2, "data": 2}, 3, {"remat": "block"}, marks=pytest.mark.slow
+        ),
         ({"experts": 4, "data": 2}, 0, {}),
         ({"replica": 2, "experts": 2, "data": 2}, 3, {"hierarchical": True}),
         ({"experts": 2, "data": 2, "model": 2}, 3, {"remat": "block"}),
@@ -291,6 +293,7 @@ def test_within_loops_and_checkpoints_of_the_models_own(name, remat):
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_beside_experts_that_stay():
     lora = zero_jax.Lora(rank=2)
     plain = lambda params, batch: loss(params, batch)[0]  # noqa: E731
@@ -337,9 +340,9 @@ def test_experts_can_not_be_taken_one_by_one():
 @pytest.mark.parametrize(
     ("tx", "settings"),
     [
-        (optax.adamw(1e-3, eps=1e-4), {"states": "8bit"}),
-        (optax.lamb(1e-3), {}),
-        (optax.contrib.muon(1e-3), {}),
+        pytest.param(optax.adamw(1e-3, eps=1e-4), {"states": "8bit"}, marks=pytest.mark.slow),
+        pytest.param(optax.lamb(1e-3), {}, marks=pytest.mark.slow),
+        pytest.param(optax.contrib.muon(1e-3), {}, marks=pytest.mark.slow),
         (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), {"remat": "block_sqrt"}),
     ],
     ids=["8bit", "lamb", "muon", "clip"],
@@ -359,6 +362,7 @@ def test_other_optimizers_and_states(tx, settings):
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_axes(tmp_path):
     rows = jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54)
 

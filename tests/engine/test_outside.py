@@ -11,7 +11,7 @@ from jax import lax
 
 import zero_jax
 
-HEAVY = pytest.mark.slow
+SLOW = pytest.mark.slow
 N, ROWS, D = 4, 16, 8
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 IDS = 2 * jnp.arange(ROWS)
@@ -96,16 +96,16 @@ def of_gradients(loss_and_grads, params, x, scale):
     [
         (scanned, "block", 3, 1),
         (unrolled, "block", 3, 1),
-        (checkpointed, "none", 3, 1),
+        pytest.param(checkpointed, "none", 3, 1, marks=SLOW),
         (own_gradient, "none", 3, 1),
-        (scanned, "none", 0, 2),
+        pytest.param(scanned, "none", 0, 2, marks=SLOW),
         (unrolled, "block", 1, 2),
-        pytest.param(scanned, "dots", 3, 2, marks=HEAVY),
-        pytest.param(unrolled, "dots", 3, 1, marks=HEAVY),
-        pytest.param(scanned, "block_sqrt", 3, 1, marks=HEAVY),
-        pytest.param(checkpointed, "block", 2, 1, marks=HEAVY),
-        pytest.param(unrolled, "none", 2, 2, marks=HEAVY),
-        (scanned, "block", 1, 1),
+        pytest.param(scanned, "dots", 3, 2, marks=SLOW),
+        pytest.param(unrolled, "dots", 3, 1, marks=SLOW),
+        pytest.param(scanned, "block_sqrt", 3, 1, marks=SLOW),
+        pytest.param(checkpointed, "block", 2, 1, marks=SLOW),
+        pytest.param(unrolled, "none", 2, 2, marks=SLOW),
+        pytest.param(scanned, "block", 1, 1, marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("form", [mean, weighted])
@@ -180,7 +180,7 @@ def test_aux_and_its_metrics(stage, of):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=HEAVY), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
 def test_what_is_sent_as_integers_has_derivatives(stage):
     """Rounding has none: they are those of what is rounded, and no zeros."""
     precision = zero_jax.Precision(gather="int8", scatter="int8")

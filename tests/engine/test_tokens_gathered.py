@@ -90,15 +90,19 @@ def alone(experts, capacity):
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({"experts": 2, "data": 1}, {}),
+        pytest.param({"experts": 2, "data": 1}, {}, marks=pytest.mark.slow),
         ({"experts": 3, "data": 1}, {"remat": "dots"}),
-        ({"experts": 4, "data": 1}, {"remat": "block"}),
-        ({"experts": 8, "data": 1}, {"remat": "block"}),
-        ({"experts": 2, "data": 4}, {"remat": "block"}),
-        ({"experts": 4, "data": 2}, {"stage": 1}),
+        pytest.param({"experts": 4, "data": 1}, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param({"experts": 8, "data": 1}, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param({"experts": 2, "data": 4}, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param({"experts": 4, "data": 2}, {"stage": 1}, marks=pytest.mark.slow),
         ({"experts": 2, "data": 2}, {"stage": 2, "micro_batches": 2}),
-        ({"replica": 2, "experts": 2, "data": 2}, {"remat": "block"}),
-        ({"experts": 2, "data": 2, "model": 2}, {"remat": "block"}),
+        pytest.param(
+            {"replica": 2, "experts": 2, "data": 2}, {"remat": "block"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"experts": 2, "data": 2, "model": 2}, {"remat": "block"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_gradients_are_those_of_one_device(sizes, settings):
@@ -107,7 +111,9 @@ def test_gradients_are_those_of_one_device(sizes, settings):
     check_alike(trial.gradients(sizes, **settings), want)
 
 
-@pytest.mark.parametrize("experts", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "experts", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))]
+)
 def test_rows_that_travel_without_dropping(experts):
     """As many groups as experts: forward both ways send as much, and rows go by all-to-all."""
     trial, want = alone(experts, None)

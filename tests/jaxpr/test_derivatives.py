@@ -9,7 +9,7 @@ from jax import lax
 import zero_jax
 from zero_jax.jaxpr import derivatives
 
-HEAVY = pytest.mark.slow
+SLOW = pytest.mark.slow
 N, ROWS, D, LAYERS = 3, 6, 8, 4
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 
@@ -73,11 +73,11 @@ def data(loop):
 
 
 @pytest.mark.parametrize(
-    "remat", ["block", *(pytest.param(r, marks=HEAVY) for r in ("none", "block_sqrt", "dots"))]
+    "remat", ["block", *(pytest.param(r, marks=SLOW) for r in ("none", "block_sqrt", "dots"))]
 )
 @pytest.mark.parametrize("loop", [scanned, unrolled, checkpointed])
 @pytest.mark.parametrize("form", [metric, data])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=HEAVY), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_gradients_are_those_of_one_device(form, loop, remat, stage):
     loss = form(loop)
     mesh = zero_jax.make_mesh(N, devices=jax.devices()[:N])

@@ -172,10 +172,11 @@ def test_no_bit_of_a_document_depends_on_the_one_before_it(name):
 @pytest.mark.parametrize(
     ("stage", "n", "name"),
     [
-        *((stage, 3, "llama") for stage in range(4)),
+        (3, 3, "llama"),
         (3, 2, "biased"),
         (1, 2, "gemma"),
-        (3, 2, "gemma"),
+        *(pytest.param(stage, 3, "llama", marks=pytest.mark.slow) for stage in range(3)),
+        pytest.param(3, 2, "gemma", marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_on_one_device(stage, n, name):

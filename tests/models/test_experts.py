@@ -141,9 +141,10 @@ def make(config):
 @pytest.mark.parametrize(
     ("stage", "n", "capacity"),
     [
-        *((stage, 3, None) for stage in range(4)),
-        *((3, n, 0.75) for n in (1, 2, 4, 8)),
+        (3, 3, None),
         (1, 8, 0.75),
+        *(pytest.param(stage, 3, None, marks=pytest.mark.slow) for stage in range(3)),
+        *(pytest.param(3, n, 0.75, marks=pytest.mark.slow) for n in (1, 2, 4, 8)),
     ],
 )
 def test_it_trains_as_on_one_device(stage, n, capacity):

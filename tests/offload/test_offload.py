@@ -20,7 +20,7 @@ from zero_jax.offload.tiers import Offload
 from zero_jax.sharding.cuts import Splitter, state_splits
 
 STEPS, ULPS = 4, 4
-HEAVY = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Pieces of a page: every leaf of more than 256 parameters on a device is cut.
@@ -83,7 +83,7 @@ def assert_equal_to_no_offload(name, optimizer, n, stage, setting):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-@pytest.mark.parametrize(("n", "stage"), [HEAVY(1, 3), HEAVY(3, 0), (3, 1), HEAVY(3, 2), (4, 3)])
+@pytest.mark.parametrize(("n", "stage"), [SLOW(1, 3), SLOW(3, 0), (3, 1), SLOW(3, 2), (4, 3)])
 @pytest.mark.parametrize(
     ("name", "setting"), [("gpt", MASTERS), ("zoo", STATE), ("zoo", MASTERS)], ids=str
 )

@@ -27,7 +27,7 @@ from zero_jax.sharding.cuts import split
 
 STEPS = 10
 ULPS = 1024
-HEAVY = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 MESHES = [(1, 2), (2, 2), (4, 2), (2, 4)]
 CONFIG = gpt.GPTConfig(layers=2, width=16, heads=4, vocab=24, seq=8, loss_chunk=16)
@@ -101,7 +101,7 @@ def test_every_mesh_and_stage_equals_one_device(name, n_mp, stage):
     assert_parity(name, mesh_of(*n_mp), stage=stage)
 
 
-@pytest.mark.parametrize("stage", [HEAVY(0), HEAVY(1), 2, 3])
+@pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, 3])
 @pytest.mark.parametrize("n_mp", [(2, 2), (2, 4)], ids=str)
 def test_sequence_parallelism_equals_one_device(n_mp, stage):
     assert_parity("gpt", mesh_of(*n_mp), stage=stage, sequence_parallel=True, remat="block")
@@ -176,7 +176,7 @@ def split_and_whole(*, biases: bool) -> tuple[int, int]:
     return split, gpt.num_params(CONFIG) - split
 
 
-@pytest.mark.parametrize("mp", [2, HEAVY(4)])
+@pytest.mark.parametrize("mp", [2, SLOW(4)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_device_sends_its_part_of_the_words_along_data(stage, mp):
     D, L = CONFIG.width, CONFIG.layers

@@ -89,7 +89,7 @@ def test_the_bits_are_the_same_for_every_n_and_stage(states):
         assert_same_bits(want, trained(n, stage, states, ADAMW))
 
 
-@pytest.mark.parametrize("states", ["8bit", "bf16"])
+@pytest.mark.parametrize("states", [pytest.param("8bit", marks=pytest.mark.slow), "bf16"])
 def test_states_in_host_memory_have_the_same_bits(states):
     """As those on devices, whatever the pieces that they come in."""
     want = trained(1, 3, states, ADAMW)
@@ -98,7 +98,7 @@ def test_states_in_host_memory_have_the_same_bits(states):
         assert_same_bits(want, trained(n, 3, states, ADAMW, offload=offload))
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_states_on_devices_come_in_any_pieces(n):
     """Also of parts of rows of blocks that do not run along the last dim."""
     offload = dataclasses.replace(tiers.NONE, piece_bytes=32768)
