@@ -71,30 +71,37 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_programs_are_freed():
-    """Keeps a worker small: the programs of a file are of no use to the next."""
+def _the_programs_of_a_file_are_of_no_use_to_the_next():
     yield
-    jax.clear_caches()
-    gc.collect()
-    _return_free_memory()
+    _free_memory()
 
 
 @pytest.fixture(autouse=True)
 def _a_worker_stays_small():
     yield
-    if SYSTEM == "Linux":
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
-        if pages * os.sysconf("SC_PAGE_SIZE") > 1.2e9:
-            _return_free_memory()
+    if _resident_bytes() > max(1.1e9, _after_freeing[0] + 0.3e9):
+        _free_memory()
 
 
-def _return_free_memory():
-    """Returns what malloc keeps for later: after large arrays that is gigabytes."""
+_after_freeing = [0.0]  # resident bytes
+
+
+def _free_memory():
+    """Drops compiled programs, and returns what malloc keeps of them: gigabytes in some files."""
+    jax.clear_caches()
+    gc.collect()
     if SYSTEM == "Linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
         if trim is not None:
             trim(0)
+    _after_freeing[0] = _resident_bytes()
+
+
+def _resident_bytes():
+    if SYSTEM != "Linux":
+        return 0.0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_runtest_setup(item):
