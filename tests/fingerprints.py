@@ -7,7 +7,7 @@
 A fingerprint is the SHA-256 of a step's lowered StableHLO for CUDA devices, and that of the
 compiler options that the step passes to XLA for GPUs. `fingerprints.json` has one set per JAX
 release, and the history of records with their reasons, newest first. Record an intended change
-with each release that the file has. It has hashes only: to see a change, compare two checkouts.
+with each release in the file. It stores no texts: to see a change, compare those of two checkouts.
 
     (cd BEFORE && python tests/fingerprints.py --save /tmp/before)
     (cd AFTER && python tests/fingerprints.py --save /tmp/after)
@@ -64,7 +64,7 @@ PyTree = Any
 
 
 def make() -> PyTree:
-    """An embedding, layers whose parameters are stacked, and a head."""
+    """Makes an embedding, layers whose parameters are stacked, and a head."""
     return {
         "embed": jnp.ones((VOCAB, WIDTH)),
         "head": jnp.ones((WIDTH, VOCAB)),
@@ -105,7 +105,7 @@ def unrolled(params: PyTree, tokens: jax.Array) -> zero_jax.Weighted:
 
 
 def make_routed() -> PyTree:
-    """Experts in place of each MLP; their dims are named."""
+    """Makes experts, whose dims are named, in place of each MLP."""
     layers = {"router": jnp.ones((LAYERS, WIDTH, EXPERTS)), "scale": jnp.ones((LAYERS, WIDTH))}
     for name, dims in {"down": (2 * WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH)}.items():
         stacked = jnp.ones((LAYERS, EXPERTS, *dims))
@@ -266,7 +266,7 @@ def recorded() -> Any:
 
 
 def differences(found: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Returns what differs for each case that is not as recorded."""
+    """Returns the part that differs, for each case that is not as recorded."""
     differing = {}
     for name in {**found, **known}:
         if name not in found or name not in known:
@@ -298,7 +298,7 @@ def how_to_record() -> str:
 
 
 def compare() -> int:
-    """Prints what differs from the record of the installed release; returns 1 if something does."""
+    """Prints the programs that differ from the record; returns the exit status, 1 if one does."""
     releases = recorded()["releases"]
     if jax.__version__ not in releases:
         print(how_to_record())

@@ -82,26 +82,26 @@ def test_a_cast_in_a_function_changes_the_name_by_which_it_is_called():
 def test_a_record_names_what_changed_with_the_reason_newest_first(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprints, "RECORDED", tmp_path / "fingerprints.json")
     fingerprints.RECORDED.write_text('{"releases": {}, "history": []}')
-    programs = {"kept": "0 0", "cast": "1 0", "told": "2 0", "gone": "3 0"}
+    programs = {"kept": "0 0", "cast": "1 0", "set": "2 0", "gone": "3 0"}
     fingerprints.record(programs, "first")
-    now = {"kept": "0 0", "cast": "9 0", "told": "2 9", "new": "4 0"}
+    now = {"kept": "0 0", "cast": "9 0", "set": "2 9", "new": "4 0"}
     assert fingerprints.differences(now, programs) == {
         "cast": "program",
-        "told": "compiler options",
+        "set": "compiler options",
         "new": "not recorded",
         "gone": "recorded, no longer a program",
     }
-    assert fingerprints.record(now, "second") == ["cast", "told", "new", "gone"]
+    assert fingerprints.record(now, "second") == ["cast", "set", "new", "gone"]
     assert fingerprints.record(now, "nothing changed") == []
     data = json.loads(fingerprints.RECORDED.read_text())
     assert [(entry["reason"], entry["changed"]) for entry in data["history"]] == [
-        ("second", ["cast", "told", "new", "gone"]),
+        ("second", ["cast", "set", "new", "gone"]),
         ("first", ["all"]),
     ]
     assert data["releases"][jax.__version__]["programs"] == now
 
 
-def test_another_release_is_told_how_to_record(tmp_path, monkeypatch, capsys):
+def test_a_release_without_a_record_prints_how_to_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fingerprints, "RECORDED", tmp_path / "fingerprints.json")
     fingerprints.RECORDED.write_text('{"releases": {"0.9.0": {}}, "history": []}')
     assert fingerprints.compare() == 1
