@@ -164,7 +164,7 @@ def train(made: Arguments) -> str:
     """Returns the command line of train.py."""
     axes = [axis for axis in ("replica", "data", "model") if made.get(axis) != 1]
     if "D" in f"{made['batch']} {made['micro_batches']}" or (axes[1:] and not made["devices"]):
-        return "python train.py: give --devices N, which sizes depend on"
+        return "python train.py: give --devices N, because sizes depend on it"
     warmup = min(made["warmup"] or 0, made["steps"] - 1) if made["steps"] else None
     made = {**made, "lr": made["peak"], "mesh": None, "warmup": warmup}
     if made["devices"]:
