@@ -21,6 +21,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 SIZES = ("batch", "micro_batches", "replica")
 
 
+SIZED = """distributed_type: FSDP
+num_processes: {}
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 2
+  parallelism_config_cp_size: 2
+"""
+
+
 def deepspeed(devices=None, **settings):
     return translate(json.dumps(settings), "a.json", devices)
 
@@ -205,6 +215,9 @@ ERRORS = [
     ("a.json", "[]", "no DeepSpeed JSON"),
     ("a.json", '{ // one\n"a": 1,\n"b" 2}', "line 3"),
     ("a.json", '{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print twice"),
+    ("a.yaml", "distributed_type: FSDP\nuse_cpu: no\nuse_cpu: yes", "use_cpu twice"),
+    ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  a: 1\n  a: 2", "a twice"),
+    ("a.yaml", SIZED.format(8), "for 8 devices, not 4"),
     ("a.json", '{"colour": "red"}', "no key"),
     ("a.json", json.dumps(sized(256, 8, 4)), "`train_batch_size` 256"),
     ("a.json", '{"train_batch_size": 0}', "at least 1"),
@@ -290,3 +303,8 @@ def test_the_page_shows_what_the_command_prints():
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.stdout, done.returncode) == (output, 0), done.stderr
     compile(output, "printed", "exec")
+
+
+def test_sizes_of_axes_are_those_of_the_mesh():
+    made, _ = translate(SIZED.format(8), "a.yaml")
+    assert (made["devices"], made["model"], made["replica"]) == (8, 2, 1)

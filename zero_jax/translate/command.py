@@ -43,7 +43,7 @@ def load(text: str, name: str) -> dict[str, Any]:
     plain = _TOLERATED.sub(lambda match: match[1] or "\n" * match[0].count("\n") or " ", text)
     is_json, error = plain.lstrip().startswith("{") or name.endswith(".json"), ""
     try:
-        tree = json.loads(plain, object_pairs_hook=_once) if is_json else yaml.safe_load(text)
+        tree = json.loads(plain, object_pairs_hook=_once) if is_json else yaml.load(text, _Yaml)
     except (json.JSONDecodeError, yaml.YAMLError) as reason:
         tree, error = None, f" ({reason})"
     if not isinstance(tree, Mapping) or not (is_json or "distributed_type" in tree):
@@ -52,10 +52,16 @@ def load(text: str, name: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
+    names = [str(name) for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{', '.join(twice)} twice in one block: remove one of them")
     return dict(pairs)
+
+
+class _Yaml(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        _once([(key.value, value) for key, value in node.value])
+        return dict(super().construct_mapping(node, deep))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -90,8 +96,8 @@ def translate(text: str, name: str, devices: int | None = None) -> tuple[Argumen
             file.say(f"{other.lower()}_config", f"only {other} reads it", NOT_NEEDED)
     if kind == "DEEPSPEED" and "distributed_type" in file.values:
         named = str(file["deepspeed_config.deepspeed_config_file"] or "")
-        paths = (pathlib.Path(name).parent / named, pathlib.Path(named))
-        if path := next((path for path in paths if path.is_file()), None):
+        near = pathlib.Path(name).parent / named
+        if (path := near if near.is_file() else pathlib.Path(named)).is_file():
             for key in ALIASES.keys() & file.values.keys():
                 file.say(key, f"{named} replaces it", NOT_NEEDED)
             more = File(load(_read(path), "a.json")).renamed()
@@ -132,8 +138,8 @@ def _row(file: File, name: str, made: Arguments) -> Row:
 def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
     for key in names.split():
         if (value := made[key]) != _DEFAULTS.get(key):
-            quoted = json.dumps(value) if isinstance(value, str) else repr(value)
-            words = [*words, f"{key}={value if key in _EXPRESSIONS else quoted}"]
+            quoted = isinstance(value, str) and key not in _EXPRESSIONS
+            words = [*words, f"{key}={json.dumps(value) if quoted else value}"]
     line = f"{name}({', '.join(words)})"
     return line if len(line) < 90 else f"{name}(\n    " + ",\n    ".join(words) + ",\n)"
 
@@ -144,8 +150,8 @@ def python(made: Arguments) -> str:
     made = {**made, "precision": _call("zero_jax.Precision", [], made, names)}
     devices = f"{made['devices'] or 'all'} devices"
     lines = [f"mesh = {_call('zero_jax.make_mesh', [], made, 'replica model')}  # {devices}"]
-    if "D" in str(made["micro_batches"]):
-        lines += [f"D = mesh.size // {made['model']}  # devices that share the batch"]
+    shares = f"D = mesh.size // {made['model']}  # devices that share the batch"
+    lines += [shares] * ("D" in str(made["micro_batches"]))
     names = "stage precision micro_batches remat offload hierarchical"
     lines += [f"zero = {_call('zero_jax.Zero', ['mesh'], made, names)}", *(made["lr"] or ())]
     lines += ["# The file has no known optimizer: put yours here."] * (made["call"] is None)

@@ -11,8 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-TRANSLATED, NOT_NEEDED, UNSUPPORTED = "translated", "not needed", "unsupported"
-AUTO = "auto"
+TRANSLATED, NOT_NEEDED, UNSUPPORTED, AUTO = "translated", "not needed", "unsupported", "auto"
 Kind = str | Mapping[str, Any]
 NUMBER, WHOLE, COUNT = "number", "whole number", "whole number of at least 1"
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -180,10 +179,8 @@ _TABLE = {
     _not_needed("XLA compiles everything"): """compile.* graph_harvesting dynamo_config.*
         dynamo_backend optimizer.params.: fused foreach activation_checkpointing.: profile
         contiguous_memory_optimization synchronize_checkpoint_boundary""",
-    _not_needed(
-        "bf16 has no loss scale; cast inputs in the loss"
-    ): """fp16.auto_cast bf16.: auto_cast
-        loss_scale loss_scale_window hysteresis min_loss_scale initial_scale_power""",
+    _not_needed("bf16 has no loss scale; cast inputs in the loss"): """fp16.auto_cast bf16.:
+        auto_cast loss_scale loss_scale_window hysteresis min_loss_scale initial_scale_power""",
     _not_needed("every overflow halves the loss scale"): "fp16.consecutive_hysteresis",
     _not_needed("SLURM, mpirun or zero_jax.initialize starts processes (docs/launchers.md)"): """
         machine_rank main_process_ip main_process_port rdzv_backend same_network mpirun_config.*
@@ -194,7 +191,7 @@ _TABLE = {
     _not_needed("JAX uses all devices that JAX_PLATFORMS and CUDA_VISIBLE_DEVICES show"): """
         use_cpu gpu_ids tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env commands
         command_file downcast_bf16 cuda_visible_devices""",
-    _not_needed("the axes of the mesh decide it"): """deepspeed_config.:
+    _not_needed("the axes of the mesh decide it", COUNT, 1): """deepspeed_config.:
         seq_parallel_communication_data_type parallelism_config.parallelism_config_: dp_shard_size
         cp_comm_strategy cp_backend sp_backend sp_seq_length sp_seq_length_is_variable
         sp_attn_implementation""",
@@ -208,9 +205,7 @@ _TABLE = {
     _unsupported("gradients of embeddings are dense: leave it out"): "sparse_gradients",
     _unsupported('use Precision("bf16")'): "amp.* fp8_config.*",
     _unsupported("use stage 3 instead of a pipeline"): "pipeline.*",
-    _unsupported(
-        "make_mesh(model=) and Zero(sequence_parallel=True) shard sequences", same="1"
-    ): """
+    _unsupported("use Zero(sequence_parallel=True) and make_mesh(model=)", COUNT, 1, same="1"): """
         sequence_parallel_size seq_parallel_communication_data_type seq_parallel_comm_data_type
         parallelism_config.: parallelism_config_cp_size parallelism_config_sp_size""",
     _unsupported("write it in the model or in the loss"): """sparse_attention.* eigenvalue.*

@@ -1,5 +1,6 @@
 """The arguments of zero_jax, optax and train.py that a file asks for."""
 
+import math
 from typing import Any
 
 from zero_jax.translate import keys
@@ -65,6 +66,10 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
     hpz = file[f"{_ZERO}zero_hpz_partition_size"]
     group = max(hpz, int(file[f"{_ZERO}mics_shard_size"]))
     inner = model * (group if group > 1 else replica)
+    sizes = [file[f"{_SIZES}{axis}_size"] for axis in ("dp_shard", "cp", "sp")]
+    fixed = math.prod([model, replica, *sizes])
+    if devices and f"{_SIZES}dp_shard_size" in file.values and devices != fixed:
+        raise ValueError(f"parallelism_config is for {fixed} devices, not {devices}: change it")
     if devices and devices % inner:
         raise ValueError(f"{devices} devices are no multiple of {inner}: give another --devices N")
     if group > 1:
@@ -106,11 +111,10 @@ def _precision(file: File, kind: str) -> Arguments:
         interval = file["fp16.loss_scale_window"]
         if not 1 <= scale <= 2.0**126:
             raise ValueError("`fp16.loss_scale` or its power: give a scale of 1 to 2^126")
-    reduce = "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"
-    gather = "int8" if file[f"{_ZERO}zero_quantized_weights"] else None
-    scatter = "int4" if file[f"{_ZERO}zero_quantized_gradients"] else None
-    made = {"compute": compute, "reduce": reduce, "gather": gather, "scatter": scatter}
-    return made | {"initial_scale": scale, "growth_interval": interval}
+    made = {"compute": compute, "initial_scale": scale, "growth_interval": interval}
+    made |= {"reduce": "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"}
+    made |= {"gather": "int8" if file[f"{_ZERO}zero_quantized_weights"] else None}
+    return made | {"scatter": "int4" if file[f"{_ZERO}zero_quantized_gradients"] else None}
 
 
 def _offload(file: File) -> str | None:
@@ -122,8 +126,7 @@ def _offload(file: File) -> str | None:
         why = 'no 16-bit copy is stored; offload="optimizer,params" moves the fp32 parameters'
         file.say(f"{_ZERO}offload_param.device", why, NOT_NEEDED)
     elif params not in ("none", optimizer):
-        why = "optimizer state and parameters share one place: use one device for both"
-        file.say(f"{_ZERO}offload_param.device", why, UNSUPPORTED)
+        file.say(f"{_ZERO}offload_param.device", "use that of the optimizer", UNSUPPORTED)
     folder = file[f"{_ZERO}offload_optimizer.nvme_path"] or "/local_nvme"
     parts = "optimizer" if params == "none" else "optimizer,params"
     return {"none": None, "cpu": parts, "nvme": f"{parts}:nvme={folder}"}[optimizer]
@@ -164,8 +167,7 @@ def _batch(file: File, shares: int | None) -> Arguments:
     if batch and rows and not parts:
         file.say(names[2], "the two other sizes decide it")
         parts = batch // unit if shares or batch == unit else f"{batch // unit} // D"
-    if rows and not batch:
-        batch = unit if shares else f"{unit} * D"
+    batch = batch or (rows and (unit if shares else f"{unit} * D"))
     return {"batch": batch, "micro_batches": parts or 1}
 
 
@@ -189,8 +191,7 @@ def _optimizer(file: File) -> Arguments:
         raise ValueError(f"`optimizer.params.betas` is {keys.shown(betas)}: give two numbers")
     b1, b2 = (parse(f"{_ADAM}betas", beta, keys.NUMBER) for beta in betas)
     eps, decay = file[f"{_ADAM}eps"], file[f"{_ADAM}weight_decay"]
-    if eps is None:
-        eps = 1e-10 if family == "adagrad" else 1e-8
+    eps = {"adagrad": 1e-10}.get(family, 1e-8) if eps is None else eps
     coupled = kind == "adam" and not file[f"{_ADAM}adam_w_mode"]
     if decay is None:
         decay = 0.01 if file[f"{_ADAM}torch_adam"] and not coupled else 0.0
