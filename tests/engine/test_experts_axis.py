@@ -1,229 +1,191 @@
-"""Experts that stay with a part of the devices: as on one device, and never gathered."""
+"""Experts that stay on their part of the devices: as on one device, and never gathered."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_device
 import optax
 import pytest
 from flax import nnx
+from one_device import ADAM, Case, alone, audited, check_gradients, check_parity
 
 import zero_jax
 from zero_jax.engine import at_home
 from zero_jax.models import decoder
+from zero_jax.models.experts import Experts
+from zero_jax.plan import expert_words
 
-CONFIG = decoder.DecoderConfig(
-    layers=2,
-    width=24,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    hidden=40,
-    vocab=54,
-    seq=32,
-    loss_chunk=16,
-    mixture=decoder.Mixture(4, 2, capacity=0.75, balance=0.02, z=0.001),
-)
-ROWS, TOKENS = 16, 16
-# eps: Adam turns the rounding of a gradient that is next to nothing into a step.
-TX = optax.adamw(1e-3, eps=1e-4)
+LAYERS, WIDTH, HIDDEN, ROWS, TOKENS, CHOSEN = 2, 6, 10, 24, 8, 2
+BOTH, REPLICAS = {"experts": 2, "data": 2}, {"replica": 2, "experts": 2, "data": 2}
+MODEL, FOUR = {"experts": 2, "data": 2, "model": 2}, {"experts": 4, "data": 1}
+DOTS = jax.checkpoint_policies.dots_saveable
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+sent = functools.partial(one_device.sent, axis="experts", dtypes=("f32",))
 
 
-@functools.cache
-def graph():
-    return nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(CONFIG, nnx.Rngs(0))))
+def config_of(experts, capacity):
+    mixture = decoder.Mixture(experts, CHOSEN, capacity=capacity, balance=0.02, z=0.001)
+    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
+    heads = {"heads": 1, "kv_heads": 1, "head_dim": WIDTH}
+    return decoder.DecoderConfig(**sizes, **heads, loss_chunk=16, mixture=mixture)
 
 
-def make():
-    params = nnx.state(decoder.Decoder(CONFIG, nnx.Rngs(0)), nnx.Param)
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(treedef, noisy)
+class Stack(nnx.Module):
+    """Layers of experts between two matrices."""
 
+    def __init__(self, config, rngs):
+        create = nnx.vmap(lambda rngs: Experts(config, 0.02, rngs))
+        self.layers = nnx.split_rngs(splits=LAYERS)(create)(rngs)
+        self.embed, self.head = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
 
-def loss(params, batch):
-    pair, routed = decoder.routed_loss(nnx.merge(graph(), params), batch)
-    return zero_jax.Weighted(*pair), routed
+    def loss(self, x_BxTxD):
+        def layer(x_BxTxD, experts):
+            out, routed = experts(x_BxTxD)
+            return x_BxTxD + out, routed
 
-
-def mesh_of(**sizes):
-    return zero_jax.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
-
-
-def trained(mesh, stage, **settings):
-    """Losses, norms and dropped choices of two steps, and the parameters after them."""
-    zero = zero_jax.Zero(mesh, stage, **settings)
-    params, own = zero.shard(jax.jit(make)()), zero.optimizer(TX)
-    step, state = zero.train_step(loss, TX, has_aux=True), own.init(params)
-    tokens = np.asarray(jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54))
-    seen = []
-    for _ in range(2):
-        params, state, metrics = step(params, state, zero_jax.global_batch(mesh, tokens))
-        seen.append((metrics.loss, metrics.grad_norm, metrics.aux.dropped_B.sum()))
-    return np.asarray(seen, np.float64), jax.device_get(zero.full(params))
+        scan = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        x_BxTxD, routed = scan(self.embed(x_BxTxD), self.layers)
+        made = jnp.tanh(self.head(x_BxTxD))
+        return (jnp.sum(made**2), jnp.float32(made.size)), routed
 
 
 @functools.cache
-def alone():
-    return trained(mesh_of(data=1), 3, remat="block")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "stage", "settings"),
-    [
-        ({"experts": 2, "data": 1}, 3, {"remat": "block"}),
-        pytest.param({"experts": 4, "data": 2}, 3, {"remat": "block"}, marks=pytest.mark.slow),
-        pytest.param({"experts": 2, "data": 2}, 3, {"remat": "none"}, marks=pytest.mark.slow),
-        ({"experts": 2, "data": 2}, 3, {"remat": "dots", "micro_batches": 2}),
-        ({"experts": 2, "data": 2}, 1, {}),
-        ({"experts": 2, "data": 1}, 2, {"micro_batches": 2}),
-        pytest.param(
-            {"replica": 2, "experts": 2, "data": 2}, 3, {"remat": "block"}, marks=pytest.mark.slow
-        ),
-        ({"experts": 4, "data": 2}, 0, {}),
-        ({"replica": 2, "experts": 2, "data": 2}, 3, {"hierarchical": True}),
-        ({"experts": 2, "data": 2, "model": 2}, 3, {"remat": "block"}),
-        ({"experts": 2, "data": 2}, 3, {"offload": "optimizer,params", "remat": "block@host"}),
-    ],
-)
-def test_it_trains_as_on_one_device(sizes, stage, settings):
-    want, got = alone(), trained(mesh_of(**sizes), stage, **settings)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    assert want[0][0, 2] > 0, "or nothing is dropped"
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Rows travel in parts, however few they are."""
-    monkeypatch.setattr(at_home, "PART_BYTES", 1)
-
-
-def test_rows_travel_in_parts(in_parts):
-    want, got = alone(), trained(mesh_of(experts=2, data=2), 3, remat="block")
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_parts_send_as_much_in_more_messages(monkeypatch):
-    whole = sent_of(4, 1)
-    monkeypatch.setattr(at_home, "PART_BYTES", 1)
-    parts = sent_of(4, 1)
-    assert parts.words["all-to-all"] == whole.words["all-to-all"]
-    assert messages(parts) == 4 * messages(whole)
-
-
-def test_layers_in_no_loop_send_as_often():
-    """Three products of a layer in one stretch, and no two layers in one."""
-
-    def loss(params, x_BxD):
-        for w in params.values():
-            rows = jnp.broadcast_to(x_BxD, (4, *x_BxD.shape))
-            x_BxD = x_BxD + (jnp.tanh(rows @ w[...]) * (rows @ w[...]) @ w[...]).mean(0)
-        return jnp.mean(x_BxD**2)
+def problem(experts, capacity, model=Stack, loss_of=Stack.loss):
+    """A model with experts, whose loss also returns the choices without room in each row."""
+    config = config_of(experts, capacity)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: model(config, nnx.Rngs(0))))
 
     def make():
-        own = {"sharding_names": ("experts", None, None), "eager_sharding": False}
-        return {f"layer{n}": nnx.Param(jnp.full((4, 8, 8), 0.1), **own) for n in range(3)}
+        params = nnx.state(model(config, nnx.Rngs(0)), nnx.Param)
+        # Large enough that experts differ.
+        return jax.tree.map(lambda x: 15 * x if x.ndim > 3 else x, params)
 
-    mesh = mesh_of(experts=4, data=1)
-    zero = zero_jax.Zero(mesh, 3)
-    params = zero.abstract(make)
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    lowered = zero.train_step(loss, TX).lower(params, zero.optimizer(TX).init(params), x)
-    # There and back, and both ways for gradients, of which the first layer's rows need none.
-    assert messages(zero_jax.audit(lowered.compile(), mesh.shape)) == 3 * 4 - 1
+    def loss(params, batch):
+        pair, routed = loss_of(nnx.merge(graph, params), batch)
+        return zero_jax.Weighted(*pair), jnp.atleast_2d(routed.dropped_B).sum(0)
 
-
-def messages(report):
-    return sum(c.runs for c in report.collectives if c.kind == "all-to-all")
+    draw = np.random.default_rng(0)
+    rows = draw.standard_normal((ROWS, TOKENS, WIDTH), np.float32)
+    tokens = draw.integers(0, 11, (ROWS, TOKENS + 1))
+    return Case(make, loss, rows if model is Stack else tokens)
 
 
-def sent_of(experts, data):
-    """The audit of a step."""
-    mesh = mesh_of(experts=experts, data=data)
-    zero = zero_jax.Zero(mesh, 3, remat="block")
-    params = zero.abstract(make)
-    step = zero.train_step(loss, TX, has_aux=True)
-    rows = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32)
-    lowered = step.lower(params, zero.optimizer(TX).init(params), rows)
-    return zero_jax.audit(lowered.compile(), mesh.shape)
+# With 24 experts there are fewer tokens than rows of experts, and tokens are gathered.
+@pytest.mark.parametrize(
+    ("experts", "capacity", "sizes", "settings"),
+    [
+        (4, 0.75, {"experts": 4, "data": 2}, {"stage": 0}),
+        (4, 0.75, {"experts": 2, "data": 1}, {"stage": 1, "micro_batches": 2}),
+        (4, 0.75, REPLICAS, {"hierarchical": True, "remat": "block_sqrt"}),
+        (4, 0.75, MODEL, {"remat": "dots"}),
+        (4, 0.75, BOTH, {"offload": "optimizer,params", "remat": "block@host"}),
+        (3, None, {"experts": 3, "data": 1}, {}),  # as many groups as experts
+        (24, 2.0, {"experts": 3, "data": 1}, {"remat": "dots"}),
+        (24, 2.0, BOTH, {"stage": 2, "micro_batches": 2}),
+        SLOW(24, 2.0, REPLICAS, {"remat": "block"}),
+        SLOW(24, 2.0, MODEL, {"remat": "block"}),
+        SLOW(4, 0.75, BOTH, {"tx": optax.lamb(1e-3, eps=1e-4)}),
+        SLOW(4, 0.75, BOTH, {"tx": optax.contrib.muon(1e-3)}),
+    ],
+)
+def test_steps_equal_one_device(experts, capacity, sizes, settings):
+    own = problem(experts, capacity)
+    audit = check_parity(own, sizes, **settings)
+    dropped = alone(own, settings.get("tx", ADAM), 2)[0][0, 2]
+    assert (dropped > 0) == (capacity is not None)
+    assert (sent(audit, "all-to-all")[0] > 0) == (experts < 24)
 
 
-@pytest.mark.parametrize(("experts", "data"), [(4, 1), (2, 2)])
-def test_tokens_travel_and_experts_do_not(experts, data):
-    """Words of the compiled program: six all-to-alls a layer, whatever the experts' size."""
-    report = sent_of(experts, data)
-    params = zero_jax.Zero(mesh_of(data=1), 3).abstract(make)
-    room = CONFIG.mixture.room(TOKENS)
-    sent = CONFIG.layers * (ROWS // 4) * 4 * room * CONFIG.width
-    assert report.words["all-to-all"] == 6 * sent
-    held = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 4)
-    over_data = [c for c in report.collectives if c.axis == "data"]
-    gathered = sum(c.words for c in over_data if c.kind == "all-gather")
-    scattered = sum(c.words for c in over_data if c.kind == "reduce-scatter")
-    share = held // experts if data > 1 else 0
-    assert (gathered, scattered) == (2 * share, share)
+@pytest.mark.slow
+def test_steps_of_a_decoder_equal_one_device():
+    own = problem(4, 0.75, decoder.Decoder, decoder.routed_loss)
+    check_parity(own, BOTH, remat="block")
 
 
-def test_what_rests_is_cut_over_both_axes():
-    zero = zero_jax.Zero(mesh_of(experts=2, data=2), 3)
-    params = zero.shard(jax.jit(make)())
-    for x in jax.tree.leaves(params):
-        assert x.addressable_data(0).size * 4 == x.size or x.size < 100
+@pytest.mark.parametrize("groups", [4, 2])
+def test_rows_are_sent_and_experts_are_not(monkeypatch, groups):
+    """Six all-to-alls a layer, whatever the size of experts; in parts as much in more messages."""
+    own, data = problem(4, 0.75), 4 // groups
+    rows = LAYERS * (ROWS // 4) * 4 * config_of(4, 0.75).mixture.room(TOKENS)
+    share = LAYERS * 4 * 3 * WIDTH * HIDDEN // groups if data > 1 else 0
+    for parts in (1, 3)[:data]:
+        audit = check_parity(own, {"experts": groups, "data": data}, remat="block")
+        assert sent(audit, "all-to-all") == (6 * rows * WIDTH, 6 * LAYERS * parts)
+        assert sent(audit, "all-gather", axis="data")[0] == 2 * share
+        assert sent(audit, "reduce-scatter", axis="data")[0] == share
+        monkeypatch.setattr(at_home, "PART_BYTES", 1)
 
 
 @pytest.mark.parametrize(
-    ("experts", "words"), [(3, r"4 experts.*axis of 3.*experts=2 or 4"), (8, r"axis of 8")]
+    ("groups", "data", "remat", "gathered"), [(4, 2, "block", 3), (2, 2, "none", 2)]
 )
-def test_groups_that_do_not_divide_the_experts_are_refused(experts, words):
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(1, experts=experts), 3)
-    with pytest.raises(ValueError, match=words):
-        zero.abstract(make)
+def test_elements_sent_are_those_of_tokens(groups, data, remat, gathered):
+    """Tokens forward, again where they are recomputed, and what backward has of the sums; beside
+    them weights of K choices each, and none of experts."""
+    own, sizes = problem(24, 2.0), {"experts": groups, "data": data}
+    audit, once = check_parity(own, sizes, remat=remat), LAYERS * ROWS // data * TOKENS
+    assert sent(audit, "all-gather")[0] == once * (gathered * WIDTH + (gathered - 1) * CHOSEN)
+    assert sent(audit, "reduce-scatter")[0] == once * (2 * WIDTH + CHOSEN)
+    assert sent(audit, "all-to-all")[0] == 0
+    # A plan counts the same, and indices.
+    zero = one_device.zero_on(sizes, remat=remat)
+    plan = zero.plan(own.loss, ADAM, zero.abstract(own.make), own.batch, has_aux=True)
+    kinds = ("all-gather", "reduce-scatter", "all-to-all")
+    of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
+    assert plan.token_words == pytest.approx(of_all, rel=0.02)
+    # So many tokens that experts are as short on the wire, gathered twice and reduced once.
+    even = expert_words.even(config_of(24, None), groups, groups * data, remat)
+    experts = LAYERS * 24 * 3 * WIDTH * HIDDEN
+    tokens = (gathered + 2) * LAYERS * even * groups * WIDTH * (1 - 1 / groups)
+    share = experts / groups * (1 - 1 / data)
+    assert 3 * experts * (1 - 1 / (groups * data)) == pytest.approx(3 * share + tokens)
 
 
-def test_a_model_without_experts_is_refused():
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(2, experts=2), 3)
-    plain = dataclasses.replace(CONFIG, mixture=None)
-    with pytest.raises(ValueError, match=r"no parameter has a dim that is named 'experts'"):
-        zero.abstract(lambda: nnx.state(decoder.Decoder(plain, nnx.Rngs(0)), nnx.Param))
+@pytest.mark.slow
+def test_adapters_and_8_bit_state_beside_experts_train_as_when_gathered():
+    own = problem(4, 0.75)
+    rows = jax.ShapeDtypeStruct(own.batch.shape, jnp.float32)
+    adapted = zero_jax.Lora(rank=2).adapt(own.loss, jax.eval_shape(own.make), rows)
+    adapters = Case(adapted.init(own.make), adapted.loss, own.batch)
+    for each, settings in ((own, {"states": "8bit"}), (adapters, {"frozen": adapted.frozen})):
+        ours, gathered = (
+            one_device.trained(each, sizes, **settings) for sizes in (BOTH, {"data": 1})
+        )
+        np.testing.assert_allclose(ours[0], gathered[0], rtol=1e-4)
 
 
-def test_what_reads_experts_otherwise_is_named():
-    class Layer(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.with_partitioning(
-                nnx.initializers.normal(), ("experts", None), eager_sharding=False
-            )
-            self.kernel = nnx.Param(init(rngs.params(), (4, 8), jnp.float32))
-
-    layer = nnx.graphdef(nnx.eval_shape(lambda: Layer(nnx.Rngs(0))))
-    zero = zero_jax.Zero(mesh_of(experts=2, data=1), 3)
-    params = zero.init(lambda key: nnx.state(Layer(nnx.Rngs(key)), nnx.Param), jax.random.key(0))
-    step = zero.train_step(lambda p, x: jnp.mean(x @ nnx.merge(layer, p).kernel[...]), TX)
-    with pytest.raises(ValueError, match=r"kernel has experts.*'dot_general'.*jnp.einsum"):
-        step(params, zero.optimizer(TX).init(params), jnp.ones((4, 4)))
-
-
-def own_loss(write):
-    """A loss of experts (E, D, D) that the model writes in its own way."""
-
-    def loss(params, x_BxD):
-        x_ExBxD = jnp.broadcast_to(x_BxD, (4, *x_BxD.shape)) * jnp.arange(1.0, 5.0)[:, None, None]
-        return jnp.mean(write(params["w"][...], x_ExBxD) ** 2)
-
-    return loss
+@pytest.mark.slow
+def test_checkpoints_move_between_axes(tmp_path):
+    _, step, (*states, batch) = one_device.begun(problem(4, 0.75), {"experts": 4, "data": 2})
+    *states, _ = step(*states, batch)
+    with zero_jax.Checkpoints(tmp_path) as store:
+        store.save(1, tuple(states))
+    for sizes in ({"data": 8}, {"experts": 2, "data": 1}, REPLICAS):
+        _, step, (*like, batch) = one_device.begun(problem(4, 0.75), sizes)
+        with zero_jax.Checkpoints(tmp_path, read_only=True) as store:
+            restored = store.restore(tuple(like), say=lambda _: None).tree
+        metrics = step(*restored, batch)[2]
+        np.testing.assert_allclose(
+            metrics.loss, alone(problem(4, 0.75), ADAM, 2)[0][1, 0], rtol=1e-5
+        )
 
 
-WRITTEN = {
-    "einsum": lambda w, x: jnp.einsum("ebd,edf->ebf", x, w),
+# Losses that multiply with experts in another form.
+
+NAMES = ("experts", None, None)
+X = jax.random.normal(jax.random.key(1), (8, 8))
+
+
+def experts_param(shape=(4, 8, 8), names=NAMES):
+    values = 0.3 * np.random.default_rng(3).standard_normal(shape, np.float32)
+    return nnx.Param(jnp.asarray(values), sharding_names=names, eager_sharding=False)
+
+
+PRODUCTS = {
     "weights first": lambda w, x: jnp.einsum("edf,ebd->ebf", w, x),
-    "turned": lambda w, x: jnp.einsum("ebd,edf->bfe", x, w),
+    "transposed": lambda w, x: jnp.einsum("ebd,edf->bfe", x, w),
     "twice": lambda w, x: jax.nn.relu(x @ w) @ w,
     "stored the other way": lambda w, x: jnp.einsum("ebd,efd->ebf", x, w),
     "vmap": lambda w, x: jax.vmap(lambda w, x: jnp.tanh(x @ w + 1.0) * 2.0)(w, x),
@@ -232,152 +194,152 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_however_it_is_written(name):
-    def make():
-        w = 0.2 * jax.random.normal(jax.random.key(0), (4, 8, 8))
-        return {"w": nnx.Param(w, sharding_names=("experts", None, None), eager_sharding=False)}
+@pytest.mark.parametrize("form", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_of_any_form(form):
+    def loss(params, x_BxD):
+        return jnp.mean(form(params["w"][...], x_BxD * jnp.arange(1.0, 5.0)[:, None, None]) ** 2)
 
-    x = jax.random.normal(jax.random.key(1), (8, 8))
-    losses = []
-    for sizes in ({"data": 1}, {"experts": 2, "data": 2}):
-        zero = zero_jax.Zero(mesh_of(**sizes), 3)
-        params, tx = zero.init(make), optax.sgd(1e-3)
-        step, state = zero.train_step(own_loss(WRITTEN[name]), tx), zero.optimizer(tx).init(params)
-        losses.append([])
-        for _ in range(3):
-            params, state, metrics = step(params, state, x)
-            losses[-1].append(float(metrics.loss))
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert losses[0][0] > losses[0][-1]
+    check_gradients(loss, {"w": experts_param()}, X, BOTH)
 
 
-def inner_scan(w, x):
-    """Rows in chunks."""
+def in_chunks(w, x):
     chunks = jnp.stack(jnp.split(x, 2, axis=1))
     made = jax.lax.scan(lambda _, chunk: (None, jnp.tanh(chunk @ w) @ w), None, chunks)[1]
     return jnp.concatenate(list(made), 1)
 
 
-OWN_LAYERS = {
-    "a loop over rows": inner_scan,
-    "its own checkpoint": jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w),
-    "a policy": jax.checkpoint(
-        lambda w, x: jnp.tanh(x @ w) @ w, policy=jax.checkpoint_policies.dots_saveable
-    ),
-}
+def checkpointed(w, x, policy=None):
+    return jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w, policy=policy)(w, x)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "block", jax.checkpoint_policies.dots_saveable])
-@pytest.mark.parametrize("name", OWN_LAYERS)
-def test_within_loops_and_checkpoints_of_the_models_own(name, remat):
-    def make():
-        w = 0.2 * jax.random.normal(jax.random.key(0), (3, 4, 8, 8))
-        names = (None, "experts", None, None)
-        return {"w": nnx.Param(w, sharding_names=names, eager_sharding=False)}
+POLICY = functools.partial(checkpointed, policy=DOTS)
 
+
+@pytest.mark.parametrize(
+    ("run", "remat"),
+    [(in_chunks, "none"), (in_chunks, "block"), (checkpointed, "dots"), (POLICY, DOTS)],
+)
+def test_products_in_loops_and_checkpoints_of_the_model(run, remat):
     def loss(params, x_BxD):
         def layer(x_BxD, w):
-            rows = jnp.broadcast_to(x_BxD, (4, *x_BxD.shape))
-            return x_BxD + OWN_LAYERS[name](w, rows).mean(0), None
+            return x_BxD + run(w, jnp.broadcast_to(x_BxD, (4, *x_BxD.shape))).mean(0), None
 
         return jnp.mean(jax.lax.scan(layer, x_BxD, params["w"][...])[0] ** 2)
 
-    x, found = jax.random.normal(jax.random.key(1), (8, 8)), []
-    for sizes in ({"data": 1}, {"experts": 2, "data": 2}):
-        zero = zero_jax.Zero(mesh_of(**sizes), 3, remat=remat)
-        params = zero.init(make)
-        value, grads = jax.jit(zero.value_and_grad(loss))(params, x)
-        found.append((value, zero.full(grads)["w"][...]))
-    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
-    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-5, atol=1e-6)
+    params = {"w": experts_param((3, 4, 8, 8), (None, *NAMES))}
+    check_gradients(loss, params, X, BOTH, remat=remat)
 
 
-@pytest.mark.slow
-def test_adapters_beside_experts_that_stay():
-    lora = zero_jax.Lora(rank=2)
-    plain = lambda params, batch: loss(params, batch)[0]  # noqa: E731
-    rows = jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54)
-    adapted = lora.adapt(plain, jax.eval_shape(make), rows)
-    losses = []
-    for sizes in ({"data": 1}, {"experts": 2, "data": 2}):
-        zero = zero_jax.Zero(mesh_of(**sizes), 3, frozen=adapted.frozen)
-        params, own = zero.init(adapted.init(make)), zero.optimizer(TX)
-        step, state = zero.train_step(adapted.loss, TX), own.init(params)
-        losses.append([])
-        for _ in range(2):
-            params, state, metrics = step(params, state, rows)
-            losses[-1].append(float(metrics.loss))
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+def test_layers_that_are_not_scanned_send_as_often():
+    """Three products of a layer in one stretch, and no two layers in one."""
+
+    def loss(params, x_BxD):
+        for w in params.values():
+            rows = jnp.broadcast_to(x_BxD, (4, *x_BxD.shape))
+            x_BxD = x_BxD + (jnp.tanh(rows @ w[...]) * (rows @ w[...]) @ w[...]).mean(0)
+        return jnp.mean(x_BxD**2)
+
+    audit = audited(loss, lambda: {str(n): experts_param() for n in range(3)}, X, FOUR)
+    # There and back, and both ways for gradients, but for the rows of the first layer.
+    assert sent(audit, "all-to-all")[1] == 3 * 4 - 1
+
+
+# Rows that are picked from T tokens in another form: E experts, C rows each, K choices.
+T, D, E, C, K = 8, 6, 8, 4, 3
+DRAW = functools.partial(np.random.default_rng(0).integers, 0)
+SOURCE, PICKED, PLACES = DRAW(T + 1, size=(E, C)), DRAW(E + 1, size=(T, K)), DRAW(C, size=(T, K))
+BATCH = np.random.default_rng(4).standard_normal((8, T, D), np.float32)
+
+
+def picking_params():
+    return {"w": experts_param((E, D, D)), "o": jnp.asarray(BATCH[0, :D, :2])}
+
+
+def rows_of(x_TxD):
+    return x_TxD.at[SOURCE].get(mode="fill", fill_value=0)
+
+
+def times(params, rows_ExCxD):
+    return jnp.einsum("ecd,edf->ecf", rows_ExCxD, params["w"][...])
+
+
+def run(params, x_TxD):
+    return times(params, rows_of(x_TxD))
+
+
+def summed(made_ExCxD, mode="fill", value=0, kind=np.int32):
+    at = made_ExCxD.at[PICKED.astype(kind), PLACES.astype(kind)]
+    return at.get(mode=mode, fill_value=value).sum(1)
+
+
+def usual(params, x_TxD):
+    return summed(run(params, x_TxD)) * x_TxD
+
+
+def matrix_behind(params, x_TxD):
+    return summed(run(params, x_TxD)) @ params["o"]
+
+
+def one_expert_of_all(params, x_TxD):
+    """Its index does not name the expert."""
+    dims = jax.lax.GatherDimensionNumbers((1,), (0, 1), (1,))
+    made = run(params, x_TxD)
+    return jax.lax.gather(made, PLACES[:, :1], dims, (1, 1, D), mode="fill", fill_value=0)
+
+
+PICKS = {
+    "usual": usual,
+    "a pad": lambda p, x: summed(times(p, jnp.concatenate([x, jnp.zeros((1, D))])[SOURCE])),
+    "rows read twice": lambda p, x: summed(run(p, x)) + rows_of(x).sum((0, 1)),
+    "clipped": lambda p, x: summed(run(p, x), "clip", None) * x,
+    "filled with ones": lambda p, x: summed(run(p, x), "fill", 1) * x,
+    "one expert of all": one_expert_of_all,
+    "to experts again": lambda p, x: times(p, usual(p, x)[None] + jnp.zeros((E, 1, 1))),
+    "summed, and to experts": lambda p, x: times(p, summed(run(p, x))[None, :E].swapaxes(0, 1)),
+    "one number": lambda p, x: ((summed(run(p, x)) * 2).sum() / 8).astype(jnp.bfloat16),
+    "a matrix behind": matrix_behind,
+    "a scale behind": lambda p, x: summed(run(p, x)) * p["o"][0, 0],
+    "small indices": lambda p, x: summed(run(p, x), kind=np.int8),
+}
+
+
+def over_rows(form, params, x_BxTxD):
+    made = jax.vmap(lambda x_TxD: form(params, x_TxD))(x_BxTxD)
+    return jnp.mean(jnp.tanh(made.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_rows_picked_in_any_form(name):
+    rounding = 1e-2 if name == "one number" else 1e-5
+    check_gradients(
+        functools.partial(over_rows, PICKS[name]), picking_params(), BATCH, BOTH, rounding
+    )
+
+
+def test_a_matrix_behind_multiplies_tokens_of_the_device_alone():
+    """A sum is sent before it is multiplied: FLOPs are those of the device's two rows of eight."""
+    forms = (functools.partial(over_rows, form) for form in (matrix_behind, usual))
+    more, fewer = (audited(form, picking_params, BATCH, FOUR).flops for form in forms)
+    assert more - fewer == 3 * 2 * (2 * T) * D * 2
 
 
 @pytest.mark.parametrize(
-    ("names", "shape", "sizes", "words"),
+    ("message", "names", "sizes", "read"),
     [
-        (("experts",), (4, 8, 8), {"experts": 2}, "names for 1 dims"),
-        (("experts", None, None), (4, 8, 8), {"experts": 2, "model": 2}, "one dim for both"),
+        ("experts=2 or 4", NAMES, {"experts": 3}, None),
+        ("8", NAMES, {"experts": 8}, None),
+        ("w", NAMES[:1], {"experts": 2}, None),
+        ("w", NAMES, {"experts": 2, "model": 2}, None),  # one dim for both axes
+        ("'experts'", (None, None, None), {"experts": 2}, None),
+        ("w.*'slice'", NAMES, {"experts": 2}, lambda w, x: x @ w[0]),
+        ("w.*'dot_general'", NAMES, {"experts": 2}, lambda w, x: x[:, :4] @ w[:, 0]),
+        ("w.*'sin'", NAMES, {"experts": 2}, lambda w, x: jnp.sin(w)),
     ],
 )
-def test_names_that_say_too_little_or_too_much_are_refused(names, shape, sizes, words):
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(1, **sizes), 3, axis_rules=(("experts", "model"),))
-    leaf = nnx.Param(jnp.ones(shape), sharding_names=names, eager_sharding=False)
-    with pytest.raises(ValueError, match=words):
-        zero.abstract(lambda: {"w": leaf})
-
-
-def test_experts_can_not_be_taken_one_by_one():
-    def make():
-        own = {"sharding_names": ("experts", None, None), "eager_sharding": False}
-        return {"w": nnx.Param(jnp.ones((4, 8, 8)), **own)}
-
-    zero = zero_jax.Zero(mesh_of(experts=2, data=1), 3)
-    params = zero.init(make)
-    step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"][...][0]), TX)
-    with pytest.raises(ValueError, match=r"w has experts that stay with their devices, and 'slice"):
-        step(params, zero.optimizer(TX).init(params), jnp.ones((4, 8)))
-
-
-@pytest.mark.parametrize(
-    ("tx", "settings"),
-    [
-        pytest.param(optax.adamw(1e-3, eps=1e-4), {"states": "8bit"}, marks=pytest.mark.slow),
-        pytest.param(optax.lamb(1e-3), {}, marks=pytest.mark.slow),
-        pytest.param(optax.contrib.muon(1e-3), {}, marks=pytest.mark.slow),
-        (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), {"remat": "block_sqrt"}),
-    ],
-    ids=["8bit", "lamb", "muon", "clip"],
-)
-def test_other_optimizers_and_states(tx, settings):
-    rows = jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54)
-    losses = []
-    for sizes in ({"data": 1}, {"experts": 2, "data": 2}):
-        zero = zero_jax.Zero(mesh_of(**sizes), 3, **settings)
-        params, own = zero.shard(jax.jit(make)()), zero.optimizer(tx)
-        step, state = zero.train_step(loss, tx, has_aux=True), own.init(params)
-        losses.append([])
-        for _ in range(3):
-            params, state, metrics = step(params, state, rows)
-            losses[-1].append(float(metrics.loss))
-    np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert losses[0][-1] < losses[0][0]
-
-
-@pytest.mark.slow
-def test_checkpoints_move_between_axes(tmp_path):
-    rows = jax.random.randint(jax.random.key(2), (ROWS, TOKENS + 1), 0, 54)
-
-    def at_rest(**sizes):
-        zero = zero_jax.Zero(mesh_of(**sizes), 3)
-        params = zero.shard(jax.jit(make)())
-        return zero.train_step(loss, TX, has_aux=True), (params, zero.optimizer(TX).init(params))
-
-    step, states = at_rest(experts=4, data=2)
-    *states, _ = step(*states, rows)
-    with zero_jax.Checkpoints(tmp_path) as store:
-        store.save(1, tuple(states))
-    want = float(step(*states, rows)[2].loss)
-    for sizes in ({"data": 8}, {"experts": 2, "data": 1}, {"replica": 2, "experts": 2, "data": 2}):
-        other, like = at_rest(**sizes)
-        with zero_jax.Checkpoints(tmp_path, read_only=True) as store:
-            restored = store.restore(like, say=lambda _: None).tree
-        np.testing.assert_allclose(float(other(*restored, rows)[2].loss), want, rtol=1e-5)
+def test_refused(message, names, sizes, read):
+    mesh = zero_jax.abstract_mesh(1, **sizes)
+    zero = zero_jax.Zero(mesh, 3, axis_rules=(("experts", "model"),))
+    with pytest.raises(ValueError, match=message):
+        params = zero.abstract(lambda: {"w": experts_param(names=names)})
+        grad_fn = zero.value_and_grad(lambda p, x: jnp.mean(read(p["w"][...], x)))
+        grad_fn.trace(params, jnp.ones((4, 8)))

@@ -1,51 +1,43 @@
-"""Matrices that are first read after the layers ride through their loop: which, and with what."""
+"""Matrices that are first read after the layers: their shards are carried through the loop."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import Problem, train_plain, train_zero, ulps
+from one_device import Case, check_parity
 
 import zero_jax
 from zero_jax.jaxpr import equations
 
 LAYERS, WIDTH, WORDS, ROWS = 3, 12, 40, 24
 TX = optax.sgd(0.1, momentum=0.9)
-
-
-def stack(key, *shape):
-    return 0.4 * jax.random.normal(jax.random.key(key), shape)
+BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), "f4")
 
 
 def make():
-    return {
-        "head": stack(0, WIDTH, WORDS),
-        "in": stack(1, WIDTH, WIDTH),
-        "layers": stack(2, LAYERS, WIDTH, WIDTH),
-        "norm": jnp.ones(4 * WIDTH),
-        "pair": stack(4, 2, WIDTH, WORDS),
-    }
+    shapes = {"head": (WIDTH, WORDS), "in": (WIDTH, WIDTH), "layers": (LAYERS, WIDTH, WIDTH)}
+    shapes |= {"pair": (2, WIDTH, WORDS)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    pairs = zip(shapes.items(), keys, strict=True)
+    params = {name: 0.4 * jax.random.normal(key, shape) for (name, shape), key in pairs}
+    return params | {"norm": jnp.ones(4 * WIDTH)}
 
 
 def layer(x, w):
     return x + jnp.tanh(x @ w), None
 
 
-def scanned(params, x, carry=layer):
-    return jax.lax.scan(carry, x @ params["in"], params["layers"])[0]
+def scanned(params, x):
+    return jax.lax.scan(layer, x @ params["in"], params["layers"])[0]
 
 
 def with_head(params, x):
     return jnp.mean((scanned(params, x) @ params["head"]) ** 2) * jnp.mean(params["norm"])
 
 
-def tied(params, x):
-    return jnp.mean((scanned(params, x @ params["head"] @ params["head"].T)) @ params["head"])
-
-
-def cast_before(params, x):
-    """What only re-arranges the head stands before the loop."""
+def transposed_before(params, x):
     turned = params["head"].T
     return jnp.mean((scanned(params, x) @ turned.T) ** 2) + 0 * jnp.sum(params["norm"])
 
@@ -67,117 +59,12 @@ def taken_apart(params, x):
     return jnp.mean((x @ first) ** 2) + jnp.mean(x @ second)
 
 
-def after_a_penalty(params, x):
-    """A loop over weights without a product, in which nothing can hide."""
-    return jnp.sum(jax.lax.map(jnp.sum, params["layers"])) * 0 + with_head(params, x)
+def penalty(params):
+    return jnp.sum(jax.lax.map(jnp.sum, params["layers"])) * 0
 
 
-def problem(loss):
-    return Problem(make, loss, stack(3, ROWS, WIDTH))
-
-
-def riders(loss, **settings):
-    """Of each leaf that rides the kind of the equation that it rides through, and which it is."""
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), settings.pop("stage", 3), **settings)
-    params = zero.abstract(make)
-    state = zero.optimizer(TX).init(params)
-    traced = zero.train_step(loss, TX).read(
-        params, state, jax.ShapeDtypeStruct((ROWS, WIDTH), "f4")
-    )
-    eqns = traced.closed.jaxpr.eqns
-    scans = [at for at, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
-    return {x.path: scans.index(x.rides) for x in traced.leaves if x.rides is not None}
-
-
-@pytest.mark.parametrize(
-    ("loss", "settings", "want"),
-    [
-        (with_head, {}, {"head": 0}),
-        (with_head, {"remat": "block", "micro_batches": 2}, {"head": 0}),
-        (cast_before, {}, {"head": 0}),
-        (two_loops, {}, {"head": 1, "in": 0}),
-        (after_a_loss_in_chunks, {}, {"head": 0}),
-        (after_a_penalty, {}, {"head": 1}),
-        (taken_apart, {}, {}),
-        (tied, {}, {}),
-        (with_head, {"stage": 2}, {}),
-        (with_head, {"frozen": "head"}, {}),
-        (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
-        (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
-        (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {}),
-    ],
-)
-def test_what_is_first_read_after_the_last_loop_rides_through_it(loss, settings, want):
-    """Not a vector, nor what is frozen, or is gathered for the whole step, or travels in pieces."""
-    assert riders(loss, **settings) == want
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"remat": "none"},
-        {"remat": "block"},
-        {"remat": "block_sqrt"},
-        {"remat": "dots"},
-        {"remat": "block", "micro_batches": 2},
-        {"replica": 2, "hierarchical": True},
-        {"frozen": "layers"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "loss", [with_head, cast_before, two_loops, after_a_loss_in_chunks, taken_apart]
-)
-def test_they_train_as_plain_optax(loss, settings, n):
-    frozen = optax.multi_transform({"a": TX, "b": optax.set_to_zero()}, _labels)
-    want = train_plain(problem(loss), frozen if "frozen" in settings else TX, 3)
-    losses, params, _ = train_zero(problem(loss), TX, 3, n, **settings)
-    np.testing.assert_allclose(losses, want[0], rtol=1e-6)
-    assert ulps(params, want[1]) < 256
-
-
-def _labels(params):
-    return {name: "b" if name == "layers" else "a" for name in params}
-
-
-def test_its_shard_is_carried_by_both_loops_and_tied_to_every_turn():
-    def scans(fn):
-        zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="block")
-        params = zero.abstract(make)
-        args = params, zero.optimizer(TX).init(params), jax.ShapeDtypeStruct((ROWS, WIDTH), "f4")
-        jaxpr = zero.train_step(fn, TX).trace(*args).jaxpr
-        return [e for e in _all(jaxpr.jaxpr) if e.primitive.name == "scan"]
-
-    def carried(eqn):
-        start, count = equations.state_of(eqn)
-        return [v.aval.shape for v in eqn.invars[start : start + count]]
-
-    def barriers(eqn):
-        found = [e for e in _all(equations.inner(eqn).jaxpr) if "barrier" in e.primitive.name]
-        return [[v.aval.shape for v in e.invars] for e in found]
-
-    shard, rows = (WIDTH // 4, WORDS), (ROWS // 4, WIDTH)
-    forward, backward = scans(with_head)
-    for loop in (forward, backward):
-        assert shard in carried(loop), carried(loop)
-        assert [rows, shard] in barriers(loop), barriers(loop)
-    assert all(shard not in carried(loop) for loop in scans(tied))
-
-
-def _all(jaxpr):
-    """Its equations and those of all that they call."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                inside = getattr(one, "jaxpr", one)
-                if hasattr(inside, "eqns"):
-                    yield from _all(inside)
-
-
-def test_a_metric_beside_the_activations_gets_no_derivative_from_the_tie():
-    """Its derivative is infinite where it begins, and a loop over it has none at all."""
+def metric_in_the_loop(params, x):
+    """Its derivative is infinite at the start, and a while loop has none."""
 
     def turn(carry, w):
         x, metric, count = carry
@@ -186,15 +73,87 @@ def test_a_metric_beside_the_activations_gets_no_derivative_from_the_tie():
         metric = jax.lax.while_loop(lambda m: m > 1, lambda m: m / 2, metric)
         return (x, metric, count + 1), None
 
-    def loss(params, x):
-        start = x @ params["in"], jnp.zeros(()), 0
-        x, metric, _ = jax.lax.scan(turn, start, params["layers"])[0]
-        return jnp.mean((x @ params["head"]) ** 2) * jnp.mean(params["norm"]), metric
+    x, _, _ = jax.lax.scan(turn, (x @ params["in"], jnp.zeros(()), 0), params["layers"])[0]
+    return jnp.mean((x @ params["head"]) ** 2) * jnp.mean(params["norm"])
 
-    def alone(params, x):
-        return loss(params, x)[0]
 
-    want = train_plain(problem(alone), TX, 2)
-    losses, params, _ = train_zero(problem(alone), TX, 2, 4, remat="block")
-    np.testing.assert_allclose(losses, want[0], rtol=1e-6)
-    assert ulps(params, want[1]) < 256
+def begun(stage=3, **settings):
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, **settings)
+    params = zero.abstract(make)
+    return zero, (params, zero.optimizer(TX).init(params), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "want"),
+    [
+        (with_head, {}, {"head": 0}),
+        (with_head, {"remat": "block", "micro_batches": 2}, {"head": 0}),
+        (transposed_before, {}, {"head": 0}),
+        (two_loops, {}, {"head": 1, "in": 0}),
+        (after_a_loss_in_chunks, {}, {"head": 0}),
+        # A loop over weights without a product can hide no communication.
+        (lambda p, x: penalty(p) + with_head(p, x), {}, {"head": 1}),
+        (taken_apart, {}, {}),
+        (lambda p, x: with_head(p, x @ p["head"] @ p["head"].T), {}, {}),
+        (with_head, {"stage": 2}, {}),
+        (with_head, {"frozen": "head"}, {}),
+        (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
+        (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
+        (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {}),
+    ],
+)
+def test_leaves_that_are_carried_and_the_loop_that_carries_them(loss, settings, want):
+    """No vector, and nothing frozen, gathered for the whole step or larger than a bucket."""
+    zero, args = begun(**settings)
+    traced = zero.train_step(loss, TX).read(*args)
+    eqns = traced.closed.jaxpr.eqns
+    scans = [at for at, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
+    assert {x.path: scans.index(x.rides) for x in traced.leaves if x.rides is not None} == want
+
+
+@pytest.mark.parametrize(
+    ("loss", "sizes", "settings"),
+    [
+        (with_head, {"data": 3}, {"remat": "none"}),
+        (transposed_before, {"data": 3}, {"remat": "block_sqrt"}),
+        (two_loops, {"data": 2}, {"remat": "block", "micro_batches": 2}),
+        (two_loops, {"data": 3}, {"remat": "dots"}),
+        (after_a_loss_in_chunks, {"replica": 2, "data": 2}, {"hierarchical": True}),
+        (taken_apart, {"data": 2}, {"frozen": "layers"}),
+        (metric_in_the_loop, {"data": 4}, {"remat": "block"}),
+    ],
+)
+def test_steps_equal_plain_optax(loss, sizes, settings):
+    labels = {name: "still" if settings.get("frozen") == name else "moving" for name in make()}
+    plain_tx = optax.multi_transform({"moving": TX, "still": optax.set_to_zero()}, labels)
+    own = Case(make, loss, np.asarray(jax.random.normal(jax.random.key(3), BATCH.shape)))
+    check_parity(own, sizes, TX, 3, plain_tx=plain_tx, **settings)
+
+
+def equations_of(jaxpr):
+    """Its equations and those of all that they call."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from equations_of(inner)
+
+
+def test_a_shard_is_carried_by_both_loops_and_tied_to_every_iteration():
+    def loops(loss):
+        """Shapes of what each loop carries, and of what its barriers tie."""
+        zero, args = begun(remat="block")
+        jaxpr = zero.train_step(loss, TX).trace(*args).jaxpr.jaxpr
+        for eqn in equations_of(jaxpr):
+            if eqn.primitive.name == "scan":
+                start, count = equations.state_of(eqn)
+                body = equations_of(equations.inner(eqn).jaxpr)
+                ties = [e.invars for e in body if "barrier" in e.primitive.name]
+                carried = eqn.invars[start : start + count]
+                yield [v.aval.shape for v in carried], [[v.aval.shape for v in e] for e in ties]
+
+    shard, rows = (WIDTH // 4, WORDS), (ROWS // 4, WIDTH)
+    forward, backward = loops(with_head)
+    for carried, ties in (forward, backward):
+        assert shard in carried and [rows, shard] in ties
+    without = loops(lambda p, x: jnp.mean(p["head"]) + with_head(p, x))
+    assert all(shard not in carried for carried, _ in without)

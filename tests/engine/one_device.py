@@ -1,0 +1,116 @@
+"""Steps and gradients on a mesh beside those of plain JAX and optax on one device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from problems import Problem, ulps
+
+import zero_jax
+
+# eps: Adam turns the rounding of a gradient that is next to nothing into a step.
+ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-4))
+
+
+class Case(Problem):
+    """A problem that equals itself alone, so that results are cached; its loss may return aux."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @functools.cached_property
+    def has_aux(self):
+        out = jax.eval_shape(self.loss, self.start, self.batch)
+        return isinstance(out, tuple) and not isinstance(out, zero_jax.Weighted)
+
+
+def mesh_of(**sizes):
+    return zero_jax.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+def zero_on(sizes, stage=3, **settings):
+    return zero_jax.Zero(mesh_of(**sizes), stage, **settings)
+
+
+@functools.cache
+def alone(own, tx, steps):
+    """Loss, gradient norm and sum of aux of each step, and the parameters after the last."""
+
+    def mean(params):
+        out = own.loss(params, own.batch)
+        loss, aux = out if own.has_aux else (out, 0.0)
+        return loss.sum / loss.weight if isinstance(loss, zero_jax.Weighted) else loss, aux
+
+    @jax.jit
+    def step(params, state):
+        (loss, aux), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        updates, state = tx.update(grads, state, params)
+        seen = loss, optax.tree.norm(grads), jnp.sum(aux)
+        return optax.apply_updates(params, updates), state, seen
+
+    params, seen = jax.tree.map(jnp.asarray, own.start), []
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state, one = step(params, state)
+        seen.append(one)
+    return np.asarray(seen, np.float64), params
+
+
+def begun(own, sizes, tx=ADAM, **settings):
+    """A Zero, its step and the first arguments."""
+    zero = zero_on(sizes, **settings)
+    params, batch = zero.shard(own.start), zero_jax.global_batch(zero.mesh, own.batch)
+    step = zero.train_step(own.loss, tx, has_aux=own.has_aux)
+    return zero, step, (params, zero.optimizer(tx).init(params), batch)
+
+
+def trained(own, sizes, tx=ADAM, steps=2, **settings):
+    """As `alone`, and the audit of the step."""
+    zero, step, (*states, batch) = begun(own, sizes, tx, **settings)
+    program, seen = step.lower(*states, batch).compile(), []
+    for _ in range(steps):
+        *states, metrics = program(*states, batch)
+        aux = metrics.aux if own.has_aux else 0.0
+        seen.append((metrics.loss, metrics.grad_norm, jnp.sum(aux)))
+    audit = zero_jax.audit(program, dict(zero.mesh.shape))
+    return np.asarray(seen, np.float64), zero.full(states[0]), audit
+
+
+def check_parity(own, sizes, tx=ADAM, steps=2, bound=256, plain_tx=None, **settings):
+    """Compares steps in units of fp32 rounding, and returns the audit.
+
+    Sums over devices have another order, which moves a gradient by an ulp or two, and the optimizer
+    amplifies it; a wrong mean, norm or padding is off by 10^4 ulps or more.
+    """
+    seen, params, audit = trained(own, sizes, tx, steps, **settings)
+    wanted, want = alone(own, plain_tx or tx, steps)
+    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+    assert ulps(params, want) < bound
+    return audit
+
+
+def check_gradients(loss, params, x, sizes, rounding=1e-5, plain=None, **settings):
+    zero = zero_on(sizes, **settings)
+    value, grads = zero.value_and_grad(loss)(zero.shard(params), x)
+    wanted, want = jax.jit(jax.value_and_grad(plain or loss))(params, x)
+    np.testing.assert_allclose(value, wanted, rtol=rounding)
+    pairs = jax.tree.leaves_with_path(zero.full(grads)), jax.tree.leaves(want)
+    for (path, a), b in zip(*pairs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=10 * rounding, atol=1e-6, err_msg=str(path))
+
+
+def audited(loss, make, x, sizes, **settings):
+    """The audit of the compiled gradient function."""
+    zero = zero_on(sizes, **settings)
+    lowered = jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(make), x)
+    return zero_jax.audit(lowered.compile(), dict(zero.mesh.shape))
+
+
+def sent(audit, kind, axis="data", dtypes=None):
+    """Elements that a device sends, and messages; without the loss, its weight and the norm."""
+    found = [c for c in audit.collectives if (c.kind, c.axis) == (kind, axis)]
+    found = [c for c in found if c.elements > 8 or kind != "all-reduce"]
+    chosen = [c for c in found if dtypes is None or c.dtype in dtypes]
+    return sum(c.elements * c.runs for c in chosen), sum(c.runs for c in chosen)
