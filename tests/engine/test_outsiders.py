@@ -20,12 +20,12 @@ ROWS_OF_FOUR = jnp.tile(X, (4, 1)).reshape(ROWS, 4, WIDTH)
 
 
 def equinox_layers():
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0), 2)
     return [
         (
             eqx.nn.MultiheadAttention(2, WIDTH, key=key),
             eqx.nn.LayerNorm(WIDTH),
-            eqx.nn.MLP(WIDTH, WIDTH, 12, 2, key=key),
+            eqx.nn.MLP(WIDTH, WIDTH, 12, 1, key=key),
         )
         for key in keys
     ]
@@ -56,7 +56,7 @@ def of_module(model, x):
 
 
 def haiku_forward(x):
-    for _ in range(3):
+    for _ in range(2):
         x = x + jnp.tanh(hk.Linear(WIDTH)(hk.LayerNorm(-1, True, True)(x)))
     return hk.Linear(3)(x)
 

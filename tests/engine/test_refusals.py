@@ -54,9 +54,9 @@ def differentiated(fn=loss, batch=X, params=None, has_aux=False, zero=None, **se
 
 
 def differentiated_under(axis):
-    params = zero_on().abstract(make)
+    params = zero_on().init(lambda: {"w": jnp.ones((10, 8))})
     with jax.set_mesh(mesh_of(axis)):
-        differentiated(params=params)
+        differentiated(lambda p, x: jnp.mean(x @ p["w"]), params=params)
 
 
 def in_dtype(dtype, **settings):
@@ -96,7 +96,7 @@ def stepped(tx, state=None, **named):
 
 def updated(tx):
     zero, own = zero_on(), zero_on().optimizer(tx)
-    params = zero.init(make)
+    params = zero.shard({"w": jnp.ones((4, 8))})
     return own.update(params, own.init(params), params, value=jnp.float32(1))
 
 
@@ -109,7 +109,7 @@ def by_update(update):
     return optax.GradientTransformationExtraArgs(lambda _: {}, update)
 
 
-def growing(grads, state, params=None):
+def growing(grads, state, params=None, **_):
     return grads, {**state, str(len(state)): jnp.zeros(3)}
 
 
@@ -139,7 +139,7 @@ SETTINGS = [
     ("stage auto", lambda: zero_on(stage="auto").plan(loss, optax.sgd(1.0))),
     ("micro_batches 0", lambda: zero_on(micro_batches=0)),
     ("remat blok block", lambda: zero_on(remat="blok")),
-    ("precision bf17 bf16", lambda: zero_on(precision="bf17")),
+    ("bf17 bf16", lambda: zero_on(precision="bf17")),
     ("guard fp16", lambda: zero_on(guard=False, precision="fp16")),
     ("frozen bsae b w", lambda: zero_on(frozen="bsae").abstract(make)),
     ("frozen (b", lambda: zero_on(frozen="(b").abstract(make)),
@@ -199,9 +199,9 @@ OPTIMIZERS = [
         loss, zero_on().optimizer(optax.adam(1e-3)))),
     ("state tuple zero.optimizer", lambda: stepped(optax.sgd(1.0), optax.sgd(1.0).init(make()))),
     ("'nonsense' ZeroState", lambda: state_of(optax.adam(1e-3)).nonsense),
-    ("gradient b (7,)", lambda: state_of(PRIVATE)),
+    ("gradient w (4, 8)", lambda: updated(PRIVATE)),
     # With a transformation that needs the loss the update finds it, not `init`.
-    ("gradient b (7,)", lambda: updated(optax.chain(PRIVATE, optax.polyak_sgd(0.1)))),
+    ("gradient w (4, 8)", lambda: updated(optax.chain(PRIVATE, optax.polyak_sgd(0.1)))),
     ("tx (3,)", lambda: state_of(by_update(growing))),
     ("tx curvature", lambda: stepped(by_update(with_curvature), curvature=jnp.ones(()))),
     ("'curvature' host", lambda: state_of(by_update(with_curvature), offload="optimizer")),

@@ -31,7 +31,6 @@ START, TARGET = make(), jax.jit(jax.value_and_grad(loss))
 
 
 def assert_same_bits(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
@@ -48,8 +47,10 @@ def assert_same_bits(found, wanted):
 def test_initial_values_do_not_depend_on_n_and_stage(make, n, stage):
     zero, wanted = zero_on(n, stage=stage), jax.jit(make)()
     params = zero.init(make)
-    assert_same_bits(zero.full(params), wanted)
-    placed = zero.shard(jax.tree.map(np.asarray, wanted))
+    full = zero.full(params)
+    assert_same_bits(full, wanted)
+    placed = zero.shard(jax.tree.map(np.asarray, full))
+    assert jax.tree.structure(placed) == jax.tree.structure(params)
     assert_same_bits(placed, params)
     assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, params)
     largest = max(jax.tree.leaves(wanted), key=lambda x: x.size)
@@ -85,7 +86,7 @@ def test_metrics_have_loss_weight_and_the_norm_before_clipping(stage, n, k):
 def test_frozen_leaves_have_no_state_and_keep_their_bits(stage):
     """`base/w` is padded; weight decay and the norm of the clip leave frozen leaves out. Alone,
     optax.adamw raises under strict promotion of dtypes."""
-    base = {"w": np.full((10, 7), -0.0, np.float32), "ids": np.arange(6)}
+    base = {"w": np.full((10, 7), -0.0, np.float32), "ids": np.arange(6, dtype=np.int32)}
     base["w"][:3] = 1.0
     start = {"base": base, "head": {"w": np.ones((7, 3), np.float32)}}
 
@@ -108,9 +109,10 @@ def test_frozen_leaves_have_no_state_and_keep_their_bits(stage):
     found = zero.full(params)
     assert_same_bits(found["base"], base)
     np.testing.assert_allclose(found["head"]["w"], wanted["w"], rtol=1e-5)
-    assert [x.shape for x in jax.tree.leaves(state.inner) if x.ndim] == [(7, 3), (7, 3)]
+    moments = jax.tree.leaves(zero_jax.logical(state.inner))
+    assert [x.shape for x in moments if x.ndim] == [(7, 3), (7, 3)]
     grads = jax.eval_shape(zero.value_and_grad(objective), params, X)[1]
-    assert grads["base"]["w"].shape == grads["base"]["ids"].shape == ()
+    assert [x.shape for x in jax.tree.leaves(grads["base"])] == [(), ()]
 
 
 def test_evaluate_returns_loss_and_weight():
@@ -150,8 +152,8 @@ def test_steps_donate_and_compile_once():
     tx = zero.optimizer(optax.adam(1e-2))
     step, params = zero.train_step(loss, tx), zero.shard(START)
     params, state, _ = step(params, tx.init(params), X)
-    with pytest.raises(ValueError, match="21"):
-        step(params, state, X[:21])
+    with pytest.raises(ValueError, match="22"):
+        step(params, state, X[:22])
     events, live = [], []
 
     def heard(name, *_, **__):
