@@ -2,7 +2,7 @@
 
     python abstract_step.py MODEL DEVICES STAGE MICRO_BATCHES
 
-A process of its own, since the number of fake devices is fixed when JAX starts.
+A process of its own, since the number of simulated devices is fixed when JAX starts.
 """
 
 import json
@@ -22,8 +22,7 @@ from zero_jax.models import gpt
 from zero_jax.plan import memory
 
 
-def main(model: str, devices: int, stage: int, micro_batches: int) -> None:
-    """Prints one JSON object."""
+def main(model: str, devices: int, stage: int, k: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     config = gpt.preset(model)
@@ -32,34 +31,19 @@ def main(model: str, devices: int, stage: int, micro_batches: int) -> None:
     def make() -> nnx.State:
         return nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param)
 
-    mesh = zero_jax.make_mesh()
-    zero = zero_jax.Zero(
-        mesh, stage=stage, precision="bf16", micro_batches=micro_batches, remat="block"
-    )
-    tx = optax.adamw(1e-4)
+    mesh, tx = zero_jax.make_mesh(), optax.adamw(1e-4)
+    zero = zero_jax.Zero(mesh, stage=stage, precision="bf16", micro_batches=k, remat="block")
     params = zero.abstract(make)
-    rows = jax.ShapeDtypeStruct(
-        (devices * micro_batches, config.seq + 1),
-        jnp.int32,
-        sharding=jax.sharding.NamedSharding(mesh, jax.P("data")),
-    )
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    rows = jax.ShapeDtypeStruct((devices * k, config.seq + 1), jnp.int32, sharding=sharding)
     step = zero.train_step(lambda p, t: zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, p), t)), tx)
     report = auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
     closed = memory.estimate(jax.eval_shape(make), shards=devices, stage=stage, tx=tx)
-    print(
-        json.dumps(
-            {
-                "num_params": gpt.num_params(config),
-                "words": report.words,
-                "scalar_all_reduces": sum(
-                    c.kind == "all-reduce" and c.elements <= 2 for c in report.collectives
-                ),
-                "argument_bytes": report.argument_bytes,
-                "closed_form_bytes": closed.at_rest,
-                "batch_bytes": micro_batches * (config.seq + 1) * 4,
-            }
-        )
-    )
+    scalars = sum(c.kind == "all-reduce" and c.elements <= 2 for c in report.collectives)
+    found = {"num_params": gpt.num_params(config), "words": report.words}
+    found |= {"scalar_all_reduces": scalars, "argument_bytes": report.argument_bytes}
+    found |= {"closed_form_bytes": closed.at_rest, "batch_bytes": k * (config.seq + 1) * 4}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Gradients of a GPT over all devices of some processes, as process 0 sees them.
+"""Writes gradients of a GPT over all devices of some processes, as process 0 has them.
 
     python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]
 
-SCATTER is a setting of `Precision`, or "none".
-
-A process of its own: how processes find each other is settled when JAX starts.
+SCATTER is a setting of `Precision`, or "none". OUT-0.npz has the gradients by path; OUT-1.npz and
+OUT-2.npz the same, computed again.
 """
 
 import pathlib
@@ -25,7 +24,6 @@ CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
 def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 0) -> None:
-    """Writes the gradients by path to OUT-0.npz and, computed again, OUT-1.npz and OUT-2.npz."""
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
@@ -37,14 +35,14 @@ def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 
     rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
     batch = zero_jax.global_batch(zero.mesh, (rows[index].astype(np.int32),))
 
-    def loss(params, tokens):
-        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), tokens))
+    def loss(params, batch):
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), *batch))
 
-    grad = jax.jit(zero.value_and_grad(lambda params, batch: loss(params, *batch)))
+    grad = jax.jit(zero.value_and_grad(loss))
     for number in range(3):
-        whole = zero.full(grad(params, batch)[1])
+        full = zero.full(grad(params, batch)[1])
         if rank == 0:
-            named = {n: np.asarray(x.addressable_data(0)) for n, x in named_leaves(whole)}
+            named = {n: np.asarray(x.addressable_data(0)) for n, x in named_leaves(full)}
             np.savez(f"{out}-{number}.npz", **named)
 
 

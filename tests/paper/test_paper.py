@@ -1,0 +1,137 @@
+"""Figures of the ZeRO paper, and closed forms of pipeline schedules beside a simulation."""
+
+import re
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import pipelines, scaling, tables
+from zero_jax.hlo.targets import target
+from zero_jax.models import gpt_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
+# Cells of table 1 that the paper truncates where it rounds the others: model, N, stage.
+TRUNCATED = {(128e9, 1024, 1), (128e9, 1024, 2)}
+TRUNCATED |= {(1e12, n, stage) for n in (64, 256, 1024) for stage in (1, 2)}
+
+
+def state_bytes(psi, n, stage, k=12):
+    """Returns bytes per device; state, then gradients, then parameters are sharded."""
+    states = [k * psi, 2 * psi, 2 * psi]
+    return sum(states[:stage]) / n + sum(states[stage:])
+
+
+def printed(value, cell, rounding=ROUND_HALF_UP):
+    """Returns `value` with as many decimals as `cell`."""
+    return str(Decimal(value).quantize(Decimal(cell), rounding=rounding))
+
+
+def test_table_1_digit_for_digit():
+    assert len(tables.TABLE_1) == 18
+    for (psi, n), cells in tables.TABLE_1.items():
+        for stage, cell in enumerate(cells, 1):
+            exact = state_bytes(psi, n, stage) / 1e9
+            assert tables.model_states(psi, n, stage) / 1e9 == pytest.approx(exact, rel=1e-12)
+            truncated = (psi, n, stage) in TRUNCATED
+            assert (printed(exact, cell) != cell) == truncated
+            assert not truncated or printed(exact, cell, ROUND_DOWN) == cell
+            assert f"[{cell}]" in tables.table_1()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_table_2_is_the_first_row_times_mp(stage):
+    exact = 32e9 / state_bytes(1, 64, stage) / 1e9
+    base = printed(exact, tables.TABLE_2[1][0][stage].rstrip("B"))
+    for mp, (cells, measured) in tables.TABLE_2.items():
+        largest = tables.largest_model(32e9, 64, stage, mp=mp)
+        assert largest == pytest.approx(1e9 * exact * mp, rel=1e-12)
+        billions, cell = Decimal(base) * mp, cells[stage]
+        rounded = (
+            printed(billions / 1000, cell.rstrip("T")) + "T" if "T" in cell else f"{billions}B"
+        )
+        assert rounded == cell and f"[{cell}]" in tables.table_2()
+        if stage < 2:
+            assert 0.6 * largest < 1e9 * float(measured[stage].rstrip("B")) < largest
+
+
+def test_checkpointing_reduces_60_gb_of_activations_to_less_than_8():
+    shape = {"layers": 48, "width": 1600, "seq": 1024, "batch": 32}  # GPT-2 of 1.5B
+    assert round(tables.activations(**shape) / 1e9) == 60
+    recomputed = tables.activations(**shape | {"layers": 1})
+    assert 5e9 < tables.checkpoints(**shape) + recomputed < 8e9
+    assert tables.block_elements(6144, 1024, 8) == 12 * 6144 * 1024 * 8
+    assert tables.block_elements(6144, 1024, 8, True) == 13 * 6144 * 1024 * 8
+
+
+def predict(name, devices, **options):
+    setting = scaling.Setting(gpt_config.preset(name), target("v100-32gb"), **options)
+    return scaling.predict(setting, devices)
+
+
+def test_60b_scales_superlinearly_from_64_to_400_devices():
+    points = predict("60b", [64, 128, 256, 400])
+    speeds = [point.flops_per_device for point in points]
+    assert speeds == sorted(speeds) and points[1].total_flops > 2 * points[0].total_flops
+    assert points[3].total_flops == pytest.approx(15e15, rel=0.2)  # section 10.2
+    layers, width, *_ = scaling.FIGURE_3
+    psi = (50304 + 1024) * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    for point, n in zip(points, (4, 8, 16, 25), strict=True):
+        assert point.states_bytes == pytest.approx(state_bytes(psi, n, 2) / 16)
+        assert point.saved_bytes == pytest.approx(point.batch * layers * width * 1024 * 2 / 16)
+    # A ring of 4 sends 3/4 of its elements, one of 8 sends 7/8: 7/6 of the batch hides both.
+    (few,), (many,) = predict("60b", [64], max_batch=12), predict("60b", [128], max_batch=14)
+    assert many.flops_per_device == pytest.approx(few.flops_per_device, rel=1e-12)
+    assert predict("170b", [400], stage=1)[0].batch == 0 < predict("170b", [400])[0].batch
+
+
+def simulate(orders, times):
+    """Runs each device's passes, as early as possible; returns idle time and most rows in flight.
+
+    A pass is (kind, micro-batch). F needs the previous stage, B its F and the next stage, W its B.
+    """
+    ends, left = [{} for _ in orders], [[*order] for order in orders]
+    while any(left):
+        for device, order in enumerate(left):
+            if order and all(need in ends[i] for i, need in needs(device, order[0], len(ends))):
+                now = order.pop(0)
+                before = [ends[i][need] for i, need in needs(device, now, len(ends))]
+                start = max([0, *before, *ends[device].values()])
+                ends[device][now] = start + times[now[0]]
+    changes = [[{"F": 1, "B": -1}.get(kind, 0) for kind, _ in order] for order in orders]
+    held = max(sum(change[:i]) for change in changes for i in range(len(change) + 1))
+    return max(max(x.values()) for x in ends) - sum(times[kind] for kind, _ in orders[0]), held
+
+
+def needs(device, now, devices):
+    kind, row = now
+    if kind == "F":
+        return [(device - 1, now)] if device else []
+    after = [(device + 1, now)] if kind == "B" and device + 1 < devices else []
+    return [(device, ("F" if kind == "B" else "B", row)), *after]
+
+
+def zb_h1(p, m, device, kinds="FBW"):
+    """Returns a device's order of ZB-H1 (arXiv:2401.10241, figure 3), without W that of 1F1B."""
+    lags = {"F": 0, "B": p - 1 - device, "W": p - 1}
+    turns = range(m + p - 1)
+    return [(kind, x - lags[kind]) for x in turns for kind in kinds if 0 <= x - lags[kind] < m]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 3), (4, 9), (5, 16), (8, 17)])
+def test_closed_forms_of_schedules_equal_a_simulation(p, m):
+    closed, times = pipelines.schedules(p, m), {"F": 1, "B": 2}
+    gpipe = [[*(("F", x) for x in range(m)), *(("B", x) for x in reversed(range(m)))]] * p
+    one_f_one_b = [zb_h1(p, m, device, "FB") for device in range(p)]
+    split = [zb_h1(p, m, device) for device in range(p)]
+    assert simulate(gpipe, times) == (closed["GPipe"].idle, closed["GPipe"].in_flight)
+    assert simulate(one_f_one_b, times) == (closed["1F1B"].idle, closed["1F1B"].in_flight)
+    assert simulate(split, dict.fromkeys("FBW", 1)) == (closed["ZB-H1"].idle, min(p, m))
+    assert closed["GPipe"].idle == closed["1F1B"].idle == 3 * (p - 1)
+
+
+def test_the_page_shows_the_output_of_the_command(capsys):
+    pattern = r"```sh\npython benchmarks/paper/pipelines.py (.*?)\n```\n\n```text\n(.*?)```"
+    for args, text in re.findall(pattern, PAGE.read_text(), re.DOTALL):
+        pipelines.main(args.split())
+        assert capsys.readouterr().out == text
