@@ -15,20 +15,17 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import zero_jax
 from zero_jax.collectives import gather_scatter
 from zero_jax.engine import optimizer, rewrite, weights
 from zero_jax.hlo import auditor
-from zero_jax.models import gpt
 from zero_jax.sharding import cuts
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-CONFIG = gpt.GPTConfig(layers=8, width=64, heads=2, vocab=32, seq=16, loss_chunk=16)
-PSI = gpt.num_params(CONFIG)
-KERNELS = CONFIG.layers * 12 * CONFIG.width**2
-GRAPHDEF, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))))
+LAYERS, WIDTH = 8, 64
+KERNELS = LAYERS * 8 * WIDTH**2
+PSI = KERNELS + LAYERS * 4 * WIDTH + 2 * WIDTH**2
 
 # (all-gather, reduce-scatter, all-reduce) in elements per parameter.
 ELEMENTS = {
@@ -40,18 +37,24 @@ ELEMENTS = {
 
 
 def make():
-    return nnx.state(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param)
+    layers = {"up": (WIDTH, 4 * WIDTH), "bias": (4 * WIDTH,), "down": (4 * WIDTH, WIDTH)}
+    layers = {name: jnp.ones((LAYERS, *shape)) for name, shape in layers.items()}
+    return {"first": jnp.ones((WIDTH, WIDTH)), "layers": layers, "last": jnp.ones((WIDTH, WIDTH))}
 
 
-def loss(params, tokens):
-    return zero_jax.Weighted(*gpt.loss(nnx.merge(GRAPHDEF, params), tokens))
+def loss(params, rows):
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"], None
+
+    x, _ = jax.lax.scan(layer, rows @ params["first"], params["layers"])
+    return zero_jax.Weighted(jnp.sum(jnp.square(x @ params["last"])), jnp.float32(len(rows)))
 
 
 def audit(stage, k=1, tx=None, **settings):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, micro_batches=k, **settings)
     tx = tx or optax.adamw(1e-3)
     params = zero.abstract(make)
-    rows = jax.ShapeDtypeStruct((8 * k, CONFIG.seq + 1), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8 * k, WIDTH), jnp.float32)
     step = zero.train_step(loss, tx)
     return auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
 
@@ -62,10 +65,7 @@ def elements(report):
 
 
 def assert_elements(report, stage, k=1):
-    # At stage 3 a tied embedding is gathered and reduced at both of its uses, but not gathered
-    # again in the backward pass: its 0.5 % of this model move between the kinds.
-    assert elements(report) == pytest.approx(ELEMENTS[stage](k), abs=0.02 * k)
-    assert sum(elements(report)) == pytest.approx(sum(ELEMENTS[stage](k)), rel=0.01)
+    assert elements(report) == pytest.approx(ELEMENTS[stage](k), abs=0.01)
 
 
 ROWS = [(0, 1, "block"), (1, 1, "none"), (1, 3, "block"), (2, 3, "dots"), (3, 1, "none")]
@@ -76,9 +76,9 @@ ROWS += [(3, 3, "block"), SLOW(0, 3, "block"), SLOW(2, 1, "block"), SLOW(3, 2, "
 def test_a_step_sends_and_holds_what_the_paper_says(stage, k, remat):
     report = audit(stage, k, remat=remat)
     assert_elements(report, stage, k)
-    # Ψ is divisible by 8 leaf by leaf here; beside it: Adam's counter, the guard, the batch.
+    # Ψ is divisible by 8 leaf by leaf; beside it: Adam's counter, the guard, the batch.
     states = 12 * PSI // (8 if stage else 1)
-    assert report.argument_bytes == states + 4 + 16 + k * (CONFIG.seq + 1) * 4
+    assert report.argument_bytes == states + 4 + 16 + k * WIDTH * 4
     # One all-reduce for loss and weight together, and one more for the norm, of two sums.
     small = [c for c in report.collectives if c.kind == "all-reduce" and c.elements < 9]
     assert sorted(c.elements for c in small) == [2, 2] or (stage == 0 and len(small) <= 2)
@@ -100,9 +100,9 @@ def test_clipping_by_the_global_norm_adds_no_collective():
     assert sum(clipped.words.values()) - sum(plain.words.values()) < 100
 
 
-def test_a_frozen_model_reduces_nothing_but_its_head():
-    gathered, scattered, _ = elements(audit(3, remat="block", frozen="blocks/"))
-    assert scattered < 0.1 and gathered > 1
+def test_a_frozen_model_reduces_only_its_trained_leaves():
+    gathered, scattered, _ = elements(audit(3, remat="block", frozen="layers/"))
+    assert scattered == pytest.approx(2 * WIDTH**2 / PSI) and gathered > 1
 
 
 PAPER = [*(("7.5b", 64, stage, 1) for stage in range(3)), ("7.5b", 64, 3, 2), ("1t", 1024, 3, 1)]

@@ -12,30 +12,22 @@ import zero_jax
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
 # What each package, and each module beside them, may import, as its `__init__` says.
-BELOW = {"jaxpr": set(), "cluster": set(), "sharding": set(), "models": set()}
-BELOW["translate"] = set()
-BELOW["collectives"] = {"sharding"}
-BELOW["owners"] = {"jaxpr", "sharding"}
-BELOW["adapters"] = {"jaxpr", "sharding"}
-BELOW["hlo"] = {"sharding"}
+BELOW = {name: set() for name in ("jaxpr", "cluster", "sharding", "models", "translate")}
+BELOW |= {"collectives": {"sharding"}, "hlo": {"sharding"}}
+BELOW |= {name: {"jaxpr", "sharding"} for name in ("owners", "adapters", "states")}
 BELOW["remat"] = {"jaxpr", "sharding", "collectives"}
-BELOW["states"] = {"jaxpr", "sharding"}
 BELOW["offload"] = {"jaxpr", "sharding", "collectives", "states"}
 BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"}
-BELOW["engine"] = {"jaxpr", "cluster", "sharding", "collectives", "remat", "offload", "owners"}
-BELOW["engine"] |= {"states"}
+BELOW["engine"] = BELOW["offload"] | {"cluster", "remat", "offload", "owners"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
-PACKAGES = set(BELOW) | {"commands"}
+PACKAGES = {*BELOW, "commands"}
 # Every package may import these modules, which import nothing of the library.
 FACTS = {"_version", "names", "releases", "streams"}
-BELOW |= {name: set() for name in FACTS}
+BELOW |= {name: set() for name in (*FACTS, "__main__")}
 # Above the public API are the command lines and the diagnosis, which nothing imports.
-BELOW["zero"] = BELOW["plan"] | {"plan"}
-BELOW["commands"] = PACKAGES - {"commands"} | {"zero"}
-BELOW["doctor"] = BELOW["zero"]
-BELOW["__init__"] = BELOW["commands"]
-BELOW["__main__"] = set()
+BELOW["zero"] = BELOW["doctor"] = BELOW["plan"] | {"plan"}
+BELOW["commands"] = BELOW["__init__"] = PACKAGES - {"commands"} | {"zero"}
 MODULES = sorted([*LIBRARY.rglob("*.py"), *(LIBRARY / "models").glob("*.py")])
 # Python runs `python -m zero_jax.plan` from a package's `__main__.py`: only that file may import
 # the command line, which is above its package.

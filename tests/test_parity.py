@@ -70,23 +70,42 @@ OPTIMIZERS = {
 }
 
 
-@functools.cache
-def problem(name: str) -> Problem:
-    return few_leaves(name == "few, empty") if name.startswith("few") else PROBLEMS[name]()
-
-
-def few_leaves(empty) -> Problem:
-    """Returns a problem with odd and even leaves, a scalar and, if `empty`, an empty leaf."""
-    shapes = {"bias": (), "vector": (13,), "deep": (2, 13, 8), "first": (7, 13), "none": (0, 4)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    start = {n: 0.2 * jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
+def few_leaves(empty: bool = True) -> Problem:
+    """Odd, even, small and tied leaves, a scalar and, if `empty`, a leaf without elements."""
+    shapes = {"bias": (), "vector": (3,), "deep": (2, 13, 8), "tied": (7, 13), "none": (0, 4)}
+    start = {name: 0.2 * jax.random.normal(jax.random.key(0), x) for name, x in shapes.items()}
     start = {name: leaf for name, leaf in start.items() if leaf.size or empty}
 
     def loss(params, batch):
-        hidden = jnp.tanh(batch[0] @ params["first"] + params["vector"])
+        hidden = batch[0] + jnp.tanh(batch[0] @ params["tied"]) @ params["tied"].T
+        hidden = jnp.tanh(hidden @ params["tied"] + params["vector"].sum())
         return jnp.mean(jnp.square(hidden @ params["deep"].sum(0) + params["bias"] - batch[1]))
 
-    return Problem(lambda: start, loss, PROBLEMS["zoo"]().batch)
+    return Problem(lambda: start, loss, problem("zoo").batch)
+
+
+def many_leaves() -> Problem:
+    zoo = zoo_problem(tiny=200)
+    zoo.batch = jax.tree.map(lambda x: x[:112], zoo.batch)  # 120 rows have no factor 7
+    return zoo
+
+
+def weighted_loss(params, batch):
+    error = jnp.square(batch[0] @ params["w"]).sum(1)
+    return zero_jax.Weighted(jnp.sum(error * batch[1]), jnp.sum(batch[1]))
+
+
+def weighted_problem(loss=weighted_loss) -> Problem:
+    """From 0 to 23 tokens a row: devices and micro-batches have very different weights."""
+    batch = jax.random.normal(jax.random.key(1), (24, 5)), jnp.arange(24.0)
+    return Problem(lambda: {"w": jnp.ones((5, 6))}, loss, batch)
+
+
+@functools.cache
+def problem(name: str) -> Problem:
+    own = {"few": few_leaves, "few, none empty": functools.partial(few_leaves, False)}
+    own |= {"weighted": weighted_problem, "many": many_leaves}
+    return {**PROBLEMS, **own}[name]()
 
 
 @functools.cache
@@ -102,67 +121,39 @@ def assert_parity(name, make_tx, n, **settings):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-# With -m slow every N and stage.
-USUAL = {("gpt", 3, 3), ("gpt", 8, 1), ("resnet", 3, 3), ("zoo", 3, 2), ("zoo", 8, 3)}
-EVERY = itertools.product(PROBLEMS, (1, 2, 3, 4, 5, 8), range(4))
-
-
-@pytest.mark.parametrize(("name", "n", "stage"), [p if p in USUAL else SLOW(*p) for p in EVERY])
-def test_ten_steps_equal_plain_optax(name, n, stage):
+# Problem, N, stage, micro-batches and remat; with -m slow every N and stage.
+USUAL = [("gpt", 3, 3, 2, "block"), ("resnet", 8, 1, 1, "none"), ("few", 5, 2, 2, "none")]
+USUAL += [("few", 1, 3, 1, "none"), SLOW("many", 7, 3, 1, "none")]
+USUAL += [("weighted", 4, stage, k, "none") for stage, k in ((0, 1), (1, 3), (3, 2))]
+for name, n, stage in itertools.product(PROBLEMS, (1, 2, 3, 4, 5, 8), range(4)):
     # Batch norm sees one micro-batch; 120 rows are not divisible by two of them on 8 devices.
     k = 2 if n in (3, 4) and name != "resnet" else 1
     remat = ("block", "dots", "none")[(n + 2 * stage) % 3] if name == "gpt" else "none"
-    assert_parity(
-        name, sgd if name == "resnet" else adam, n, stage=stage, micro_batches=k, remat=remat
-    )
+    if (name, n, stage, k, remat) not in USUAL:
+        USUAL.append(SLOW(name, n, stage, k, remat))
 
 
-@pytest.mark.slow
-def test_seven_devices_and_two_hundred_tiny_leaves():
-    zoo = zoo_problem(tiny=200)
-    zoo.batch = jax.tree.map(lambda x: x[:112], zoo.batch)  # 120 rows have no factor 7
-    want = train_plain(zoo, optax.sgd(1e-2), 3)
-    losses, params, _ = train_zero(zoo, optax.sgd(1e-2), 3, 7, stage=3)
-    assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
-    assert ulps(params, want[1]) < ULPS
+@pytest.mark.parametrize(("name", "n", "stage", "k", "remat"), USUAL)
+def test_ten_steps_equal_plain_optax(name, n, stage, k, remat):
+    tx = adam if name in ("gpt", "zoo", "few") else sgd
+    assert_parity(name, tx, n, stage=stage, micro_batches=k, remat=remat)
 
 
 @pytest.mark.parametrize(("stage", "n"), [SLOW(0, 2), SLOW(1, 3), SLOW(2, 5), (3, 8)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_is_exact(optimizer, stage, n):
     # Plain optax itself cannot run muon on an empty leaf.
-    name = "few" if optimizer == "muon" else "few, empty"
+    name = "few, none empty" if optimizer == "muon" else "few"
     assert_parity(name, OPTIMIZERS[optimizer], n, stage=stage)
-
-
-@pytest.mark.parametrize(("stage", "k"), [(0, 1), (1, 3), (2, 2), (3, 3)])
-def test_unequal_weights_are_divided_once_by_the_global_weight(stage, k):
-    rows = jax.random.normal(jax.random.key(1), (24, 5))
-    # From 0 to 23 tokens a row: devices and micro-batches of very different weight.
-    want, got = (
-        train(Problem(lambda: {"w": jnp.ones((5, 6))}, weighted, (rows, jnp.arange(24.0))))
-        for train in (
-            lambda problem: train_plain(problem, sgd(), 3),
-            lambda problem: train_zero(problem, sgd(), 3, 4, stage=stage, micro_batches=k),
-        )
-    )
-    assert ulps(jnp.array(got[0]), jnp.array(want[0])) < ULPS
-    assert ulps(got[1], want[1]) < ULPS
-
-
-def weighted(params, batch):
-    error = jnp.square(batch[0] @ params["w"]).sum(1)
-    return zero_jax.Weighted(jnp.sum(error * batch[1]), jnp.sum(batch[1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_in_bf16_the_stages_agree(name):
     """bf16 has 8 bits: one ulp is 2^-8; runs differ by summation order only."""
-    precision = zero_jax.Precision("bf16", "bf16")
+    settings = {"precision": zero_jax.Precision("bf16", "bf16")}
     first, *others = (
-        train_zero(problem(name), adam(), STEPS, 4, stage=stage, precision=precision)
-        for stage in range(4)
+        train_zero(problem(name), adam(), STEPS, 4, stage=stage, **settings) for stage in range(4)
     )
     for losses, params, _ in others:
         np.testing.assert_allclose(losses, first[0], rtol=2**-7)
@@ -189,17 +180,13 @@ def test_a_gradient_counted_twice_is_detected(monkeypatch):
 
 def test_a_mean_over_devices_instead_of_rows_is_detected():
     """Dividing each device's sum by its own weight is the classic averaging bug."""
-    rows = jax.random.normal(jax.random.key(1), (8, 5))
-    batch = (rows, jnp.array([1.0, 9.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0]))
 
     def mean(params, batch):
-        total, weight = weighted(params, batch)
+        total, weight = weighted_loss(params, batch)
         return total / weight
 
-    make = lambda: {"w": jnp.ones((5, 4))}  # noqa: E731
-    want = train_plain(Problem(make, weighted, batch), optax.sgd(1e-2), 3)
-    wrong = train_zero(Problem(make, mean, batch), optax.sgd(1e-2), 3, 4, stage=3)
-    assert ulps(wrong[1], want[1]) > 100 * ULPS
+    wrong = train_zero(weighted_problem(mean), sgd(), STEPS, 4, stage=3)
+    assert ulps(wrong[1], plain("weighted", sgd)[1]) > 100 * ULPS
 
 
 def test_a_local_clip_norm_is_detected(monkeypatch):

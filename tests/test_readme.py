@@ -19,21 +19,21 @@ DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")}
 PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(DOCS))
 FIRST = "docs/first-steps.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
-# What the Python of each page prints.
+# Patterns that the output of each page's Python matches.
 PRINTS = {
-    "README.md": r"(loss \d+\.\d{3}\n){3}",
-    "docs/guide.md": r".*'buffers'.*",
-    "docs/offload.md": r"(?=.*step 3).*pinned_host.*",
-    "docs/checkpoints.md": r"(?=.*{'sample': 32}).*step 4: restored.*",
-    "docs/parallelism.md": r"(?=.*'model').*block@partitioned.*",
-    "docs/nnx.md": r".* \(16, 1\)\n",
-    "docs/finetuning.md": r"(?=.*loss).*params/layers_0/kernel.*",
-    "docs/states.md": r"uint8\nfloat32\n",
-    "docs/experts.md": r"dropped [1-9]\d* of 4096\nas before True\n",
-    "docs/models.md": r"linen (.*\n){9}annotated .*\n",
-    "docs/does-not-fit.md": r".*stage 3 remat \w+\n",
-    "docs/interchange.md": r".*'model-00001-of-00003.safetensors'.*",
-    "docs/plan.md": r".*'optimizer_state'.*",
+    "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"],
+    "docs/guide.md": ["'buffers'"],
+    "docs/offload.md": ["pinned_host", "step 3"],
+    "docs/checkpoints.md": ["step 4: restored", "{'sample': 32}"],
+    "docs/parallelism.md": ["'model'", "block@partitioned"],
+    "docs/nnx.md": [r" \(16, 1\)\n\Z"],
+    "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
+    "docs/states.md": [r"\Auint8\nfloat32\n\Z"],
+    "docs/experts.md": [r"\Adropped [1-9]\d* of 4096\nas before True\n\Z"],
+    "docs/models.md": [r"\Alinen (.*\n){9}annotated .*\n\Z"],
+    "docs/does-not-fit.md": [r"stage 3 remat \w+\n\Z"],
+    "docs/interchange.md": ["'model-00001-of-00003.safetensors'"],
+    "docs/plan.md": ["'optimizer_state'"],
 }
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange", "does-not-fit")}
 
@@ -56,7 +56,7 @@ def test_all_pages_with_python_are_run():
 def test_code_blocks_run(page, capsys):
     exec(compile("\n".join(blocks_of(page, "python")), page, "exec"), {"__name__": page})
     printed = capsys.readouterr().out
-    assert re.fullmatch(PRINTS[page], printed, re.DOTALL if ".*'" in PRINTS[page] else 0)
+    assert all(re.search(pattern, printed) for pattern in PRINTS[page]), printed
     losses = re.findall(r"loss (\d+\.\d{3})\n", printed) if page == "README.md" else [1, 0]
     assert float(losses[-1]) < float(losses[0])
 

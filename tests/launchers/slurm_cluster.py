@@ -3,7 +3,6 @@
 import getpass
 import os
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from training.supervise import free_address
 
-PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 # JAX looks for the coordinator on the first node, so that has to be a name of this machine.
 NODES = (socket.gethostname(), "zz-second")
 CONF = """ClusterName=here
@@ -42,11 +40,6 @@ NodeName={nodes[0]} NodeHostname={nodes[0]} NodeAddr=127.0.0.1 Port={ports[1]} C
 NodeName={nodes[1]} NodeHostname={nodes[0]} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def missing():
-    """Returns the programs of SLURM that are not installed (Debian: slurm-wlm)."""
-    return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 class Cluster:

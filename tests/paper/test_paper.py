@@ -10,10 +10,8 @@ from benchmarks.paper import pipelines, scaling, tables
 from zero_jax.hlo.targets import target
 from zero_jax.models import gpt_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
-# Cells of table 1 that the paper truncates where it rounds the others: model, N, stage.
-TRUNCATED = {(128e9, 1024, 1), (128e9, 1024, 2)}
-TRUNCATED |= {(1e12, n, stage) for n in (64, 256, 1024) for stage in (1, 2)}
+# Cells of table 1 that the paper truncates where it rounds the others: model and N.
+TRUNCATED = {(128e9, 1024), (1e12, 64), (1e12, 256), (1e12, 1024)}
 
 
 def state_bytes(psi, n, stage, k=12):
@@ -23,7 +21,6 @@ def state_bytes(psi, n, stage, k=12):
 
 
 def printed(value, cell, rounding=ROUND_HALF_UP):
-    """Returns `value` with as many decimals as `cell`."""
     return str(Decimal(value).quantize(Decimal(cell), rounding=rounding))
 
 
@@ -33,7 +30,7 @@ def test_table_1_digit_for_digit():
         for stage, cell in enumerate(cells, 1):
             exact = state_bytes(psi, n, stage) / 1e9
             assert tables.model_states(psi, n, stage) / 1e9 == pytest.approx(exact, rel=1e-12)
-            truncated = (psi, n, stage) in TRUNCATED
+            truncated = (psi, n) in TRUNCATED and stage < 3
             assert (printed(exact, cell) != cell) == truncated
             assert not truncated or printed(exact, cell, ROUND_DOWN) == cell
             assert f"[{cell}]" in tables.table_1()
@@ -75,7 +72,7 @@ def test_60b_scales_superlinearly_from_64_to_400_devices():
     assert speeds == sorted(speeds) and points[1].total_flops > 2 * points[0].total_flops
     assert points[3].total_flops == pytest.approx(15e15, rel=0.2)  # section 10.2
     layers, width, *_ = scaling.FIGURE_3
-    psi = (50304 + 1024) * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    psi = (50304 + 1024 + 2) * width + layers * (12 * width**2 + 13 * width)
     for point, n in zip(points, (4, 8, 16, 25), strict=True):
         assert point.states_bytes == pytest.approx(state_bytes(psi, n, 2) / 16)
         assert point.saved_bytes == pytest.approx(point.batch * layers * width * 1024 * 2 / 16)
@@ -91,13 +88,14 @@ def simulate(orders, times):
     A pass is (kind, micro-batch). F needs the previous stage, B its F and the next stage, W its B.
     """
     ends, left = [{} for _ in orders], [[*order] for order in orders]
-    while any(left):
+    for _ in range(sum(map(len, left))):
         for device, order in enumerate(left):
-            if order and all(need in ends[i] for i, need in needs(device, order[0], len(ends))):
-                now = order.pop(0)
-                before = [ends[i][need] for i, need in needs(device, now, len(ends))]
-                start = max([0, *before, *ends[device].values()])
+            needed = needs(device, order[0], len(ends)) if order else [(device, None)]
+            before = [ends[i].get(x) for i, x in needed]
+            if None not in before:
+                now, start = order.pop(0), max([0, *before, *ends[device].values()])
                 ends[device][now] = start + times[now[0]]
+    assert not any(left), "deadlock"
     changes = [[{"F": 1, "B": -1}.get(kind, 0) for kind, _ in order] for order in orders]
     held = max(sum(change[:i]) for change in changes for i in range(len(change) + 1))
     return max(max(x.values()) for x in ends) - sum(times[kind] for kind, _ in orders[0]), held
@@ -114,8 +112,8 @@ def needs(device, now, devices):
 def zb_h1(p, m, device, kinds="FBW"):
     """Returns a device's order of ZB-H1 (arXiv:2401.10241, figure 3), without W that of 1F1B."""
     lags = {"F": 0, "B": p - 1 - device, "W": p - 1}
-    turns = range(m + p - 1)
-    return [(kind, x - lags[kind]) for x in turns for kind in kinds if 0 <= x - lags[kind] < m]
+    order = [(kind, turn - lags[kind]) for turn in range(m + p - 1) for kind in kinds]
+    return [(kind, row) for kind, row in order if 0 <= row < m]
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 3), (4, 9), (5, 16), (8, 17)])
@@ -132,6 +130,7 @@ def test_closed_forms_of_schedules_equal_a_simulation(p, m):
 
 def test_the_page_shows_the_output_of_the_command(capsys):
     pattern = r"```sh\npython benchmarks/paper/pipelines.py (.*?)\n```\n\n```text\n(.*?)```"
-    for args, text in re.findall(pattern, PAGE.read_text(), re.DOTALL):
+    page = Path(__file__).parents[2] / "docs" / "pipelines.md"
+    for args, text in re.findall(pattern, page.read_text(), re.DOTALL):
         pipelines.main(args.split())
         assert capsys.readouterr().out == text
