@@ -48,7 +48,7 @@ ODD_GPT = gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8, loss_chunk
 def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
     """Two scanned layers, odd widths, a tied embedding with a prime number of rows."""
 
-    def model() -> gpt.GPT:
+    def model():
         return gpt.GPT(config, rngs=nnx.Rngs(0))
 
     graphdef, _ = nnx.split(nnx.eval_shape(model))
@@ -63,16 +63,16 @@ def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
 def resnet_problem() -> Problem:
     """Convolutions and batch norm: mutable statistics, synchronised over the mesh."""
 
-    def with_axis(axis: str | None) -> Any:
+    def with_axis(axis):
         return resnet.ResNet(stages=(1,), width=5, classes=3, axis_name=axis)
 
     images = jax.random.normal(jax.random.key(1), (ROWS, 6, 6, 3))
     labels = jax.random.randint(jax.random.key(2), (ROWS,), 0, 3)
 
-    def make() -> Any:
+    def make():
         return with_axis(None).init(jax.random.key(0), images[:1], train=True)
 
-    def loss(axis: str | None, params: Any, batch: Any, stats: Any) -> Any:
+    def loss(axis, params, batch, stats):
         value, new_stats = resnet.loss(with_axis(axis), params, stats, *batch)
         return zero_jax.Weighted(*value), new_stats
 
@@ -84,10 +84,10 @@ def resnet_problem() -> Problem:
 def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
     """The leaf shapes of `zoo_params`; plain optax itself cannot run muon on an empty leaf."""
 
-    def make() -> Any:
+    def make():
         return {k: v for k, v in zoo_params(tiny).items() if empty or k != "empty_0x4"}
 
-    def loss(p: Any, batch: Any) -> jax.Array:
+    def loss(p, batch):
         x_Bx7, want_Bx8 = batch
         h = x_Bx7 @ p["prime_7x13"] + p["scalar"] * p["three"].sum() + p["thirteen"]
         h = jnp.tanh(h + p["deep_5x2x13"].sum((0, 1)) + p.get("empty_0x4", jnp.zeros(0)).sum())
@@ -100,7 +100,7 @@ def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
     return Problem(make, loss, (x_Bx7, jnp.sin(3 * x_Bx7[:, :1] + jnp.arange(8.0))))
 
 
-def zoo_params(tiny: int) -> Any:
+def zoo_params(tiny):
     """Returns leaves whose shapes are difficult to shard, and `tiny` small vectors."""
     shapes = {"scalar": (), "three": (3,), "thirteen": (13,), "empty_0x4": (0, 4)}
     shapes |= {"prime_7x13": (7, 13), "deep_5x2x13": (5, 2, 13), "giant_13x101": (13, 101)}
@@ -114,14 +114,12 @@ def zoo_params(tiny: int) -> Any:
 PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
 
 
-def train_plain(
-    problem: Problem, tx: optax.GradientTransformation, steps: int
-) -> tuple[list[float], Any]:
+def train_plain(problem, tx, steps):
     """Returns the losses and final parameters of plain optax on one device, in fp32."""
 
     @jax.jit
-    def step(params: Any, state: Any, extras: Any) -> Any:
-        def objective(params: Any) -> Any:
+    def step(params, state, extras):
+        def objective(params):
             out = problem.loss(params, problem.batch, *extras)
             value, aux = out if problem.has_aux else (out, None)
             return value[0] / value[1] if isinstance(value, tuple) else value, aux
@@ -138,15 +136,8 @@ def train_plain(
     return losses, params
 
 
-def train_zero(
-    problem: Problem,
-    tx: optax.GradientTransformation,
-    steps: int,
-    n: int,
-    replica: int = 1,
-    **settings: Any,
-) -> tuple[list[float], Any, zero_jax.Zero]:
-    """Runs the same under Zero on the first n devices, of each replica."""
+def train_zero(problem, tx, steps, n, replica=1, **settings):
+    """Runs the same under Zero on the first n devices of each replica; returns the Zero too."""
     mesh = zero_jax.make_mesh(replica=replica, devices=jax.devices()[: n * replica])
     zero = zero_jax.Zero(mesh, **settings)
     params = zero.shard(problem.start)
@@ -159,7 +150,7 @@ def train_zero(
     return losses, zero.full(params), zero
 
 
-def ulps(got: Any, want: Any) -> float:
+def ulps(got, want) -> float:
     """Returns the largest difference of two trees, in fp32 ulps of each leaf's largest element."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
