@@ -47,7 +47,8 @@ ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
 GPT = gpt.GPTConfig(layers=4, width=128, heads=2, vocab=256, seq=128)
 BF16 = {"precision": zero_jax.Precision("bf16")}
-EIGHT_BITS, STREAMED = {"states": "8bit"}, {"offload": Offload(True, piece_bytes=4096)}
+EIGHT_BITS = {"states": "8bit"}
+STREAMED, LARGE_PIECES = ({"offload": Offload(True, piece_bytes=n)} for n in (2**12, 2**16))
 REMAT = [{"remat": p} for p in ("dots", "block", "block_sqrt", "block@host", "block_sqrt@host")]
 # By check: the model, settings of the reference, settings that are compared with it, and the limit:
 # fp32 ulps of parameters or, below 1, the relative difference of losses.
@@ -56,7 +57,7 @@ COMPARED = {
     "precision": (GPT, {}, [BF16, {"precision": zero_jax.Precision("fp16")}], 5e-3),
     "whole model": (GPT, {**BF16, "attention": "xla"}, [{**BF16, "attention": "auto"}], 5e-3),
     "states": (GPT, {"steps": 12}, [{**EIGHT_BITS, "steps": 12}], 2e-2),
-    "states on the host": (GPT, EIGHT_BITS, [{**EIGHT_BITS, **STREAMED}], 2**14),
+    "states on the host": (GPT, EIGHT_BITS, [{**EIGHT_BITS, **LARGE_PIECES}], 2**14),
     "tiers": (ODD_GPT, {}, [STREAMED, {"offload": Offload(True, True, piece_bytes=4096)}], ULPS),
 }
 

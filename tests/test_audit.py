@@ -23,7 +23,7 @@ from zero_jax.sharding import cuts
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 LAYERS, WIDTH = 8, 64
 KERNELS = LAYERS * 8 * WIDTH**2
-PSI = KERNELS + LAYERS * 4 * WIDTH + 2 * WIDTH**2
+PSI = KERNELS + LAYERS * 4 * WIDTH
 
 # (all-gather, reduce-scatter, all-reduce) in elements per parameter.
 ELEMENTS = {
@@ -35,17 +35,16 @@ ELEMENTS = {
 
 
 def make():
-    layers = {"up": (WIDTH, 4 * WIDTH), "bias": (4 * WIDTH,), "down": (4 * WIDTH, WIDTH)}
-    layers = {name: jnp.ones((LAYERS, *shape)) for name, shape in layers.items()}
-    return {"first": jnp.ones((WIDTH, WIDTH)), "layers": layers, "last": jnp.ones((WIDTH, WIDTH))}
+    shapes = {"up": (WIDTH, 4 * WIDTH), "bias": (4 * WIDTH,), "down": (4 * WIDTH, WIDTH)}
+    return {name: jnp.ones((LAYERS, *shape)) for name, shape in shapes.items()}
 
 
 def loss(params, rows):
     def layer(x, p):
         return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"], None
 
-    x, _ = jax.lax.scan(layer, rows @ params["first"], params["layers"])
-    return zero_jax.Weighted(jnp.sum(jnp.square(x @ params["last"])), jnp.float32(len(rows)))
+    out = jax.lax.scan(layer, rows, params)[0]
+    return zero_jax.Weighted(jnp.sum(jnp.square(out)), jnp.float32(len(rows)))
 
 
 def audit(stage, k=1, tx=None, **settings):
@@ -98,9 +97,9 @@ def test_clipping_by_the_global_norm_adds_no_collective():
     assert sum(clipped.words.values()) - sum(plain.words.values()) < 100
 
 
-def test_a_frozen_model_reduces_only_its_trained_leaves():
-    gathered, scattered, _ = elements(audit(3, remat="block", frozen="layers/"))
-    assert scattered == pytest.approx(2 * WIDTH**2 / PSI) and gathered > 1
+def test_gradients_of_frozen_leaves_are_not_reduced():
+    gathered, scattered, _ = elements(audit(3, remat="block", frozen="up|bias"))
+    assert scattered == pytest.approx(KERNELS / 2 / PSI, abs=0.01) and gathered > 1
 
 
 PAPER = [*(("7.5b", 64, stage, 1) for stage in range(3)), ("7.5b", 64, 3, 2), ("1t", 1024, 3, 1)]

@@ -200,7 +200,7 @@ def test_a_local_clip_norm_is_detected(monkeypatch):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
     run = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
-    assert ulps(run(few.start, few.batch), train_plain(few, clip, 1)[1]) > 20 * ULPS
+    assert ulps(run(few.start, few.batch), train_plain(few, clip, 1)[1]) > 10 * ULPS
 
 
 def test_the_rows_of_the_batch_differ():
