@@ -3,8 +3,6 @@
 Tolerances are those of test_model_axis.py, which has the problems: 1024 fp32 ulps after ten steps.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,45 +13,41 @@ import zero_jax
 from zero_jax.offload.tiers import Offload
 from zero_jax.remat import policies
 
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 PIECES = Offload(optimizer=True, params=True, piece_bytes=4096)
-COMBINATIONS = [
-    ((2, 2), 1, {"remat": "block@partitioned", "offload": "optimizer"}),
-    ((2, 4), 3, {"remat": "block_sqrt@partitioned", "bucket_bytes": 256}),
-    ((2, 4), 3, {"remat": "block@partitioned+host", "offload": PIECES}),
-    ((2, 2), 3, {"remat": "dots", "offload": "optimizer", "micro_batches": 2}),
-    ((4, 2), 3, {"remat": "block", "offload": "activations"}),
-    ((2, 2), 3, {"sequence_parallel": True, "remat": "block@host", "offload": PIECES}),
-    ((2, 2, 2), 3, {"remat": "block@partitioned", "offload": PIECES}),
+RUNS = [("gpt", (2, 2), zero_jax.configuration("c5"))]
+RUNS += [
+    ("linen", (2, 2), {"stage": stage, "remat": remat})  # an unrolled model
+    for stage, remat in ((2, "block@partitioned"), (3, "block_sqrt"))
 ]
+SLOW = [("gpt", (2, 2), zero_jax.configuration(name)) for name in ("c1", "c2", "c3", "c4")] + [
+    ("linen", (2, 2), {"stage": 3, "remat": "none"}),
+    ("linen", (2, 2), {"stage": 2, "remat": "block"}),
+    ("gpt", (2, 2), {"stage": 1, "remat": "block@partitioned", "offload": "optimizer"}),
+    ("gpt", (2, 4), {"stage": 3, "remat": "block_sqrt@partitioned", "bucket_bytes": 256}),
+    ("gpt", (2, 4), {"stage": 3, "remat": "block@partitioned+host", "offload": PIECES}),
+    ("gpt", (2, 2), {"stage": 3, "remat": "dots", "offload": "optimizer", "micro_batches": 2}),
+    ("gpt", (4, 2), {"stage": 3, "remat": "block", "offload": "activations"}),
+    ("gpt", (2, 2), {"sequence_parallel": True, "remat": "block@host", "offload": PIECES}),
+    ("gpt", (2, 2, 2), {"stage": 3, "remat": "block@partitioned", "offload": PIECES}),
+]
+RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW]
 
 
-def assert_equal_to_one_device(name, mesh, **settings):
-    losses, params = train(name, mesh, **settings)
+@pytest.mark.parametrize(("name", "mesh", "settings"), RUNS, ids=str)
+def test_everything_together_equals_one_device(name, mesh, settings):
+    losses, params = train(name, mesh_of(*mesh), **settings)
     want = plain(name)
     assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
     assert ulps(params, want[1]) < ULPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "stage", "settings"), COMBINATIONS, ids=str)
-def test_everything_together_equals_one_device(mesh, stage, settings):
-    assert_equal_to_one_device("gpt", mesh_of(*mesh), stage=stage, **settings)
-
-
-@pytest.mark.parametrize(
-    ("stage", "remat"),
-    [(2, "block@partitioned"), (3, "block_sqrt"), SLOW(3, "none"), SLOW(2, "block")],
-)
-def test_remat_of_an_unrolled_linen_model_under_tensor_parallelism(stage, remat):
-    assert_equal_to_one_device("linen", mesh_of(2, 2), stage=stage, remat=remat)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "c5" else SLOW(name) for name in zero_jax.CONFIGURATIONS]
-)
-def test_configurations_of_the_paper_train(name):
-    assert_equal_to_one_device("gpt", mesh_of(2, 2), **zero_jax.configuration(name))
+def test_configurations_are_those_of_table_3_of_the_paper():
+    """Stage 1 or 2, then partitioned activations, then those on the host."""
+    remat = "block", "block@partitioned", "block@partitioned+host"
+    rows = {"c1": (1, 0), "c2": (1, 1), "c3": (2, 0), "c4": (2, 1), "c5": (2, 2)}
+    rows["zero-100b"] = (2, 1)
+    want = {name: {"stage": stage, "remat": remat[pa]} for name, (stage, pa) in rows.items()}
+    assert zero_jax.CONFIGURATIONS == want
 
 
 def test_each_device_stores_its_piece_of_both_axes_in_host_memory():

@@ -31,7 +31,7 @@ for name in names:
     if run.exitcode:
         sys.exit(run.exitcode)
 """
-USUAL = ("haiku_mlp",)
+USUAL = ("two_processes",)
 REST = tuple(name for name in NAMES if name not in USUAL)
 
 
