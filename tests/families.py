@@ -29,14 +29,12 @@ BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# fmt: on
 
 
 def of(family, **settings):
     return functools.partial(getattr(transformers, f"{family}Config"), **SIZES, **settings)
 
 
-# fmt: off
 FAMILIES = {
     "llama": of("Llama", attention_bias=True, mlp_bias=True, head_dim=12, rope_parameters=LLAMA3),
     "llama, tied": of("Llama", tie_word_embeddings=True),
