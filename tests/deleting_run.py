@@ -1,6 +1,6 @@
-"""Saves four checkpoints and keeps two: `deleting_run.py DIR FILES`.
+"""Saves four checkpoints, keeps two, and is killed as it deletes: `deleting_run.py DIR FILES`.
 
-Is killed when it deletes the first checkpoint, before that many of its files are removed.
+Killed for good, before so many files of what it deletes are gone.
 """
 
 import os
@@ -18,6 +18,7 @@ folder, left = sys.argv[1], [int(sys.argv[2])]
 
 
 def watch(event, args):
+    """Sees every file that Python removes of the first checkpoint, also in threads of others."""
     if event == "os.remove" and (args[1] != -1 or str(args[0]).startswith(f"{folder}/1/")):
         left[0] -= 1
         if left[0] < 0:

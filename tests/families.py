@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one or more of each family, with uncommon features."""
+"""Tiny random models of transformers, one or more of each family, with the odd features on."""
 
 import functools
 import os
@@ -14,51 +14,79 @@ from flax import nnx
 
 from zero_jax.models import families
 
-# fmt: off
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
 }
 BY_KIND = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-
-
-def of(family, **settings):
-    return functools.partial(getattr(transformers, f"{family}Config"), **SIZES, **settings)
-
-
 FAMILIES = {
-    "llama": of("Llama", attention_bias=True, mlp_bias=True, head_dim=12, rope_parameters=LLAMA3),
-    "llama, tied": of("Llama", tie_word_embeddings=True),
-    "mistral": of("Mistral", sliding_window=5),
-    "mistral, no window": of("Mistral", sliding_window=None, head_dim=6),
-    "qwen2": of("Qwen2", tie_word_embeddings=True, use_sliding_window=True, sliding_window=4,
-                max_window_layers=1),
-    "qwen3": of("Qwen3", head_dim=16),
-    "mixtral": of("Mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=6),
-    "qwen3_moe": of("Qwen3Moe", head_dim=16, num_experts=6, num_experts_per_tok=3,
-                    moe_intermediate_size=20, norm_topk_prob=True),
-    "qwen3_moe, weights as they are": of("Qwen3Moe", head_dim=8, num_experts=4,
-                                         num_experts_per_tok=2, moe_intermediate_size=20),
-    "gemma3": of("Gemma3Text", head_dim=16, sliding_window=6, layer_types=MIXED,
-                 query_pre_attn_scalar=9, rope_parameters=BY_KIND),
-    "gpt2": functools.partial(transformers.GPT2Config, vocab_size=97, n_embd=32, n_layer=3,
-                              n_head=4, n_positions=64),
+    "llama": lambda: transformers.LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, head_dim=12, rope_parameters=LLAMA3
+    ),
+    "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "mistral, no window": lambda: transformers.MistralConfig(
+        **SIZES, sliding_window=None, head_dim=6
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SIZES,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=6
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe, weights as they are": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        sliding_window=6,
+        layer_types=MIXED,
+        query_pre_attn_scalar=9,
+        rope_parameters=BY_KIND,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64
+    ),
 }
-# fmt: on
 
 
 @functools.cache
 def theirs(name):
-    """Returns a model none of whose parameters is zero or one, so that every bias counts."""
+    """A model none of whose parameters is zero or one, so that every bias and scale counts."""
     torch.manual_seed(0)
     config = FAMILIES[name]()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -78,23 +106,22 @@ def their_logits(model):
 
 
 def their_gradients(model):
-    """Returns gradients by the names of tensors in files, where experts are separate."""
-    found, mixtral = {}, model.config.model_type == "mixtral"
-    up, down = (("w1", "w3"), "w2") if mixtral else (("gate_proj", "up_proj"), "down_proj")
+    """By the names that tensors have in files, where each expert has its own."""
+    found = {}
+    mixtral = model.config.model_type == "mixtral"
+    own = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in model.named_parameters():
         grad = parameter.grad.numpy()
-        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         stack, _, kind = name.rpartition(".")
         if not stack.endswith(".experts"):
             found[name] = grad
             continue
-        parts = (
-            {down: grad}
-            if kind == "down_proj"
-            else dict(zip(up, np.split(grad, 2, 1), strict=True))
-        )
-        for own, part in parts.items():
-            found |= {f"{stack}.{e}.{own}.weight": x for e, x in enumerate(part)}
+        parts = [grad] if kind == "down_proj" else np.split(grad, 2, 1)
+        names = own[2:] if kind == "down_proj" else own[:2]
+        for theirs, part in zip(names, parts, strict=True):
+            found |= {f"{stack}.{e}.{theirs}.weight": x for e, x in enumerate(part)}
     return found
 
 
@@ -103,7 +130,7 @@ def make(config):
 
 
 def ours(config, params):
-    """Returns the model with these parameters."""
+    """The model with these parameters."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: families.build(config, nnx.Rngs(0))))
     return nnx.merge(graphdef, params)
 

@@ -1,4 +1,4 @@
-"""GPT-2 models of zero_jax and transformers, and checkpoints and exports of them."""
+"""What the tests of interchange share: models in both worlds, and fixtures with checkpoints."""
 
 import functools
 import os
@@ -19,8 +19,9 @@ from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.commands.checkpoint import main
 from zero_jax.models import gpt
 
-# Logits of fp32 models, whose sums have another order.
+# Logits of fp32 models, whose sums come in another order.
 ATOL = 1e-4
+
 CONFIGS = {
     "odd": gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8),
     "even": gpt.GPTConfig(layers=3, width=16, heads=4, vocab=20, seq=6),
@@ -31,7 +32,7 @@ CONFIGS = {
 
 @functools.partial(jax.jit, static_argnums=0)
 def make(config):
-    """Returns parameters none of which is zero or one, so that every bias and scale counts."""
+    """Parameters none of which is zero or one, so that every bias and scale counts."""
     params = nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param)
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -56,9 +57,16 @@ def their_logits(model, config):
 
 
 def their_config(config, **others):
-    sizes = {"vocab_size": config.vocab, "n_positions": config.seq, "n_embd": config.width}
-    sizes |= {"n_layer": config.layers, "n_head": config.heads}
-    return transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **others)
+    return transformers.GPT2Config(
+        vocab_size=config.vocab,
+        n_positions=config.seq,
+        n_embd=config.width,
+        n_layer=config.layers,
+        n_head=config.heads,
+        bos_token_id=None,
+        eos_token_id=None,
+        **others,
+    )
 
 
 def their_model(config, **others):
@@ -71,7 +79,7 @@ def their_model(config, **others):
 
 
 def loaded(folder):
-    """Loads a model with transformers, which must find every tensor and no other."""
+    """The model by transformers, which must find every tensor and no other."""
     model, found = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
@@ -97,8 +105,9 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(saved, tmp_path_factory):
-    """By name of the config: a folder with several files."""
-    made = {name: tmp_path_factory.mktemp("exported") / "out" for name in CONFIGS}
-    for name, folder in made.items():
-        assert run("export", saved[name][0], folder, "--max-file-bytes", "3e3") == 0
+    """The same, exported: one folder with several files for each config."""
+    made = {}
+    for name in CONFIGS:
+        made[name] = tmp_path_factory.mktemp("exported") / "out"
+        assert run("export", saved[name][0], made[name], "--max-file-bytes", "3e3") == 0
     return made

@@ -1,4 +1,4 @@
-"""Trains with its optimizer state in files, from the start or resumed; writes loss and parameters.
+"""Trains with its optimizer state in files, from the start or from where it was; prints the loss.
 
     python nvme_run.py FOLDER OUT STEPS KILL_AT_WRITE [ADDRESS PROCESSES PROCESS]
 
@@ -27,23 +27,27 @@ from zero_jax.offload.tiers import Offload
 
 
 def main(folder: str, out: str, steps: str, kill_at: str, *processes: str) -> None:
+    """Runs until so many steps are done in all, or dies at the so-manieth write."""
     if processes:
         address, count, index = processes
         jax.config.update("jax_num_cpu_devices", 4 // int(count))
         zero_jax.initialize(address, int(count), int(index))
     mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
     offload = Offload(True, True, tier="nvme", directory=folder, piece_bytes=4096)
-    zero, problem = zero_jax.Zero(mesh, stage=3, offload=offload), zoo_problem()
+    zero = zero_jax.Zero(mesh, stage=3, offload=offload)
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-    params, tx = zero.shard(problem.start), zero.optimizer(tx)
+    problem = zoo_problem()
+    params = zero.shard(problem.start)
+    wrapped = zero.optimizer(tx)
     begun = any(pathlib.Path(folder).glob("*/step.json"))
-    params, state = tx.resume(params) if begun else (params, tx.init(params))
-    step = zero.train_step(problem.loss, tx)
-    _kill_at(int(kill_at))
-    count = 120 // jax.process_count()
-    first = jax.process_index() * count
-    rows = jax.tree.map(lambda x: np.asarray(x)[first : first + count], problem.batch)
-    batch = zero_jax.global_batch(mesh, rows)
+    params, state = wrapped.resume(params) if begun else (params, wrapped.init(params))
+    step = zero.train_step(problem.loss, wrapped)
+    _die_at(int(kill_at))
+    rows = jax.process_index() * 120 // jax.process_count()
+    mine = jax.tree.map(
+        lambda x: np.asarray(x)[rows : rows + 120 // jax.process_count()], problem.batch
+    )
+    batch = zero_jax.global_batch(mesh, mine)
     begin = state.inner.files.store.step
     for _ in range(begin, int(steps)):
         params, state, metrics = step(params, state, batch)
@@ -53,12 +57,12 @@ def main(folder: str, out: str, steps: str, kill_at: str, *processes: str) -> No
         np.savez(out, begin=begin, loss=jnp.asarray(metrics.loss), **leaves)
 
 
-def _kill_at(count: int) -> None:
-    writes, write = [], Store.write
+def _die_at(count: int) -> None:
+    writes, write = [0], Store.write
 
     def counted(self: Store, *args: object) -> None:
-        writes.append(1)
-        if len(writes) == count:
+        writes[0] += 1
+        if writes[0] == count:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, *args)
 

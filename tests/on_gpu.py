@@ -41,7 +41,7 @@ from zero_jax.offload.tiers import Offload
 FILE = Path(__file__).parent.parent / "docs" / "on_gpu.json"
 SECONDS = 300  # the most for one check
 STEPS = 6
-# As in tests/test_parity.py: a wrong mean, norm or padding is off by 10^4 or more.
+# The tolerance of tests/test_parity.py: a wrong mean, norm or padding is off by 10^4 or more.
 ULPS = 256
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))

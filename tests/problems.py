@@ -82,7 +82,7 @@ def resnet_problem() -> Problem:
 
 
 def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
-    """The leaf shapes of `zoo_params`; plain optax itself cannot run muon on an empty leaf."""
+    """The leaf shapes of `zoo_params`, without the empty leaf unless `empty`."""
 
     def make():
         return {k: v for k, v in zoo_params(tiny).items() if empty or k != "empty_0x4"}
@@ -109,6 +109,11 @@ def zoo_params(tiny):
     leaves = {n: 0.2 * jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
     leaves["one_1x1"] = jnp.ones((1, 1))
     return {**leaves, "tiny": {f"t{i:03d}": jnp.full((i % 4 + 1,), 0.1) for i in range(tiny)}}
+
+
+def zoo_without_empty() -> Problem:
+    """The zoo without an empty leaf, on which plain optax itself cannot run muon."""
+    return zoo_problem(empty=False)
 
 
 PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}

@@ -1,9 +1,10 @@
-"""Writes gradients of a GPT over all devices of some processes, as process 0 has them.
+"""Gradients of a GPT over all devices of some processes, as process 0 sees them.
 
     python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]
 
-SCATTER is a setting of `Precision`, or "none". OUT-0.npz has the gradients by path; OUT-1.npz and
-OUT-2.npz the same, computed again.
+SCATTER is a setting of `Precision`, or "none".
+
+A process of its own: how processes find each other is settled when JAX starts.
 """
 
 import pathlib
@@ -24,6 +25,7 @@ CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
 def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 0) -> None:
+    """Writes the gradients by path to OUT-0.npz and, computed again, OUT-1.npz and OUT-2.npz."""
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
@@ -35,14 +37,14 @@ def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 
     rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
     batch = zero_jax.global_batch(zero.mesh, (rows[index].astype(np.int32),))
 
-    def loss(params, batch):
-        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), *batch))
+    def loss(params, tokens):
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), tokens))
 
-    grad = jax.jit(zero.value_and_grad(loss))
+    grad = jax.jit(zero.value_and_grad(lambda params, batch: loss(params, *batch)))
     for number in range(3):
-        full = zero.full(grad(params, batch)[1])
+        whole = zero.full(grad(params, batch)[1])
         if rank == 0:
-            named = {n: np.asarray(x.addressable_data(0)) for n, x in named_leaves(full)}
+            named = {n: np.asarray(x.addressable_data(0)) for n, x in named_leaves(whole)}
             np.savez(f"{out}-{number}.npz", **named)
 
 

@@ -18,7 +18,7 @@ LOOPS = ("one_device", "whole"), ("sharded", "one_of_two", "adapters")
 CLAIM = re.compile(r"\+(\d+) -(\d+) lines")
 HELD = re.compile(r"^cpu:(\d+): (.*) bytes$", re.MULTILINE)
 LOSS = re.compile(r"loss.* (\d+\.\d+) -> (\d+\.\d+)")
-# Imports the libraries once, and runs each example in a process of its own.
+# Imports the libraries once, and runs each example in its own process.
 RUN = """import multiprocessing, runpy, sys
 import flax.linen, flax.nnx, jax, optax, zero_jax
 names, sys.argv[1:] = sys.argv[1:], []

@@ -12,7 +12,7 @@ import zero_jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
-# What each package, and each module beside them, may import, as its `__init__` says.
+# The imports that are allowed to each package and module, as its `__init__` says.
 BELOW = {name: set() for name in ("jaxpr", "cluster", "sharding", "models", "translate")}
 BELOW |= {"collectives": {"sharding"}, "hlo": {"sharding"}}
 BELOW |= {name: {"jaxpr", "sharding"} for name in ("owners", "adapters", "states")}

@@ -28,12 +28,9 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # eps: the gradient of an attention key's bias is zero but for rounding, and Adam would turn
 # that rounding into full steps. ReLU has a kink, which a rounding can cross: small steps there.
-def adam():
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-
-
-def sgd():
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
+ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
+SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
+TX = {"gpt": ADAM, "zoo": ADAM, "few": ADAM, "resnet": SGD, "weighted": SGD, "many": SGD}
 
 
 def by_rank(params):
@@ -51,16 +48,16 @@ def is_not_vector(params):
 RATES = optax.linear_schedule(1e-2, 0.0, STEPS)
 ADAM_OF_RATES = optax.inject_hyperparams(optax.adam)(RATES, eps=1e-4)
 OPTIMIZERS = {
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "muon": lambda: optax.contrib.muon(1e-2),
-    "MultiSteps of lamb": lambda: optax.MultiSteps(optax.lamb(1e-2, eps=1e-4), 3),
-    "clip, lars, EMA": lambda: optax.chain(
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": optax.contrib.muon(1e-2),
+    "MultiSteps of lamb": optax.MultiSteps(optax.lamb(1e-2, eps=1e-4), 3),
+    "clip, lars, EMA": optax.chain(
         optax.clip_by_global_norm(1e-2), optax.lars(1e-1), optax.ema(0.9)
     ),
-    "multi_transform of a schedule and lion": lambda: optax.multi_transform(
+    "multi_transform of a schedule and lion": optax.multi_transform(
         {"matrix": ADAM_OF_RATES, "vector": optax.lion(1e-3)}, by_rank
     ),
-    "masks on path and ndim": lambda: optax.chain(
+    "masks on path and ndim": optax.chain(
         optax.masked(optax.clip(1e-3), is_not_vector),
         optax.adamw(1e-2, eps=1e-4, weight_decay=0.1, mask=is_matrix),
     ),
@@ -106,13 +103,13 @@ def problem(name: str) -> Problem:
 
 
 @functools.cache
-def plain(name, make_tx):
-    return train_plain(problem(name), make_tx(), STEPS)
+def plain(name, tx):
+    return train_plain(problem(name), tx, STEPS)
 
 
-def assert_parity(name, make_tx, n, **settings):
-    losses, params, _ = train_zero(problem(name), make_tx(), STEPS, n, **settings)
-    want = plain(name, make_tx)
+def assert_parity(name, tx, n, **settings):
+    losses, params, _ = train_zero(problem(name), tx, STEPS, n, **settings)
+    want = plain(name, tx)
     assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
     assert ulps(params, want[1]) < ULPS
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
@@ -132,8 +129,7 @@ for name, n, stage in itertools.product(PROBLEMS, (1, 2, 3, 4, 5, 8), range(4)):
 
 @pytest.mark.parametrize(("name", "n", "stage", "k", "remat"), USUAL)
 def test_ten_steps_equal_plain_optax(name, n, stage, k, remat):
-    tx = adam if name in ("gpt", "zoo", "few") else sgd
-    assert_parity(name, tx, n, stage=stage, micro_batches=k, remat=remat)
+    assert_parity(name, TX[name], n, stage=stage, micro_batches=k, remat=remat)
 
 
 @pytest.mark.parametrize(("stage", "n"), [SLOW(0, 2), SLOW(1, 3), SLOW(2, 5), (3, 8)])
@@ -150,18 +146,18 @@ def test_in_bf16_the_stages_agree(name):
     """bf16 has 8 bits: one ulp is 2^-8; runs differ by summation order only."""
     settings = {"precision": zero_jax.Precision("bf16", "bf16")}
     first, *others = (
-        train_zero(problem(name), adam(), STEPS, 4, stage=stage, **settings) for stage in range(4)
+        train_zero(problem(name), ADAM, STEPS, 4, stage=stage, **settings) for stage in range(4)
     )
     for losses, params, _ in others:
         np.testing.assert_allclose(losses, first[0], rtol=2**-7)
         assert ulps(params, first[1]) * np.finfo(np.float32).eps < 0.05
-    fp32 = plain(name, adam)
+    fp32 = plain(name, ADAM)
     np.testing.assert_allclose(first[0], fp32[0], rtol=0.05)
     assert ulps(first[1], fp32[1]) > ULPS, "bf16 equal to fp32: was anything cast?"
 
 
 def test_same_seed_twice_is_bitwise_equal():
-    runs = [train_zero(problem("few"), adam(), 3, 5, stage=3)[1] for _ in range(2)]
+    runs = [train_zero(problem("few"), ADAM, 3, 5, stage=3)[1] for _ in range(2)]
     assert ulps(*runs) == 0
 
 
@@ -182,8 +178,8 @@ def test_a_mean_over_devices_instead_of_rows_is_detected():
         total, weight = weighted_loss(params, batch)
         return total / weight
 
-    wrong = train_zero(weighted_problem(mean), sgd(), STEPS, 4, stage=3)
-    assert ulps(wrong[1], plain("weighted", sgd)[1]) > 100 * ULPS
+    wrong = train_zero(weighted_problem(mean), SGD, STEPS, 4, stage=3)
+    assert ulps(wrong[1], plain("weighted", SGD)[1]) > 100 * ULPS
 
 
 def test_a_local_clip_norm_is_detected(monkeypatch):
