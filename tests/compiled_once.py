@@ -1,12 +1,11 @@
-"""A program for GPUs that are not there is compiled once, however many tests ask for it.
+"""Each program for simulated GPUs is compiled once, however many tests and processes ask for it.
 
-Compilers take half a minute and more, and tests of several files and processes plan the same
-models. All that a program depends on is in what the child is given.
+Compilers take half a minute and more, and tests of several files plan the same models. The key has
+all that a program depends on.
 
-Nearly all of that time XLA looks for the best tiles of kernels that it makes of norms and softmax
-in one. Without those kernels a program takes a seventh of the time, has the same collectives, and
-temporaries within 1 % (`tests/hlo/test_prove.py` compiles both ways and says so); tests that are
-about kernels take the fixture `every_pass`.
+XLA spends nearly all of that time on tiles of kernels that fuse norms and softmax. Without them a
+program takes a seventh of the time, has the same collectives, and temporaries within 1 %
+(`tests/hlo/test_prove.py` compiles both ways); tests about kernels take the fixture `every_pass`.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ WITHOUT = " --xla_disable_hlo_passes=triton-softmax-rewriter"
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
-    # Workers of pytest-xdist have a folder each, in one of their own.
+    # Workers of pytest-xdist have a folder each, in a common one.
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     compile_in_child = prove._run_child
 
@@ -37,7 +36,13 @@ def compiled_once(tmp_path_factory):
         known = shared / f"program-{_digest(here)}"
         if not known.exists():
             compile_in_child(here, target, devices, timeout)
-            _keep(here, known)
+            own = Path(tempfile.mkdtemp(dir=shared))
+            for name in MADE:
+                shutil.copyfile(here / name, own / name)
+            try:
+                own.rename(known)
+            except OSError:  # another process was faster
+                shutil.rmtree(own)
         for name in MADE:
             shutil.copyfile(known / name, here / name)
 
@@ -49,24 +54,13 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture
 def every_pass(monkeypatch):
-    """Programs as XLA builds them by default."""
+    """Compiles programs as XLA does by default."""
     monkeypatch.setattr(prove, "FLAGS", prove.FLAGS.removesuffix(WITHOUT))
 
 
 def _digest(here: Path) -> str:
-    """Of the program without the lines that it was traced at, and of the request."""
+    """Hashes the request and the program without source lines."""
     exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
     program = LOCATION.sub("", exported.mlir_module())
     request = (here / "request.json").read_bytes()
     return hashlib.sha256(program.encode() + request + prove.FLAGS.encode()).hexdigest()[:32]
-
-
-def _keep(here: Path, known: Path) -> None:
-    """Whole or not at all, whoever else keeps the same."""
-    own = Path(tempfile.mkdtemp(dir=known.parent))
-    for name in MADE:
-        shutil.copyfile(here / name, own / name)
-    try:
-        own.rename(known)
-    except OSError:
-        shutil.rmtree(own)

@@ -1,4 +1,4 @@
-"""Imports a model in one process of several, and notes what it read and what it then holds.
+"""Imports a model in one of several processes, and writes what it read and what it then holds.
 
 python interchange_run.py FOLDER OUT ADDRESS PROCESSES PROCESS
 """
@@ -21,31 +21,25 @@ from zero_jax.checkpoint import leaves
 from zero_jax.interchange import hugging_face, safetensor_files
 from zero_jax.models import gpt
 
-
-def main(folder: str, out: str, address: str, count: str, index: str) -> None:
-    """Writes, by leaf, the pieces that this process would save, and how much was read."""
-    jax.config.update("jax_num_cpu_devices", 2)
-    zero_jax.initialize(address, int(count), int(index))
-    config = hugging_face.config(folder)
-    make = functools.partial(gpt.GPT, config)
-    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
-    like = zero.abstract(lambda: nnx.state(make(rngs=nnx.Rngs(0)), nnx.Param))
-    held, read = [0], safetensor_files.Folder.read
-
-    def reading(*args):
-        part = read(*args)
-        held[0] += part.size
-        return part
-
-    safetensor_files.Folder.read = reading
-    params = hugging_face.load(folder, like)
-    found = {
-        f"{leaf.name}@{','.join(map(str, starts))}": piece
-        for leaf in leaves.leaves(params)
-        for starts, piece in leaf.pieces()
-    }
-    np.savez(out, read=held[0], **found)
+folder, out, address, count, index = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 2)
+zero_jax.initialize(address, int(count), int(index))
+make = functools.partial(gpt.GPT, hugging_face.config(folder))
+zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
+like = zero.abstract(lambda: nnx.state(make(rngs=nnx.Rngs(0)), nnx.Param))
+sizes, read = [], safetensor_files.Folder.read
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def counted(*args):
+    part = read(*args)
+    sizes.append(part.size)
+    return part
+
+
+safetensor_files.Folder.read = counted
+found = {
+    f"{leaf.name}@{','.join(map(str, starts))}": piece
+    for leaf in leaves.leaves(hugging_face.load(folder, like))
+    for starts, piece in leaf.pieces()
+}
+np.savez(out, read=sum(sizes), **found)

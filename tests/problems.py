@@ -22,7 +22,7 @@ ROWS = 120
 class Problem:
     """A model, a loss for one device and a batch.
 
-    `loss` takes (params, batch, *extras); with `aux` it returns (loss, new extras[0]).
+    `loss` takes (params, batch, *extras); with extras it returns (loss, new extras[0]).
     `loss_on_mesh` is the same loss where the model has to name the mesh axis (batch norm).
     """
 
@@ -46,9 +46,9 @@ ODD_GPT = gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8, loss_chunk
 
 
 def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
-    """Two scanned layers, odd widths, a tied embedding of a prime number of rows."""
+    """Two scanned layers, odd widths, a tied embedding with a prime number of rows."""
 
-    def model() -> gpt.GPT:
+    def model():
         return gpt.GPT(config, rngs=nnx.Rngs(0))
 
     graphdef, _ = nnx.split(nnx.eval_shape(model))
@@ -63,38 +63,32 @@ def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
 def resnet_problem() -> Problem:
     """Convolutions and batch norm: mutable statistics, synchronised over the mesh."""
 
-    def with_axis(axis: str | None) -> Any:
+    def with_axis(axis):
         return resnet.ResNet(stages=(1,), width=5, classes=3, axis_name=axis)
 
     images = jax.random.normal(jax.random.key(1), (ROWS, 6, 6, 3))
     labels = jax.random.randint(jax.random.key(2), (ROWS,), 0, 3)
 
-    def make() -> Any:
+    def make():
         return with_axis(None).init(jax.random.key(0), images[:1], train=True)
 
-    def loss(axis: str | None) -> Callable[..., Any]:
-        def one(params: Any, batch: Any, stats: Any) -> Any:
-            loss, new_stats = resnet.loss(with_axis(axis), params, stats, *batch)
-            return zero_jax.Weighted(*loss), new_stats
+    def loss(axis, params, batch, stats):
+        value, new_stats = resnet.loss(with_axis(axis), params, stats, *batch)
+        return zero_jax.Weighted(*value), new_stats
 
-        return one
-
-    stats = jax.jit(make)()["batch_stats"]
-    return Problem(
-        lambda: make()["params"], loss(None), (images, labels), (stats,), loss_on_mesh=loss("data")
-    )
+    plain, on_mesh = (functools.partial(loss, axis) for axis in (None, "data"))
+    extras = (jax.jit(make)()["batch_stats"],)
+    return Problem(lambda: make()["params"], plain, (images, labels), extras, on_mesh)
 
 
 def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
-    """Every leaf shape that has broken a sharding library: see `zoo_params`."""
+    """The leaf shapes of `zoo_params`, without the empty leaf unless `empty`."""
 
-    def make() -> Any:
-        params = zoo_params(tiny)
-        return params if empty else {k: v for k, v in params.items() if k != "empty_0x4"}
+    def make():
+        return {k: v for k, v in zoo_params(tiny).items() if empty or k != "empty_0x4"}
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(p, batch):
         x_Bx7, want_Bx8 = batch
-        p = params
         h = x_Bx7 @ p["prime_7x13"] + p["scalar"] * p["three"].sum() + p["thirteen"]
         h = jnp.tanh(h + p["deep_5x2x13"].sum((0, 1)) + p.get("empty_0x4", jnp.zeros(0)).sum())
         h = h + jnp.tanh(h @ p["giant_13x101"]) @ p["giant_13x101"].T  # tied: used twice
@@ -103,22 +97,14 @@ def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
         return jnp.mean(jnp.square(h @ p["even_13x8"] * p["one_1x1"] - want_Bx8))
 
     x_Bx7 = jax.random.normal(jax.random.key(1), (ROWS, 7))
-    want_Bx8 = jnp.sin(3 * x_Bx7[:, :1] + jnp.arange(8.0))
-    return Problem(make, loss, (x_Bx7, want_Bx8))
+    return Problem(make, loss, (x_Bx7, jnp.sin(3 * x_Bx7[:, :1] + jnp.arange(8.0))))
 
 
-def zoo_params(tiny: int) -> Any:
-    shapes = {
-        "scalar": (),
-        "three": (3,),
-        "thirteen": (13,),
-        "empty_0x4": (0, 4),
-        "prime_7x13": (7, 13),
-        "deep_5x2x13": (5, 2, 13),
-        "giant_13x101": (13, 101),
-        "even_13x8": (13, 8),
-        "one_1x1": (1, 1),
-    }
+def zoo_params(tiny):
+    """Returns leaves whose shapes are difficult to shard, and `tiny` small vectors."""
+    shapes = {"scalar": (), "three": (3,), "thirteen": (13,), "empty_0x4": (0, 4)}
+    shapes |= {"prime_7x13": (7, 13), "deep_5x2x13": (5, 2, 13), "giant_13x101": (13, 101)}
+    shapes |= {"even_13x8": (13, 8), "one_1x1": (1, 1)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     leaves = {n: 0.2 * jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
     leaves["one_1x1"] = jnp.ones((1, 1))
@@ -126,21 +112,19 @@ def zoo_params(tiny: int) -> Any:
 
 
 def zoo_without_empty() -> Problem:
-    """For transformations that plain optax itself cannot run on an empty leaf (muon)."""
+    """The zoo without an empty leaf, on which plain optax itself cannot run muon."""
     return zoo_problem(empty=False)
 
 
 PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
 
 
-def train_plain(
-    problem: Problem, tx: optax.GradientTransformation, steps: int
-) -> tuple[list[float], Any]:
-    """Losses and final parameters of plain optax on one device, in fp32."""
+def train_plain(problem, tx, steps):
+    """Returns the losses and final parameters of plain optax on one device, in fp32."""
 
     @jax.jit
-    def step(params: Any, state: Any, extras: Any) -> Any:
-        def objective(params: Any) -> Any:
+    def step(params, state, extras):
+        def objective(params):
             out = problem.loss(params, problem.batch, *extras)
             value, aux = out if problem.has_aux else (out, None)
             return value[0] / value[1] if isinstance(value, tuple) else value, aux
@@ -157,15 +141,8 @@ def train_plain(
     return losses, params
 
 
-def train_zero(
-    problem: Problem,
-    tx: optax.GradientTransformation,
-    steps: int,
-    n: int,
-    replica: int = 1,
-    **settings: Any,
-) -> tuple[list[float], Any, zero_jax.Zero]:
-    """The same run under Zero on the first n devices, of each replica."""
+def train_zero(problem, tx, steps, n, replica=1, **settings):
+    """Runs the same under Zero on the first n devices of each replica; returns the Zero too."""
     mesh = zero_jax.make_mesh(replica=replica, devices=jax.devices()[: n * replica])
     zero = zero_jax.Zero(mesh, **settings)
     params = zero.shard(problem.start)
@@ -178,8 +155,8 @@ def train_zero(
     return losses, zero.full(params), zero
 
 
-def ulps(got: Any, want: Any) -> float:
-    """The largest difference of two trees, in fp32 ulps of each leaf's largest element."""
+def ulps(got, want) -> float:
+    """Returns the largest difference of two trees, in fp32 ulps of each leaf's largest element."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

@@ -1,5 +1,6 @@
-"""python -m zero_jax.doctor: all that a report needs, and nothing that it must not have."""
+"""`python -m zero_jax doctor` prints what a report of a problem needs, and no secrets."""
 
+import os
 import subprocess
 import sys
 
@@ -16,47 +17,41 @@ def lines(capsys, *args, code=0):
     return dict(line.split(maxsplit=1) for line in printed.splitlines()), printed
 
 
-def test_versions_devices_and_settings_are_said(capsys, monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do not tell")
-    found, printed = lines(capsys, "--quick")
+def test_versions_devices_and_settings():
+    secret = {"NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "do not tell"}
+    command = [sys.executable, "-m", "zero_jax", "doctor", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | secret)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert found["zero_jax"] == __version__ and found["jax"] == jax.__version__
-    assert found["devices"] == f"{jax.device_count()} x cpu"
-    assert found["make_mesh()"] == f"data {jax.device_count()}"
-    assert found["NCCL_DEBUG"] == "INFO" and "do not tell" not in printed
+    assert found["devices"].endswith(" x cpu") and found["make_mesh()"].startswith("data ")
+    assert found["NCCL_DEBUG"] == "INFO" and "do not tell" not in done.stdout
     assert "GB, " in found["host"] and "locked" in found and "offload" not in found
 
 
 def test_offload_is_checked(capsys, monkeypatch):
-    _, printed = lines(capsys)
-    assert printed.count("offload") >= 2 and "passed: saved activations" in printed
-    wrong = [offload_check.Outcome("saved activations", 0.5)]
-    monkeypatch.setattr(offload_check, "check", lambda device: wrong)
+    outcomes = [offload_check.Outcome("saved activations", 0.0)]
+    monkeypatch.setattr(offload_check, "check", lambda device: outcomes)
+    assert "passed: saved activations" in lines(capsys)[1]
+    outcomes[0] = offload_check.Outcome("saved activations", 0.5)
     assert "FAILED: saved activations: off by 0.5" in lines(capsys, code=1)[1]
 
 
-def test_what_can_not_be_found_out_stops_nothing(capsys, monkeypatch):
+def test_an_error_of_the_driver_is_one_line(capsys, monkeypatch):
     def no_driver():
         raise RuntimeError("no driver\nin three more lines")
 
     monkeypatch.setattr(jax, "devices", no_driver)
     found, printed = lines(capsys, "--quick")
-    assert found["devices"] == "not found out: RuntimeError: no driver"
+    assert "RuntimeError: no driver" in found["devices"]
     assert "three more" not in printed and "host" in found and "jaxlib" in found
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("limit", "shown"),
     [("max", "no limit"), (str(2**63 - 1), "no limit"), ("3000000000", "3.00 GB")],
 )
-def test_the_limit_of_a_container_is_said(said, shown, capsys, monkeypatch, tmp_path):
-    (tmp_path / "limit").write_text(said + "\n")
+def test_the_memory_limit_of_a_container(limit, shown, capsys, monkeypatch, tmp_path):
+    (tmp_path / "limit").write_text(limit + "\n")
     monkeypatch.setattr(doctor, "_CGROUPS", (str(tmp_path / "limit"),))
-    printed = lines(capsys, "--quick")[1]
-    assert next(x for x in printed.splitlines() if x.startswith("of this group")).endswith(shown)
-
-
-def test_it_is_one_of_the_commands():
-    command = [sys.executable, "-m", "zero_jax", "doctor", "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "make_mesh()" in done.stdout, done.stderr
+    assert lines(capsys, "--quick")[0]["of"].endswith(shown)
