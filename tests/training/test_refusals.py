@@ -1,12 +1,15 @@
 """Refusals of the command line and of documents, and how `train.py` ends with errors."""
 
 import os
+import re
 import sys
+import unittest.mock
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from small_runs import HERE, TINY, folder
 
 import zero_jax
@@ -132,29 +135,26 @@ def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch, mesh):
         program.join(Config(mesh="data=32800"))
 
 
-FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GB\nmore")
-GONE = jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
-
-
 @pytest.mark.parametrize(
     ("raised", "processes", "ended", "said"),
     [
-        (FULL, 1, 2, "error: RESOURCE_EXHAUSTED: Out of memory: 9 GB. Less on each device: "),
-        (FULL, 4, "left with 2", "error: RESOURCE_EXHAUSTED"),
-        (GONE, 1, 76, "Traceback"),  # another try may help
-        (MemoryError("9 TiB"), 1, 2, "error: more than the memory of this machine: 9 TiB. Less"),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore"), 1, 2, "error: RESOURCE_.* 9 GB. Less"),
+        (
+            JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"),
+            4,
+            "left with 2",
+            "error: RESOURCE_EXHAUSTED",
+        ),
+        (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
+        (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
+        (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
         (KeyboardInterrupt(), 1, 130, "stopped"),
     ],
 )
 def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, said):
-    def run(_):
-        raise raised
-
-    def leave(code):
-        raise SystemExit(f"left with {code}")
-
-    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program, "run", unittest.mock.Mock(side_effect=raised))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
+    leave = unittest.mock.Mock(side_effect=lambda code: sys.exit(f"left with {code}"))
     monkeypatch.setattr(os, "_exit", leave)
     try:
         found = program.main(HERE)
@@ -162,12 +162,7 @@ def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, s
         found = left.code
     assert found == ended
     error = capsys.readouterr().err
-    assert error.startswith(said) and ("more\n" not in error)
+    assert re.match(said, error) and "more\n" not in error
     if processes == 1 and isinstance(raised, Exception):
         with pytest.raises(type(raised)):
             program.main([*HERE, "--debug"])
-
-
-def test_debug_shows_where_an_error_came_from(folder):
-    with pytest.raises(FileNotFoundError):
-        program.main([*TINY, *HERE, "--data", "nowhere.txt", "--debug"])

@@ -4,14 +4,13 @@ import math
 import os
 import re
 import signal
+import unittest.mock
 from pathlib import Path
 
-import numpy as np
 import pytest
 from small_runs import (
     HERE,
     RUN,
-    TEXT,
     curve,
     finish,
     folder,
@@ -87,25 +86,18 @@ def test_a_text_that_shrinks_while_it_is_read_ends_the_run_with_its_steps_saved(
             return 0
 
     monkeypatch.setattr(training.run, "Stop", Shrink)
-    args = ["--steps", "200", "--checkpoint-every", "1000", "--out", "out"]
-    assert train_here(*args) == 2
+    assert train_here("--steps", "200", "--checkpoint-every", "1000", "--out", "out") == 2
     said = capsys.readouterr()
     assert re.search("text.txt .*4,800 bytes, now 5", said.err)
     (saved,) = saved_steps("out")
-    assert saved >= 3 and f"Step {saved} is saved in" in said.out
-    Path("text.txt").write_text(TEXT)
-    args[1] = str(saved + 1)
-    assert train_here(*args) == 0 and len(curve("out")) == saved + 1
+    assert 3 <= saved == len(curve("out")) and f"Step {saved} is saved in" in said.out
 
 
-def test_states_move_to_files_and_to_few_bits_and_back(folder, capsys):
+def test_states_move_to_files_and_to_few_bits_and_back(folder, monkeypatch, capsys):
     """Files of another run are refused; those of a run that was killed at once give way."""
-    files, few = ["--offload", "optimizer:nvme=nvme"], ["--states", "8bit"]
-
-    def killed(*args):
-        raise RuntimeError("as if by a signal")
-
-    with pytest.MonkeyPatch.context() as patch:
+    files = ["--offload", "optimizer:nvme=nvme"]
+    with monkeypatch.context() as patch:
+        killed = unittest.mock.Mock(side_effect=RuntimeError("as if by a signal"))
         patch.setattr(zero_jax.TrainStep, "__call__", killed)
         with pytest.raises(RuntimeError, match="as if"):
             train_here("--steps", "2", *files, *OWN)
@@ -115,27 +107,21 @@ def test_states_move_to_files_and_to_few_bits_and_back(folder, capsys):
     before = last_loss("out")
     assert train_here("--steps", "2", *files, *OWN) == 0, "files that are there are begun anew"
     assert last_loss("out") == before
-    for steps, args, said in (
-        ("3", few, "that were fp32 are 8bit"),
-        ("4", few, ""),
-        ("5", [], "that were 8bit are fp32"),
-    ):
+    few, states = ["--states", "8bit"], "States of the optimizer that were "
+    for steps, args, said in (("3", few, "fp32 are 8bit"), ("4", [], "8bit are fp32")):
         capsys.readouterr()
         assert train_here("--steps", steps, *args, *OWN) == 0
-        out = capsys.readouterr().out
-        assert ("States of the optimizer" in out) == bool(said) and said in out
-        if args and not said:
+        assert states + said in capsys.readouterr().out
+        if args:
             assert train_here("--steps", "5", *files, *OWN) == 2
             assert "--states 8bit" in capsys.readouterr().err
-    assert len(curve("out")) == 5
+    assert len(curve("out")) == 4
 
 
 # Other processes.
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_ends_a_run_with_all_its_files(folder, number, code):
     args = [*RUN, "--devices", "1", "--steps", "100000", "--warmup", "2"]
     (run,) = running = [start(*args, "--checkpoint-every", "50000", "--out", "out")]
@@ -147,28 +133,6 @@ def test_a_signal_saves_and_ends_a_run_with_all_its_files(folder, number, code):
     assert f"stopped after step {saved[0]}, which is saved in" in error, error
     assert saved == [max(line["step"] for line in metrics("out"))]
     assert Path("out/loss.png").exists() and Path("out/report.html").exists()
-
-
-def test_processes_stop_at_the_same_step_and_resume_in_another_number(folder):
-    args = [*RUN, "--devices", "2", "--steps", "40", "--warmup", "2", "--checkpoint-every", "8"]
-    (whole,) = finish([start(*args, "--out", "whole")])
-    assert whole[0] == 0, whole
-    running = start_many(2, [*args, "--out", "out"])
-    wait_for(lambda: trained_until(5), running[0])
-    running[1].send_signal(signal.SIGTERM)  # to one of them alone
-    results = finish(running, seconds=120)
-    assert [code for code, _, _ in results] == [75, 75], results
-    # One process resumes and is killed; it loses at most the steps after its last checkpoint.
-    run = start(*args, "--out", "out")
-    wait_for(lambda: trained_until(25), run)
-    run.kill()
-    run.communicate()
-    reached = max(line["step"] for line in metrics("out"))
-    (again,) = finish([start(*args, "--out", "out")])
-    assert again[0] == 0 and len(curve("out")) == 40, again
-    kept = int(again[1].split(", step ")[1].split(":")[0])
-    assert reached - 2 * 8 <= kept <= reached
-    np.testing.assert_allclose(curve("out"), curve("whole"), rtol=1e-5)
 
 
 def test_two_runs_in_one_folder_are_refused_in_every_process(folder):

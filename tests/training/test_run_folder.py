@@ -20,7 +20,6 @@ from tensorboardX.proto import event_pb2
 from training import scalars
 from training.run_folder import RunLog, finite, next_folder, read
 
-
 pytestmark = pytest.mark.usefixtures("no_picture")
 
 

@@ -20,7 +20,7 @@ from training.stop import Stopped
 from zero_jax.plan.options import Options
 
 
-def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys):
+def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
     with progress(200, start=100) as show, progress(2, enabled=False) as silent:
         silent(2, loss=1.0, tokens_per_second=1.0)
         for step in range(101, 201):
@@ -30,18 +30,14 @@ def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys):
     assert out[0].startswith("step 120/200  loss 2.5000  12.3K tokens/s")
     assert out[-1].endswith("0:00:00 left")
     assert all(line.isprintable() for line in out)
-
-
-def test_progress_shows_a_bar_on_a_terminal(monkeypatch):
-    screen = io.StringIO()
+    screen = io.StringIO()  # and a bar on a terminal
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     with progress(4) as show:
         show(4, loss=2.5, tokens_per_second=5e6)
-    for said in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["):
-        assert said in screen.getvalue()
+    assert all(x in screen.getvalue() for x in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["))
 
 
 def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
@@ -69,10 +65,9 @@ def test_table_is_not_cut_off_or_read_as_markup_in_a_file(capsys, monkeypatch):
 
 
 def test_numbers_are_decimal_as_in_the_paper_and_round_into_the_next_unit():
-    # 7.5e9 parameters at 16 bytes: 120 GB without partitioning, Figure 1 of the paper
-    assert human_bytes(7.5e9 * 16) == "120 GB"
-    assert human_bytes(7.5e9 * 16 / 64) == "1.88 GB"  # the paper rounds to 1.9
-    assert [human_bytes(n) for n in (0, 512, 999.9, 1000)] == ["0 B", "512 B", "1 kB", "1 kB"]
+    # 7.5e9 parameters at 16 bytes, Figure 1 of the paper: 120 GB, and 1.9 GB on 64 devices.
+    numbers = (7.5e9 * 16, 7.5e9 * 16 / 64, 0, 512, 999.9)
+    assert [human_bytes(n) for n in numbers] == ["120 GB", "1.88 GB", "0 B", "512 B", "1 kB"]
     counts = {
         999_499: "999K",
         999_600: "1M",
@@ -97,15 +92,14 @@ def test_full_parameters_are_gathered_only_where_there_is_room(monkeypatch, caps
 # The command line.
 
 
-def shown(capsys, *args):
-    with pytest.raises(SystemExit):
-        parse(args)
-    caught = capsys.readouterr()
-    return caught.out + caught.err
-
-
 def test_help_shows_every_setting_once_in_short_groups(capsys):
-    text = shown(capsys, "--help")
+    def shown(*args):
+        with pytest.raises(SystemExit):
+            parse(args)
+        caught = capsys.readouterr()
+        return caught.out + caught.err
+
+    text = shown("--help")
     groups = re.split(r"^\W*(\w+) options\W*$", text, flags=re.MULTILINE)[1:]
     titles = "basic data device optimizer look checkpoint process adapter zero"
     assert groups[::2] == titles.split()
@@ -114,24 +108,18 @@ def test_help_shows_every_setting_once_in_short_groups(capsys):
     assert sorted(itertools.chain(*flags)) == every
     assert max(map(len, flags[:-1])) <= 8
     assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
-    assert "--stepz" in shown(capsys, "--stepz", "5")
+    assert "--stepz" in shown("--stepz", "5")
+    config = parse(
+        ["--steps", "50", "--mesh", "data=2", "--no-debug", "--keep", "5", "--process-id", "1"]
+    )
+    assert (config.steps, config.mesh, config.keep, config.process_id) == (50, "data=2", 5, 1)
 
 
-def test_flags_arrive_from_every_group():
-    words = "--steps 50 --mesh data=2 --lr 0.1 --no-debug --keep 5 --process-id 1 --stage auto"
-    config = parse(words.split())
-    assert (config.steps, config.mesh, config.lr, config.keep) == (50, "data=2", 0.1, 5)
-    assert (config.process_id, config.stage, config.model) == (1, "auto", Config.model)
-
-
-@pytest.mark.parametrize(
-    ("given", "on"),
-    [
+def test_the_command_that_resumes_has_the_flags_that_still_hold():
+    for given, on in (
         ("--from-step 6 --lr 0.1 --out a b --fresh", "--lr 0.1 --out a b"),
         ("--from_step=6 --no-fresh --steps 9", "--steps 9 --out runs/001"),
         ("--coordinator h:1 --num-processes 4 --process-id=0", "--out runs/001"),
-    ],
-)
-def test_the_command_that_resumes_has_the_flags_that_still_hold(given, on):
-    stopped = Stopped(130, Path("runs/001"), 37)
-    assert stopped.said(given.split()).endswith(f"\npython train.py {on}")
+    ):
+        stopped = Stopped(130, Path("runs/001"), 37)
+        assert stopped.said(given.split()).endswith(f"\npython train.py {on}")
