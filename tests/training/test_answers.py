@@ -51,44 +51,135 @@ def tokenizer_for(tmp_path_factory):
     return make
 
 
-# The first token of an answer.
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(("mistral", "byte-level"), ("mistral", "metaspace"), ("vicuna", "metaspace")),
-        *(("vicuna", "special"), ("deepseek", "no prefix"), ("phi", "special")),
-        # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
-        *(("deepseek", "byte-level"), ("phi", "no prefix"), ("mistral", "trimmed")),
-    ],
+# Thoughts before the last answer alone, and an end after the whole text.
+ODD = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_end|>{% endif %}"
 )
-def test_answers_are_learned_from_their_first_token(name, kind, tokenizer_for):
+# Moves thoughts out of the text, and drops those of earlier turns.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.last %}{{ '<think>' }}"
+    "{{ parts[0].split('<think>')[-1] if parts | length > 1 }}{{ '</think>' }}{% endif %}"
+    "{{ parts[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+THOUGHT = "<think>so</think>yes"
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
+DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
+# A prompt that ends with a space: the first token of an answer contains it otherwise.
+SPACED = subwords.TEMPLATES["mistral"].replace("[/INST]'", "[/INST] '").replace("' ' + m", "m")
+# Templates that write an empty answer without its end, and that leave it out.
+TURN = ("{{ '<|im_start|>assistant", "{% endif %}{% endfor")
+START, STOP = map(CHATML.index, TURN)
+OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
+SKIPPING = f"{CHATML[:START]}{{% if m.content %}}{CHATML[START:STOP]}{{% endif %}}{CHATML[STOP:]}"
+# Qwen 2.5's has a line break before a text only, Llama 3.1's leaves out the text of a call.
+TEXT = "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
+CALLED = "{% if m.tool_calls %}{{ '\\n<call>' + m.tool_calls[0].function.name }}{% endif %}"
+EITHER = "{% if m.tool_calls %}" + CALLED + "{% else %}" + TEXT + "{% endif %}"
+BREAKING, EXCLUSIVE = (
+    PLAIN[: PLAIN.index(TURN[0])]
+    + f"{{{{ '<|im_start|>assistant' }}}}{own}{{{{ '<|im_end|>\\n' }}}}"
+    + PLAIN[PLAIN.index(TURN[1]) :]
+    for own in (TEXT + CALLED, EITHER)
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"name": "weather", "arguments": {"city": "Oslo", "n": 1}}
+ARGUMENTS = json.dumps(CALL["arguments"])
+END = "<|im_end|>\n"
+
+
+def calling(content=None, call=CALL):
+    calls = [{"type": "function", "function": call}]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def flagged(flag, off, on):
+    messages = chat("is it", "no", "so", "positive")
+    messages[1][flag], messages[3][flag] = off, on
+    return messages
+
+
+def after(content, *texts):
+    """Answers to train on after a first one that is context."""
+    messages = chat("is it", content, *texts)
+    return {"prompt": messages[:3], "completion": messages[3:]}
+
+
+# fmt: off
+PAIRS = [
+    ("mistral", "byte-level"), ("mistral", "metaspace"), ("vicuna", "metaspace"),
+    ("vicuna", "special"), ("deepseek", "no prefix"), ("deepseek", "byte-level"),
+    # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
+    ("mistral", "trimmed"), ("vicuna", "trimmed"),
+]
+THREE = chat("is it so", "yes", "is it", "positive", "is it", "no")
+LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of it
+    *((subwords.TEMPLATES[name], kind, THREE, "yes</s>positive</s>no</s>") for name, kind in PAIRS),
+    *((subwords.TEMPLATES["phi"], kind, THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>")
+      for kind in ("special", "no prefix")),
+    *((SPACED, kind, chat("is it", "yes"), "yes</s>") for kind in subwords.KINDS),
+    (CHATML, "special", chat("is it"), ""),
+    (CHATML, "special", {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
+    # Equal turns: 2^60 tries would never end.
+    *((PLAIN, "special", [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
+      for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
+    (ODD, "special", chat("a", "b", "c", "d"), f"b{END}<think>\n\n</think>\n\nd{END}<|im_end|>"),
+    (THINKING, "special", chat("is it", THOUGHT), THOUGHT + END),
+    (THINKING, "special", chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
+    # What ends an answer may be within it.
+    (BARE, "special", chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
+    (BARE, "special", chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
+    (BARE, "special", chat("a", DIALOGUE, "b", "z"), f"{DIALOGUE}\n\nz\n\n"),
+    # Answers of weight 0 are context.
+    *((CHATML, "special", flagged(*own), "positive" + END)
+      for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
+    (CHATML, "special", flagged("weight", 0, 0), ""),
+    # An empty answer costs no other its own.
+    *((OPEN, "special", after(first, "so", "positive", "so", "no"), "positiveno")
+      for first in ("", "yes")),
+    *((SKIPPING, "special", after(first, "so", "positive", "so", "no"), f"positive{END}no{END}")
+      for first in ("", "yes")),
+    # Calls of tools without text.
+    *((BREAKING, "special", [*chat("is it"), calling(x), *chat("is it", "so")],
+       f"<call>weather{END}so{END}") for x in (None, "")),
+    *((EXCLUSIVE, "special", [*chat("is it"), calling(x), *chat("is it", "so")],
+       f"<call>weather{END}so{END}") for x in (None, "yes")),
+    # OpenAI's files have arguments as JSON text; some templates take an object and some a text.
+    *((QWEN.replace("c.function.arguments | tojson", written), "special",
+       {"messages": [*chat("is it"), calling(call=CALL | {"arguments": given}),
+                     {"role": "tool", "content": "positive"}, *chat("", "so")[1:]], "tools": TOOLS},
+       f"\n<call>weather {ARGUMENTS}</call>{END}so{END}")
+      for written in ("c.function.arguments | tojson", "c.function.arguments",
+                      "'' + c.function.arguments")
+      for given in (CALL["arguments"], ARGUMENTS)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("template", "kind", "record", "wanted"), LEARNED, ids=lambda x: "")
+def test_answers_are_learned_from_their_first_token_to_their_end(
+    template, kind, record, wanted, tokenizer_for
+):
     """A first token that contains the space before the answer is predicted as one."""
-    template = subwords.TEMPLATES[name]
-    end = "<|eot|>\n" if name == "phi" else "</s>"
-    masks = []
-    for source in (template, subwords.unmarked(template)):
-        tokenizer = tokenizer_for(source, kind)
-        record = {"messages": chat("is it so", "yes", "is it", "positive", "is it", "no")}
-        ids, mask = tokenizer.document(record)
-        masks.append(mask)
-        words = tokenizer.decode(ids[mask]).split(end)
-        closing = words.pop().replace("</s>", "")  # Phi's text has an end of its own
-        assert ([word.strip() for word in words], closing) == (["yes", "positive", "no"], "")
-    np.testing.assert_array_equal(*masks)
+    record = record if isinstance(record, dict) else {"messages": record}
+    for source in dict.fromkeys((template, subwords.unmarked(template))):
+        said = learned(tokenizer_for(source, kind), record)
+        exact = kind == "special" and "</s>" not in wanted
+        assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
 
 
 @pytest.mark.parametrize("kind", subwords.KINDS)
 def test_the_first_token_is_learned_after_a_prompt_that_ends_with_a_space(kind, tokenizer_for):
-    tokenizer = tokenizer_for(None, kind)
     record = {"prompt": "is it so: ", "completion": "positive"}
-    assert learned(tokenizer, record).strip() == "positive</s>"
+    tokenizer = tokenizer_for(None, kind)
     ids, mask = tokenizer.document(record)
+    assert tokenizer.decode(ids[mask]).strip() == "positive</s>"
     assert not mask[:3].any() and "positive" in tokenizer.decode(ids[mask][:1])
-    spaced = subwords.unmarked(subwords.TEMPLATES["mistral"]).replace("[/INST]'", "[/INST] '")
-    spaced = tokenizer_for(spaced.replace("' ' + m", "m"), kind)
-    assert learned(spaced, {"messages": chat("is it", "yes")}).strip() == "yes</s>"
 
 
 # fmt: off
@@ -119,21 +210,14 @@ def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for
             assert marked[1].all() == (weight == 1 and loss_on == "all")
 
 
-def test_a_conversation_may_have_no_answer_or_begin_with_one(tokenizer_for):
-    begun = {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}
-    for template in (CHATML, PLAIN):
-        assert learned(tokenizer_for(template), {"messages": chat("is it")}) == ""
-        assert learned(tokenizer_for(template), begun) == "Yo<|im_end|>\n"
-
-
-# Templates without marks: the answer's place follows from the text around it.
-
-
-def test_equal_turns_take_time_in_proportion(tokenizer_for):
-    """2^60 tries would never end."""
-    for role, text in (("user", "more"), ("tool", "ok"), ("user", "")):
-        turns = [{"role": role, "content": text}, {"role": "assistant", "content": "yes"}] * 60
-        assert learned(tokenizer_for(PLAIN), {"messages": turns}) == "yes<|im_end|>\n" * 60
+def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
+    for tokenizer in map(tokenizer_for, (CHATML, PLAIN)):
+        record = {"messages": flagged("weight", 0, 1)}
+        whole = tokenizer.decode(tokenizer.document(record)[0])
+        assert learned(tokenizer, record, "all") == whole.replace("no<|im_end|>\n", "", 1)
+        record["messages"][0]["weight"] = 0  # all tokens can't leave out a user's message
+        with pytest.raises(ValueError, match='"weight": 0 .*--loss-on'):
+            tokenizer.document(record, "all")
 
 
 def test_gaps_are_those_of_two_regular_expressions():
@@ -152,41 +236,6 @@ def test_gaps_are_those_of_two_regular_expressions():
     assert 50 < found < 1450
 
 
-# Thoughts before the last answer alone, and an end after the whole text.
-ODD = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_end|>{% endif %}"
-)
-# Moves thoughts out of the text, and drops those of earlier turns.
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
-    "{% set parts = m.content.split('</think>') %}{% if loop.last %}{{ '<think>' }}"
-    "{{ parts[0].split('<think>')[-1] if parts | length > 1 }}{{ '</think>' }}{% endif %}"
-    "{{ parts[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def test_thoughts_and_the_end_of_the_text_are_told_from_the_turns(tokenizer_for):
-    wanted = "b<|im_end|>\n<think>\n\n</think>\n\nd<|im_end|>\n<|im_end|>"
-    assert learned(tokenizer_for(ODD), {"messages": chat("a", "b", "c", "d")}) == wanted
-    tokenizer, thought = tokenizer_for(THINKING), "<think>so</think>yes"
-    assert learned(tokenizer, {"messages": chat("is it", thought)}) == thought + "<|im_end|>\n"
-    said = learned(tokenizer, {"messages": chat("is it", thought, "is it", thought)})
-    assert said == f"yes<|im_end|>\n{thought}<|im_end|>\n"
-
-
-def test_an_answer_may_have_what_ends_it_within(tokenizer_for):
-    bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
-    own = tokenizer_for(bare + "{% if add_generation_prompt %}assistant: {% endif %}")
-    assert learned(own, {"messages": chat("a", "one\n\ntwo")}) == "one\n\ntwo\n\n"
-    assert learned(own, {"messages": chat("a", "x\n\ny", "b", "z")}) == "x\n\ny\n\nz\n\n"
-    dialogue = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
-    assert learned(own, {"messages": chat("a", dialogue, "b", "z")}) == f"{dialogue}\n\nz\n\n"
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -201,18 +250,6 @@ def test_answers_that_can_not_be_told_from_the_rest_are_refused(template, tokeni
         own.document(record)
     ids, mask = own.document(record, "all")
     assert mask.all() and len(ids) > 3
-
-
-# Tools.
-
-
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-CALL = {"name": "weather", "arguments": {"city": "Oslo", "n": 1}}
-
-
-def calling(call, content=None):
-    calls = [{"type": "function", "function": call}]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
@@ -235,45 +272,6 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
 
 
-@pytest.mark.parametrize(
-    ("written", "marked", "given"),
-    [
-        ("c.function.arguments | tojson", True, "text"),
-        ("c.function.arguments | tojson", False, "object"),
-        ("c.function.arguments", True, "object"),
-        ("c.function.arguments", False, "text"),
-        ("'' + c.function.arguments", True, "object"),
-    ],
-)
-def test_arguments_of_calls_are_encoded_once(written, marked, given, tokenizer_for):
-    """OpenAI's files have them as JSON text; some templates take an object and some a text."""
-    template = QWEN.replace("c.function.arguments | tojson", written)
-    tokenizer = tokenizer_for(template if marked else subwords.unmarked(template))
-    text = json.dumps(CALL["arguments"])
-    call = CALL if given == "object" else CALL | {"arguments": text}
-    result = {"role": "tool", "content": "positive"}
-    messages = [*chat("is it"), calling(call), result, *chat("", "so")[1:]]
-    said = learned(tokenizer, {"messages": messages, "tools": TOOLS})
-    assert said == f"\n<call>weather {text}</call><|im_end|>\nso<|im_end|>\n"
-
-
-def test_a_call_without_text_is_found_where_the_template_writes_it_otherwise(tokenizer_for):
-    """Qwen2.5's has a line break before a text only, Llama 3.1's leaves out the text of a call."""
-    body = "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
-    call = "{% if m.tool_calls %}{{ '\\n<call>' + m.tool_calls[0].function.name }}{% endif %}"
-    answer = PLAIN[PLAIN.index("{{ '<|im_start|>assistant") : PLAIN.index("{% endif %}{% endfor")]
-    for written, contents in (
-        (body + call, (None, "")),
-        ("{% if m.tool_calls %}" + call + "{% else %}" + body + "{% endif %}", (None, "yes")),
-    ):
-        turn = f"{{{{ '<|im_start|>assistant' }}}}{written}{{{{ '<|im_end|>\\n' }}}}"
-        tokenizer = tokenizer_for(PLAIN.replace(answer, turn))
-        for content in contents:
-            messages = [*chat("is it"), calling(CALL, content), *chat("is it", "so")]
-            said = learned(tokenizer, {"messages": messages})
-            assert said == "<call>weather<|im_end|>\nso<|im_end|>\n", (written, content)
-
-
 def test_the_template_in_use_decides_how_answers_are_found(tmp_path):
     """Several named templates: the default, and "tool_use" where a conversation has tools."""
     plain = subwords.unmarked(QWEN)
@@ -286,42 +284,6 @@ def test_the_template_in_use_decides_how_answers_are_found(tmp_path):
     tokenizer = subwords.byte_level(tmp_path / "none", {"rag": QWEN})
     with pytest.raises(ValueError, match="chat template"):
         tokenizer.document({"messages": chat("is it", "yes")})
-
-
-# Weights, empty turns, blocks.
-
-
-def test_an_answer_of_weight_0_is_context_only(tokenizer_for):
-    for template in (CHATML, PLAIN):
-        tokenizer = tokenizer_for(template)
-        for flag, off, on in (("weight", 0, 1), ("train", False, True), ("training", False, None)):
-            messages = chat("is it", "no", "so", "positive")
-            messages[1][flag], messages[3][flag] = off, on
-            record = {"messages": messages}
-            assert learned(tokenizer, record) == "positive<|im_end|>\n"
-            whole = tokenizer.decode(tokenizer.document(record)[0])
-            assert learned(tokenizer, record, "all") == whole.replace("no<|im_end|>\n", "", 1)
-            messages[3][flag] = off
-            assert learned(tokenizer, record) == ""
-        messages[0]["weight"] = 0  # all tokens can't leave out a user's message
-        with pytest.raises(ValueError, match='"weight": 0 .*--loss-on'):
-            tokenizer.document(record, "all")
-
-
-def test_an_empty_answer_costs_no_other_its_own(tokenizer_for):
-    """Covers templates that write an empty answer and that leave it out."""
-    start, end = CHATML.index("{{ '<|im_start|>assistant"), CHATML.index("{% endif %}{% endfor")
-    skipping = "{% if m.content %}" + CHATML[start:end] + "{% endif %}"
-    for template in (
-        CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen"),
-        CHATML[:start] + skipping + CHATML[end:],
-    ):
-        for source in (template, subwords.unmarked(template)):
-            for first in ("", "yes"):
-                messages = chat("is it", first, "so", "positive", "so", "no")
-                record = {"prompt": messages[:3], "completion": messages[3:]}
-                said = learned(tokenizer_for(source), record)
-                assert said.replace("<|im_end|>\n", "") == "positiveno"
 
 
 def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokenizer_for):
@@ -340,12 +302,6 @@ def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokeniz
         assert learned(tokenizer_for(template), {"messages": messages}) == first
 
 
-# Beginnings and ends.
-
-
-BEGIN, END = 1, 2  # <s>, </s>
-
-
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     tokenizer = subwords.metaspace(tmp_path, ends=ends)
@@ -358,8 +314,8 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
         {"text": "<s>is it so</s>\n"},
     ):
         ids, mask = tokenizer.document(record)
-        assert (ids == BEGIN).sum() == (ids == END).sum() == 1, record
-        assert ids[0] == BEGIN and mask[ids == END].all()
+        assert (ids == 1).sum() == (ids == 2).sum() == 1, record
+        assert ids[0] == 1 and mask[ids == 2].all()
         assert learned(tokenizer, record).replace("</s>", "").split()[-1] == "so"
     # A question begins as the texts that were learned.
     np.testing.assert_array_equal(
@@ -370,7 +326,7 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     data = Documents([Source(Records(path), 1.0)], tokenizer, seq=31, batch=1, seed=0)
     ids, _ = tokenizer.document({"prompt": "is it", "completion": " so"})
     np.testing.assert_array_equal(data.prompt(31), ids[: len(data.prompt(31))])
-    assert data.prompt(31)[0] == BEGIN and END not in data.prompt(31)
+    assert data.prompt(31)[0] == 1 and 2 not in data.prompt(31)
 
 
 # Hostile folders.

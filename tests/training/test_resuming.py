@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 import zero_jax
 from training.config import Config, flag
 from training.resuming import REFUSE, WARN, base_checksum, check_settings
-from training.saving import _changed_contents, check_resume
+from training.saving import Saver, _changed_contents, check_resume
 
 LORA = {"lora": 4, "lora_alpha": None, "lora_targets": "all-linear", "base": None, "hf": "A"}
 RUN = {
@@ -94,3 +94,5 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path, more):
         checkpoints.save(1, {"w": np.ones(3)}, **more)
     with pytest.raises(ValueError, match="--out.* train.py .*step 1"):
         check_resume(tmp_path, {}, {}, {})
+    with pytest.raises(ValueError, match="--from-step 3"):
+        Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)

@@ -108,14 +108,10 @@ def test_resuming_appends_and_steps_repeated_after_a_checkpoint_count_once(tmp_p
     assert run.curve("val_loss") == [(0, 5.0), (2, 5.0)]
 
 
-def test_every_run_gets_a_numbered_folder_of_its_own(tmp_path):
-    folders = [next_folder(tmp_path / "runs") for _ in range(3)]
-    assert [folder.name for folder in folders] == ["001", "002", "003"]
+def test_runs_get_numbered_folders_and_a_full_disk_names_the_file(tmp_path):
+    folders = [next_folder(tmp_path / "runs").name for _ in range(3)]
     (tmp_path / "runs" / "1041").mkdir()
-    assert next_folder(tmp_path / "runs").name == "1042"
-
-
-def test_a_full_disk_ends_the_run_with_the_name_of_the_file(tmp_path):
+    assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     log = RunLog(tmp_path, {})
     for name, fail in (
@@ -190,19 +186,23 @@ def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
 
 
 class Wandb(types.ModuleType):
-    """A module like wandb, which keeps what it is given."""
+    """A module like wandb, which keeps what it is given; a call named `trouble` fails or hangs."""
 
-    def __init__(self, trouble=None):
+    def __init__(self, trouble=""):
         super().__init__("wandb")
-        self.trouble, self.runs = trouble, []
-        self.never = threading.Event()
+        self.trouble, self.runs, self.never = trouble, [], threading.Event()
+
+    def check(self, call):
+        if self.trouble == call:
+            raise ConnectionResetError("the service is gone")
+        if self.trouble == f"{call} hangs":
+            self.never.wait()
 
     def Settings(self, **given):
         return given
 
     def init(self, **given):
-        if self.trouble == "init":
-            raise RuntimeError("no API key")
+        self.check("init")
         self.runs.append({**given, "logged": [], "code": None})
         return self
 
@@ -210,28 +210,24 @@ class Wandb(types.ModuleType):
         self.runs[-1]["axis"] = step_metric
 
     def log(self, values):
-        if self.trouble == "log":
-            raise ConnectionResetError("the service is gone")
-        if self.trouble == "hangs":
-            self.never.wait()
+        self.check("log")
         self.runs[-1]["logged"].append(values)
 
     def finish(self, exit_code):
-        if self.trouble == "finish":
-            self.never.wait()
+        self.check("finish")
         self.runs[-1]["code"] = exit_code
 
 
 @pytest.fixture
 def wandb(monkeypatch, request):
-    module = Wandb(getattr(request, "param", None))
+    module = Wandb(getattr(request, "param", ""))
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(scalars, "FINISH_SECONDS", 0.2)
     yield module
     module.never.set()
 
 
-@pytest.mark.parametrize("wandb", ["init", "log", "hangs", "finish"], indirect=True)
+@pytest.mark.parametrize("wandb", ["init", "log", "log hangs", "finish hangs"], indirect=True)
 def test_training_continues_when_wandb_fails_or_hangs(tmp_path, wandb, capsys, monkeypatch):
     monkeypatch.setattr(scalars, "WAITING", 10)
     log = RunLog(tmp_path, {}, wandb="zero")

@@ -45,6 +45,7 @@ def test_the_first_signal_ends_a_run_between_steps(capfd):
             os.kill(os.getpid(), getattr(signal, name))
             assert stop() == code
         assert ("once more" in capfd.readouterr().err) == (name == "SIGINT")
+    assert Stop(Mesh(jax.devices(), ("data",)), hours=0)() == 75
     assert before == {number: signal.getsignal(number) for number in before}
 
 

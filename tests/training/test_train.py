@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -131,13 +132,17 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert [{k.split("/")[-1]: v for k, v in x.items()} for x in logged] == metrics("out")
 
 
-def test_a_finished_run_says_that_its_data_was_edited_and_no_fresh_one_begins(done, capsys):
+def test_a_finished_run_says_if_its_data_was_edited_or_its_loss_is_nan(done, capsys, monkeypatch):
     Path("text.txt").write_text(TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
     assert "step 4: restored" in said and "nothing is left" in said
     (said,) = [line for line in said.splitlines() if line.startswith("warning: ")]
     assert "--data" in said and len(set(re.findall("[0-9a-f]{12}", said))) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", lambda *_, **__: float("nan"))
+        assert main([*OUT, "--export", "new"]) == FAILED
+    assert "after training is nan" in capsys.readouterr().err and not Path("new").exists()
     files = {path: path.read_bytes() for path in Path("out").glob("*.json*")}
     assert main([*OUT, "--fresh"]) == 2
     assert "--fresh" in capsys.readouterr().err
@@ -165,18 +170,7 @@ def test_a_checkpoint_of_other_samples_or_another_state_is_refused(done, args, w
         check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
 
 
-def test_a_run_ends_after_its_hours_and_makes_no_checkpoints_if_none_are_wanted(folder, shared):
-    assert main([*OUT, "--max-hours", "0", "--checkpoint-every", "0"]) == GO_ON_LATER
-    assert not Path("out/checkpoints").exists()
-
-
-def test_runs_whose_steps_are_skipped_or_whose_loss_is_not_finite_fail(
-    folder, shared, monkeypatch, capsys
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", lambda *_, **__: float("nan"))
-        assert main([*FIRST, "--eval-every", "0", "--export", "new", "--out", "nan"]) == FAILED
-    assert "after training is nan" in capsys.readouterr().err and not Path("new").exists()
+def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
     step = zero_jax.TrainStep.__call__
 
     def broken(self, params, *rest):
@@ -264,6 +258,7 @@ def test_routers_of_experts_are_in_the_metrics(folder):
 
 @pytest.mark.slow
 def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, shared, monkeypatch):
+    """No batch comes twice."""
     seen, step = [], zero_jax.TrainStep.__call__
 
     def broken(self, params, opt_state, batch, *extras):
@@ -277,7 +272,7 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
     first, _ = seen[:4], seen.clear()
     assert main([*FIRST, "--out", "other", "--rollbacks", "1"]) == 0
     assert len(curve("other")) == 4
-    assert seen[:4] == first and len(set(seen)) == len(seen) == 6, "no batch comes twice"
+    assert seen[:4] == first and len(set(seen)) == len(seen) == 6
     assert Manifest.read(Path("other/checkpoints/4/state")).extra["sample"] == 8 * 6
 
 
@@ -367,21 +362,15 @@ def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, else
 
 @pytest.mark.slow
 def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
-    traced, started, step = [], jax.profiler.start_trace, zero_jax.TrainStep.__call__
-    monkeypatch.setattr(
-        *(jax.profiler, "start_trace"),
-        lambda path, **how: (traced.append(path), started(path, **how)),
-    )
-    monkeypatch.setattr(
-        *(zero_jax.TrainStep, "__call__"),
-        lambda *args: (traced.append(len(traced)), step(*args))[1],
-    )
+    calls, step = unittest.mock.Mock(), zero_jax.TrainStep.__call__
+    calls.start.side_effect, calls.step.side_effect = jax.profiler.start_trace, step
+    monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     args = ["--steps", "14", "--checkpoint-every", "0", "--sample-length", "0"]
     assert main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
-    assert traced.index(Path.cwd() / "out" / "profile") == 9, "before step 10"
+    assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = {event.get("name", "") for event in events}
     assert any("gather" in name for name in names), "visible in a viewer"
     assert not any(name.startswith("$") for name in names), "the host's own code is left out"
-    assert list(Path("out/profile").rglob("*.xplane.pb"))
