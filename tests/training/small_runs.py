@@ -49,22 +49,15 @@ _trainers = {}
 def shared_trainer(plan):
     """Returns one trainer for all plans that differ in `FREE` settings alone."""
     known = repr(dataclasses.replace(plan.config, **dict.fromkeys(FREE)))
-    trainer = _trainers.setdefault(known, None) or Shared(plan)
-    _trainers[known] = trainer
+    trainer = _trainers[known] = _trainers.get(known) or Shared(plan)
     trainer.plan, trainer.out = plan, Path()
     return trainer
 
 
 def start(*args, cwd=None, script=(str(SCRIPT),), environment=None, stderr=subprocess.PIPE):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
-    return subprocess.Popen(
-        [sys.executable, *script, *args],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        env=environment,
-        cwd=cwd,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    return subprocess.Popen([sys.executable, *script, *args], env=environment, cwd=cwd, **pipes)
 
 
 def finish(processes, seconds=300):

@@ -91,6 +91,7 @@ def test_max_batches_ends_the_evaluation_early():
     ("changed", "said"),
     [
         ({"batch": 10, "shard_count": 4}, "--batch 12 or 8"),
+        ({"batch": 10, "shard_count": 4, "max_batches": None}, "--batch 12 or 8"),
         ({"shard_index": 4, "shard_count": 4}, "shard_index=4"),
         ({"batch": 0}, "batch=0"),
         ({"seq": 1000}, "--seq"),

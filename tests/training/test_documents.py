@@ -9,7 +9,7 @@ import pytest
 
 from training import byte_tokenizer
 from training.documents import Documents, Source, sources_of
-from training.records import Records
+from training.records import Records, check
 from training.tokenizer import Tokenizer
 
 
@@ -78,6 +78,7 @@ def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
         ({"prompt": "ab c", "completion": " de"}, " de<|end|>"),
         ({"prompt": messages[:3], "completion": messages[3:]}, "b<|end|>"),
     ):
+        check(record)
         ids, mask = tokenizer.document(record)
         assert tokenizer.decode(ids[mask]) == learned
         assert tokenizer.document(record, "all")[1].all()

@@ -29,6 +29,16 @@ def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
 
 
+def test_other_steps_than_before_are_said_with_both_rates():
+    """Half way of the cosine from 1 to 0.1, and its end."""
+    config = Config(lr=1.0, warmup=2, steps=10)
+    said = optimizers.rescheduled(config, {"steps": 6, "lr": 1.0, "warmup": 2}, 6)
+    assert "--steps 10" in said and "--steps 6" in said and "is 0.55 instead of 0.1" in said
+    assert "--lr 0.182" in said, "at which the next step has the former rate"
+    assert optimizers.rescheduled(config, {"steps": 6, "lr": 1.0, "warmup": 2}, 1) is None
+    assert optimizers.rescheduled(config, {"steps": 10, "lr": 1.0, "warmup": 2}, 6) is None
+
+
 @pytest.mark.parametrize("name", optimizers.RATES)
 def test_every_optimizer_goes_downhill_and_is_the_planned_one(name, monkeypatch):
     config = resolve(Config(optimizer=name, steps=30, weight_decay=0.0), optimizers.RATES)

@@ -81,16 +81,11 @@ def table(new, records=PAIRS):
 LINES, PARQUET = jsonl(PAIRS), pyarrow.parquet.ParquetWriter
 # fmt: off
 FORMATS = [
-    ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES),
-    ("a.csv a.CSV", delimited(",")),
-    ("a.csv", "\ufeff".encode() + delimited(",")),
-    ("a.tsv", delimited("\t")),
-    ("a.parquet a.PARQUET", table(PARQUET)),
-    ("a.arrow a.feather", table(pyarrow.ipc.new_file)),
-    ("a.arrow", table(pyarrow.ipc.new_stream)),
-    ("a.jsonl.gz a.JSONL.GZ", gzip.compress(LINES)),
-    ("a.jsonl.bz2", bz2.compress(LINES)),
-    ("a.jl.xz", lzma.compress(LINES)),
+    ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES), ("a.csv a.CSV", delimited(",")),
+    ("a.csv", "\ufeff".encode() + delimited(",")), ("a.tsv", delimited("\t")),
+    ("a.parquet a.PARQUET", table(PARQUET)), ("a.arrow a.feather", table(pyarrow.ipc.new_file)),
+    ("a.arrow", table(pyarrow.ipc.new_stream)), ("a.jsonl.gz a.JSONL.GZ", gzip.compress(LINES)),
+    ("a.jsonl.bz2", bz2.compress(LINES)), ("a.jl.xz", lzma.compress(LINES)),
     ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)),
     ("a.csv.gz", gzip.compress(delimited(","))),
 ]
@@ -109,18 +104,14 @@ def test_a_file_of_documents_is_known_by_its_name_in_any_case(tmp_path, names, c
 REFUSED = [
     ("a.csv", b"question,answer\nis it,so\n", "'question', 'answer'"),
     ("a.csv", b"prompt;completion\nis it;so\n", "'prompt;completion'"),
-    ("a.csv", b"prompt,completion\nis it,so,no\n", "a.csv"),
-    ("a.csv", b"", "a.csv"),
-    ("a.csv", b"text\n", "a.csv"),
-    ("a.csv", b"text\n\xff\xfe\n", "a.csv"),
-    ("a.csv", b'messages\n"[{}]"\n', 'row 1: "messages"'),
-    ("a.arrow", b"no arrow", "Arrow"),
+    ("a.csv", b"prompt,completion\nis it,so,no\n", "a.csv"), ("a.csv", b"", "a.csv"),
+    ("a.csv", b"text\n", "a.csv"), ("a.csv", b"text\n\xff\xfe\n", "a.csv"),
+    ("a.csv", b'messages\n"[{}]"\n', 'row 1: "messages"'), ("a.arrow", b"no arrow", "Arrow"),
     ("a.parquet", b"PAR1 and no more", "Parquet"),
     ("a.parquet", table(PARQUET, [{"question": "x"}]), "'question'"),
     ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz .*\.gz"),
     ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a.jsonl.gz .*\.gz"),
-    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"),
-    ("a.jsonl", b"\n", "a.jsonl"),
+    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"), ("a.jsonl", b"\n", "a.jsonl"),
 ]
 BAD_LINES = [
     (b"{", ""), (b"[1]", r"\[1\]"), (b'{"txt": "x"}', '"text"'), (b'{"text": 3}', '"text" is 3'),
@@ -141,6 +132,8 @@ def test_files_with_something_else_are_refused_with_their_line(tmp_path):
         assert is_documents(tmp_path / name)
         with pytest.raises(ValueError, match=said):
             Records(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        Records(tmp_path / "none.jsonl")
 
 
 OTHERS = {

@@ -22,47 +22,32 @@ __all__ = ["folder"]  # a fixture
 
 # fmt: off
 COMMANDS = [
-    ("--data nowhere.txt", ["nowhere.txt"]),
-    ("--data empty.txt", ["empty.txt"]),
+    ("--data nowhere.txt", ["nowhere.txt"]), ("--data empty.txt", ["empty.txt"]),
     ("--data ids.npy", ["token 256", "--vocab 300"]),
-    ("--seq 500", ["4320", "480", "501", "--seq"]),
-    ("--vocab 100", ["[0, 100)", "--vocab 120"]),
-    ("--steps 4 --profile", ["--profile", "--steps 4"]),
-    ("--batch 12", ["--batch 12", "8 or 16"]),
-    ("--micro-batches 3", ["--batch 8", "take 24"]),
-    ("--model nanno", ["'nanno'", "'nano'"]),
-    ("--model 350m", ["'350m'", "'124m'"]),
-    ("--optimizer adam", ["'adam'", "'adamw'"]),
-    ("--remat blok", ["'blok'", "'block'"]),
-    ("--compute bf61", ["'bf61'", "'bf16'"]),
-    ("--reduce fp16", ["'fp16'", "bf16"]),
-    ("--stage 4", ["stage=4"]),
+    ("--seq 500", ["4320", "480", "501", "--seq"]), ("--vocab 100", ["[0, 100)", "--vocab 120"]),
+    ("--steps 4 --profile", ["--profile", "--steps 4"]), ("--batch 12", ["--batch 12", "8 or 16"]),
+    ("--micro-batches 3", ["--batch 8", "take 24"]), ("--model nanno", ["'nanno'", "'nano'"]),
+    ("--model 350m", ["'350m'", "'124m'"]), ("--optimizer adam", ["'adam'", "'adamw'"]),
+    ("--remat blok", ["'blok'", "'block'"]), ("--compute bf61", ["'bf61'", "'bf16'"]),
+    ("--reduce fp16", ["'fp16'", "bf16"]), ("--stage 4", ["stage=4"]),
     ("--stage auto", ["memory_limit="]),
     pytest.param("--stage auto --memory-limit 1e-6", ["smallest"], marks=pytest.mark.slow),
     ("--steps 0", ["--steps 0"]),
     ("--steps 99999999999999999999", ["--steps 99999999999999999999"]),
     ("--seed 9223372036854775808", ["--seed 9223372036854775808"]),
-    ("--vocab 2147483648", ["--vocab 2147483648"]),
-    ("--lr 1e38", ["--lr 1e+38"]),
-    ("--lr nan", ["--lr nan"]),
-    ("--sample-length 2147483647", ["--sample-length 2147483647"]),
+    ("--vocab 2147483648", ["--vocab 2147483648"]), ("--lr 1e38", ["--lr 1e+38"]),
+    ("--lr nan", ["--lr nan"]), ("--sample-length 2147483647", ["--sample-length 2147483647"]),
     ("--join-seconds inf", ["--join-seconds inf"]),
     ("--memory-limit 1e9", ["--memory-limit 1e+09", "--stage auto"]),
-    ("--warmup 4", ["--warmup 4", "--steps 4"]),
-    ("--out=", ["--out"]),
-    ("--mesh data=²", ["--mesh data=²"]),
-    ("--mesh data=" + "9" * 5000, ["--mesh data=999"]),
-    ("--mesh data=999999999", ["data=999999999"]),
-    ("--mesh data=2,modle=4", ["'modle=4'"]),
-    ("--mesh data=2,model=2", ["8 devices"]),
-    ("--devices 2147483647", ["--devices 2147483647"]),
-    ("--sequence-parallel", ["sequence_parallel"]),
-    ("--config c6", ["'c6'"]),
+    ("--warmup 4", ["--warmup 4", "--steps 4"]), ("--out=", ["--out"]),
+    ("--mesh data=²", ["--mesh data=²"]), ("--mesh data=" + "9" * 5000, ["--mesh data=999"]),
+    ("--mesh data=999999999", ["data=999999999"]), ("--mesh data=2,modle=4", ["'modle=4'"]),
+    ("--mesh data=2,model=2", ["8 devices"]), ("--devices 2147483647", ["--devices 2147483647"]),
+    ("--sequence-parallel", ["sequence_parallel"]), ("--config c6", ["'c6'"]),
     ("--config c1 --remat dots", ["--config c1", "--stage", "--remat"]),
     ("--config c4", ["--config c4", "--mesh model=2"]),
     ("--remat partitioned", ["--remat partitioned", "--mesh model=2"]),
-    ("--offload activations --remat none", ["remat='none'"]),
-    ("--process-id 0", ["process_id=0"]),
+    ("--offload activations --remat none", ["remat='none'"]), ("--process-id 0", ["process_id=0"]),
     ("--wandb zero", ["--wandb zero"]),
     ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", ["--devices 9"]),
 ]
@@ -93,25 +78,23 @@ def calling(call):
     return {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        (chat(weight=0.5), '"weight" .* 0.5'),
-        (chat(train="no"), '"train" .* "no"'),
-        (chat(train=True), '"train" of a user message'),
-        (chat(train_detail=[]), '"train_detail"'),
-        (chat(function_call={}), '"function_call" .* "tool_calls"'),
-        (chat(tool_calls="f"), '"tool_calls" is "f"'),
-        (chat() | {"tools": "{"}, '"tools"'),
-        (chat() | {"tools": {"a": 1}}, '"tools"'),
-        (chat() | {"functions": []}, '"functions" .* "tools"'),
-        (chat() | {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
-        (chat() | {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
-        (calling({"name": "f", "arguments": "{"}), '"arguments"'),
-        (calling({"name": "f", "arguments": "[1]"}), '"arguments"'),
-        (calling("f"), '"function"'),
-    ],
-)
+# fmt: off
+FIELDS = [
+    (chat(weight=0.5), '"weight" .* 0.5'), (chat(train="no"), '"train" .* "no"'),
+    (chat(train=True), '"train" of a user message'), (chat(train_detail=[]), '"train_detail"'),
+    (chat(function_call={}), '"function_call" .* "tool_calls"'),
+    (chat(tool_calls="f"), '"tool_calls" is "f"'), (chat() | {"tools": "{"}, '"tools"'),
+    (chat() | {"tools": {"a": 1}}, '"tools"'),
+    (chat() | {"functions": []}, '"functions" .* "tools"'),
+    (chat() | {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
+    (chat() | {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
+    (calling({"name": "f", "arguments": "{"}), '"arguments"'),
+    (calling({"name": "f", "arguments": "[1]"}), '"arguments"'), (calling("f"), '"function"'),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("record", "said"), FIELDS)
 def test_fields_of_documents_that_can_not_be_heeded_are_refused(record, said):
     with pytest.raises(ValueError, match=said):
         check(record)

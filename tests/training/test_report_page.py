@@ -221,10 +221,13 @@ def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
         write(log, [2], loss=-1e308)
     said = capsys.readouterr().out
     assert "no loss.png: " in said and "no report.html: ZeroDivisionError" in said
+    with RunLog(tmp_path / "c", {}) as log:
+        log.evaluation(1, val_loss=2.0)
+    assert (tmp_path / "c" / "loss.png").exists()
 
 
 def test_a_long_run_keeps_its_peaks_and_a_small_page(tmp_path):
-    lines = [{"step": n, "loss": 99.0 if n == 5000 else 1.0, **STEP} for n in range(1, 10_001)]
+    lines = [{"step": n, "loss": 99.0 if n == 5000 else 0.1, **STEP} for n in range(1, 10_001)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     source, root = made(tmp_path)
     assert len(source) < 200_000
@@ -232,21 +235,20 @@ def test_a_long_run_keeps_its_peaks_and_a_small_page(tmp_path):
     assert len(heights) <= 802 and max(heights) - min(heights) > 90
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        (None, None, "metrics.jsonl"),
-        ("metrics.jsonl", "{}{}\n", "line 1"),
-        ("metrics.jsonl", "[1]\n", "line 1"),
-        ("metrics.jsonl", '{"loss": 1}\n', "step"),
-        ("config.json", "{", "config.json"),
-        ("config.json", "[1]", "[1]"),
-        ("config.json", '{"steps": "many"}', "`steps`"),
-        ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
-        ("events.jsonl", '{"event": "checkpoint", "step": [4]}', "`step`"),
-        ("events.jsonl", '{"event": "start", "levels": [1]}', "`levels`"),
-    ],
-)
+# fmt: off
+DAMAGED = [
+    (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
+    ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
+    ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
+    ("config.json", '{"steps": "many"}', "`steps`"),
+    ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
+    ("events.jsonl", '{"event": "checkpoint", "step": [4]}', "`step`"),
+    ("events.jsonl", '{"event": "start", "levels": [1]}', "`levels`"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
 def test_a_folder_without_a_run_and_a_damaged_file_are_named(tmp_path, capsys, name, content, said):
     if name:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')

@@ -96,3 +96,6 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path, more):
         check_resume(tmp_path, {}, {}, {})
     with pytest.raises(ValueError, match="--from-step 3"):
         Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)
+    with Saver(tmp_path / "none", 0, 1, None, {}, {}, {}) as saver:
+        saver.save(1, {"w": np.ones(3)}, lambda: 0)
+    assert not (tmp_path / "none").exists()

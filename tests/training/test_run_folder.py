@@ -145,20 +145,22 @@ def not_blocked(log, steps, seconds=20):
     assert not thread.is_alive(), "training is blocked"
 
 
-@pytest.mark.parametrize("trouble", ["a failed write", "a clock set back by a month"])
+@pytest.mark.parametrize("trouble", ["a failed write", "no folder", "a clock set back by a month"])
 def test_training_continues_when_tensorboard_fails(tmp_path, capsys, monkeypatch, trouble):
     log = RunLog(tmp_path, {})
+    if trouble == "no folder":
+        (tmp_path / "tensorboard").write_text("a file")
     write(log, [1])
     if trouble == "a failed write":
         failing = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
         monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, "write", failing)
-    else:
+    elif trouble == "a clock set back by a month":
         month = time.time() - 31 * 24 * 3600
         monkeypatch.setattr(time, "time", lambda: month)
     not_blocked(log, range(2, 40))
     assert steps_of(tmp_path) == list(range(1, 40))
-    said = capsys.readouterr().out.count(str(tmp_path / "tensorboard"))
-    assert said == (trouble == "a failed write")
+    said = capsys.readouterr().out.count(f"in {tmp_path / 'tensorboard'}")
+    assert said == (trouble != "a clock set back by a month")
 
 
 def records(path):
@@ -246,3 +248,8 @@ def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wan
     assert first["logged"] == [{"train/grad_norm": 0.5, "train/skipped": 0, "step": 1}]
     assert first["id"] == second["id"] and first["project"] == "zero"
     assert (first["resume"], first["axis"], first["dir"]) == ("allow", "step", str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (None, types.ModuleType("wandb")):  # not installed, or another module
+            patch.setitem(sys.modules, "wandb", module)
+            with pytest.raises(ValueError, match="--wandb zero"):
+                scalars.import_wandb("zero")

@@ -15,7 +15,7 @@ import pytest
 from training import show
 from training.config import Config, flag, parse
 from training.room import room_for
-from training.show import Speed, human_bytes, human_count, print_table, progress
+from training.show import Speed, human_bytes, human_count, progress
 from training.stop import Stopped
 from zero_jax.plan.options import Options
 
@@ -53,15 +53,6 @@ def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
     now[0] += 1000
     speed.restart()
     assert after(2) == 50
-
-
-def test_table_is_not_cut_off_or_read_as_markup_in_a_file(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    path = "['params']['blocks'][0]['attention']['query']['kernel']"
-    print_table("memory [GB]", ["leaf", "bytes"], [[path, "1.5 GB"], ["[red]x", 2]])
-    out = capsys.readouterr().out
-    assert "memory [GB]" in out and "[red]x" in out
-    assert any(path in line and "1.5 GB" in line for line in out.splitlines())
 
 
 def test_numbers_are_decimal_as_in_the_paper_and_round_into_the_next_unit():

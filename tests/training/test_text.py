@@ -84,8 +84,7 @@ def npy_of_shape(shape):
 # fmt: off
 REFUSED = [
     *((f"t.{kind}", b"", {}, f"t.{kind}") for kind in ("txt", "bin", "npy")),
-    ("t.npy", npy(np.zeros(0, np.uint16)), {}, "t.npy"),
-    ("t.txt", b"abc\0d", {}, "t.txt .*3"),
+    ("t.npy", npy(np.zeros(0, np.uint16)), {}, "t.npy"), ("t.txt", b"abc\0d", {}, "t.txt .*3"),
     ("t.pkl", pickle.dumps("a text of letters", protocol=4), {}, "t.pkl"),
     *(("t.npy", npy_of_shape(shape), {}, r"t\.npy")
       for shape in ("(-3,)", "(9223372036854775807, 9)", "((((((", "(2,)" * 9999)),

@@ -33,7 +33,7 @@ from test_run_folder import wandb
 import training.run
 import training.trainer
 import zero_jax
-from training import noted, report_page
+from training import noted, optimizers, report_page
 from training.config import Config, parse
 from training.main import main
 from training.plan import by_stage, load
@@ -43,7 +43,7 @@ from training.show import human_bytes
 from training.stop import FAILED, GO_ON_LATER, Stop
 from training.trainer import Trainer
 from zero_jax.checkpoint.manifest import Manifest
-from zero_jax.models import gpt
+from zero_jax.models import gpt, hf
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
 OUT = [*FIRST, "--out", "out"]
@@ -115,9 +115,11 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     monkeypatch.setattr(training.run, "LONG", 2)
     with monkeypatch.context() as patch:  # again after the last step and a batch of evaluation
         patch.setattr(training.run, "Stop", stop_before(2))
+        patch.setattr(optimizers, "rescheduled", lambda *_: "another rate")
         assert main(error.rpartition("python train.py ")[2].split()) == GO_ON_LATER
     said = capsys.readouterr()
     assert "step 3: restored" in said.out and "missing: none" in said.out
+    assert "warning: another rate" in said.out
     assert "evaluating: 1 of 2" in said.out and "step 4, which is saved" in said.err
     assert main([*OUT, "--wandb", "zero"]) == 0
     whole = first_run[0] / "out"
@@ -146,6 +148,9 @@ def test_a_finished_run_says_if_its_data_was_edited_or_its_loss_is_nan(done, cap
     files = {path: path.read_bytes() for path in Path("out").glob("*.json*")}
     assert main([*OUT, "--fresh"]) == 2
     assert "--fresh" in capsys.readouterr().err
+    Path("text.txt").write_text(TEXT + TEXT[:60])
+    assert main(OUT) == 2
+    assert "--data" in capsys.readouterr().err
     assert files == {path: path.read_bytes() for path in Path("out").glob("*.json*")}
 
 
@@ -247,6 +252,7 @@ def test_routers_of_experts_are_in_the_metrics(folder):
     plan = load(Config(data="text.txt", **own))
     params = plan.model.make(jax.random.key(0))
     _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
+    assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2
     known = routing(found)
     choices = 8 * 16 * 2 * 4  # rows, tokens, of each two, layers
     assert choices / 2 <= known["dropped"] < choices

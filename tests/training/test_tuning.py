@@ -9,6 +9,7 @@ import subprocess
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -16,9 +17,12 @@ from small_runs import curve, finish, folder, saved_steps, start_many
 from test_train import stop_before
 
 import training.run
-from training import ask, byte_tokenizer, room
+from training import ask, byte_tokenizer, leaving, room
+from training.config import Config
 from training.main import main
+from training.plan import load
 from training.stop import FAILED, GO_ON_LATER
+from training.trainer import Trainer
 from zero_jax.commands import checkpoint as checkpoint_command
 
 __all__ = ["folder"]  # a fixture
@@ -105,10 +109,20 @@ def test_all_weights_are_trained_unless_their_loss_is_not_finite(tune, capsys):
     assert not Path("inf/checkpoints").exists()
 
 
+def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
+    trainer = Trainer(load(Config(data="text.txt", lora=2, seq=16, batch=8, devices=8)))
+    states = trainer.init()
+    (said,) = leaving.leave(trainer, leaving.adapters(trainer, states[0]))
+    assert "adapter" in said and Path("adapter/adapter_config.json").exists()
+    params, _ = trainer.joined(trainer.kept(states), print)
+    for one, other in zip(*map(jax.tree.leaves, (states[0]["base"], params["base"])), strict=True):
+        np.testing.assert_array_equal(one, other)  # every start makes the same
+
+
 # fmt: off
 EDITED = {  # folders by name: which files are edited, or left out
     "none": {"config.json": None},
-    "broken": {"tokenizer.json": lambda known: {}},
+    "broken": {"tokenizer.json": lambda known: {}, "tokenizer_config.json": None},
     "lama": {"config.json": lambda known: {"model_type": "lama"}},
     "bare": {"tokenizer.json": None, "tokenizer_config.json": None},
     "big": {"tokenizer.json": lambda known: known | {"model": known["model"] | {
@@ -123,32 +137,20 @@ EDITED = {  # folders by name: which files are edited, or left out
 
 # fmt: off
 REFUSED = [
-    ("--base nf4", "--base nf4"),
-    ("--lora-targets q", "--lora-targets q"),
-    ("--lora 0", "--lora 0"),
-    ("--lora 2 --base nf5", "'nf5'"),
-    ("--lora 2 --lora-targets attn/qq", "attn/qq"),
-    ("--vocab 300", "--vocab 300"),
-    ("--seq 64", "--seq 64.* 32 tokens"),
-    ("--loss-on user", "'user'"),
-    ("--long wrap", "'wrap'"),
+    ("--base nf4", "--base nf4"), ("--lora-targets q", "--lora-targets q"),
+    ("--lora 0", "--lora 0"), ("--lora 2 --base nf5", "'nf5'"),
+    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--vocab 300", "--vocab 300"),
+    ("--seq 64", "--seq 64.* 32 tokens"), ("--loss-on user", "'user'"), ("--long wrap", "'wrap'"),
     ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
-    ("--adapter x", "--adapter x.*--lora"),
-    ("--lora 2 --adapter x", "x/adapter_config.json"),
+    ("--adapter x", "--adapter x.*--lora"), ("--lora 2 --adapter x", "x/adapter_config.json"),
     ("--export small", "small"),
     ("--checkpoint-every 0 --export new", "--export.*--checkpoint-every 0"),
     ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"),
     ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
-    ("--data text.txt=1,text.txt=2", "--data text.txt=1"),
-    ("--hf none", "config.json"),
-    ("--hf lama", "'lama'"),
-    ("--hf bare", "chat.jsonl .*--tokenizer"),
-    ("--hf big", "256 rows"),
-    ("--hf plain", "plain has no chat template"),
-    ("--tokenizer nowhere", "nowhere"),
-    ("--tokenizer broken", "broken"),
-    ("--hf layers", "config.json"),
-    ("--hf width", "config.json"),
+    ("--data text.txt=1,text.txt=2", "--data text.txt=1"), ("--hf none", "config.json"),
+    ("--hf lama", "'lama'"), ("--hf bare", "chat.jsonl .*--tokenizer"), ("--hf big", "256 rows"),
+    ("--hf plain", "plain has no chat template"), ("--tokenizer nowhere", "nowhere"),
+    ("--tokenizer broken", "broken"), ("--hf layers", "config.json"), ("--hf width", "config.json"),
     ("--hf rows", "config.json"),
 ]
 # fmt: on
