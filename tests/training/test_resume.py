@@ -1,6 +1,5 @@
 """Runs of `train.py` that end early and resume: signals, kills, processes, damaged checkpoints."""
 
-import math
 import os
 import re
 import signal
@@ -56,21 +55,10 @@ def test_a_damaged_checkpoint_offers_the_one_before(folder, shared, capsys):
     assert saved_steps("out") == [3, 6, 8]
     assert train_here(*EIGHT, "--from-step", "7") == 2
     assert "--from-step 7" in capsys.readouterr().err
-
-
-def test_more_steps_are_said_with_both_rates_and_fewer_are_refused(folder, capsys):
-    """Four steps of which none warms up end at a tenth of 1e-3; of eight they are half way."""
-    assert train_here("--steps", "4", *OWN) == 0
-    assert train_here("--steps", "8", *OWN) == 0
-    (said,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
-    assert "--steps 8" in said and "--steps 4" in said
-    half_way = 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
-    assert f"{half_way:.2g} instead of 0.0001" in said
-    # At the rate that is named the next step has the former rate.
-    (rate,) = re.findall(r"--lr ([\d.e-]+)", said)
-    assert half_way * float(rate) / 1e-3 == pytest.approx(1e-4, rel=0.01)
-    assert train_here("--steps", "3", *OWN) == 2
-    assert "step 8, beyond --steps 3" in capsys.readouterr().err
+    assert train_here("--steps", "9", "--warmup", "2", *OWN) == 0
+    assert "warning: --steps 9 is given" in capsys.readouterr().out
+    assert train_here(*EIGHT) == 2
+    assert "step 9, beyond --steps 8" in capsys.readouterr().err
 
 
 def test_a_text_that_shrinks_while_it_is_read_ends_the_run_with_its_steps_saved(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from small_runs import curve, finish, folder, saved_steps, start_many
+from test_documents import chat
 from test_train import stop_before
 
 import training.run
@@ -34,12 +35,6 @@ LORA = ["--lora", "2", "--base", "nf4"]
 NAME = "model.safetensors"
 
 
-def chat(number):
-    words = [f"what is {number}", f"it is {number}{'.' * (number % 9)}"]
-    roles = ("user", "assistant")
-    return {"messages": [{"role": r, "content": w} for r, w in zip(roles, words, strict=True)]}
-
-
 @pytest.fixture
 def tune(first_run, folder, shared):
     """Runs beside a model of bytes whose texts end with token 0, and 80 conversations."""
@@ -49,7 +44,8 @@ def tune(first_run, folder, shared):
     ends = {"eos_token_id": 0, "bos_token_id": 1}
     Path("small/config.json").write_text(json.dumps(known | ends))
     Path("small/generation_config.json").write_text(json.dumps(ends))
-    Path("chat.jsonl").write_text("".join(json.dumps(chat(n)) + "\n" for n in range(80)))
+    chats = [chat(f"what is {n}", f"it is {n}{'.' * (n % 9)}") for n in range(80)]
+    Path("chat.jsonl").write_text("".join(json.dumps(own) + "\n" for own in chats))
     return lambda *more: main([*TUNE, *more])
 
 
@@ -166,7 +162,7 @@ def test_settings_folders_and_data_that_do_not_fit_are_refused(tune, capsys, mor
             if edit:
                 Path(name, file).write_text(json.dumps(edit(known)))
     bad = {"messages": [{"role": "bot", "content": ""}]}
-    Path("broken.jsonl").write_text(json.dumps(chat(1)) + "\n" + json.dumps(bad) + "\n")
+    Path("broken.jsonl").write_text(json.dumps(chat("a", "b")) + "\n" + json.dumps(bad) + "\n")
     assert tune(*more.split()) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error:") and "\n" not in error
