@@ -133,7 +133,7 @@ def test_a_text_is_compared_by_its_content(tmp_path, name):
     np.testing.assert_array_equal(first.tokens[:], CONTENT)
     # The same length and other content: other checksums, with which a run is compared.
     saved(path, np.where(np.arange(5000) == 4321, 96, CONTENT))
-    texts = [Text(own, 16, 4, 0) for own in (first, load_tokens(path, vocab=256))]
+    texts = [Text(tokens, 16, 4, 0) for tokens in (first, load_tokens(path, vocab=256))]
     assert texts[0].order == texts[1].order
     before, now = (text.contents for text in texts)
     assert "--data" in _changed_contents(now, before, "DIR, step 3")[0]
@@ -180,9 +180,9 @@ def test_edited_documents_are_read_anew_and_those_left_out_wait_no_more(tokenize
 def test_another_template_is_a_warning_and_another_vocabulary_an_error(byte_folder, tmp_path):
     def contents(name, template="{% for m in messages %}{{ m.content }}{% endfor %}", token=None):
         (tmp_path / name).mkdir()
-        own = with_template(byte_folder, tmp_path / name, template)
-        own._own.add_tokens([token] if token else [])
-        return corpus(own, (records(tmp_path / name / "a.jsonl", ["a", "b"]), 1.0)).contents
+        tokenizer = with_template(byte_folder, tmp_path / name, template)
+        tokenizer._own.add_tokens([token] if token else [])
+        return corpus(tokenizer, (records(tmp_path / name / "a.jsonl", ["a", "b"]), 1.0)).contents
 
     first = contents("first")
     assert _changed_contents(contents("same"), first, "DIR, step 3") == []

@@ -40,14 +40,16 @@ def chat(*turns):
 
 def records(path, documents):
     """A file of these documents, or of texts."""
-    known = [{"text": own} if isinstance(own, str) else own for own in documents]
-    path.write_text("".join(json.dumps(own) + "\n" for own in known))
+    known = [
+        {"text": document} if isinstance(document, str) else document for document in documents
+    ]
+    path.write_text("".join(json.dumps(document) + "\n" for document in known))
     return Records(path)
 
 
 def corpus(tokenizer, *sources, **settings):
     known = {"seq": 31, "batch": 4, "seed": 0} | settings
-    return Documents([Source(*own) for own in sources], tokenizer, **known)
+    return Documents([Source(*source) for source in sources], tokenizer, **known)
 
 
 def texts_of(arrays):
@@ -108,17 +110,17 @@ def test_sources_are_drawn_by_their_weights(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_another_number_of_processes_resumes_with_the_same_documents(tokenizer, tmp_path, count):
-    own = records(tmp_path / "a.jsonl", numbers("a", 200))
-    whole = corpus(tokenizer, (own, 1.0)).batches(None, 0, 1)
+    source = records(tmp_path / "a.jsonl", numbers("a", 200))
+    whole = corpus(tokenizer, (source, 1.0)).batches(None, 0, 1)
     for _ in range(5):
         _, place = next(whole)
     place = json.loads(json.dumps(place))
-    parts = [corpus(tokenizer, (own, 1.0)).batches(place, at, count) for at in range(count)]
+    parts = [corpus(tokenizer, (source, 1.0)).batches(place, at, count) for at in range(count)]
     for _ in range(5):
         wanted, _ = next(whole)
         found = [next(part)[0] for part in parts]
         for at, array in enumerate(wanted):
-            np.testing.assert_array_equal(array, np.concatenate([own[at] for own in found]))
+            np.testing.assert_array_equal(array, np.concatenate([arrays[at] for arrays in found]))
 
 
 # Long documents, and those that are left out: cut, dropped or refused as asked, and counted.
@@ -133,8 +135,8 @@ def trained(data, steps):
 
 def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenizer, tmp_path):
     """Of 40 documents 36 are trained on; a short one has 6 tokens, a row room for 32."""
-    own = records(tmp_path / "a.jsonl", ["x" * (50 if n % 2 else 5) for n in range(40)])
-    data = corpus(tokenizer, (own, 1.0))
+    source = records(tmp_path / "a.jsonl", ["x" * (50 if n % 2 else 5) for n in range(40)])
+    data = corpus(tokenizer, (source, 1.0))
     said = data.outlook(100)
     assert said.startswith("all 36 documents in rows of 31 tokens: 18 whole, 18 cut")
     assert "longest of 51 tokens" in said and str(data.counts) == "none"
@@ -147,12 +149,12 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     drawn = data.batches(None, 0, 1)
     sizes = {len(text) for _ in range(9) for text in texts_of(next(drawn)[0])}
     assert sizes == {6, 32}, "cut to a row of seq + 1 tokens"
-    dropped = corpus(tokenizer, (own, 1.0), long="drop")
+    dropped = corpus(tokenizer, (source, 1.0), long="drop")
     arrays, _ = next(dropped.batches(None, 0, 1))
     assert dropped.counts.dropped and max(map(len, texts_of(arrays))) == 6
     assert "dropped" in str(dropped.counts)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq 31 "):
-        corpus(tokenizer, (own, 1.0), long="refuse")
+        corpus(tokenizer, (source, 1.0), long="refuse")
 
 
 def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenizer, tmp_path):
@@ -177,18 +179,18 @@ STRICT = (
 
 
 def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder, tmp_path):
-    own = with_template(byte_folder, tmp_path, STRICT)
+    tokenizer = with_template(byte_folder, tmp_path, STRICT)
     tool = {"role": "tool", "content": "x"}
     refused = {"messages": [*chat("a", "b")["messages"], tool]}
-    data = corpus(own, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
     next(data.batches(None, 0, 1))
     assert data.counts.refused and data.counts.whole
     assert "a.jsonl, line" in str(data.counts) and "no tools" in str(data.counts)
     with pytest.raises(ValueError, match="a.jsonl, line 1.*no tools"):
-        corpus(own, (records(tmp_path / "a.jsonl", [refused] * 3), 1.0))
+        corpus(tokenizer, (records(tmp_path / "a.jsonl", [refused] * 3), 1.0))
     # A source needs two documents, and a weight above 0.
     with pytest.raises(ValueError, match="a.jsonl"):
-        corpus(own, (records(tmp_path / "a.jsonl", ["x"]), 1.0))
+        corpus(tokenizer, (records(tmp_path / "a.jsonl", ["x"]), 1.0))
     for given in ("a=0,b=1", "a=1,b", "a=x,b=1", "=1,b=2", "a=inf,b=1"):
         with pytest.raises(ValueError, match=f"--data {given}"):
             sources_of(given)
@@ -212,8 +214,8 @@ def test_the_token_that_ends_learned_text_is_found(byte_folder, tmp_path):
         (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
         (each.replace("END", ""), chat("a", "b"), []),
     ):
-        own = with_template(byte_folder, tmp_path, template)
-        assert corpus(own, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
+        tokenizer = with_template(byte_folder, tmp_path, template)
+        assert corpus(tokenizer, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def document(number, size=None):
 
 def lanes(places, rows=4):
     """Lanes of these numbers, or of places to resume from."""
-    known = [[own] if isinstance(own, int) else own for own in places]
+    known = [[place] if isinstance(place, int) else place for place in places]
     return [Lane(document, SEQ, first, rows, waiting) for first, *waiting in known]
 
 
@@ -60,7 +60,9 @@ def test_batches_are_those_of_any_number_of_processes_from_any_place():
         for _ in range(5):
             (wanted, place), parts = next(whole), [next(half)[0] for half in halves]
             for at, array in enumerate(wanted):
-                np.testing.assert_array_equal(array, np.concatenate([own[at] for own in parts]))
+                np.testing.assert_array_equal(
+                    array, np.concatenate([arrays[at] for arrays in parts])
+                )
 
 
 def test_a_pass_ends_when_its_documents_do():

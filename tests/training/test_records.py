@@ -34,8 +34,8 @@ def all_of(records):
 
 def test_lines_and_folders_are_read_by_number_and_empty_lines_are_none(tmp_path):
     there, folder = tmp_path / "there", tmp_path / "here"
-    for own in (there, folder / "b"):
-        own.mkdir(parents=True)
+    for path in (there, folder / "b"):
+        path.mkdir(parents=True)
     first, second, third = map(json.dumps, (CHAT, {"text": "ü ✓"}, PAIR))
     (folder / "a.jsonl").write_text(f"{first}\n\n  \n{second}\n{third}")
     (folder / "b" / "z.ndjson").write_bytes(jsonl([{"text": "3"}]))

@@ -146,8 +146,8 @@ def test_strings_of_the_run_are_escaped(tmp_path):
 def test_checkpoints_are_listed_with_those_that_are_gone(tmp_path):
     with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(4, {"w": jnp.arange(1000.0)})
-    own = tmp_path / "checkpoints" / "4"
-    size = sum(path.stat().st_size for path in own.rglob("*") if path.is_file())
+    saved = tmp_path / "checkpoints" / "4"
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     with RunLog(tmp_path, {}) as log:
         write(log, [1])
         log.event("checkpoint", step=2)
@@ -155,7 +155,7 @@ def test_checkpoints_are_listed_with_those_that_are_gone(tmp_path):
     found = {row[0]: row[1:] for row in rows(made(tmp_path)[1]) if row[0] in ("2", "4")}
     assert found["2"][1:] == ["–", "not there any more"]
     assert found["4"][1:] == [human_bytes(size), "whole"] and found["4"][0].endswith("UTC")
-    next(path for path in own.rglob("c/*") if path.is_file()).unlink()
+    next(path for path in saved.rglob("c/*") if path.is_file()).unlink()
     assert any("is missing" in row[-1] for row in rows(made(tmp_path)[1]) if row[0] == "4")
 
 

@@ -177,7 +177,7 @@ def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
         with RunLog(tmp_path, {}, resume=resume) as log:
             write(log, steps)
     paths = sorted((tmp_path / "tensorboard").glob("events.*"))
-    events = [event_pb2.Event.FromString(own) for path in paths for own in records(path)]
+    events = [event_pb2.Event.FromString(record) for path in paths for record in records(path)]
     losses = [e.step for e in events for v in e.summary.value if v.tag == "train/loss"]
     assert sorted(losses) == [1, 2, 3, 3, 4]
     starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]

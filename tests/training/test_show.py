@@ -74,7 +74,7 @@ def test_numbers_are_decimal_as_in_the_paper_and_round_into_the_next_unit():
 def test_full_parameters_are_gathered_only_where_there_is_room(monkeypatch, capsys):
     assert room_for(10**18, "sample", print), "CPUs do not count their memory"
     limits = ({"bytes_limit": 1000, "bytes_in_use": 400}, {"bytes_limit": 2000, "bytes_in_use": 0})
-    devices = [SimpleNamespace(memory_stats=lambda own=own: own) for own in limits]
+    devices = [SimpleNamespace(memory_stats=lambda stats=stats: stats) for stats in limits]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert room_for(600, "sample", print) and not capsys.readouterr().out
     assert not room_for(601, "sample", print) and "no sample" in capsys.readouterr().out

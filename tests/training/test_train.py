@@ -222,8 +222,8 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
     known = noted.start(step, stages, {}, "byte")
     for stage, terms in enumerate(known["stages"]):
-        own = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
-        assert terms == zero_jax.memory.estimate(shapes, **own).terms
+        settings = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
+        assert terms == zero_jax.memory.estimate(shapes, **settings).terms
         psi = sum(x.size for x in jax.tree.leaves(shapes))
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
@@ -248,8 +248,8 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
 
 
 def test_routers_of_experts_are_in_the_metrics(folder):
-    own = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
-    plan = load(Config(data="text.txt", **own))
+    settings = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
+    plan = load(Config(data="text.txt", **settings))
     params = plan.model.make(jax.random.key(0))
     _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
     assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2

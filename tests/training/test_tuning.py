@@ -45,7 +45,7 @@ def tune(first_run, folder, shared):
     Path("small/config.json").write_text(json.dumps(known | ends))
     Path("small/generation_config.json").write_text(json.dumps(ends))
     chats = [chat(f"what is {n}", f"it is {n}{'.' * (n % 9)}") for n in range(80)]
-    Path("chat.jsonl").write_text("".join(json.dumps(own) + "\n" for own in chats))
+    Path("chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chats))
     return lambda *more: main([*TUNE, *more])
 
 
@@ -56,7 +56,7 @@ def check_exported(out, said, lora):
     generation = json.loads(Path(out, "generation_config.json").read_text())
     assert generation == {"eos_token_id": [end, 0], "bos_token_id": 1}
     assert (f"eos_token_id=[{end}, 0]" in said) == lora
-    before, after = (load_file(Path(own, NAME)) for own in ("small", out))
+    before, after = (load_file(Path(path, NAME)) for path in ("small", out))
     matrices = ("_attn.weight", "c_proj.w", "c_fc.weight")
     for name in before:
         trained = any(part in name for part in matrices) if lora else True
@@ -209,8 +209,8 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
     shown = first.rpartition("<|user|>what is 72<|end|><|assistant|>")[2]
     asked = (["out"], ["tuned"], ["small", "--adapter", "out/adapter"], ["small"])
     answers = []
-    for own, *more in asked:
-        assert ask.main([own, "what is 72", "--length", "8", *more]) == 0
+    for path, *more in asked:
+        assert ask.main([path, "what is 72", "--length", "8", *more]) == 0
         answers.append(capsys.readouterr().out[:-1])
     assert answers[0] and shown.startswith(answers[0]) and len(set(answers[:3])) == 1
     assert answers[3] != answers[0], "the model before it was tuned"
