@@ -1,4 +1,4 @@
-"""Parts of the script: its optimizers, and results that are looked at late."""
+"""Optimizers of a run, and results that are read one step late."""
 
 import jax
 import jax.numpy as jnp
@@ -13,61 +13,60 @@ from zero_jax.models import gpt
 from zero_jax.models.optimizers import decayed
 from zero_jax.plan.case import Case
 
-# Parts.
 
-
-def test_results_are_looked_at_one_late():
+def test_results_are_read_one_late():
     made = []
     results = trainer.one_late(made.append(n) or n for n in range(4))
-    seen = [(result, len(made)) for result in results]
-    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
+    assert [(result, len(made)) for result in results] == [(0, 2), (1, 3), (2, 4), (3, 4)]
     assert list(trainer.one_late([])) == []
 
 
 def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
     shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
-    flags = jax.tree.leaves(decayed(shapes))
-    sizes = [x.size for x in jax.tree.leaves(shapes)]
+    flags, sizes = jax.tree.leaves(decayed(shapes)), [x.size for x in jax.tree.leaves(shapes)]
     d, layers, rows = 128, 4, 256 + 128
     matrices = layers * 12 * d * d + rows * d
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
 
 
+def test_other_steps_than_before_are_said_with_both_rates():
+    """Half way of the cosine from 1 to 0.1, and its end."""
+    config = Config(lr=1.0, warmup=2, steps=10)
+    said = optimizers.rescheduled(config, {"steps": 6, "lr": 1.0, "warmup": 2}, 6)
+    assert "--steps 10" in said and "--steps 6" in said and "is 0.55 instead of 0.1" in said
+    assert "--lr 0.182" in said, "at which the next step has the former rate"
+    assert optimizers.rescheduled(config, {"steps": 6, "lr": 1.0, "warmup": 2}, 1) is None
+    assert optimizers.rescheduled(config, {"steps": 10, "lr": 1.0, "warmup": 2}, 6) is None
+
+
 @pytest.mark.parametrize("name", optimizers.RATES)
-def test_every_optimizer_goes_downhill_from_a_stack_of_matrices(name):
+def test_every_optimizer_goes_downhill_and_is_the_planned_one(name, monkeypatch):
     config = resolve(Config(optimizer=name, steps=30, weight_decay=0.0), optimizers.RATES)
     tx = optimizers.make(config)
-    params = {
-        "kernel": jnp.ones((2, 4, 6)),
-        "bias": jnp.ones((2, 6)),
-        "embedding": jnp.ones((9, 4)),
-    }
+    shapes = {"kernel": (2, 4, 6), "bias": (2, 6), "embedding": (9, 4)}
+    params = {leaf: jnp.ones(shape) for leaf, shape in shapes.items()}
 
     @jax.jit
-    def step(params, state):
-        loss, grads = jax.value_and_grad(optax.global_norm)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+    def train(params):
+        def step(carry, _):
+            params, state = carry
+            loss, grads = jax.value_and_grad(optax.global_norm)(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
 
-    state = tx.init(params)
-    seen = []
-    for _ in range(config.steps):
-        params, state, loss = step(params, state)
-        seen.append(float(loss))
+        return jax.lax.scan(step, (params, tx.init(params)), length=config.steps)[1]
+
+    seen = train(params)
     assert seen[1] == seen[0]  # the rate begins at 0
     assert seen[-1] < seen[0]
-
-
-@pytest.mark.parametrize("name", optimizers.RATES)
-def test_what_is_planned_is_what_is_run(name, monkeypatch):
-    """The same state and the same operations, at whatever rate."""
+    # The planned step has the same state and the same operations, at whatever rate.
     config = resolve(Config(optimizer=name), optimizers.RATES)
     monkeypatch.setattr(optimizers, "rate", lambda config: optax.constant_schedule(config.lr))
     case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)
-    params = jax.eval_shape(case.make)
+    abstract = jax.eval_shape(case.make)
 
     def traced(tx):
-        return str(jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p))(params))
+        return str(jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p))(abstract))
 
     assert traced(case.tx) == traced(optimizers.make(config))
 
@@ -77,5 +76,5 @@ def test_clipping_bounds_the_step_and_0_switches_it_off():
     for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
         config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
         tx = optimizers.make(config)
-        updates, _ = tx.update(grads, tx.init(grads), grads)
+        updates = jax.jit(lambda grads, tx=tx: tx.update(grads, tx.init(grads), grads)[0])(grads)
         assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)

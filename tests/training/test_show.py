@@ -1,42 +1,43 @@
-"""The screen shows how far a run is, tables, and numbers that one can read."""
+"""The screen and the command line: progress, tables, numbers, free memory, and every flag once."""
 
+import dataclasses
 import io
+import itertools
 import math
+import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
 
 from training import show
-from training.show import Speed, human_bytes, human_count, print_table, progress
+from training.config import Config, flag, parse
+from training.room import room_for
+from training.show import Speed, human_bytes, human_count, progress
+from training.stop import Stopped
+from zero_jax.plan.options import Options
 
 
-def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys):
-    with progress(200) as show:
-        for step in range(1, 201):
+def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
+    with progress(200, start=100) as show, progress(2, enabled=False) as silent:
+        silent(2, loss=1.0, tokens_per_second=1.0)
+        for step in range(101, 201):
             show(step, loss=2.5, tokens_per_second=12345)
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 10
-    assert out[0].startswith("step 20/200  loss 2.5000  12.3K tokens/s")
+    assert len(out) == 5
+    assert out[0].startswith("step 120/200  loss 2.5000  12.3K tokens/s")
     assert out[-1].endswith("0:00:00 left")
     assert all(line.isprintable() for line in out)
-
-
-def test_progress_of_a_resumed_run_and_of_other_processes(capsys):
-    with progress(100, start=50) as show, progress(2, enabled=False) as silent:
-        silent(2, loss=1.0, tokens_per_second=1.0)
-        for step in range(51, 101):
-            show(step, loss=1.0, tokens_per_second=1.0)
-    assert capsys.readouterr().out.splitlines()[0].startswith("step 60/100")
-
-
-def test_progress_shows_a_bar_on_a_terminal(monkeypatch):
-    screen = io.StringIO()
+    screen = io.StringIO()  # and a bar on a terminal
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     with progress(4) as show:
         show(4, loss=2.5, tokens_per_second=5e6)
-    for said in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["):
-        assert said in screen.getvalue()
+    assert all(x in screen.getvalue() for x in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["))
 
 
 def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
@@ -54,20 +55,10 @@ def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
     assert after(2) == 50
 
 
-def test_table_is_not_cut_off_or_read_as_markup_in_a_file(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    path = "['params']['blocks'][0]['attention']['query']['kernel']"
-    print_table("memory [GB]", ["leaf", "bytes"], [[path, "1.5 GB"], ["[red]x", 2]])
-    out = capsys.readouterr().out
-    assert "memory [GB]" in out and "[red]x" in out
-    assert any(path in line and "1.5 GB" in line for line in out.splitlines())
-
-
 def test_numbers_are_decimal_as_in_the_paper_and_round_into_the_next_unit():
-    # 7.5e9 parameters at 16 bytes: 120 GB without partitioning, Figure 1 of the paper
-    assert human_bytes(7.5e9 * 16) == "120 GB"
-    assert human_bytes(7.5e9 * 16 / 64) == "1.88 GB"  # the paper rounds to 1.9
-    assert [human_bytes(n) for n in (0, 512, 999.9, 1000)] == ["0 B", "512 B", "1 kB", "1 kB"]
+    # 7.5e9 parameters at 16 bytes, Figure 1 of the paper: 120 GB, and 1.9 GB on 64 devices.
+    numbers = (7.5e9 * 16, 7.5e9 * 16 / 64, 0, 512, 999.9)
+    assert [human_bytes(n) for n in numbers] == ["120 GB", "1.88 GB", "0 B", "512 B", "1 kB"]
     counts = {
         999_499: "999K",
         999_600: "1M",
@@ -78,3 +69,48 @@ def test_numbers_are_decimal_as_in_the_paper_and_round_into_the_next_unit():
     }
     assert {n: human_count(n) for n in counts} == counts
     assert [human_count(n) for n in (math.nan, math.inf)] == ["nan", "inf"]
+
+
+def test_full_parameters_are_gathered_only_where_there_is_room(monkeypatch, capsys):
+    assert room_for(10**18, "sample", print), "CPUs do not count their memory"
+    limits = ({"bytes_limit": 1000, "bytes_in_use": 400}, {"bytes_limit": 2000, "bytes_in_use": 0})
+    devices = [SimpleNamespace(memory_stats=lambda stats=stats: stats) for stats in limits]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert room_for(600, "sample", print) and not capsys.readouterr().out
+    assert not room_for(601, "sample", print) and "no sample" in capsys.readouterr().out
+
+
+# The command line.
+
+
+def test_help_shows_every_setting_once_in_short_groups(capsys):
+    def shown(*args):
+        with pytest.raises(SystemExit):
+            parse(args)
+        caught = capsys.readouterr()
+        return caught.out + caught.err
+
+    text = shown("--help")
+    groups = re.split(r"^\W*(\w+) options\W*$", text, flags=re.MULTILINE)[1:]
+    titles = "basic data device optimizer look checkpoint process adapter zero"
+    assert groups[::2] == titles.split()
+    flags = [re.findall(r"^\W{2,4}(--[a-z][a-z-]+)", group, re.MULTILINE) for group in groups[1::2]]
+    every = sorted(flag(field.name) for field in dataclasses.fields(Config))
+    assert sorted(itertools.chain(*flags)) == every
+    assert max(map(len, flags[:-1])) <= 8
+    assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
+    assert "--stepz" in shown("--stepz", "5")
+    config = parse(
+        ["--steps", "50", "--mesh", "data=2", "--no-debug", "--keep", "5", "--process-id", "1"]
+    )
+    assert (config.steps, config.mesh, config.keep, config.process_id) == (50, "data=2", 5, 1)
+
+
+def test_the_command_that_resumes_has_the_flags_that_still_hold():
+    for given, on in (
+        ("--from-step 6 --lr 0.1 --out a b --fresh", "--lr 0.1 --out a b"),
+        ("--from_step=6 --no-fresh --steps 9", "--steps 9 --out runs/001"),
+        ("--coordinator h:1 --num-processes 4 --process-id=0", "--out runs/001"),
+    ):
+        stopped = Stopped(130, Path("runs/001"), 37)
+        assert stopped.said(given.split()).endswith(f"\npython train.py {on}")

@@ -1,12 +1,10 @@
-"""`train.py` from the outside: what it writes, and that processes agree."""
+"""`train.py` on text: what a run says and writes, exact resume, and how it ends."""
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import re
+import shutil
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -14,166 +12,287 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_runs import (
+    FIRST,
+    HERE,
+    TEXT,
+    TINY,
+    curve,
+    finish,
+    folder,
+    last_loss,
+    losses,
+    metrics,
+    saved_steps,
+    shared_trainer,
+    start,
+    start_many,
+)
+from test_run_folder import wandb
 
+import training.run
+import training.trainer
 import zero_jax
-from training.config import Config
+from training import noted, optimizers, report_page
+from training.config import Config, parse
 from training.main import main
-from training.plan import load
-from training.supervise import free_address
+from training.plan import by_stage, load
+from training.run import routing
+from training.saving import check_resume
+from training.show import human_bytes
+from training.stop import FAILED, GO_ON_LATER, Stop
 from training.trainer import Trainer
-from zero_jax.models import gpt
+from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.models import gpt, hf
 
-SCRIPT = Path(__file__).parents[2] / "train.py"
-TEXT = "Partition what each device holds, and gather what it needs.\n" * 40  # 2400 bytes
-TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
-TINY += ["--eval-batches", "1", "--sample-length", "8", "--optimizer", "sgd"]
-HERE = ["--devices", "8"]  # what conftest.py made of this process
+__all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
+OUT = [*FIRST, "--out", "out"]
+
+
+def stop_before(step):
+    """A `Stop` that asks a run to end before a step."""
+
+    class StopThere(Stop):
+        calls = 0
+
+        def __call__(self):
+            self.calls += 1
+            return GO_ON_LATER if self.calls == step else 0
+
+    return StopThere
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder to run in, with a text."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def done(first_run, folder, shared):
+    """A folder to run in, in which the first run is done."""
+    shutil.copytree(first_run[0] / "out", folder / "out")
+    return folder
 
 
-def start(*args, cwd=None, script=(str(SCRIPT),), environment=None, stderr=subprocess.PIPE):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
-    return subprocess.Popen(
-        [sys.executable, *script, *args],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        env=environment,
-        cwd=cwd,
-    )
-
-
-def finish(processes, seconds=300):
-    """(exit code, stdout, stderr) of each; all are killed when the time is over."""
-    end, late = time.monotonic() + seconds, False
-    results = []
-    for process in processes:
-        try:
-            output = process.communicate(timeout=max(1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, late = process.communicate(), True
-        results.append((process.returncode, *output))
-    assert not late, results
-    return results
-
-
-def start_many(count, common, own=None, folders=None, **how):
-    """Processes of one run; `own` holds further arguments by rank, `folders` where they run."""
-    own, folders = own or {}, folders or {}
-    address = free_address()
-    group = ["--coordinator", address, "--num-processes", str(count), *common]
-    return [
-        start(*group, "--process-id", str(rank), *own.get(rank, []), cwd=folders.get(rank), **how)
-        for rank in range(count)
-    ]
-
-
-def metrics(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(out):
-    return [line.get("loss", line.get("val_loss")) for line in metrics(out)]
-
-
-# A run.
-
-
-def test_a_run_with_experts_says_what_routers_did(folder):
-    args = [*TINY, *HERE, "--model", "nano-experts", "--capacity", "0.5", "--out", "run"]
-    assert main(args) == 0
-    steps = [line for line in metrics("run") if "loss" in line]
-    choices = 8 * 16 * 2 * 4  # rows, tokens, of each two, layers
-    assert all(choices / 2 <= line["dropped"] < choices for line in steps)
-    assert all(line["balance"] >= 0.9 and line["router_z"] > 0 for line in steps)
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """A run from the command line, on the four devices it makes by default."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "text.txt").write_text(TEXT)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        (result,) = finish([start(*TINY)])
-    return folder, result
-
-
-@pytest.mark.slow
-def test_a_run_says_first_what_it_will_do_and_last_what_came_out(one_process):
-    _, (code, out, err) = one_process
-    assert code == 0, err
-    order = ["data 4", "micro_batches", "Bytes per device on 4", "activations are not included"]
+def test_a_run_says_first_what_it_will_do_and_last_the_losses(first_run):
+    _, said = first_run
+    order = ["data 8", "micro_batches", "Bytes per device on 8", "activations are not included"]
     order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
-    order += [
-        "This run, predicted",
-        "saved",
-        "4 steps train on text",
-        "step 4/4",
-        "nats per byte",
-        "unigram",
-        "bigram",
-    ]
-    order += ["sample:", TEXT[-240:][:16]]
-    places = [out.index(words) for words in order]
+    order += ["This run, predicted", "saved", "4 steps train on text", "step 2/4", "step 4/4"]
+    order += ["nats per byte", "unigram", "bigram", "sample:", TEXT[-240:][:16]]
+    places = [said.index(words) for words in order]
     assert places == sorted(places)
 
 
-@pytest.mark.slow
-def test_a_run_writes_settings_metrics_tensorboard_and_picture(one_process):
-    folder, _ = one_process
-    out = folder / "runs" / "001"
+def test_a_run_writes_its_settings_metrics_checkpoints_page_and_model(first_run):
+    out = first_run[0] / "out"
     config = json.loads((out / "config.json").read_text())
-    for name, value in {"stage": 3, "devices": 4, "vocab": 256, "seq": 16, "lr": 0.3}.items():
+    for name, value in {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}.items():
         assert config[name] == value
-    assert config["psi"] == gpt.num_params(gpt.preset("nano", seq=16))
+    assert config["psi"] == gpt.num_params(gpt.preset("nano", seq=32))
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
-    lines = metrics(out)
     step = {"step", "loss", "grad_norm", "tokens_per_second", "skipped"}
-    step |= {"step_seconds", "learning_rate"}  # on CPUs nobody knows how much memory was taken
+    step |= {"step_seconds", "learning_rate"}  # a CPU does not count its memory
     val = {"step", "val_loss"}
-    assert [set(line) for line in lines] == [step, step, val, step, step, val]
-    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
+    assert [set(line) for line in metrics(out)] == [step, step, val, step, step, val]
+    assert [line["step"] for line in metrics(out)] == [1, 2, 2, 3, 4, 4]
+    # Linear over two steps, then a cosine to a tenth: half way it is (1 + 0.1) / 2.
+    rates = [line["learning_rate"] for line in metrics(out) if "loss" in line]
+    assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.55e-3], rel=1e-5)
     assert list((out / "tensorboard").glob("events.*"))
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
+    text = (out / "checkpoints" / "4" / "state" / "manifest.json").read_text()
+    manifest = Manifest.read(out / "checkpoints" / "4" / "state")
+    assert (manifest.config["steps"], manifest.extra["sample"]) == (4, 32)
+    assert str(out.parent) not in text, "it can be moved"
+    small = {path.name for path in (out.parent / "small").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= small
 
 
-@pytest.mark.slow
-def test_auto_says_what_it_chose_and_records_it(folder, capsys):
-    quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
-    assert main(quiet) == 0
+def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
+    first_run, folder, shared, wandb, capsys, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run, "Stop", stop_before(4))
+        assert main([*OUT, "--wandb", "zero"]) == GO_ON_LATER
+    error = capsys.readouterr().err
+    assert f"step 3, which is saved in {Path('out').resolve()}" in error
+    monkeypatch.setattr(training.run, "LONG", 2)
+    with monkeypatch.context() as patch:  # again after the last step and a batch of evaluation
+        patch.setattr(training.run, "Stop", stop_before(2))
+        patch.setattr(optimizers, "rescheduled", lambda *_: "another rate")
+        assert main(error.rpartition("python train.py ")[2].split()) == GO_ON_LATER
+    said = capsys.readouterr()
+    assert "step 3: restored" in said.out and "missing: none" in said.out
+    assert "warning: another rate" in said.out
+    assert "evaluating: 1 of 2" in said.out and "step 4, which is saved" in said.err
+    assert main([*OUT, "--wandb", "zero"]) == 0
+    whole = first_run[0] / "out"
+    assert curve("out") == curve(whole) and last_loss("out") == last_loss(whole)
+    assert saved_steps("out") == [2, 3, 4]
+    events = map(json.loads, Path("out/events.jsonl").read_text().splitlines())
+    starts = [name for n in (2, 1, 0) for name in ("start", "states", *["checkpoint"] * n, "end")]
+    assert [event["event"] for event in events] == starts
+    assert len({run["id"] for run in wandb.runs}) == 1
+    assert [run["code"] for run in wandb.runs] == [1, 1, 0]
+    logged = [values for run in wandb.runs for values in run["logged"]]
+    assert [{k.split("/")[-1]: v for k, v in x.items()} for x in logged] == metrics("out")
+
+
+def test_a_finished_run_says_if_its_data_was_edited_or_its_loss_is_nan(done, capsys, monkeypatch):
+    Path("text.txt").write_text(TEXT.replace("Partition", "partition"))
+    assert main(OUT) == 0
     said = capsys.readouterr().out
-    assert "chose stage 2, 1 micro-batches, remat none" in said and "stage 2, this run" in said
-    assert json.loads(Path("runs/001/config.json").read_text())["stage"] == 2
+    assert "step 4: restored" in said and "nothing is left" in said
+    (said,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert "--data" in said and len(set(re.findall("[0-9a-f]{12}", said))) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", lambda *_, **__: float("nan"))
+        assert main([*OUT, "--export", "new"]) == FAILED
+    assert "after training is nan" in capsys.readouterr().err and not Path("new").exists()
+    files = {path: path.read_bytes() for path in Path("out").glob("*.json*")}
+    assert main([*OUT, "--fresh"]) == 2
+    assert "--fresh" in capsys.readouterr().err
+    Path("text.txt").write_text(TEXT + TEXT[:60])
+    assert main(OUT) == 2
+    assert "--data" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in Path("out").glob("*.json*")}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("--seq 8", "--seq 8.* --seq 32"),
+        ("--seed 7", "--seed 7.* --seed 0"),
+        ("--data other.txt", "--data .*other.txt.* text.txt"),
+        ("--data more/text.txt", "--data .*4374.* 4320"),
+        ("--optimizer lion", "--optimizer lion.* --optimizer adamw"),
+    ],
+)
+def test_a_checkpoint_of_other_samples_or_another_state_is_refused(done, args, words):
+    Path("more").mkdir()
+    Path("more/text.txt").write_text(TEXT + TEXT[:60])
+    Path("other.txt").write_text(TEXT)
+    plan = load(parse([*OUT, *args.split()]))
+    settings = Manifest.read(done / "out/checkpoints/4/state").config
+    settings = settings | {"optimizer": plan.config.optimizer}
+    with pytest.raises(ValueError, match=f"{words}.* another --out"):
+        check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
+
+
+def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
+    step = zero_jax.TrainStep.__call__
+
+    def broken(self, params, *rest):
+        return step(self, jax.tree.map(lambda x: x * jnp.nan, params), *rest)
+
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
+    for _ in range(2):  # and so does the same command again, which finds nothing to train
+        assert main(OUT) == FAILED
+        assert "--steps 4" in capsys.readouterr().err
+    assert [line["skipped"] for line in metrics("out") if "loss" in line] == [1] * 4
+
+
+def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypatch):
+    monkeypatch.setattr(training.trainer, "Trainer", shared_trainer)
+    assert report_page.main(["out", "--compile"]) == 0
+    known = json.loads(Path("out/compiled.json").read_text())
+    trainer = shared_trainer(load(parse(OUT)))
+    stats = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile()
+    text, memory = stats.as_text(), stats.memory_analysis()
+    parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert known["total_bytes"] == pytest.approx(parts, rel=0.3)
+    page = Path("out/report.html").read_text()
+    assert f"XLA gives it {human_bytes(known['total_bytes'])}" in page
+    for name in ("embed", "attention", "mlp", "loss", "zero_update"):
+        assert f"/{name}" in text or f"({name})" in text, name
+    for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):
+        lines = [x for x in text.splitlines() if re.search(rf" {kind}(-start)?\(", x)]
+        assert lines and all(name in line for line in lines), lines
+    # The step of another run is refused.
+    events = Path("out/events.jsonl")
+    events.write_text(
+        re.sub('"predicted_total": [0-9]+', '"predicted_total": 1', events.read_text())
+    )
+    report_page.write("out")
+    assert "XLA gives it" not in Path("out/report.html").read_text()
+    assert report_page.main(["out", "--compile"]) == 2
+    assert "noted 1:" in capsys.readouterr().err
+
+
+def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
+    """The closed forms of `zero_jax.memory`, and the bytes of the first device."""
+    trainer = shared_trainer(load(parse(OUT)))
+    step, shapes = trainer.predict(), trainer.shapes()
+    stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
+    known = noted.start(step, stages, {}, "byte")
+    for stage, terms in enumerate(known["stages"]):
+        settings = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
+        assert terms == zero_jax.memory.estimate(shapes, **settings).terms
+        psi = sum(x.size for x in jax.tree.leaves(shapes))
+        assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
+    assert sum(known["predicted"].values()) == known["predicted_total"]
+    states = trainer.init()
+    held = noted.held(*states)
+    for name, tree in zip(("parameters", "optimizer_state"), states, strict=True):
+        assert held[name] == sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
+        assert held[name] == known["predicted"][name]
+    assert known["versions"]["jax"] == jax.__version__
+    assert known["devices"]["devices"] == jax.device_count() == 8
+    # The validation loss is the mean over every held-out token.
+    graphdef, params = trainer.model.graphdef, trainer.zero.full(states[0])
+    loss = jax.jit(lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows))
+    rest = trainer.plan.corpus.rest[:]
+    full = (rest.size - 1) // 32
+    rows = np.stack([rest[32 * at : 32 * at + 33] for at in range(full)])
+    sums = [loss(params, jnp.asarray(x, jnp.int32)) for x in (rows, rest[None, 32 * full :])]
+    assert sum(int(weight) for _, weight in sums) == rest.size - 1 != 32 * full
+    mean = sum(float(loss) for loss, _ in sums) / (rest.size - 1)
+    # Sums of the same fp32 losses in another order.
+    assert trainer.evaluate(states[0]) == pytest.approx(mean, rel=1e-5)
+
+
+def test_routers_of_experts_are_in_the_metrics(folder):
+    settings = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
+    plan = load(Config(data="text.txt", **settings))
+    params = plan.model.make(jax.random.key(0))
+    _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
+    assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2
+    known = routing(found)
+    choices = 8 * 16 * 2 * 4  # rows, tokens, of each two, layers
+    assert choices / 2 <= known["dropped"] < choices
+    assert known["balance"] >= 0.9 and known["router_z"] > 0
+
+
+# Larger runs.
 
 
 @pytest.mark.slow
-def test_auto_lets_experts_stay_where_that_sends_less(folder):
+def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, shared, monkeypatch):
+    """No batch comes twice."""
+    seen, step = [], zero_jax.TrainStep.__call__
+
+    def broken(self, params, opt_state, batch, *extras):
+        seen.append(np.asarray(batch[0]).tobytes())
+        if len(seen) == 4:
+            raise zero_jax.NonFiniteError("8 steps in a row were skipped")
+        return step(self, params, opt_state, batch, *extras)
+
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
+    assert main(OUT) == FAILED, "not asked to go back"
+    first, _ = seen[:4], seen.clear()
+    assert main([*FIRST, "--out", "other", "--rollbacks", "1"]) == 0
+    assert len(curve("other")) == 4
+    assert seen[:4] == first and len(set(seen)) == len(seen) == 6
+    assert Manifest.read(Path("other/checkpoints/4/state")).extra["sample"] == 8 * 6
+
+
+@pytest.mark.slow
+def test_auto_lets_experts_stay_where_that_sends_less(folder, capsys):
     quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
     quiet += ["--model", "nano-experts"]
     assert main(quiet) == 0
+    assert re.search(r"chose stage \d, 1 micro-batches", capsys.readouterr().out)
     assert main([*quiet, "--mesh", "data=8"]) == 0
     stay, gathered = (json.loads(Path(f"runs/00{n}/config.json").read_text()) for n in (1, 2))
     assert stay["mesh"] == {"experts": 8, "data": 1} and gathered["mesh"] == {"data": 8}
+    assert stay["stage"] in (0, 1, 2, 3)
     np.testing.assert_allclose(losses("runs/001"), losses("runs/002"), rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_losses_in_the_next_folder(folder):
-    quiet = [*TINY, *HERE, "--sample-length", "0", "--steps", "3"]
-    for _ in range(2):
-        assert main(quiet) == 0
-    assert losses("runs/001") == losses("runs/002")
-    assert main([*quiet, "--seed", "1", "--out", "other"]) == 0
-    assert losses("other") != losses("runs/001")
 
 
 @pytest.mark.slow
@@ -189,127 +308,75 @@ def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
     assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
 
 
-def test_validation_loss_is_the_mean_over_every_held_out_token(folder):
-    plan = load(Config(data="text.txt", seq=16, batch=8, devices=8))
-    trainer = Trainer(plan)
-    params, _ = trainer.init()
-    model = nnx.merge(trainer.model.graphdef, trainer.zero.full(params))
-    total, count, held_out = 0.0, 0, plan.corpus.rest
-    assert (held_out.size - 1) % 16 != 0  # the last window is a part of one
-    for first in range(0, held_out.size - 1, 16):
-        row = jnp.asarray(held_out[first : first + 17], jnp.int32)[None]
-        loss, weight = gpt.loss(model, row)
-        total, count = total + float(loss), count + int(weight)
-    assert count == held_out.size - 1
-    # Sums of the same fp32 losses in another order.
-    assert trainer.evaluate(params) == pytest.approx(total / count, rel=1e-5)
-
-
 @pytest.mark.slow
 def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys):
     wild = ["--lr", "1e4", "--clip", "0", "--steps", "60", "--eval-every", "0"]
-    assert main([*TINY, *HERE, *wild, "--out", "out"]) == 1
+    assert main([*TINY, *HERE, *wild, "--out", "out"]) == FAILED
     error = capsys.readouterr().err.strip()
-    assert error.startswith("error: 20 steps in a row")
-    assert "\n" not in error
-    assert sum(line["skipped"] for line in metrics("out")) >= 18  # the last are not looked at
+    assert error.startswith("error: 20 steps in a row") and "\n" not in error
+    assert sum(line["skipped"] for line in metrics("out")) >= 18  # the last are not read
     assert Path("out/loss.png").exists() and Path("out/report.html").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_with_all_its_files(folder):
-    (run,) = running = [start(*TINY, "--steps", "100000", "--out", "out")]
-    end = time.monotonic() + 120
-    while not (Path("out/metrics.jsonl").exists() and metrics("out")):
-        assert time.monotonic() < end
-        assert run.poll() is None
-        time.sleep(0.2)
-    run.send_signal(signal.SIGINT)
-    ((code, _, error),) = finish(running, seconds=60)
-    assert code == 130 and error.startswith("stopping after this step"), error
-    assert "\nstopped after step" in error and "The command that goes on" in error, error
-    assert Path("out/loss.png").exists() and Path("out/report.html").exists()
-
-
-# Several processes.
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The losses of a run from the command line, on the four devices of the default."""
+    home = tmp_path_factory.mktemp("run")
+    (home / "text.txt").write_text(TEXT)
+    ((code, _, error),) = finish([start(*TINY, "--out", "out", cwd=home)])
+    assert code == 0, error
+    return losses(home / "out")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "more"),
     [
-        (2, []),
-        (4, []),
-        (2, ["--mesh", "data=2,model=2"]),
+        (4, ""),
         # Each process has one device, and two of them share their rows.
-        (4, ["--mesh", "data=2,model=2", "--sequence-parallel"]),
-        (4, ["--mesh", "replica=2,data=1,model=2", "--config", "c5"]),
+        (4, "--mesh data=2,model=2 --sequence-parallel"),
+        (2, "--mesh replica=2,data=1,model=2 --config c5"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_processes_train_as_one_process_does(folder, one_process, count, more):
-    results = finish(start_many(count, [*TINY, "--out", "out", *more]))
+    results = finish(start_many(count, [*TINY, "--out", "out", *more.split()]))
     assert [code for code, _, _ in results] == [0] * count, results
     assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
-    alone = losses(one_process[0] / "runs" / "001")
     # Sums over devices in another order; Adam would divide small numbers by small numbers.
-    np.testing.assert_allclose(losses("out"), alone, rtol=1e-5)
+    np.testing.assert_allclose(losses("out"), one_process, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "elsewhere", "words"),
     [
-        ({1: ["--stage", "1"]}, {}, ["disagree on stage", "'3'", "'1'"]),
-        ({0: ["--out", "text.txt"]}, {}, ["cannot write a run to text.txt"]),
-        ({}, {1: "empty"}, ["no file or folder at text.txt"]),
-        ({}, {1: "edited"}, ["disagree on checksum of the data"]),
+        ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]),
+        ({0: ["--out", "text.txt"]}, {}, ["text.txt"]),
+        ({}, {1: "empty"}, ["text.txt"]),
+        ({}, {1: "edited"}, ["checksum of the data"]),
     ],
     ids=["other settings", "trouble of the first alone", "trouble of another alone", "other data"],
 )
-def test_all_processes_end_and_tell_why_when_one_can_not_go_on(folder, own, elsewhere, words):
+def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, elsewhere, words):
     (folder / "empty").mkdir()
     (folder / "edited").mkdir()
     (folder / "edited" / "text.txt").write_text(TEXT.lower())
     folders = {rank: folder / name for rank, name in elsewhere.items()}
     for code, _, error in finish(start_many(2, TINY, own, folders), seconds=120):
-        assert code == 2, error
-        assert all(word in error for word in words), error
+        assert code == 2 and all(word in error for word in words), error
 
 
 @pytest.mark.slow
 def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
-    traced, started = [], jax.profiler.start_trace
-    monkeypatch.setattr(
-        *(jax.profiler, "start_trace"),
-        lambda path, **how: (traced.append(path), started(path, **how)),
-    )
-    step = zero_jax.TrainStep.__call__
-
-    def counted(*args):
-        traced.append(len(traced))
-        return step(*args)
-
-    monkeypatch.setattr(zero_jax.TrainStep, "__call__", counted)
+    calls, step = unittest.mock.Mock(), zero_jax.TrainStep.__call__
+    calls.start.side_effect, calls.step.side_effect = jax.profiler.start_trace, step
+    monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
+    monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     args = ["--steps", "14", "--checkpoint-every", "0", "--sample-length", "0"]
     assert main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
-    assert traced.index(Path.cwd() / "out" / "profile") == 9, "before step 10"
+    assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = {event.get("name", "") for event in events}
-    assert any("gather" in name for name in names), "what a viewer shows"
+    assert any("gather" in name for name in names), "visible in a viewer"
     assert not any(name.startswith("$") for name in names), "the host's own code is left out"
-    assert list(Path("out/profile").rglob("*.xplane.pb"))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_runs_is_named(folder, stage):
-    trainer = Trainer(load(Config(stage=stage, data="text.txt", devices=8, seq=16)))
-    text = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile().as_text()
-    for name in ("embed", "attention", "mlp", "loss", "zero_update"):
-        assert f"/{name}" in text or f"({name})" in text, name
-    for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):
-        lines = [
-            line for line in text.splitlines() if f" {kind}(" in line or f"{kind}-start(" in line
-        ]
-        assert lines and all(name in line for line in lines), lines

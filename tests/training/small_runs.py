@@ -1,0 +1,120 @@
+"""Small runs of `train.py`: in this process with trainers that are compiled once, or in others."""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.supervise import free_address
+from training.trainer import Trainer
+
+SCRIPT = Path(__file__).parents[2] / "train.py"
+TEXT = "Partition what each device holds, and gather what it needs.\n" * 80  # 4800 bytes
+TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
+TINY += ["--eval-batches", "1", "--sample-length", "8", "--optimizer", "sgd"]
+HERE = ["--devices", "8"]  # those of conftest.py
+# Adam has a state; the rate is small, so that sums in another order stay near.
+RUN = [*TINY, "--optimizer", "adamw", "--sample-length", "0", "--eval-every", "0", "--lr", "1e-3"]
+FIRST = "--data text.txt --steps 4 --batch 8 --seq 32 --devices 8 --optimizer adamw --lr 1e-3 "
+FIRST += "--warmup 2 --eval-every 2 --eval-batches 1 --sample-length 0 --checkpoint-every 2"
+FIRST = FIRST.split()
+# Settings of which a compiled step does not depend.
+FREE = ("out", "export", "checkpoint_every", "keep", "from_step", "fresh", "sample_length")
+FREE += ("eval_every", "eval_batches", "max_hours", "rollbacks", "wandb")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to run in, with a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Shared(Trainer):
+    """A trainer whose step is predicted once."""
+
+    predict = functools.cache(Trainer.predict)
+
+
+_trainers = {}
+
+
+def shared_trainer(plan):
+    """Returns one trainer for all plans that differ in `FREE` settings alone."""
+    known = repr(dataclasses.replace(plan.config, **dict.fromkeys(FREE)))
+    trainer = _trainers[known] = _trainers.get(known) or Shared(plan)
+    trainer.plan, trainer.out = plan, Path()
+    return trainer
+
+
+def start(*args, cwd=None, script=(str(SCRIPT),), environment=None, stderr=subprocess.PIPE):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    return subprocess.Popen([sys.executable, *script, *args], env=environment, cwd=cwd, **pipes)
+
+
+def finish(processes, seconds=300):
+    """(exit code, stdout, stderr) of each; all are killed when the time is over."""
+    end, late = time.monotonic() + seconds, False
+    results = []
+    for process in processes:
+        try:
+            output = process.communicate(timeout=max(1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, late = process.communicate(), True
+        results.append((process.returncode, *output))
+    assert not late, results
+    return results
+
+
+def start_many(count, common, own=None, folders=None, **how):
+    """Processes of one run; `own` holds further arguments by rank, `folders` where they run."""
+    own, folders = own or {}, folders or {}
+    group = ["--coordinator", free_address(), "--num-processes", str(count), *common]
+    return [
+        start(*group, "--process-id", str(rank), *own.get(rank, []), cwd=folders.get(rank), **how)
+        for rank in range(count)
+    ]
+
+
+def wait_for(condition, run, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained_until(step):
+    path = Path("out/metrics.jsonl")
+    return path.exists() and any(line["step"] >= step for line in metrics("out"))
+
+
+def losses(out):
+    return [line.get("loss", line.get("val_loss")) for line in metrics(out)]
+
+
+def curve(out):
+    """The loss of each step, as written last."""
+    found = {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
+    return [found[step] for step in sorted(found)]
+
+
+def last_loss(out):
+    return [line["val_loss"] for line in metrics(out) if "val_loss" in line][-1]
+
+
+def saved_steps(out):
+    return sorted(int(path.name) for path in Path(out, "checkpoints").glob("[0-9]*"))
