@@ -56,7 +56,7 @@ def theirs(folder):
     return losses
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mistral"])
 def test_losses_are_those_of_pytorch(family, tmp_path):
     """Ours has the documents side by side in rows, cut over 4 devices at stage 3."""
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_losses_are_those_of_pytorch(family, tmp_path):
     wanted = theirs(tmp_path)
     text = TextModel(interchange.config(tmp_path))
     mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
-    zero = zero_jax.Zero(mesh, stage=3, remat="block")
+    zero = zero_jax.Zero(mesh, stage=3)
     params = interchange.load(tmp_path, zero.abstract(text.make))
     tx = zero.optimizer(optax.adamw(RATE, weight_decay=DECAY))
     opt_state, step, losses = tx.init(params), zero.train_step(text.loss, tx), []

@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shutil
 import warnings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -65,42 +66,25 @@ def templates(name):
     return [found[f"{name}{kind}.jinja"].read_text() for kind in ("", "_training")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama3",
-        "gemma3",
-        "phi3",
-        "phi3_5",
-        "qwen3_instruct_2507",
-        "qwen3_vl",
-        "lfm2",
-        "cohere",
-        "cohere2",
-    ],
-)
+NAMES = ["llama3", "gemma3", "phi3", "phi3_5", "qwen3_instruct_2507", "qwen3_vl", "lfm2", "cohere"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "cohere2", "qwen2_5"])
 def test_masks_are_those_of_trls_templates(name, tmp_path):
-    plain, marked = (
-        tokenizer(tmp_path / kind, template)
-        for kind, template in zip(("plain", "marked"), templates(name), strict=True)
-    )
+    pair = zip(("plain", "marked"), templates(name), strict=True)
+    plain, marked = (tokenizer(tmp_path / kind, template) for kind, template in pair)
     for messages in conversations():
-        ours, theirs = (own.document({"messages": messages}) for own in (plain, marked))
-        np.testing.assert_array_equal(ours[0], theirs[0])
-        np.testing.assert_array_equal(ours[1], theirs[1])
-        assert theirs[1].any() and not theirs[1].all()
-
-
-def test_trl_learns_the_line_break_before_an_answer_of_qwen2_5_too(tmp_path):
-    plain, marked = (
-        tokenizer(tmp_path / kind, template)
-        for kind, template in zip(("plain", "marked"), templates("qwen2_5"), strict=True)
-    )
-    for messages in conversations():
-        (ids, ours), (_, theirs) = (own.document({"messages": messages}) for own in (plain, marked))
+        (ids, ours), (their_ids, theirs) = (
+            own.document({"messages": messages}) for own in (plain, marked)
+        )
+        np.testing.assert_array_equal(ids, their_ids)
+        assert theirs.any() and not theirs.all()
         more = np.flatnonzero(ours != theirs)
-        assert (ids[more] == ord("\n")).all() and ours[more + 1].all()
-        assert len(more) == sum(message["role"] == "assistant" for message in messages)
+        if name == "qwen2_5":  # TRL learns the line break before an answer too
+            assert (ids[more] == ord("\n")).all() and ours[more + 1].all()
+            assert len(more) == sum(message["role"] == "assistant" for message in messages)
+        else:
+            assert not len(more)
 
 
 def subword_conversations():
@@ -112,15 +96,28 @@ def subword_conversations():
 
     for number in range(6):
         system = [{"role": "system", "content": text(3)}] if number % 2 else []
+        first = ["yes", f" {text(2)}", f"{text(1)} \n"][number // 2]
         turns = [
-            {
-                "role": role,
-                "content": ["yes", f" {text(2)}", f"{text(1)} \n"][number // 2] + text(at),
-            }
+            {"role": role, "content": first + text(at)}
             for at in range(1 + number % 4)
             for role in ("user", "assistant")
         ]
         yield system + turns
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Makes a tokenizer of a kind with a template; each kind is trained once."""
+    folders = {kind: tmp_path_factory.mktemp("kind") / "own" for kind in subwords.KINDS}
+    for kind, folder in folders.items():
+        subwords.KINDS[kind](folder)
+
+    def made(kind, folder, template):
+        shutil.copytree(folders[kind], folder)
+        (folder / "chat_template.jinja").write_text(template)
+        return Tokenizer(folder)
+
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +142,10 @@ def masks_of_trl(trl_tokenize, own, record):
 
 @pytest.mark.parametrize("kind", subwords.KINDS)
 @pytest.mark.parametrize("name", subwords.TEMPLATES)
-def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, trl_tokenize):
+def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, trl_tokenize, trained):
     template = subwords.TEMPLATES[name]
-    marked = subwords.KINDS[kind](tmp_path / "marked", template)
-    plain = subwords.KINDS[kind](tmp_path / "plain", subwords.unmarked(template))
+    marked = trained(kind, tmp_path / "marked", template)
+    plain = trained(kind, tmp_path / "plain", subwords.unmarked(template))
     for messages in subword_conversations():
         ids, mask = masks_of_trl(trl_tokenize, marked, {"messages": messages})
         assert mask.any() and not mask.all()
@@ -162,10 +159,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Osl
 
 
 @pytest.mark.parametrize("kind", subwords.KINDS)
-def test_masks_are_trls_with_tools(kind, tmp_path, trl_tokenize):
+def test_masks_are_trls_with_tools(kind, tmp_path, trl_tokenize, trained):
     template = subwords.TEMPLATES["qwen with tools"]
-    marked = subwords.KINDS[kind](tmp_path / "marked", template)
-    plain = subwords.KINDS[kind](tmp_path / "plain", subwords.unmarked(template))
+    marked = trained(kind, tmp_path / "marked", template)
+    plain = trained(kind, tmp_path / "plain", subwords.unmarked(template))
     messages = [
         {"role": "user", "content": "is it so"},
         {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
@@ -180,14 +177,13 @@ def test_masks_are_trls_with_tools(kind, tmp_path, trl_tokenize):
 
 
 @pytest.mark.parametrize("kind", subwords.KINDS)
-def test_answers_without_weight_are_masked_which_trl_does_not_read(kind, tmp_path):
-    template = subwords.TEMPLATES["mistral"]
+def test_answers_without_weight_are_masked_which_trl_does_not_read(kind, tmp_path, trained):
     turns = [
         {"role": role, "content": text, "weight": weight}
         for text, weight in (("yes", 1), ("no", 0), ("positive", 1))
         for role, text in (("user", "is it"), ("assistant", text))
     ]
-    own = subwords.KINDS[kind](tmp_path, subwords.unmarked(template))
+    own = trained(kind, tmp_path / "own", subwords.unmarked(subwords.TEMPLATES["mistral"]))
     ids, mask = own.document({"messages": turns})
     assert own.decode(ids[mask]).replace(" ", "") == "yes</s>positive</s>"
 
