@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, theirs
-from interchange_models import GPTS, noisy, save, zero_on
+from exchange import GPTS, noisy, save, zero_on
 
 from zero_jax.commands.checkpoint import main
 

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from interchange_models import save, zero_on
+from exchange import save, zero_on
 from safetensors.numpy import load_file, save_file
 
 import zero_jax

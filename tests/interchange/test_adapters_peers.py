@@ -7,8 +7,8 @@ import peft as their_peft
 import pytest
 import torch
 import transformers
+from exchange import save, zero_on
 from families import their_logits, tokens
-from interchange_models import save, zero_on
 
 import zero_jax
 from zero_jax import interchange

@@ -1,6 +1,7 @@
 """A config.json that leaves keys out means what transformers' own config classes say."""
 
 import dataclasses
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -56,102 +57,86 @@ OTHERS = {
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
 
-def theirs(known):
-    """A config of transformers as the things that its model computes with, or None: refused."""
+def differences(known):
+    """Names of what the two models compute with, and both values where they differ.
+
+    The message of our error instead; nothing where transformers refuses the config.
+    """
     kind = known.get("model_type")
     try:
-        config = transformers.AutoConfig.for_model(**known)
+        their = transformers.AutoConfig.for_model(**known)
     except Exception:  # the strict classes have errors of their own
-        return None
-    heads = config.num_attention_heads
-    found = {"layers": config.num_hidden_layers, "width": config.hidden_size, "heads": heads}
-    found |= {"vocab": config.vocab_size, "seq": config.max_position_embeddings}
-    found |= {"tied": config.tie_word_embeddings}
-    if kind == "gpt2":
-        hidden = 4 * config.n_embd if config.n_inner is None else config.n_inner
-        activation = ACTIVATIONS[config.activation_function]
-        return found | {"hidden": hidden, "eps": config.layer_norm_epsilon, "act": activation}
-    moe = kind in ("mixtral", "qwen3_moe")
-    gemma = kind == "gemma3_text"
-    # Classes without a head_dim have modules that take it from the file, or derive it.
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if kind in ("qwen2", "qwen3", "gemma3_text"):
-        slides = [at == "sliding_attention" for at in kinds]
-    else:  # their modules look at the window alone, and those of llama at none
-        slides = [window is not None and kind != "llama"] * config.num_hidden_layers
-    ropes = config.rope_parameters
-    bias = getattr(config, "attention_bias", False) and kind not in ("mistral", "mixtral", "qwen2")
-    found |= {
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
-        "hidden": config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size,
-        "eps": config.rms_norm_eps,
-        "act": ACTIVATIONS[config.hidden_activation if gemma else config.hidden_act],
-        "qkv_bias": bias or kind == "qwen2",
-        "out_bias": bias,
-        "mlp_bias": kind == "llama" and config.mlp_bias,
-        "slides": slides,
-        "window": window if any(slides) else None,
-        "full rope": frequencies(ropes["full_attention"] if gemma else ropes, head_dim),
-        "score scale": (config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
-    }
-    if gemma:
-        found["sliding rope"] = frequencies(ropes["sliding_attention"], head_dim)
-    if moe:
-        found |= {"experts": config.num_local_experts, "chosen": config.num_experts_per_tok}
-        found |= {"balance": config.router_aux_loss_coef}
-        found |= {"normalised": kind == "mixtral" or config.norm_topk_prob}
-    return found
-
-
-def ours(known):
-    """The same of ours, or the message of its error."""
+        their = None
     try:
-        config = hf.config_of(known)
+        our = hf.config_of(known)
     except ValueError as error:
         return str(error)
-    found = {name: getattr(config, name) for name in ("layers", "width", "heads", "vocab", "seq")}
-    if known["model_type"] == "gpt2":
-        return found | {"hidden": 4 * config.width, "eps": 1e-5, "act": "gelu", "tied": True}
-    gemma = known["model_type"] == "gemma3_text"
-    for name in ("kv_heads", "head_dim", "hidden", "eps", "qkv_bias", "out_bias", "mlp_bias"):
-        found[name] = getattr(config, name)
-    found |= {"tied": config.tied, "act": config.activation, "slides": [*config.slides]}
-    found |= {"window": config.window, "full rope": rope(config.rope)}
-    found |= {"score scale": config.query_scale or config.head_dim**-0.5}
+    if their is None:
+        return {}
+    heads, gemma = their.num_attention_heads, kind == "gemma3_text"
+    pairs = {
+        "layers": (their.num_hidden_layers, our.layers),
+        "width": (their.hidden_size, our.width),
+        "heads": (heads, our.heads),
+        "vocab": (their.vocab_size, our.vocab),
+        "seq": (their.max_position_embeddings, our.seq),
+        "tied": (their.tie_word_embeddings, kind == "gpt2" or our.tied),
+    }
+    if kind == "gpt2":
+        hidden = 4 * their.n_embd if their.n_inner is None else their.n_inner
+        pairs["hidden"] = hidden, 4 * our.width
+        pairs["eps"] = their.layer_norm_epsilon, 1e-5
+        pairs["act"] = ACTIVATIONS[their.activation_function], "gelu"
+        return unequal(pairs)
+    # Classes without a head_dim have modules that take it from the file, or derive it.
+    head_dim = getattr(their, "head_dim", None) or their.hidden_size // heads
+    window, ropes = getattr(their, "sliding_window", None), their.rope_parameters
+    if kind in ("qwen2", "qwen3", "gemma3_text"):
+        slides = [at == "sliding_attention" for at in their.layer_types]
+    else:  # their modules look at the window alone, and those of llama at none
+        slides = [window is not None and kind != "llama"] * their.num_hidden_layers
+    bias = getattr(their, "attention_bias", False) and kind not in ("mistral", "mixtral", "qwen2")
+    hidden = their.moe_intermediate_size if kind == "qwen3_moe" else their.intermediate_size
+    act = ACTIVATIONS[their.hidden_activation if gemma else their.hidden_act]
+    scale = (their.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    pairs |= {
+        "kv_heads": (their.num_key_value_heads, our.kv_heads),
+        "head_dim": (head_dim, our.head_dim),
+        "hidden": (hidden, our.hidden),
+        "eps": (their.rms_norm_eps, our.eps),
+        "act": (act, our.activation),
+        "qkv_bias": (bias or kind == "qwen2", our.qkv_bias),
+        "out_bias": (bias, our.out_bias),
+        "mlp_bias": (kind == "llama" and their.mlp_bias, our.mlp_bias),
+        "slides": (slides, [*our.slides]),
+        "window": (window if any(slides) else None, our.window),
+        "rope": (rope(ropes["full_attention"] if gemma else ropes), astuple(our.rope)),
+        "scale": (scale, our.query_scale or our.head_dim**-0.5),
+    }
     if gemma:
-        found["sliding rope"] = rope(config.local_rope)
-    if config.mixture is not None:
-        own = config.mixture
-        found |= {"experts": own.experts, "chosen": own.chosen, "balance": own.balance}
-        found |= {"normalised": own.normalised}
-    return found
+        pairs["local rope"] = rope(ropes["sliding_attention"]), astuple(our.local_rope)
+    if kind in ("mixtral", "qwen3_moe"):
+        own, normalised = our.mixture, kind == "mixtral" or their.norm_topk_prob
+        pairs["experts"] = their.num_local_experts, own.experts
+        pairs["chosen"] = their.num_experts_per_tok, own.chosen
+        pairs["balance"] = their.router_aux_loss_coef, own.balance
+        pairs["normalised"] = normalised, own.normalised
+    return unequal(pairs)
 
 
-def frequencies(given, head_dim):
-    stretched = None
-    if given["rope_type"] == "llama3":
-        names = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-        stretched = tuple(given[name] for name in names)
-    factor = 1.0 if given["rope_type"] == "default" else given["factor"]
-    return given["rope_theta"], factor, stretched
-
-
-def rope(own):
-    return own.theta, own.factor, own.stretched
-
-
-def differences(known):
-    want, got = theirs(known), ours(known)
-    if want is None or isinstance(got, str):
-        return got if isinstance(got, str) else {}
-    assert want.keys() == got.keys()
-
+def unequal(pairs):
     def equal(a, b):
         return np.isclose(a, b) if isinstance(a, float) else a == b
 
-    return {name: (want[name], got[name]) for name in want if not equal(want[name], got[name])}
+    return {name: pair for name, pair in pairs.items() if not equal(*pair)}
+
+
+def rope(given):
+    """Base, factor and stretch."""
+    names = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    stretched = tuple(given[n] for n in names) if given["rope_type"] == "llama3" else None
+    factor = 1.0 if given["rope_type"] == "default" else given["factor"]
+    return given["rope_theta"], factor, stretched
 
 
 def without(known, key):
@@ -218,3 +203,10 @@ def test_a_gemma_with_images_reads_its_text_as_their_class_does():
     assert differences(text) == {}
     assert hf.config_of({"model_type": "gemma3", "text_config": text}) == hf.config_of(text)
     assert hf.config_of(text).activation == "gelu"
+
+
+def test_the_form_of_transformers_4_is_read_too():
+    old = {"type" if name == "rope_type" else name: value for name, value in LLAMA3.items()}
+    config = hf.config_of(FULL["llama"] | {"rope_scaling": old})
+    assert config.rope == hf.config_of(FULL["llama"]).rope
+    assert astuple(config.rope) == (777.0, 8.0, (64, 1.0, 4.0))

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange import ATOL, GPTS, logits, noisy, save
 from gpt2_models import by_transformers, their_logits, their_model, tokens_of
-from interchange_models import ATOL, GPTS, logits, noisy, save
 
 from zero_jax import interchange
 from zero_jax.models import hf

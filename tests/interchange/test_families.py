@@ -9,11 +9,11 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
+from exchange import assert_same_bits, built, loaded, logits, save, zero_on
 from families import FAMILIES, as_saved, their_logits, theirs, tokens
-from interchange_models import assert_same_bits, built, loaded, logits, save, zero_on
 
 from zero_jax import interchange
-from zero_jax.models import decoder, decoder_presets, generate, hf
+from zero_jax.models import decoder_presets, generate, hf
 from zero_jax.plan.text_model import TextModel
 
 pytestmark = pytest.mark.interchange
@@ -99,35 +99,6 @@ def test_presets_are_models_of_theirs(name):
     empty = ((n, np.broadcast_to(np.int8(0), x.shape)) for n, x in model.named_parameters())
     shapes = {n: x.shape for n, x in as_saved(empty, known["model_type"] == "mixtral").items()}
     assert {p.name: p.shape for p in hf.layout(preset).places} == shapes
-
-
-def test_a_window_that_is_null_is_none_and_a_missing_one_is_their_default(folders):
-    assert interchange.config(folders["mistral"]).window == 5
-    assert interchange.config(folders["mistral, no window"]).window is None
-    known = json.loads((folders["mistral"] / "config.json").read_text())
-    assert hf.config_of(known | {"sliding_window": None}).window is None
-    del known["sliding_window"]
-    assert hf.config_of(known).window == 4096
-
-
-def test_configs_of_transformers_4_are_read_too():
-    # fmt: off
-    known = {
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 10,
-        "num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 32,
-        "rope_theta": 500000.0, "rope_scaling": {
-            "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}}
-    # fmt: on
-    config = hf.config_of(known)
-    assert config.rope == decoder.Rope(500000.0, 8.0, (8192, 1.0, 4.0))
-    assert (config.kv_heads, config.head_dim) == (4, 16)
-    assert hf.config_of(known | {"rope_scaling": None}).rope == decoder.Rope(500000.0)
-    gemma = {**known, "model_type": "gemma3_text", "rope_local_base_freq": 50.0}
-    gemma |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 8}
-    config = hf.config_of(gemma)
-    assert (config.rope, config.local_rope) == (decoder.Rope(5e5, 8.0), decoder.Rope(50.0))
-    assert config.sliding == (True,) * 5 + (False, True, True)
 
 
 def test_the_text_of_a_model_with_images_is_read_and_the_rest_is_named(tmp_path, folders):

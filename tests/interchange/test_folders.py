@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from interchange_models import loaded, whole
+from exchange import loaded, whole
 
 from zero_jax import interchange
 from zero_jax.models import hf

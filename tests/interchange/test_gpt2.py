@@ -10,15 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from interchange_models import (
-    GPTS,
-    abstract,
-    assert_same_bits,
-    loaded,
-    noisy,
-    save,
-    zero_on,
-)
+from exchange import GPTS, abstract, assert_same_bits, loaded, noisy, save, zero_on
 
 from zero_jax import interchange
 from zero_jax.checkpoint import arrays
@@ -29,32 +21,23 @@ from zero_jax.interchange import safetensor_files
 from zero_jax.models import gpt, hf_gpt2
 
 ODD, EVEN = GPTS["odd"], GPTS["even"]
-INDEX = "model.safetensors.index.json"
+
+
+def run(*args):
+    return main([str(arg) for arg in args])
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """By name of the config: a checkpoint and its parameters."""
+def exported(tmp_path_factory):
+    """By name of the config: parameters, their checkpoint, and that exported in several files."""
 
     @functools.cache
     def of(name):
-        config, params = GPTS[name], zero_on(4).shard(noisy(GPTS[name]))
-        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(config))}
-        folder = save(tmp_path_factory.mktemp("saved"), tree, {"heads": config.heads}, step=3)
-        return folder, params
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def exported(saved, tmp_path_factory):
-    """The same, exported in several files."""
-
-    @functools.cache
-    def of(name):
-        out = tmp_path_factory.mktemp("exported") / "out"
-        assert main(["export", str(saved(name)[0]), str(out), "--max-file-bytes", "3e3"]) == 0
-        return out
+        folder, params = tmp_path_factory.mktemp("gpt2"), zero_on(4).shard(noisy(GPTS[name]))
+        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(GPTS[name]))}
+        save(folder / "in", tree, {"heads": GPTS[name].heads}, step=3)
+        assert run("export", folder / "in", folder / "out", "--max-file-bytes", "3e3") == 0
+        return params, folder / "in", folder / "out"
 
     return of
 
@@ -74,14 +57,11 @@ def reads(monkeypatch):
 
 
 def test_columns_of_qkv_are_ordered_by_head():
-    heads, head_dim = 3, 2
-    width, kinds = heads * head_dim, range(3)
-    ours = np.array(
-        [[100 * kind + 10 * n + h for n in range(heads) for kind in kinds for h in range(2)]]
-    )
-    theirs = np.array(
-        [[100 * kind + 10 * n + h for kind in kinds for n in range(heads) for h in range(2)]]
-    )
+    heads, H, kinds = 3, 2, range(3)
+    width = heads * H
+    ours = [[100 * kind + 10 * n + h for n in range(heads) for kind in kinds for h in range(H)]]
+    theirs = [[100 * kind + 10 * n + h for kind in kinds for n in range(heads) for h in range(H)]]
+    ours, theirs = np.array(ours), np.array(theirs)
     assert np.array_equal(theirs[:, hf_gpt2.positions(heads, width)], ours)
     assert np.array_equal(hf_gpt2.by_head(theirs, heads), ours)
     for start in range(3 * width):
@@ -92,20 +72,20 @@ def test_columns_of_qkv_are_ordered_by_head():
             assert np.array_equal(got, ours[0, start:stop])
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "stage", "model"),
-    [
-        *(("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2)),
-        *(("even", 2, 0, 4), ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)),
-    ],
-)
-def test_imported_back_it_has_the_bits_that_were_exported(
-    saved, exported, reads, name, n, stage, model
-):
-    config, like = GPTS[name], abstract(GPTS[name], n, stage, model)
-    assert interchange.config(exported(name)) == config
-    back = interchange.load(exported(name), like)
-    assert_same_bits(back, saved(name)[1])
+# fmt: off
+MESHES = [
+    ("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2), ("even", 2, 0, 4),
+    ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "n", "stage", "model"), MESHES)
+def test_imported_back_it_has_the_bits_that_were_exported(exported, reads, name, n, stage, model):
+    (params, _, folder), config = exported(name), GPTS[name]
+    like = abstract(config, n, stage, model)
+    assert interchange.config(folder) == config
+    back = interchange.load(folder, like)
+    assert_same_bits(back, params)
     for a, b in zip(jax.tree.leaves(like), jax.tree.leaves(back), strict=True):
         assert (a.sharding, a.shape, a.dtype) == (b.sharding, b.shape, b.dtype)
     if (name, model) == ("even", 1):  # each part once, of one device at a time
@@ -117,8 +97,7 @@ def test_imported_back_it_has_the_bits_that_were_exported(
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, reads, heads):
     """Columns split over devices in the midst of heads: the parts are rounded up to heads."""
-    config = gpt.GPTConfig(layers=1, width=8, heads=heads, vocab=5, seq=3)
-    params = noisy(config)
+    params = noisy(gpt.GPTConfig(layers=1, width=8, heads=heads, vocab=5, seq=3))
     interchange.export(save(tmp_path / "in", params, {"heads": heads}), tmp_path / "out")
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     split, other = (jax.NamedSharding(mesh, jax.P(*dims)) for dims in ((None, None, "d"), ()))
@@ -135,22 +114,21 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, reads, heads)
 
 
 @pytest.mark.parametrize("size", [1, 2000, 10**9])
-def test_files_hold_at_most_what_is_allowed_or_one_tensor(saved, tmp_path, size):
-    interchange.export(saved("odd")[0], tmp_path / "out", max_file_bytes=size)
+def test_files_hold_at_most_what_is_allowed_or_one_tensor(exported, tmp_path, size):
+    interchange.export(exported("odd")[1], tmp_path / "out", max_file_bytes=size)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     held = {path.name: safetensors.numpy.load_file(path) for path in files}
-    for tensors in held.values():
-        assert tensors and all(x.size for x in tensors.values())
-        assert len(tensors) == 1 or sum(x.nbytes for x in tensors.values()) <= size
-    total, index = 4 * gpt.num_params(ODD), tmp_path / "out" / INDEX
+    sizes = [[x.nbytes for x in tensors.values()] for tensors in held.values()]
+    assert all(min(own) and (len(own) == 1 or sum(own) <= size) for own in sizes)
+    total, index = 4 * gpt.num_params(ODD), tmp_path / "out" / "model.safetensors.index.json"
+    assert sum(map(sum, sizes)) == total
     if size == 10**9:
-        assert [p.name for p in files] == ["model.safetensors"] and not index.exists()
+        assert [*held] == ["model.safetensors"] and not index.exists()
     else:
         assert files[-1].name == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
         known = json.loads(index.read_text())
         assert known["metadata"]["total_size"] == total
         assert known["weight_map"] == {name: file for file in held for name in held[file]}
-    assert sum(x.nbytes for tensors in held.values() for x in tensors.values()) == total
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -161,111 +139,99 @@ def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, mon
     with Checkpoints(tmp_path / "in", read_only=True) as checkpoints:
         cut = checkpoints.manifest().arrays["blocks/attn/qkv/kernel"].chunk
     assert cut[-1] < 3 * EVEN.width if n == 4 else cut[1] < EVEN.width, "chunks of every dim"
-    parts, read = [], arrays.Array.read
+    sizes, read = [], arrays.Array.read
 
     def reading(*args):
-        parts.append(read(*args))
-        return parts[-1]
+        part = read(*args)
+        sizes.append(part.nbytes)
+        return part
 
     monkeypatch.setattr(arrays.Array, "read", reading)
     interchange.export(tmp_path / "in", tmp_path / "out")
-    sizes = [part.nbytes for part in parts]
     assert max(sizes) <= 600 and sum(sizes) == 4 * gpt.num_params(EVEN)
     assert_same_bits(loaded(tmp_path / "out")[1], params)
 
 
-@pytest.mark.parametrize(
-    ("config", "noted", "heads"),
-    [
-        (ODD, {"heads": 2}, 2),
-        (ODD, {"model": {"heads": 2}}, 2),
-        (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
-        *((ODD, noted, None) for noted in ({"model": "nano"}, {"heads": "2"}, None, [1])),
-    ],
-)
+# fmt: off
+HEADS = [
+    (ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
+    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
+    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]
+# fmt: on
+
+
+@pytest.mark.parametrize(("config", "noted", "heads"), HEADS)
 def test_the_number_of_heads_is_noted_or_given(tmp_path, config, noted, heads):
     folder, out = save(tmp_path / "in", noisy(config), noted), tmp_path / "out"
     if heads is None:
         with pytest.raises(ValueError, match="--heads"):
             interchange.export(folder, out)
-        heads = 3
-        interchange.export(folder, out, heads=3)
-    else:
-        interchange.export(folder, out)
-    assert json.loads((out / "config.json").read_text())["n_head"] == heads
+    interchange.export(folder, out, heads=None if heads else 3)
+    assert json.loads((out / "config.json").read_text())["n_head"] == (heads or 3)
 
 
-def test_parameters_elsewhere_are_found_by_prefix(tmp_path):
-    save(tmp_path / "in", {"ema": noisy(ODD), "x": np.ones(2)}, {"heads": 2})
-    args = ["export", str(tmp_path / "in"), str(tmp_path / "out"), "--prefix"]
-    assert main([*args, "emma/"]) == 2 and not (tmp_path / "out").exists()
-    assert main([*args, "ema/"]) == 0
-    assert_same_bits(loaded(tmp_path / "out")[1], noisy(ODD))
-
-
-def test_the_commands_say_what_is_wrong_and_leave_no_folder(saved, exported, tmp_path, capsys):
-    folder, full = str(saved("odd")[0]), tmp_path / "full"
+def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, capsys):
+    params, folder, out = exported("odd")
+    full, new = tmp_path / "full", tmp_path / "new"
     full.mkdir()
     (full / "file").write_text("mine")
-    new = str(tmp_path / "new")
     for args, words in (
-        (("export", folder, str(full)), "not empty"),
-        (("export", folder, str(full / "file")), "not empty"),
-        (("export", folder, new, "--step", "4"), "step 4"),
-        (("export", new, str(tmp_path / "out")), "checkpoint"),
-        (("export", folder, new, "--max-file-bytes", "0"), "max_file_bytes=0"),
+        (("export", folder, full), "not empty"),
+        (("export", folder, full / "file"), "not empty"),
+        (("export", folder, new, "--step", 4), "step 4"),
+        (("export", folder, new, "--prefix", "emma/"), "'emma/'"),
+        (("export", new, tmp_path / "out"), "checkpoint"),
+        (("export", folder, new, "--max-file-bytes", 0), "max_file_bytes=0"),
         (("export", folder, new, "--max-file-bytes", "nan"), "max_file_bytes=nan"),
         (("export", folder, new, "--max-file-bytes", "inf"), "max_file_bytes=inf"),
-        (("export", folder, new, "--heads", "0"), "heads=0"),
-        (("export", folder, new, "--heads", "5"), "heads=5"),
-        (("import", str(exported("odd")), folder), folder),
-        (("import", str(exported("odd")), new, "--step", "-1"), "step=-1"),
-        (("import", str(full), new), "config.json"),
+        (("export", folder, new, "--heads", 0), "heads=0"),
+        (("export", folder, new, "--heads", 5), "heads=5"),
+        (("import", out, folder), str(folder)),
+        (("import", out, new, "--step", -1), "step=-1"),
+        (("import", full, new), "config.json"),
     ):
-        assert main(args) == 2
+        assert run(*args) == 2
         assert words in capsys.readouterr().err
-    assert Checkpoints(folder, read_only=True).steps == [3]
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "full"]
     (tmp_path / "empty").mkdir()
-    assert main(["export", folder, str(tmp_path / "empty"), "--step", "3"]) == 0
-    assert main(["import", str(tmp_path / "empty"), new]) == 0
+    assert run("export", folder, tmp_path / "empty", "--step", 3, "--prefix", "0/") == 0
+    assert run("import", tmp_path / "empty", new) == 0
     with Checkpoints(new, read_only=True) as checkpoints:
         assert checkpoints.steps == [0]
         back = checkpoints.restore((abstract(ODD),), say=lambda _: None)
     assert back.config["model"]["heads"] == 2
-    assert_same_bits(back.tree[0], saved("odd")[1])
+    assert_same_bits(back.tree[0], params)
 
 
-def test_damage_and_a_full_disk_leave_no_folder(saved, tmp_path, monkeypatch):
-    folder = shutil.copytree(saved("odd")[0], tmp_path / "in")
+def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch):
+    folder, out = shutil.copytree(exported("odd")[1], tmp_path / "in"), tmp_path / "out"
     array = folder / "3" / "state" / "arrays" / "0003"
     chunk = next(p for p in sorted(array.rglob("*")) if p.is_file() and "c" in p.parts)
     good = chunk.read_bytes()
     chunk.write_bytes(good[:5] + bytes([good[5] ^ 1]) + good[6:])
     with pytest.raises(Damaged, match="0003"):
-        interchange.export(folder, tmp_path / "out")
+        interchange.export(folder, out)
     chunk.write_bytes(good)
     read = arrays.Array.read
-    with monkeypatch.context() as patch:
-        patch.setattr(arrays.Array, "read", lambda *a: read(*a) + np.float32(1))
-        with pytest.raises(Damaged):
-            interchange.export(folder, tmp_path / "out")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="No space left"):
-            interchange.export(folder, tmp_path / "out")
+    for owner, name, broken, error in (
+        (arrays.Array, "read", lambda *a: read(*a) + np.float32(1), Damaged),
+        (os, "posix_fallocate", full, OSError),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            with pytest.raises(error):
+                interchange.export(folder, out)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
-    interchange.export(folder, tmp_path / "out")
+    interchange.export(folder, out)
 
 
 def test_a_tensor_that_was_not_written_completely_is_an_error(tmp_path):
-    kinds = {"a": ((2, 3), "float32"), "b": ((4,), "float32")}
-    files = safetensor_files.Writer(tmp_path, kinds, 10**6)
-    files.write("a", (slice(2), slice(3)), np.ones((2, 3), np.float32))
+    files = safetensor_files.Writer(tmp_path, {"a": ((2,), "float32"), "b": ((4,), "float32")}, 99)
+    files.write("a", (slice(2),), np.ones(2, np.float32))
     files.write("b", slice(3), np.ones(3, np.float32))
     with pytest.raises(AssertionError, match="b"):
         files.finish()
@@ -274,4 +240,4 @@ def test_a_tensor_that_was_not_written_completely_is_an_error(tmp_path):
 def test_without_safetensors_the_error_names_it(exported, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match="pip install safetensors"):
-        interchange.load(exported("odd"), abstract(ODD))
+        interchange.load(exported("odd")[2], abstract(ODD))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from interchange_models import GPTS, abstract, loaded, noisy, save
+from exchange import GPTS, abstract, loaded, noisy, save
 from test_defaults import FULL, GPT2, KINDS
 from test_folders import CONFIG, EMBEDDING, HEAD, INDEX, ONE, PARTS, TIED, tensors, written
 
@@ -18,7 +18,6 @@ from zero_jax.models import hf
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NAN, INF = float("nan"), float("inf")
-WTE = "transformer.wte.weight"
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7}
 
 # Settings of a config.json.
@@ -78,23 +77,6 @@ def with_config(**others):
     return lambda folder: written(folder, CONFIG | others, tensors(1.0))
 
 
-def gpt2(change):
-    """A folder of GPT-2 whose tensors are changed."""
-
-    def put(folder):
-        interchange.export(save(folder / "in", noisy(GPTS["odd"]), {"heads": 2}), folder / "out")
-        held = safetensors.numpy.load_file(folder / "out" / ONE)
-        change(held)
-        known = json.loads((folder / "out" / "config.json").read_text())
-        written(folder, known, held)
-
-    return put
-
-
-def other(name, shape, dtype=np.float32):
-    return gpt2(lambda held: held.update({name: np.ones(shape, dtype)}))
-
-
 def llama(change, known=CONFIG):
     def put(folder):
         held = tensors(2.0, known)
@@ -104,32 +86,27 @@ def llama(change, known=CONFIG):
     return put
 
 
-def parts(*lost, index=None):
+def holding(name, shape, dtype=np.float32, known=CONFIG):
+    return llama(lambda held: held.update({name: np.ones(shape, dtype)}), known)
+
+
+def lost(name):
+    return lambda folder: (written(folder, parts=tensors(1.0)) / name).unlink()
+
+
+def indexed(more):
+    """All tensors in the first part, the head in the second too, and more names in the index."""
+
     def put(folder):
-        written(folder, parts=tensors(1.0), index=index)
-        for name in lost:
-            (folder / name).unlink()
+        written(folder, index={name: PARTS[0] for name in tensors(1.0)} | more)
+        safetensors.numpy.save_file(tensors(1.0), folder / PARTS[0])
+        safetensors.numpy.save_file({HEAD: tensors(1.0)[HEAD]}, folder / PARTS[1])
 
     return put
-
-
-def twice(folder):
-    written(folder, index={name: PARTS[0] for name in tensors(1.0)} | {HEAD: PARTS[1]})
-    safetensors.numpy.save_file(tensors(1.0), folder / PARTS[0])
-    safetensors.numpy.save_file({HEAD: tensors(1.0)[HEAD]}, folder / PARTS[1])
 
 
 def only(name):
     return lambda folder: safetensors.numpy.save_file(tensors(1.0), written(folder) / name)
-
-
-def adapters(*models):
-    def put(folder):
-        written(folder, one=tensors(1.0)) if models else None
-        (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-        safetensors.numpy.save_file({"a": np.ones(1)}, folder / "adapter_model.safetensors")
-
-    return put
 
 
 def special(name, kind):
@@ -165,18 +142,19 @@ def header(known, data=b"", length=None):
 TENSOR, EIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"\0" * 8
 # fmt: off
 FOLDERS = [
-    (f"{PARTS[0]}", parts(INDEX)),
-    (f"{INDEX}.*{PARTS[1]}", parts(PARTS[1])),
-    (f"{HEAD}.*{PARTS[0]} and {PARTS[1]}", twice),
+    (PARTS[0], lost(INDEX)),
+    (f"{INDEX}.*{PARTS[1]}", lost(PARTS[1])),
+    (f"{HEAD}.*{PARTS[0]} and {PARTS[1]}", indexed({HEAD: PARTS[1]})),
+    (f"{INDEX}.*extra", indexed({"extra": PARTS[0]})),
     (INDEX, lambda f: written(f, index={})),
     (r"'\.\./x'", lambda f: written(f, index={EMBEDDING: "../x"})),
-    (f"{INDEX}.*more", parts(index={name: PARTS[0] for name in [*tensors(1.0), "more"]})),
     (f"{ONE}.*gone", special(ONE, "link")),
     ("consolidated.safetensors", only("consolidated.safetensors")),
     (".bin", only("pytorch_model.bin")),
     (f"no {ONE} and no {INDEX}", written),
-    ("`adapter_config.json`.*`adapter`", adapters("model")),
-    ("`adapter`", adapters()),
+    ("`adapter_config.json`.*`adapter`", lambda f: (
+        written(f, one=tensors(1.0)) / "adapter_config.json").write_text("{}")),
+    ("`adapter`", lambda f: (f / "adapter_config.json").write_text("{}")),
     ("`adapter`", only("adapter_model.safetensors")),
     ("`quantization_config`.*'fp8'", with_config(quantization_config=FP8)),
     ("`compression_config`", with_config(compression_config={"a": 1})),
@@ -184,17 +162,17 @@ FOLDERS = [
         "quantization_config": FP8})),
     ("`transformers_weights`", with_config(transformers_weights="x.safetensors")),
     ("config.json", lambda folder: None),
-    (f"{HEAD}.*{EMBEDDING}", llama(lambda t: t.update({HEAD: t[EMBEDDING] + 1}), TIED)),
-    (f"{HEAD}.*{EMBEDDING}", llama(lambda t: t.update({HEAD: np.ones((1, 16))}), TIED)),
+    (f"{HEAD}.*{EMBEDDING}", holding(HEAD, (32, 16), known=TIED)),
+    (f"{HEAD}.*{EMBEDDING}", holding(HEAD, (1, 16), known=TIED)),
     (EMBEDDING, llama(lambda t: t.pop(EMBEDDING), TIED)),
-    ("norm.weight", llama(lambda t: t.update({"norm.weight": t["model.norm.weight"]}))),
+    ("norm.weight", holding("norm.weight", 16)),
     (r"layers.2.*missing", lambda f: written(f, CONFIG | {"num_hidden_layers": 3}, tensors(1.0))),
-    (r"ln_f.bias \[12\]", gpt2(lambda t: t.pop("transformer.ln_f.bias"))),
-    (r"more \[3\]", other("more", 3)),
-    (r"wte.weight is \[16, 12\].*\[17, 12\]", other(WTE, (16, 12))),
-    (r"wte.weight is \[0, 12\].*\[17, 12\]", other(WTE, (0, 12))),
-    ("wte.weight is int32", other(WTE, (17, 12), np.int32)),
-    ("wte.weight is float64", other(WTE, (17, 12), np.float64)),
+    (r"model.norm.weight \[16\]", llama(lambda t: t.pop("model.norm.weight"))),
+    (r"more \[3\]", holding("more", 3)),
+    (rf"{EMBEDDING} is \[31, 16\].*\[32, 16\]", holding(EMBEDDING, (31, 16))),
+    (rf"{EMBEDDING} is \[0, 16\].*\[32, 16\]", holding(EMBEDDING, (0, 16))),
+    (f"{EMBEDDING} is int32", holding(EMBEDDING, (32, 16), np.int32)),
+    (f"{EMBEDDING} is float64", holding(EMBEDDING, (32, 16), np.float64)),
     *((ONE, special(ONE, kind)) for kind in ("pipe", "folder")),
     *((PARTS[0], special(PARTS[0], kind)) for kind in ("pipe", "folder")),
     # Files of safetensors: empty, cut, overlapping, beyond the file or 64 bits, unknown, hostile.
@@ -230,14 +208,11 @@ def test_a_folder_that_can_not_be_read_is_named(named, put, tmp_path):
     assert str(caught.value).isprintable()
 
 
+NAMES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"]
+
+
 @pytest.mark.parametrize("size", [2**30, 50_000, 10**30])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
-        *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    ],
-)
+@pytest.mark.parametrize("name", [*NAMES, "num_attention_heads", "num_key_value_heads"])
 def test_sizes_that_the_files_do_not_have_raise_before_memory_is_taken(tmp_path, name, size):
     written(tmp_path, CONFIG | {name: size}, tensors(1.0))
     tracemalloc.start()

@@ -10,6 +10,7 @@ import pytest
 from zero_jax.models import resnet
 
 MODEL = resnet.ResNet(stages=(1, 1), width=4)
+PRESETS = (resnet.resnet8, resnet.resnet18, resnet.resnet50)
 RANDOM = np.random.default_rng(0)
 IMAGES, LABELS = jnp.asarray(RANDOM.normal(size=(8, 8, 8, 3)), jnp.float32), jnp.arange(8)
 
@@ -32,7 +33,7 @@ def test_statistics_are_updated_and_are_those_of_the_whole_batch_over_an_axis(st
     whole = jax.jit(functools.partial(resnet.loss, MODEL))
     (total, weight), updated = whole(params, stats, IMAGES, LABELS)
     assert weight == 8 and np.isfinite(total)
-    jax.tree.map(lambda old, new: np.testing.assert_equal(old.shape, new.shape), stats, updated)
+    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, stats)
     # The stem's running mean after one step is a tenth of the batch's own mean, momentum 0.9.
     kernel, dims = params["stem"]["kernel"], ("NHWC", "HWIO", "NHWC")
     stem = jax.lax.conv_general_dilated(IMAGES, kernel, (1, 1), "SAME", dimension_numbers=dims)
@@ -59,18 +60,12 @@ def test_it_computes_in_the_dtype_of_its_parameters(start):
     assert logits.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("make", "layers", "size"),
-    [
-        # He et al.: the name counts convolutions on the path and the classifier. ResNet-18 with
-        # a CIFAR stem and 10 classes has 11,173,962 parameters, ResNet-50 23,520,842.
-        (resnet.resnet8, 8, None),
-        (resnet.resnet18, 18, 11_173_962),
-        (resnet.resnet50, 50, 23_520_842),
-    ],
-)
-def test_presets_have_their_depth_and_size(make, layers, size):
-    leaves = jax.tree_util.tree_leaves_with_path(shapes_of(make())["params"])
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    assert len([path for path in paths if "kernel" in path and "shortcut" not in path]) == layers
-    assert size in (None, sum(leaf.size for _, leaf in leaves))
+def test_presets_have_their_depth_and_size():
+    # He et al.: the name counts convolutions on the path and the classifier. ResNet-18 with
+    # a CIFAR stem and 10 classes has 11,173,962 parameters, ResNet-50 23,520,842.
+    sizes = (8, None), (18, 11_173_962), (50, 23_520_842)
+    for make, (layers, size) in zip(PRESETS, sizes, strict=True):
+        leaves = jax.tree_util.tree_leaves_with_path(shapes_of(make())["params"])
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        assert sum("kernel" in path and "shortcut" not in path for path in paths) == layers
+        assert size in (None, sum(leaf.size for _, leaf in leaves))
