@@ -42,7 +42,8 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
         losses.append(float(metrics.loss))
     np.testing.assert_allclose(losses, wanted, rtol=5e-6)
     for base in (before, zero.full(params)["base"]):
-        jax.tree.map(np.testing.assert_array_equal, base, start["base"])
+        for found, want in zip(*map(jax.tree.leaves, (base, start["base"])), strict=True):
+            np.testing.assert_array_equal(found, want)
     return params, opt_state
 
 
@@ -84,7 +85,7 @@ def equinox():
 
 def stack_that_is_sliced():
     def make(key):
-        return {"stack": jax.random.normal(key, (3, 64, 64)), "last": jnp.ones((64, 2))}
+        return {"stack": jax.random.normal(key, (3, 64, 64)) / 8, "last": jnp.ones((64, 2))}
 
     def loss(params, x):
         for at in range(3):

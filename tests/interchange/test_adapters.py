@@ -32,7 +32,7 @@ def config(request):
 @pytest.fixture(scope="module")
 def own(config):
     """New parameters of the model."""
-    return jax.jit(TextModel(config).own)(0)
+    return jax.jit(TextModel(config).own)(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")

@@ -228,7 +228,7 @@ def test_sizes_that_the_files_do_not_have_raise_before_memory_is_taken(tmp_path,
 # fmt: off
 TREES = [
     ("wte/embedding", lambda p: {"w": jnp.ones((3, 3))}),
-    ("--prefix ema/", lambda p: {"ema": p}),
+    ("--prefix 0/ema/", lambda p: {"ema": p}),
     (r"ln_f/bias \[12\]", lambda p: {name: x for name, x in p.items() if name != "ln_f"}),
     (r"head \[3, 3\]", lambda p: {**p, "head": jnp.ones((3, 3))}),
     (r"wpe/embedding is \[8, 13\]", lambda p: {**p, "wpe": {"embedding": jnp.ones((8, 13))}}),
