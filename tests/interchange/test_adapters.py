@@ -94,28 +94,31 @@ def test_a_base_is_read_as_the_bits_that_the_whole_would_have(config, own, folde
             interchange.load(folder, like)
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "wanted"),
-    [
-        ({"eos_token_id": 0}, {"eos_token_id": 0, "top_k": 2}, (7, [7, 0])),
-        ({"eos_token_id": [0, 1]}, {"eos_token_id": [0, 1]}, ([7, 0, 1], [7, 0, 1])),
-        ({"eos_token_id": 0, "pad_token_id": 3, "bos_token_id": 2}, None, (7, [7, 0])),
-        ({}, None, (7, None)),
-        ({"eos_token_id": 7}, {"eos_token_id": 7}, (7, 7)),
-    ],
-)
-def test_the_end_of_a_learned_turn_is_where_generation_stops(tmp_path, config, generation, wanted):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
-    path = tmp_path / "generation_config.json"
+# fmt: off
+ENDS = [  # config.json and generation_config.json, and both after 7 ends a turn
+    ({"eos_token_id": 0}, {"eos_token_id": 0, "top_k": 2},
+     {"eos_token_id": 7}, {"eos_token_id": [7, 0], "top_k": 2}),
+    ({"eos_token_id": [0, 1]}, {"eos_token_id": [0, 1]},
+     {"eos_token_id": [7, 0, 1]}, {"eos_token_id": [7, 0, 1]}),
+    ({"eos_token_id": 0, "pad_token_id": 3, "bos_token_id": 2}, None,
+     {"eos_token_id": 7, "pad_token_id": 3, "bos_token_id": 2},
+     {"eos_token_id": [7, 0], "pad_token_id": 3, "bos_token_id": 2}),
+    ({}, None, {"eos_token_id": 7}, None),
+    ({"eos_token_id": 7}, {"eos_token_id": 7}, {"eos_token_id": 7}, {"eos_token_id": 7})]
+# fmt: on
+
+
+@pytest.mark.parametrize(("config", "generation", "config_after", "generation_after"), ENDS)
+def test_the_end_of_a_learned_turn_is_where_generation_stops(
+    tmp_path, config, generation, config_after, generation_after
+):
+    one, other = tmp_path / "config.json", tmp_path / "generation_config.json"
+    one.write_text(json.dumps(config))
     if generation is not None:
-        path.write_text(json.dumps(generation))
+        other.write_text(json.dumps(generation))
     exporter.end_with(tmp_path, [7])
-    known = json.loads((tmp_path / "config.json").read_text())
-    assert known == {"model_type": "llama"} | config | {"eos_token_id": wanted[0]}
-    made = json.loads(path.read_text()) if path.exists() else None
-    others = {name: own for name, own in config.items() if name != "eos_token_id"}
-    expected = others if generation is None else generation
-    assert made == (None if wanted[1] is None else expected | {"eos_token_id": wanted[1]})
+    assert json.loads(one.read_text()) == config_after
+    assert (json.loads(other.read_text()) if other.exists() else None) == generation_after
 
 
 def tensors(change):

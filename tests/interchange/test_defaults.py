@@ -54,6 +54,8 @@ OTHERS = {
     "bos_token_id", "eos_token_id", "pretraining_tp", "router_jitter_noise", "rope_parameters",
     "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"}
 # fmt: on
+NAMES = {"num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads"}
+NAMES |= {"vocab_size": "vocab", "max_position_embeddings": "seq"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
 
@@ -74,14 +76,8 @@ def differences(known):
     if their is None:
         return {}
     heads, gemma = their.num_attention_heads, kind == "gemma3_text"
-    pairs = {
-        "layers": (their.num_hidden_layers, our.layers),
-        "width": (their.hidden_size, our.width),
-        "heads": (heads, our.heads),
-        "vocab": (their.vocab_size, our.vocab),
-        "seq": (their.max_position_embeddings, our.seq),
-        "tied": (their.tie_word_embeddings, kind == "gpt2" or our.tied),
-    }
+    pairs = {ours: (getattr(their, name), getattr(our, ours)) for name, ours in NAMES.items()}
+    pairs["tied"] = their.tie_word_embeddings, kind == "gpt2" or our.tied
     if kind == "gpt2":
         hidden = 4 * their.n_embd if their.n_inner is None else their.n_inner
         pairs["hidden"] = hidden, 4 * our.width

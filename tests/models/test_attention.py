@@ -155,16 +155,12 @@ def test_long_packed_rows_hold_no_square_of_their_tokens_on_a_gpu(monkeypatch, s
 def test_scores_exist_for_a_block_at_a_time(every_pass):
     """In the program of an H100: the CPU's compiler takes the blocks apart."""
     N, T = 8, 8 * BLOCK
-    shape = jax.ShapeDtypeStruct((1, T, N, 64), jnp.bfloat16)
+    shapes = (jax.ShapeDtypeStruct((1, T, N, 64), jnp.bfloat16),) * 3
 
     def temporaries(function):
-        def loss(q, k, v):
-            return jnp.sum(function(q, k, v).astype(jnp.float32) ** 2)
-
-        step = jax.grad(loss, argnums=(0, 1, 2))
-        target = targets.target("h100")
-        mesh = zero_jax.abstract_mesh(1)
-        return prove.compile_for(target, step, (shape,) * 3, mesh, donated=0).temp_bytes
+        step = jax.grad(lambda *x: jnp.sum(function(*x).astype(jnp.float32) ** 2), (0, 1, 2))
+        target, mesh = targets.target("h100"), zero_jax.abstract_mesh(1)
+        return prove.compile_for(target, step, shapes, mesh, donated=0).temp_bytes
 
     scores = N * T**2 * 4
     assert temporaries(at_once) > scores

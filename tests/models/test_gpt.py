@@ -118,10 +118,9 @@ def test_later_tokens_do_not_change_earlier_logits(logits):
 
 def test_stacked_layers_equal_a_loop_over_blocks(tiny):
     graphdef, stacked = nnx.split(tiny.blocks)
-    block = jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))
     x = tiny.wte(TOKENS) + tiny.wpe(jnp.arange(12))
     for layer in range(TINY.layers):
-        x = block(jax.tree.map(operator.itemgetter(layer), stacked), x)
+        x = nnx.merge(graphdef, jax.tree.map(operator.itemgetter(layer), stacked))(x)
     # fp32 sums of 16 to 64 terms in another order, through two layers.
     np.testing.assert_allclose(tiny.hidden(TOKENS), tiny.ln_f(x), rtol=0, atol=1e-5)
 
