@@ -6,82 +6,47 @@ import os
 # No test may look for anything on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import jax
 import numpy as np
 import torch
 import transformers
-from flax import nnx
 
-from zero_jax.models import families
-
+# fmt: off
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 BY_KIND = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-}
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(
-        **SIZES, attention_bias=True, mlp_bias=True, head_dim=12, rope_parameters=LLAMA3
-    ),
+        **SIZES, attention_bias=True, mlp_bias=True, head_dim=12, rope_parameters=LLAMA3),
     "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
     "mistral, no window": lambda: transformers.MistralConfig(
-        **SIZES, sliding_window=None, head_dim=6
-    ),
+        **SIZES, sliding_window=None, head_dim=6),
     "qwen2": lambda: transformers.Qwen2Config(
-        **SIZES,
-        tie_word_embeddings=True,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=1,
-    ),
+        **SIZES, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4,
+        max_window_layers=1),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
     "mixtral": lambda: transformers.MixtralConfig(
-        **SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=6
-    ),
+        **SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=6),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=3,
-        moe_intermediate_size=20,
-        norm_topk_prob=True,
-    ),
+        **{**EXPERTS, "num_experts_per_tok": 3}, head_dim=16, num_experts=6, norm_topk_prob=True),
     "qwen3_moe, weights as they are": lambda: transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
-    ),
+        **EXPERTS, head_dim=8, num_experts=4),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **SIZES,
-        head_dim=16,
-        sliding_window=6,
-        layer_types=MIXED,
-        query_pre_attn_scalar=9,
-        rope_parameters=BY_KIND,
-    ),
+        **SIZES, head_dim=16, sliding_window=6, layer_types=MIXED, query_pre_attn_scalar=9,
+        rope_parameters=BY_KIND),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64
-    ),
+        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64),
 }
+# fmt: on
 
 
 @functools.cache
@@ -105,36 +70,19 @@ def their_logits(model):
         return model(torch.from_numpy(tokens())).logits.float().numpy()
 
 
-def their_gradients(model):
-    """By the names that tensors have in files, where each expert has its own."""
+def as_saved(named, mixtral):
+    """Arrays by the names in files, where each expert has its own; a model in memory has stacks."""
     found = {}
-    mixtral = model.config.model_type == "mixtral"
     own = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad.numpy()
+    for name, array in named:
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         stack, _, kind = name.rpartition(".")
         if not stack.endswith(".experts"):
-            found[name] = grad
+            found[name] = array
             continue
-        parts = [grad] if kind == "down_proj" else np.split(grad, 2, 1)
+        parts = [array] if kind == "down_proj" else np.split(array, 2, 1)
         names = own[2:] if kind == "down_proj" else own[:2]
         for theirs, part in zip(names, parts, strict=True):
             found |= {f"{stack}.{e}.{theirs}.weight": x for e, x in enumerate(part)}
     return found
-
-
-def make(config):
-    return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
-
-
-def ours(config, params):
-    """The model with these parameters."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: families.build(config, nnx.Rngs(0))))
-    return nnx.merge(graphdef, params)
-
-
-def our_logits(config, params):
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(lambda p: ours(config, p)(tokens()))(params))

@@ -1,20 +1,16 @@
 """Full fine-tuning beside PyTorch: the same folder, the same batches, AdamW, ten steps."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import families as tiny
 import jax
 import numpy as np
 import optax
 import pytest
 import torch
 import transformers
+from exchange import loaded
+from families import FAMILIES
 
 import zero_jax
 from training.packing import row_of
-from zero_jax import interchange
 from zero_jax.plan.text_model import TextModel
 
 pytestmark = pytest.mark.interchange
@@ -24,13 +20,12 @@ STEPS, ROWS, SEQ, RATE, DECAY = 10, 4, 20, 1e-3, 0.1
 def documents(step):
     """Two documents for each row, of which the second half is learned."""
     rng = np.random.default_rng(step)
-    return [
-        [
-            (rng.integers(0, 97, size).astype(np.int32), np.arange(size) >= size // 2)
-            for size in (rng.integers(4, 10), rng.integers(4, 11))
-        ]
-        for _ in range(ROWS)
-    ]
+
+    def one(longest):
+        size = rng.integers(4, longest)
+        return rng.integers(0, 97, size).astype(np.int32), np.arange(size) >= size // 2
+
+    return [[one(10), one(11)] for _ in range(ROWS)]
 
 
 def theirs(folder):
@@ -56,24 +51,20 @@ def theirs(folder):
     return losses
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mistral"])
 def test_losses_are_those_of_pytorch(family, tmp_path):
-    """Ours has the documents side by side in rows, cut over 4 devices at stage 3."""
+    """Ours has the documents side by side in rows, sharded over 4 devices at stage 3."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny.FAMILIES[family]())
-    model.save_pretrained(tmp_path)
-    wanted = theirs(tmp_path)
-    text = TextModel(interchange.config(tmp_path))
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
-    zero = zero_jax.Zero(mesh, stage=3, remat="block")
-    params = interchange.load(tmp_path, zero.abstract(text.make))
-    tx = zero.optimizer(optax.adamw(RATE, weight_decay=DECAY))
-    opt_state, step, losses = tx.init(params), zero.train_step(text.loss, tx), []
+    transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).save_pretrained(tmp_path)
+    zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:4]), stage=3)
+    config, params = loaded(tmp_path, 4)
+    tx, loss = zero.optimizer(optax.adamw(RATE, weight_decay=DECAY)), TextModel(config).loss
+    opt_state, step, losses = tx.init(params), zero.train_step(loss, tx), []
     for number in range(STEPS):
         rows = [row_of(row, SEQ) for row in documents(number)]
         batch = tuple(np.stack(part) for part in zip(*rows, strict=True))
-        batch = zero_jax.global_batch(mesh, batch)
+        batch = zero_jax.global_batch(zero.mesh, batch)
         params, opt_state, metrics = step(params, opt_state, batch)
         losses.append(float(metrics.loss))
-    np.testing.assert_allclose(losses, wanted, atol=1e-4)
+    np.testing.assert_allclose(losses, theirs(tmp_path), atol=1e-4)
     assert losses[-1] != losses[0]

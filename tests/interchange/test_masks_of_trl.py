@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shutil
 import warnings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,33 +25,45 @@ pytestmark = pytest.mark.interchange
 WORDS = ["the", "quick", "Brown", "fox,", "jumps.", "over!\nlazy", "dogs", "✓", "'x'"]
 TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 TOKENS += ("<start_of_turn>", "<end_of_turn>", "<bos>")
+NAMES = ["llama3", "gemma3", "phi3", "phi3_5", "qwen3_instruct_2507", "qwen3_vl", "lfm2", "cohere"]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}
 
 
-def conversations():
-    """Twenty, of one to four turns, some with a system message."""
+def short(number, at, text):
+    return text(1 + (number + at) % 6)
+
+
+def awkward(number, at, text):
+    """Equal texts, texts with outer spaces, and of several lines."""
+    return ["yes", f" {text(2)}", f"{text(1)} \n"][number // 2] + text(at)
+
+
+def conversations(words, count, content):
+    """Conversations of one to four turns, some with a system message."""
     rng = np.random.default_rng(0)
 
-    def text(count):
-        return " ".join(rng.choice(WORDS, count))
+    def text(size):
+        return " ".join(rng.choice(words, size))
 
-    for number in range(20):
+    for number in range(count):
         system = [{"role": "system", "content": text(4)}] if number % 3 == 0 else []
         turns = [
-            {"role": role, "content": text(1 + (number + at) % 6)}
+            {"role": role, "content": content(number, at, text)}
             for at in range(1 + number % 4)
             for role in ("user", "assistant")
         ]
         yield system + turns
 
 
-def tokenizer(folder, template):
-    """Of bytes, with the special tokens of all these templates."""
+def of_bytes(folder, template):
+    """A tokenizer of bytes, with the special tokens of all these templates."""
     folder.mkdir()
     byte_tokenizer.write(folder)
     known = json.loads((folder / "tokenizer.json").read_text())
-    for at, text in enumerate(TOKENS):
-        one = known["added_tokens"][0] | {"id": 253 + at, "content": text}
-        known["added_tokens"].append(one)
+    first = known["added_tokens"][0]
+    known["added_tokens"] += [
+        first | {"id": 253 + at, "content": text} for at, text in enumerate(TOKENS)
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(known, ensure_ascii=False))
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<bos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -58,153 +71,89 @@ def tokenizer(folder, template):
     return Tokenizer(folder)
 
 
-def templates(name):
-    """The model's own, and TRL's; the files alone, since TRL itself needs much more."""
-    files = importlib.metadata.files("trl") or []
-    found = {f.name: f for f in files if f.parent.name == "chat_templates"}
-    return [found[f"{name}{kind}.jinja"].read_text() for kind in ("", "_training")]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama3",
-        "gemma3",
-        "phi3",
-        "phi3_5",
-        "qwen3_instruct_2507",
-        "qwen3_vl",
-        "lfm2",
-        "cohere",
-        "cohere2",
-    ],
-)
+@pytest.mark.parametrize("name", [*NAMES, "cohere2", "qwen2_5"])
 def test_masks_are_those_of_trls_templates(name, tmp_path):
-    plain, marked = (
-        tokenizer(tmp_path / kind, template)
-        for kind, template in zip(("plain", "marked"), templates(name), strict=True)
-    )
-    for messages in conversations():
-        ours, theirs = (own.document({"messages": messages}) for own in (plain, marked))
-        np.testing.assert_array_equal(ours[0], theirs[0])
-        np.testing.assert_array_equal(ours[1], theirs[1])
-        assert theirs[1].any() and not theirs[1].all()
-
-
-def test_trl_learns_the_line_break_before_an_answer_of_qwen2_5_too(tmp_path):
-    plain, marked = (
-        tokenizer(tmp_path / kind, template)
-        for kind, template in zip(("plain", "marked"), templates("qwen2_5"), strict=True)
-    )
-    for messages in conversations():
-        (ids, ours), (_, theirs) = (own.document({"messages": messages}) for own in (plain, marked))
+    """The model's own template and TRL's: the files alone, since TRL itself needs much more."""
+    files = importlib.metadata.files("trl") or []
+    found = {f.name: f.read_text() for f in files if f.parent.name == "chat_templates"}
+    plain = of_bytes(tmp_path / "plain", found[f"{name}.jinja"])
+    marked = of_bytes(tmp_path / "marked", found[f"{name}_training.jinja"])
+    for messages in conversations(WORDS, 20, short):
+        ids, ours = plain.document({"messages": messages})
+        their_ids, theirs = marked.document({"messages": messages})
+        np.testing.assert_array_equal(ids, their_ids)
+        assert theirs.any() and not theirs.all()
         more = np.flatnonzero(ours != theirs)
-        assert (ids[more] == ord("\n")).all() and ours[more + 1].all()
-        assert len(more) == sum(message["role"] == "assistant" for message in messages)
-
-
-def subword_conversations():
-    """Conversations of one to four turns: equal ones, with outer spaces, of several lines."""
-    rng = np.random.default_rng(1)
-
-    def text(count):
-        return " ".join(rng.choice(subwords.WORDS, count))
-
-    for number in range(6):
-        system = [{"role": "system", "content": text(3)}] if number % 2 else []
-        turns = [
-            {
-                "role": role,
-                "content": ["yes", f" {text(2)}", f"{text(1)} \n"][number // 2] + text(at),
-            }
-            for at in range(1 + number % 4)
-            for role in ("user", "assistant")
-        ]
-        yield system + turns
+        if name == "qwen2_5":  # TRL learns the line break before an answer too
+            assert (ids[more] == ord("\n")).all() and ours[more + 1].all()
+            assert len(more) == sum(message["role"] == "assistant" for message in messages)
+        else:
+            assert not len(more)
 
 
 @pytest.fixture(scope="module")
-def trl_tokenize():
-    """TRL's function that prepares a dataset, by which it masks."""
+def trained(tmp_path_factory):
+    """Makes a tokenizer of a kind with a template; each kind is trained once."""
+    folders = {kind: tmp_path_factory.mktemp("kind") / "own" for kind in subwords.KINDS}
+    for kind, folder in folders.items():
+        subwords.KINDS[kind](folder)
+
+    def made(kind, folder, template):
+        shutil.copytree(folders[kind], folder)
+        (folder / "chat_template.jinja").write_text(template)
+        return Tokenizer(folder)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def masks_of_trl():
+    """Tokens and mask as TRL's SFTTrainer prepares them with assistant_only_loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return importlib.import_module("trl.data_utils")._tokenize
+        tokenize = importlib.import_module("trl.data_utils")._tokenize
 
+    def masks(own, messages, tools=None):
+        found = tokenize(own._own, messages, tools=tools, return_assistant_tokens_mask=True)
+        return np.asarray(found["input_ids"]), np.asarray(found["assistant_masks"], bool)
 
-def masks_of_trl(trl_tokenize, own, record):
-    """Tokens and mask as TRL's SFTTrainer prepares them with assistant_only_loss."""
-    messages = record["messages"] if "messages" in record else record["prompt"]
-    found = trl_tokenize(
-        own._own,
-        [*messages, *record.get("completion", [])],
-        tools=record.get("tools"),
-        return_assistant_tokens_mask=True,
-    )
-    return np.asarray(found["input_ids"]), np.asarray(found["assistant_masks"], bool)
+    return masks
 
 
 @pytest.mark.parametrize("kind", subwords.KINDS)
 @pytest.mark.parametrize("name", subwords.TEMPLATES)
-def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, trl_tokenize):
+def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, masks_of_trl, trained):
     template = subwords.TEMPLATES[name]
-    marked = subwords.KINDS[kind](tmp_path / "marked", template)
-    plain = subwords.KINDS[kind](tmp_path / "plain", subwords.unmarked(template))
-    for messages in subword_conversations():
-        ids, mask = masks_of_trl(trl_tokenize, marked, {"messages": messages})
-        assert mask.any() and not mask.all()
+    marked = trained(kind, tmp_path / "marked", template)
+    plain = trained(kind, tmp_path / "plain", subwords.unmarked(template))
+    records = [{"messages": own} for own in conversations(subwords.WORDS, 6, awkward)]
+    if name == "qwen with tools":
+        messages = [
+            {"role": "user", "content": "is it so"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+            {"role": "tool", "content": "yes"},
+            {"role": "assistant", "content": "yes"},
+        ]
+        records.append({"messages": messages, "tools": [CALL]})
+    for record in records:
+        wanted = masks_of_trl(marked, record["messages"], record.get("tools"))
+        assert wanted[1].any() and not wanted[1].all()
         for own in (marked, plain):
-            ours = own.document({"messages": messages})
-            np.testing.assert_array_equal(ours[0], ids)
-            np.testing.assert_array_equal(ours[1], mask)
-
-
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}
-
-
-@pytest.mark.parametrize("kind", subwords.KINDS)
-def test_masks_are_trls_with_tools(kind, tmp_path, trl_tokenize):
-    template = subwords.TEMPLATES["qwen with tools"]
-    marked = subwords.KINDS[kind](tmp_path / "marked", template)
-    plain = subwords.KINDS[kind](tmp_path / "plain", subwords.unmarked(template))
-    messages = [
-        {"role": "user", "content": "is it so"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
-        {"role": "tool", "content": "yes"},
-        {"role": "assistant", "content": "yes"},
-    ]
-    record = {"messages": messages, "tools": [CALL]}
-    ids, mask = masks_of_trl(trl_tokenize, marked, record)
-    for own in (marked, plain):
-        for found, wanted in zip(own.document(record), (ids, mask), strict=True):
-            np.testing.assert_array_equal(found, wanted)
-
-
-@pytest.mark.parametrize("kind", subwords.KINDS)
-def test_answers_without_weight_are_masked_which_trl_does_not_read(kind, tmp_path):
-    template = subwords.TEMPLATES["mistral"]
-    turns = [
-        {"role": role, "content": text, "weight": weight}
-        for text, weight in (("yes", 1), ("no", 0), ("positive", 1))
-        for role, text in (("user", "is it"), ("assistant", text))
-    ]
-    own = subwords.KINDS[kind](tmp_path, subwords.unmarked(template))
-    ids, mask = own.document({"messages": turns})
-    assert own.decode(ids[mask]).replace(" ", "") == "yes</s>positive</s>"
+            for found, want in zip(own.document(record), wanted, strict=True):
+                np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize(("name", "trim"), [("mistral", True), ("content alone", False)])
-def test_masks_where_those_of_transformers_lack_tokens(name, trim, tmp_path, trl_tokenize):
+def test_masks_where_those_of_transformers_lack_tokens(name, trim, tmp_path, masks_of_trl):
     """transformers loses answers whose block begins with a space that is in no token's offsets
     (Llama 3's trim them), and the last bytes of a block that ends with a character of several
     tokens. The right text is the answers', with what the block has around them."""
     mark = "{% generation %}{{ m.content }}{% endgeneration %}"
     others = {"content alone": f"{{% for m in messages %}}{{{{ m.role }}}}: {mark}\n{{% endfor %}}"}
-    template = (others | subwords.TEMPLATES)[name]
-    own = subwords.byte_level(tmp_path, template, trim=trim)
+    own = subwords.byte_level(tmp_path, (others | subwords.TEMPLATES)[name], trim=trim)
     messages = [{"role": "user", "content": "is it"}, {"role": "assistant", "content": "so ✓"}]
-    if name == "content alone":
-        messages = messages[1:]
-    theirs = masks_of_trl(trl_tokenize, own, {"messages": messages})
+    messages = messages[name == "content alone" :]
+    theirs = masks_of_trl(own, messages)
     ids, mask = own.document({"messages": messages})
     np.testing.assert_array_equal(ids, theirs[0])
     wanted = {"mistral": " so ✓</s>", "content alone": " so ✓"}[name]

@@ -1,0 +1,88 @@
+"""Models for the tests of interchange: parameters, meshes, folders, and comparison of bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import zero_jax
+from zero_jax import interchange
+from zero_jax.checkpoint import leaves
+from zero_jax.models import families, gpt
+
+ATOL = 1e-4  # of logits in fp32, whose sums come in another order
+GPTS = {
+    "odd": gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8),
+    "even": gpt.GPTConfig(layers=3, width=16, heads=4, vocab=20, seq=6),
+    "one head": gpt.GPTConfig(layers=1, width=10, heads=1, vocab=31, seq=5),
+    "as many heads as columns": gpt.GPTConfig(layers=4, width=6, heads=6, vocab=9, seq=12),
+}
+
+
+def make(config):
+    return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
+
+
+@functools.cache
+def shapes(config):
+    return jax.eval_shape(lambda: make(config))
+
+
+def noisy(config, dtype=jnp.float32):
+    """Parameters none of which is zero or one, so that every bias and scale counts."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), dtype), shapes(config)
+    )
+
+
+def zero_on(n, stage=3, model=1):
+    mesh = zero_jax.make_mesh(model=model, devices=jax.devices()[: n * model])
+    return zero_jax.Zero(mesh, stage)
+
+
+def abstract(config, n=1, stage=3, model=1):
+    return zero_on(n, stage, model).abstract(functools.partial(make, config))
+
+
+def loaded(folder, n=1, stage=3, model=1, **settings):
+    """The config of a folder and its parameters, on n devices."""
+    config = interchange.config(folder)
+    return config, interchange.load(folder, abstract(config, n, stage, model), **settings)
+
+
+def save(folder, tree, config=None, step=1):
+    with zero_jax.Checkpoints(folder) as checkpoints:
+        checkpoints.save(step, tree, config=config)
+    return folder
+
+
+def whole(tree):
+    """Every leaf as one NumPy array, by path; all devices are in this process."""
+    found = {}
+    for leaf in leaves.leaves(tree):
+        found[leaf.name] = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
+        for starts, piece in leaf.pieces():
+            box = tuple(slice(a, a + n) for a, n in zip(starts, piece.shape, strict=True))
+            found[leaf.name][box] = piece
+    return found
+
+
+def assert_same_bits(a, b):
+    a, b = whole(a), whole(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def built(config, params):
+    """The model with these parameters."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: families.build(config, nnx.Rngs(0))))
+    return nnx.merge(graphdef, params)
+
+
+def logits(config, params, tokens):
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(lambda p: built(config, p)(tokens))(params))
