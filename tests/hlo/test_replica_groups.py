@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_programs import make_mesh, snippet, the_only
+from hlo_lines import program
+from hlo_programs import make_mesh, the_only
 from jax.sharding import PartitionSpec
 
 from zero_jax.hlo import auditor, replica_groups
@@ -28,14 +29,8 @@ P = PartitionSpec
     ],
 )
 def test_replica_groups(groups, size):
-    lines = [
-        "%p = f32[6]{0} parameter(0)",
-        (
-            f"ROOT %r = f32[6]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "
-            "use_global_device_ids=true, to_apply=%add"
-        ),
-    ]
-    c = the_only(snippet(lines))
+    how = f"channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
+    c = the_only(program({"p": "f32[6]{0}"}, f"%r = f32[6]{{0}} all-reduce(%p), {how}"))
     assert c.group_size == size
     assert c.words == (0 if size == 1 else 2 * 6)
     if "device_ids" not in groups:
