@@ -66,42 +66,29 @@ ALL = {"p": ROWS, "row": WIDE_ROW, "at": "s32[]"}
 BOTH = f"({ROWS}, f32[36]{{0}})"
 SCATTERED = {"p": TABLE, "ids": IDS, "rows": TOKENS}
 SLICED = {"p": STACK, "at": "s32[]"}
-CALLED = [
-    computation(
-        "layer",
-        *(SLICED, "%zero = s32[] constant(0)"),
-        "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p, %at, %zero, %zero)",
-        f"%c = {LAYER} convert(%ds)",
-    ),
-    computation(
-        "also_whole",
-        *({"p": ROWS}, f"%s = {ROW} slice(%p), slice={{[0:1], [0:64]}}"),
-        *(f"%b = {ROWS} broadcast(%s), dimensions={{0,1}}", f"%a = {ROWS} add(%p, %b)"),
-    ),
-    computation("converted", {"p": ROWS}, "%c = bf16[36,64]{1,0} convert(%p)"),
-    computation("updated", ALL, *UPDATE),
-    computation("read_again", ALL, *UPDATE, f"%n = {ROWS} negate(%u)"),
-    computation(
-        "also_summed",
-        *(ALL, *UPDATE, "%init = f32[] constant(0)"),
-        "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%add",
-        f"%t = {BOTH} tuple(%u, %r)",
-    ),
-    computation(
-        "of_its_own",
-        *({"row": ROW}, "%nought = f32[] constant(0)", "%zero = s32[] constant(0)"),
-        f"%b = {ROWS} broadcast(%nought), dimensions={{}}",
-        f"%u = {ROWS} dynamic-update-slice(%b, %row, %zero, %zero)",
-    ),
-    computation(
-        "of_a_view",
-        *({"p": "bf16[36,64]{1,0}"}, "%b = bf16[36,8,8]{2,1,0} bitcast(%p)"),
-        "%c = f32[36,8,8]{2,1,0} convert(%b)",
-        "%s = f32[1,8,8]{2,1,0} slice(%c), slice={[0:1], [0:8], [0:8]}",
-    ),
-    computation("embedded", SCATTERED, f"%s = {TABLE} scatter(%p, %ids, %rows), to_apply=%add"),
-    *(computation(f"copy{n}", {"p": f"f32[{n}]{{0}}"}, f"%c = f32[{n}] copy(%p)") for n in "19"),
-]
+# fmt: off
+CALLED = [computation(*given) for given in [
+    ("layer", SLICED, "%zero = s32[] constant(0)",
+     "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p, %at, %zero, %zero)",
+     f"%c = {LAYER} convert(%ds)"),
+    ("also_whole", {"p": ROWS}, f"%s = {ROW} slice(%p), slice={{[0:1], [0:64]}}",
+     f"%b = {ROWS} broadcast(%s), dimensions={{0,1}}", f"%a = {ROWS} add(%p, %b)"),
+    ("converted", {"p": ROWS}, "%c = bf16[36,64]{1,0} convert(%p)"),
+    ("updated", ALL, *UPDATE),
+    ("read_again", ALL, *UPDATE, f"%n = {ROWS} negate(%u)"),
+    ("also_summed", ALL, *UPDATE, "%init = f32[] constant(0)",
+     "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%add",
+     f"%t = {BOTH} tuple(%u, %r)"),
+    ("of_its_own", {"row": ROW}, "%nought = f32[] constant(0)", "%zero = s32[] constant(0)",
+     f"%b = {ROWS} broadcast(%nought), dimensions={{}}",
+     f"%u = {ROWS} dynamic-update-slice(%b, %row, %zero, %zero)"),
+    ("of_a_view", {"p": "bf16[36,64]{1,0}"}, "%b = bf16[36,8,8]{2,1,0} bitcast(%p)",
+     "%c = f32[36,8,8]{2,1,0} convert(%b)",
+     "%s = f32[1,8,8]{2,1,0} slice(%c), slice={[0:1], [0:8], [0:8]}"),
+    ("embedded", SCATTERED, f"%s = {TABLE} scatter(%p, %ids, %rows), to_apply=%add"),
+    *((f"copy{n}", {"p": f"f32[{n}]{{0}}"}, f"%c = f32[{n}] copy(%p)") for n in "19"),
+]]
+# fmt: on
 READ, WRITTEN = 2 * 64 + 4, 4 * 36 * 64  # a row in bf16 with its number; all rows in fp32
 
 
@@ -178,6 +165,7 @@ def test_kernels_and_collectives_of_a_loop_run_in_every_trip(how):
 
 SENT = 64 * 1000  # bf16 numbers of the full side of a collective that the device waits for
 OVER_ALL = min(FAST, WIRE)
+SUMS = "replica_groups={}, dimensions={0}, to_apply=%add"
 
 
 def sent(kind, n, how):
@@ -267,18 +255,21 @@ def test_a_gather_is_exposed_by_what_the_product_does_not_cover(share):
     assert len({line.index(" s ") for line in lines}) == 1
 
 
-def test_gathers_wait_for_each_other():
-    numbers, once = numbers_for(0.8 * PRODUCT)
+def two_gathers(share, *more):
+    """Two gathers that each take `share` of a product, beside one, or another behind the first."""
+    numbers, once = numbers_for(share * PRODUCT)
     (a, a_done), (b, b_done) = (gather(name, numbers, 64, "g") for name in "ab")
-    t = estimate(XW | given(numbers), a, b, dot(), a_done, b_done)
+    return estimate(XW | given(numbers), a, b, dot(), a_done, *more, b_done), once
+
+
+def test_gathers_wait_for_each_other():
+    t, once = two_gathers(0.8)
     assert once < PRODUCT < 2 * once, "one or both fit: the test shows nothing"
     assert t.wire_seconds == pytest.approx(2 * once)
     assert t.exposed_seconds == pytest.approx(2 * once - PRODUCT)
     assert t.covered == pytest.approx(PRODUCT / (2 * once))
     # While the device waits for the first, the second begins.
-    numbers, once = numbers_for(3 * PRODUCT)
-    (a, a_done), (b, b_done) = (gather(name, numbers, 64, "g") for name in "ab")
-    t = estimate(XW | given(numbers), a, b, dot(), a_done, dot("dot2", "dot"), b_done)
+    t, once = two_gathers(3, dot("dot2", "dot"))
     assert t.seconds == pytest.approx(2 * once)
     assert t.exposed_seconds == pytest.approx(2 * once - 2 * PRODUCT)
 
@@ -286,7 +277,7 @@ def test_gathers_wait_for_each_other():
 def test_a_blocking_sum_waits_for_the_gather_before_it():
     numbers, _ = numbers_for(2 * PRODUCT)
     start, done = gather("a", numbers, 64, "g")
-    summed = f"%s = bf16[{numbers // 64}] all-reduce(%g), replica_groups={{}}, to_apply=%add"
+    summed = f"%s = bf16[{numbers // 64}] all-reduce(%g), {SUMS}"
     t = estimate(XW | given(numbers), start, dot(), summed, done)
     assert t.exposed_seconds == pytest.approx(t.wire_seconds - PRODUCT)
     assert t.seconds == pytest.approx(t.wire_seconds)
@@ -340,8 +331,7 @@ def test_assumptions_have_the_figures_of_the_target():
 def test_a_wrapped_collective_is_under_way_until_its_done():
     numbers, wire = numbers_for(0.5 * PRODUCT)
     part, full = f"bf16[{numbers // 64}]", f"bf16[{numbers}]"
-    how = "replica_groups={}, dimensions={0}, to_apply=%add"
-    called = computation("wrapped", {"p": full}, f"%r = {part} reduce-scatter(%p), {how}")
+    called = computation("wrapped", {"p": full}, f"%r = {part} reduce-scatter(%p), {SUMS}")
     start = f"%s = (({full}), {part}) async-start(%g), calls=%wrapped"
     done = f"%d = {part} async-done(%s), calls=%wrapped"
     t = estimate(XW | {"g": full}, start, dot(), done, computations=[called])
@@ -368,9 +358,8 @@ def test_kernels_take_the_longer_of_their_two_times_in_loops_too():
 
 def scattered(name, numbers, of):
     part, full = f"bf16[{numbers // 64}]", f"bf16[{numbers}]"
-    how = "replica_groups={}, dimensions={0}, to_apply=%add"
     return [
-        f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {how}",
+        f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {SUMS}",
         f"%{name}.done = {part} reduce-scatter-done(%{name})",
     ]
 
@@ -386,10 +375,7 @@ def test_a_sum_takes_longer_by_what_it_could_have_begun_earlier(share):
     late = told(shapes, dot(), of, start, done)
     assert late["s"] == pytest.approx(AT_ONCE * wire + longer)
     after = f"%y = {SQUARE} fusion(%s.done, %dot), kind=kLoop, calls=%add"
-    for lines in (
-        [of, start, dot(), done],
-        [dot(), of, start, done, after, dot("dot2", "y")],
-    ):
+    for lines in ([of, start, dot(), done], [dot(), of, start, done, after, dot("dot2", "y")]):
         assert told(shapes, *lines)["s"] == pytest.approx(AT_ONCE * wire)
     start, done = gather("s", numbers, 64, "g")
     gathered = told(XW | given(numbers), dot(), start, done)

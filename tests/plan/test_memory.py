@@ -45,7 +45,7 @@ def test_terms_and_words_are_those_of_the_paper(k):
     assert [x.copy for x in found] == [2 * PSI] * 3 + [2 * layer]
     word, shards = (2 if k == 1 else 4), 4 * PSI // N
     first = word * (layer if k == 1 else PSI) + shards
-    assert [x.gradients for x in found] == [word * PSI, first, *[word * layer + shards] * 2]
+    assert [x.gradients for x in found] == [word * PSI, first, *[2 * layer + shards] * 2]
     totals = [x.total for x in found]
     assert totals == sorted(totals, reverse=True) and totals[3] < totals[0] / 4
     assert [memory.words_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]

@@ -17,6 +17,7 @@ from training.config import parse
 from zero_jax.commands import plan as command
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
+from zero_jax.offload import tiers
 from zero_jax.plan.advice import least_seconds
 from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
@@ -32,9 +33,15 @@ def case(*args):
     return command.case_of(command.parser().parse_args(list(map(str, args))))
 
 
+states = Case.states
+# 7.5B on 64 devices: 36 layers x 4096, 4 x 1024 tokens a device, bf16.
+PSI, LAYER = gpt.num_params(gpt.preset("7.5b")), 12 * 4096**2 + 13 * 4096
+HIDDEN = 4 * 1024 * 4096 * 2  # bytes
+
+
 @pytest.fixture(scope="module", autouse=True)
 def planned_once():
-    """Plans of a case are made once, whatever limit they are compared with."""
+    """Plans of a case are made once, whatever limit they are compared with; no curves are."""
     planned = functools.cache(Case.plan)
 
     def plan(self, stage, **options):
@@ -43,13 +50,11 @@ def planned_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Case, "plan", plan)
+        patch.setattr(Case, "states", lambda self, n, stage: (16 - 4 * stage) * PSI // n)
         yield
 
 
 # 7.5B on 64 devices: 36 layers x 4096, 4 x 1024 tokens a device, bf16.
-
-PSI, LAYER = gpt.num_params(gpt.preset("7.5b")), 12 * 4096**2 + 13 * 4096
-HIDDEN = 4 * 1024 * 4096 * 2  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +62,7 @@ def data(tmp_path_factory):
     """What a script gets from the call that the documentation shows, without --compile."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     picture = path.with_suffix(".png")
-    with pytest.MonkeyPatch.context() as patch:  # the curves of the picture
-        patch.setattr(Case, "states", lambda self, shards, stage: (16 - 4 * stage) * PSI // shards)
-        assert command.main([*SCRIPT, "--json", str(path), "--plot", str(picture)]) == 0
+    assert command.main([*SCRIPT, "--json", str(path), "--plot", str(picture)]) == 0
     assert picture.stat().st_size > 10_000
     return json.loads(path.read_text())
 
@@ -76,7 +79,7 @@ def test_arguments_and_the_sum_of_the_terms(data):
     totals = [data["stages"][str(s)]["total_bytes"] for s in range(4)]
     assert totals == sorted(totals, reverse=True)
     # In closed form at stage 0: fp32 and Adam's moments, a copy and gradients in bf16.
-    assert case(*SCRIPT).states(64, 0) == pytest.approx(16 * PSI, rel=1e-6)
+    assert states(case(*SCRIPT), 64, 0) == pytest.approx(16 * PSI, rel=1e-6)
 
 
 def test_terms_follow_their_formulas(data):
@@ -241,6 +244,23 @@ def test_bytes_sent_are_elements_of_parameters_and_of_gradients_in_their_dtypes(
     sent = [zero.at_stage(stage).plan(loss, TX, params, rows).sent_bytes for stage in range(4)]
     psi = 64 * 64  # parameters in bf16, gradients in fp32: all-reduced, or gathered and scattered
     assert sent == [2 * 4 * psi, (2 + 4) * psi, (2 + 4) * psi, (2 * 2 + 4) * psi]
+
+
+def test_what_is_in_host_memory_streams_in_two_pieces_and_crosses_twice():
+    net = Network(L=3, D=64, B=1, T=8)
+    offload = tiers.Offload("host", "host", piece_bytes=4096)
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, offload=offload)
+    batch = jax.ShapeDtypeStruct((8, 8, 64), jnp.float32)
+    found = zero.plan(net.loss, TX, zero.abstract(net.make), batch)
+    masters = 4 * net.psi // 8
+    assert found.predicted.host == 3 * masters
+    streams = found.predicted.temporaries
+    assert (streams["fetched"], streams["pieces"]) == (masters, 2 * 4096)
+    assert found.host_bytes_sent == 2 * 3 * masters
+    held = Predicted(0, 0, 0, {}, host_states=300, host_saved=50)
+    plan = Plan(3, 2, "block@host", {"data": 8}, 1000, (), 0, held)  # two micro-batches
+    assert plan.host_bytes_sent == 2 * (300 + 2 * 50)
+    assert plan.host_words_per_param == (300 + 2 * 50) / 1000
 
 
 def proven_steps():

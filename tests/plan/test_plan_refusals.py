@@ -149,6 +149,7 @@ CALLS = [
 @pytest.mark.parametrize(("name", "call"), CALLS)
 def test_arguments_are_named_before_a_step_is_traced(name, call, monkeypatch):
     monkeypatch.setattr(prove, "_check_installed", lambda target: None)
-    monkeypatch.setattr(grads.GlobalLoss, "read", traced)
+    if name != "target":
+        monkeypatch.setattr(grads.GlobalLoss, "read", traced)
     with pytest.raises(ValueError, match=name):
         call()
