@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 from hlo_lines import ARGUMENTS, FLOPS, computation, product, program
 from hlo_programs import compile_on_8
-from jax.sharding import PartitionSpec
 
 from zero_jax.hlo import auditor, hlo_text
 from zero_jax.hlo.flops import Flops
@@ -102,12 +101,6 @@ PROGRAMS = {
 def test_flops_of_programs_are_their_closed_form(name):
     f, shapes, want = PROGRAMS[name]
     assert flops_of(compile_on_8(f, *map(jnp.ones, shapes)).as_text()) == want
-
-
-def test_each_device_counts_its_own_part():
-    specs = (PartitionSpec("data"), PartitionSpec())
-    compiled = compile_on_8(jnp.matmul, jnp.ones((64, K)), jnp.ones((K, N)), in_specs=specs)
-    assert flops_of(compiled.as_text()) == 2 * (64 // 8) * K * N
 
 
 def test_the_products_of_a_condition_count_once_more_than_the_trips():

@@ -99,6 +99,8 @@ def fused(called, shape=ROWS, operands="%p, %row, %at"):
 # fmt: off
 TRAFFIC = {
     "a copy": ({"p": ROWS}, [f"%c = {ROWS} copy(%p)"], 2 * 4 * 36 * 64),
+    "a byte a pred": ({"p": "f32[512]"}, ["%c = pred[512] compare(%p, %p), direction=LT"],
+                      (4 + 1) * 512),
     "to the side": (
         {"p": "f32[1000]"}, ["%s = (f32[1000], f32[1000], u32[]) copy-start(%p)",
                              "%d = f32[1000] copy-done(%s)"], 2 * 4 * 1000),
@@ -351,6 +353,9 @@ def told(shapes, *lines, computations=()):
 def test_kernels_take_the_longer_of_their_two_times_in_loops_too():
     found = told(XW, dot(), COPY)
     assert found == {"dot": pytest.approx(PRODUCT), "c": pytest.approx(COPIED / MEMORY)}
+    lines = latencies.text({"dot.1": 2e-3, "all-gather-start": 4.5e-7}).splitlines()
+    assert lines[0] == 'costs { name: "dot.1" cost_us: 2000.000 }'
+    assert lines[1:] == ['costs { name: "all-gather-start" cost_us: 0.450 }']
     line = f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"
     lines, texts = loop("l", {"w": STACK}, ["w"], [line])
     assert set(told({"w": STACK}, *lines, computations=[*CALLED, *texts])) == {"f"}

@@ -122,6 +122,11 @@ def test_between_hosts_a_gather_shares_wires_and_an_all_to_all_has_one():
 
 
 def test_what_is_not_partitioned_along_its_first_dim_is_turned():
+    """Experts of a layer (4, 32, 48) along their width over 16 devices; XLA for GPUs."""
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(16), 3, remat="block")
+    terms = Case(CONFIG, zero, "adamw", 16, 16).plan(3).predicted.temporaries
+    assert terms["turned"] == 4 * CONFIG.layers * 3 * (4 * 32 * 48) // 16
+
     def leaf(shape, n, **more):
         cut = cuts.split(shape, n, first=1, **more)
         return lifetimes.Leaf("x", dataclasses.replace(cut, stacked=True), False, True, "", True)
