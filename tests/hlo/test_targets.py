@@ -42,6 +42,7 @@ def test_how_a_compiler_ends(code, said, runs, error, words, monkeypatch, tmp_pa
     [("h100", 64, "8x1x8"), ("h100", 4, "1x1x4"), ("v5p", 64, "4x4x4"), ("v5p", 8, "2x2x2")],
 )
 def test_devices_fill_hosts_or_a_box(name, devices, want):
+    assert prove.check(targets.target("cpu"), devices) == ""
     assert targets.topology(targets.target(name), devices) == want
     assert (
         targets.topology(targets.target(name), devices, "1X1X" + str(devices)) == f"1x1x{devices}"

@@ -175,6 +175,9 @@ def test_a_loop_that_gathers_nothing_runs_its_last_turn_itself():
     net = Nested(L=4, D=32, B=16, T=64)
     without, ahead = (forecast(net, 3, habits=habits).bytes for habits in (ON_GPUS, AHEAD))
     assert ahead - without == 4 * net.layer
+    bucket = dataclasses.replace(AHEAD, bucket_bytes=4 * 16 * 32**2)
+    found = forecast(net, 3, habits=bucket).bytes
+    assert found - without == 4 * 16 * 32**2, "of more than two buckets one is gathered ahead"
 
 
 def test_the_next_micro_batch_has_gathered_what_it_reads_first():
