@@ -1,204 +1,368 @@
-"""The audit of compiled programs: real ones from CPU, and GPU spellings as literal text."""
+"""The audit of compiled programs: real ones for CPU devices, and GPU spellings as literal text."""
+
+import functools
+import re
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_programs import compile_on, compile_on_8, make_mesh, nested_scans, snippet, the_only
-from jax.sharding import PartitionSpec
+from hlo_lines import ARGUMENTS, FLOPS, GATHERED, computation, gather, loop, product, program
+from hlo_programs import compile_on, compile_on_8, make_mesh, snippet, the_only
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.hlo import auditor
 
 P = PartitionSpec
 
-# Counted exactly, on real programs.
+# Programs of eight CPU devices: kinds, axes, loops and branches.
+
+CUBE = {"replica": 2, "data": 2, "model": 2}
+OUTER, MIDDLE, INNER, S = 5, 3, 2, 12
 
 
-def test_psum_sends_two_words_per_element():
-    c = the_only(compile_on_8(lambda x: jax.lax.psum(x, "data"), jnp.ones((6, 4))))
-    assert (c.kind, c.dtype, c.elements, c.bytes) == ("all-reduce", "f32", 24, 4 * 24)
-    assert (c.group_size, c.runs, c.words) == (8, 1, 2 * 24)
-    assert not c.scalar and not c.conditional and not c.asynchronous
-    assert c.op_name.endswith("psum")
+@functools.cache
+def on_a_cube():
+    """Collectives of every kind, some in up to three loops."""
+
+    def innermost(c, _):
+        return jnp.tanh(c + jax.lax.psum(c, "model")), None
+
+    def between(c, _):
+        c, _ = jax.lax.scan(innermost, c, None, length=INNER)
+        return c + jax.lax.all_gather(c, "data")[0], None
+
+    def outermost(c, _):
+        c, _ = jax.lax.scan(between, c, None, length=MIDDLE)
+        piece = jax.lax.psum_scatter(c, ("replica", "model"), tiled=True)
+        return jnp.tile(jnp.sin(piece), 4), None
+
+    def f(x):
+        x, _ = jax.lax.scan(outermost, x, None, length=OUTER)
+        swapped = jax.lax.all_to_all(x, "model", 0, 0, tiled=True)
+        ring = jax.lax.ppermute(jnp.sin(x[:7]), "data", [(0, 1), (1, 0)])
+        loss = jax.lax.psum(x[0], ("replica", "data", "model"))
+        return jax.lax.psum(jnp.cos(x), ("replica", "data")), swapped, ring, loss
+
+    return compile_on(make_mesh(tuple(CUBE.values()), tuple(CUBE)), f, jnp.ones(S))
 
 
-def test_all_gather_sends_one_word_per_gathered_element():
-    def gather(x):
-        return jax.lax.all_gather(x, "data", tiled=True)
-
-    c = the_only(compile_on_8(gather, jnp.ones((32, 3)), in_specs=P("data")))
-    assert (c.kind, c.elements, c.group_size, c.words) == ("all-gather", 32 * 3, 8, 32 * 3)
-
-
-def test_psum_scatter_sends_one_word_per_full_element():
-    def scatter(x):
-        return jax.lax.psum_scatter(x, "data", tiled=True)
-
-    c = the_only(compile_on_8(scatter, jnp.ones((32, 3)), out_specs=P("data")))
-    assert (c.kind, c.elements, c.group_size, c.words) == ("reduce-scatter", 32 * 3, 8, 32 * 3)
-
-
-def test_all_to_all_and_permute_send_each_element_once():
-    def exchange(x):
-        swapped = jax.lax.all_to_all(x, "data", 0, 0, tiled=True)
-        ring = [(i, (i + 1) % 8) for i in range(8)]
-        return swapped, jax.lax.ppermute(jnp.sin(x), "data", ring)
-
-    program = compile_on_8(exchange, jnp.ones((16, 3)))
-    words = {c.kind: c.words for c in auditor.collectives(program)}
-    assert words == {"all-to-all": 16 * 3, "collective-permute": 16 * 3}
+def test_collectives_in_nested_loops_along_every_axis_send_their_closed_form():
+    found = auditor.collectives(on_a_cube(), CUBE)
+    assert {(c.kind, c.axis): (c.group_size, c.elements, c.runs, c.words) for c in found} == {
+        ("all-reduce", "model"): (2, S, OUTER * MIDDLE * INNER, OUTER * MIDDLE * INNER * 2 * S),
+        ("all-gather", "data"): (2, 2 * S, OUTER * MIDDLE, OUTER * MIDDLE * 2 * S),
+        ("reduce-scatter", "replica+model"): (4, S, OUTER, OUTER * S),
+        ("all-to-all", "model"): (2, S, 1, S),
+        ("collective-permute", "?"): (2, 7, 1, 7),
+        ("all-reduce", "replica+data+model"): (8, 1, 1, 2),
+        ("all-reduce", "replica+data"): (4, S, 1, 2 * S),
+    }
+    for c in found:
+        assert (c.dtype, c.bytes, c.scalar) == ("f32", 4 * c.elements, c.elements == 1)
+        assert (c.conditional, c.asynchronous, c.in_loop) == (False, False, c.runs > 1)
+    assert {c.op_name.rpartition("/")[2] for c in found if c.kind == "all-reduce"} == {"psum"}
 
 
-def test_loss_is_a_scalar():
-    c = the_only(compile_on_8(lambda x: jax.lax.psum(x[0, 0], "data"), jnp.ones((6, 4))))
-    assert c.scalar and c.words == 2
+def test_trip_counts_are_derived_where_xla_wrote_none():
+    text = on_a_cube().as_text()
+    bare = re.sub(r", backend_config=\{.*", "", text)
+    assert "known_trip_count" in text and "known_trip_count" not in bare
+    runs, derived = ([c.runs for c in auditor.collectives(x)] for x in (text, bare))
+    assert runs == derived
 
 
-def test_combined_psums_are_summed():
-    arrays = [jnp.ones(n) for n in (3, 5, 7, 11, 13, 17, 19)]  # more than five: /*index=5*/
-    found = auditor.collectives(compile_on_8(lambda *xs: jax.lax.psum(xs, "data"), *arrays))
-    total = 3 + 5 + 7 + 11 + 13 + 17 + 19
-    assert sum(c.elements for c in found) == total
-    assert sum(c.words for c in found) == 2 * total
-    assert len(found) < len(arrays), "nothing was combined: the test shows nothing"
+def test_the_table_lists_most_words_first():
+    table = auditor.format_table(auditor.audit(on_a_cube(), CUBE)).splitlines()
+    words = [int(line.split()[5]) for line in table[1:]]
+    assert words == sorted(words, reverse=True) and words[0] == OUTER * MIDDLE * INNER * 2 * S
 
 
-def test_mesh_axes_are_told_apart_by_group_size():
-    def reduce(x):
-        both = jax.lax.psum(jnp.cos(x[:3]), ("node", "gpu"))
-        return jax.lax.psum(x, "node"), jax.lax.psum(jnp.sin(x[:5]), "gpu"), both
-
-    program = compile_on(make_mesh((4, 2), ("node", "gpu")), reduce, jnp.ones(9))
-    sizes = {c.group_size: c.elements for c in auditor.collectives(program)}
-    assert sizes == {4: 9, 2: 5, 8: 3}
+def send(x):
+    return jnp.sin(x) + jax.lax.psum(x, "data")
 
 
-def test_groups_of_one_send_nothing():
-    def reduce(x):
-        y = jax.lax.all_gather(jax.lax.psum(x, "model"), "model", tiled=True)
-        return jax.lax.ppermute(y, "model", [(0, 0)])
-
-    program = compile_on(make_mesh((8, 1), ("data", "model")), reduce, jnp.ones(9))
-    assert sum(c.words for c in auditor.collectives(program)) == 0
-    assert auditor.collectives(program), "XLA dropped them: the test shows nothing"
+def until_large(f, x):
+    return jax.lax.while_loop(lambda s: jnp.sum(s) < 10, f, x)
 
 
-def test_parse_keeps_the_schedule():
-    program = auditor.parse(nested_scans(outer=2, inner=2).as_text())
-    entry = program.computations[program.entry]
-    names = list(entry.instructions)
-    for position, name in enumerate(names):
-        used = [o for o in entry.instructions[name].operands if o in entry.instructions]
-        assert all(names.index(o) < position for o in used)
+def four_times(f, x):
+    return jax.lax.scan(lambda s, _: (f(s), None), x, None, length=4)[0]
 
 
-# Spellings of the GPU compiler.
+def either(x):
+    other = lambda: jax.lax.pmax(x, "data") * 2  # noqa: E731
+    return jax.lax.cond(x[0] > 0, lambda: jax.lax.psum(x, "data"), other)
 
-IS_SYNC = 'backend_config={"collective_backend_config":{"is_sync":true,"is_pipelined":false}}'
+
+def in_a_loop(x):
+    body = lambda _, x: jax.lax.cond(x[0] > 0, lambda: send(x), lambda: -x)  # noqa: E731
+    return jax.lax.fori_loop(0, 7, body, x)
 
 
 @pytest.mark.parametrize(
-    "result", ["(bf16[4,2]{1,0}, bf16[32,2]{1,0})", "((bf16[4,2]{1,0}), bf16[32,2]{1,0})"]
+    ("f", "want"),
+    [
+        (either, [(1, True)] * 2),  # each branch counts as taken
+        (in_a_loop, [(7, True)]),
+        (lambda x: four_times(lambda s: until_large(send, s), x), [(None, False)]),
+        (lambda x: until_large(lambda s: four_times(send, s), x), [(None, False)]),
+    ],
+    ids=["branches", "branch in a loop", "unknown in known", "known in unknown"],
 )
-def test_start_and_done_count_once(result):
-    c = the_only(
-        snippet(
-            [
-                "%p = bf16[4,2]{1,0} parameter(0)",
-                (
-                    f"%ag-start = {result} all-gather-start(%p), channel_id=1, "
-                    "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, "
-                    "metadata={op_name=\"jit(f)/w['a, b']/all_gather\" stack_frame_id=37}"
-                ),
-                "ROOT %ag-done = bf16[32,2]{1,0} all-gather-done(%ag-start)",
-            ]
-        )
-    )
-    assert (c.kind, c.dtype, c.elements, c.bytes) == ("all-gather", "bf16", 64, 128)
-    assert (c.group_size, c.asynchronous) == (8, True)
-    assert c.op_name == "jit(f)/w['a, b']/all_gather"
+def test_how_often_collectives_run_in_branches_and_loops(f, want):
+    compiled = compile_on_8(f, jnp.ones(4))
+    assert [(c.runs, c.conditional) for c in auditor.collectives(compiled)] == want
+    report = auditor.audit(compiled)
+    if f is either:
+        assert report.words == {"all-reduce": 2 * 2 * 4}
+        assert "<=1" in auditor.format_table(report)
+    elif want[0][0] is None:
+        for ask in (lambda: report.words, lambda: report.collectives[0].words):
+            with pytest.raises(ValueError, match="trip count"):
+                ask()
+        with pytest.raises(AssertionError, match="trip count"):
+            auditor.assert_communication(report, 2, num_params=4)
+        assert "?" in auditor.format_table(report)
 
 
-def test_a_start_that_blocks_is_not_asynchronous():
-    c = the_only(
-        snippet(
-            [
-                "%p = f32[] parameter(0)",
-                (
-                    "%s = f32[] all-reduce-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, "
-                    f"to_apply=%add, {IS_SYNC}"
-                ),
-                "ROOT %d = f32[] all-reduce-done(%s)",
-            ]
-        )
-    )
-    assert (c.group_size, c.asynchronous, c.scalar, c.words) == (2, False, True, 2)
-
-
-def test_async_start_runs_the_computation_it_wraps():
-    wrapped = (
-        "%wrapped (q: f32[32]) -> f32[4] {\n  %q = f32[32]{0} parameter(0)\n"
-        "  ROOT %rs = f32[4]{0} reduce-scatter(%q), replica_groups=[1,8]<=[8], dimensions={0}, "
-        'to_apply=%add\n}, execution_thread="main"\n'
-    )
-    c = the_only(
-        snippet(
-            [
-                "%p = f32[32]{0} parameter(0)",
-                (
-                    "%start = ((f32[32]{0}), f32[4]{0}, u32[]) async-start(%p), calls=%wrapped, "
-                    "control-predecessors={%p}"
-                ),
-                "%go = ((f32[32]{0}), f32[4]{0}, u32[]) async-update(%start), calls=%wrapped",
-                "ROOT %done = f32[4]{0} async-done(%go), calls=%wrapped",
-            ],
-            wrapped,
-        )
-    )
-    assert (c.kind, c.elements, c.words, c.asynchronous) == ("reduce-scatter", 32, 32, True)
-
-
-def test_combined_tuples_with_index_comments():
-    sizes = (2, 3, 5, 7, 11, 13)
-    parameters = [f"%p{n} = bf16[{n},4]{{1,0:T(8,128)(2,1)}} parameter(0)" for n in sizes[:-1]]
-    last = "%p13 = f32[13,4]{1,0} parameter(5)"
-    operands = "%p2, %p3, %p5, %p7, %p11, /*index=5*/%p13"
-    results = ", ".join(f"bf16[{8 * n},4]{{1,0}}" for n in sizes[:-1])
-    c = the_only(
-        snippet(
-            [
-                *parameters,
-                last,
-                (
-                    f"ROOT %ag = ({results}, /*index=5*/f32[104,4]{{1,0}}) all-gather({operands}), "
-                    "replica_groups={}, dimensions={0}"
-                ),
-            ]
-        )
-    )
-    assert c.dtype == "bf16,f32"
-    assert c.elements == 8 * 4 * sum(sizes)
-    assert c.bytes == 8 * 4 * (2 * sum(sizes[:-1]) + 4 * 13)
-
-
-def test_unreadable_text_is_an_error():
-    unknown = ["%p = f32[6]{0} parameter(0)", "%r = f32[6]{0} all-reduce(%p), replica_groups=new"]
-    with pytest.raises(ValueError, match="replica groups of r: new"):
-        auditor.collectives(snippet(unknown))
-    with pytest.raises(ValueError, match="cannot read this line"):
-        auditor.collectives(snippet(["something new"]))
-    with pytest.raises(ValueError, match="ENTRY"):
-        auditor.collectives("")
-
-
-def test_sends_to_other_devices_count_and_sends_to_the_host_do_not():
-    lines = [
-        "%p = f32[6]{0} parameter(0)",
-        "%token = token[] after-all()",
-        (
-            "%s = (f32[6]{0}, u32[], token[]) send(%p, %token), channel_id=1, "
-            'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}'
-        ),
-        "%h = (f32[6]{0}, u32[], token[]) send(%p, %token), channel_id=2, is_host_transfer=true",
+@pytest.mark.parametrize(
+    ("config", "runs"),
+    [
+        ("", None),  # of a condition on data
+        (', backend_config={"dynamic_variables":[],"known_trip_count":{"n":"36"}}', 36),
+        (r', backend_config="{\"known_trip_count\":{\"n\":\"36\"}}"', 36),
+        (", backend_config={known_trip_count={n=36}}", 36),
+        ("", 4),  # from 9 down to 1 in steps of 2
+    ],
+)
+def test_trip_count_spellings(config, runs):
+    """The condition, which sends too, runs once more than the body."""
+    state, counter = {"s": "(s32[], f32[6])"}, "%i = s32[] get-tuple-element(%s), index=0"
+    array, send = "%x = f32[6] get-tuple-element(%s), index=1", "all-reduce(%x), to_apply=%add"
+    body = ["%two = s32[] constant(2)", "%less = s32[] subtract(%i, %two)", f"%r = f32[6] {send}"]
+    go = ["%one = s32[] constant(1)", "%go = pred[] compare(%one, %i), direction=LT"]
+    if runs is None:
+        go.append("%both = pred[] and(%go, %go)")
+    calls = [
+        computation("body", state, counter, array, *body, "%t = (s32[], f32[6]) tuple(%less, %r)"),
+        computation("cond", state, counter, array, f"%r = f32[6] {send}", *go),
     ]
-    c = the_only(snippet(lines))
-    assert (c.kind, c.elements, c.words) == ("send", 6, 6)
+    lines = [
+        *("%nine = s32[] constant(9)", "%init = (s32[], f32[6]) tuple(%nine, %p)"),
+        f"%w = (s32[], f32[6]) while(%init), condition=%cond, body=%body{config}",
+    ]
+    text = program({"p": "f32[6]"}, *lines, computations=calls)
+    assert [c.runs for c in auditor.collectives(text)] == [runs, runs and runs + 1]
+
+
+# What is sent, in the spellings of the GPU compiler.
+
+SYNC = ', backend_config={"collective_backend_config":{"is_sync":true,"is_pipelined":false}}'
+SIZES = (2, 3, 5, 7, 11)
+BF16S = ", ".join(f"bf16[{8 * n},4]{{1,0:T(8,128)(2,1)}}" for n in SIZES)
+OPERANDS = ", ".join(f"%p{n}" for n in SIZES) + ", /*index=5*/%q"
+EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+NAME = "jit(f)/w['a, b']/all_gather"
+LETTERS = {f"p{n}": f"bf16[{n},4]{{1,0}}" for n in SIZES} | {"q": "f32[13,4]{1,0}", "r": "f32[5]"}
+HOST = '_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"'
+SEND = "%s = (f32[5], u32[], token[]) send(%r, %p2)"
+# fmt: off
+SPELLINGS = {
+    "start": (
+        f"%s = (bf16[2,4], bf16[16,4]) all-gather-start(%p2), {EIGHT}, "
+        f'metadata={{op_name="{NAME}" stack_frame_id=37}}',
+        dict(kind="all-gather", dtype="bf16", elements=64, bytes=128, sent_bytes=128, words=64,
+             group_size=8, asynchronous=True, op_name=NAME)),
+    "start of a tuple": (
+        f"%s = ((bf16[2,4]), bf16[16,4]) all-gather-start(%p2), {EIGHT}",
+        dict(elements=64, words=64, asynchronous=True)),
+    "a start that blocks": (
+        "%s = f32[5] all-reduce-start(%r), replica_groups={{0,4},{1,5},{2,6},{3,7}}, "
+        f"to_apply=%add{SYNC}",
+        dict(group_size=2, asynchronous=False, words=2 * 5, sent_bytes=4 * 2 * 5)),
+    "combined": (
+        f"%s = ({BF16S}, /*index=5*/f32[104,4]{{1,0}}) all-gather({OPERANDS}), {EIGHT}",
+        dict(dtype="bf16,f32", elements=8 * 4 * (sum(SIZES) + 13), scalar=False,
+             sent_bytes=8 * 4 * (2 * sum(SIZES) + 4 * 13))),
+    "alone": ("%s = f32[5] all-reduce(%r), replica_groups={{0},{1},{2},{3}}, to_apply=%add",
+              dict(group_size=1, words=0, sent_bytes=0)),
+    "to itself": ("%s = f32[5] collective-permute(%r), source_target_pairs={{0,0}}",
+                  dict(group_size=1, words=0)),
+    "send": (f"{SEND}, frontend_attributes={{{HOST}}}", dict(kind="send", elements=5, words=5)),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_the_gpu_compiler(name):
+    line, want = SPELLINGS[name]
+    to_host = SEND.replace("%s", "%h") + ", channel_id=2, is_host_transfer=true"
+    c = the_only(program(LETTERS, line, to_host))
+    assert {key: getattr(c, key) for key in want} == want
+
+
+# What runs while a collective is under way.
+
+ASYNC = "((f32[32]), f32[4], u32[])"
+PRODUCT = "((f32[4,8], f32[8,16]), f32[4,16], u32[])"
+FULL, SCATTER = {"q": "f32[32]"}, "reduce-scatter(%q), replica_groups=[1,8]<=[8], dimensions={0}"
+START, DONE = gather("g")
+SYNC_START, SYNC_DONE = gather("g", more=SYNC)
+WIDE = "%full = f32[32] broadcast(%a), dimensions={}"
+# fmt: off
+CALLED = [
+    computation("gemm", ARGUMENTS, product("y")),
+    computation("double", ARGUMENTS, "%s = f32[4,8] add(%a, %a)"),
+    computation("wrapped", FULL, f"%rs = f32[4] {SCATTER}, to_apply=%add"),
+    computation("middle", FULL, "%x = f32[4] fusion(%q), kind=kCustom, calls=%wrapped"),
+    computation("outer", FULL, "%x = f32[4] call(%q), to_apply=%middle"),
+    computation("called", ARGUMENTS, f"%g = bf16[48] all-gather(%shard), {EIGHT}"),
+]
+
+
+def fusion(name, called):
+    return f"%{name} = f32[4,16] fusion(%shard, %a, %b), kind=kCustom, calls=%{called}"
+
+
+def wrapped(called, calls):
+    return [WIDE, f"%s = {ASYNC} async-start(%full), calls=%{called}", product("x"),
+            f"%u = {ASYNC} async-update(%s){calls}", product("y"),
+            f"%v = {ASYNC} async-update(%u){calls}", f"%d = f32[4] async-done(%v){calls}",
+            product("z")]
+
+
+OVERLAPS = {
+    "a product": ([START, product("y"), DONE], True, FLOPS),
+    "products before and after": ([product("x"), START, DONE, product("y")], True, 0),
+    "elementwise work": ([START, fusion("y", "double"), DONE], True, 0),
+    "fused": ([START, fusion("y", "gemm"), fusion("z", "gemm"), DONE], True, 2 * FLOPS),
+    "blocking": ([SYNC_START, product("y"), SYNC_DONE], False, 0),
+    "0.10": (wrapped("wrapped", ", calls=%wrapped"), True, 2 * FLOPS),
+    "0.12": (wrapped("wrapped", ""), True, 2 * FLOPS),
+    "wrappers in wrappers": (wrapped("outer", ", calls=%outer"), True, 2 * FLOPS),
+    "an asynchronous product": (  # once, not at its start, update and done
+        [START, f"%s = {PRODUCT} async-start(%shard, %a, %b), calls=%gemm",
+         f"%u = {PRODUCT} async-update(%s), calls=%gemm",
+         "%d = f32[4,16] async-done(%u), calls=%gemm", DONE], True, FLOPS),
+}
+# fmt: on
+
+
+def audited(lines, computations=()):
+    """The audit of literal text; its sizes are 0."""
+    kinds = [
+        f"{host}{k}" for host in ("", "host_") for k in ("argument", "output", "alias", "temp")
+    ]
+    sizes = types.SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in kinds})
+    text = program(ARGUMENTS, *lines, computations=[*CALLED, *computations])
+    return auditor.of_text(text, sizes, None)
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_products_between_start_and_done_hide_a_collective(name):
+    lines, asynchronous, flops = OVERLAPS[name]
+    report = audited(lines)
+    (c,) = report.collectives
+    assert (c.asynchronous, c.overlapped_flops, c.hidden) == (asynchronous, flops, flops > 0)
+    kind, elements, size = ("reduce-scatter", 32, 4) if lines[0] == WIDE else ("all-gather", 48, 2)
+    assert (c.kind, c.elements, c.words) == (kind, elements, elements)
+    sent = size * elements
+    assert report.hidden() == auditor.Hidden(*((sent, 0) if flops else (0, sent)))
+    assert report.hidden().fraction == (flops > 0)
+
+
+def test_each_of_two_collectives_under_way_sees_what_runs_in_its_own_time():
+    (one, one_done), (two, two_done) = gather("one"), gather("two")
+    lines = [one, product("x"), two, product("y"), one_done, product("z"), two_done]
+    found = audited(lines).collectives
+    assert {c.name: c.overlapped_flops for c in found} == dict.fromkeys(
+        ("one-start", "two-start"), 2 * FLOPS
+    )
+
+
+def test_a_computation_that_is_called_twice_sends_twice_and_none_leaves_nothing_to_wait_for():
+    calls = [f"%{n} = bf16[48]{{0}} call(%shard, %a, %b), to_apply=%called" for n in "xy"]
+    assert [c.words for c in audited(calls).collectives] == [GATHERED] * 2
+    assert audited([product("y")]).hidden() == auditor.Hidden(0, 0)
+    assert audited([product("y")]).hidden().fraction == 1
+
+
+KEYS = list(ARGUMENTS)
+
+
+def test_collectives_of_loops_with_products_are_those_of_layers():
+    layers, texts = loop("w", ARGUMENTS, KEYS, [START, product("y"), DONE], trips=5)
+    report = audited([*layers, *gather("h")], texts)
+    found = [(c.runs, c.in_loop, c.in_layers, c.overlapped_flops) for c in report.collectives]
+    assert found == [(5, True, True, FLOPS), (1, False, False, 0)]
+    assert report.hidden() == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=2 * GATHERED)
+    assert report.hidden().fraction == pytest.approx(5 / 6)
+    assert report.hidden(layers_only=True) == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
+
+    rows, row_texts = loop("rows", ARGUMENTS, KEYS, gather("g"), trips=5)
+    report = audited(rows, row_texts)
+    assert [(c.runs, c.in_layers) for c in report.collectives] == [(5, False)]
+    assert report.hidden(layers_only=True) == auditor.Hidden(0, 0)
+    assert report.hidden().exposed == 5 * 2 * GATHERED
+    layers, texts = loop("w", ARGUMENTS, KEYS, [*rows, product("y")], trips=3)
+    (c,) = audited(layers, [*texts, *row_texts]).collectives
+    assert (c.runs, c.in_layers) == (3 * 5, True)
+
+
+def test_the_products_of_a_loop_hide_no_collective_around_it():
+    products, texts = loop("w", ARGUMENTS, KEYS, [product("y")], trips=5)
+    (c,) = audited([START, *products, DONE], texts).collectives
+    assert (c.asynchronous, c.overlapped_flops) == (True, 0)
+
+
+# The summary of a step, and the assertion of what it sends.
+
+
+def test_an_audit_has_the_bytes_of_the_arrays():
+    mesh = make_mesh((8,), ("data",))
+    x = jax.device_put(jnp.ones((64, 3)), NamedSharding(mesh, P("data")))
+    y = jnp.ones(5, jnp.bfloat16)
+    specs = (P("data"), P())
+    f = jax.shard_map(lambda x, y: (x * 2 + y[0], y), mesh=mesh, in_specs=specs, out_specs=specs)
+    report = auditor.audit(jax.jit(f, donate_argnums=0).lower(x, y).compile())
+    assert report.argument_bytes == x.nbytes // 8 + y.nbytes
+    assert report.alias_bytes == x.nbytes // 8
+    held = report.argument_bytes + report.output_bytes + report.temp_bytes
+    assert report.total_bytes == held - report.alias_bytes
+    assert report.collectives == () and report.words == {}
+
+
+def test_communication_is_asserted_in_all_and_by_kind():
+    step, psi = on_a_cube(), 30
+    sent = {kind: words / psi for kind, words in auditor.audit(step).words.items()}
+    assert auditor.audit(step).words_per_param(psi) == pytest.approx(sum(sent.values()))
+    for expected in (sum(sent.values()), sent):
+        auditor.assert_communication(step, expected, num_params=psi)
+    more = sent | {"all-gather": sent["all-gather"] + 1}
+    others = more | {"all-reduce": sent["all-reduce"] - 1}
+    without = {k: v for k, v in sent.items() if k != "reduce-scatter"}
+    for expected in (sum(more.values()), more, others, without):
+        with pytest.raises(AssertionError, match=r"kind .*\n.*all-reduce(.|\n)*reduce-scatter"):
+            auditor.assert_communication(step, expected, num_params=psi, rel=1e-3)
+
+
+def lowered():
+    return jax.jit(jnp.sin).lower(jnp.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: auditor.audit(lowered()), "Lowered"),
+        (lambda: auditor.assert_communication(lowered(), 3.0), "Lowered"),
+        (lambda: auditor.assert_communication(audited([product("y")]), 3.0), "num_params"),
+        (lambda: auditor.audit(types.SimpleNamespace(memory_analysis=lambda: None)), "memory"),
+        (lambda: auditor.collectives(""), "ENTRY"),
+        (lambda: auditor.collectives(snippet(["something new"])), "something new"),
+        (lambda: audited(["%r = f32[4,8] all-reduce(%a), replica_groups=x"]), r"\br\b.*\bx\b"),
+    ],
+)
+def test_what_cannot_be_audited_is_an_error(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

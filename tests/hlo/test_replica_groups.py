@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_programs import make_mesh, snippet, the_only
+from hlo_programs import make_mesh
 from jax.sharding import PartitionSpec
 
 from zero_jax.hlo import auditor, replica_groups
@@ -11,67 +11,47 @@ from zero_jax.hlo import auditor, replica_groups
 P = PartitionSpec
 
 
-@pytest.mark.parametrize(
-    ("groups", "size"),
-    [
-        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
-        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1),
-        ("{}", 8),
-        ("[2,4]<=[8]", 4),
-        ("[4,2]<=[2,4]T(1,0)", 2),
-        ("mesh['node'=16,'gpu'=8] {'gpu'}", 8),
-        ("mesh['node'=16,'gpu'=8] {'node','gpu'}", 128),
-        ("mesh['data'=8,'model'=1] {'model'}", 1),
-        ("mesh['a'=4,'b'=2] {'a':(2)2}", 2),
-        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_1':(2)2}", 2),
-        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_0','axis_1'}", 8),
-    ],
-)
-def test_replica_groups(groups, size):
-    lines = [
-        "%p = f32[6]{0} parameter(0)",
-        (
-            f"ROOT %r = f32[6]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "
-            "use_global_device_ids=true, to_apply=%add"
-        ),
-    ]
-    c = the_only(snippet(lines))
-    assert c.group_size == size
-    assert c.words == (0 if size == 1 else 2 * 6)
-    if "device_ids" not in groups:
-        assert c.replica_groups == groups
-
-
 CUBE = {"replica": 2, "data": 2, "model": 2}
+NODES = "mesh['node'=16,'gpu'=8] "
+SHUFFLED = "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) "
 
 
 @pytest.mark.parametrize(
-    ("text", "axis"),
+    ("text", "size", "axis"),
     [
-        ("{{0,4},{1,5},{2,6},{3,7}}", "replica"),
-        ("{{0,2},{1,3},{4,6},{5,7}}", "data"),
-        ("{{6,7},{4,5},{2,3},{0,1}}", "model"),  # in any order
-        ("{{0,1,4,5},{2,3,6,7}}", "replica+model"),
-        ("{{0,4,1,5},{2,6,3,7}}", "replica+model"),  # gathered in another order
-        ("{{0,1,2,3,4,5,6,7}}", "replica+data+model"),
-        ("{}", "replica+data+model"),
-        ("{{0,3},{1,2},{4,7},{5,6}}", "?"),
-        ("{{0,1,2},{3,4,5,6,7}}", "?"),
-        ("[4,2]<=[8]", "model"),
-        ("[4,2]<=[4,2]T(1,0)", "data"),  # {0,2} {4,6} {1,3} {5,7}
-        ("[4,2]<=[2,2,2]T(0,2,1)", "data"),
-        ("[2,4]<=[2,2,2]T(1,0,2)", "replica+model"),
-        ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", "replica+model"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", "model"),
-        ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", "data"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", "data"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2}", "replica"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", "replica+model"),
-        ("mesh['axis_0'=8] {'axis_0':(2)4}", "data+model"),
+        ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"),
+        ("{{0,2},{1,3},{4,6},{5,7}}", 2, "data"),
+        ("{{6,7},{4,5},{2,3},{0,1}}", 2, "model"),  # in any order
+        ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
+        ("{{0,4,1,5},{2,6,3,7}}", 4, "replica+model"),  # gathered in another order
+        ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"),
+        ("{}", 8, "replica+data+model"),
+        ("{{0,3},{1,2},{4,7},{5,6}}", 2, "?"),
+        ("{{0,1,2},{3,4,5,6,7}}", None, "?"),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1, None),
+        ("[4,2]<=[8]", 2, "model"),
+        ("[4,2]<=[4,2]T(1,0)", 2, "data"),  # {0,2} {4,6} {1,3} {5,7}
+        ("[4,2]<=[2,4]T(1,0)", 2, "replica"),
+        ("[4,2]<=[2,2,2]T(0,2,1)", 2, "data"),
+        ("[2,4]<=[2,2,2]T(1,0,2)", 4, "replica+model"),
+        ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", 4, "replica+model"),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", 2, "model"),
+        ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2}", 2, "replica"),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", 4, "data+model"),
+        (NODES + "{'gpu'}", 8, None),
+        (NODES + "{'node','gpu'}", 128, None),
+        ("mesh['data'=8,'model'=1] {'model'}", 1, None),
+        (SHUFFLED + "{'axis_1':(2)2}", 2, None),
+        (SHUFFLED + "{'axis_0','axis_1'}", 8, None),
     ],
 )
-def test_axes_are_found_in_every_spelling_of_groups(text, axis):
-    assert replica_groups.parse(text, 8).axis(CUBE) == axis
+def test_sizes_and_axes_are_found_in_every_spelling_of_groups(text, size, axis):
+    groups = replica_groups.parse(text, 8)
+    assert size is None or groups.size == size
+    assert axis is None or groups.axis(CUBE) == axis
 
 
 def test_without_a_mesh_only_the_text_can_say():

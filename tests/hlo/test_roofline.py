@@ -1,305 +1,404 @@
-"""The roofline: seconds of literal programs against formulas written here."""
+"""The roofline: seconds of literal programs for 64 H100 against formulas written here."""
+
+import dataclasses
 
 import pytest
+from hlo_lines import computation, gather, loop, program
 
-from zero_jax.hlo import hlo_text, roofline, traffic
+from zero_jax.hlo import hlo_text, latencies, roofline, traffic
 from zero_jax.hlo.targets import target
 
 H100 = target("h100")
 PEAK, MEMORY, FAST, SLOW = H100.flops, H100.memory_bandwidth, H100.fast_wire, H100.slow_wire
-LAYERS = 36
+WIRE = 8 * SLOW  # of a ring over all hosts
+
+# A product of two square matrices in bf16.
+WIDTH = 4096
+SQUARE = f"bf16[{WIDTH},{WIDTH}]{{1,0}}"
+XW = {"x": SQUARE, "w": SQUARE}
+FLOPS, SIZE, COPIED = 2 * WIDTH**3, 3 * 2 * WIDTH**2, 2 * 2 * WIDTH**2
+PRODUCT = FLOPS / PEAK  # seconds
+COPY = f"%c = bf16[{WIDTH},{WIDTH}]{{0,1}} copy(%dot)"
 
 
-def module(body, *computations, devices=64):
-    """A program whose entry computation holds `body`, and its collectives."""
-    reduction = (
-        "%sum (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
-        "  %b = f32[] parameter(1)\n  ROOT %s = f32[] add(%a, %b)\n}\n"
-    )
-    entry = "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"
-    header = f"HloModule m, is_scheduled=true, num_partitions={devices}\n\n"
-    program = hlo_text.parse(header + "\n".join([reduction, *computations, entry]))
-    return program, traffic.of_program(program, None)
+def dot(name="dot", of="x"):
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    return f"%{name} = {SQUARE} dot(%{of}, %w), {dims}"
 
 
-def estimate(body, *computations, devices=64, aim=H100, model_flops=None):
-    """Its step time."""
-    return roofline.step_time(*module(body, *computations, devices=devices), aim, model_flops)
+def module(shapes, *lines, computations=()):
+    text = program(shapes, *lines, computations=computations, header="num_partitions=64")
+    parsed = hlo_text.parse(text)
+    return parsed, traffic.of_program(parsed, None)
 
 
-def computation(name, *lines):
-    return f"%{name} (p: f32[]) -> f32[] {{\n  " + "\n  ".join(lines) + "\n}\n"
-
-
-def square(n):
-    """A product of two bf16 matrices, with its FLOPs and bytes."""
-    shape = f"bf16[{n},{n}]{{1,0}}"
-    lines = [
-        f"%x = {shape} parameter(0)",
-        f"%dot = {shape} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
-    ]
-    return [lines[0], f"%w = {shape} parameter(1)", lines[1]], 2 * n**3, 3 * 2 * n * n
+def estimate(shapes, *lines, computations=(), aim=H100, model_flops=None):
+    return roofline.step_time(*module(shapes, *lines, computations=computations), aim, model_flops)
 
 
 # Kernels.
 
 
-def test_a_large_product_takes_what_its_flops_take():
-    lines, flops, size = square(4096)
-    assert flops / PEAK > size / MEMORY, "not bound by compute: the test shows nothing"
-    t = estimate(lines)
-    assert (t.flops, t.traffic_bytes) == (flops, size)
-    assert t.seconds == t.kernel_seconds == t.compute_seconds == pytest.approx(flops / PEAK)
-    assert t.memory_seconds == pytest.approx(size / MEMORY)
-
-
-def test_a_copy_takes_what_its_bytes_take():
-    t = estimate(["%p = f32[1000,1000]{1,0} parameter(0)", "%c = f32[1000,1000]{0,1} copy(%p)"])
-    assert (t.flops, t.traffic_bytes) == (0, 2 * 4 * 1000**2)
-    assert t.seconds == t.memory_seconds == pytest.approx(2 * 4 * 1000**2 / MEMORY)
-
-
 def test_each_kernel_takes_the_longer_of_its_two_times():
-    lines, flops, size = square(4096)
-    copied = 2 * 2 * 4096**2
-    t = estimate([*lines, "%c = bf16[4096,4096]{0,1} copy(%dot)"])
-    assert t.kernel_seconds == pytest.approx(flops / PEAK + copied / MEMORY)
+    assert FLOPS / PEAK > SIZE / MEMORY, "not bound by compute: the test shows nothing"
+    t = estimate(XW, dot(), model_flops=FLOPS / 2)
+    assert (t.flops, t.traffic_bytes) == (FLOPS, SIZE)
+    assert t.seconds == t.kernel_seconds == t.compute_seconds == pytest.approx(PRODUCT)
+    assert t.memory_seconds == pytest.approx(SIZE / MEMORY)
+    assert t.model_flops_fraction == pytest.approx(0.5)
+    assert "50.0%" in roofline.format_step_time(t)
+
+    t = estimate(XW, dot(), COPY)
+    assert t.kernel_seconds == pytest.approx(PRODUCT + COPIED / MEMORY)
     assert t.kernel_seconds > max(t.compute_seconds, t.memory_seconds)
-    assert t.memory_seconds == pytest.approx((size + copied) / MEMORY)
-
-
-def test_views_take_no_time():
-    t = estimate(
-        [
-            "%p = f32[64,8]{1,0} parameter(0)",
-            "%b = f32[512]{0} bitcast(%p)",
-            "%t = (f32[512]{0}, f32[64,8]{1,0}) tuple(%b, %p)",
-            "%o = (f32[512]{0}, f32[64,8]{1,0}) opt-barrier(%t)",
-            "%g = f32[512]{0} get-tuple-element(%o), index=0",
-        ]
-    )
-    assert t.seconds == t.traffic_bytes == 0
+    assert t.memory_seconds == pytest.approx((SIZE + COPIED) / MEMORY)
     assert t.model_flops_fraction is None
 
 
-def test_copies_to_the_side_count_once():
-    shape = "f32[1000]{0}"
-    t = estimate(
-        [
-            f"%p = {shape} parameter(0)",
-            f"%s = ({shape}, {shape}, u32[]) copy-start(%p)",
-            f"%d = {shape} copy-done(%s)",
-        ]
-    )
-    assert t.traffic_bytes == 2 * 4 * 1000
+ROWS, ROW, WIDE_ROW = "f32[36,64]{1,0}", "f32[1,64]{1,0}", "bf16[1,64]{1,0}"
+TABLE, IDS, TOKENS = "bf16[50304,4096]{1,0}", "s32[32,1]{1,0}", "bf16[32,1,4096]{2,1,0}"
+STACK, LAYER = "f32[36,64,4096]{2,1,0}", "bf16[1,64,4096]{2,1,0}"
+UPDATE = [
+    *("%c = f32[1,64]{1,0} convert(%row)", "%zero = s32[] constant(0)"),
+    f"%u = {ROWS} dynamic-update-slice(%p, %c, %at, %zero)",
+]
+ALL = {"p": ROWS, "row": WIDE_ROW, "at": "s32[]"}
+BOTH = f"({ROWS}, f32[36]{{0}})"
+SCATTERED = {"p": TABLE, "ids": IDS, "rows": TOKENS}
+SLICED = {"p": STACK, "at": "s32[]"}
+# fmt: off
+CALLED = [computation(*given) for given in [
+    ("layer", SLICED, "%zero = s32[] constant(0)",
+     "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p, %at, %zero, %zero)",
+     f"%c = {LAYER} convert(%ds)"),
+    ("also_whole", {"p": ROWS}, f"%s = {ROW} slice(%p), slice={{[0:1], [0:64]}}",
+     f"%b = {ROWS} broadcast(%s), dimensions={{0,1}}", f"%a = {ROWS} add(%p, %b)"),
+    ("converted", {"p": ROWS}, "%c = bf16[36,64]{1,0} convert(%p)"),
+    ("updated", ALL, *UPDATE),
+    ("read_again", ALL, *UPDATE, f"%n = {ROWS} negate(%u)"),
+    ("also_summed", ALL, *UPDATE, "%init = f32[] constant(0)",
+     "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%add",
+     f"%t = {BOTH} tuple(%u, %r)"),
+    ("of_its_own", {"row": ROW}, "%nought = f32[] constant(0)", "%zero = s32[] constant(0)",
+     f"%b = {ROWS} broadcast(%nought), dimensions={{}}",
+     f"%u = {ROWS} dynamic-update-slice(%b, %row, %zero, %zero)"),
+    ("of_a_view", {"p": "bf16[36,64]{1,0}"}, "%b = bf16[36,8,8]{2,1,0} bitcast(%p)",
+     "%c = f32[36,8,8]{2,1,0} convert(%b)",
+     "%s = f32[1,8,8]{2,1,0} slice(%c), slice={[0:1], [0:8], [0:8]}"),
+    ("embedded", SCATTERED, f"%s = {TABLE} scatter(%p, %ids, %rows), to_apply=%add"),
+    *((f"copy{n}", {"p": f"f32[{n}]{{0}}"}, f"%c = f32[{n}] copy(%p)") for n in "19"),
+]]
+# fmt: on
+READ, WRITTEN = 2 * 64 + 4, 4 * 36 * 64  # a row in bf16 with its number; all rows in fp32
 
 
-STACKED = computation(
-    "layer",
-    "%p0 = f32[36,64,4096]{2,1,0} parameter(0)",
-    "%p1 = s32[] parameter(1)",
-    "%zero = s32[] constant(0)",
-    "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), "
-    "dynamic_slice_sizes={1,64,4096}",
-    "ROOT %c = bf16[1,64,4096]{2,1,0} convert(%ds)",
-)
+def fused(called, shape=ROWS, operands="%p, %row, %at"):
+    return f"%f = {shape} fusion({operands}), kind=kLoop, calls=%{called}"
 
 
-def loop(fused, config='{"known_trip_count":{"n":"36"}}'):
-    """A loop over layers that calls a fusion of a stacked operand and the layer's number."""
-    state = "(s32[], f32[36,64,4096]{2,1,0})"
-    body = computation(
-        "body",
-        f"%s = {state} parameter(0)",
-        "%i = s32[] get-tuple-element(%s), index=0",
-        "%w = f32[36,64,4096]{2,1,0} get-tuple-element(%s), index=1",
-        f"{fused}(%w, %i), kind=kLoop, calls=%layer",
-        "%one = s32[] constant(1)",
-        "%next = s32[] add(%i, %one)",
-        f"ROOT %t = {state} tuple(%next, %w)",
-    )
-    condition = computation(
-        "condition",
-        f"%s = {state} parameter(0)",
-        "%i = s32[] get-tuple-element(%s), index=0",
-        "%n = s32[] constant(36)",
-        "ROOT %go = pred[] compare(%i, %n), direction=LT",
-    )
-    entry = [
-        "%zero = s32[] constant(0)",
-        "%w = f32[36,64,4096]{2,1,0} parameter(0)",
-        f"%t = {state} tuple(%zero, %w)",
-        f"ROOT %l = {state} while(%t), condition=%condition, body=%body, backend_config={config}",
-    ]
-    return entry, body, condition
+# fmt: off
+TRAFFIC = {
+    "a copy": ({"p": ROWS}, [f"%c = {ROWS} copy(%p)"], 2 * 4 * 36 * 64),
+    "a byte a pred": ({"p": "f32[512]"}, ["%c = pred[512] compare(%p, %p), direction=LT"],
+                      (4 + 1) * 512),
+    "to the side": (
+        {"p": "f32[1000]"}, ["%s = (f32[1000], f32[1000], u32[]) copy-start(%p)",
+                             "%d = f32[1000] copy-done(%s)"], 2 * 4 * 1000),
+    "views": (
+        {"p": "f32[64,8]"},
+        ["%b = f32[512] bitcast(%p)", "%t = (f32[512], f32[64,8]) tuple(%b, %p)",
+         "%o = (f32[512], f32[64,8]) opt-barrier(%t)",
+         "%g = f32[512] get-tuple-element(%o), index=0"], 0),
+    "slices and the whole": ({"p": ROWS}, [fused("also_whole", operands="%p")], 2 * 4 * 36 * 64),
+    "a conversion": ({"p": ROWS}, [fused("converted", "bf16[36,64]", "%p")], (4 + 2) * 36 * 64),
+    "an update in place": (ALL, [fused("updated")], READ + 4 * 64),
+    "an update read again": (ALL, [fused("read_again")], WRITTEN + READ + WRITTEN),
+    "an update summed": (ALL, [fused("also_summed", BOTH)], WRITTEN + READ + WRITTEN + 4 * 36),
+    "an update of its own": ({"row": ROW}, [fused("of_its_own", operands="%row")],
+                             4 * 64 + WRITTEN),
+    "a slice of a view": ({"p": "bf16[36,64]{1,0}"}, [fused("of_a_view", "f32[1,8,8]", "%p")],
+                          (2 + 4) * 64),
+    "a bare update": (ALL | {"row": ROW},
+                      [f"%u = {ROWS} dynamic-update-slice(%p, %row, %at, %at)"], 2 * 4 * 64 + 4),
+    # The gradient of an embedding reads and writes the rows it changes, a lookup those it gathers.
+    "a scatter": (SCATTERED, [fused("embedded", TABLE, "%p, %ids, %rows")],
+                  4 * 32 + 3 * 2 * 32 * 4096),
+    "a gather": (SCATTERED, ["%g = bf16[32,4096]{1,0} gather(%p, %ids), slice_sizes={1,4096}"],
+                 4 * 32 + 2 * 2 * 32 * 4096),
+    "the dearer branch": (
+        {"which": "s32[]", "x": "f32[1]", "y": "f32[9]"},
+        ["%c = f32[] conditional(%which, %x, %y), branch_computations={%copy1, %copy9}"],
+        2 * 4 * 9),
+}
+# fmt: on
 
 
-COUNTER = LAYERS * 3 * 4 + (LAYERS + 1) * (2 * 4 + 1)  # adding to it and comparing it
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_bytes_that_kernels_read_and_write(name):
+    shapes, lines, want = TRAFFIC[name]
+    t = estimate(shapes, *lines, computations=CALLED)
+    assert (t.flops, t.traffic_bytes) == (0, want)
+    assert t.seconds == t.memory_seconds == pytest.approx(want / MEMORY)
 
 
-def test_a_slice_of_a_stacked_operand_counts_in_every_trip_of_a_loop():
-    entry, body, condition = loop("%f = bf16[1,64,4096]{2,1,0} fusion")
-    t = estimate(entry, STACKED, body, condition)
-    layer = 4 + 64 * 4096 * (4 + 2)  # the number, the slice in f32, the result in bf16
-    assert t.traffic_bytes == LAYERS * layer + COUNTER
-    assert t.seconds == pytest.approx(t.traffic_bytes / MEMORY)
+SLICES = 36 * (4 + 64 * 4096 * (4 + 2))  # the layer's number, a slice in fp32, the result in bf16
 
 
-def test_an_asynchronous_fusion_counts_as_any():
-    state = "((f32[36,64,4096]{2,1,0}, s32[]), bf16[1,64,4096]{2,1,0}, u32[])"
-    entry, body, condition = loop(f"%f = {state} fusion-start")
-    done = "%d = bf16[1,64,4096]{2,1,0} fusion-done(%f)\n  %one"
-    t = estimate(entry, STACKED, body.replace("%one", done, 1), condition)
-    assert t.traffic_bytes == LAYERS * (4 + 64 * 4096 * (4 + 2)) + COUNTER
+@pytest.mark.parametrize("how", ["fusion", "started", "with a gather"])
+def test_kernels_and_collectives_of_a_loop_run_in_every_trip(how):
+    """A fusion of a stacked operand and the layer's number reads a slice of it."""
+    line = f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"
+    body = [line]
+    if how == "started":
+        state = f"(({STACK}, s32[]), {LAYER}, u32[])"
+        done = f"%d = {LAYER} fusion-done(%f)"
+        body = [line.replace(f"{LAYER} fusion", f"{state} fusion-start"), done]
+    elif how == "with a gather":
+        body.append("%g = bf16[64,64,4096] all-gather(%f), replica_groups={}, dimensions={0}")
+    lines, texts = loop("l", {"w": STACK}, ["w"], body, trips=36)
+    t = estimate({"w": STACK}, *lines, computations=[*CALLED, *texts])
+    assert t.traffic_bytes == SLICES
+    once = 2 * 64 * 64 * 4096 * 63 / 64 / WIRE if how == "with a gather" else 0
+    assert t.wire_seconds == t.exposed_seconds == pytest.approx(36 * once)
+    assert t.seconds == pytest.approx(SLICES / MEMORY + 36 * once)
 
 
-def test_an_operand_that_is_also_read_whole_counts_whole():
-    fused = computation(
-        "fused",
-        "%p0 = f32[36,64]{1,0} parameter(0)",
-        "%s = f32[1,64]{1,0} slice(%p0), slice={[0:1], [0:64]}",
-        "%b = f32[36,64]{1,0} broadcast(%s), dimensions={0,1}",
-        "ROOT %a = f32[36,64]{1,0} add(%p0, %b)",
-    )
-    lines = [
-        "%p = f32[36,64]{1,0} parameter(0)",
-        "%f = f32[36,64]{1,0} fusion(%p), kind=kLoop, calls=%fused",
-    ]
-    assert estimate(lines, fused).traffic_bytes == 2 * 4 * 36 * 64
+# Wires.
+
+SENT = 64 * 1000  # bf16 numbers of the full side of a collective that the device waits for
+OVER_ALL = min(FAST, WIRE)
+SUMS = "replica_groups={}, dimensions={0}, to_apply=%add"
 
 
-def test_a_fusion_that_only_converts_reads_and_writes_all():
-    fused = computation(
-        "fused", "%p0 = f32[36,64]{1,0} parameter(0)", "ROOT %c = bf16[36,64]{1,0} convert(%p0)"
-    )
-    lines = [
-        "%p = f32[36,64]{1,0} parameter(0)",
-        "%f = bf16[36,64]{1,0} fusion(%p), kind=kLoop, calls=%fused",
-    ]
-    assert estimate(lines, fused).traffic_bytes == (4 + 2) * 36 * 64
+def sent(kind, n, how):
+    given = SENT // n if kind == "all-gather" else SENT
+    result = SENT // n if kind == "reduce-scatter" else SENT
+    line = f"%c = bf16[{result}] {kind}(%p), {how}, dimensions={{0}}, to_apply=%add"
+    return estimate({"p": f"bf16[{given}]"}, line)
 
 
-UPDATE = (
-    "%p0 = f32[36,64]{1,0} parameter(0)",
-    "%p1 = bf16[1,64]{1,0} parameter(1)",
-    "%p2 = s32[] parameter(2)",
-    "%c = f32[1,64]{1,0} convert(%p1)",
-    "%zero = s32[] constant(0)",
-    "%u = f32[36,64]{1,0} dynamic-update-slice(%p0, %c, %p2, %zero)",
-)
-UPDATED = [
-    "%p = f32[36,64]{1,0} parameter(0)",
-    "%row = bf16[1,64]{1,0} parameter(1)",
-    "%at = s32[] parameter(2)",
-    "%f = f32[36,64]{1,0} fusion(%p, %row, %at), kind=kLoop, calls=%fused",
+RINGS = [
+    *((kind, 8, "[8,8]<=[64]", FAST) for kind in ("all-gather", "reduce-scatter", "all-reduce")),
+    ("all-reduce", 4, "[16,4]<=[64]", FAST),
+    ("all-gather", 64, "{}", OVER_ALL),
+    ("reduce-scatter", 16, "[4,16]<=[64]", OVER_ALL),
+    # Each device of a group on a host brings its own slow wire.
+    ("all-gather", 8, "mesh['replica'=8,'data'=8] {'data'}", FAST),
+    ("all-gather", 8, "mesh['replica'=8,'data'=8] {'replica'}", SLOW),
+    ("all-gather", 64, "mesh['replica'=8,'data'=8] {'replica','data'}", 8 * SLOW),
+    ("all-gather", 16, "mesh['replica'=16,'data'=4] {'replica'}", 2 * SLOW),
+    ("all-gather", 8, "mesh['a'=8,'b'=8], device_ids=([8,8]T(1,0)) {'a'}", FAST),
+    ("all-gather", 16, "mesh['a'=8,'b'=8] {'a':(1)2,'b'}", 8 * SLOW),
+    ("all-gather", 8, "[8,8]<=[8,8]T(1,0)", SLOW),
+    ("all-gather", 16, "[4,16]<=[16,4]T(1,0)", 2 * SLOW),
+    ("all-gather", 2, "{{0,8},{1,9}}", SLOW),
+    ("all-gather", 4, "{{0,1,8,9},{2,3,10,11}}", 2 * SLOW),
+    ("all-gather", 1, "[64,1]<=[64]", FAST),
 ]
 
 
-def test_an_update_in_place_counts_the_update():
-    fused = computation("fused", *UPDATE[:-1], f"ROOT {UPDATE[-1]}")
-    read, written = 2 * 64 + 4, 4 * 64
-    assert estimate(UPDATED, fused).traffic_bytes == read + written
+@pytest.mark.parametrize(("kind", "n", "groups", "wire"), RINGS)
+def test_a_ring_takes_its_bytes_over_the_wire(kind, n, groups, wire):
+    t = sent(kind, n, f"replica_groups={groups}")
+    sent_bytes = (1 + (kind == "all-reduce")) * 2 * SENT * (n - 1) / n
+    assert t.wire_bytes == pytest.approx(sent_bytes)
+    assert t.seconds == t.wire_seconds == t.exposed_seconds == pytest.approx(sent_bytes / wire)
+    assert t.kernel_seconds == t.covered_seconds == 0
 
 
-def test_an_update_that_is_read_again_counts_the_whole():
-    again = "ROOT %n = f32[36,64]{1,0} negate(%u)"
-    read, written = 4 * 36 * 64 + 2 * 64 + 4, 4 * 36 * 64
-    assert estimate(UPDATED, computation("fused", *UPDATE, again)).traffic_bytes == read + written
+def test_the_fast_wire_is_the_limit_of_a_ring_over_hosts():
+    aim = dataclasses.replace(H100, slow_wire=FAST)
+    line = "%c = bf16[64000] all-gather(%p), replica_groups={}, dimensions={0}"
+    t = estimate({"p": "bf16[1000]"}, line, aim=aim)
+    assert t.wire_seconds == pytest.approx(2 * SENT * 63 / 64 / FAST)
 
 
-def test_an_update_whose_result_is_also_summed_counts_the_whole():
-    fused = computation(
-        "fused",
-        *UPDATE,
-        "%init = f32[] constant(0)",
-        "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%sum",
-        "ROOT %t = (f32[36,64]{1,0}, f32[36]{0}) tuple(%u, %r)",
-    )
-    shape = "(f32[36,64]{1,0}, f32[36]{0})"
-    lines = [*UPDATED[:3], UPDATED[3].replace("%f = f32[36,64]{1,0}", f"%f = {shape}")]
-    read, written = 4 * 36 * 64 + 2 * 64 + 4, 4 * 36 * 64 + 4 * 36
-    assert estimate(lines, fused).traffic_bytes == read + written
+@pytest.mark.parametrize(
+    ("kind", "how", "fast", "slow"),
+    [
+        ("collective-permute", "source_target_pairs={{0,1},{1,0}}", 1, 0),
+        ("collective-permute", "source_target_pairs={{0,1},{7,8}}", 0, 1),
+        # Parts for devices of the same host stay in it.
+        ("all-to-all", "replica_groups=[8,8]<=[64]", 7 / 8, 0),
+        ("all-to-all", "replica_groups=[1,64]<=[64]", 7 / 64, 56 / 64),
+        ("all-to-all", "replica_groups=[8,8]<=[8,8]T(1,0)", 0, 7 / 8),
+    ],
+)
+def test_pairs_use_one_wire_each(kind, how, fast, slow):
+    seconds = sent(kind, 64, how).wire_seconds
+    assert seconds == pytest.approx(2 * SENT * (fast / FAST + slow / SLOW))
 
 
-def test_an_update_of_what_the_fusion_makes_writes_the_whole():
-    fused = computation(
-        "fused",
-        "%p0 = f32[1,64]{1,0} parameter(0)",
-        "%nought = f32[] constant(0)",
-        "%b = f32[36,64]{1,0} broadcast(%nought), dimensions={}",
-        "%zero = s32[] constant(0)",
-        "ROOT %u = f32[36,64]{1,0} dynamic-update-slice(%b, %p0, %zero, %zero)",
-    )
-    lines = [
-        "%row = f32[1,64]{1,0} parameter(0)",
-        "%f = f32[36,64]{1,0} fusion(%row), kind=kLoop, calls=%fused",
+# Overlap: collectives share one wire, products cover them.
+
+
+def numbers_for(seconds):
+    """Of bf16 numbers whose collective takes about so long, a multiple of 64; and how long."""
+    numbers = round(seconds * WIRE / 2 / 64) * 64
+    return numbers, 2 * numbers * 63 / 64 / WIRE
+
+
+def given(numbers, name="g"):
+    return {name: f"bf16[{numbers // 64}]"}
+
+
+@pytest.mark.parametrize("share", [0.1, 3])
+def test_a_gather_is_exposed_by_what_the_product_does_not_cover(share):
+    numbers, wire = numbers_for(share * PRODUCT)
+    start, done = gather("a", numbers, 64, "g")
+    t = estimate(XW | given(numbers), start, dot(), done)
+    assert t.wire_seconds == pytest.approx(wire)
+    assert t.covered_seconds == pytest.approx(min(wire, PRODUCT))
+    assert t.exposed_seconds == pytest.approx(max(0, wire - PRODUCT))
+    assert t.seconds == pytest.approx(max(PRODUCT, wire))
+    lines = roofline.format_step_time(t).splitlines()
+    shown = [t.seconds, t.kernel_seconds, t.wire_seconds]
+    assert [float(line.split()[1]) for line in lines] == pytest.approx(shown, abs=5e-5)
+    assert len({line.index(" s ") for line in lines}) == 1
+
+
+def two_gathers(share, *more):
+    """Two gathers that each take `share` of a product, beside one, or another behind the first."""
+    numbers, once = numbers_for(share * PRODUCT)
+    (a, a_done), (b, b_done) = (gather(name, numbers, 64, "g") for name in "ab")
+    return estimate(XW | given(numbers), a, b, dot(), a_done, *more, b_done), once
+
+
+def test_gathers_wait_for_each_other():
+    t, once = two_gathers(0.8)
+    assert once < PRODUCT < 2 * once, "one or both fit: the test shows nothing"
+    assert t.wire_seconds == pytest.approx(2 * once)
+    assert t.exposed_seconds == pytest.approx(2 * once - PRODUCT)
+    assert t.covered == pytest.approx(PRODUCT / (2 * once))
+    # While the device waits for the first, the second begins.
+    t, once = two_gathers(3, dot("dot2", "dot"))
+    assert t.seconds == pytest.approx(2 * once)
+    assert t.exposed_seconds == pytest.approx(2 * once - 2 * PRODUCT)
+
+
+def test_a_blocking_sum_waits_for_the_gather_before_it():
+    numbers, _ = numbers_for(2 * PRODUCT)
+    start, done = gather("a", numbers, 64, "g")
+    summed = f"%s = bf16[{numbers // 64}] all-reduce(%g), {SUMS}"
+    t = estimate(XW | given(numbers), start, dot(), summed, done)
+    assert t.exposed_seconds == pytest.approx(t.wire_seconds - PRODUCT)
+    assert t.seconds == pytest.approx(t.wire_seconds)
+
+
+def looped(share, trips):
+    """A loop of a product and a gather that takes `share` of its time; seconds of one gather."""
+    numbers, once = numbers_for(share * PRODUCT)
+    start, done = gather("a", numbers, 64, "g")
+    body = [f"%g = bf16[{numbers // 64}] constant(0)", start, dot(), done]
+    return *loop("l", XW, XW, body, trips=trips), once
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+def test_every_turn_of_a_loop_waits_alike(share):
+    lines, texts, once = looped(share, trips=1000)
+    t = estimate(XW, *lines, computations=texts)
+    assert t.wire_seconds == pytest.approx(1000 * once)
+    assert t.exposed_seconds == pytest.approx(1000 * max(0, once - PRODUCT), abs=1e-12)
+
+
+def test_a_gather_around_a_loop_holds_up_the_first_turn():
+    lines, texts, small = looped(0.5, trips=100)
+    numbers, large = numbers_for(10 * PRODUCT)
+    start, done = gather("b", numbers, 64, "big")
+    t = estimate(XW | given(numbers, "big"), start, *lines, done, computations=texts)
+    assert t.wire_seconds == pytest.approx(large + 100 * small)
+    assert t.exposed_seconds == pytest.approx(large + small - PRODUCT)
+
+
+def test_of_a_conditional_the_branch_that_takes_longest_runs():
+    numbers, wire = numbers_for(PRODUCT)
+    line = f"%a = bf16[{numbers}] all-gather(%g), replica_groups={{}}, dimensions={{0}}"
+    calls = [computation("one", given(numbers), line), computation("none", given(numbers))]
+    choice = "conditional(%which, %g, %g), branch_computations={%none, %one}"
+    shapes = given(numbers) | {"which": "pred[]"}
+    library = '%y = bf16[9] custom-call(%g), custom_call_target="__cudnn$fmhaSoftmax"'
+    t = estimate(shapes, library, f"%c = bf16[{numbers}] {choice}", computations=calls)
+    assert t.exposed_seconds == pytest.approx(wire)
+    said = " ".join(t.assumptions)
+    assert "dearer branch" in said and "__cudnn$fmhaSoftmax" in said
+
+
+def test_assumptions_have_the_figures_of_the_target():
+    said = " ".join(sent("all-gather", 8, "replica_groups=[8,8]<=[64]").assumptions)
+    for figure in ("h100", "989.4 TFLOP/s", "3352 GB/s", "450 GB/s", "50 GB/s", "400 GB/s"):
+        assert figure in said
+    assert "conditional" not in said and "library" not in said
+
+
+def test_a_wrapped_collective_is_under_way_until_its_done():
+    numbers, wire = numbers_for(0.5 * PRODUCT)
+    part, full = f"bf16[{numbers // 64}]", f"bf16[{numbers}]"
+    called = computation("wrapped", {"p": full}, f"%r = {part} reduce-scatter(%p), {SUMS}")
+    start = f"%s = (({full}), {part}) async-start(%g), calls=%wrapped"
+    done = f"%d = {part} async-done(%s), calls=%wrapped"
+    t = estimate(XW | {"g": full}, start, dot(), done, computations=[called])
+    assert t.wire_seconds == pytest.approx(wire)
+    assert (t.exposed_seconds, t.covered) == (0, 1)
+
+
+# Latencies for XLA's scheduler.
+
+AT_ONCE = 3
+
+
+def told(shapes, *lines, computations=()):
+    return latencies.of(*module(shapes, *lines, computations=computations), H100, AT_ONCE)
+
+
+def test_kernels_take_the_longer_of_their_two_times_in_loops_too():
+    found = told(XW, dot(), COPY)
+    assert found == {"dot": pytest.approx(PRODUCT), "c": pytest.approx(COPIED / MEMORY)}
+    lines = latencies.text({"dot.1": 2e-3, "all-gather-start": 4.5e-7}).splitlines()
+    assert lines[0] == 'costs { name: "dot.1" cost_us: 2000.000 }'
+    assert lines[1:] == ['costs { name: "all-gather-start" cost_us: 0.450 }']
+    line = f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"
+    lines, texts = loop("l", {"w": STACK}, ["w"], [line])
+    assert set(told({"w": STACK}, *lines, computations=[*CALLED, *texts])) == {"f"}
+
+
+def scattered(name, numbers, of):
+    part, full = f"bf16[{numbers // 64}]", f"bf16[{numbers}]"
+    return [
+        f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {SUMS}",
+        f"%{name}.done = {part} reduce-scatter-done(%{name})",
     ]
-    assert estimate(lines, fused).traffic_bytes == 4 * 64 + 4 * 36 * 64
 
 
-def test_a_slice_of_a_view_counts_as_a_slice():
-    fused = computation(
-        "fused",
-        "%p0 = bf16[36,64]{1,0} parameter(0)",
-        "%b = bf16[36,8,8]{2,1,0} bitcast(%p0)",
-        "%c = f32[36,8,8]{2,1,0} convert(%b)",
-        "ROOT %s = f32[1,8,8]{2,1,0} slice(%c), slice={[0:1], [0:8], [0:8]}",
-    )
-    lines = [
-        "%p = bf16[36,64]{1,0} parameter(0)",
-        "%f = f32[1,8,8]{2,1,0} fusion(%p), kind=kLoop, calls=%fused",
-    ]
-    assert estimate(lines, fused).traffic_bytes == (2 + 4) * 64
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_a_sum_takes_longer_by_what_it_could_have_begun_earlier(share):
+    """At most twice as long, and only if no product waits for it; a gather never."""
+    numbers, wire = numbers_for(share * PRODUCT)
+    shapes = XW | {"given": f"f32[{numbers}]"}
+    of = f"%g = bf16[{numbers}] convert(%given)"
+    start, done = scattered("s", numbers, "g")
+    longer = min(PRODUCT, AT_ONCE * wire)
+    late = told(shapes, dot(), of, start, done)
+    assert late["s"] == pytest.approx(AT_ONCE * wire + longer)
+    after = f"%y = {SQUARE} fusion(%s.done, %dot), kind=kLoop, calls=%add"
+    for lines in ([of, start, dot(), done], [dot(), of, start, done, after, dot("dot2", "y")]):
+        assert told(shapes, *lines)["s"] == pytest.approx(AT_ONCE * wire)
+    start, done = gather("s", numbers, 64, "g")
+    gathered = told(XW | given(numbers), dot(), start, done)
+    assert gathered["s-start"] == pytest.approx(AT_ONCE * wire)
 
 
-def test_a_bare_update_counts_the_update_twice():
-    lines = [
-        *UPDATED[:1],
-        "%row = f32[1,64]{1,0} parameter(1)",
-        "%at = s32[] parameter(2)",
-        "%u = f32[36,64]{1,0} dynamic-update-slice(%p, %row, %at, %at)",
-    ]
-    assert estimate(lines).traffic_bytes == 2 * 4 * 64 + 4
+def test_what_is_sent_could_begin_when_products_have_made_it():
+    numbers, wire = numbers_for(0.1 * PRODUCT)
+    made = f"%g = bf16[{numbers}] slice(%dot), slice={{[0:{numbers}]}}"
+    lines = [dot(), made, dot("dot2", "dot"), *scattered("s", numbers, "g")]
+    run = roofline.play(*module(XW, *lines), H100).runs["s"]
+    assert run == pytest.approx((PRODUCT, 2 * PRODUCT, wire))
 
 
-def test_the_gradient_of_an_embedding_reads_and_writes_the_rows_it_changes():
-    table, rows, ids = "bf16[50304,4096]{1,0}", "bf16[32,1,4096]{2,1,0}", "s32[32,1]{1,0}"
-    fused = computation(
-        "fused",
-        f"%p0 = {table} parameter(0)",
-        f"%p1 = {ids} parameter(1)",
-        f"%p2 = {rows} parameter(2)",
-        f"ROOT %s = {table} scatter(%p0, %p1, %p2), to_apply=%sum",
-    )
-    lines = [
-        f"%p = {table} parameter(0)",
-        f"%ids = {ids} parameter(1)",
-        f"%rows = {rows} parameter(2)",
-        f"%f = {table} fusion(%p, %ids, %rows), kind=kInput, calls=%fused",
-    ]
-    assert estimate(lines, fused).traffic_bytes == 4 * 32 + 3 * 2 * 32 * 4096
-
-
-def test_a_lookup_reads_the_rows_it_gathers():
-    lines = [
-        "%p = bf16[50304,4096]{1,0} parameter(0)",
-        "%ids = s32[32,1]{1,0} parameter(1)",
-        "%g = bf16[32,4096]{1,0} gather(%p, %ids), slice_sizes={1,4096}",
-    ]
-    assert estimate(lines).traffic_bytes == 4 * 32 + 2 * 2 * 32 * 4096
-
-
-def test_of_a_conditional_the_dearer_branch_runs():
-    branches = [
-        computation(
-            f"branch{n}", f"%p = f32[{n}]{{0}} parameter(0)", f"ROOT %c = f32[{n}]{{0}} copy(%p)"
-        )
-        for n in (100, 1000)
-    ]
-    lines = [
-        "%which = s32[] parameter(0)",
-        "%x = f32[100]{0} parameter(1)",
-        "%y = f32[1000]{0} parameter(2)",
-        "%c = f32[] conditional(%which, %x, %y), branch_computations={%branch100, %branch1000}",
-    ]
-    assert estimate(lines, *branches).traffic_bytes == 2 * 4 * 1000
+@pytest.mark.parametrize(
+    ("aim", "trips", "words"), [(target("cpu"), 8, "'cpu'"), (H100, None, "loop l .*trip count")]
+)
+def test_without_peaks_or_trip_counts_there_is_no_step_time(aim, trips, words):
+    lines, texts = loop("l", XW, XW, [dot()], trips=trips)
+    with pytest.raises(ValueError, match=words):
+        estimate(XW, *lines, computations=texts, aim=aim)

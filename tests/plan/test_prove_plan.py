@@ -6,8 +6,8 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from problems import resnet_problem
-from test_plan import SCRIPT, TX
+from networks import TX
+from test_plan import SCRIPT
 
 import zero_jax
 from zero_jax.commands import plan as command
@@ -23,32 +23,6 @@ def compiled_for_h100(tmp_path, *args):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(stage, tmp_path, every_pass):
-    known = compiled_for_h100(tmp_path, *SCRIPT, "--stage", str(stage))
-    compiled, predicted = known["compiled"], known["predicted"]
-    assert compiled["argument_bytes"] == predicted["argument_bytes"]
-    assert compiled["alias_bytes"] == predicted["alias_bytes"]
-    assert compiled["total_bytes"] == (
-        compiled["argument_bytes"]
-        + compiled["temp_bytes"]
-        + compiled["output_bytes"]
-        - compiled["alias_bytes"]
-    )
-    assert predicted["total_bytes"] == pytest.approx(compiled["total_bytes"], rel=0.1)
-    assert known["words_per_param"] == pytest.approx({2: 2, 3: 3}[stage], rel=0.01)
-    assert 0.5 < known["hidden_fraction"]["layer_loop"] <= 1
-    # XLA shares a few buffers in ways that the text does not tell: the live set reads up to 2.4 %
-    # above the arena at stage 2 with jax 0.12.
-    assert 0.97 < compiled["fragmentation"] < 1.2
-    layers = {c["axis"] for c in known["collectives"]}
-    assert layers == {"data"} and any(c["hidden"] for c in known["collectives"])
-    flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
-    assert 1.1 * flops < known["flops"] < 4 / 3 * flops  # one forward more, less what it needn't
-    sources = [t["source"] for t in known["compiled"]["largest_temporaries"]]
-    assert any(source.startswith("models/gpt.py:") for source in sources)
-
-
 @functools.cache
 def planned(model, devices, bucket, stage=3):
     precision = zero_jax.Precision("bf16", reduce="bf16")
@@ -57,81 +31,81 @@ def planned(model, devices, bucket, stage=3):
     return Case(families.preset(model), zero, "adamw", 4 * devices, 1024).plan(stage, target="h100")
 
 
-@pytest.mark.parametrize(
-    ("model", "devices", "bucket", "most"),
-    # Less than GSPMD's programs (docs/performance.md): 4.99, 3.86 and 22.0 GB, whichever compiler.
-    [
-        ("7.5b", 64, 2**27, 4.6e9),
-        ("7.5b", 64, 2**30, 4.95e9),
-        ("7.5b", 256, 2**30, 3.8e9),
-        ("128b", 256, 2**30, 21.5e9),
-    ],
-)
+def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(tmp_path):
+    known = compiled_for_h100(tmp_path, *SCRIPT, "--stage", "2")
+    compiled, predicted = known["compiled"], known["predicted"]
+    for name in ("argument_bytes", "alias_bytes"):
+        assert compiled[name] == predicted[name]
+    held = compiled["argument_bytes"] + compiled["temp_bytes"] + compiled["output_bytes"]
+    assert compiled["total_bytes"] == held - compiled["alias_bytes"]
+    assert predicted["total_bytes"] == pytest.approx(compiled["total_bytes"], rel=0.1)
+    assert known["words_per_param"] == pytest.approx(2, rel=0.01)
+    assert 0.5 < known["hidden_fraction"]["layer_loop"] <= 1
+    # XLA shares a few buffers in ways that the text does not tell: the live set reads up to 2.4 %
+    # above the arena at stage 2 with jax 0.12.
+    assert 0.97 < compiled["fragmentation"] < 1.2
+    assert {c["axis"] for c in known["collectives"]} == {"data"}
+    flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
+    assert 1.1 * flops < known["flops"] < 4 / 3 * flops  # one forward more, less what it needn't
+    sources = [t["source"] for t in known["compiled"]["largest_temporaries"]]
+    assert any(source.startswith("models/gpt.py:") for source in sources)
+
+
+# Less than GSPMD's programs (docs/performance.md): 4.99 and 8.13 GB, whichever compiler.
+@pytest.mark.parametrize(("model", "devices", "bucket", "most"), [("7.5b", 64, 2**30, 4.95e9)])
 def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass):
     found = planned(model, devices, bucket)
     assert found.compiled.total_bytes < most
     assert found.compiled.hidden(layers_only=True).fraction >= 0.99
     assert found.compiled.hidden().fraction >= 0.95
     assert abs(found.error) < 0.05
+    assert found.compiled.argument_bytes == found.predicted.argument_bytes
+    assert found.words_per_param == pytest.approx(3, rel=0.01)
 
 
-def test_llama_8b_on_64_h100_holds_less_than_gspmd_and_what_was_predicted(every_pass):
-    """A head of its own of 128,256 words: the worst instant is the loss."""
-    found = planned("llama-3.1-8b", 64, 2**30)
-    # 7.18 told how long instructions take, below; the head's gradient is under way while the last
-    # layer runs backward.
-    assert found.compiled.total_bytes < 7.4e9, "GSPMD's: 8.13 GB"
-    assert found.compiled.hidden(layers_only=True).fraction >= 0.99
-    assert abs(found.error) < 0.03
-
-
-def test_what_the_command_plans_by_default_is_foretold(tmp_path):
-    """One row a device, gradients summed in fp32: where the loss is in one piece the embedding is
-    no longer there when its gradient is. XLA's arena is 3 % larger than what lives in it at once,
-    which is not foretold: -3.5 %."""
-    found = compiled_for_h100(tmp_path, "--model", "llama-3.1-8b", "--devices", "64")
-    assert found["compiled"]["total_bytes"] < 5.8e9
-    assert abs(found["error"]) < 0.05
-
-
-def test_xla_that_is_told_how_long_instructions_take_covers_the_wire(tmp_path, capsys, every_pass):
-    """By the file that it is told from, the wire of the same bytes is covered."""
-    path, known = tmp_path / "step.pbtxt", planned("llama-3.1-8b", 64, 2**30)
+def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, every_pass):
+    """Llama 3.1 8B, with a head of 128,256 rows: the worst instant is the loss."""
+    known, path = planned("llama-3.1-8b", 64, 2**30), tmp_path / "step.pbtxt"
+    # The head's gradient is under way while the last layer runs backward.
+    assert known.compiled.total_bytes < 7.4e9, "GSPMD's: 8.13 GB"
+    assert known.compiled.hidden(layers_only=True).fraction >= 0.99
+    assert abs(known.error) < 0.03
     args = ["--model", "llama-3.1-8b", "--devices", "64", "--batch-per-device", "4", "--reduce"]
     found = compiled_for_h100(tmp_path, *args, "bf16", "--remat", "block", "--latencies", str(path))
     assert found["covered_fraction"] >= 0.95 > known.time.covered
     assert found["step_time"]["seconds"] < known.time.seconds
     assert found["compiled"]["total_bytes"] < 7.3e9
-    assert (
-        f"XLA_FLAGS=--xla_gpu_pgle_profile_file_or_directory_path={path}" in capsys.readouterr().out
-    )
     lines = path.read_text().splitlines()
     assert all(line.startswith('costs { name: "') for line in lines) and len(lines) > 500
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_largest_buffer_is_the_same_whatever_the_models_size(stage):
+def test_the_defaults_of_the_command_are_predicted(tmp_path):
+    """One row a device, gradients summed in fp32: where the loss is in one piece the embedding is
+    no longer there when its gradient is. XLA's arena is 3 % larger than what lives in it at once,
+    which is not predicted: -3.5 %."""
+    found = compiled_for_h100(tmp_path, "--model", "llama-3.1-8b", "--devices", "64")
+    assert found["compiled"]["total_bytes"] < 5.8e9
+    assert abs(found["error"]) < 0.05
+
+
+@pytest.mark.parametrize(("model", "stage"), [("1.5b", 1), ("7.5b", 3), ("128b", 1), ("128b", 3)])
+def test_the_largest_buffer_is_the_same_whatever_the_models_size(model, stage):
     bucket = 2**27
-
-    def largest(model):
-        found = planned(model, 64, bucket, stage)
-        assert abs(found.error) < 0.1
-        return max(c.bytes for c in found.compiled.collectives)
-
-    sizes = [largest(model) for model in ("1.5b", "7.5b", "128b")]
+    found = planned(model, 64, bucket, stage)
+    assert abs(found.error) < 0.1
     # A piece ends where a whole number of every device's elements does.
-    assert all(bucket - 64 * 4 < size <= bucket for size in sizes), sizes
+    assert bucket - 64 * 4 < max(c.bytes for c in found.compiled.collectives) <= bucket
+    if (model, stage) == ("7.5b", 3):
+        assert found.compiled.total_bytes < 4.6e9, "GSPMD's: 4.99 GB"
 
 
 def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_path, capsys):
+    """Leaves of 5 GB are sent in pieces of 1 GiB."""
     args = ["--model", "1t", "--devices", "1024", "--batch-per-device", "1", "--reduce", "bf16"]
     known = compiled_for_h100(tmp_path, *args)
     assert known["compiled"]["total_bytes"] < 80e9
     assert known["words_per_param"] == pytest.approx(3, rel=0.01)
-    # Leaves of 5 GB travel in pieces of 1 GiB.
     assert abs(known["error"]) < 0.1
-    whole = compiled_for_h100(tmp_path, *args, "--bucket-bytes", str(2**34))
-    assert abs(whole["error"]) < 0.1
     printed = capsys.readouterr().out
     assert "fits in 78.15 GB" in printed and "Largest temporaries" in printed
 
@@ -148,13 +122,17 @@ def test_auto_on_h100_proves_its_choice_and_says_what_it_dropped(tmp_path, capsy
 
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_micro_batches_of_layers_that_are_not_scanned_hold_what_was_predicted(remat):
-    """And not all layers at once: 8 of width 2048, each gathered twice for each micro-batch."""
+    """And not all layers at once: 8 of width 2048, each gathered twice for each micro-batch.
+
+    A key and statistics are arguments beside the batch.
+    """
     layers, width, k = 8, 2048, 2
 
-    def loss(params, x):
+    def loss(params, x, stats, key):
         for layer in params:
             x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-        return jnp.mean(x.astype(jnp.float32) ** 2)
+        stats = {"mean": 0.9 * stats["mean"] + jnp.mean(x, dtype=jnp.float32)}
+        return jnp.mean(x.astype(jnp.float32) ** 2) + jax.random.normal(key, ()), stats
 
     def make():
         one = {name: jnp.ones((width, width)) for name in ("up", "down")}
@@ -163,28 +141,12 @@ def test_micro_batches_of_layers_that_are_not_scanned_hold_what_was_predicted(re
     mesh = zero_jax.abstract_mesh(8)
     zero = zero_jax.Zero(mesh, 3, micro_batches=k, remat=remat, precision="bf16")
     batch = jax.ShapeDtypeStruct((8 * 512, width), jnp.bfloat16)
-    plan = zero.plan(loss, TX, zero.abstract(make), batch, target="h100")
+    extras = {"mean": jnp.zeros(())}, jax.eval_shape(lambda: jax.random.key(0))
+    args = (loss, TX, zero.abstract(make), batch, *extras)
+    plan = zero.plan(*args, has_aux=True, target="h100")
+    assert plan.compiled.argument_bytes == plan.predicted.argument_bytes
     whole = 2 * plan.num_params  # gathered, which all at once are beside gradients and saved values
     assert plan.compiled.temp_bytes < 1.25 * whole
     assert abs(plan.error) < {"none": 0.3, "block": 0.1}[remat], plan.error
     # What the backward pass begins with need not be gathered again.
     assert 3 * k - 0.2 < plan.words_per_param < 3 * k + 0.01
-
-
-def test_keys_and_statistics_travel_to_the_target():
-    """A typed dropout key and batch statistics, besides the batch."""
-    problem = resnet_problem()
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), stage=3)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-
-    def loss(params, batch, stats, key):
-        noise = jax.random.normal(key, ())
-        (total, weight), stats = problem.loss_on_mesh(params, batch, stats)
-        return zero_jax.Weighted(total + noise, weight), stats
-
-    found = zero.plan(
-        *(loss, TX, zero.abstract(problem.make), problem.batch, *problem.extras, key),
-        has_aux=True,
-        target="h100",
-    )
-    assert found.compiled.argument_bytes == found.predicted.argument_bytes

@@ -1,0 +1,49 @@
+"""What a compiler process for absent devices reports, and the targets themselves."""
+
+import subprocess
+import types
+
+import pytest
+
+from zero_jax.hlo import prove, targets
+
+H100 = targets.target("h100")
+NO_KERNEL = "No supported config found for HLO: %x"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "runs", "error", "words"),
+    [
+        (1, NO_KERNEL, 2, None, ""),  # products are compiled as a library's
+        (1, "x", 1, RuntimeError, "h100 (.|\n)*x"),
+        (-6, "x", 1, ValueError, "h100 .*-6(.|\n)*pip install"),
+        (1, "no ptxas here", 1, ValueError, "ptxas(.|\n)*pip install"),
+        (None, "", 1, RuntimeError, "h100 .* 1 s"),
+    ],
+)
+def test_how_a_compiler_ends(code, said, runs, error, words, monkeypatch, tmp_path):
+    tried = []
+
+    def run(command, env, timeout, **_):
+        tried.append(env["XLA_FLAGS"])
+        if code is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return types.SimpleNamespace(returncode=0 if len(tried) == 2 else code, stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(error, match=words) if error else pytest.warns(UserWarning, match="h100"):
+        prove._run_child(tmp_path, H100, 8, 1.0)
+    assert len(tried) == runs
+    assert ("triton_gemm=false" in tried[-1]) == (runs == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "want"),
+    [("h100", 64, "8x1x8"), ("h100", 4, "1x1x4"), ("v5p", 64, "4x4x4"), ("v5p", 8, "2x2x2")],
+)
+def test_devices_fill_hosts_or_a_box(name, devices, want):
+    assert prove.check(targets.target("cpu"), devices) == ""
+    assert targets.topology(targets.target(name), devices) == want
+    assert (
+        targets.topology(targets.target(name), devices, "1X1X" + str(devices)) == f"1x1x{devices}"
+    )

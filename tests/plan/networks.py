@@ -1,0 +1,149 @@
+"""Scanned networks whose memory is known in closed form, for plans and for audits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zero_jax
+from zero_jax.models import cross_entropy
+from zero_jax.plan import forecast
+
+N = 8  # devices
+TX = optax.adamw(1e-3)
+ON_GPUS = forecast.Habits(of_gpus=True)
+AHEAD = forecast.Habits(ahead=True, of_gpus=True)
+
+
+def scanned(h, layers):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """L layers of tanh(h @ w), h (B, T, D) on each device, and mean squares or V classes."""
+
+    L: int
+    D: int
+    B: int
+    T: int
+    V: int = 0
+    dtype: str = "fp32"
+
+    @property
+    def layer(self):
+        return self.D * self.D
+
+    @property
+    def psi(self):
+        return self.L * self.layer + self.D * self.V
+
+    @property
+    def carry(self):
+        """Bytes of what one layer hands to the next."""
+        return self.B * self.T * self.D * self.width
+
+    @property
+    def width(self):
+        return {"fp32": 4, "bf16": 2}[self.dtype]
+
+    def make(self):
+        layers = {"layers": jnp.zeros((self.L, self.D, self.D))}
+        return layers | ({"head": jnp.zeros((self.D, self.V))} if self.V else {})
+
+    def loss(self, params, x):
+        h = scanned(x, params["layers"])
+        if not self.V:
+            return jnp.mean(jnp.square(h))
+        return jnp.mean(jax.nn.logsumexp(h @ params["head"], axis=-1))
+
+    def step(self, stage, remat, micro_batches=1, mesh=None):
+        """A step and its arguments, of which no array exists."""
+        zero = zero_jax.Zero(
+            mesh or zero_jax.make_mesh(),
+            stage=stage,
+            precision=self.dtype,
+            remat=remat,
+            micro_batches=micro_batches,
+        )
+        params = zero.abstract(self.make)
+        shape, dtype = (N * self.B, self.T, self.D), {4: "float32", 2: "bfloat16"}[self.width]
+        rows = NamedSharding(zero.mesh, PartitionSpec("data"))
+        batch = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+        return zero.train_step(self.loss, TX), (params, zero.optimizer(TX).init(params), batch)
+
+    def forecast(self, stage, remat="block", micro_batches=1, habits=forecast.NO_HABITS):
+        step, args = self.step(stage, remat, micro_batches)
+        leaves = len(jax.tree.leaves(args[0]))
+        return forecast.forecast(step.trace(*args).jaxpr, leaves, habits=habits)
+
+
+class Chunked(Network):
+    """The same, its logits two rows at a time."""
+
+    def loss(self, params, x):
+        h = scanned(x, params["layers"]).reshape(-1, self.D)
+        labels, weights = jnp.zeros(len(h), "int32"), jnp.ones(len(h))
+        head = params["head"].T
+        return zero_jax.Weighted(*cross_entropy.chunked_cross_entropy(h, head, labels, weights, 2))
+
+
+class OneProduct(Network):
+    """A network; the gradient of its head, made in one product, is the largest of all."""
+
+    def loss(self, params, x):
+        return jnp.mean(jnp.square(scanned(x, params["layers"]) @ params["head"]))
+
+
+class Twins(Network):
+    """A network with two matrices in a layer."""
+
+    @property
+    def layer(self):
+        return 2 * self.D * self.D
+
+    def make(self):
+        return {"layers": [jnp.zeros((self.L, self.D, self.D))] * 2}
+
+    def loss(self, params, x):
+        def layer(h, w):
+            return jnp.tanh(jnp.tanh(h @ w[0]) @ w[1]), None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
+
+
+class Nested(Network):
+    """A network with an MLP, and a loop over eight matrices, in a layer."""
+
+    @property
+    def layer(self):
+        return (2 * 16 + 8) * self.D * self.D
+
+    def make(self):
+        L, D = self.L, self.D
+        shapes = {"up": (L, D, 16 * D), "down": (L, 16 * D, D), "own": (L, 8, D, D)}
+        return {"layers": {k: jnp.zeros(shape) for k, shape in shapes.items()}}
+
+    def loss(self, params, x):
+        def layer(h, w):
+            h = h + jnp.tanh(h @ w["up"]) @ w["down"]
+            return h + scanned(h, w["own"]), None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
+
+
+class Embedded(Network):
+    """A network whose rows are taken from a table (V, D) by a product: it is gathered."""
+
+    def make(self):
+        return {"layers": jnp.zeros((self.L, self.D, self.D)), "table": jnp.zeros((self.V, self.D))}
+
+    def loss(self, params, x):
+        h = jax.nn.one_hot(x[..., 0].astype(int), self.V, dtype=x.dtype) @ params["table"]
+        return jnp.mean(jnp.square(scanned(h, params["layers"])))
+
+
+LONG = Network(L=6, D=64, B=16, T=64)  # activations outweigh weights
+WIDE = Network(L=8, D=256, B=2, T=4)  # and the other way round
