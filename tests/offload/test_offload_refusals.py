@@ -1,0 +1,140 @@
+"""Unsupported settings of offload raise errors that name them."""
+
+import errno
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_offload import ADAMW, MASTERS, STATE, zero_on
+
+from zero_jax.offload import tiers
+from zero_jax.offload.tiers import Offload, parse
+
+START = {"w": np.ones((8, 8), np.float32), "b": np.ones(3, np.float32)}
+AFTER = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
+
+
+def init(offload, tx=ADAMW):
+    """Parameters, the transformation and its state on two devices."""
+    zero = zero_on(2, stage=3, offload=offload)
+    params, wrapped = zero.shard(START), zero.optimizer(tx)
+    return zero, params, wrapped, wrapped.init(params)
+
+
+def resume(offload, tx=ADAMW):
+    zero = zero_on(2, stage=3, offload=offload)
+    return zero.optimizer(tx).resume(zero.shard(START))
+
+
+def nvme(folder):
+    return f"optimizer:nvme={folder}"
+
+
+def twice(folder, _):
+    init(nvme(folder))
+    init(nvme(folder))
+
+
+def other_state(folder, _):
+    init(nvme(folder))
+    resume(nvme(folder), optax.sgd(1e-2, momentum=0.9))
+
+
+def update(offload):
+    def call(folder, _):
+        _, params, tx, state = init(offload or nvme(folder))
+        tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+
+    return call
+
+
+def plan(folder, _):
+    zero = zero_on(2, stage=3, offload=nvme(folder))
+    loss = lambda params, x: jnp.sum(x @ params["w"])  # noqa: E731
+    zero.plan(loss, ADAMW, zero.abstract(lambda: START), jnp.ones((4, 8)))
+
+
+def not_created(folder, _):
+    try:
+        init(nvme(folder / "x"), optax.lamb(1e-2))
+    finally:
+        assert not (folder / "x").exists()
+
+
+def on_a_file(folder, _):
+    (folder / "file").write_text("")
+    init(nvme(folder / "file"))
+
+
+def full(folder, monkeypatch):
+    calls = []
+
+    def allocate(fd, offset, size):
+        calls.append(size)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    try:
+        init(nvme(folder))
+    finally:
+        assert not [p for p in folder.rglob("*") if p.is_file()], "it is left empty"
+
+
+class Bare:
+    """A mesh of devices that have their own memory only."""
+
+    device_kind = "Bare 1"
+
+    def addressable_memories(self):
+        return [type("Memory", (), {"kind": "device"})]
+
+    @property
+    def devices(self):
+        return np.array([self])
+
+
+# fmt: off
+REFUSALS = [
+    *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
+        ("offload='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
+        ("offload='cpu'", "cpu"), ("'hots'.*'host'", "optimizer:hots"),
+        ("offload='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
+        ("params", "params"), ("offload=3", 3))),
+    ("piece_bytes=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
+    ("host_bytes=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
+    ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), Bare())),
+    *((f"^{named} ", lambda *_, given=given: init(*given)) for named, given in (
+        ("scale_by_trust_ratio", (STATE, optax.lamb(1e-2))),
+        ("scale_by_trust_ratio", (MASTERS, optax.lars(1e-2))),
+        ("clip_by_block_rms", (STATE, optax.adafactor(1e-2, min_dim_size_to_factor=4))),
+        ("clip_by_global_norm", (STATE, AFTER)), ("partition", (STATE, optax.contrib.muon(1e-2))))),
+    ("^scale_by_trust_ratio ", not_created),
+    ("apply", update(MASTERS)),
+    ("train_step", update(None)),
+    ("nvme", plan),
+    ("/file.*slots", on_a_file),
+    (r"[\d,]+ bytes", full),
+    ("step 0", twice),
+    ("process-00000", other_state),
+    ("process-00000", lambda folder, _: resume(nvme(folder))),
+    ("files", lambda *_: resume(None)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("named", "call"), REFUSALS)
+def test_refusals(tmp_path, monkeypatch, named, call):
+    with pytest.raises(ValueError, match=named):
+        call(tmp_path, monkeypatch)
+
+
+def test_settings_are_read_and_written():
+    assert parse("optimizer,params,activations:host") == Offload(True, True, True)
+    assert parse("optimizer:auto").auto and str(parse("optimizer,params")) == "optimizer,params"
+    assert parse(None) == parse("none") and not parse("activations").states
+    with pytest.warns(UserWarning, match="Bare 1"):
+        assert not tiers.settle(parse("optimizer:auto"), Bare()).states
