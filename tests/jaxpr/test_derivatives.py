@@ -1,4 +1,4 @@
-"""What no trained parameter changes, or no loss reads, has no derivative: not even of a layer."""
+"""Values that no trained parameter changes, or that no loss reads, have no derivative in layers."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax import lax
 import zero_jax
 from zero_jax.jaxpr import derivatives
 
-SLOW = pytest.mark.slow
+KNOWN = jax.checkpoint_policies
 N, ROWS, D, LAYERS = 3, 6, 8, 4
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 
@@ -47,7 +47,7 @@ def checkpointed(layer, params, x, beside):
 
 
 def metric(loop):
-    """Of every layer, which the loss does not read."""
+    """Each layer has a metric, which the loss does not read."""
 
     def layer(x, seen, own):
         x = jnp.tanh(x @ own["w"] + x @ own["frozen"])
@@ -61,7 +61,7 @@ def metric(loop):
 
 
 def data(loop):
-    """Goes through all layers beside the activations; a loop of unknown length reads it."""
+    """Data pass through all layers beside the activations; a while loop reads them."""
 
     def layer(x, beside, own):
         return jnp.tanh(x @ own["w"]) + turned(own["frozen"], beside), beside / 2
@@ -72,12 +72,24 @@ def data(loop):
     return loss
 
 
+# fmt: off
+USUAL = [
+    (metric, scanned, "block", 3), (metric, unrolled, KNOWN.dots_saveable, 3),
+    (data, scanned, KNOWN.everything_saveable, 1), (data, unrolled, "dots", 3),
+    (data, checkpointed, "block", 3),
+]
+MORE = [
+    (metric, scanned, "none", 1), (metric, scanned, "dots", 3), (metric, unrolled, "block_sqrt", 3),
+    (metric, checkpointed, "dots", 1), (data, scanned, "block_sqrt", 3),
+    (data, unrolled, "none", 3), (data, checkpointed, KNOWN.dots_saveable, 1),
+]
+# fmt: on
+
+
 @pytest.mark.parametrize(
-    "remat", ["block", *(pytest.param(r, marks=SLOW) for r in ("none", "block_sqrt", "dots"))]
+    ("form", "loop", "remat", "stage"),
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
-@pytest.mark.parametrize("loop", [scanned, unrolled, checkpointed])
-@pytest.mark.parametrize("form", [metric, data])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_gradients_are_those_of_one_device(form, loop, remat, stage):
     loss = form(loop)
     mesh = zero_jax.make_mesh(N, devices=jax.devices()[:N])
@@ -93,8 +105,8 @@ def test_gradients_are_those_of_one_device(form, loop, remat, stage):
     np.testing.assert_allclose(zero.full(grads)["w"], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_wanted_is_not_touched():
-    """A scan over weights: only the data, of which no derivative is wanted, is read as such."""
+def test_trained_weights_keep_their_derivative():
+    """A scan over weights: only the data, whose derivative is not wanted, loses its own."""
 
     def loss(w, x):
         return lax.scan(lambda x, own: (jnp.tanh(x @ own), None), x, w)[0].sum()

@@ -1,4 +1,4 @@
-"""What equations say of themselves: the products that they take."""
+"""Matrix products of equations, and jaxprs that are built without deprecated calls."""
 
 import warnings
 
@@ -11,8 +11,8 @@ import zero_jax
 from zero_jax.jaxpr import equations
 
 
-def test_products_of_a_convolution_in_a_loop_are_counted_each_turn():
-    """Of each output a product with every element of its kernel: k x k x channels in."""
+def test_products_of_a_convolution_in_a_loop_are_counted_in_each_iteration():
+    """Each output has a product with every element of its kernel: k x k x input channels."""
     images, side, c, k, turns = 2, 8, 3, 3, 4
 
     def layer(x, kernel):
@@ -38,14 +38,10 @@ def test_products_of_a_branch_are_those_of_the_longest():
 
 @pytest.mark.parametrize(
     ("remat", "states", "tx"),
-    [
-        ("block", "8bit", optax.adamw(1e-3)),
-        ("none", "fp32", optax.contrib.muon(1e-3)),
-    ],
+    [("block", "8bit", optax.adamw(1e-3)), ("none", "fp32", optax.contrib.muon(1e-3))],
 )
 def test_no_jaxpr_is_built_that_jax_deprecates(remat, states, tx):
-    """`python -W error` turns every warning into an error, those of JAX about a jaxpr that is built
-    without debug info included."""
+    """`python -W error` includes JAX's warning about a jaxpr that is built without debug info."""
 
     def loss(params, x):
         def layer(h, w):
