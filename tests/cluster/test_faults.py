@@ -113,12 +113,9 @@ def wait_until(condition, seconds):
 
 # The table of docs/launchers.md: process, signal, exit code (None: it is started again).
 CASES = [
-    ("supervisor", signal.SIGKILL, -signal.SIGKILL),
-    ("supervisor", signal.SIGHUP, 75),
-    ("process 0", signal.SIGKILL, None),
-    ("process 0", signal.SIGHUP, 75),
-    ("process 1", signal.SIGKILL, None),
-    ("process 1", signal.SIGHUP, 75),
+    *(("supervisor", signal.SIGKILL, -signal.SIGKILL), ("supervisor", signal.SIGHUP, 75)),
+    *(("process 0", signal.SIGKILL, None), ("process 0", signal.SIGHUP, 75)),
+    *(("process 1", signal.SIGKILL, None), ("process 1", signal.SIGHUP, 75)),
 ]
 
 

@@ -23,20 +23,20 @@ GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "3"}
 ALONE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
-KINDS = (".pem", ".key")
-ROOT = Path(__file__).parents[2]
+ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("value", ["abc", "-1", "", "1.5", "²", "9" * 30])
 @pytest.mark.parametrize("name", [*SLURM, *OMPI])
-def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, name, value):
+def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, name):
     """Before any process waits for others, also where the arguments are given."""
-    for known, text in {**(SLURM if name in SLURM else OMPI), name: value}.items():
+    for known, text in (SLURM if name in SLURM else OMPI).items():
         monkeypatch.setenv(known, text)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
-    for args in ((), ("127.0.0.1:1", 2, 1)):
-        with pytest.raises(ValueError, match=f"{name}="):
-            zero_jax.initialize(*args)
+    for value in ("abc", "-1", "", "1.5", "²", "9" * 30):
+        monkeypatch.setenv(name, value)
+        for args in ((), ("127.0.0.1:1", 2, 1)):
+            with pytest.raises(ValueError, match=f"{name}="):
+                zero_jax.initialize(*args)
 
 
 @pytest.mark.parametrize(
@@ -52,29 +52,24 @@ def test_ranks_and_numbers_of_processes_are_read(monkeypatch, rank, known):
         zero_jax.initialize()
 
 
-@pytest.mark.parametrize(
-    ("environment", "own"),
-    [
-        ({}, None),
-        (GPUS, None),
-        (GPUS | STEP, [3]),
-        (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
-        (GPUS | STEP | ALONE, [0, 1, 2, 3]),
-        (STEP | ALONE, None),
-        (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
-        (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
-        (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
-    ],
-)
+# fmt: off
+OWN = [  # environment, GPUs of this process
+    ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
+    (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("environment", "own"), OWN)
 def test_each_process_takes_its_own_gpus(monkeypatch, environment, own):
     """By itself JAX takes number LOCALID, also where that does not exist."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     told = []
-
-    def initialize(*, local_device_ids, **_):
-        told.append(local_device_ids)
-
+    initialize = lambda *, local_device_ids, **_: told.append(local_device_ids)  # noqa: E731
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(roll, "call", lambda *_: None)
     monkeypatch.setattr(processes, "_links", [])
@@ -82,25 +77,21 @@ def test_each_process_takes_its_own_gpus(monkeypatch, environment, own):
     assert told == [own]
 
 
-# Mutual TLS.
-
-
 def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
     (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")
     (tmp_path / "key.pem").write_text("no key")
-    path = str(tmp_path / "ca.pem")
+    path, names = str(tmp_path / "ca.pem"), [name.lower() for name in FILES]
     if not MUTUAL_TLS:
         monkeypatch.setenv(FILES[1], path)
         with pytest.raises(ValueError, match=FILES[1]):
             zero_jax.initialize("127.0.0.1:1", 2, 1)
         return
-    before = {name.lower(): jax.config.values[name.lower()] for name in FILES}
+    before = {name: jax.config.values[name] for name in names}
     try:
-        for name in FILES[:2]:
-            jax.config.update(name.lower(), path)
-        for value in (None, str(tmp_path / "none"), str(tmp_path / "key.pem")):
-            jax.config.update("jax_mtls_key_file", value)
+        for key in (None, str(tmp_path / "none"), str(tmp_path / "key.pem")):
+            for name, value in zip(names, (path, path, key), strict=True):
+                jax.config.update(name, value)
             with pytest.raises(ValueError, match="jax_mtls_key_file"):
                 zero_jax.initialize("127.0.0.1:1", 2, 1)
     finally:
@@ -108,39 +99,15 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
             jax.config.update(name, value)
 
 
-def certificate(folder, name, ca=None):
-    """A key and a certificate for 127.0.0.1: of an authority, or signed by one."""
-    request = ["req", "-subj", f"/CN={name}", "-nodes", "-newkey", "rsa:2048"]
-    made = ["-days", "2", "-out", f"{name}.pem"]
-    commands = [[*request, "-x509", "-keyout", f"{name}.key", *made]]
-    if ca is not None:
-        (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        signed = ["-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial"]
-        commands = [
-            [*request, "-keyout", f"{name}.key", "-out", f"{name}.csr"],
-            ["x509", "-req", "-in", f"{name}.csr", *signed, "-extfile", "names", *made],
-        ]
-    for words in commands:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-
-JOIN = """
-import sys, jax, zero_jax
-jax.config.update("jax_num_cpu_devices", 1)
-try:
-    zero_jax.initialize(sys.argv[1], 2, int(sys.argv[2]), wait_seconds=float(sys.argv[3]))
-except (ValueError, OSError) as error:
-    print("refused:", error); sys.exit(3)
-print("joined", jax.process_count(), len(jax.devices()))
-"""
+# Several processes.
 
 
 def outputs(commands, environments):
-    """Runs processes together; returns what each prints."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    """Runs Python programs together; returns what each prints."""
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     started = [
-        subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu", **more}, **pipes)
-        for command, more in zip(commands, environments, strict=True)
+        subprocess.Popen([sys.executable, *args], env={**os.environ, **PLATFORM, **more}, **how)
+        for args, more in zip(commands, environments, strict=True)
     ]
     try:
         return [process.communicate(timeout=300)[0] for process in started]
@@ -150,31 +117,54 @@ def outputs(commands, environments):
             process.wait()
 
 
-def join(folder, second, seconds="60"):
-    """Two processes that join, the second with a certificate of its own."""
-    command = [sys.executable, "-c", JOIN, free_address()]
-    environments = [
-        {name: str(folder / f"{own}{kind}") for name, kind in zip(FILES[1:], KINDS, strict=True)}
-        | {FILES[0]: str(folder / "ca.pem")}
-        for own in ("first", second)
-    ]
-    return outputs([[*command, str(rank), seconds] for rank in range(2)], environments)
+def certificate(folder, name, ca):
+    """Makes a key and a certificate for 127.0.0.1, signed by an authority or by itself."""
+    request = f"req -subj /CN={name} -nodes -newkey rsa:2048 -keyout {name}.key"
+    signed = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -extfile names"
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    for words in (
+        [f"{request} -x509 -days 2 -out {name}.pem"]
+        if ca == name
+        else [f"{request} -out {name}.csr", f"x509 -req -in {name}.csr {signed} -out {name}.pem"]
+    ):
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+
+
+JOIN = """
+import sys, jax, zero_jax
+jax.config.update("jax_num_cpu_devices", 1)
+zero_jax.initialize(sys.argv[1], 2, int(sys.argv[2]), wait_seconds=float(sys.argv[3]))
+print("joined", jax.process_count(), len(jax.devices()))
+"""
 
 
 @pytest.mark.slow
 def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
     """On a release without mutual TLS the variables are an error: they would be ignored."""
-    certificate(tmp_path, "ca")
-    for name in ("first", "second"):
-        certificate(tmp_path, name, "ca")
-    said = join(tmp_path, "second")
+
+    def join(second, seconds):
+        at = free_address()
+        environments = [
+            dict(
+                zip(
+                    FILES,
+                    (f"{tmp_path}/{x}" for x in ("ca.pem", f"{own}.pem", f"{own}.key")),
+                    strict=True,
+                )
+            )
+            for own in ("first", second)
+        ]
+        return outputs([["-c", JOIN, at, rank, seconds] for rank in "01"], environments)
+
+    for name, ca in (("ca", "ca"), ("first", "ca"), ("second", "ca"), ("other", "other")):
+        certificate(tmp_path, name, ca)
+    certificate(tmp_path, "stranger", "other")
+    said = join("second", "60")
     if not MUTUAL_TLS:
-        assert all(text.startswith("refused:") and FILES[0] in text for text in said), said
+        assert all(f"ValueError: `{FILES[0]}`" in text for text in said), said
         return
     assert all("joined 2 2" in text for text in said), said
-    certificate(tmp_path, "other")
-    certificate(tmp_path, "stranger", "other")
-    said = join(tmp_path, "stranger", "8")
+    said = join("stranger", "8")
     assert not any("joined" in text for text in said), said
 
 
@@ -182,19 +172,17 @@ def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
 @pytest.mark.parametrize("scatter", ["none", "int4"])
 def test_gradients_of_two_processes_are_those_of_one(tmp_path, scatter):
     """To rounding, each time: a race in a sum is wrong now and then, for a few numbers."""
-    script = str(ROOT / "tests" / "process_gradients.py")
-    group = (scatter, free_address(), "2")
-    for out, *runs in (("one", (scatter,)), ("two", (*group, "0"), (*group, "1"))):
-        commands = [[sys.executable, script, str(tmp_path / out), *args] for args in runs]
+    script, at = [str(ROOT / "tests" / "process_gradients.py")], free_address()
+    for name, *ranks in (("one", []), ("two", *([at, "2", rank] for rank in "01"))):
+        commands = [[*script, str(tmp_path / name), scatter, *rank] for rank in ranks]
         # With XLA's own settings, as users have them: how the program is scheduled matters here.
-        said = outputs(commands, [{"XLA_FLAGS": ""}] * len(runs))
+        said = outputs(commands, [{"XLA_FLAGS": ""}] * len(ranks))
     want = np.load(tmp_path / "one-0.npz")
     for number in range(3):
         got = np.load(tmp_path / f"two-{number}.npz")
         assert want.keys() == got.keys(), said
         for name in want:
-            largest = np.abs(want[name]).max()
-            off = np.abs(got[name] - want[name])
+            largest, off = np.abs(want[name]).max(), np.abs(got[name] - want[name])
             same = off <= 1e-5 * largest + 1e-9
             # Where a number is half-way between two steps, an ulp decides which one it becomes.
             assert np.mean(~same) <= (0 if scatter == "none" else 1e-3), name

@@ -18,10 +18,10 @@ __all__ = ["folder"]  # a fixture
 
 
 def test_nohup_keeps_its_meaning():
-    before = signal.getsignal(signal.SIGHUP)
-    assert signal.SIGHUP in handled()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        assert signal.SIGHUP in handled()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert signal.SIGHUP not in handled() and signal.SIGTERM in handled()
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -44,18 +44,13 @@ def test_a_run_that_crashed_is_restarted_and_one_that_ended_on_purpose_is_not(
     assert capfd.readouterr().err.count("1 x -9") == restarts
 
 
-@pytest.mark.parametrize(
-    ("codes", "asked", "code"),
-    [
-        ([76, 2], 0, 2),
-        ([76, 1], 0, 1),
-        ([75, 130], 0, 130),
-        ([-15, -15], 75, 75),  # they were still starting
-        ([76, 0], 75, 75),
-        ([-9, 76], 0, 76),
-        ([-9, -6], 0, 137),
-    ],
-)
+# fmt: off
+CODES = [([76, 2], 0, 2), ([76, 1], 0, 1), ([75, 130], 0, 130), ([76, 0], 75, 75),
+         ([-9, 76], 0, 76), ([-9, -6], 0, 137), ([-15, -15], 75, 75)]
+# fmt: on
+
+
+@pytest.mark.parametrize(("codes", "asked", "code"), CODES)
 def test_the_code_that_decides_on_a_restart_is_returned(codes, asked, code):
     assert outcome(codes, asked) == code
 
@@ -88,23 +83,19 @@ def test_a_child_ends_with_its_supervisor_even_if_that_ended_first(tmp_path, whe
     assert (tmp_path / "alive").exists() == (when == "early")
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["--process-id", "0"], "--process-id 0"),
-        (["--num-processes", "2"], "--num-processes 2"),
-        (["--coordinator", "127.0.0.1:7878"], "--coordinator 127.0.0.1:7878"),
-        (["--supervise", "0"], "--supervise 0"),
-        (["--supervise", "1000000000"], "--supervise 1000000000"),
-        (["--restarts", "-1"], "--restarts -1"),
-        (["--dead-after", "nan"], "--dead-after nan"),
-        (["--supervise", "2"], "--supervise 2"),  # in each task of a launcher
-        (None, "--out"),
-    ],
-)
-def test_unsupported_flags_are_named(folder, capsys, monkeypatch, args, named):
-    if args == ["--supervise", "2"]:
+# fmt: off
+FLAGS = [
+    *(["--process-id", "0"], ["--num-processes", "2"], ["--coordinator", "127.0.0.1:7878"]),
+    *(["--supervise", "0"], ["--supervise", "1000000000"], ["--restarts", "-1"]),
+    *(["--dead-after", "nan"], ["--supervise", "2"], ["--out"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_unsupported_flags_are_named(folder, capsys, monkeypatch, flag):
+    if flag == ["--supervise", "2"]:  # in each task of a launcher
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    given = ["--supervise", "2"] if args is None else ["--out", "out", *args]
+    given = ["--supervise", "2"] if flag == ["--out"] else ["--out", "out", *flag]
     assert program.main(given + ["--supervise", "2"] * ("--supervise" not in given)) == 2
-    assert named in capsys.readouterr().err
+    assert " ".join(flag) in capsys.readouterr().err

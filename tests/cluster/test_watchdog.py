@@ -49,13 +49,11 @@ def started(folder, **limits):
 
 def test_a_start_removes_folders_of_earlier_starts_alone(tmp_path):
     (tmp_path / "data").mkdir()
-    for _ in range(2):
-        with Watchdog(tmp_path):
-            pass
-    data, own = sorted(p.name for p in tmp_path.iterdir())
-    assert data == "data" and own.startswith("start-")
-    with Watchdog(tmp_path) as first, Watchdog(tmp_path):
-        assert first.signs.path_of(0).parent.is_dir()
+    with Watchdog(tmp_path):
+        pass
+    with Watchdog(tmp_path) as first, Watchdog(tmp_path) as second:
+        names = {watchdog.signs.folder.name for watchdog in (first, second)}
+        assert {p.name for p in tmp_path.iterdir()} == {"data", *names}
 
 
 LONG = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
@@ -123,24 +121,21 @@ def test_an_error_is_raised_when_all_others_have_one_or_are_done(tmp_path):
     """All of them, not only those that this one watches."""
     watchdog, told = started(tmp_path, dead_after=2)
     with watchdog:
-        alike = {key: {"failed": True} for key in ("r1", "r2", "r3", "r4")}
-        others(watchdog, **alike, r5={})
+        others(watchdog, **{f"r{rank}": {"failed": True} for rank in range(1, 5)}, r5={})
         held = holding(watchdog, 6)
         held.join(1.5)
         assert held.is_alive(), "one has none yet"
         assert json.loads(watchdog.signs.path_of(0).read_text())["failed"], "it is told"
         others(watchdog, r5={"counter": 0})
         held.join(20)
-        assert not held.is_alive() and not told
+    assert not held.is_alive() and not told
 
 
 def test_an_error_that_one_other_does_not_have_ends_the_run(tmp_path):
     watchdog, told = started(tmp_path, dead_after=0.5)
     with watchdog:
         others(watchdog, r1={"failed": True}, r2={})
-        held = holding(watchdog, 3)
-        held.join(20)
-        assert not held.is_alive()
+        holding(watchdog, 3).join(20)
     (why,) = told
     assert "process 0 (pid" in why and why.endswith("OSError: gone")
 
@@ -154,47 +149,36 @@ def test_a_finished_process_is_not_dead(tmp_path):
     assert told and all(why.startswith("r2 ") for why in told), told
 
 
-class OnFullDisk:
+class OnFullDisk(io.StringIO):
     """A stream whose writes are lost."""
 
     def write(self, text):
         raise OSError("No space left on device")
 
-    flush = write
 
-
-@pytest.mark.parametrize("stderr", [io.StringIO, OnFullDisk])
-def test_storage_that_is_away_or_full_does_not_count_against_processes(
-    tmp_path, monkeypatch, stderr
-):
-    """It still looks at the others though it cannot write, and their time begins again."""
-    monkeypatch.setattr(sys, "stderr", said := stderr())
+@pytest.mark.parametrize("stderr", [io.StringIO(), OnFullDisk()])
+def test_storage_that_fails_does_not_count_against_others(tmp_path, monkeypatch, stderr):
+    """The watchdog looks at the others and times its own step though it cannot write."""
+    monkeypatch.setattr(sys, "stderr", stderr)
     watchdog, told = started(tmp_path, dead_after=1)
+
+    def full(*_):
+        raise OSError("No space left on device")
+
     with watchdog:
         others(watchdog, r1={})
         watchdog._others = {1: Other(time.monotonic())}
-
-        def full(counter):
-            raise OSError("No space left on device")
-
         monkeypatch.setattr(watchdog, "_beat", full)
         time.sleep(2)
-        assert not told
-        assert watchdog._others[1].counter == 5, "it looks"
+        assert not told and watchdog._others[1].counter == 5, "it looks"
         monkeypatch.delattr(watchdog, "_beat")
         time.sleep(2)
-        assert told, "and its time runs again"
-    if stderr is io.StringIO:
-        assert said.getvalue().count("No space left on device") == 1, "once, not each second"
-
-
-def test_a_step_is_timed_where_no_file_can_be_read(tmp_path, monkeypatch):
-    def away():
-        raise OSError("the storage is away")
-
+        assert told and told[0].startswith("r1 "), "and the time of the other runs again"
+    if type(stderr) is io.StringIO:
+        assert stderr.getvalue().count("No space left on device") == 1, "once, not each second"
     watchdog, told = started(tmp_path, dead_after=0.5, slow_after=0.5, slow_factor=1)
     with watchdog:
-        monkeypatch.setattr(watchdog, "_look", away)
+        monkeypatch.setattr(watchdog, "_look", full)
         for number in range(5):
             watchdog.step(number)
         time.sleep(2)

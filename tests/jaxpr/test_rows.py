@@ -15,8 +15,8 @@ def errors(w, x):
 
 
 def picked(w, x):
-    labels = jnp.argmax(x, axis=1)
-    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1)[:, 0]
+    labels = jnp.argmax(x, axis=1)[:, None]
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels, 1)[:, 0]
 
 
 def scanned(w, x):

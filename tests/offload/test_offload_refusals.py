@@ -15,58 +15,56 @@ from zero_jax.offload.tiers import Offload, parse
 
 START = {"w": np.ones((8, 8), np.float32), "b": np.ones(3, np.float32)}
 AFTER = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
+FILES = "a state in files"
 
 
-def init(offload, tx=ADAMW):
-    """Parameters, the transformation and its state on two devices."""
-    zero = zero_on(2, stage=3, offload=offload)
-    params, wrapped = zero.shard(START), zero.optimizer(tx)
-    return zero, params, wrapped, wrapped.init(params)
+def given(offload):
+    return lambda *_: zero_on(2, offload=offload)
 
 
-def resume(offload, tx=ADAMW):
-    zero = zero_on(2, stage=3, offload=offload)
-    return zero.optimizer(tx).resume(zero.shard(START))
+def calls(*steps, offload=FILES):
+    """Calls methods of transformations one after the other."""
+
+    def call(folder, monkeypatch):
+        setting = f"optimizer:nvme={folder}" if offload == FILES else offload
+        zero = zero_on(2, stage=3, offload=setting)
+        params = zero.shard(START)
+        for method, tx in steps:
+            wrapped = zero.optimizer(tx)
+            made = getattr(wrapped, method)(params)
+        return zero, params, wrapped, made
+
+    return call
 
 
-def nvme(folder):
-    return f"optimizer:nvme={folder}"
+def init(tx=ADAMW, offload=FILES):
+    return calls(("init", tx), offload=offload)
 
 
-def twice(folder, _):
-    init(nvme(folder))
-    init(nvme(folder))
-
-
-def other_state(folder, _):
-    init(nvme(folder))
-    resume(nvme(folder), optax.sgd(1e-2, momentum=0.9))
-
-
-def update(offload):
+def update(offload=FILES):
     def call(folder, _):
-        _, params, tx, state = init(offload or nvme(folder))
+        _, params, tx, state = init(offload=offload)(folder, _)
         tx.update(jax.tree.map(jnp.ones_like, params), state, params)
 
     return call
 
 
 def plan(folder, _):
-    zero = zero_on(2, stage=3, offload=nvme(folder))
-    loss = lambda params, x: jnp.sum(x @ params["w"])  # noqa: E731
+    zero = zero_on(2, stage=3, offload=f"optimizer:nvme={folder}")
+    loss = lambda params, x: jnp.mean(x @ params["w"])  # noqa: E731
     zero.plan(loss, ADAMW, zero.abstract(lambda: START), jnp.ones((4, 8)))
 
 
 def not_created(folder, _):
     try:
-        init(nvme(folder / "x"), optax.lamb(1e-2))
+        init(optax.lamb(1e-2))(folder / "x", _)
     finally:
         assert not (folder / "x").exists()
 
 
 def on_a_file(folder, _):
     (folder / "file").write_text("")
-    init(nvme(folder / "file"))
+    init()(folder / "file", _)
 
 
 def full(folder, monkeypatch):
@@ -79,7 +77,7 @@ def full(folder, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     try:
-        init(nvme(folder))
+        init()(folder, monkeypatch)
     finally:
         assert not [p for p in folder.rglob("*") if p.is_file()], "it is left empty"
 
@@ -99,29 +97,25 @@ class Bare:
 
 # fmt: off
 REFUSALS = [
-    *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
-        ("offload='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
-        ("offload='cpu'", "cpu"), ("'hots'.*'host'", "optimizer:hots"),
-        ("offload='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
-        ("params", "params"), ("offload=3", 3))),
+    ("offload='optimiser'.*'optimizer'", given("optimiser")), ("offload='cpu'", given("cpu")),
+    ("'param'.*'params'", given("optimizer,param")), ("'hots'.*'host'", given("optimizer:hots")),
+    ("offload='optimizer:nvme'", given("optimizer:nvme")), ("offload=3", given(3)),
+    ("host=/x", given("optimizer:host=/x")), ("params", given("params")),
     ("piece_bytes=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
     ("host_bytes=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
     ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), Bare())),
-    *((f"^{named} ", lambda *_, given=given: init(*given)) for named, given in (
-        ("scale_by_trust_ratio", (STATE, optax.lamb(1e-2))),
-        ("scale_by_trust_ratio", (MASTERS, optax.lars(1e-2))),
-        ("clip_by_block_rms", (STATE, optax.adafactor(1e-2, min_dim_size_to_factor=4))),
-        ("clip_by_global_norm", (STATE, AFTER)), ("partition", (STATE, optax.contrib.muon(1e-2))))),
+    ("^scale_by_trust_ratio ", init(optax.lamb(1e-2), STATE)),
+    ("^scale_by_trust_ratio ", init(optax.lars(1e-2), MASTERS)),
     ("^scale_by_trust_ratio ", not_created),
-    ("apply", update(MASTERS)),
-    ("train_step", update(None)),
-    ("nvme", plan),
-    ("/file.*slots", on_a_file),
-    (r"[\d,]+ bytes", full),
-    ("step 0", twice),
-    ("process-00000", other_state),
-    ("process-00000", lambda folder, _: resume(nvme(folder))),
-    ("files", lambda *_: resume(None)),
+    ("^clip_by_block_rms ", init(optax.adafactor(1e-2, min_dim_size_to_factor=4), STATE)),
+    ("^clip_by_global_norm ", init(AFTER, STATE)),
+    ("^partition ", init(optax.contrib.muon(1e-2), STATE)),
+    ("apply", update(MASTERS)), ("train_step", update()), ("nvme", plan),
+    ("/file.*slots", on_a_file), (r"[\d,]+ bytes", full),
+    ("step 0", calls(("init", ADAMW), ("init", ADAMW))),
+    ("process-00000", calls(("init", ADAMW), ("resume", optax.sgd(1e-2, momentum=0.9)))),
+    ("process-00000", calls(("resume", ADAMW))),
+    ("files", calls(("resume", ADAMW), offload=None)),
 ]
 # fmt: on
 

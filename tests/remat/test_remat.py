@@ -4,6 +4,7 @@ fp32 tolerance of gradients: 64 ulps of a leaf's largest element after three ste
 recomputed forward pass runs the same operations in the same order, but XLA fuses them differently.
 """
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from problems import Problem, gpt_problem, train_plain, train_zero, ulps
+from problems import ODD_GPT, Problem, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
 from zero_jax.engine import rewrite, weights
@@ -24,33 +25,25 @@ from zero_jax.remat import activations, policies
 TX = optax.sgd(1e-1)
 ULPS = 64
 WIDTH, ROWS, DEPTH = 16, 24, 5
+WIDE, BUCKET = dataclasses.replace(ODD_GPT, layers=4, width=32), 2**12
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 
-class Block(nn.Module):
-    """A pre-norm layer, whose input is not what its first parameter is used with."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.tanh(checkpoint_name(h, "h")))
-
-
 class Unrolled(nn.Module):
+    """Pre-norm layers, whose input is not what their first parameter is used with."""
+
     @nn.compact
     def __call__(self, x):
         for _ in range(DEPTH):
-            x = Block()(x)
+            h = checkpoint_name(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)), "h")
+            x = x + nn.Dense(WIDTH)(nn.tanh(h))
         return nn.Dense(3)(nn.LayerNorm()(x))
 
 
 def linen_problem():
     model = Unrolled()
-    return Problem(
-        lambda: model.init(jax.random.key(0), X[:1]),
-        lambda params, x: jnp.mean(model.apply(params, x) ** 2),
-        X,
-    )
+    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
+    return Problem(lambda: model.init(jax.random.key(0), X[:1]), loss, X)
 
 
 def plain_problem():
@@ -89,17 +82,11 @@ def scanned_problem():
     return Problem(make, loss, X)
 
 
-PROBLEMS = {
-    "linen": linen_problem,
-    "plain": plain_problem,
-    "scanned": scanned_problem,
-    "gpt": gpt_problem,
-}
-
-
 @functools.cache
 def problem(name):
-    return PROBLEMS[name]()
+    makers = {"linen": linen_problem, "plain": plain_problem, "scanned": scanned_problem}
+    makers |= {"gpt": gpt_problem, "wide gpt": lambda: gpt_problem(WIDE)}
+    return makers[name]()
 
 
 @functools.cache
@@ -120,7 +107,8 @@ SLOW = [
     ("linen", 0, "dots"), ("linen", 1, "names:h"), ("linen", 3, "names@host:h@host"),
     ("linen", 3, "block_sqrt@host"), ("plain", 0, "block"), ("plain", 1, "block_sqrt"),
     ("plain", 2, "names:h"), ("plain", 3, "dots"), ("plain", 3, "block@host"),
-    ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("gpt", 2, "block_sqrt"),
+    ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 2, "block"),
+    ("wide gpt", 3, "block_sqrt"),
 ]
 # fmt: on
 
@@ -130,25 +118,23 @@ SLOW = [
     [*UNROLLED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_no_policy_changes_a_value(name, stage, remat):
-    assert_same(name, *train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat)[:2])
+    more = {"bucket_bytes": BUCKET} if name == "wide gpt" else {}
+    assert_same(name, *train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat, **more)[:2])
 
 
 # Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler takes the barriers out and
 # merges what it finds twice. A layer runs forward `again` times more, and at stage 3 its weights
 # are gathered `gathers` times.
-@pytest.mark.parametrize(
-    ("remat", "stage", "again", "gathers"),
-    [
-        ("none", 1, 0, None),
-        ("dots", 3, 0, 2),
-        ("names:h", 3, 0, 2),
-        ("block", 3, 1, 2),
-        ("block_sqrt", 3, 2, 3),
-        ("block_sqrt", 0, 2, None),
-        ("block@host", 2, 1, None),
-        ("names@host:h@host", 1, 0, None),
-    ],
-)
+# fmt: off
+COMPILED = [  # policy, stage, again, gathers
+    ("none", 1, 0, None), ("dots", 3, 0, 2), ("names:h", 3, 0, 2), ("block", 3, 1, 2),
+    ("block_sqrt", 3, 2, 3), ("block_sqrt", 0, 2, None), ("block@host", 2, 1, None),
+    ("names@host:h@host", 1, 0, None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("remat", "stage", "again", "gathers"), COMPILED)
 def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, again, gathers):
     p = problem("scanned")
     zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), stage, remat=remat)
@@ -171,9 +157,9 @@ def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, agai
 # Saved activations, in traces.
 
 
-def step_of(name, remat, stage=3, loss=None, make=None):
+def step_of(name, remat, stage=3, loss=None, make=None, **settings):
     """A traced step on four devices."""
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat)
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat, **settings)
     p = problem(name) if loss is None else Problem(make, loss, X)
     params = zero.abstract(p.make)
     batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
@@ -193,21 +179,17 @@ def stacks(jaxpr):
 
 SHARE = (6, ROWS // 4, WIDTH)  # what each of six layers keeps of a value, on one of four devices
 GROUPS = (3, *SHARE[1:])
+# fmt: off
+KEPT = [  # policy, stage, shapes, and which are on the host
+    ("block", 3, [SHARE], [0]), ("names:h", 0, [SHARE, SHARE], [0, 0]),
+    ("dots", 3, [SHARE, SHARE], [0, 0]), ("block_sqrt", 0, [GROUPS], [0]),
+    ("block@host", 3, [SHARE], [1]), ("names:h@host", 3, [SHARE, SHARE], [0, 1]),
+    ("names@host:h", 1, [SHARE, SHARE], [1, 0]), ("block_sqrt@host", 2, [GROUPS], [1]),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    ("remat", "stage", "shapes", "on_host"),
-    [
-        ("block", 3, [SHARE], [False]),
-        ("names:h", 0, [SHARE, SHARE], [False, False]),
-        ("dots", 3, [SHARE, SHARE], [False, False]),
-        ("block_sqrt", 0, [GROUPS], [False]),
-        ("block@host", 3, [SHARE], [True]),
-        ("names:h@host", 3, [SHARE, SHARE], [False, True]),
-        ("names@host:h", 1, [SHARE, SHARE], [True, False]),
-        ("block_sqrt@host", 2, [GROUPS], [True]),
-    ],
-)
+@pytest.mark.parametrize(("remat", "stage", "shapes", "on_host"), KEPT)
 def test_scanned_layers_keep_what_the_policy_says(remat, stage, shapes, on_host):
     found = stacks(step_of("scanned", remat, stage).jaxpr)
     assert [v.shape for v in found] == shapes
@@ -234,16 +216,17 @@ def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
 # Saved activations that are partitioned over a model axis.
 
 
-@pytest.mark.parametrize(
-    ("name", "policy", "gathered", "manual"),
-    [
-        ("scanned", "block@partitioned", 6, {"data"}),
-        ("scanned", "block_sqrt@partitioned+host", 3, {"data"}),
-        ("scanned", "names:h@partitioned", 6, {"data", "model"}),
-        # An unrolled first layer's input is the batch, which stays.
-        ("plain", "block@partitioned", DEPTH - 1, {"data", "model"}),
-    ],
-)
+# Problem, policy, gathers of an activation, manual axes. An unrolled first layer's input is the
+# batch, which stays.
+PARTITIONED = [
+    ("scanned", "block@partitioned", 6, {"data"}),
+    ("scanned", "block_sqrt@partitioned+host", 3, {"data"}),
+    ("scanned", "names:h@partitioned", 6, {"data", "model"}),
+    ("plain", "block@partitioned", DEPTH - 1, {"data", "model"}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "gathered", "manual"), PARTITIONED)
 def test_partitioned_values_are_gathered_once_and_change_nothing(name, policy, gathered, manual):
     """Gradients on a mesh of 2 x 4, of a loss whose values every `model` device holds."""
     p, auto = problem(name), jax.sharding.AxisType.Auto
@@ -281,3 +264,57 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
     assert (jax.shard_map(there_and_back, mesh=mesh, **specs)(x) == x).all()
+
+
+# Layers of several buckets: up to half of their gradients are summed before the loop goes on.
+
+
+def barriers(jaxpr):
+    """Shapes of single arrays behind a barrier in backward loops."""
+    found = []
+
+    def walk(body, backward):
+        for eqn in body.eqns:
+            alone = len(eqn.outvars) == 1  # attention has some of several arrays
+            if eqn.primitive.name == "optimization_barrier" and backward and alone:
+                found.append(eqn.outvars[0].aval.shape)
+            inner = eqn.params.get("jaxpr")
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                loop = eqn.primitive.name == "scan"
+                turned = loop and "transpose(" in str(eqn.source_info.name_stack)
+                walk(getattr(inner, "jaxpr", inner), backward or turned)
+
+    walk(flat_trace.device_part(jaxpr), False)
+    return sorted(found)
+
+
+# Of a GPT's four matrices the two that end a branch: up would be more than half with down, and
+# the gradient of qkv is the last.
+ALONE = sorted([(WIDE.width, WIDE.width), (WIDE.width // 4, WIDE.width)])
+# Stage, remat, a bucket in bytes or as a part of a layer.
+BARRIERS = [(2, "block_sqrt", BUCKET, ALONE), (3, "block", 0.49, ALONE), (3, "block", 0.51, [])]
+
+
+@pytest.mark.parametrize(("stage", "remat", "bucket", "alone"), BARRIERS)
+def test_up_to_half_of_a_layer_is_summed_within_the_loop(stage, remat, bucket, alone):
+    if bucket < 1:
+        words = sum(x.size for x in jax.tree.leaves(problem("wide gpt").start["blocks"]))
+        bucket = int(bucket * 4 * words / WIDE.layers)
+    assert barriers(step_of("wide gpt", remat, stage, bucket_bytes=bucket).jaxpr) == alone
+
+
+@pytest.mark.parametrize("remat", ["block", "dots"])
+def test_the_order_is_that_of_use(remat):
+    """Both leaves of a layer are read first, `a` before `z`, which is used before it."""
+
+    def loss(params, x):
+        def layer(x, own):
+            return jnp.tanh(x @ own["z"]) @ own["a"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0])
+
+    def make():
+        return {"a": jnp.zeros((4, 32, WIDTH)), "z": jnp.zeros((4, WIDTH, 32))}
+
+    step = step_of("a and z", remat, loss=loss, make=make, bucket_bytes=BUCKET // 3)
+    assert barriers(step.jaxpr) == [(32 // 4, WIDTH)]
