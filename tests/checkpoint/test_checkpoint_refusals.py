@@ -14,72 +14,53 @@ from zero_jax.checkpoint.writer import Handler
 
 TREE = {"weights": jnp.ones((4, 3)), "b": {"c": jnp.arange(5.0)}, "n": 3}
 BYTES = 4 * (12 + 5) + 8  # of TREE
+ABSTRACT = jax.ShapeDtypeStruct((2,), jnp.float32)
+NO_LOCKS = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-def opened(within="", **options):
-    return lambda folder, _: Checkpoints(folder / within, **options).close()
-
-
-def save(step, tree=TREE, **options):
-    def call(folder, _):
-        with Checkpoints(folder, **options) as checkpoints:
-            checkpoints.save(step, tree)
-
-    return call
-
-
-def restore(step=None, within="", may_differ=None, without=None, **leaves):
-    """Restores TREE with other leaves."""
-
-    def call(folder, _):
-        tree = {name: leaf for name, leaf in (TREE | leaves).items() if name != without}
-        with Checkpoints(folder / within, read_only=True) as checkpoints:
-            checkpoints.restore(tree, step, may_differ=may_differ)
-
-    return call
-
-
-def without_locks(folder, monkeypatch):
+def without_locks(c, m):
     def flock(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        raise NO_LOCKS
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    Checkpoints(folder)
+    m.setattr(fcntl, "flock", flock)
+    Checkpoints(c.directory / "other")
 
 
 def full_disk(blocks, files):
-    def call(folder, monkeypatch):
-        known = types.SimpleNamespace(f_bavail=blocks, f_frsize=4, f_files=10, f_favail=files)
-        monkeypatch.setattr(os, "statvfs", lambda _: known)
-        save(6)(folder, monkeypatch)
-
-    return call
+    known = types.SimpleNamespace(f_bavail=blocks, f_frsize=4, f_files=10, f_favail=files)
+    return lambda c, m: (m.setattr(os, "statvfs", lambda _: known), c.save(6, TREE))
 
 
 # fmt: off
-REFUSALS = [
-    ("keep=0", ValueError, opened(keep=0)),
-    ("keep='3'", ValueError, opened(keep="3")),
-    ("keep_every=-1", ValueError, opened(keep_every=-1)),
-    ("file/inside", ValueError, opened("file/inside")),
-    (os.strerror(errno.ENOSYS), ValueError, without_locks),
-    ("read_only", ValueError, save(6, read_only=True)),
-    *((f"step={step!r}", ValueError, save(step)) for step in (-1, 301.5, "7", None)),
-    ("step 5", ValueError, save(5)),
-    ("step 4", ValueError, save(jnp.int32(4))),
-    ("a/b", ValueError, save(6, {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})),
-    ("weights.*str", ValueError, save(6, TREE | {"weights": "text"})),
+REFUSALS = [  # c: checkpoints, m: monkeypatch
+    ("keep=0", ValueError, lambda c, m: Checkpoints(c.directory, keep=0)),
+    ("keep='3'", ValueError, lambda c, m: Checkpoints(c.directory, keep="3")),
+    ("keep_every=-1", ValueError, lambda c, m: Checkpoints(c.directory, keep_every=-1)),
+    ("file/inside", ValueError, lambda c, m: Checkpoints(c.directory / "file" / "inside")),
+    (NO_LOCKS.strerror, ValueError, without_locks),
+    ("read_only", ValueError, lambda c, m: Checkpoints(c.directory, read_only=True).save(6, TREE)),
+    ("step=-1", ValueError, lambda c, m: c.save(-1, TREE)),
+    ("step=301.5", ValueError, lambda c, m: c.save(301.5, TREE)),
+    ("step='7'", ValueError, lambda c, m: c.save("7", TREE)),
+    ("step 5", ValueError, lambda c, m: c.save(5, TREE)),
+    ("step 4", ValueError, lambda c, m: c.save(jnp.int32(4), TREE)),
+    ("a/b", ValueError, lambda c, m: c.save(6, {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})),
+    ("weights.*str", ValueError, lambda c, m: c.save(6, TREE | {"weights": "text"})),
     (rf"\b{BYTES - 4}\b.*\b{BYTES}\b", OSError, full_disk(BYTES // 4 - 1, 9)),
     (r"\b2\b.*\b6\b", OSError, full_disk(BYTES // 4, 2)),
-    ("/none", ValueError, restore(within="none")),
-    ("step 4.*5", ValueError, restore(step=4)),
-    ("manifest.json", ValueError, lambda folder, _: Handler().restore(folder)),
-    ("new", ValueError, restore(new=jnp.ones(2))),
-    ("new", ValueError, restore(weights=jnp.ones(2), new=jnp.ones(2), may_differ="^w")),
-    ("new.*like", ValueError, restore(new=jax.ShapeDtypeStruct((2,), "float32"), may_differ=".")),
-    ("b/c", ValueError, restore(without="b")),
-    (r"weights.*\[4, 3\].*\[3, 4\]", ValueError, restore(weights=jnp.ones((3, 4)))),
-    ("weights.*float32.*int32", ValueError, restore(weights=jnp.ones((4, 3), jnp.int32))),
+    ("/none", ValueError,
+     lambda c, m: Checkpoints(c.directory / "none", read_only=True).restore(TREE)),
+    ("step 4.*5", ValueError, lambda c, m: c.restore(TREE, 4)),
+    ("manifest.json", ValueError, lambda c, m: Handler().restore(c.directory)),
+    ("new", ValueError, lambda c, m: c.restore(TREE | {"new": jnp.ones(2)})),
+    ("new", ValueError, lambda c, m: c.restore(
+        TREE | {"new": jnp.ones(2), "weights": jnp.ones(2)}, may_differ="^w")),
+    ("new.*like", ValueError, lambda c, m: c.restore(TREE | {"new": ABSTRACT}, may_differ=".")),
+    ("b/c", ValueError, lambda c, m: c.restore(TREE | {"b": {}})),
+    (r"weights.*\[4, 3\].*\[3, 4\]", ValueError,
+     lambda c, m: c.restore(TREE | {"weights": jnp.ones((3, 4))})),
+    ("weights.*float32.*int32", ValueError,
+     lambda c, m: c.restore(TREE | {"weights": jnp.ones((4, 3), jnp.int32)})),
 ]
 # fmt: on
 
@@ -89,9 +70,8 @@ def test_refusals(tmp_path, monkeypatch, named, error, call):
     (tmp_path / "file").write_text("")
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(5, TREE)
-    with pytest.raises(error, match=named):
-        call(tmp_path, monkeypatch)
-    monkeypatch.undo()
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        with pytest.raises(error, match=named):
+            call(checkpoints, monkeypatch)
+        monkeypatch.undo()
         assert checkpoints.steps == [5], "nothing was written"
         checkpoints.restore(TREE)

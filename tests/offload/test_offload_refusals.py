@@ -15,38 +15,24 @@ from zero_jax.offload.tiers import Offload, parse
 
 START = {"w": np.ones((8, 8), np.float32), "b": np.ones(3, np.float32)}
 AFTER = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
-FILES = "a state in files"
 
 
-def given(offload):
-    return lambda *_: zero_on(2, offload=offload)
+def use(*calls, offload=None, update=False):
+    """Calls methods of transformations, by default of a state in files; then `update`."""
 
-
-def calls(*steps, offload=FILES):
-    """Calls methods of transformations one after the other."""
-
-    def call(folder, monkeypatch):
-        setting = f"optimizer:nvme={folder}" if offload == FILES else offload
-        zero = zero_on(2, stage=3, offload=setting)
-        params = zero.shard(START)
-        for method, tx in steps:
-            wrapped = zero.optimizer(tx)
-            made = getattr(wrapped, method)(params)
-        return zero, params, wrapped, made
-
-    return call
-
-
-def init(tx=ADAMW, offload=FILES):
-    return calls(("init", tx), offload=offload)
-
-
-def update(offload=FILES):
     def call(folder, _):
-        _, params, tx, state = init(offload=offload)(folder, _)
-        tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        zero = zero_on(2, stage=3, offload=offload or f"optimizer:nvme={folder}")
+        params = zero.shard(START)
+        for method, tx in calls:
+            wrapped = zero.optimizer(tx)
+            state = getattr(wrapped, method)(params)
+        if update:
+            wrapped.update(jax.tree.map(jnp.ones_like, params), state, params)
 
     return call
+
+
+START_ANEW = use(("init", ADAMW))
 
 
 def plan(folder, _):
@@ -57,14 +43,14 @@ def plan(folder, _):
 
 def not_created(folder, _):
     try:
-        init(optax.lamb(1e-2))(folder / "x", _)
+        use(("init", optax.lamb(1e-2)))(folder / "x", _)
     finally:
         assert not (folder / "x").exists()
 
 
 def on_a_file(folder, _):
     (folder / "file").write_text("")
-    init()(folder / "file", _)
+    START_ANEW(folder / "file", _)
 
 
 def full(folder, monkeypatch):
@@ -77,7 +63,7 @@ def full(folder, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     try:
-        init()(folder, monkeypatch)
+        START_ANEW(folder, monkeypatch)
     finally:
         assert not [p for p in folder.rglob("*") if p.is_file()], "it is left empty"
 
@@ -97,25 +83,27 @@ class Bare:
 
 # fmt: off
 REFUSALS = [
-    ("offload='optimiser'.*'optimizer'", given("optimiser")), ("offload='cpu'", given("cpu")),
-    ("'param'.*'params'", given("optimizer,param")), ("'hots'.*'host'", given("optimizer:hots")),
-    ("offload='optimizer:nvme'", given("optimizer:nvme")), ("offload=3", given(3)),
-    ("host=/x", given("optimizer:host=/x")), ("params", given("params")),
+    *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
+        ("offload='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
+        ("offload='cpu'", "cpu"), ("'hots'.*'host'", "optimizer:hots"), ("offload=3", 3),
+        ("offload='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
+        ("params", "params"))),
     ("piece_bytes=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
     ("host_bytes=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
     ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), Bare())),
-    ("^scale_by_trust_ratio ", init(optax.lamb(1e-2), STATE)),
-    ("^scale_by_trust_ratio ", init(optax.lars(1e-2), MASTERS)),
+    *((f"^{named} ", use(("init", tx), offload=offload)) for named, tx, offload in (
+        ("scale_by_trust_ratio", optax.lamb(1e-2), STATE),
+        ("scale_by_trust_ratio", optax.lars(1e-2), MASTERS),
+        ("clip_by_block_rms", optax.adafactor(1e-2, min_dim_size_to_factor=4), STATE),
+        ("clip_by_global_norm", AFTER, STATE), ("partition", optax.contrib.muon(1e-2), STATE))),
     ("^scale_by_trust_ratio ", not_created),
-    ("^clip_by_block_rms ", init(optax.adafactor(1e-2, min_dim_size_to_factor=4), STATE)),
-    ("^clip_by_global_norm ", init(AFTER, STATE)),
-    ("^partition ", init(optax.contrib.muon(1e-2), STATE)),
-    ("apply", update(MASTERS)), ("train_step", update()), ("nvme", plan),
-    ("/file.*slots", on_a_file), (r"[\d,]+ bytes", full),
-    ("step 0", calls(("init", ADAMW), ("init", ADAMW))),
-    ("process-00000", calls(("init", ADAMW), ("resume", optax.sgd(1e-2, momentum=0.9)))),
-    ("process-00000", calls(("resume", ADAMW))),
-    ("files", calls(("resume", ADAMW), offload=None)),
+    ("apply", use(("init", ADAMW), offload=MASTERS, update=True)),
+    ("train_step", use(("init", ADAMW), update=True)),
+    ("nvme", plan), ("/file.*slots", on_a_file), (r"[\d,]+ bytes", full),
+    ("step 0", use(("init", ADAMW), ("init", ADAMW))),
+    ("process-00000", use(("init", ADAMW), ("resume", optax.sgd(1e-2, momentum=0.9)))),
+    ("process-00000", use(("resume", ADAMW))),
+    ("files", use(("resume", ADAMW), offload="none")),
 ]
 # fmt: on
 

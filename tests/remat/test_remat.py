@@ -102,9 +102,9 @@ def assert_same(name, losses, params):
 
 
 # fmt: off
-UNROLLED = [("plain", 3, "block_sqrt"), ("linen", 2, "block"), ("gpt", 3, "block@host")]
+UNROLLED = [("plain", 2, "block_sqrt"), ("gpt", 3, "block@host")]
 SLOW = [
-    ("linen", 0, "dots"), ("linen", 1, "names:h"), ("linen", 3, "names@host:h@host"),
+    ("linen", 0, "dots"), ("linen", 2, "block"), ("linen", 1, "names:h"), ("linen", 3, "names@host:h@host"),
     ("linen", 3, "block_sqrt@host"), ("plain", 0, "block"), ("plain", 1, "block_sqrt"),
     ("plain", 2, "names:h"), ("plain", 3, "dots"), ("plain", 3, "block@host"),
     ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 2, "block"),
@@ -184,7 +184,7 @@ KEPT = [  # policy, stage, shapes, and which are on the host
     ("block", 3, [SHARE], [0]), ("names:h", 0, [SHARE, SHARE], [0, 0]),
     ("dots", 3, [SHARE, SHARE], [0, 0]), ("block_sqrt", 0, [GROUPS], [0]),
     ("block@host", 3, [SHARE], [1]), ("names:h@host", 3, [SHARE, SHARE], [0, 1]),
-    ("names@host:h", 1, [SHARE, SHARE], [1, 0]), ("block_sqrt@host", 2, [GROUPS], [1]),
+    ("names@host:h", 0, [SHARE, SHARE], [1, 0]), ("block_sqrt@host", 0, [GROUPS], [1]),
 ]
 # fmt: on
 
