@@ -46,6 +46,7 @@ REFUSALS = [  # c: checkpoints, m: monkeypatch
     ("step 4", ValueError, lambda c, m: c.save(jnp.int32(4), TREE)),
     ("a/b", ValueError, lambda c, m: c.save(6, {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})),
     ("weights.*str", ValueError, lambda c, m: c.save(6, TREE | {"weights": "text"})),
+    ("weights.*str", ValueError, lambda c, m: c.restore(TREE | {"weights": "text"})),
     (rf"\b{BYTES - 4}\b.*\b{BYTES}\b", OSError, full_disk(BYTES // 4 - 1, 9)),
     (r"\b2\b.*\b6\b", OSError, full_disk(BYTES // 4, 2)),
     ("/none", ValueError,

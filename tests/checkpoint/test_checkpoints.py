@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from nvme_run import small_problem
-from problems import ODD_GPT, Problem, gpt_problem, ulps, zoo_problem, zoo_without_empty
+from problems import ODD_GPT, Problem, gpt_problem, ulps, zoo_problem
 from test_parity import OPTIMIZERS
 
 import zero_jax
@@ -26,8 +26,9 @@ EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model 
 
 @functools.cache
 def problem(name: str) -> Problem:
-    makers = {"zoo": zoo_problem, "zoo without empty": zoo_without_empty, "small": small_problem}
-    return (makers | {"even gpt": lambda: gpt_problem(EVEN_GPT)})[name]()
+    makers = {"zoo": lambda: zoo_problem(2), "no empty": lambda: zoo_problem(2, empty=False)}
+    makers |= {"small": small_problem, "even gpt": lambda: gpt_problem(EVEN_GPT)}
+    return makers[name]()
 
 
 def zero_on(n, stage=3, model=1, **settings):
@@ -146,7 +147,7 @@ def test_a_state_in_files_is_saved_and_restored(tmp_path):
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", "MultiSteps", "mask on ndim"])
 def test_the_state_of_an_optimizer_is_restored(tmp_path, optimizer):
     tx = OPTIMIZERS[optimizer]()
-    made = problem("zoo without empty" if optimizer == "muon" else "zoo")
+    made = problem("no empty" if optimizer == "muon" else "zoo")
     want = filled(made, tx)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, want)

@@ -22,14 +22,17 @@ def make():
     return {"w": w, "frozen": f}
 
 
-def distance(x):
-    """Zero, with a derivative that is infinite."""
-    return jnp.sqrt(jnp.sum((x - x) ** 2, -1))
+def metric(x, seen, own):
+    """Each layer has a metric, which the loss does not read: zero, with an infinite derivative."""
+    x = jnp.tanh(x @ own["w"] + x @ own["frozen"])
+    return x, seen + jnp.sqrt(jnp.sum((x - x) ** 2, -1, keepdims=True))
 
 
-def turned(f, x):
-    body = lambda state: (state[0] + 1, jnp.sin(state[1] @ f))  # noqa: E731
-    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
+def data(x, beside, own):
+    """Data pass through all layers beside the activations; a while loop reads them."""
+    step = lambda state: (state[0] + 1, jnp.sin(state[1] @ own["frozen"]))  # noqa: E731
+    turned = lax.while_loop(lambda state: state[0] < 2, step, (0, beside))[1]
+    return jnp.tanh(x @ own["w"]) + turned, beside / 2
 
 
 def scanned(layer, params, x, beside):
@@ -44,29 +47,6 @@ def unrolled(layer, params, x, beside):
 
 def checkpointed(layer, params, x, beside):
     return unrolled(jax.checkpoint(layer), params, x, beside)
-
-
-def metric(loop):
-    """Each layer has a metric, which the loss does not read."""
-
-    def layer(x, seen, own):
-        x = jnp.tanh(x @ own["w"] + x @ own["frozen"])
-        return x, seen + distance(x)
-
-    def loss(params, x):
-        x, seen = loop(layer, params, x, jnp.zeros(x.shape[0]))
-        return jnp.mean(x), seen
-
-    return loss
-
-
-def data(loop):
-    """Data pass through all layers beside the activations; a while loop reads them."""
-
-    def layer(x, beside, own):
-        return jnp.tanh(x @ own["w"]) + turned(own["frozen"], beside), beside / 2
-
-    return lambda params, x: (jnp.mean(loop(layer, params, x, 2 * x)[0]), None)
 
 
 # fmt: off
@@ -88,14 +68,14 @@ MORE = [
     [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_gradients_are_those_of_one_device(form, loop, remat, stage):
-    loss = form(loop)
+    def loss(params, x):
+        x, beside = loop(form, params, x, 2 * x if form is data else jnp.zeros((x.shape[0], 1)))
+        return jnp.mean(x), beside
+
     mesh = zero_jax.make_mesh(N, devices=jax.devices()[:N])
     zero = zero_jax.Zero(mesh, stage, remat=remat, frozen="frozen")
     (value, _), grads = zero.value_and_grad(loss, has_aux=True)(zero.init(make), X)
-
-    def alone(w):
-        return loss({**make(), "w": w}, X)[0]
-
+    alone = lambda w: loss({**make(), "w": w}, X)[0]  # noqa: E731
     wanted, gradient = jax.value_and_grad(alone)(make()["w"])
     assert np.isfinite(gradient).all()
     np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
@@ -116,31 +96,22 @@ def test_trained_weights_keep_their_derivative():
     assert str(again).count("stop_gradient") == 1
 
 
-# Products, and jaxprs that are built without deprecated calls.
-
-
-def test_products_of_a_convolution_in_a_loop_are_counted_in_each_iteration():
-    """Each output has a product with every element of its kernel: k x k x input channels."""
+def test_products_of_convolutions_loops_and_branches_are_counted():
+    """Each output has a product with every element of its kernel; the longest branch counts."""
     images, side, c, k, turns = 2, 8, 3, 3, 4
 
     def layer(x, kernel):
         numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, numbers), None
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, numbers), None
 
-    def f(x, kernels):
-        return jax.lax.scan(layer, x, kernels)[0] + 1
+    def loop(x, kernels):
+        return lax.scan(layer, x, kernels)[0] + 1
 
     shapes = ((images, side, side, c), (turns, k, k, c, c))
-    jaxpr = jax.make_jaxpr(f)(*map(jnp.zeros, shapes)).jaxpr
-    outputs = images * side * side * c
-    assert equations.products(jaxpr) == [turns * outputs * k * k * c, 0]
-
-
-def test_products_of_a_branch_are_those_of_the_longest():
-    def f(x, which):
-        return jax.lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)
-
-    jaxpr = jax.make_jaxpr(f)(jnp.zeros((4, 4)), True).jaxpr
+    jaxpr = jax.make_jaxpr(loop)(*map(jnp.zeros, shapes)).jaxpr
+    assert equations.products(jaxpr) == [turns * images * side * side * c * k * k * c, 0]
+    branch = lambda x, which: lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)  # noqa: E731
+    jaxpr = jax.make_jaxpr(branch)(jnp.zeros((4, 4)), True).jaxpr
     assert max(equations.products(jaxpr)) == 2 * 4**3
 
 
@@ -150,13 +121,8 @@ def test_products_of_a_branch_are_those_of_the_longest():
 )
 def test_no_jaxpr_is_built_that_jax_deprecates(remat, states, tx):
     """`python -W error` includes JAX's warning about a jaxpr that is built without debug info."""
-
-    def loss(params, x):
-        def layer(h, w):
-            return jnp.tanh(h @ w), None
-
-        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] ** 2)
-
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+    loss = lambda params, x: jnp.mean(lax.scan(layer, x, params["w"])[0] ** 2)  # noqa: E731
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, remat=remat, states=states)
     params = zero.abstract(lambda: {"w": jnp.ones((2, 64, 64))})
     with warnings.catch_warnings():

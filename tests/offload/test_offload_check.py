@@ -50,6 +50,8 @@ def test_a_difference_raises_with_the_versions(fresh, name, monkeypatch, capsys)
         zero_on(2, offload="optimizer").optimizer(ADAMW)
     assert not fresh.exists()
     assert main(["--check"]) == 1 and "FAILED: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([])
 
 
 def test_a_cache_that_cannot_be_written_is_left_alone(fresh, tmp_path, monkeypatch):

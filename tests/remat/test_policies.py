@@ -78,8 +78,7 @@ def by_jax(name):
     return saved(jax.make_jaxpr(grad)(jax.eval_shape(problem.make), rows).jaxpr)
 
 
-USUAL = {"everything_saveable", "dots_with_no_batch_dims_saveable", "save_any_names_but_these"}
-USUAL |= {"offload_names", "a callable"}
+USUAL = {"dots_with_no_batch_dims_saveable", "save_any_names_but_these", "offload_names"}
 
 
 @pytest.mark.parametrize(
@@ -89,10 +88,7 @@ def test_saved_values_are_those_of_jax_checkpoint(name):
     assert by_zero_jax(scanned(), remat=POLICIES[name]) == by_jax(name)
 
 
-@pytest.mark.parametrize(
-    ("stage", "name"),
-    [(0, "dots_saveable"), (3, "save_only_these_names"), (3, "nothing_saveable")],
-)
+@pytest.mark.parametrize(("stage", "name"), [(0, "a callable"), (3, "nothing_saveable")])
 def test_a_checkpoint_of_the_model_saves_what_its_policy_says(stage, name):
     assert by_zero_jax(scanned(name), stage) == by_jax(name)
 

@@ -102,11 +102,11 @@ def assert_same(name, losses, params):
 
 
 # fmt: off
-UNROLLED = [("plain", 2, "block_sqrt"), ("gpt", 3, "block@host")]
+UNROLLED = [("plain", 2, "block_sqrt"), ("plain", 3, "block@host")]
 SLOW = [
     ("linen", 0, "dots"), ("linen", 1, "names:h"), ("linen", 2, "block"),
     ("linen", 3, "names@host:h@host"), ("linen", 3, "block_sqrt@host"), ("plain", 0, "block"),
-    ("plain", 1, "block_sqrt"), ("plain", 2, "names:h"), ("plain", 3, "block@host"),
+    ("plain", 1, "block_sqrt"), ("plain", 2, "names:h"), ("plain", 3, "dots"), ("gpt", 3, "block@host"),
     ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 2, "block"),
     ("wide gpt", 3, "block_sqrt"),
 ]
@@ -127,9 +127,9 @@ def test_no_policy_changes_a_value(name, stage, remat):
 # are gathered `gathers` times.
 # fmt: off
 COMPILED = [  # policy, stage, again, gathers
-    ("none", 1, 0, None), ("dots", 3, 0, 2), ("names:h", 3, 0, 2), ("block", 3, 1, 2),
+    ("none", 1, 0, None), ("dots", 3, 0, 2), ("block", 3, 1, 2),
     ("block_sqrt", 3, 2, 3), ("block_sqrt", 0, 2, None), ("block@host", 2, 1, None),
-    ("names@host:h@host", 1, 0, None),
+    ("names@host:h@host", 3, 0, 2),
 ]
 # fmt: on
 

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from test_remat import TX, WIDTH, X, step_of
 
 import zero_jax
-from zero_jax.remat import policies
+from zero_jax.remat import layer_groups, policies
 
 
 class Bare:
@@ -81,6 +81,7 @@ def test_refusals(named, call):
 
 
 def test_auto_leaves_out_layers_that_cannot_be_grouped():
+    assert [layer_groups.size_of(layers) for layers in (3, 36, 98)] == [1, 6, 7]
     policies.check("block", Bare())  # needs no host memory
     auto, said = zero("block_sqrt", stage="auto", memory_limit=1e9)(), []
     with pytest.raises(ValueError, match="candidate"):
