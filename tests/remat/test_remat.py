@@ -106,9 +106,9 @@ UNROLLED = [("plain", 2, "block_sqrt"), ("plain", 3, "block@host")]
 SLOW = [
     ("linen", 0, "dots"), ("linen", 1, "names:h"), ("linen", 2, "block"),
     ("linen", 3, "names@host:h@host"), ("linen", 3, "block_sqrt@host"), ("plain", 0, "block"),
-    ("plain", 1, "block_sqrt"), ("plain", 2, "names:h"), ("plain", 3, "dots"), ("gpt", 3, "block@host"),
-    ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 2, "block"),
-    ("wide gpt", 3, "block_sqrt"),
+    ("plain", 1, "block_sqrt"), ("plain", 2, "names:h"), ("plain", 3, "dots"),
+    ("gpt", 3, "block@host"), ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"),
+    ("wide gpt", 2, "block"), ("wide gpt", 3, "block_sqrt"),
 ]
 # fmt: on
 
