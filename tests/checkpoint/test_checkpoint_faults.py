@@ -233,7 +233,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_run_waits_until_the_first_is_killed(tmp_path):
+def test_a_second_run_raises_until_the_first_is_killed(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, **pipes, env=ENV, cwd=ROOT) as first:

@@ -15,9 +15,8 @@ import pytest
 from problems import gpt_problem, train_zero, ulps, zoo_problem
 
 import zero_jax
-from zero_jax.offload import piece_stream, streamable, tiers
+from zero_jax.offload import piece_stream, tiers
 from zero_jax.offload.tiers import Offload
-from zero_jax.sharding.cuts import Splitter, state_splits
 
 STEPS, ULPS = 4, 4
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
@@ -93,9 +92,10 @@ CASES = [  # problem, setting, devices, stage, optimizer, further settings
         *(("zoo", MASTERS, 3, 3, name) for name in OPTIMIZERS if name != "lars"))),
 ]
 # fmt: on
+NAMES = ("name", "setting", "n", "stage", "optimizer", "more")
 
 
-@pytest.mark.parametrize(("name", "setting", "n", "stage", "optimizer", "more"), CASES, ids=str)
+@pytest.mark.parametrize(NAMES, CASES, ids=lambda x: None if isinstance(x, dict) else str(x))
 def test_offload_changes_no_value(name, setting, n, stage, optimizer, more):
     run = functools.partial(
         train_zero, problem(name), OPTIMIZERS[optimizer](), STEPS, n, stage=stage, **more
@@ -164,17 +164,6 @@ def test_the_four_lines_in_a_users_own_jit(setting):
     assert_equal((losses, zero.full(params)), plainly())
 
 
-@pytest.mark.slow
-def test_the_chosen_stage_keeps_the_setting():
-    made = problem()
-    zero = zero_on(4, stage="auto", offload="optimizer", memory_limit=1e9)
-    shapes = zero.abstract(made.make)
-    chosen = zero.choice(made.loss, ADAMW, shapes, made.batch, report=lambda _: None).chosen
-    leaves = [x for x in jax.tree.leaves(jax.eval_shape(made.make)) if x.ndim]
-    assert chosen.plan.predicted.host >= 8 * sum(x.size for x in leaves) / 4
-    assert chosen.plan.predicted.optimizer_state < 100
-
-
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4), (5, 3), (3, 1, 11), (2, 3, 4, 5)])
 def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape):
     for most in (1, 4, 13, 1000):
@@ -187,14 +176,3 @@ def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape):
             cut = [i for i, d in enumerate(shape) if stops[i] - starts[i] < d]
             assert all(stops[i] - starts[i] == 1 for i in cut[:-1])
         assert (seen == 1).all()
-
-
-def test_leaves_that_mirror_a_parameter_stream():
-    params = jax.eval_shape(problem().make)
-    cuts = Splitter(4)(params)
-    state = jax.eval_shape(ADAMW.init, params)
-    flags = streamable.offloaded(state_splits(state, params, cuts), cuts)
-    moved = sum(x.size for x, f in zip(jax.tree.leaves(state), flags, strict=True) if f)
-    count = sum(x.size for x in jax.tree.leaves(params))
-    scalars = sum(x.ndim == 0 for x in jax.tree.leaves(params))
-    assert moved == 2 * (count - scalars)
