@@ -34,7 +34,7 @@ def two(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    """Returns the exit code and what was printed."""
+    """Returns the exit code and the output."""
     return lambda *args: (main([str(arg) for arg in args]), "".join(capsys.readouterr()))
 
 

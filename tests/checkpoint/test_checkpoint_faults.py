@@ -124,7 +124,7 @@ def forge(directory, whole=(), digest=None, **entry):
 
 
 # fmt: off
-FORGED = [  # what the error names, and changes
+FORGED = [  # named by the error, changes
     ("v .*w|w .*v", {"folder": "arrays/0000"}), (r"0000/\.\.", {"folder": "arrays/0000/.."}),
     ("/tmp", {"folder": "/tmp"}), ("elsewhere", {"folder": "../../elsewhere"}),
     ("state", {"folder": "state"}), ("folder", {"folder": None}), ("-4", {"shape": [3, -4]}),
@@ -185,7 +185,7 @@ def on_fire(*_):
 
 
 def lose_part(folder, args, write=writer.write_part):
-    """A process writes to a disk of its own: found at the save, not at the restore."""
+    """A process writes to another disk: found at the save, not at the restore."""
     write(folder, args)
     for part in folder.glob("part-*.json"):
         part.unlink()

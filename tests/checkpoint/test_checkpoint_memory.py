@@ -1,4 +1,4 @@
-"""A save and a restore hold one leaf beside the shards, measured in a process of its own."""
+"""A save and a restore hold one leaf beside the shards, measured in a separate process."""
 
 import subprocess
 import sys

@@ -103,7 +103,7 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
 
 
 def outputs(commands, environments):
-    """Runs Python programs together; returns what each prints."""
+    """Runs Python programs together; returns their output."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     started = [
         subprocess.Popen([sys.executable, *args], env={**os.environ, **PLATFORM, **more}, **how)

@@ -41,7 +41,7 @@ def test_a_step_that_takes_far_longer_than_those_before_ends_the_run_with_its_st
 
 
 def started(folder, **limits):
-    """A watchdog, and the list of what it would end the run with."""
+    """A watchdog, and the list of reasons for which it would end the run."""
     watchdog, told = Watchdog(folder, **limits), []
     watchdog.end_run = told.append
     return watchdog, told
@@ -125,7 +125,7 @@ def test_an_error_is_raised_when_all_others_have_one_or_are_done(tmp_path):
         held = holding(watchdog, 6)
         held.join(1.5)
         assert held.is_alive(), "one has none yet"
-        assert json.loads(watchdog.signs.path_of(0).read_text())["failed"], "it is told"
+        assert json.loads(watchdog.signs.path_of(0).read_text())["failed"], "the others can read it"
         others(watchdog, r5={"counter": 0})
         held.join(20)
     assert not held.is_alive() and not told

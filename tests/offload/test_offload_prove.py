@@ -51,7 +51,7 @@ def test_the_update_holds_two_pieces_whatever_the_models_size(words, layers):
     assert audit.argument_bytes < (4 - words) * each + SLACK  # the rest, and gradients
     assert audit.temp_bytes <= 2 * PIECE + SLACK
     assert audit.alias_bytes >= (3 - words) * each, "the rest is updated in place too"
-    assert layers == 8 or 2 * each > 4 * 2 * PIECE, "two pieces are far less than what streams"
+    assert layers == 8 or 2 * each > 4 * 2 * PIECE, "two pieces are a small part of the state"
 
 
 @functools.cache

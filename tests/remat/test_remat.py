@@ -30,7 +30,7 @@ X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 
 class Unrolled(nn.Module):
-    """Pre-norm layers, whose input is not what their first parameter is used with."""
+    """Pre-norm layers, whose first parameter is not applied to their input."""
 
     @nn.compact
     def __call__(self, x):
@@ -123,7 +123,7 @@ def test_no_policy_changes_a_value(name, stage, remat):
 
 
 # Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler takes the barriers out and
-# merges what it finds twice. A layer runs forward `again` times more, and at stage 3 its weights
+# merges equal operations. A layer runs forward `again` times more, and at stage 3 its weights
 # are gathered `gathers` times.
 # fmt: off
 COMPILED = [  # policy, stage, again, gathers
@@ -177,7 +177,7 @@ def stacks(jaxpr):
     return found
 
 
-SHARE = (6, ROWS // 4, WIDTH)  # what each of six layers keeps of a value, on one of four devices
+SHARE = (6, ROWS // 4, WIDTH)  # of a value kept by six layers, on one of four devices
 GROUPS = (3, *SHARE[1:])
 # fmt: off
 KEPT = [  # policy, stage, shapes, and which are on the host
