@@ -1,4 +1,4 @@
-"""Saves four checkpoints, keeps two, and is killed while it deletes: `deleting_run.py DIR FILES...`.
+"""Saves four checkpoints, keeps two, is killed while it deletes: `deleting_run.py DIR FILES...`.
 
 Each number of files has a process and a folder: it is killed before it deletes one file more.
 Prints how the processes ended.
