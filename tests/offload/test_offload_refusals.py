@@ -13,7 +13,7 @@ from test_offload import ADAMW, MASTERS, STATE, zero_on
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import Offload, parse
 
-START = {"w": np.ones((8, 8), np.float32), "s": np.ones((), np.float32)}
+START = {"w": np.ones((8, 8), np.float32), "b": np.ones(3, np.float32), "s": np.float32(1)}
 AFTER = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
 
 
