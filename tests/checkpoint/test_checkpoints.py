@@ -143,8 +143,11 @@ def test_a_state_in_files_is_saved_and_restored(tmp_path):
     tx.resume(there[0])
 
 
-# States of other shapes than the parameters, or of several transformations.
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "MultiSteps", "mask on ndim"])
+# Their states have other shapes than the parameters, or are of several transformations.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("MultiSteps", "mask on ndim")]
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", *SLOW])
 def test_the_state_of_an_optimizer_is_restored(tmp_path, optimizer):
     tx = OPTIMIZERS[optimizer]()
     made = problem("no empty" if optimizer == "muon" else "zoo")
