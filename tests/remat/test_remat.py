@@ -16,7 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import ODD_GPT, Problem, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
+from zero_jax.engine import rewrite, weights
 from zero_jax.hlo import auditor
+from zero_jax.jaxpr import equations
 from zero_jax.plan import flat_trace
 from zero_jax.remat import activations, policies
 
@@ -120,46 +122,36 @@ def test_no_policy_changes_a_value(name, stage, remat):
     assert_same(name, *train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat, **more)[:2])
 
 
-# FLOPs of unrolled layers are in test_prove_remat.py, since XLA's CPU compiler takes the barriers
-# out and merges equal operations. A scanned layer runs forward `again` times more. At stage 3
-# weights are gathered `gathers` times, at stage 0 partitioned activations are.
+# Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler takes the barriers out and
+# merges equal operations. A layer runs forward `again` times more, and at stage 3 its weights
+# are gathered `gathers` times.
 # fmt: off
-COMPILED = [  # problem, policy, stage, devices on `model`, again, gathers
-    ("scanned", "none", 1, 1, 0, None), ("scanned", "dots", 3, 1, 0, 2),
-    ("scanned", "block", 3, 1, 1, 2), ("scanned", "block_sqrt", 3, 1, 2, 3),
-    ("scanned", "block_sqrt", 0, 1, 2, 0), ("scanned", "block@host", 2, 1, 1, None),
-    ("scanned", "names@host:h@host", 3, 1, 0, 2), ("scanned", "block@partitioned", 0, 4, 1, 6),
-    ("scanned", "block_sqrt@partitioned+host", 0, 4, 2, 3),
-    ("scanned", "names:h@partitioned", 0, 4, 0, 6),
-    # An unrolled first layer's input is the batch, which stays.
-    ("plain", "block@partitioned", 0, 4, None, DEPTH - 1),
+COMPILED = [  # policy, stage, again, gathers
+    ("none", 1, 0, None), ("dots", 3, 0, 2), ("block", 3, 1, 2),
+    ("block_sqrt", 3, 2, 3), ("block_sqrt", 0, 2, None), ("block@host", 2, 1, None),
+    ("names@host:h@host", 3, 0, 2),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("name", "remat", "stage", "model", "again", "gathers"), COMPILED)
-def test_a_compiled_step_has_the_flops_collectives_and_values(
-    name, remat, stage, model, again, gathers
-):
-    p, rows = problem(name), ROWS // (4 if model == 1 else 2)
-    mesh = zero_jax.make_mesh(model=model, devices=jax.devices()[: ROWS // rows * model])
-    zero = zero_jax.Zero(mesh, stage, remat=remat)
+@pytest.mark.parametrize(("remat", "stage", "again", "gathers"), COMPILED)
+def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, again, gathers):
+    p = problem("scanned")
+    zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), stage, remat=remat)
     params, tx = zero.shard(p.start), zero.optimizer(TX)
     state, losses = tx.init(params), []
     program = zero.train_step(p.loss, tx).lower(params, state, p.batch).compile()
-    audit = auditor.audit(program, dict(mesh.shape))
-    if again is not None:
-        assert audit.flops == (3 + again) * 6 * 2 * rows * WIDTH * WIDTH
-    # Biases, 1 of 17, are not gathered again where the sum that they are a part of is kept.
-    unit = 6 * 17 * WIDTH if model == 1 else rows * WIDTH
+    audit = auditor.audit(program, dict(zero.mesh.shape))
+    assert audit.flops == (3 + again) * 6 * 2 * (ROWS // 4) * WIDTH * WIDTH
     if gathers is not None:
-        assert audit.words.get("all-gather", 0) / unit == pytest.approx(gathers, abs=0.06)
-    if stage == 3:
-        assert audit.words["reduce-scatter"] / unit == pytest.approx(1, abs=0.05)
+        # Biases, 1 of 17, are not gathered again where the sum that they are a part of is kept.
+        words = {k: v / (6 * 17 * WIDTH) for k, v in audit.words.items()}
+        assert words["all-gather"] == pytest.approx(gathers, abs=0.06)
+        assert words["reduce-scatter"] == pytest.approx(1, abs=0.05)
     for _ in range(3):
         params, state, metrics = program(params, state, p.batch)
         losses.append(float(metrics.loss))
-    assert_same(name, losses, zero.full(params))
+    assert_same("scanned", losses, zero.full(params))
 
 
 # Saved activations, in traces.
@@ -219,6 +211,45 @@ def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
 
     found = stacks(step_of("mlp", "dots", loss=loss, make=make).jaxpr)
     assert [v.shape for v in found] == [SHARE, (6, ROWS // 4, 40)]
+
+
+# Saved activations that are partitioned over a model axis.
+
+
+# Problem, policy, gathers of an activation, manual axes. An unrolled first layer's input is the
+# batch, which stays.
+PARTITIONED = [
+    ("scanned", "block@partitioned", 6, {"data"}),
+    ("scanned", "block_sqrt@partitioned+host", 3, {"data"}),
+    ("scanned", "names:h@partitioned", 6, {"data", "model"}),
+    ("plain", "block@partitioned", DEPTH - 1, {"data", "model"}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "gathered", "manual"), PARTITIONED)
+def test_partitioned_values_are_gathered_once_and_change_nothing(name, policy, gathered, manual):
+    """Gradients on a mesh of 2 x 4, of a loss whose values every `model` device holds."""
+    p, auto = problem(name), jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
+
+    def loss(params, batch):
+        closed = equations.written_out(jax.make_jaxpr(p.loss)(params, batch))
+        held = [
+            weights.Weight(weights.whole(x), weights.Form(at, x.ndim, None))
+            for at, x in enumerate(jax.tree.leaves(params))
+        ]
+        return rewrite.run(closed, [*held, batch], policies.parse(policy), 2.0**30)[0]
+
+    def step(params, batch):
+        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), jax.grad(loss)(params, batch))
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    mapped = jax.shard_map(step, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+    compiled = jax.jit(mapped).lower(p.start, p.batch).compile()
+    audit = auditor.audit(compiled, dict(mesh.shape))
+    words = sum(c.elements * c.runs for c in audit.collectives if "gather" in c.kind)
+    assert words == gathered * (ROWS // 2) * WIDTH
+    assert ulps(compiled(p.start, p.batch), jax.jit(jax.grad(p.loss))(p.start, p.batch)) < ULPS
 
 
 def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
