@@ -1,8 +1,8 @@
-"""Trains with its optimizer state in files, from the start or from where it was; prints the loss.
+"""Trains with its optimizer state in files, from the start or from its last step.
 
-    python nvme_run.py FOLDER OUT STEPS KILL_AT_WRITE [ADDRESS PROCESSES PROCESS]
+    python nvme_run.py FOLDER OUT STEPS KILL_IN_STEP [ADDRESS PROCESSES PROCESS]
 
-A process of its own, so that it can be killed in the middle of a step.
+A separate process, so that it can be killed in the middle of a step.
 """
 
 import os
@@ -19,15 +19,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from problems import zoo_problem
+from problems import Problem
 
 import zero_jax
 from zero_jax.offload.mapped_store import Store
 from zero_jax.offload.tiers import Offload
 
+ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
+ROWS = 24
 
-def main(folder: str, out: str, steps: str, kill_at: str, *processes: str) -> None:
-    """Runs until so many steps are done in all, or dies at the so-manieth write."""
+
+def small_problem() -> Problem:
+    """Sharded matrices with padding, one of several pieces of 4 KiB, a vector and a scalar."""
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def make():
+        w, up = jax.random.normal(keys[0], (13, 13)), jax.random.normal(keys[1], (13, 101))
+        return {"w": w / 4, "up": up / 4, "b": jnp.zeros(13), "s": jnp.ones(())}
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["w"] + params["b"])
+        return jnp.mean((jnp.tanh(h @ params["up"]) * params["s"] - 0.5) ** 2)
+
+    return Problem(make, loss, jax.random.normal(keys[2], (ROWS, 13)))
+
+
+def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> None:
+    """Runs until so many steps are done in all, or dies in one of them."""
     if processes:
         address, count, index = processes
         jax.config.update("jax_num_cpu_devices", 4 // int(count))
@@ -35,36 +53,31 @@ def main(folder: str, out: str, steps: str, kill_at: str, *processes: str) -> No
     mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
     offload = Offload(True, True, tier="nvme", directory=folder, piece_bytes=4096)
     zero = zero_jax.Zero(mesh, stage=3, offload=offload)
-    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-    problem = zoo_problem()
-    params = zero.shard(problem.start)
-    wrapped = zero.optimizer(tx)
+    problem = small_problem()
+    params, wrapped = zero.shard(problem.start), zero.optimizer(ADAMW)
     begun = any(pathlib.Path(folder).glob("*/step.json"))
     params, state = wrapped.resume(params) if begun else (params, wrapped.init(params))
     step = zero.train_step(problem.loss, wrapped)
-    _die_at(int(kill_at))
-    rows = jax.process_index() * 120 // jax.process_count()
-    mine = jax.tree.map(
-        lambda x: np.asarray(x)[rows : rows + 120 // jax.process_count()], problem.batch
-    )
-    batch = zero_jax.global_batch(mesh, mine)
+    _die_in(int(kill_in))
+    share = ROWS // jax.process_count()
+    first = jax.process_index() * share
+    batch = zero_jax.global_batch(mesh, np.asarray(problem.batch)[first : first + share])
     begin = state.inner.files.store.step
     for _ in range(begin, int(steps)):
         params, state, metrics = step(params, state, batch)
-    full = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), zero.full(params))
-    leaves = {f"leaf{i}": x for i, x in enumerate(jax.tree.leaves(full))}
+    full = {k: np.asarray(x.addressable_data(0)) for k, x in zero.full(params).items()}
     if jax.process_index() == 0:
-        np.savez(out, begin=begin, loss=jnp.asarray(metrics.loss), **leaves)
+        np.savez(out, begin=begin, loss=jnp.asarray(metrics.loss), **full)
 
 
-def _die_at(count: int) -> None:
+def _die_in(step: int) -> None:
     writes, write = [0], Store.write
 
-    def counted(self: Store, *args: object) -> None:
-        writes[0] += 1
-        if writes[0] == count:
+    def counted(self: Store, number: int, *args: object) -> None:
+        writes[0] += number == step
+        if writes[0] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(self, *args)
+        write(self, number, *args)
 
     Store.write = counted
 

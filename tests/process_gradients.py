@@ -4,7 +4,7 @@
 
 SCATTER is a setting of `Precision`, or "none".
 
-A process of its own: how processes find each other is settled when JAX starts.
+A separate process: JAX joins processes when it starts.
 """
 
 import pathlib

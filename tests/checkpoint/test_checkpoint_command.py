@@ -1,9 +1,7 @@
-"""`python -m zero_jax.checkpoint`: what is there, and whether it is as it was written."""
+"""`python -m zero_jax.checkpoint`: `inspect` and `verify`."""
 
-import os
-import pathlib
+import runpy
 import shutil
-import subprocess
 import sys
 
 import jax
@@ -13,82 +11,31 @@ import pytest
 from test_checkpoint_faults import files_of
 from test_checkpoints import zero_on
 
-from zero_jax.checkpoint import arrays, inspection
+from zero_jax.checkpoint import arrays
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.commands.checkpoint import main
 
-ROOT = pathlib.Path(__file__).parents[2]
 
-
-def tree(value=1.0):
+def save(folder, *steps, value=1.0):
+    """Saves a tree with arrays over three devices."""
+    own = zero_on(3).shard({"w": np.arange(21.0, dtype=np.float32).reshape(7, 3)})
     params = {"w": jnp.arange(21.0).reshape(7, 3) * value, "b": jnp.ones(3, jnp.bfloat16)}
-    return {"params": params, "n": 3, "key": jax.random.key(0), "none": jnp.zeros((0, 2))}
+    tree = {"params": params, "n": 3, "key": jax.random.key(0), "none": jnp.zeros((0, 2))}
+    with Checkpoints(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, tree | {"sharded": own}, config={"width": 3})
+    return folder
 
 
 @pytest.fixture
 def two(tmp_path):
-    """Checkpoints of steps 1 and 12; arrays over three devices."""
-    params = zero_on(3).shard({"w": np.arange(21.0, dtype=np.float32).reshape(7, 3)})
-    with Checkpoints(tmp_path / "run") as checkpoints:
-        for step in (1, 12):
-            checkpoints.save(step, tree() | {"at rest": params}, config={"width": 3})
-    return tmp_path / "run"
+    return save(tmp_path / "run", 1, 12)
 
 
-def run(*args):
-    return main([str(arg) for arg in args])
-
-
-def test_inspect_shows_steps_and_the_tree(two, capsys):
-    assert run("inspect", two) == 0
-    said = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in said.splitlines()]
-    assert any(line.startswith("step 1 ") and line.endswith("whole") for line in lines)
-    assert any(line.startswith("step 12 ") and line.endswith("whole") for line in lines)
-    assert "params/w float32 (7, 3)" in lines
-    assert "params/b bfloat16 (3,)" in lines
-    assert f"key key<{jax.random.key_impl(jax.random.key(0))}> (2,)" in lines  # its words
-    assert "none float32 (0, 2)" in lines
-    assert any('{"width": 3}' in line for line in lines)
-    assert f"jax {jax.__version__}" in said and "zero_jax" in said
-    assert run("inspect", two, "--step", 1) == 0
-    assert run("inspect", two, "--step", 2) == 2
-    assert "step 2: there are steps 1, 12" in capsys.readouterr().err
-
-
-def test_verify_is_silent_about_nothing(two, capsys):
-    assert run("verify", two) == 0
-    said = capsys.readouterr().out
-    assert "step 1: " in said and "step 12: " in said
-    assert run("verify", two, "--step", 12) == 0
-    assert "step 1:" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("args", [("verify",), ("inspect",)])
-def test_a_folder_without_checkpoints_is_an_error(tmp_path, capsys, args):
-    assert run(*args, tmp_path / "none") == 2
-    assert "does not hold a checkpoint" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
-
-
-def test_verify_notices_every_flipped_bit_and_names_the_step(two, capsys):
-    rng = np.random.default_rng(0)
-    for path in files_of(two / "12"):
-        good = path.read_bytes()
-        for trial in range(3):
-            at = int(rng.integers(len(good)))
-            bad = bytearray(good)
-            bad[at] ^= 1 << int(rng.integers(8))
-            path.write_bytes(good[:at] if trial == 2 else bad)
-            assert run("verify", two) == 1, f"{path}, byte {at} of {len(good)}: not noticed"
-            said = capsys.readouterr().out.splitlines()
-            assert next(line for line in said if line.startswith("step 12")).endswith("DAMAGED")
-            assert next(line for line in said if line.startswith("step 1:")).endswith("as written")
-        path.unlink()
-        assert run("verify", two) == (0 if path.name == "seal.json" else 1)
-        path.write_bytes(good)
-        capsys.readouterr()
-    assert run("verify", two) == 0
+@pytest.fixture
+def run(capsys):
+    """Returns the exit code and the output."""
+    return lambda *args: (main([str(arg) for arg in args]), "".join(capsys.readouterr()))
 
 
 def chunk_of(folder, name):
@@ -97,77 +44,69 @@ def chunk_of(folder, name):
     return next(p for p in files_of(folder / "12" / "state" / entry.folder) if "c" in p.parts)
 
 
-def test_damaged_arrays_are_all_named(two, capsys):
-    for name in ("params/w", "params/b"):
-        path = chunk_of(two, name)
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert run("verify", two) == 1
-    said = capsys.readouterr().out
-    assert "params/w" in said and "params/b" in said and "at rest" not in said
+def test_inspect_shows_steps_and_the_tree(two, run):
+    code, said = run("inspect", two)
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert code == 0
+    assert all(any(line.startswith(f"step {n} ") for line in lines) for n in (1, 12))
+    assert {"params/w float32 (7, 3)", "params/b bfloat16 (3,)", "none float32 (0, 2)"} <= {*lines}
+    assert f"key key<{jax.random.key_impl(jax.random.key(0))}> (2,)" in lines  # its words
+    assert '{"width": 3}' in said and f"jax {jax.__version__}" in said and "zero_jax" in said
+    assert run("inspect", two, "--step", 1)[0] == 0
 
 
-def test_the_checksum_of_the_array_is_compared_too(two, capsys, monkeypatch):
-    """Chunks that are right each, and wrong together."""
-    other = Checkpoints(two.parent / "other")
-    other.save(12, tree(2.0))
-    other.close()
-    shutil.copy(chunk_of(two.parent / "other", "params/w"), chunk_of(two, "params/w"))
-    assert run("verify", two) == 1
-    assert "params/w: its checksum differs" in capsys.readouterr().out
+def test_verify_names_every_damaged_array(two, run, capsys, monkeypatch):
+    code, said = run("verify", two)
+    assert code == 0 and "step 1: " in said and "step 12: " in said
+    path = chunk_of(two, "params/b")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    # Each chunk of the other array is right, and together they are wrong.
+    other = save(two.parent / "other", 12, value=2.0)
+    shutil.copy(chunk_of(other, "params/w"), chunk_of(two, "params/w"))
+    code, said = run("verify", two)
+    lines = {line.split()[1]: line for line in said.splitlines() if line[:4] == "step"}
+    assert code == 1 and "DAMAGED" in lines["12:"] and "DAMAGED" not in lines["1:"]
+    assert "params/w: its checksum" in said and "params/b" in said and "sharded" not in said
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", str(two), "--step", "1"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("zero_jax.checkpoint", run_name="__main__")
+    assert "step 12" not in capsys.readouterr().out
 
 
-def test_verify_holds_one_chunk_at_a_time(tmp_path, monkeypatch):
+def test_checkpoints_that_do_not_exist_are_errors(two, run):
+    code, said = run("inspect", two, "--step", 2)
+    assert code == 2 and "step 2" in said and "1, 12" in said
+    for command in ("verify", "inspect"):
+        code, said = run(command, two / "none")
+        assert code == 2 and str(two / "none") in said and not (two / "none").exists()
+
+
+def test_verify_holds_one_chunk_at_a_time(tmp_path, run, monkeypatch):
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 1 << 12)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": np.arange(50 * 33 * 7, dtype=np.float32).reshape(50, 33, 7)})
-    sizes, read = [], arrays.Array.read
-
-    def reading(*args):
-        sizes.append(read(*args).nbytes)
-        return read(*args)
-
-    monkeypatch.setattr(arrays.Array, "read", reading)
-    assert run("verify", tmp_path) == 0
+    parts, read = [], arrays.Array.read
+    monkeypatch.setattr(arrays.Array, "read", lambda *args: parts.append(read(*args)) or parts[-1])
+    assert run("verify", tmp_path)[0] == 0
+    sizes = [part.nbytes for part in parts]
     assert sum(sizes) == 4 * 50 * 33 * 7 and max(sizes) <= 1 << 12 and len(sizes) > 4
 
 
-def test_inspect_sees_missing_and_cut_chunks_without_reading(two, capsys, monkeypatch):
+def test_inspect_notices_missing_files_without_reading_arrays(two, run, monkeypatch):
     monkeypatch.setattr(arrays.Array, "read", None)
     path = chunk_of(two, "params/w")
     good = path.read_bytes()
     for change in (lambda: path.write_bytes(good[:-1]), path.unlink):
         change()
-        assert run("inspect", two) == 1
-        said = capsys.readouterr().out
-        assert "NOT WHOLE" in said and "params/w" in said
+        code, said = run("inspect", two)
+        assert code == 1 and "NOT WHOLE" in said and "params/w" in said
     path.write_bytes(good)
     (two / "12" / "seal.json").unlink()
     (two / "13.orbax-checkpoint-tmp").mkdir()
-    assert run("inspect", two) == 0
-    said = capsys.readouterr().out
-    assert "whole, without its seal" in said
-    assert "13.orbax-checkpoint-tmp" in said
-
-
-def test_a_step_without_a_manifest_is_not_passed_over(two, capsys):
+    code, said = run("inspect", two)
+    assert code == 0 and "seal" in said and "13.orbax-checkpoint-tmp" in said
+    monkeypatch.undo()
     (two / "12" / "state" / "manifest.json").unlink()
-    assert run("verify", two) == 1
-    assert "manifest.json" in capsys.readouterr().out
-    assert run("inspect", two) == 1
-
-
-def test_chunks_of_an_array_are_its_files(two):
-    with Checkpoints(two, read_only=True) as checkpoints:
-        manifest = checkpoints.manifest()
-    for entry in manifest.arrays.values():
-        folder = two / "12" / "state" / entry.folder
-        found = {p for p in files_of(folder) if p.name != "zarr.json"}
-        assert found == {folder / chunk.path for chunk in inspection.chunks(entry)}
-
-
-def test_it_runs_as_a_module(two):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "zero_jax.checkpoint", "verify", str(two)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "step 12" in done.stdout and not done.stderr
+    for command in ("verify", "inspect"):
+        code, said = run(command, two)
+        assert code == 1 and "manifest.json" in said

@@ -1,4 +1,4 @@
-"""What several processes compute together is what one process computes."""
+"""Processes that launchers start: environment variables, GPUs, mutual TLS, the same gradients."""
 
 import os
 import subprocess
@@ -12,51 +12,64 @@ import pytest
 import zero_jax
 from training.supervise import free_address
 from zero_jax.cluster import processes, roll
+from zero_jax.cluster.launchers import launched_processes
+from zero_jax.releases import MUTUAL_TLS
 
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS": "4"}
+SLURM |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+OMPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "3"}
-SCRIPT = Path(__file__).parents[1] / "process_gradients.py"
+ALONE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
+ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
 
 
-def run(out, *groups):
-    # XLA's settings are those of users: how the program is scheduled matters here.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    commands = [[sys.executable, str(SCRIPT), str(out), *map(str, group)] for group in groups]
-    processes = [subprocess.Popen(command, env=environment) for command in commands]
-    try:
-        assert [p.wait(timeout=300) for p in processes] == [0] * len(groups)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+@pytest.mark.parametrize("name", [*SLURM, *OMPI])
+def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, name):
+    """Before any process waits for others, also where the arguments are given."""
+    for known, text in (SLURM if name in SLURM else OMPI).items():
+        monkeypatch.setenv(known, text)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
+    for value in ("abc", "-1", "", "1.5", "²", "9" * 30):
+        monkeypatch.setenv(name, value)
+        for args in ((), ("127.0.0.1:1", 2, 1)):
+            with pytest.raises(ValueError, match=f"{name}="):
+                zero_jax.initialize(*args)
 
 
 @pytest.mark.parametrize(
-    ("given", "own"),
-    [
-        ({}, None),
-        (GPUS, None),
-        (GPUS | STEP, [3]),
-        (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
-        (GPUS | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, [0, 1, 2, 3]),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, None),
-        (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
-        (
-            GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            [0, 1, 2, 3],
-        ),
-        (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
-    ],
+    ("rank", "known"), [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
 )
-def test_each_process_takes_its_own_gpus(monkeypatch, given, own):
-    """What JAX is told: by itself it takes number LOCALID, also where that is not there."""
-    for name, value in given.items():
+def test_ranks_and_numbers_of_processes_are_read(monkeypatch, rank, known):
+    assert launched_processes() == 1
+    for name, text in known.items():
+        monkeypatch.setenv(name, text)
+    assert launched_processes() == 4
+    monkeypatch.setenv(rank, "4")
+    with pytest.raises(ValueError, match=f"{rank}=4 of .*=4"):
+        zero_jax.initialize()
+
+
+# fmt: off
+OWN = [  # environment, GPUs of this process
+    ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
+    (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("environment", "own"), OWN)
+def test_each_process_takes_its_own_gpus(monkeypatch, environment, own):
+    """By itself JAX takes number LOCALID, also where that does not exist."""
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     told = []
-
-    def initialize(*, local_device_ids, **_):
-        told.append(local_device_ids)
-
+    initialize = lambda *, local_device_ids, **_: told.append(local_device_ids)  # noqa: E731
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(roll, "call", lambda *_: None)
     monkeypatch.setattr(processes, "_links", [])
@@ -64,20 +77,112 @@ def test_each_process_takes_its_own_gpus(monkeypatch, given, own):
     assert told == [own]
 
 
+def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")
+    (tmp_path / "key.pem").write_text("no key")
+    path, names = str(tmp_path / "ca.pem"), [name.lower() for name in FILES]
+    if not MUTUAL_TLS:
+        monkeypatch.setenv(FILES[1], path)
+        with pytest.raises(ValueError, match=FILES[1]):
+            zero_jax.initialize("127.0.0.1:1", 2, 1)
+        return
+    before = {name: jax.config.values[name] for name in names}
+    try:
+        for key in (None, str(tmp_path / "none"), str(tmp_path / "key.pem")):
+            for name, value in zip(names, (path, path, key), strict=True):
+                jax.config.update(name, value)
+            with pytest.raises(ValueError, match="jax_mtls_key_file"):
+                zero_jax.initialize("127.0.0.1:1", 2, 1)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+# Several processes.
+
+
+def outputs(commands, environments):
+    """Runs Python programs together; returns their output."""
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    started = [
+        subprocess.Popen([sys.executable, *args], env={**os.environ, **PLATFORM, **more}, **how)
+        for args, more in zip(commands, environments, strict=True)
+    ]
+    try:
+        return [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def certificate(folder, name, ca):
+    """Makes a key and a certificate for 127.0.0.1, signed by an authority or by itself."""
+    request = f"req -subj /CN={name} -nodes -newkey rsa:2048 -keyout {name}.key"
+    signed = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -extfile names"
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    for words in (
+        [f"{request} -x509 -days 2 -out {name}.pem"]
+        if ca == name
+        else [f"{request} -out {name}.csr", f"x509 -req -in {name}.csr {signed} -out {name}.pem"]
+    ):
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+
+
+JOIN = """
+import sys, jax, zero_jax
+jax.config.update("jax_num_cpu_devices", 1)
+zero_jax.initialize(sys.argv[1], 2, int(sys.argv[2]), wait_seconds=float(sys.argv[3]))
+print("joined", jax.process_count(), len(jax.devices()))
+"""
+
+
+@pytest.mark.slow
+def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
+    """On a release without mutual TLS the variables are an error: they would be ignored."""
+
+    def join(second, seconds):
+        at = free_address()
+        environments = [
+            dict(
+                zip(
+                    FILES,
+                    (f"{tmp_path}/{x}" for x in ("ca.pem", f"{own}.pem", f"{own}.key")),
+                    strict=True,
+                )
+            )
+            for own in ("first", second)
+        ]
+        return outputs([["-c", JOIN, at, rank, seconds] for rank in "01"], environments)
+
+    for name, ca in (("ca", "ca"), ("first", "ca"), ("second", "ca"), ("other", "other")):
+        certificate(tmp_path, name, ca)
+    certificate(tmp_path, "stranger", "other")
+    said = join("second", "60")
+    if not MUTUAL_TLS:
+        assert all(f"ValueError: `{FILES[0]}`" in text for text in said), said
+        return
+    assert all("joined 2 2" in text for text in said), said
+    said = join("stranger", "8")
+    assert not any("joined" in text for text in said), said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scatter", ["none", "int4"])
 def test_gradients_of_two_processes_are_those_of_one(tmp_path, scatter):
-    """To rounding, each time: sums that go wrong now and then do so for a few numbers."""
-    run(tmp_path / "one", (scatter,))
-    address = free_address()
-    run(tmp_path / "two", (scatter, address, 2, 0), (scatter, address, 2, 1))
+    """To rounding, each time: a race in a sum is wrong now and then, for a few numbers."""
+    script, at = [str(ROOT / "tests" / "process_gradients.py")], free_address()
+    for name, *ranks in (("one", []), ("two", *([at, "2", rank] for rank in "01"))):
+        commands = [[*script, str(tmp_path / name), scatter, *rank] for rank in ranks]
+        # With XLA's own settings, as users have them: how the program is scheduled matters here.
+        said = outputs(commands, [{"XLA_FLAGS": ""}] * len(ranks))
     want = np.load(tmp_path / "one-0.npz")
     for number in range(3):
         got = np.load(tmp_path / f"two-{number}.npz")
-        assert want.keys() == got.keys()
+        assert want.keys() == got.keys(), said
         for name in want:
-            largest = np.abs(want[name]).max()
-            off = np.abs(got[name] - want[name])
+            largest, off = np.abs(want[name]).max(), np.abs(got[name] - want[name])
             same = off <= 1e-5 * largest + 1e-9
             # Where a number is half-way between two steps, an ulp decides which one it becomes.
             assert np.mean(~same) <= (0 if scatter == "none" else 1e-3), name

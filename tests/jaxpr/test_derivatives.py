@@ -1,15 +1,18 @@
-"""What no trained parameter changes, or no loss reads, has no derivative: not even of a layer."""
+"""Values that no trained parameter changes, or that no loss reads, have no derivative in layers."""
+
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 import zero_jax
-from zero_jax.jaxpr import derivatives
+from zero_jax.jaxpr import derivatives, equations
 
-SLOW = pytest.mark.slow
+KNOWN = jax.checkpoint_policies
 N, ROWS, D, LAYERS = 3, 6, 8, 4
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 
@@ -19,17 +22,17 @@ def make():
     return {"w": w, "frozen": f}
 
 
-def distance(x):
-    """Zero, with a derivative that is infinite."""
-    return jnp.sqrt(jnp.sum((x - x) ** 2, -1))
+def metric(x, seen, own):
+    """Each layer has a metric, which the loss does not read: zero, with an infinite derivative."""
+    x = jnp.tanh(x @ own["w"] + x @ own["frozen"])
+    return x, seen + jnp.sqrt(jnp.sum((x - x) ** 2, -1, keepdims=True))
 
 
-def turned(f, x):
-    def body(state):
-        at, x = state
-        return at + 1, jnp.sin(x @ f)
-
-    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
+def data(x, beside, own):
+    """Data pass through all layers beside the activations; a while loop reads them."""
+    step = lambda state: (state[0] + 1, jnp.sin(state[1] @ own["frozen"]))  # noqa: E731
+    turned = lax.while_loop(lambda state: state[0] < 2, step, (0, beside))[1]
+    return jnp.tanh(x @ own["w"]) + turned, beside / 2
 
 
 def scanned(layer, params, x, beside):
@@ -46,55 +49,41 @@ def checkpointed(layer, params, x, beside):
     return unrolled(jax.checkpoint(layer), params, x, beside)
 
 
-def metric(loop):
-    """Of every layer, which the loss does not read."""
-
-    def layer(x, seen, own):
-        x = jnp.tanh(x @ own["w"] + x @ own["frozen"])
-        return x, seen + distance(x)
-
-    def loss(params, x):
-        x, seen = loop(layer, params, x, jnp.zeros(x.shape[0]))
-        return jnp.mean(x), seen
-
-    return loss
-
-
-def data(loop):
-    """Goes through all layers beside the activations; a loop of unknown length reads it."""
-
-    def layer(x, beside, own):
-        return jnp.tanh(x @ own["w"]) + turned(own["frozen"], beside), beside / 2
-
-    def loss(params, x):
-        return jnp.mean(loop(layer, params, x, 2 * x)[0]), None
-
-    return loss
+# fmt: off
+USUAL = [
+    (metric, scanned, "block", 3), (metric, unrolled, KNOWN.dots_saveable, 3),
+    (data, scanned, KNOWN.everything_saveable, 1), (data, unrolled, "dots", 3),
+    (data, checkpointed, "block", 3),
+]
+MORE = [
+    (metric, scanned, "none", 1), (metric, scanned, "dots", 3), (metric, unrolled, "block_sqrt", 3),
+    (metric, checkpointed, "dots", 1), (data, scanned, "block_sqrt", 3),
+    (data, unrolled, "none", 3), (data, checkpointed, KNOWN.dots_saveable, 1),
+]
+# fmt: on
 
 
 @pytest.mark.parametrize(
-    "remat", ["block", *(pytest.param(r, marks=SLOW) for r in ("none", "block_sqrt", "dots"))]
+    ("form", "loop", "remat", "stage"),
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
-@pytest.mark.parametrize("loop", [scanned, unrolled, checkpointed])
-@pytest.mark.parametrize("form", [metric, data])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_gradients_are_those_of_one_device(form, loop, remat, stage):
-    loss = form(loop)
+    def loss(params, x):
+        x, beside = loop(form, params, x, 2 * x if form is data else jnp.zeros((x.shape[0], 1)))
+        return jnp.mean(x), beside
+
     mesh = zero_jax.make_mesh(N, devices=jax.devices()[:N])
     zero = zero_jax.Zero(mesh, stage, remat=remat, frozen="frozen")
     (value, _), grads = zero.value_and_grad(loss, has_aux=True)(zero.init(make), X)
-
-    def alone(w):
-        return loss({**make(), "w": w}, X)[0]
-
+    alone = lambda w: loss({**make(), "w": w}, X)[0]  # noqa: E731
     wanted, gradient = jax.value_and_grad(alone)(make()["w"])
     assert np.isfinite(gradient).all()
     np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(zero.full(grads)["w"], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_wanted_is_not_touched():
-    """A scan over weights: only the data, of which no derivative is wanted, is read as such."""
+def test_trained_weights_keep_their_derivative():
+    """A scan over weights: only the data, whose derivative is not wanted, loses its own."""
 
     def loss(w, x):
         return lax.scan(lambda x, own: (jnp.tanh(x @ own), None), x, w)[0].sum()
@@ -105,3 +94,38 @@ def test_what_is_wanted_is_not_touched():
     weights_alone = jax.make_jaxpr(lambda w: loss(w, X))(make()["w"])
     again = derivatives.settled(weights_alone, [True], [True])
     assert str(again).count("stop_gradient") == 1
+
+
+def test_products_of_convolutions_loops_and_branches_are_counted():
+    """Each output has a product with every element of its kernel; the longest branch counts."""
+    images, side, c, k, turns = 2, 8, 3, 3, 4
+
+    def layer(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, numbers), None
+
+    def loop(x, kernels):
+        return lax.scan(layer, x, kernels)[0] + 1
+
+    shapes = ((images, side, side, c), (turns, k, k, c, c))
+    jaxpr = jax.make_jaxpr(loop)(*map(jnp.zeros, shapes)).jaxpr
+    assert equations.products(jaxpr) == [turns * images * side * side * c * k * k * c, 0]
+    branch = lambda x, which: lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)  # noqa: E731
+    jaxpr = jax.make_jaxpr(branch)(jnp.zeros((4, 4)), True).jaxpr
+    assert max(equations.products(jaxpr)) == 2 * 4**3
+
+
+@pytest.mark.parametrize(
+    ("remat", "states", "tx"),
+    [("block", "8bit", optax.adamw(1e-3)), ("none", "fp32", optax.contrib.muon(1e-3))],
+)
+def test_no_jaxpr_is_built_that_jax_deprecates(remat, states, tx):
+    """`python -W error` includes JAX's warning about a jaxpr that is built without debug info."""
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+    loss = lambda params, x: jnp.mean(lax.scan(layer, x, params["w"])[0] ** 2)  # noqa: E731
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, remat=remat, states=states)
+    params = zero.abstract(lambda: {"w": jnp.ones((2, 64, 64))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = zero.train_step(loss, tx)
+        step.lower(params, step.transformation.init(params), jnp.ones((8, 64)))

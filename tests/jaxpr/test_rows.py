@@ -1,4 +1,4 @@
-"""Sums and statistics over the rows of a batch, told apart in traces of losses."""
+"""Traced losses: sums over the rows of a batch, and statistics over them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ def errors(w, x):
 
 
 def picked(w, x):
-    labels = jnp.argmax(x, axis=1)
-    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1)[:, 0]
+    labels = jnp.argmax(x, axis=1)[:, None]
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels, 1)[:, 0]
 
 
 def scanned(w, x):
@@ -28,7 +28,7 @@ def shares(w, x):
     return weights / jnp.sum(weights)
 
 
-def of(loss):
+def read(loss):
     closed = equations.written_out(jax.make_jaxpr(loss)(W, X))
     return rows.read(closed, [True, False], [False, True])
 
@@ -73,21 +73,22 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_over_rows(name):
-    loss = of(SUMS[name]).loss
-    assert loss.is_sum and loss.sure
+DOUBT = {"weights that may be normalised": lambda w, x: jnp.sum(errors(w, x) * x)}
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_sum", "sure"), [(SUMS, {True}, {True}), (DOUBT, {True}, {False})]
+)
+def test_sums_over_rows(losses, is_sum, sure):
+    found = {name: read(loss).loss for name, loss in losses.items()}
+    assert {x.is_sum for x in found.values()} == is_sum, found
+    assert {x.sure for x in found.values()} == sure, found
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_what_is_no_sum_over_rows(name):
-    loss = of(MEANS[name]).loss
+def test_means_are_no_sums_over_rows(name):
+    loss = read(MEANS[name]).loss
     assert not (loss.is_sum and loss.sure)
-
-
-def test_a_weight_that_may_be_normalised_is_a_doubt():
-    loss = of(lambda w, x: jnp.sum(errors(w, x) * x)).loss
-    assert loss.is_sum and not loss.sure
 
 
 def normalised(x):
@@ -113,11 +114,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_statistics_that_rows_are_given(name):
-    assert of(MIXED[name]).mixed
-
-
-@pytest.mark.parametrize("name", APART)
-def test_rows_that_are_not_mixed(name):
-    assert not of(APART[name]).mixed
+@pytest.mark.parametrize(("losses", "mixed"), [(MIXED, True), (APART, False)])
+def test_statistics_over_rows_are_found(losses, mixed):
+    for name, loss in losses.items():
+        assert bool(read(loss).mixed) == mixed, name

@@ -1,4 +1,4 @@
-"""What remat policies hold, keep on the host, send and compute, in programs compiled for H100."""
+"""Memory, host memory, collectives and FLOPs of remat policies, in programs compiled for H100."""
 
 import functools
 
@@ -52,53 +52,43 @@ def unrolled(policy, stage=3, rows=B):
     return zero.plan(loss, optax.sgd(0.1), params, batch, target="h100")
 
 
-def test_unrolled_layers_run_forward_once_more_under_block():
-    """Less the second product of each, which nothing in the layer reads."""
-    more = unrolled("block").compiled.flops - unrolled("none").compiled.flops
-    assert more == LAYERS * FORWARD
-
-
-def test_unrolled_groups_run_forward_twice_more():
-    """Groups of two: as groups all but each one's last layer, then as layers."""
-    more = unrolled("block_sqrt").compiled.flops - unrolled("none").compiled.flops
-    assert more == LAYERS // 2 * 2 * FORWARD + LAYERS * FORWARD
-
-
-def test_unrolled_layers_keep_their_inputs_only():
-    """None keeps of each layer its input, the norm, both sides of the GELU: 10 inputs or more."""
-    saved = unrolled("none").compiled.temp_bytes - unrolled("block").compiled.temp_bytes
-    assert saved > LAYERS * 8 * CARRY
-
-
-def test_unrolled_layers_keep_their_inputs_on_the_host():
-    """All but the first layer's, which is the batch: an argument, and on the device."""
-    assert unrolled("block@host").compiled.host_bytes == (LAYERS - 1) * CARRY
-    assert unrolled("block@host").predicted.host == (LAYERS - 1) * CARRY
+def test_unrolled_layers_keep_their_inputs_and_run_forward_again():
+    none, block, sqrt, host = (
+        unrolled(policy).compiled for policy in ("none", "block", "block_sqrt", "block@host")
+    )
+    # Without the second product of each, which nothing in the layer reads.
+    assert block.flops - none.flops == LAYERS * FORWARD
+    # Groups of two: as groups all but each one's last layer, then as layers.
+    assert sqrt.flops - none.flops == LAYERS // 2 * 2 * FORWARD + LAYERS * FORWARD
+    # `none` keeps of each layer its input, the norm, both sides of the GELU: 10 inputs or more.
+    assert none.temp_bytes - block.temp_bytes > LAYERS * 8 * CARRY
+    # The first layer's input is the batch: an argument, and on the device.
+    predicted = unrolled("block@host").predicted.host
+    assert host.host_bytes == predicted == (LAYERS - 1) * CARRY
 
 
 @pytest.mark.parametrize("policy", ["none", "block"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_full_gradients_of_unrolled_layers_do_not_stay_alive(stage, policy, monkeypatch):
-    """With one row a device weights outweigh activations: what is held is two layers' worth."""
+    """With one row a device weights are larger than activations: two layers' worth is held."""
     plan = unrolled(policy, stage, rows=1)
     layer = 4 * 8 * D * D  # a layer's gradient, fp32
     copy = 2 * LAYERS * 8 * D * D if stage == 2 else 0
     held = plan.compiled.temp_bytes - copy
     assert held < LAYERS * layer
     monkeypatch.setattr(repeats, "runs_of", lambda jaxpr, forms: [])
-    # What is no layer sends its gradients at once, too.
+    # Leaves outside of layers are summed at once, too.
     monkeypatch.setattr(barriers, "tied", lambda arrays: arrays)
     unknown = unrolled.__wrapped__(policy, stage, rows=1)
     assert unknown.compiled.temp_bytes - copy > held + layer // 4, "or this shows little"
 
-
-# P_a: a scanned layer split as Megatron does, over an automatic axis `model`.
 
 MP = 4
 
 
 @functools.cache
 def split_over_model(policy):
+    """P_a: a scanned layer split as Megatron does, over an automatic axis `model`."""
     mesh = AbstractMesh((2, MP), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def constrain(x, *spec):
@@ -117,36 +107,23 @@ def split_over_model(policy):
         loss_and_grads = jax.value_and_grad(rewrite.apply(loss, policy))(params, x)
         return jax.tree.map(lambda g: jax.lax.psum(g, "data"), loss_and_grads)
 
-    def given(shape, *spec):
+    def abstract(shape, *spec):
         return jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, P(*spec)))
 
-    args = (
-        (
-            given((12, D, 4 * D), None, None, "model"),
-            given((12, 4 * D, D), None, "model"),
-        ),
-        given((2 * B, T, D), "data"),
-    )
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
+    up = abstract((12, D, 4 * D), None, None, "model")
+    args = ((up, abstract((12, 4 * D, D), None, "model")), abstract((2 * B, T, D), "data"))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
+    mapped = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
     return prove.compile_for(targets.target("h100"), mapped, args, mesh, donated=0)
 
 
 def test_partitioned_inputs_are_one_part_of_mp_and_gathered_once():
-    whole, parts = split_over_model("block"), split_over_model("block@partitioned")
+    full, parts = split_over_model("block"), split_over_model("block@partitioned")
     saved = 12 * CARRY * (MP - 1) // MP
-    assert whole.temp_bytes - parts.temp_bytes >= 0.9 * saved
+    assert full.temp_bytes - parts.temp_bytes >= 0.9 * saved
     gathers = [c for c in parts.collectives if (c.kind, c.axis) == ("all-gather", "model")]
     assert [(c.elements, c.runs) for c in gathers] == [(B * T * D, 12)]
-    assert not [c for c in whole.collectives if c.kind == "all-gather"]
-
-
-def test_partitioned_inputs_on_the_host_are_there_to_the_byte():
+    assert not [c for c in full.collectives if c.kind == "all-gather"]
+    # On the host they are there to the byte.
     assert split_over_model("block@partitioned+host").host_bytes == 12 * CARRY // MP
     assert split_over_model("block@host").host_bytes == 12 * CARRY

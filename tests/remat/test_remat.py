@@ -1,9 +1,10 @@
-"""What each remat policy keeps, where, and that no policy changes a value.
+"""Remat policies: saved activations and their place, FLOPs, collectives, unchanged values.
 
 fp32 tolerance of gradients: 64 ulps of a leaf's largest element after three steps of SGD. The
 recomputed forward pass runs the same operations in the same order, but XLA fuses them differently.
 """
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,49 +13,41 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from problems import Problem, gpt_problem, train_plain, train_zero, ulps
+from problems import ODD_GPT, Problem, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
+from zero_jax.engine import rewrite, weights
+from zero_jax.hlo import auditor
+from zero_jax.jaxpr import equations
 from zero_jax.plan import flat_trace
+from zero_jax.remat import activations, policies
 
 TX = optax.sgd(1e-1)
 ULPS = 64
 WIDTH, ROWS, DEPTH = 16, 24, 5
+WIDE, BUCKET = dataclasses.replace(ODD_GPT, layers=4, width=32), 2**12
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
-POLICIES = ["none", "dots", "block", "block_sqrt", "names:h"]
-HOST = ["block@host", "block_sqrt@host", "names@host:h@host"]
-
-
-class Block(nn.Module):
-    """A pre-norm layer, whose input is not what its first parameter is used with."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.tanh(checkpoint_name(h, "h")))
 
 
 class Unrolled(nn.Module):
-    depth: int = DEPTH
+    """Pre-norm layers, whose first parameter is not applied to their input."""
 
     @nn.compact
     def __call__(self, x):
-        for _ in range(self.depth):
-            x = Block()(x)
+        for _ in range(DEPTH):
+            h = checkpoint_name(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)), "h")
+            x = x + nn.Dense(WIDTH)(nn.tanh(h))
         return nn.Dense(3)(nn.LayerNorm()(x))
 
 
 def linen_problem():
     model = Unrolled()
-    return Problem(
-        lambda: model.init(jax.random.key(0), X[:1]),
-        lambda params, x: jnp.mean(model.apply(params, x) ** 2),
-        X,
-    )
+    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
+    return Problem(lambda: model.init(jax.random.key(0), X[:1]), loss, X)
 
 
 def plain_problem():
-    """A list of layers, opened all at once before the first is used."""
+    """A list of layers, all of whose leaves are read before the first is used."""
 
     def make():
         keys = jax.random.split(jax.random.key(0), DEPTH)
@@ -69,7 +62,7 @@ def plain_problem():
 
 
 def scanned_problem():
-    """Six scanned layers, each with a key of its own, and a count in the carry."""
+    """Six scanned layers, each with its own key, and a count in the carry."""
 
     def make():
         w = jax.random.normal(jax.random.key(0), (6, WIDTH, WIDTH)) / 4
@@ -89,17 +82,11 @@ def scanned_problem():
     return Problem(make, loss, X)
 
 
-PROBLEMS = {
-    "linen": linen_problem,
-    "plain": plain_problem,
-    "scanned": scanned_problem,
-    "gpt": gpt_problem,
-}
-
-
 @functools.cache
 def problem(name):
-    return PROBLEMS[name]()
+    makers = {"linen": linen_problem, "plain": plain_problem, "scanned": scanned_problem}
+    makers |= {"gpt": gpt_problem, "wide gpt": lambda: gpt_problem(WIDE)}
+    return makers[name]()
 
 
 @functools.cache
@@ -107,42 +94,73 @@ def plain(name):
     return train_plain(problem(name), TX, 3)
 
 
-def assert_same(name, stage, remat):
-    losses, params, _ = train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat)
+def assert_same(name, losses, params):
     want = plain(name)
     assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
     assert ulps(params, want[1]) < ULPS
     assert want[0][-1] < want[0][0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", POLICIES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["linen", "plain", "scanned"])
+# fmt: off
+UNROLLED = [("plain", 2, "block_sqrt"), ("plain", 3, "block@host")]
+SLOW = [
+    ("linen", 0, "dots"), ("linen", 1, "names:h"), ("linen", 2, "block"),
+    ("linen", 3, "names@host:h@host"), ("linen", 3, "block_sqrt@host"), ("plain", 0, "block"),
+    ("plain", 1, "block_sqrt"), ("plain", 2, "names:h"), ("plain", 3, "dots"),
+    ("gpt", 3, "block@host"), ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"),
+    ("wide gpt", 2, "block"), ("wide gpt", 3, "block_sqrt"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "remat"),
+    [*UNROLLED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
 def test_no_policy_changes_a_value(name, stage, remat):
-    assert_same(name, stage, remat)
+    more = {"bucket_bytes": BUCKET} if name == "wide gpt" else {}
+    assert_same(name, *train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat, **more)[:2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", HOST)
-@pytest.mark.parametrize("name", ["linen", "plain", "scanned"])
-def test_no_place_changes_a_value(name, remat):
-    assert_same(name, 3, remat)
+# Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler takes the barriers out and
+# merges equal operations. A layer runs forward `again` times more, and at stage 3 its weights
+# are gathered `gathers` times.
+# fmt: off
+COMPILED = [  # policy, stage, again, gathers
+    ("none", 1, 0, None), ("dots", 3, 0, 2), ("block", 3, 1, 2),
+    ("block_sqrt", 3, 2, 3), ("block_sqrt", 0, 2, None), ("block@host", 2, 1, None),
+    ("names@host:h@host", 3, 0, 2),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize("remat", ["block_sqrt", "block@host"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_no_policy_changes_a_gpt(stage, remat):
-    assert_same("gpt", stage, remat)
+@pytest.mark.parametrize(("remat", "stage", "again", "gathers"), COMPILED)
+def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, again, gathers):
+    p = problem("scanned")
+    zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), stage, remat=remat)
+    params, tx = zero.shard(p.start), zero.optimizer(TX)
+    state, losses = tx.init(params), []
+    program = zero.train_step(p.loss, tx).lower(params, state, p.batch).compile()
+    audit = auditor.audit(program, dict(zero.mesh.shape))
+    assert audit.flops == (3 + again) * 6 * 2 * (ROWS // 4) * WIDTH * WIDTH
+    if gathers is not None:
+        # Biases, 1 of 17, are not gathered again where the sum that they are a part of is kept.
+        words = {k: v / (6 * 17 * WIDTH) for k, v in audit.words.items()}
+        assert words["all-gather"] == pytest.approx(gathers, abs=0.06)
+        assert words["reduce-scatter"] == pytest.approx(1, abs=0.05)
+    for _ in range(3):
+        params, state, metrics = program(params, state, p.batch)
+        losses.append(float(metrics.loss))
+    assert_same("scanned", losses, zero.full(params))
 
 
-# What is kept.
+# Saved activations, in traces.
 
 
-def step_of(name, remat, stage=3, **mesh):
-    """A traced step of four devices, and its count of parameters."""
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4, **mesh), stage, remat=remat)
-    p = problem(name)
+def step_of(name, remat, stage=3, loss=None, make=None, **settings):
+    """A traced step on four devices."""
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat, **settings)
+    p = problem(name) if loss is None else Problem(make, loss, X)
     params = zero.abstract(p.make)
     batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
     args = (params, zero.optimizer(TX).init(params), batch)
@@ -150,45 +168,32 @@ def step_of(name, remat, stage=3, **mesh):
 
 
 def stacks(jaxpr):
-    """Shapes of what forward loops over layers hand to the backward pass, with their places."""
-    part = flat_trace.device_part(jaxpr)
+    """Types of the values that forward loops over layers hand to the backward pass."""
     found = []
-    for eqn in part.eqns:
+    for eqn in flat_trace.device_part(jaxpr).eqns:
         if eqn.primitive.name == "scan" and "transpose(" not in str(eqn.source_info.name_stack):
             # Of rank 3 or more: not the loss and the sizes that the loop returns.
             found += [v.aval for v in eqn.outvars if v.aval.ndim > 2]
     return found
 
 
-SHARE = (6, ROWS // 4, WIDTH)  # what each of six layers keeps of a value, on one of four devices
+SHARE = (6, ROWS // 4, WIDTH)  # of a value kept by six layers, on one of four devices
+GROUPS = (3, *SHARE[1:])
+# fmt: off
+KEPT = [  # policy, stage, shapes, and which are on the host
+    ("block", 3, [SHARE], [0]), ("names:h", 0, [SHARE, SHARE], [0, 0]),
+    ("dots", 3, [SHARE, SHARE], [0, 0]), ("block_sqrt", 0, [GROUPS], [0]),
+    ("block@host", 3, [SHARE], [1]), ("names:h@host", 3, [SHARE, SHARE], [0, 1]),
+    ("names@host:h", 0, [SHARE, SHARE], [1, 0]), ("block_sqrt@host", 0, [GROUPS], [1]),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    ("remat", "shapes"),
-    [
-        ("block", [SHARE]),
-        ("names:h", [SHARE, SHARE]),
-        ("dots", [SHARE, SHARE]),
-        ("block_sqrt", [(3, *SHARE[1:])]),
-    ],
-)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_scanned_layers_keep_what_the_policy_says(remat, shapes, stage):
-    assert [v.shape for v in stacks(step_of("scanned", remat, stage).jaxpr)] == shapes
-
-
-@pytest.mark.parametrize(
-    ("remat", "where"),
-    [
-        ("block@host", [True]),
-        ("names:h@host", [False, True]),
-        ("names@host:h", [True, False]),
-        ("block_sqrt@host", [True]),
-    ],
-)
-def test_kept_values_are_where_the_policy_says(remat, where):
-    found = stacks(step_of("scanned", remat).jaxpr)
-    assert [v.memory_space == jax.memory.Space.Host for v in found] == where
+@pytest.mark.parametrize(("remat", "stage", "shapes", "on_host"), KEPT)
+def test_scanned_layers_keep_what_the_policy_says(remat, stage, shapes, on_host):
+    found = stacks(step_of("scanned", remat, stage).jaxpr)
+    assert [v.shape for v in found] == shapes
+    assert [v.memory_space == jax.memory.Space.Host for v in found] == on_host
 
 
 def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
@@ -201,42 +206,115 @@ def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat="dots")
-    params = zero.abstract(lambda: (jnp.zeros((6, WIDTH, 40)), jnp.zeros((6, 40, WIDTH))))
-    args = (params, zero.optimizer(TX).init(params), jax.ShapeDtypeStruct(X.shape, X.dtype))
-    found = stacks(zero.train_step(loss, TX).trace(*args).jaxpr)
+    def make():
+        return jnp.zeros((6, WIDTH, 40)), jnp.zeros((6, 40, WIDTH))
+
+    found = stacks(step_of("mlp", "dots", loss=loss, make=make).jaxpr)
     assert [v.shape for v in found] == [SHARE, (6, ROWS // 4, 40)]
 
 
-# FLOPs, of compiled programs. Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler
-# takes the barriers out and merges what it finds twice.
+# Saved activations that are partitioned over a model axis.
 
 
-@functools.cache
-def flops(remat, stage):
-    """Of a step of `scanned_problem` on four devices."""
-    zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), stage, remat=remat)
-    p = problem("scanned")
-    return zero.plan(p.loss, TX, zero.abstract(p.make), p.batch, compile=True).compiled.flops
+# Problem, policy, gathers of an activation, manual axes. An unrolled first layer's input is the
+# batch, which stays.
+PARTITIONED = [
+    ("scanned", "block@partitioned", 6, {"data"}),
+    ("scanned", "block_sqrt@partitioned+host", 3, {"data"}),
+    ("scanned", "names:h@partitioned", 6, {"data", "model"}),
+    ("plain", "block@partitioned", DEPTH - 1, {"data", "model"}),
+]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    ("remat", "forwards"), [("dots", 0), ("names:h", 0), ("block", 1), ("block_sqrt", 2)]
-)
-def test_layers_run_forward_as_often_as_the_policy_says(remat, forwards, stage):
-    one = 6 * 2 * (ROWS // 4) * WIDTH * WIDTH
-    assert flops("none", stage) == 3 * one
-    assert flops(remat, stage) - flops("none", stage) == forwards * one
+@pytest.mark.parametrize(("name", "policy", "gathered", "manual"), PARTITIONED)
+def test_partitioned_values_are_gathered_once_and_change_nothing(name, policy, gathered, manual):
+    """Gradients on a mesh of 2 x 4, of a loss whose values every `model` device holds."""
+    p, auto = problem(name), jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
+
+    def loss(params, batch):
+        closed = equations.written_out(jax.make_jaxpr(p.loss)(params, batch))
+        held = [
+            weights.Weight(weights.whole(x), weights.Form(at, x.ndim, None))
+            for at, x in enumerate(jax.tree.leaves(params))
+        ]
+        return rewrite.run(closed, [*held, batch], policies.parse(policy), 2.0**30)[0]
+
+    def step(params, batch):
+        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), jax.grad(loss)(params, batch))
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    mapped = jax.shard_map(step, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+    compiled = jax.jit(mapped).lower(p.start, p.batch).compile()
+    audit = auditor.audit(compiled, dict(mesh.shape))
+    words = sum(c.elements * c.runs for c in audit.collectives if "gather" in c.kind)
+    assert words == gathered * (ROWS // 2) * WIDTH
+    assert ulps(compiled(p.start, p.batch), jax.jit(jax.grad(p.loss))(p.start, p.batch)) < ULPS
 
 
-def test_no_policy_gathers_a_third_time_or_keeps_a_gathered_weight():
-    """Words at stage 3: 2 gathers, but for block_sqrt 3, and 1 reduction. Biases (1 of 17 words)
-    are not gathered again where what they are added to is kept."""
-    p = problem("scanned")
-    for policy, gathers in (("dots", 2), ("names:h", 2), ("block", 2), ("block_sqrt", 3)):
-        zero = zero_jax.Zero(zero_jax.make_mesh(4, devices=jax.devices()[:4]), 3, remat=policy)
-        plan = zero.plan(p.loss, TX, zero.abstract(p.make), p.batch, compile=True)
-        words = {k: v / plan.num_params for k, v in plan.compiled.words.items()}
-        assert words["all-gather"] == pytest.approx(gathers, abs=0.06), policy
-        assert words["reduce-scatter"] == pytest.approx(1, abs=0.05), policy
+def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
+    x = jnp.arange(15.0).reshape(5, 3)
+    place = policies.parse("block@partitioned").inputs
+
+    def there_and_back(x):
+        kept = activations.put(x, place)
+        assert kept.shape == (4,)
+        return activations.fetch(kept, place, x)
+
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
+    assert (jax.shard_map(there_and_back, mesh=mesh, **specs)(x) == x).all()
+
+
+# Layers of several buckets: up to half of their gradients are summed before the loop goes on.
+
+
+def barriers(jaxpr):
+    """Shapes of single arrays behind a barrier in backward loops."""
+    found = []
+
+    def walk(body, backward):
+        for eqn in body.eqns:
+            alone = len(eqn.outvars) == 1  # attention has some of several arrays
+            if eqn.primitive.name == "optimization_barrier" and backward and alone:
+                found.append(eqn.outvars[0].aval.shape)
+            inner = eqn.params.get("jaxpr")
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                loop = eqn.primitive.name == "scan"
+                turned = loop and "transpose(" in str(eqn.source_info.name_stack)
+                walk(getattr(inner, "jaxpr", inner), backward or turned)
+
+    walk(flat_trace.device_part(jaxpr), False)
+    return sorted(found)
+
+
+# Of a GPT's four matrices the two that end a branch: up would be more than half with down, and
+# the gradient of qkv is the last.
+ALONE = sorted([(WIDE.width, WIDE.width), (WIDE.width // 4, WIDE.width)])
+# Stage, remat, a bucket in bytes or as a part of a layer.
+BARRIERS = [(2, "block_sqrt", BUCKET, ALONE), (3, "block", 0.49, ALONE), (3, "block", 0.51, [])]
+
+
+@pytest.mark.parametrize(("stage", "remat", "bucket", "alone"), BARRIERS)
+def test_up_to_half_of_a_layer_is_summed_within_the_loop(stage, remat, bucket, alone):
+    if bucket < 1:
+        words = sum(x.size for x in jax.tree.leaves(problem("wide gpt").start["blocks"]))
+        bucket = int(bucket * 4 * words / WIDE.layers)
+    assert barriers(step_of("wide gpt", remat, stage, bucket_bytes=bucket).jaxpr) == alone
+
+
+@pytest.mark.parametrize("remat", ["block", "dots"])
+def test_the_order_is_that_of_use(remat):
+    """Both leaves of a layer are read first, `a` before `z`, which is used before it."""
+
+    def loss(params, x):
+        def layer(x, own):
+            return jnp.tanh(x @ own["z"]) @ own["a"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0])
+
+    def make():
+        return {"a": jnp.zeros((4, 32, WIDTH)), "z": jnp.zeros((4, WIDTH, 32))}
+
+    step = step_of("a and z", remat, loss=loss, make=make, bucket_bytes=BUCKET // 3)
+    assert barriers(step.jaxpr) == [(32 // 4, WIDTH)]
