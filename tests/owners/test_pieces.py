@@ -1,4 +1,4 @@
-"""Matrices cut over one or two dims, with and without padding, and back."""
+"""Matrices sharded over one or two dims, with and without padding, and back."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Muon's program for GPUs that are not there."""
+"""Muon's program, compiled ahead of time for GPUs."""
 
 import jax
 import pytest
@@ -14,10 +14,8 @@ def case(model, devices, optimizer="muon"):
     return Case(families.preset(model), zero, optimizer, 4 * devices, 1024)
 
 
-@pytest.mark.parametrize(
-    ("model", "devices"), [("1.5b", 8), ("7.5b", 64), ("llama-3.1-8b", 8), ("llama-3.1-8b", 64)]
-)
-def test_the_busiest_owner_computes_little_more_than_the_mean(model, devices):
+@pytest.mark.parametrize(("model", "devices"), [("1.5b", 8), ("llama-3.1-8b", 64)])
+def test_the_busiest_device_computes_little_more_than_the_mean(model, devices):
     own = case(model, devices)
     (one,) = update_forecast.exchanges(own.zero.settings, own.tx, jax.eval_shape(own.make))
     loads = zip(*(kind.counts for kind in one.kinds), strict=True)

@@ -182,7 +182,7 @@ def compiled(n, mp, **settings):
 SCALARS = 2 * 4
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_each_device_sends_its_part_of_the_elements_along_data(stage):
     D, L, mp = CONFIG.width, CONFIG.layers, 2
     # Sharded over `model`: matrices, and biases of `qkv` and `up` where `data` takes no dim.
