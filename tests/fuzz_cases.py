@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from fuzz_operations import COUNTS, OPS, REFUSED, square, wide
+from fuzz_operations import COUNTS, OPS, square, wide
 
 SHAPES = [(), (1,), (3,), (7,), (8,), (13,), (0,), (0, 4), (4, 4), (7, 4), (8, 4), (5, 3), (16, 8)]
 SHAPES += [(1, 1), (4, 64), (3, 4, 4), (6, 4, 4), (2, 7, 5), (8, 8, 8), (5, 2, 13), (64, 2, 2)]
@@ -44,10 +44,6 @@ class Case:
     ops: Sequence[Sequence[str]]
 
     @property
-    def refused(self) -> bool:
-        return any(name in REFUSED for names in self.ops for name in names)
-
-    @property
     def first(self) -> int:
         """The first leaf of floats: the aux has rows that are made of it."""
         return next(i for i, x in enumerate(jax.tree.leaves(self.params)) if is_float(x))
@@ -56,7 +52,7 @@ class Case:
         leaves, total, count = jax.tree.leaves(params), jnp.float32(0), 0
         for w, names in zip(leaves, self.ops, strict=True):
             for name in names:
-                fun = COUNTS[name] if name in COUNTS else wide((OPS | REFUSED)[name])
+                fun = COUNTS[name] if name in COUNTS else wide(OPS[name])
                 value = jnp.tanh(fun(w, x).astype(jnp.float32))
                 # Of another shape each time: no two stretches are alike, and taken for layers.
                 count += 1
@@ -94,7 +90,7 @@ def tree_of(rng: np.random.Generator, leaves: list[Any]) -> Any:
     return {"a": leaves[0], "a/b": {"c": leaves[1:]}}
 
 
-def case_of(rng: np.random.Generator, refused: bool = False) -> Case:
+def case_of(rng: np.random.Generator) -> Case:
     leaves = [leaf_of(rng) for _ in range(rng.integers(2, 5))]
     if not any(map(is_float, leaves)):
         leaves[0] = jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)
@@ -103,12 +99,10 @@ def case_of(rng: np.random.Generator, refused: bool = False) -> Case:
         known = list(OPS if is_float(x) else COUNTS)
         count = min(len(known), rng.integers(2, 6))
         ops.append([str(name) for name in rng.choice(known, count, replace=False)])
-    if refused:
-        ops[next(i for i, x in enumerate(leaves) if is_float(x))].append("while trained")
     return Case(tree_of(rng, leaves), ops)
 
 
-def settings_of(rng: np.random.Generator, case: Case, first: bool) -> dict[str, Any]:
+def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
     """Arguments of `Zero`, and the sizes of the mesh: data, replica, model."""
     data = int(rng.integers(1, 9))
     replica = 2 if data <= 4 and rng.random() < 0.2 else 1
@@ -122,7 +116,7 @@ def settings_of(rng: np.random.Generator, case: Case, first: bool) -> dict[str, 
         "bucket_bytes": 2**30 if rng.random() < 0.7 else 64,
         "precision": "bf16" if rng.random() < 0.15 else "fp32",
     }
-    if rng.random() < 0.15 and not case.refused:
+    if rng.random() < 0.15:
         found["frozen"] = functools.partial(_is_frozen, str(rng.integers(3)))
     if replica > 1 and found["stage"] == 3 and rng.random() < 0.5:
         found["hierarchical"] = True

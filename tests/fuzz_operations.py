@@ -277,8 +277,3 @@ LOOPS: dict[str, Loop | None] = {
 }
 # These round cotangents to bf16.
 ROUNDS = ("scan cast", "half and back")
-REFUSED = {
-    "while trained": lambda w, x: lax.while_loop(
-        lambda c: c.sum() < 1.0, lambda c: c + jnp.tanh(w).sum() ** 2 + 1, head(w, x)
-    ),
-}

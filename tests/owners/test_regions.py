@@ -1,12 +1,14 @@
-"""The parts of an update that need full matrices, and what is sent for them."""
+"""The parts of an update that need full matrices, what is sent for them, and stacks of them."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from transformations import by_hand, root
+from transformations import by_hand, orthogonal, root
 
 from zero_jax.jaxpr import equations
 from zero_jax.owners.regions import Walk, regions
+from zero_jax.owners.units import units
 
 X = jnp.ones((3, 4, 12))
 
@@ -73,3 +75,59 @@ def test_a_branch_with_much_beside_its_matrix_is_not_sent_as_a_whole():
     tree = {"w": jnp.ones((8, 16)), "v": jnp.ones((32, 16))}
     made = walk(branching, 0, tree, tree, dims=[None, 0, 0, 0, 0])
     assert (len(made.apart), made.across, regions(made)) == (1, {}, [])
+
+
+# Stacks of matrices.
+
+STACK = jax.random.normal(jax.random.key(0), (5, 6, 8))
+
+
+def gram(x):
+    return x @ jnp.swapaxes(x, 1, 2)
+
+
+def reshaped(x):
+    return (gram(x).sum(1).reshape(5, 6, 1) * x).reshape(5, 48).reshape(5, 8, 6) @ x
+
+
+def branching(x):
+    return jax.lax.cond(len(x) > 3, lambda g: g @ g, lambda g: g, gram(x)) @ x
+
+
+ONE_BY_ONE = {
+    "iteration": jax.vmap(orthogonal),
+    "decomposition": lambda x: jax.vmap(root)(gram(x)),
+    # A factor for each matrix, and one matrix for all.
+    "factors": lambda x: (gram(x) * jnp.arange(1.0, 6.0)[:, None, None]) @ x @ jnp.eye(8),
+    "reshaped": reshaped,
+    "loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, y: gram(y) @ y / 50, x),
+    "branching": branching,
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_one_by_one_equals_all_at_once(name):
+    (region,) = found(ONE_BY_ONE[name], STACK, dims=[1])
+    one = units(region)
+    assert (one.count, [v.aval.shape for v in region.dealt]) == (5, [STACK.shape])
+    keys = jax.random.split(jax.random.key(1), len(region.same))
+    pairs = zip(region.same, keys, strict=True)
+    same = [jax.random.uniform(k, v.aval.shape, minval=0.5).astype(v.aval.dtype) for v, k in pairs]
+    want = jax.extend.core.jaxpr_as_fun(region.closed)(STACK, *same)
+    run = jax.jit(lambda at, x: one.run(at, [x], same))
+    for at in (0, 4):
+        for x, y, stack in zip(run(at, STACK[at : at + 1]), want, one.stacks[1], strict=True):
+            np.testing.assert_allclose(x, jnp.take(y, jnp.array([at]), stack), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: gram(x) @ x.sum(0),
+        lambda x: jnp.cumsum(gram(x), 0) @ x,
+        lambda x: gram(x).reshape(30, 6).reshape(5, 6, 6) @ x,
+    ],
+    ids=["sum over the stack", "cumulative", "reshaped across"],
+)
+def test_operations_across_matrices_are_not_taken_apart(fn):
+    assert all(units(region).count == 1 for region in found(fn, STACK, dims=[1]))
