@@ -1,8 +1,8 @@
-"""The operations by which the fuzz reads a leaf: each makes a number of it and of rows."""
+"""Operations by which the fuzz reads a leaf: each returns a number, of the leaf and of rows."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +71,6 @@ def _unrolled(w, x):
     return jnp.mean(x)
 
 
-def _iterated(w, x):
-    return sum(jnp.tanh(v.sum() * x.mean()) for v in _first(w))
-
-
 def _nested_scan(w, x):
     return jnp.mean(lax.scan(lambda c, _: (c + _scan_xs(w, x), None), 0.0, None, length=2)[0])
 
@@ -100,8 +96,33 @@ def _scan_beside(w, x):
     return jnp.mean(lax.scan(body, (x, 2 * x), _first(w))[0][0])
 
 
+def _vmapped(w, x):
+    norms = jax.vmap(lambda v: jnp.sqrt(1 + jnp.sum(v**2)), in_axes=w.ndim - 1)(w)
+    return jnp.max(norms) * jnp.mean(x)
+
+
+def _while_stopped(w, x):
+    def step(c):
+        return c + 1 + lax.stop_gradient(jnp.tanh(head(w, x)))
+
+    return lax.while_loop(lambda c: c < 3.0, step, 0.0) * 0.1 + head(w, x)
+
+
+def _dynamic_slice(w, x):
+    at = jnp.abs(x.sum()).astype(jnp.int32) % _first(w).shape[0]
+    return head(lax.dynamic_slice_in_dim(_first(w), at, 1), x)
+
+
 def wide(f):
     return lambda w, x: f(jnp.asarray(w).astype(jnp.float32), x)
+
+
+def ranked(f):
+    return lambda w, x: f(w, x) if w.ndim else head(w, x)
+
+
+def filled(f):
+    return lambda w, x: f(w, x) if w.ndim and w.size else head(w, x)
 
 
 OPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -109,25 +130,14 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "equals": lambda w, x: head(jnp.where(w == 0, 2.0, w), x),
     "differs": lambda w, x: head(jnp.where(w != 0, w, 1.0), x) + jnp.mean(x) * (w != 0).sum(),
     "transpose": lambda w, x: jnp.mean(x @ square(w.T)),
-    "flip": lambda w, x: jnp.mean(x @ square(jnp.flip(w))) if w.ndim else head(w, x),
-    "flip rows": lambda w, x: (
-        head(jnp.flip(w, 0) * jnp.arange(w.shape[0]).reshape(-1, *[1] * (w.ndim - 1)), x)
-        if w.ndim
-        else head(w, x)
-    ),
-    "broadcast": lambda w, x: (
-        head(jnp.broadcast_to(w[:1], w.shape), x) if w.ndim and w.size else head(w, x)
-    ),
+    "flip": ranked(lambda w, x: jnp.mean(x @ square(jnp.flip(w)))),
+    "flip rows": ranked(lambda w, x: head((jnp.flip(w, 0).T * jnp.arange(w.shape[0])).T, x)),
+    "broadcast": filled(lambda w, x: head(jnp.broadcast_to(w[:1], w.shape), x)),
     "strided": lambda w, x: head(vector(w)[::2], x),
     "first row": lambda w, x: head(_first(w)[0], x),
     "last row": lambda w, x: head(_first(w)[-1], x),
-    "column": lambda w, x: head(w[..., 0], x) if w.ndim and w.size else head(w, x),
-    "vmap norm": lambda w, x: (
-        jnp.max(jax.vmap(lambda v: jnp.sqrt(1 + jnp.sum(v**2)), in_axes=w.ndim - 1)(w))
-        * jnp.mean(x)
-        if w.ndim and w.size
-        else head(w, x)
-    ),
+    "column": filled(lambda w, x: head(w[..., 0], x)),
+    "vmap norm": filled(_vmapped),
     "scan": _scan_xs,
     "scan swapped": lambda w, x: _scan_xs(jnp.swapaxes(w, 0, 1) if w.ndim > 1 else w, x),
     "scan flipped": functools.partial(_scan_xs, re=lambda w: jnp.flip(w, 0)),
@@ -146,25 +156,17 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "scan metric": _scan_metric,
     "scan beside": _scan_beside,
     "unrolled": _unrolled,
-    "iterated": _iterated,
+    "iterated": lambda w, x: sum(jnp.tanh(v.sum() * x.mean()) for v in _first(w)),
     "fori": lambda w, x: jnp.mean(lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ square(w)), x)),
-    "while stopped": lambda w, x: (
-        lax.while_loop(
-            lambda c: c < 3.0, lambda c: c + 1 + lax.stop_gradient(jnp.tanh(head(w, x))), 0.0
-        )
-        * 0.1
-        + head(w, x)
-    ),
+    "while stopped": _while_stopped,
     "cond on top": lambda w, x: _cond(w, x, x.sum() > -1e9),
     "cond by device": lambda w, x: _cond(w, x, x.sum() > 0),
     "switch": lambda w, x: lax.switch(
         jnp.abs(x.sum()).astype(jnp.int32) % 3,
         [lambda: jnp.mean(x @ square(w)), lambda: head(w, x), lambda: jnp.mean(x)],
     ),
-    "associative scan": lambda w, x: (
-        jnp.mean(jnp.tanh(lax.associative_scan(jnp.add, vector(w)))) * jnp.mean(x)
-        if w.size
-        else head(w, x)
+    "associative scan": filled(
+        lambda w, x: jnp.mean(jnp.tanh(lax.associative_scan(jnp.add, vector(w)))) * jnp.mean(x)
     ),
     "custom_vjp": lambda w, x: jnp.mean(_own_product(x, square(w))),
     "custom_jvp": lambda w, x: head(_own_tanh(w), x),
@@ -180,10 +182,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
         policy=jax.checkpoint_policies.everything_saveable,
     )(w, x),
     "jit": lambda w, x: jax.jit(lambda w, x: jnp.mean(jax.jit(jnp.tanh)(x @ square(w))))(w, x),
-    "inner grad": lambda w, x: (
-        jnp.mean(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ square(w)) ** 2))(w) ** 2)
-        if w.size
-        else head(w, x)
+    "inner grad": filled(
+        lambda w, x: jnp.mean(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ square(w)) ** 2))(w) ** 2)
     ),
     "inner jvp": lambda w, x: jax.jvp(
         lambda w: jnp.mean(jnp.tanh(x @ square(w))), (w,), (jnp.ones_like(w),)
@@ -192,8 +192,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "convolution": lambda w, x: jnp.mean(
         lax.conv_general_dilated(x[None, None], square(w)[None, None], (1, 1), "SAME")
     ),
-    "segment sum": lambda w, x: (
-        jnp.mean(jnp.tanh(jax.ops.segment_sum(vector(w), jnp.arange(w.size) % 3, 3))) * jnp.mean(x)
+    "segment sum": lambda w, x: jnp.mean(
+        jnp.tanh(jax.ops.segment_sum(vector(w), jnp.arange(w.size) % 3, 3)) * jnp.mean(x)
     ),
     "take": lambda w, x: head(jnp.take(_first(w), jnp.array([0, 0]), axis=0), x),
     "rows by data": lambda w, x: jax.vmap(head, (0, 0))(
@@ -203,65 +203,77 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "ragged dot": lambda w, x: jnp.mean(
         lax.ragged_dot(x, jnp.stack([square(w), 2 * square(w)]), jnp.array([1, x.shape[0] - 1]))
     ),
-    "numpy left": lambda w, x: (
-        jnp.mean(np.ones((2, FEATURES), np.float32) @ square(w)) * jnp.mean(x)
-    ),
+    "numpy left": lambda w, x: jnp.mean(np.ones((2, 4), np.float32) @ square(w)) * jnp.mean(x),
     "number left": lambda w, x: head(2.0 * w + 1, x),
-    "dot": lambda w, x: jnp.mean(lax.dot(x, square(w))),
     "weight norm": lambda w, x: jnp.mean(x @ (square(w) / jnp.sqrt(1e-3 + jnp.sum(w**2)))),
     "cumulative": lambda w, x: head(jnp.cumsum(vector(w)), x),
-    "sort": lambda w, x: (
-        jnp.vdot(jnp.sort(vector(w)), jnp.arange(w.size, dtype=jnp.float32)) * jnp.mean(x)
-    ),
-    "argmax": lambda w, x: head(w, x) + (jnp.argmax(w) if w.size else 0) * jnp.mean(x),
-    "top k": lambda w, x: lax.top_k(vector(w), 1)[0].sum() * jnp.mean(x) if w.size else head(w, x),
+    "sort": lambda w, x: jnp.vdot(jnp.sort(vector(w)), jnp.arange(w.size) * 1.0) * jnp.mean(x),
+    "argmax": filled(lambda w, x: head(w, x) + jnp.argmax(w) * jnp.mean(x)),
+    "top k": filled(lambda w, x: lax.top_k(vector(w), 1)[0].sum() * jnp.mean(x)),
     "concatenate": lambda w, x: head(jnp.concatenate([vector(w), vector(w) * 2, jnp.ones(1)]), x),
     "stack": lambda w, x: head(jnp.stack([w, -w, w * w]), x),
-    "pad": lambda w, x: head(jnp.pad(w, 1), x) if w.ndim else head(w, x),
+    "pad": ranked(lambda w, x: head(jnp.pad(w, 1), x)),
     "roll": lambda w, x: jnp.mean(x @ square(jnp.roll(w, 1))),
     "map": lambda w, x: jnp.mean(lax.map(lambda v: jnp.tanh(v.sum() * x.mean()), _first(w))),
-    "dynamic slice": lambda w, x: head(
-        lax.dynamic_slice_in_dim(
-            _first(w), jnp.abs(x.sum()).astype(jnp.int32) % _first(w).shape[0], 1
-        ),
-        x,
-    ),
+    "dynamic slice": _dynamic_slice,
     "update": lambda w, x: head(_first(w).at[0].set(3.0), x),
     "half and back": lambda w, x: head(w.astype(jnp.bfloat16).astype(jnp.float32), x),
-    "size": lambda w, x: jnp.sum(w**2) / max(w.size, 1) * jnp.mean(x) * len(w.shape),
-    "like": lambda w, x: head(w + jnp.ones_like(w) * jnp.full_like(w, 0.5), x),
-    "outer": lambda w, x: jnp.mean(jnp.outer(vector(w), x[0])) if w.size else head(w, x),
-    "logsumexp": lambda w, x: jax.nn.logsumexp(vector(w)) * jnp.mean(x) if w.size else head(w, x),
-    "softmax": lambda w, x: jnp.mean(jax.nn.softmax(x @ square(w))[:, 0]),
-    "relu": lambda w, x: jnp.mean(jax.nn.relu(x @ square(w) + 0.01)),
+    "logsumexp": filled(lambda w, x: jax.nn.logsumexp(vector(w)) * jnp.mean(x)),
     "named": lambda w, x: jnp.mean(checkpoint_name(jnp.tanh(x @ square(w)), "h")),
     "donated": lambda w, x: head(jax.jit(lambda v: v + 1, donate_argnums=0)(w * 1.0), x),
-    "python": lambda w, x: head(w, x) if bool(w.ndim) and w.shape[0] else head(w, x) * 2,
     "tied": lambda w, x: jnp.mean(jnp.tanh(x @ square(w)) @ square(w).T),
 }
-# Of integers and booleans.
+# Operations on integers and booleans.
 COUNTS: dict[str, Callable[[Any, Any], Any]] = {
-    "mask": lambda m, x: (
-        jnp.mean(jnp.where(m != 0, 1.0, 0.5)) * jnp.mean(x) if m.size else jnp.mean(x)
+    "mask": filled(lambda m, x: jnp.mean(jnp.where(m != 0, 1.0, 0.5)) * jnp.mean(x)),
+    "index": filled(lambda m, x: jnp.mean(x[:, jnp.abs(vector(m).astype(jnp.int32)) % FEATURES])),
+    # Means: the tanh of a large sum would hide what is wrong with it.
+    "halves": filled(
+        lambda m, x: ((3 * jnp.ones_like(m.astype(jnp.int32))) // 2).mean() * jnp.mean(x)
     ),
-    "index": lambda m, x: (
-        jnp.mean(x[:, jnp.abs(vector(m).astype(jnp.int32)) % FEATURES]) if m.size else jnp.mean(x)
-    ),
-    # Means: the tanh over a large sum would hide what is wrong with it.
-    "halves": lambda m, x: (
-        ((3 * jnp.ones_like(m.astype(jnp.int32))) // 2).mean() * jnp.mean(x)
-        if m.size
-        else jnp.mean(x)
-    ),
-    "full": lambda m, x: (
-        jnp.full_like(m, 2.7).astype(jnp.float32).mean() * jnp.mean(x) if m.size else jnp.mean(x)
-    ),
+    "full": filled(lambda m, x: jnp.full_like(m, 2.7).astype("float32").mean() * jnp.mean(x)),
     "by dtype": lambda m, x: jnp.mean(x) * jnp.dtype(m.dtype).itemsize,
 }
-# Cotangents are rounded to bf16 on their way.
-ROUNDS = ("scan cast", "half and back")
-REFUSED = {
-    "while trained": lambda w, x: lax.while_loop(
-        lambda c: c.sum() < 1.0, lambda c: c + jnp.tanh(w).sum() ** 2 + 1, head(w, x)
-    ),
+# How often an operation gathers a leaf at stage 3 and reduce-scatters its gradient, if not once.
+# fmt: off
+GATHERS = {"equals": 2, "differs": 3, "while stopped": 2, "associative scan": 3, "ragged dot": 2,
+           "weight norm": 2, "argmax": 2, "concatenate": 2, "stack": 3, "logsumexp": 2, "tied": 2,
+           "halves": 0, "full": 0, "by dtype": 0}
+SCATTERS = {"associative scan": 3, "ragged dot": 2, "weight norm": 2, "concatenate": 2, "stack": 3,
+            "tied": 2}
+# Those whose backward pass gathers it once more.
+BACKWARD = {"penalty", "broadcast", "strided", "first row", "last row", "column", "vmap norm",
+            "while stopped", "switch", "custom_jvp", "checkpoint", "checkpoint dots", "weight norm",
+            "sort", "argmax", "top k", "stack", "half and back"}
+# fmt: on
+ROWS = {"broadcast", "first row", "last row"}  # these read one row
+UNROLLED = {"unrolled", "iterated"}  # these read row by row
+
+
+class Loop(NamedTuple):
+    """A loop over rows.
+
+    Attributes:
+      none: how many operations read a row: under `remat="none"` each gathers and scatters it.
+      everything: whether it gathers rows again under JAX's `everything_saveable`.
+      carries: whether it has a carry, so that layers form groups under `block_sqrt`.
+    """
+
+    none: int
+    everything: bool
+    carries: bool = True
+
+
+# None: it reads the full leaf in each iteration.
+LOOPS: dict[str, Loop | None] = {
+    **dict.fromkeys(("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")),
+    "scan": Loop(3, True),
+    "scan cast": Loop(3, True),
+    "scan checkpoint": Loop(1, True),
+    "scan reverse": Loop(1, False),
+    "scan metric": Loop(1, False),
+    "scan beside": Loop(1, True),
+    "map": Loop(1, False, carries=False),
 }
+# These round cotangents to bf16.
+ROUNDS = ("scan cast", "half and back")

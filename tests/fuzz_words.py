@@ -1,344 +1,123 @@
-"""The words that a step of the fuzz must send, by the rules of docs/guide.md, and those it does.
+"""The elements that a step of the fuzz must send, in closed form, and those that it sends.
 
-Told from the traced loss and from what JAX itself keeps for a backward pass; counted in the
-compiled program. XLA's own savings are switched off there: on CPUs it drops barriers and then
-merges the two gathers of a leaf.
+A leaf of n stored elements sends n for a gather or a reduce-scatter, and 2·n for an all-reduce
+where it is not sharded. At stages 0 to 2 it is gathered once if it is read, and its gradient is
+reduced once, at stage 2 once a micro-batch. At stage 3 an operation gathers it, gathers it again if
+its backward pass reads it, and reduce-scatters its gradient; a layer does each once. Rules:
+docs/guide.md; the numbers of each operation: fuzz_operations.py.
 """
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
+import numpy as np
+from fuzz_cases import JAX_REMATS, Case
+from fuzz_operations import BACKWARD, GATHERS, LOOPS, ROWS, SCATTERS, UNROLLED
 
-import zero_jax
-from zero_jax.engine import grads, repeats
-from zero_jax.engine.reading import is_own_remat
-from zero_jax.engine.trace import Traced
-from zero_jax.engine.weights import Form, follow
 from zero_jax.hlo import traffic
-from zero_jax.jaxpr import equations, reads
-from zero_jax.remat import layer_groups
-from zero_jax.sharding.cuts import Split
 
+# XLA for CPUs drops barriers, and would then merge the two gathers of a leaf.
 OPTIONS = {
     "xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,algsimp",
-    "xla_backend_optimization_level": 0,  # nobody runs it
+    "xla_backend_optimization_level": 0,  # it does not run
 }
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
-# The sum of loss and weight, and of the aux of a case.
-SCALARS = 16
-NOTHING = jax.checkpoint_policies.nothing_saveable
-Policy = Callable[..., Any] | None  # of JAX's; None keeps everything
+SCALARS = np.array([0, 0, 16])  # at most, of the loss, its weight and the aux
 
 
-def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name == "dot_general"
-
-
-POLICIES: dict[str, Policy] = {
-    "none": None,
-    "dots": _is_product,
-    "block": NOTHING,
-    "block@host": NOTHING,
-    "block_sqrt": NOTHING,
-}
-
-
-def fault(zero: zero_jax.Zero, loss: Any, grad_fn: Any, params: Any, rows: Any) -> str | None:
-    """How the words that a loss and its gradients send differ from those they must, or None.
-
-    Args:
-      zero: of the run.
-      loss: which returns (loss, aux).
-      grad_fn: what `zero.value_and_grad` made of it.
-      params, rows: its arguments.
-    """
-    mesh = dict(zero.mesh.shape)
-    traced = grads.GlobalLoss(zero.settings, loss, True).read(params, rows, ())
-    own = wanted(zero, traced)
-    found = sent(grad_fn.lower(params, rows), mesh)
-    over = {kind: found[kind] - own[kind] for kind in KINDS}
-    over["all-reduce"] -= min(over["all-reduce"], SCALARS)
-    near = all(abs(over[kind]) <= 0.01 * own[kind] for kind in KINDS)
-    return None if near else f"words {found} for {own}"
-
-
-def sent(lowered: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Words that a program sends for ZeRO, by kind."""
+def sent(lowered: Any, mesh: Mapping[str, int]) -> np.ndarray:
+    """Elements that a program sends along the axes of the data, by kind."""
     compiled = lowered.compile(compiler_options=OPTIONS)
-    own = [c for c in traffic.collectives(compiled, mesh) if c.axis != "model"]
-    return {kind: sum(c.words for c in own if c.kind == kind) for kind in KINDS}
+    found = [c for c in traffic.collectives(compiled, mesh) if c.axis != "model"]
+    return np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
 
 
-def wanted(zero: zero_jax.Zero, traced: Traced) -> dict[str, int]:
-    """The words that it must send, but for some `SCALARS`."""
-    cuts, still = [x.cut for x in traced.leaves], [x.frozen for x in traced.leaves]
-    trained = [c for c, s in zip(cuts, still, strict=True) if not s]
-    # A leaf whose values nobody reads is not gathered.
-    read = [c for c, r in zip(cuts, reads.read_inputs(traced.closed.jaxpr), strict=False) if r]
-    gathered, scattered = sum(map(_parted, read)), sum(map(_parted, trained))
-    summed = 2 * sum(_size(c) for c in trained if c.dim is None)
-    if zero.stage == 2:
-        scattered *= zero.micro_batches
-    elif zero.stage == 3:
-        touches = Touches(cuts, still, zero.remat)
-        touches.walk_loss(traced.closed)
-        gathered = touches.gathered * zero.micro_batches
-        scattered = touches.scattered * zero.micro_batches
-    if zero.mesh.shape["data"] == 1:
-        gathered = scattered = summed = 0
-    if zero.mesh.shape.get("replica", 1) > 1:
-        joined = [c.dim is not None and c.parts > 1 for c in trained]
-        gathered += sum(_shard(c) for c in read if c.dim is not None and c.parts > 1)
-        scattered += sum(_shard(c) for c, j in zip(trained, joined, strict=True) if j)
-        summed += 2 * sum(_shard(c) for c, j in zip(trained, joined, strict=True) if not j)
-    return dict(zip(KINDS, (gathered, scattered, summed), strict=True))
+class Leaf(NamedTuple):
+    """A leaf: its shape and operations, whether it is trained and whether the aux has rows of it;
+    stored elements, the dim that is sharded over `data`, and whether that is so over `replica`."""
+
+    shape: tuple[int, ...]
+    ops: Sequence[str]
+    trained: bool
+    rows: bool
+    elements: int
+    dim: int | None
+    hierarchical: bool
 
 
-def _parted(cut: Split) -> int:
-    """Words that a gather of the leaf sends, or a reduce-scatter."""
-    return 0 if cut.dim is None else _size(cut)
+def leaves_of(case: Case, trained: Sequence[bool], arrays: Sequence[jax.Array]) -> list[Leaf]:
+    found = []
+    for at, (x, array) in enumerate(zip(jax.tree.leaves(case.params), arrays, strict=True)):
+        axes = [a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
+        dim = next((d for d, names in enumerate(axes) if "data" in names), None)
+        hierarchical = dim is not None and "replica" in axes[dim]
+        elements = array.size // (2 if ("model",) in axes else 1)
+        stored = (elements, dim, hierarchical)
+        found.append(Leaf(x.shape, case.ops[at], trained[at], at == case.first, *stored))
+    return found
 
 
-def _size(cut: Split) -> int:
-    """Words of a leaf with its padding, on one device of `model`."""
-    return math.prod(cut.rest_shape) // (1 if cut.model is None else cut.model_shards)
-
-
-def _shard(cut: Split) -> int:
-    """Words of what the devices of one replica hold each."""
-    return _size(cut) // (1 if cut.dim is None else cut.shards)
-
-
-@dataclasses.dataclass
-class Touches:
-    """Adds up what the touches of stage 3 send in one micro-batch.
-
-    An operation that reads a leaf is a touch, but for those that only re-arrange it. So are a layer
-    as a whole and a loop with what it reads in every turn. A touch gathers the leaf, once more if
-    the backward pass reads it, and scatters its gradient if it has one.
-
-    Attributes:
-      cuts: how leaves are cut.
-      still: which are frozen.
-      remat: the policy of layers.
-    """
-
-    cuts: Sequence[Split]
-    still: Sequence[bool]
-    remat: Any
-    gathered: int = 0
-    scattered: int = 0
-
-    @property
-    def policy(self) -> Policy:
-        return self.remat if callable(self.remat) else POLICIES[self.remat]
-
-    def walk_loss(self, closed: jex.ClosedJaxpr) -> None:
-        jaxpr = closed.jaxpr
-        pairs = enumerate(zip(jaxpr.invars, self.cuts, strict=False))
-        forms = {v: Form(i, len(c.shape), c.dim) for i, (v, c) in pairs}
-        runs = [] if self.policy is None else repeats.runs_of(jaxpr, forms)
-        self.walk(jaxpr, forms, 1, jaxpr.outvars[:1], runs)
-
-    def walk(
-        self,
-        jaxpr: jex.Jaxpr,
-        forms: dict[jex.Var, Form],
-        turns: int,
-        results: Sequence[Any],
-        runs: Sequence[Sequence[Sequence[int]]] = (),
-    ) -> None:
-        """Follows a program of which these results have gradients."""
-        forms, live = dict(forms), _differentiated(jaxpr, results)
-        fixed = equations.without_derivative(jaxpr)
-        stretch = equations.Stretches(jaxpr)
-        layers = {layer[0]: (layer, len(run)) for run in runs for layer in run}
-        inside = {at for layer, _ in layers.values() for at in layer}
-        for at, eqn in enumerate(jaxpr.eqns):
-            if at in layers:
-                layer, count = layers[at]
-                again = 1 + (self.remat == "block_sqrt" and count > 3)
-                body = stretch(layer)
-                mine = {v: forms[v] for v in body.jaxpr.invars if v in forms}
-                moved = {v for v in body.jaxpr.invars if v not in fixed}
-                self.touch(body, mine, moved, live, self.policy, turns, again)
-            if at in inside or not any(equations.is_in(a, forms) for a in eqn.invars):
-                continue
-            if not follow(eqn, forms):
-                self.operation(eqn, forms, fixed, live, turns)
-        for form in {forms[a] for a in jaxpr.outvars if equations.is_in(a, forms)}:
-            self._send(form, turns, 0, self._trains(form))
-
-    def operation(
-        self,
-        eqn: jex.JaxprEqn,
-        forms: Mapping[jex.Var, Form],
-        fixed: set[jex.Var],
-        live: set[jex.Var],
-        turns: int,
-    ) -> None:
-        whole = {a: forms[a] for a in eqn.invars if equations.is_in(a, forms)}
-        policy: Policy = None if eqn.primitive.name in ("scan", "custom_vjp_call") else NOTHING
-        if eqn.primitive.name == "scan":
-            first = sum(equations.state_of(eqn))
-            sliced = {a for a in eqn.invars[first:] if equations.is_in(a, whole)}
-            slices = {a for a in sliced if whole[a].may_slice}
-            self.layers(eqn, whole, slices, fixed, live, turns)
-            whole = {a: form for a, form in whole.items() if a not in slices}
-            eqn = eqn if self.policy is None else _with_policy(eqn, self.policy)
-        elif is_own_remat(eqn):
-            policy = eqn.params["policy"] or NOTHING
-        moved = {a for a in eqn.invars if equations.is_var(a) and a not in fixed}
-        self.touch(_alone(eqn), whole, moved, live, policy, turns)
-
-    def layers(
-        self,
-        eqn: jex.JaxprEqn,
-        forms: Mapping[Any, Form],
-        slices: set[Any],
-        fixed: set[jex.Var],
-        live: set[jex.Var],
-        turns: int,
-    ) -> None:
-        """A loop over slices: its turns are layers; under "none" each operation is for itself."""
-        if not slices:
-            return
-        body, length = equations.written_out(equations.inner(eqn)), eqn.params["length"]
-        pairs = list(zip(body.jaxpr.invars, eqn.invars, strict=True))
-        own = {v: forms[a].sliced() for v, a in pairs if equations.is_in(a, slices)}
-        # Of a loop in which nothing is trained no result has a gradient.
-        alive = bool(live & set(eqn.outvars))
-        if self.policy is None:
-            self.walk(body.jaxpr, own, turns * length, body.jaxpr.outvars if alive else ())
-            return
-        first, carried = equations.state_of(eqn)
-        moved = {v for v, a in pairs if equations.is_var(a) and a not in fixed}
-        moved |= set(body.jaxpr.invars[first : first + carried])
-        sqrt = self.remat == "block_sqrt" and carried and layer_groups.size_of(length) > 1
-        outs = set(filter(equations.is_var, body.jaxpr.outvars)) if alive else set()
-        self.touch(body, own, moved, outs, self.policy, turns * length, 2 if sqrt else 1)
-
-    def touch(
-        self,
-        body: jex.ClosedJaxpr,
-        forms: Mapping[jex.Var, Form],
-        moved: set[jex.Var],
-        live: set[jex.Var],
-        policy: Policy,
-        turns: int,
-        again: int = 1,
-    ) -> None:
-        """What runs as a whole, whose backward pass needs its weights so often again."""
-        if not any(map(self._words, forms.values())):
-            return
-        used = [equations.is_in(v, live) and equations.is_float(v) for v in body.jaxpr.outvars]
-        trained = {v for v in moved if equations.is_float(v)}
-        trained -= {v for v, form in forms.items() if not self._trains(form)}
-        made = {v: {v} for v in forms}
-        if policy not in (None, NOTHING):  # which never keeps what is made of weights alone
-            body, made = _without_pure(body, forms)
-        moving = [bool(made.get(v, {v}) & trained) for v in body.jaxpr.invars]
-        needed = _kept(body, moving, used, policy) if any(used) else set()
-        for leaf in {form.leaf for form in forms.values()}:
-            own = {v for v, form in forms.items() if form.leaf == leaf}
-            back = again * any(made[v] & own for v in needed if v in made)
-            self._send(forms[min(own, key=id)], turns, back, any(used) and bool(own & trained))
-
-    def _trains(self, form: Form) -> bool:
-        return not form.stopped and not self.still[form.leaf]
-
-    def _send(self, form: Form, turns: int, back: int, gradient: bool) -> None:
-        self.gathered += self._words(form) * turns * (1 + back)
-        self.scattered += self._words(form) * turns * gradient
-
-    def _words(self, form: Form) -> int:
-        cut = self.cuts[form.leaf]
-        left = cut.rest_shape[len(cut.shape) - form.rank :]
-        if form.parted and form.rank == len(cut.shape):
-            left = (1, *left[1:])
-        part = 1 if cut.model is None else cut.model_shards
-        return 0 if cut.dim is None else math.prod(left) // part
-
-
-def _differentiated(jaxpr: jex.Jaxpr, results: Sequence[Any]) -> set[jex.Var]:
-    """The variables through which these results have gradients."""
-    live: set[jex.Var] = set(filter(equations.is_var, results))
-    for eqn in reversed(jaxpr.eqns):
-        made = any(v in live and equations.is_float(v) for v in eqn.outvars)
-        if made and eqn.primitive.name != "stop_gradient":
-            live.update(equations.variables([eqn]))
-    return live
-
-
-def _alone(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """One equation as a program, with its own literals."""
-    given = list(dict.fromkeys(equations.variables([eqn])))
-    return jex.ClosedJaxpr(jex.Jaxpr((), given, eqn.outvars, [eqn], eqn.effects), ())
-
-
-def _with_policy(eqn: jex.JaxprEqn, policy: Policy) -> jex.JaxprEqn:
-    """A scan whose turns keep what the policy says."""
-    body = equations.inner(eqn)
-    again = _under(policy, jex.jaxpr_as_fun(body))
-    return equations.with_inner(eqn, jax.make_jaxpr(again)(*map(_like, body.jaxpr.invars)))
-
-
-def _under(policy: Policy, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a backward pass that finds what the policy keeps."""
-    everything = policy in (None, jax.checkpoint_policies.everything_saveable)
-    return fun if everything else jax.checkpoint(fun, policy=policy)
-
-
-def _like(var: jex.Var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
-
-def _without_pure(
-    body: jex.ClosedJaxpr, forms: Mapping[jex.Var, Form]
-) -> tuple[jex.ClosedJaxpr, dict[jex.Var, set[jex.Var]]]:
-    """A program that is given what it makes of weights alone; of all that, of which weights."""
-    jaxpr, made, rest = body.jaxpr, {v: {v} for v in forms}, []
-    pure = reads.made_of(jaxpr, set(forms))
-    for eqn in jaxpr.eqns:
-        if not eqn.outvars or eqn.outvars[0] not in pure:
-            rest.append(eqn)
-            continue
-        weights = (made.get(a, set()) for a in equations.variables([eqn]))
-        made.update(dict.fromkeys(eqn.outvars, set().union(*weights)))
-    used = {*equations.variables(rest), *filter(equations.is_var, jaxpr.outvars)}
-    given = [v for v in jaxpr.invars if v not in forms] + [v for v in made if v in used]
-    new = jex.Jaxpr(jaxpr.constvars, given, jaxpr.outvars, rest, jaxpr.effects)
-    return jex.ClosedJaxpr(new, body.consts), made
-
-
-def _kept(
-    body: jex.ClosedJaxpr, moving: Sequence[bool], used: Sequence[bool], policy: Policy
-) -> set[jex.Var]:
-    """Which inputs JAX itself keeps for the backward pass of a program under a policy.
+def fault(
+    found: np.ndarray, leaves: Sequence[Leaf], mesh: Mapping[str, int], **settings: Any
+) -> str | None:
+    """How the elements that are sent differ from those that must be, or None.
 
     Args:
-      body: the program.
-      moving: which inputs have gradients.
-      used: through which results.
-      policy: see `Policy`.
+      found: those that are sent.
+      leaves: of the case.
+      mesh: sizes of its axes.
+      **settings: stage, micro_batches and remat.
     """
+    want = sum(_expected(leaf, mesh, **settings) for leaf in leaves)
+    ok = np.all(0.99 * want <= found) and np.all(found <= 1.01 * want + SCALARS)
+    return None if ok else f"elements {found} for {want}"
 
-    def residuals(*args: Any) -> list[Any]:
-        def some(*own: Any) -> list[Any]:
-            it = iter(own)
-            full = [next(it) if m else x for m, x in zip(moving, args, strict=True)]
-            outs = zip(jex.jaxpr_as_fun(body)(*full), used, strict=True)
-            return [x for x, own in outs if own]
 
-        moved = [x for m, x in zip(moving, args, strict=True) if m]
-        return jax.tree.leaves(jax.vjp(_under(policy, some), *moved)[1])
+def _expected(
+    leaf: Leaf, mesh: Mapping[str, int], stage: int, micro_batches: int, remat: Any
+) -> np.ndarray:
+    """Elements that are gathered, reduce-scattered and twice those that are all-reduced."""
+    gathered = scattered = summed = 0
+    read = leaf.rows or any(GATHERS.get(name, 1) for name in leaf.ops)
+    if mesh["data"] > 1 and leaf.dim is None:
+        summed = 2 * leaf.elements * leaf.trained
+    elif mesh["data"] > 1 and stage < 3:
+        gathered = leaf.elements * read
+        scattered = leaf.elements * leaf.trained * (micro_batches if stage == 2 else 1)
+    elif mesh["data"] > 1:
+        pairs = [_operation(name, leaf, remat) for name in leaf.ops]
+        gathered = micro_batches * (sum(g for g, _ in pairs) + leaf.elements * leaf.rows)
+        scattered = micro_batches * sum(s for _, s in pairs)
+    if mesh.get("replica", 1) > 1:
+        shard = leaf.elements // (1 if leaf.dim is None else mesh["data"])
+        gathered += shard * leaf.hierarchical * read
+        scattered += shard * leaf.hierarchical * leaf.trained
+        summed += 2 * shard * (not leaf.hierarchical) * leaf.trained
+    return np.array([gathered, scattered, summed])
 
-    if not any(moving):
-        return set()
-    jaxpr = jax.make_jaxpr(residuals)(*map(_like, body.jaxpr.invars)).jaxpr
-    pairs = zip(body.jaxpr.invars, jaxpr.invars, strict=True)
-    return {own for own, var in pairs if var in jaxpr.outvars}
+
+def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
+    """Elements that an operation gathers and reduce-scatters in a micro-batch of stage 3."""
+    rows = leaf.shape[0]
+    if name in LOOPS:
+        gathers, again, scatters = _loop(name, leaf, remat)
+    elif name in UNROLLED:  # a row of a leaf that is sharded along rows is taken of the full leaf
+        again, gathers, scatters = 0, *[rows if leaf.dim == 0 else 1] * 2
+    else:
+        gathers, again, scatters = GATHERS.get(name, 1), name in BACKWARD, SCATTERS.get(name, 1)
+    elements = leaf.elements // (rows if name in ROWS and leaf.dim != 0 else 1)
+    return elements * (gathers + again * leaf.trained), elements * scatters * leaf.trained
+
+
+def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
+    """How often a loop over rows gathers each, gathers it again, and scatters its gradient."""
+    loop, keeps = LOOPS[name], remat in ("none", JAX_REMATS["everything"])
+    own_remat = name == "scan checkpoint"
+    if loop is None or leaf.dim == 0:  # read in each iteration, and gathered before the loop
+        return 1, not keeps or own_remat, 1
+    if remat == "none":
+        return loop.none, own_remat, loop.none
+    groups = any(leaf.shape[0] % size == 0 for size in range(2, leaf.shape[0]))
+    grouped = remat == "block_sqrt" and loop.carries and groups
+    return 1, (loop.everything if keeps else 1) + grouped, 1

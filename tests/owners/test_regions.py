@@ -1,103 +1,133 @@
-"""What of an update needs whole matrices, and what travels for it."""
+"""The parts of an update that need full matrices, what is sent for them, and stacks of them."""
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 import pytest
-from transformations import by_hand, muon, root
+from transformations import by_hand, orthogonal, root
 
 from zero_jax.jaxpr import equations
 from zero_jax.owners.regions import Walk, regions
+from zero_jax.owners.units import units
+
+X = jnp.ones((3, 4, 12))
+
+
+def walk(fn, *args, dims):
+    """A function of arrays that are sharded along these dims."""
+    closed = equations.written_out(jax.make_jaxpr(fn)(*args), equations.CALLS)
+    return Walk(closed.jaxpr, [(d,) for d in dims])
 
 
 def found(fn, *args, dims):
-    """Regions of a function of arrays that are cut along these dims."""
-    closed = equations.written_out(jax.make_jaxpr(fn)(*args), equations.CALLS)
-    return regions(Walk(closed.jaxpr, [(d,) for d in dims]))
+    return regions(walk(fn, *args, dims=dims))
 
 
 def shapes(variables):
     return [v.aval.shape for v in variables]
 
 
-def test_what_is_elementwise_or_a_sum_needs_nothing():
-    x = jnp.ones((8, 4))
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3))
-    state = tx.init(x)
-    count = len(jax.tree.leaves(state))
-    dims = [0, *[0 if s.shape == x.shape else None for s in jax.tree.leaves(state)], 0]
-    assert count == len(dims) - 2
-    assert found(lambda g, s, p: tx.update(g, s, p), x, state, x, dims=dims) == []
-
-
 @pytest.mark.parametrize(
-    ("left", "right", "needs"),
-    [(0, None, False), (None, 1, False), (0, 1, True), (1, 0, True), (0, 0, True), (1, None, True)],
+    ("shape", "left", "right", "needs"),
+    [
+        ((8, 8), 0, None, False),
+        ((8, 8), None, 1, False),
+        ((8, 8), 0, 1, True),
+        ((8, 8), 1, 0, True),
+        ((8, 8), 0, 0, True),
+        ((8, 8), 1, None, True),
+        ((4, 8, 8), 0, 0, False),  # along the stack
+    ],
 )
-def test_a_product_needs_whole_matrices_where_a_device_lacks_something(left, right, needs):
-    x = jnp.ones((8, 8))
+def test_a_product_needs_full_matrices_where_a_device_lacks_something(shape, left, right, needs):
+    x = jnp.ones(shape)
     assert bool(found(jnp.matmul, x, x, dims=[left, right])) == needs
 
 
-def test_products_of_stacks_that_are_cut_along_the_stack_need_nothing():
-    x = jnp.ones((4, 8, 8))
-    assert found(jnp.matmul, x, x, dims=[0, 0]) == []
+@pytest.mark.parametrize(("shape", "dim"), [((8, 16), 0), ((16, 8), 0), ((8, 16), 1)])
+def test_of_an_iteration_only_the_matrix_and_its_result_are_sent(shape, dim):
+    """Transposed copies and intermediate results stay on the assigned device."""
+    two = found(lambda x, y: (by_hand(x), by_hand(y)), jnp.ones(shape), X, dims=[dim, 2])
+    assert [shapes(r.dealt) for r in two] == [[tuple(sorted(shape))], [X.shape]]
+    assert [shapes(r.made) for r in two] == [[tuple(sorted(shape))], [X.shape]]
+    assert two[0].same == ()
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("shape", [(8, 16), (16, 8)])
-def test_of_an_iteration_only_the_matrix_and_its_result_travel(shape, dim):
-    """Transposed copies, and what stands between the products, are made by the owner."""
-    x = jnp.ones(shape)
-    (region,) = found(by_hand, x, dims=[dim])
-    assert shapes(region.dealt) == shapes(region.made) == [tuple(sorted(shape))]
-    assert region.same == ()
-
-
-def test_leaves_are_regions_of_their_own():
-    x, y = jnp.ones((8, 16)), jnp.ones((3, 4, 12))
-    two = found(lambda x, y: (by_hand(x), by_hand(y)), x, y, dims=[0, 2])
-    assert [shapes(r.dealt) for r in two] == [[(8, 16)], [(3, 4, 12)]]
-
-
-def test_an_iteration_in_a_loop_is_one_operation():
-    x = {"w": jnp.ones((8, 16))}
-    tx = muon()
-    state = tx.init(x)
-    dims = [0, *[0 if s.ndim == 2 else None for s in jax.tree.leaves(state)]]
-    (region,) = found(lambda g, s: tx.update(g, s, g), x, state, dims=dims)
-    assert [e.primitive.name for e in region.eqns] == ["scan"]
-    assert shapes(region.dealt) == [(1, 8, 16)]
-
-
-def test_decompositions_need_whole_matrices():
+def test_decompositions_and_sharded_vectors():
     (region,) = found(lambda x: root(x @ x.T), jnp.ones((8, 16)), dims=[0])
-    assert shapes(region.dealt) == [(8, 16)]
-    assert shapes(region.made) == [(8, 8)]
-
-
-def test_factors_that_happen_to_be_cut_do_not_travel_as_matrices():
-    (region,) = found(
-        lambda x, factors: (x @ x.T * factors) @ x, jnp.ones((8, 16)), jnp.ones(8), dims=[0, 0]
-    )
+    assert (shapes(region.dealt), shapes(region.made)) == ([(8, 16)], [(8, 8)])
+    scaled = lambda x, factors: (x @ x.T * factors) @ x  # noqa: E731
+    (region,) = found(scaled, jnp.ones((8, 16)), jnp.ones(8), dims=[0, 0])
     assert shapes(region.dealt) == shapes(region.made) == [(8, 16)]
-    assert len(region.same) == 1
+    assert len(region.same) == 1, "the factors are not sent as a matrix"
 
 
-def branching(step, grads, states):
-    """An update every other step: one matrix, and what is elementwise."""
-
+def test_a_branch_with_much_beside_its_matrix_is_not_sent_as_a_whole():
     def update(grads, states):
         return by_hand(grads["w"]), jax.tree.map(jnp.add, states, grads)
 
     def wait(grads, states):
         return jnp.zeros_like(grads["w"]), states
 
-    return jax.lax.cond(step % 2 == 0, update, wait, grads, states)
+    def branching(step, grads, states):
+        return jax.lax.cond(step % 2 == 0, update, wait, grads, states)
 
-
-def test_a_branch_with_much_beside_its_matrix_does_not_travel_as_a_whole():
     tree = {"w": jnp.ones((8, 16)), "v": jnp.ones((32, 16))}
-    closed = equations.written_out(jax.make_jaxpr(branching)(0, tree, tree), equations.CALLS)
-    walk = Walk(closed.jaxpr, [(None,), (0,), (0,), (0,), (0,)])
-    assert (len(walk.apart), walk.across, regions(walk)) == (1, {}, [])
+    made = walk(branching, 0, tree, tree, dims=[None, 0, 0, 0, 0])
+    assert (len(made.apart), made.across, regions(made)) == (1, {}, [])
+
+
+# Stacks of matrices.
+
+STACK = jax.random.normal(jax.random.key(0), (5, 6, 8))
+
+
+def gram(x):
+    return x @ jnp.swapaxes(x, 1, 2)
+
+
+def reshaped(x):
+    return (gram(x).sum(1).reshape(5, 6, 1) * x).reshape(5, 48).reshape(5, 8, 6) @ x
+
+
+def branching(x):
+    return jax.lax.cond(len(x) > 3, lambda g: g @ g, lambda g: g, gram(x)) @ x
+
+
+ONE_BY_ONE = {
+    "iteration": jax.vmap(orthogonal),
+    "decomposition": lambda x: jax.vmap(root)(gram(x)),
+    # A factor for each matrix, and one matrix for all.
+    "factors": lambda x: (gram(x) * jnp.arange(1.0, 6.0)[:, None, None]) @ x @ jnp.eye(8),
+    "reshaped": reshaped,
+    "loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, y: gram(y) @ y / 50, x),
+    "branching": branching,
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_one_by_one_equals_all_at_once(name):
+    (region,) = found(ONE_BY_ONE[name], STACK, dims=[1])
+    one = units(region)
+    assert (one.count, [v.aval.shape for v in region.dealt]) == (5, [STACK.shape])
+    keys = jax.random.split(jax.random.key(1), len(region.same))
+    pairs = zip(region.same, keys, strict=True)
+    same = [jax.random.uniform(k, v.aval.shape, minval=0.5).astype(v.aval.dtype) for v, k in pairs]
+    want = jax.extend.core.jaxpr_as_fun(region.closed)(STACK, *same)
+    run = jax.jit(lambda at, x: one.run(at, [x], same))
+    for at in (0, 4):
+        for x, y, stack in zip(run(at, STACK[at : at + 1]), want, one.stacks[1], strict=True):
+            np.testing.assert_allclose(x, jnp.take(y, jnp.array([at]), stack), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: gram(x) @ x.sum(0),
+        lambda x: jnp.cumsum(gram(x), 0) @ x,
+        lambda x: gram(x).reshape(30, 6).reshape(5, 6, 6) @ x,
+    ],
+    ids=["sum over the stack", "cumulative", "reshaped across"],
+)
+def test_operations_across_matrices_are_not_taken_apart(fn):
+    assert all(units(region).count == 1 for region in found(fn, STACK, dims=[1]))

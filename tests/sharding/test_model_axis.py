@@ -1,9 +1,9 @@
-"""Tensor parallelism by annotation: every mesh and stage equals one device, in pieces of 1/(N·MP).
+"""Tensor parallelism by annotation equals one device; shapes, words and traces.
 
-Tolerance: 1024 fp32 ulps of a leaf's largest element after ten steps of Adam. A matmul that is
-split over `model` sums its products in another order, in every layer and not only at the gradient,
-so the differences are a few times those of data parallelism (256 in test_parity.py); a sum that is
-missing, or taken twice, is off by 10^5 ulps or more: see the guards.
+Tolerance: 1024 fp32 ulps of a leaf's largest element after ten steps of Adam. A matmul sharded over
+`model` sums its products in another order, in every layer and not only at the gradient, so the
+differences are a few times those of data parallelism (256 in test_parity.py). A sum that is missing
+or made twice is off by 10^5 ulps or more.
 """
 
 import functools
@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from problems import ROWS, Problem, gpt_problem, train_plain, ulps
 
@@ -23,18 +22,16 @@ from zero_jax.collectives import gather_scatter
 from zero_jax.hlo import auditor
 from zero_jax.models import gpt
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import split
 
 STEPS = 10
 ULPS = 1024
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 MESHES = [(1, 2), (2, 2), (4, 2), (2, 4)]
 CONFIG = gpt.GPTConfig(layers=2, width=16, heads=4, vocab=24, seq=8, loss_chunk=16)
 
 
 class Net(nn.Module):
-    """An ordinary linen model: it names no dims, `model_specs` do."""
+    """A linen model without names of dims: `model_specs` give them."""
 
     @nn.compact
     def __call__(self, x):
@@ -93,46 +90,66 @@ def assert_parity(name, mesh, **settings):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("n_mp", MESHES, ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_every_mesh_and_stage_equals_one_device(name, n_mp, stage):
-    assert_parity(name, mesh_of(*n_mp), stage=stage)
+SEQUENCE = {"sequence_parallel": True, "remat": "block"}
 
 
-@pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, 3])
-@pytest.mark.parametrize("n_mp", [(2, 2), (2, 4)], ids=str)
-def test_sequence_parallelism_equals_one_device(n_mp, stage):
-    assert_parity("gpt", mesh_of(*n_mp), stage=stage, sequence_parallel=True, remat="block")
+TRAINED = [
+    ("linen", (1, 2), {"stage": 0}),
+    ("linen", (4, 2), {"stage": 1}),
+    ("gpt", (2, 2), {"stage": 2, **SEQUENCE}),
+    ("gpt", (2, 4), {"stage": 3, **SEQUENCE}),
+]
+MORE = [
+    ("linen", (2, 4), {"stage": 3}),
+    ("gpt", (1, 2), {"stage": 0}),
+    ("gpt", (4, 2), {"stage": 1}),
+    ("gpt", (2, 4), {"stage": 2}),
+    ("gpt", (4, 2), {"stage": 3}),
+    ("gpt", (2, 2), {"stage": 0, **SEQUENCE}),
+    ("gpt", (2, 4), {"stage": 1, **SEQUENCE}),
+    ("gpt", (2, 2, 2), {"stage": 1, "micro_batches": 2}),
+    ("gpt", (2, 2, 2), {"stage": 3, "micro_batches": 2}),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicas_of_a_partitioned_and_split_model_equal_one_device(stage):
-    assert_parity("gpt", mesh_of(2, 2, replica=2), stage=stage, micro_batches=2)
+@pytest.mark.parametrize(
+    ("name", "sizes", "settings"),
+    [*TRAINED, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)],
+    ids=str,
+)
+def test_training_equals_one_device(name, sizes, settings):
+    """On (data, model) or (data, model, replica). All of the product: tests/cross_product.py."""
+    assert_parity(name, mesh_of(*sizes), **settings)
 
 
-def gradient(name, n, mp, **settings):
-    zero = zero_jax.Zero(mesh_of(n, mp), model_specs=PROBLEMS[name][1], **settings)
-    params = zero.shard(problem(name).start)
-    return zero.full(zero.value_and_grad(problem(name).loss)(params, problem(name).batch)[1])
+def gradient(n, mp, **settings):
+    made, zero = problem("gpt"), zero_jax.Zero(mesh_of(n, mp), **settings)
+    return zero.full(zero.value_and_grad(made.loss)(zero.shard(made.start), made.batch)[1])
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_equal_those_of_one_device(name):
-    # A key's bias has a gradient of zero but for rounding; it is a third of qkv's bias.
-    want = gradient(name, 1, 1, stage=0)
-    for n_mp in MESHES:
-        assert ulps(gradient(name, *n_mp, stage=3), want) < 64
+def test_gradients_equal_one_device_and_a_planted_fault_is_found(monkeypatch):
+    def first_piece_only(fn, x, dim, size):
+        first = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) % 2 == 0
+        return fn(x if dim is None else jnp.where(first, x, 0))
+
+    want = gradient(1, 1, stage=0)
+    assert ulps(gradient(2, 2, stage=3), want) < 64
+    monkeypatch.setattr(gather_scatter, "on_pieces", first_piece_only)
+    jax.clear_caches()
+    try:
+        assert ulps(gradient(2, 2, stage=3), want) > 1e5
+    finally:
+        jax.clear_caches()
 
 
-def test_each_device_rests_on_its_piece_of_both_axes():
+def test_each_device_stores_its_shard_of_both_axes():
     zero = zero_jax.Zero(mesh_of(2, 4), stage=3)
-    params = zero.shard(problem("gpt").start)
+    params = zero.init(problem("gpt").make)
+    for a, b in zip(*map(jax.tree.leaves, (zero.full(params), problem("gpt").start)), strict=True):
+        np.testing.assert_array_equal(a, b)  # initial values do not depend on the mesh
     state = zero.optimizer(optax.adam(1e-3)).init(params)
     D = CONFIG.width
-    pieces = {
+    shapes = {
         "blocks/attn/qkv/kernel": (2, D // 2, 3 * D // 4),  # columns over model
         "blocks/attn/proj/kernel": (2, D // 4, D // 2),  # rows over model
         "blocks/mlp/up/bias": (2, 4 * D // 2),  # a bias has one dim: data takes it
@@ -141,15 +158,10 @@ def test_each_device_rests_on_its_piece_of_both_axes():
     }
     moments = dict(paths.named_leaves(state.inner[0].mu))
     for name, leaf in paths.named_leaves(params):
-        if name in pieces:
-            assert leaf.addressable_shards[0].data.shape == pieces.pop(name)
+        if name in shapes:
+            assert leaf.addressable_shards[0].data.shape == shapes.pop(name)
             assert moments[name].sharding.spec == leaf.sharding.spec
-    assert not pieces
-
-
-def test_without_a_data_axis_a_bias_is_split_over_model():
-    cut = split((2, 64), 1, model=-1, model_shards=4)
-    assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
+    assert not shapes
 
 
 def step_and_args(n, mp, **settings):
@@ -160,6 +172,7 @@ def step_and_args(n, mp, **settings):
     return zero.train_step(problem("gpt").loss, tx), (params, tx.init(params), batch)
 
 
+@functools.cache
 def compiled(n, mp, **settings):
     step, args = step_and_args(n, mp, **settings)
     return auditor.audit(step.lower(*args).compile(), {"data": n, "model": mp})
@@ -169,54 +182,23 @@ def compiled(n, mp, **settings):
 SCALARS = 2 * 4
 
 
-def split_and_whole(*, biases: bool) -> tuple[int, int]:
-    """Parameters that are split over `model`, those of `qkv` and `up` too or not, and others."""
-    D, L = CONFIG.width, CONFIG.layers
-    split = CONFIG.vocab * D + L * (12 * D * D + biases * 7 * D)
-    return split, gpt.num_params(CONFIG) - split
-
-
-@pytest.mark.parametrize("mp", [2, SLOW(4)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_device_sends_its_part_of_the_words_along_data(stage, mp):
-    D, L = CONFIG.width, CONFIG.layers
-    split, whole = split_and_whole(biases=stage == 0)
-    words = 2 * (split // mp + whole) + SCALARS
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_device_sends_its_part_of_the_elements_along_data(stage):
+    D, L, mp = CONFIG.width, CONFIG.layers, 2
+    # Sharded over `model`: matrices, and biases of `qkv` and `up` where `data` takes no dim.
+    split = CONFIG.vocab * D + L * (12 * D * D + (stage == 0) * 7 * D)
+    words = 2 * (split // mp + gpt.num_params(CONFIG) - split) + SCALARS
     if stage == 3:
-        # Gathered again by the backward pass: matrices of the layers (scales, here cut over layers,
-        # were gathered before the loop). The tied embedding is reduced at both of its uses.
+        # Gathered again by the backward pass: matrices of the layers (scales, sharded along layers
+        # here, are gathered before the loop). The tied embedding is reduced at both of its uses.
         words += L * 12 * D * D // mp + CONFIG.vocab * D // mp
     # Outside of loops XLA may merge the last norm's two gathers, or not (jax 0.12 on CPU).
     more = compiled(2, mp, stage=stage).words_along("data") - words
     assert more == 0 or (stage == 3 and more == D)
 
 
-@pytest.fixture
-def fresh_traces():
-    """For a test that replaces what is traced: no trace from before it, none of its own after."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
-def test_collectives_of_whole_leaves_are_caught(monkeypatch, fresh_traces):
-    split, whole = split_and_whole(biases=False)
-    monkeypatch.setattr(gather_scatter, "on_pieces", lambda fn, x, dim, size: fn(x))
-    assert compiled(2, 4, stage=3).words_along("data") > 2 * 3 * (split // 4 + whole)
-
-
-def test_a_gradient_that_is_not_whole_over_model_is_caught(monkeypatch, fresh_traces):
-    def first_piece_only(fn, x, dim, size):
-        first = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) % 2 == 0
-        return fn(x if dim is None else jnp.where(first, x, 0))
-
-    want = gradient("gpt", 1, 1, stage=0)
-    monkeypatch.setattr(gather_scatter, "on_pieces", first_piece_only)
-    assert ulps(gradient("gpt", 2, 2, stage=3), want) > 1e5
-
-
-def test_words_along_model_are_megatrons():
-    # Two all-reduces of b·s·h forward and two backward in each layer.
+def test_elements_along_model_are_those_of_megatron():
+    """Two all-reduces of b·s·h in the forward pass and two in the backward, in each layer."""
     tokens, D = ROWS // 2 * CONFIG.seq, CONFIG.width
     report = compiled(2, 2, stage=0)
     in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == CONFIG.layers]
@@ -224,35 +206,15 @@ def test_words_along_model_are_megatrons():
     assert sum(c.words for c in in_layers) == CONFIG.layers * 4 * 2 * tokens * D
 
 
-def test_rules_of_one_run_do_not_leak_into_the_traces_of_another(fresh_traces):
+def test_axis_rules_do_not_leak_into_other_traces():
     def split_sequences(**settings):
-        step, args = step_and_args(2, 2, stage=3, **settings)
-        return str(step.trace(*args).jaxpr).count("spec=P(None, 'model', None)")
+        zero = zero_jax.Zero(mesh_of(2, 2), **settings)
+        args = zero.abstract(problem("gpt").make), problem("gpt").batch
+        traced = zero.value_and_grad(problem("gpt").loss).trace(*args)
+        return str(traced.jaxpr).count("spec=P(None, 'model', None)")
 
+    jax.clear_caches()
     fresh = split_sequences(sequence_parallel=True)
     jax.clear_caches()
     assert split_sequences() == 0
     assert split_sequences(sequence_parallel=True) == fresh > 2
-
-
-def test_an_nnx_model_that_names_its_dims_as_flax_says_needs_nothing_else():
-    class Named(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.initializers.lecun_normal()
-            self.up = nnx.Linear(
-                8, 16, kernel_init=nnx.with_partitioning(init, (None, "mlp")), rngs=rngs
-            )
-
-    zero = zero_jax.Zero(mesh_of(2, 2))
-    params = zero.init(lambda: nnx.state(Named(nnx.Rngs(0)), nnx.Param))
-    specs = {n: x.sharding.spec for n, x in paths.named_leaves(params)}
-    assert specs["up/kernel"] == P("data", "model")
-
-
-def test_values_are_the_same_at_birth_on_every_mesh():
-    want = jax.tree.leaves(problem("gpt").start)
-    for n_mp in MESHES:
-        zero = zero_jax.Zero(mesh_of(*n_mp))
-        got = jax.tree.leaves(zero.full(zero.init(problem("gpt").make)))
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(a, b)
