@@ -10,7 +10,7 @@ the layers of a device: F forward, B for gradients of inputs, W for gradients of
 
 The step of ZeRO 3 is longer below a certain interconnect bandwidth: steps are
 max(C, bytes / bandwidth) + idle, with C seconds of matrix products at half of the device's peak.
-`tests/paper/pipeline_simulator.py` runs the schedules and counts the same. GB is 1e9 bytes.
+`tests/paper/test_paper.py` simulates GPipe, 1F1B and ZB-H1. GB is 1e9 bytes.
 Sources: those of the schedules below; ZeRO (arXiv:1910.02054), sections 3.2, 5 and 7.
 """
 
