@@ -114,24 +114,6 @@ def test_annotations_change_no_value(stage, model, names):
         np.testing.assert_allclose(found, gradients[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("box", "names", "model"),
-    [
-        (nn.with_partitioning, ("data", None, None), 1),
-        (nn.with_logical_partitioning, (None, "model", None), 2),
-    ],
-)
-def test_linen_attention_with_named_dims_is_that_without(box, names, model):
-    init, x = nn.initializers.lecun_normal(), X.reshape(8, 2, 8)
-    plain = nn.MultiHeadDotProductAttention(4)
-    boxed = nn.MultiHeadDotProductAttention(4, kernel_init=box(init, names))
-    zero = zero_jax.Zero(zero_of(model=model).mesh)
-    params = zero.init(boxed.init, jax.random.key(0), x)
-    value = zero.evaluate(lambda p, x: jnp.mean(boxed.apply(p, x) ** 2))(params, x)[0]
-    out = jax.jit(lambda: plain.apply(plain.init(jax.random.key(0), x), x))()
-    np.testing.assert_allclose(value, jnp.mean(out**2), rtol=1e-5)
-
-
 def differentiated(fun, model=1):
     zero = zero_of(model=model)
     loss = lambda p, x: jnp.mean(fun(jnp.tanh(x @ p["w"])) ** 2)  # noqa: E731

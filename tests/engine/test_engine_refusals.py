@@ -119,7 +119,7 @@ def with_curvature(grads, state, params=None, *, curvature, **_):
 
 # fmt: off
 # Words of the message, and the call.
-MESHES = [
+ROWS = [
     ("mesh 4", lambda: zero_jax.Zero(4)),
     ("mesh 2", lambda: zero_jax.Zero(zero_jax.make_mesh(devices=[jax.devices()[0]] * 2))),
     ("mesh x y", lambda: zero_jax.Zero(mesh_of("x", "y", **AUTO))),
@@ -130,8 +130,6 @@ MESHES = [
     ("AbstractMesh 8", lambda: zero_jax.Zero(zero_jax.abstract_mesh(8)).init(make)),
     ("mesh set_mesh fsdp", lambda: differentiated_under("fsdp")),
     ("mesh set_mesh Explicit", lambda: differentiated_under("data")),
-]
-SETTINGS = [
     ("stage 4", lambda: zero_on(stage=4)),
     ("stage '3'", lambda: zero_on(stage="3")),
     ("stage True", lambda: zero_on(stage=True)),
@@ -148,8 +146,6 @@ SETTINGS = [
     ("jax_threefry_partitionable",
      lambda: under(jax.threefry_partitionable(False), zero_on().init, make)),
     ("jax_disable_jit", lambda: under(jax.disable_jit(), zero_on().init, make)),
-]
-PARAMETERS = [
     ("parameter 'w' str", lambda: initialised({"w": "text"})),
     ("parameter 'w' float", lambda: zero_on().shard({"w": 1.0})),
     # A Keras variable has a dtype.
@@ -168,8 +164,6 @@ PARAMETERS = [
     ("'none' (0, 3) 0.11.2", lambda: under(
         mock.patch.object(jax.lib, "__version__", "0.11.2"),  # crashes on several devices
         initialised, make() | {"none": jnp.zeros((0, 3))})),
-]
-LOSSES = [
     ("22 20 24", lambda: differentiated(batch=jnp.ones((22, 10)))),
     ("batch scalar", lambda: differentiated(batch=jnp.ones(()))),
     ("batch arrays", lambda: differentiated(batch={})),
@@ -191,8 +185,6 @@ LOSSES = [
     ("weight stop_gradient", lambda: with_weight(jax.nn.sigmoid)),
     ("weight stop_gradient", lambda: with_weight(straight_through)),
     ("lax.while_loop b", lambda: differentiated(with_loop)),
-]
-OPTIMIZERS = [
     ("tx 'adam'", lambda: zero_on().optimizer("adam")),
     ("tx adam", lambda: zero_on().train_step(loss, optax.adam)),
     ("optimizer Precision", lambda: zero_on(precision="fp16").train_step(
@@ -214,7 +206,7 @@ OPTIMIZERS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("words", "call"), MESHES + SETTINGS + PARAMETERS + LOSSES + OPTIMIZERS)
+@pytest.mark.parametrize(("words", "call"), ROWS)
 def test_an_error_names_the_argument(words, call):
     with pytest.raises((ValueError, AttributeError)) as caught:
         call()

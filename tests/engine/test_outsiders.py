@@ -62,7 +62,7 @@ def haiku_forward(x):
 
 
 class Linen(nn.Module):
-    """Attention of rank 3, a norm of weights, a convolution, computed parameters."""
+    """Attention with named dims, a norm of weights, a convolution, computed parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -70,7 +70,8 @@ class Linen(nn.Module):
             return jax.tree.map(lambda w: w + jnp.flip(w, 0), variables)
 
         dense = nn.map_variables(nn.Dense, "params", doubled, init=True)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(x)
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", None, None))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, kernel_init=boxed)(x)
         x = nn.tanh(nn.WeightNorm(nn.Dense(WIDTH))(x))
         return dense(5)(nn.tanh(dense(WIDTH)(nn.Conv(3, (3,))(x))))
 
