@@ -1,5 +1,6 @@
 """Plans of presets and of adapters beside a frozen base: bytes by hand, and programs for H100."""
 
+import collections
 import json
 
 import jax
@@ -15,6 +16,7 @@ from zero_jax.plan.text_model import TextModel
 BITS = {"nf4": 4.25, "int8": 8.25, "bf16": 16}  # a parameter of a matrix
 BF16 = 2.0  # bytes
 RANK = 16
+SLOW = pytest.mark.slow
 
 
 def sizes(config):
@@ -32,7 +34,7 @@ def stored(config, base, devices):
     return (BITS[base] / 8 * matrices + BF16 * rest + 12 * adapters) / devices
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-1b", "mistral-7b"])
 def test_presets_can_be_planned(name):
     plan = case("--model", name, "--devices", 8, "--seq", 512).plan(3)
@@ -40,7 +42,9 @@ def test_presets_can_be_planned(name):
     assert plan.predicted.argument_bytes == pytest.approx(12 * psi / 8, rel=1e-2)
 
 
-@pytest.mark.parametrize("base", [None, "nf4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "base", ["nf4", pytest.param("int8", marks=SLOW), pytest.param(None, marks=SLOW)]
+)
 def test_a_folder_is_planned_by_its_config(base, tmp_path):
     config = families.preset("qwen3-0.6b", layers=2, width=64, hidden=128, vocab=256)
     (tmp_path / "config.json").write_text(json.dumps(hf.json_of(config, "bfloat16")))
@@ -74,7 +78,7 @@ def test_qlora_of_70b_on_8_h100_holds_no_matrix_whole():
     # Vectors that are too small to be partitioned are replicated.
     assert compiled.argument_bytes == pytest.approx(stored(config, "nf4", 8), rel=1e-3)
     matrices, rest, adapters = sizes(config)
-    sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+    sent = collections.Counter()
     for one in compiled.collectives:
         sent[one.kind] += one.bytes * one.runs
     # Twice what layers multiply with, once the head, which nothing is learned of; of the embedding
