@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import zero_jax
+from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine.loss_scale import init_guard, next_guard
 
@@ -87,3 +88,25 @@ def test_the_loss_scale_keeps_gradients_that_fp16_loses():
     np.testing.assert_allclose(zero.full(grads)["w"], 2.0**-27, rtol=1e-2)
     _, lost = grad_fn(params, rows, loss_scale=1.0)
     assert not np.asarray(zero.full(lost)["w"]).any(), "the scale was not needed: a vacuous test"
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_gradients_are_summed_in_the_reduce_dtype_and_vectors_in_fp32(reduce):
+    """263 = 256 + 7 · 1 is no bf16 number; each addend is."""
+    zero = zero_jax.Zero(zero_jax.make_mesh(), precision=Precision("bf16", reduce))
+    params = zero.shard({"w": jnp.ones((16, 32)), "b": jnp.ones(16)})
+    rows = jnp.ones((8, 16)).at[0].set(256.0)  # one for each device
+
+    def total(params, x):
+        x = x.astype("bfloat16")
+        return zero_jax.Weighted(jnp.sum(x @ params["w"]) + jnp.sum(x * params["b"]), len(x))
+
+    grads = zero.full(zero.value_and_grad(total)(params, rows)[1])
+    assert (grads["b"] == 263 / 8).all()
+    assert (grads["w"] == 263 / 8).all() == (reduce == "fp32")
+
+
+def test_the_norm_of_gradients_whose_squares_overflow():
+    norm, finite = norm_of(two_sums(lambda factor: sum_of_squares(jnp.full(4, 1e30), factor)))
+    np.testing.assert_allclose(norm, 2e30, rtol=1e-6)
+    assert finite

@@ -98,8 +98,7 @@ def test_zeros_and_numbers_that_are_not_finite(bits):
 @pytest.mark.parametrize(
     ("stage", "sizes", "settings"),
     [
-        (1, (8,), {}),
-        (2, (3, 1, 2), {}),
+        (1, (3, 1, 2), {}),
         (3, (2, 3), {"hierarchical": True}),
     ],
 )

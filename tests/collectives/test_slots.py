@@ -17,10 +17,6 @@ from zero_jax.engine import grads
 L, D, ROWS = 3, 16, 32
 
 
-def over_layers(layer, x, w):
-    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
-
-
 def plain(x, w):
     return jnp.tanh(x @ w)
 
@@ -29,37 +25,30 @@ def twice(x, w):
     return jnp.tanh(x @ w) @ w.T
 
 
-def repeated(layer, x, w):
-    """A loop that applies one layer again and again."""
-    return jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, length=20)[0]
+def normalised(x, w):
+    return plain(x, w / jnp.linalg.norm(w))
+
+
+def scan(layer):
+    """Applies a layer with each slice of the stack."""
+    return lambda x, w: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+
+def repeated(layer):
+    """Applies a layer again and again."""
+    return lambda x, w: jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, length=20)[0]
 
 
 # Each model, other settings than stage 3, and whether its gradients are stored in bf16.
 MODELS = {
-    "scan": (lambda x, w: over_layers(plain, x, w), {"stage": 2}, True),
-    "micro-batches": (lambda x, w: over_layers(plain, x, w), {"micro_batches": 2}, True),
-    "two operations": (lambda x, w: over_layers(twice, x, w), {}, False),
-    "norm": (
-        lambda x, w: over_layers(lambda x, w: plain(x, w / jnp.linalg.norm(w)), x, w),
-        {"stage": 2},
-        False,
-    ),
-    "remat": (lambda x, w: over_layers(jax.checkpoint(twice), x, w), {}, True),
-    "shared": (
-        lambda x, w: over_layers(plain, x, w) + over_layers(plain, x + 1.0, w),
-        {"stage": 2},
-        False,
-    ),
-    "loop of scans": (
-        lambda x, w: repeated(lambda x, w: over_layers(plain, x, w), x, w),
-        {},
-        False,
-    ),
-    "loop in a layer": (
-        lambda x, w: over_layers(lambda x, w: repeated(plain, x, w), x, w),
-        {"stage": 2},
-        True,
-    ),
+    "scan": (scan(plain), {"stage": 2}, True),
+    "micro-batches": (scan(plain), {"micro_batches": 2}, True),
+    "two operations": (scan(twice), {}, False),
+    "norm": (scan(normalised), {"stage": 2}, False),
+    "remat": (scan(jax.checkpoint(twice)), {}, True),
+    "shared": (lambda x, w: scan(plain)(scan(plain)(x, w), w), {"stage": 2}, False),
+    "loop of scans": (repeated(scan(plain)), {}, False),
+    "loop in a layer": (scan(repeated(plain)), {"stage": 2}, True),
 }
 
 

@@ -94,7 +94,6 @@ SEQUENCE = {"sequence_parallel": True, "remat": "block"}
 
 
 TRAINED = [
-    ("linen", (1, 2), {"stage": 0}),
     ("linen", (4, 2), {"stage": 1}),
     ("gpt", (2, 2), {"stage": 2, **SEQUENCE}),
     ("gpt", (2, 4), {"stage": 3, **SEQUENCE}),
