@@ -144,12 +144,13 @@ def test_a_state_in_files_is_saved_and_restored(tmp_path):
 
 
 # Their states have other shapes than the parameters, or are of several transformations.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("MultiSteps", "mask on ndim")]
+MORE = ("MultiSteps of lamb", "masks on path and ndim")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", *SLOW])
 def test_the_state_of_an_optimizer_is_restored(tmp_path, optimizer):
-    tx = OPTIMIZERS[optimizer]()
+    tx = OPTIMIZERS[optimizer]
     made = problem("no empty" if optimizer == "muon" else "zoo")
     want = filled(made, tx)
     with Checkpoints(tmp_path) as checkpoints:

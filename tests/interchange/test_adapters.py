@@ -155,11 +155,11 @@ OTHERS += [{"layer_replication": [[0, 2], [1, 3]]}, {"lora_alpha": float("nan")}
         ("attm", tensors(lambda t: {k.replace("attn", "attm"): v for k, v in t.items()})),
         ("31 x", tensors(lambda t: {k: v[:, :-1] if "_A" in k else v for k, v in t.items()})),
         (
-            "adapter_model.safetensors.*attn",
+            "adapter_model.safetensors.*(mlp|attn)",
             tensors(lambda t: {k: v for k, v in t.items() if "_A" in k}),
         ),
         (
-            "adapter_model.safetensors.*attn",
+            "adapter_model.safetensors.*(mlp|attn)",
             tensors(lambda t: {k: v[1:] if "_A" in k else v for k, v in t.items()}),
         ),
         ("base_model.model.x", tensors(lambda t: t | {"base_model.model.x": np.zeros(1)})),

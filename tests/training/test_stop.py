@@ -22,8 +22,9 @@ training.stop._PATIENCE = 1.0
 with training.stop.Stop(Mesh(jax.devices(), ("data",))) as stop:
     # As documents.py reads: a thread, which the end of its block waits for.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(time.sleep, 600)
         print("hangs", flush=True)
-        thread.submit(time.sleep, 600).result()
+        reading.result()
 """
 WRITE = """
 import runpy, sys

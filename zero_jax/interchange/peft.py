@@ -299,7 +299,7 @@ def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             raise ValueError(f"{path}: {name} is no part of a LoRA adapter")
         check_finite(path, name, np.asarray(tensor))
         found.setdefault(match[1], {})[match[2]] = np.asarray(tensor).astype(jnp.float32)
-    for name, pair in found.items():
+    for name, pair in sorted(found.items()):
         if set(pair) != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
             raise ValueError(f"{path}: {name} has no pair of A and B of one rank")
     return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
