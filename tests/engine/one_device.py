@@ -78,14 +78,14 @@ def trained(own, sizes, tx=ADAM, steps=2, **settings):
     return np.asarray(seen, np.float64), zero.full(states[0]), audit
 
 
-def check_parity(own, sizes, tx=ADAM, steps=2, bound=256, plain_tx=None, **settings):
+def check_parity(own, sizes, tx=ADAM, steps=2, bound=256, **settings):
     """Compares steps in units of fp32 rounding, and returns the audit.
 
     Sums over devices have another order, which moves a gradient by an ulp or two, and the optimizer
     amplifies it; a wrong mean, norm or padding is off by 10^4 ulps or more.
     """
     seen, params, audit = trained(own, sizes, tx, steps, **settings)
-    wanted, want = alone(own, plain_tx or tx, steps)
+    wanted, want = alone(own, tx, steps)
     np.testing.assert_allclose(seen, wanted, rtol=1e-5)
     assert ulps(params, want) < bound
     return audit
