@@ -1,4 +1,4 @@
-"""`train.py` with an error in one process: `failing_run.py RANK step|save ARGS...`."""
+"""`train.py`, but one process alone has an error: `failing_run.py RANK step|save ARGS...`."""
 
 import sys
 from pathlib import Path
@@ -12,20 +12,23 @@ from training.main import main
 from zero_jax.checkpoint.arrays import Array
 
 
-def fail_after(count, owner, name, rank):
-    method, calls = getattr(owner, name), []
+def fail_in(place, name, rank, after):
+    """Lets a method fail in a process after so many calls."""
+    works, calls = getattr(place, name), []
 
     def fails(*args, **kwargs):
         calls.append(1)
-        if len(calls) > count and jax.process_index() == rank:
+        if len(calls) > after and jax.process_index() == rank:
             raise OSError("this host's disk is gone")
-        return method(*args, **kwargs)
+        return works(*args, **kwargs)
 
-    setattr(owner, name, fails)
+    setattr(place, name, fails)
 
 
 if __name__ == "__main__":
-    # The 61st write belongs to the second checkpoint.
-    faults = {"step": (5, zero_jax.TrainStep, "__call__"), "save": (60, Array, "write")}
-    fail_after(*faults[sys.argv[2]], int(sys.argv[1]))
+    rank, where = int(sys.argv[1]), sys.argv[2]
+    if where == "step":
+        fail_in(zero_jax.TrainStep, "__call__", rank, after=5)
+    else:
+        fail_in(Array, "write", rank, after=60)  # in the second checkpoint
     sys.exit(main(sys.argv[3:]))
