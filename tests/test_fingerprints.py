@@ -11,7 +11,7 @@ RELEASES = {"0.10.2", "0.12.0.1"}  # of JAX, in CI
 
 
 def test_a_quarter_of_the_programs_is_as_recorded():
-    """One stage of each feature; `.ci/run` compares all of them with `python tests/fingerprints.py`."""
+    """One stage of each feature; `python tests/fingerprints.py`, in `.ci/run`, compares all."""
     releases = fingerprints.recorded()["releases"]
     if jax.__version__ not in RELEASES | releases.keys():
         pytest.skip(fingerprints.how_to_record())
