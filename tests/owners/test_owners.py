@@ -96,8 +96,8 @@ EQUAL = {
     "apply_if_finite": (optax.apply_if_finite(muon(), 3), some("up", "vector"), 3),
     "between clips": (CLIPPED, some("odd", "up", "vector"), 4),
     "by hand": (of_each(by_hand), some("odd", "up"), 3),
-    "shampoo": (shampoo(), TWO, 3),
-    "galore": (contrib.galore(1e-2, rank=3, update_proj_gap=2), TWO, 4),
+    "shampoo": (shampoo(), TWO, 4),
+    "galore": (contrib.galore(1e-2, rank=3, update_proj_gap=2), TWO, 3),
 }
 
 
