@@ -40,7 +40,6 @@ NEED_TORCH = (
     "test_finetune_peers",
     "test_families",
     "test_import",
-    "test_import_refused",
     "test_masks_of_trl",
     "test_peers",
 )

@@ -117,7 +117,7 @@ def test_auto_on_h100_proves_its_choice_and_says_what_it_dropped(tmp_path, capsy
     known, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert known["compiled"]["total_bytes"] <= 10e9
     assert "too much" in printed and "fits, taken" in printed
-    assert (known["stage"], known["remat"]) == (2, "dots")
+    assert (known["stage"], known["remat"]) == (3, "none")
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])
