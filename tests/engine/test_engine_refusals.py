@@ -94,10 +94,11 @@ def stepped(tx, state=None, **named):
     return zero.train_step(loss, own).trace(params, state, X, **named)
 
 
-def updated(tx):
+def updated(tx, state=None):
     zero, own = zero_on(), zero_on().optimizer(tx)
     params = zero.shard({"w": jnp.ones((4, 8))})
-    return own.update(params, own.init(params), params, value=jnp.float32(1))
+    state = own.init(params) if state is None else state
+    return own.update(params, state, params, value=jnp.float32(1))
 
 
 def called(**named):
@@ -177,6 +178,8 @@ ROWS = [
     ("NoneType", lambda: differentiated(lambda p, x: None)),
     ("complex", lambda: differentiated(lambda p, x: loss(p, x) * 1j)),
     ("Weighted jnp.mean", lambda: differentiated(lambda p, x: jnp.sum((x @ p["w"]) ** 2))),
+    ("Weighted jnp.mean",
+     lambda: zero_on().evaluate(lambda p, x: jnp.sum((x @ p["w"]) ** 2))(zero_on().init(make), X)),
     ("aux zero.batch_axes", lambda: with_aux(positive)),
     ("aux zero.batch_axes",  # two replicas have different rows
      lambda: with_aux(lambda x: jax.lax.psum(positive(x), "data"), zero=zero_jax.Zero(
@@ -190,6 +193,7 @@ ROWS = [
     ("optimizer Precision", lambda: zero_on(precision="fp16").train_step(
         loss, zero_on().optimizer(optax.adam(1e-3)))),
     ("state tuple zero.optimizer", lambda: stepped(optax.sgd(1.0), optax.sgd(1.0).init(make()))),
+    ("state tuple zero.optimizer", lambda: updated(optax.sgd(1.0), optax.sgd(1.0).init({}))),
     ("'nonsense' ZeroState", lambda: state_of(optax.adam(1e-3)).nonsense),
     ("gradient w (4, 8)", lambda: updated(PRIVATE)),
     # With a transformation that needs the loss the update finds it, not `init`.

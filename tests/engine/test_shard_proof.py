@@ -104,8 +104,9 @@ def test_an_error_names_the_transformation_that_is_not_elementwise(culprit, tx):
         require_elementwise(tx, ONE, Splitter(2)(ONE))
     assert culprit in str(caught.value)
     # Labels that depend on the rank, and scalars that it can't run on, hide the culprit.
-    with pytest.raises(ValueError, match=r"zero\.optimizer"):
-        require_elementwise(tx, ODD, Splitter(8)(ODD))
+    for tree, shards in ((LARGE, 2), (ODD, 8)):
+        with pytest.raises(ValueError, match=r"zero\.optimizer"):
+            require_elementwise(tx, tree, Splitter(shards)(tree))
 
 
 @pytest.mark.parametrize("tx", ACCEPTED)
