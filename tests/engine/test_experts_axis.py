@@ -183,6 +183,14 @@ def experts_param(shape=(4, 8, 8), names=NAMES):
     return nnx.Param(jnp.asarray(values), sharding_names=names, eager_sharding=False)
 
 
+def test_optimizer_state_of_expert_leaves_alone_is_sharded_as_they_are():
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(2, experts=2), 3)
+    params = zero.abstract(lambda: {"w": experts_param()})
+    state = zero.optimizer(ADAM).init(params)
+    (moments,) = {x.sharding for x in jax.tree.leaves(state) if x.ndim == 3}
+    assert moments == params["w"].get_value().sharding and "experts" in moments.spec
+
+
 PRODUCTS = {
     "weights first": lambda w, x: jnp.einsum("edf,ebd->ebf", w, x),
     "transposed": lambda w, x: jnp.einsum("ebd,edf->bfe", x, w),
