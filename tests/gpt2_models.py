@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import FAMILIES, theirs
 from exchange import GPTS, noisy, save, zero_on
+from families import FAMILIES, theirs
 
 from zero_jax.commands.checkpoint import main
 

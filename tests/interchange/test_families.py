@@ -11,6 +11,7 @@ import torch
 import transformers
 from exchange import assert_same_bits, built, loaded, logits, save, zero_on
 from families import FAMILIES, as_saved, their_logits, theirs, tokens
+from flax import nnx
 
 from zero_jax import interchange
 from zero_jax.models import decoder_presets, generate, hf
@@ -56,7 +57,7 @@ def test_gradients_are_theirs(folders, name):
 
     with jax.default_matmul_precision("highest"):
         grads = jax.jit(jax.grad(loss))(params)
-    flat = {"/".join(map(str, path)): x[...] for path, x in grads.flat_state()}
+    flat = {"/".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(grads)}
     for place in hf.layout(config).places:
         want = known[place.name]
         found = np.asarray(flat[place.path])[place.at]

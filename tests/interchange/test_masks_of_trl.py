@@ -96,7 +96,7 @@ def trained(tmp_path_factory):
     """Makes a tokenizer of a kind with a template; each kind is trained once."""
     folders = {kind: tmp_path_factory.mktemp("kind") / "own" for kind in subwords.KINDS}
     for kind, folder in folders.items():
-        subwords.KINDS[kind](folder)
+        subwords.KINDS[kind](folder, None)
 
     def made(kind, folder, template):
         shutil.copytree(folders[kind], folder)

@@ -178,10 +178,10 @@ def test_loss_is_the_mean_of_plain_log_probabilities(tiny, logits):
 
 
 def test_gelu_keeps_its_input_alone_for_the_backward_pass():
-    mlp = gpt.MLP(TINY, 0.02, nnx.Rngs(0))
-    x = jax.ShapeDtypeStruct((2, 8, TINY.width), jnp.float32)
-    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(mlp, x)[1], x))
-    assert [k.shape for k in kept].count((2, 8, 4 * TINY.width)) == 1
+    mlp, x = gpt.MLP(TINY, 0.02, nnx.Rngs(0)), jnp.ones((2, 8, TINY.width))
+    kept = jax.tree.leaves(jax.vjp(lambda x: mlp(x), x)[1])
+    wide = {id(k) for k in kept if getattr(k, "shape", None) == (2, 8, 4 * TINY.width)}
+    assert len(wide) == 1
     points = jnp.linspace(-4, 4, 9)
     ours, plain = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(points) for f in (gpt.gelu, nnx.gelu))
     np.testing.assert_array_equal(ours, plain)
