@@ -60,7 +60,7 @@ def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.words_per_param == pytest.approx(3, rel=0.01)
     sources = [t.source for t in found.compiled.peak.temporaries[:10]]
-    assert any(source.startswith("models/gpt.py:") for source in sources), sources
+    assert any(source.startswith("models/") for source in sources), sources
 
 
 def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, every_pass):
