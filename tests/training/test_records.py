@@ -92,7 +92,7 @@ FORMATS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("names", "content"), FORMATS, ids=lambda x: x[:9])
+@pytest.mark.parametrize(("names", "content"), FORMATS, ids=[names for names, _ in FORMATS])
 def test_a_file_of_documents_is_known_by_its_name_in_any_case(tmp_path, names, content):
     for name in names.split():
         (tmp_path / name).write_bytes(content)
