@@ -18,9 +18,10 @@ def read(path):
 
 
 def texts(notebook):
-    """Returns the text output of the cells."""
-    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
-    return ["".join(o.get("text") or o["data"]["text/plain"]) for o in outputs]
+    """Returns the text of each cell; a stream may be stored in several parts."""
+    cells = [cell.get("outputs", ()) for cell in notebook["cells"]]
+    text = [[x for o in cell for x in o.get("text") or o["data"]["text/plain"]] for cell in cells]
+    return ["".join(parts) for parts in text]
 
 
 def test_a_new_run_prints_what_is_stored(tmp_path):
