@@ -9,7 +9,6 @@ from flax import nnx
 
 import zero_jax
 from zero_jax import interchange
-from zero_jax.checkpoint import leaves
 from zero_jax.models import families, gpt
 
 ATOL = 1e-4  # of logits in fp32, whose sums come in another order
@@ -31,11 +30,9 @@ def shapes(config):
 
 
 def noisy(config, dtype=jnp.float32):
-    """Parameters none of which is zero or one, so that every bias and scale counts."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), dtype), shapes(config)
-    )
+    """Initial parameters with noise: none is zero or one, so that every bias and scale counts."""
+    rng, start = np.random.default_rng(0), jax.jit(make, static_argnums=0)(config)
+    return jax.tree.map(lambda x: (x + 0.3 * rng.normal(size=x.shape)).astype(dtype), start)
 
 
 def zero_on(n, stage=3, model=1):
@@ -57,24 +54,6 @@ def save(folder, tree, config=None, step=1):
     with zero_jax.Checkpoints(folder) as checkpoints:
         checkpoints.save(step, tree, config=config)
     return folder
-
-
-def whole(tree):
-    """Every leaf as one NumPy array, by path; all devices are in this process."""
-    found = {}
-    for leaf in leaves.leaves(tree):
-        found[leaf.name] = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
-        for starts, piece in leaf.pieces():
-            box = tuple(slice(a, a + n) for a, n in zip(starts, piece.shape, strict=True))
-            found[leaf.name][box] = piece
-    return found
-
-
-def assert_same_bits(a, b):
-    a, b = whole(a), whole(b)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 def built(config, params):

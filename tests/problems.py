@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 import zero_jax
+from zero_jax.checkpoint import leaves
 from zero_jax.models import gpt, resnet
 
 # 120 rows: divisible by every N that is tested, times two micro-batches.
@@ -165,3 +167,29 @@ def ulps(got, want) -> float:
             assert np.isfinite(a).all()
             worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
     return worst / float(np.finfo(np.float32).eps)
+
+
+def whole(tree) -> dict[str, np.ndarray]:
+    """Returns each leaf as one unsharded array, by path; all devices are in this process."""
+    found = {}
+    for leaf in leaves.leaves(tree):
+        out = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
+        for starts, piece in leaf.pieces():
+            out[tuple(slice(a, a + n) for a, n in zip(starts, piece.shape, strict=True))] = piece
+        found[leaf.name] = out
+    return found
+
+
+def assert_bitwise(a, b):
+    a, b = whole(a), whole(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def equations_of(jaxpr):
+    """Yields the equations of a jaxpr and of all that they call."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from equations_of(inner)

@@ -9,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 from nvme_run import small_problem
-from problems import ODD_GPT, Problem, gpt_problem, ulps, zoo_problem
+from problems import ODD_GPT, Problem, assert_bitwise, gpt_problem, ulps, whole, zoo_problem
 from test_parity import OPTIMIZERS
 
 import zero_jax
-from zero_jax.checkpoint import leaves
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.writer import Handler
 
@@ -51,24 +50,6 @@ def filled(made, tx=ADAMW):
         return rng.integers(0, 2, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map(fill, like(zero_on(1, 0), made, tx))
-
-
-def whole(tree):
-    """Every leaf as one unsharded NumPy array, by path; all devices belong to this process."""
-    found = {}
-    for leaf in leaves.leaves(tree):
-        out = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
-        for starts, piece in leaf.pieces():
-            out[tuple(slice(a, a + n) for a, n in zip(starts, piece.shape, strict=True))] = piece
-        found[leaf.name] = out
-    return found
-
-
-def assert_bitwise(a, b):
-    a, b = whole(a), whole(b)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 MASTERS = "optimizer,params"

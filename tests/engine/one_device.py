@@ -67,7 +67,7 @@ def begun(own, sizes, tx=ADAM, **settings):
 
 
 def trained(own, sizes, tx=ADAM, steps=2, **settings):
-    """As `alone`, and the audit of the step."""
+    """Returns what `alone` does, and the audit of the step."""
     zero, step, (*states, batch) = begun(own, sizes, tx, **settings)
     program, seen = step.lower(*states, batch).compile(), []
     for _ in range(steps):

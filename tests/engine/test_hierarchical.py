@@ -66,7 +66,7 @@ def test_shards_are_joined_once_a_step_and_layers_gathered_in_each_micro_batch()
     assert sent(twice, "all-gather")[0] > 1.9 * sent(once[2], "all-gather")[0]
     # In bf16 they train as replicas that hold all.
     held = trained(OWN, TWO_BY_THREE, precision=bf16, remat="block")
-    np.testing.assert_allclose(once[0], held[0], rtol=2**-6)
+    np.testing.assert_allclose(once[0][:, 0], held[0][:, 0], rtol=2**-7)
     assert ulps(once[1], held[1]) * np.finfo(np.float32).eps < 0.05
 
 

@@ -47,7 +47,7 @@ def equinox_problem():
 
 
 def of_module(model, x):
-    """Of linen, or of Haiku without a key."""
+    """Returns the problem of a linen model, or of a Haiku model without a key."""
 
     def loss(params, x):
         return jnp.mean(model.apply(params, x) ** 2)

@@ -1,12 +1,12 @@
 """Matrices that are first read after the layers: their shards are carried through the loop."""
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from one_device import Case, check_parity
+from problems import equations_of
 
 import zero_jax
 from zero_jax.jaxpr import equations
@@ -132,14 +132,6 @@ def test_steps_equal_plain_optax(loss, sizes, settings):
 
     own = Case(make, of_trained, np.asarray(jax.random.normal(jax.random.key(3), BATCH.shape)))
     check_parity(own, sizes, TX, 3, **settings)
-
-
-def equations_of(jaxpr):
-    """Its equations and those of all that they call."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from equations_of(inner)
 
 
 def test_a_shard_is_carried_by_both_loops_and_tied_to_every_iteration():

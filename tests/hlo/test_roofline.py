@@ -233,7 +233,7 @@ def test_pairs_use_one_wire_each(kind, how, fast, slow):
 
 
 def numbers_for(seconds):
-    """Of bf16 numbers whose collective takes about so long, a multiple of 64; and how long."""
+    """Returns a multiple of 64 bf16 numbers whose collective takes about so long, and its time."""
     numbers = round(seconds * WIRE / 2 / 64) * 64
     return numbers, 2 * numbers * 63 / 64 / WIRE
 

@@ -1,4 +1,4 @@
-"""What a compiler process for absent devices reports, and the targets themselves."""
+"""Reports of a compiler process for absent devices, and the targets."""
 
 import subprocess
 import types

@@ -23,7 +23,7 @@ def test_exported_weights_give_the_same_logits_in_pytorch(exported, name):
     shapes = {name: tuple(x.shape) for name, x in their_model(config).named_parameters()}
     assert {place.name: place.shape for place in hf.layout(config).places} == shapes
     want = logits(config, noisy(config), tokens_of(config))
-    assert np.abs(want).max() > 0.1, "or nothing is compared"
+    assert np.abs(want).max() > 1, "or nothing is compared"
     np.testing.assert_allclose(their_logits(model, config), want, atol=ATOL, rtol=ATOL)
 
 

@@ -9,8 +9,9 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
-from exchange import assert_same_bits, built, loaded, logits, save, zero_on
+from exchange import built, loaded, logits, save, zero_on
 from families import FAMILIES, as_saved, their_logits, theirs, tokens
+from problems import assert_bitwise
 
 from zero_jax import interchange
 from zero_jax.models import decoder_presets, generate, hf
@@ -76,7 +77,7 @@ def test_in_and_out_and_in_again_is_the_same_to_the_bit(folders, tmp_path, name)
         assert torch.equal(value, kept[key]), key
     again, back = loaded(tmp_path / "out", 2)
     assert again == config
-    assert_same_bits(back, params)
+    assert_bitwise(back, params)
     # A config that is written anew is read as the same by both.
     known = hf.json_of(config, "float32")
     assert hf.config_of(known) == config
@@ -114,7 +115,7 @@ def test_the_text_of_a_model_with_images_is_read_and_the_rest_is_named(tmp_path,
     said = []
     _, params = loaded(tmp_path, 2, report=said.append)
     assert len(said) == 1 and "vision_tower.patches.weight" in said[0]
-    assert_same_bits(params, loaded(folders["gemma3"])[1])
+    assert_bitwise(params, loaded(folders["gemma3"])[1])
 
 
 @pytest.mark.parametrize("left", ["a stale index", "the head alone"])

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from exchange import loaded, whole
+from exchange import loaded
+from problems import whole
 
 from zero_jax import interchange
 from zero_jax.models import hf

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from exchange import GPTS, abstract, assert_same_bits, loaded, noisy, save, zero_on
+from exchange import GPTS, abstract, loaded, noisy, save, zero_on
+from problems import assert_bitwise
 
 from zero_jax import interchange
 from zero_jax.checkpoint import arrays
@@ -85,7 +86,7 @@ def test_imported_back_it_has_the_bits_that_were_exported(exported, reads, name,
     like = abstract(config, n, stage, model)
     assert interchange.config(folder) == config
     back = interchange.load(folder, like)
-    assert_same_bits(back, params)
+    assert_bitwise(back, params)
     for a, b in zip(jax.tree.leaves(like), jax.tree.leaves(back), strict=True):
         assert (a.sharding, a.shape, a.dtype) == (b.sharding, b.shape, b.dtype)
     if (name, model) == ("even", 1):  # each part once, of one device at a time
@@ -106,7 +107,7 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, reads, heads)
         sharding = split if x.shape == (1, 8, 24) else other
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    assert_same_bits(interchange.load(tmp_path / "out", jax.tree.map(like, params)), params)
+    assert_bitwise(interchange.load(tmp_path / "out", jax.tree.map(like, params)), params)
     wide = [shape[1] for name, shape in reads if name.endswith("c_attn.weight")]
     head = 8 // heads
     parts = [-(-(3 * d + 3) // (3 * head)) - 3 * d // (3 * head) for d in range(8)]
@@ -149,7 +150,7 @@ def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, mon
     monkeypatch.setattr(arrays.Array, "read", reading)
     interchange.export(tmp_path / "in", tmp_path / "out")
     assert max(sizes) <= 600 and sum(sizes) == 4 * gpt.num_params(EVEN)
-    assert_same_bits(loaded(tmp_path / "out")[1], params)
+    assert_bitwise(loaded(tmp_path / "out")[1], params)
 
 
 # fmt: off
@@ -200,7 +201,7 @@ def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, 
         assert checkpoints.steps == [0]
         back = checkpoints.restore((abstract(ODD),), say=lambda _: None)
     assert back.config["model"]["heads"] == 2
-    assert_same_bits(back.tree[0], params)
+    assert_bitwise(back.tree[0], params)
 
 
 def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch):

@@ -6,8 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from exchange import ATOL, GPTS, loaded, logits, noisy, whole, zero_on
+from exchange import ATOL, GPTS, loaded, logits, noisy, zero_on
 from gpt2_models import their_config, their_logits, their_model, tokens_of
+from problems import whole
 from test_folders import written
 
 from training.supervise import free_address

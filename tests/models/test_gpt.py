@@ -4,11 +4,11 @@ import dataclasses
 import operator
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from problems import equations_of
 
 from zero_jax.models import gpt
 
@@ -36,10 +36,7 @@ def logits(tiny):
 
 def avals(jaxpr):
     """Every array type in a jaxpr and in the jaxprs that it calls."""
-    for eqn in jaxpr.eqns:
-        yield from (var.aval for var in eqn.outvars)
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from avals(inner)
+    return [var.aval for eqn in equations_of(jaxpr) for var in eqn.outvars]
 
 
 def test_sizes_are_those_of_the_tree_and_of_the_names():

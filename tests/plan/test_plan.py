@@ -186,7 +186,7 @@ def with_statistics(params, batch, stats, key):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
-    """Of a loss with statistics and a key."""
+    """The loss has statistics and a key."""
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage)
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch, stats = jnp.ones((8, 8, 16)), {"mean": jnp.zeros(())}

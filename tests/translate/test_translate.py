@@ -382,6 +382,8 @@ ERRORS = [
     ("a.yaml", "distributed_type: FSDP\nuse_cpu: no\nuse_cpu: yes", "use_cpu"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  a: 1\n  a: 2", " a "),
     ("a.yaml", SIZED.format(8), "8 devices, not 4"),
+    ("a.yaml", SIZED.format(8) + "  parallelism_config_sp_size: x", "`parallelism_config` is x"),
+    ("a.yaml", "distributed_type: FSDP\nfsdp_config: !!map [a]", "no DeepSpeed JSON"),
     ("a.json", '{"colour": "red"}', "docs/coming-from.md"),
     ("a.json", json.dumps(sized(256, 8, 4)), "`train_batch_size` 256"),
     ("a.json", '{"train_batch_size": 0}', "`train_batch_size`"),
@@ -451,6 +453,12 @@ def test_comments_and_trailing_commas_are_read_as_deepspeed_does(filler, monkeyp
     assert made == deepspeed(**plain)[0] and sorted(rows) == sorted(deepspeed(**plain)[1])
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["-"]) == 0 and "stage=2" in capsys.readouterr().out
+
+
+def test_a_merged_yaml_block_may_replace_a_key():
+    text = "a: &a {use_cpu: no}\nb: {c: {d: &b {<<: *a, use_cpu: yes}}}\nx: {<<: *b}\n"
+    values = command.load(text + "distributed_type: FSDP", "a.yaml")
+    assert values["b.c.d.use_cpu"] is values["x.use_cpu"] is True
 
 
 def test_translation_does_not_import_jax():

@@ -1,7 +1,6 @@
 """Translates FILE, a DeepSpeed JSON or a YAML of `accelerate config`, to zero_jax.
 
-`python -m zero_jax.translate FILE` prints Python, the command line of train.py, and how it handles
-each key of FILE. It runs nothing.
+`python -m zero_jax.translate FILE` prints Python, a train.py command, and how each key is handled.
 """
 
 import argparse
@@ -30,10 +29,9 @@ _COMMENT = r"//[^\n]*|\#[^\n]*|/\*.*?\*/"
 _TOLERATED = re.compile(
     rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*+(?=[}}\]])', re.DOTALL
 )
-# Values that are not printed, and arguments that are expressions of Python.
+# Values that are not printed.
 _DEFAULTS = {"compute": "fp32", "reduce": "fp32", "micro_batches": 1, "replica": 1, "model": 1}
 _DEFAULTS |= {"hierarchical": False, "precision": "zero_jax.Precision()"}
-_EXPRESSIONS = ("micro_batches", "replica", "precision")
 _FLAGS = "stage mesh batch micro_batches compute reduce gather scatter remat offload hierarchical "
 _FLAGS += "optimizer weight_decay lr steps warmup clip"
 
@@ -59,9 +57,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Yaml(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> Any:  # before merge keys are resolved
+        node = super().compose_mapping_node(anchor)
         _once([(key.value, value) for key, value in node.value])
-        return dict(super().construct_mapping(node, deep))
+        return node
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -138,7 +137,7 @@ def _row(file: File, name: str, made: Arguments) -> Row:
 def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
     for key in names.split():
         if (value := made[key]) != _DEFAULTS.get(key):
-            quoted = isinstance(value, str) and key not in _EXPRESSIONS
+            quoted = isinstance(value, str) and key not in ("micro_batches", "replica", "precision")
             words = [*words, f"{key}={json.dumps(value) if quoted else value}"]
     line = f"{name}({', '.join(words)})"
     return line if len(line) < 90 else f"{name}(\n    " + ",\n    ".join(words) + ",\n)"
@@ -150,8 +149,8 @@ def python(made: Arguments) -> str:
     made = {**made, "precision": _call("zero_jax.Precision", [], made, names)}
     devices = f"{made['devices'] or 'all'} devices"
     lines = [f"mesh = {_call('zero_jax.make_mesh', [], made, 'replica model')}  # {devices}"]
-    shares = f"D = mesh.size // {made['model']}  # devices that share the batch"
-    lines += [shares] * ("D" in str(made["micro_batches"]))
+    if "D" in str(made["micro_batches"]):
+        lines += [f"D = mesh.size // {made['model']}  # devices that share the batch"]
     names = "stage precision micro_batches remat offload hierarchical"
     lines += [f"zero = {_call('zero_jax.Zero', ['mesh'], made, names)}", *(made["lr"] or ())]
     lines += ["# The file has no known optimizer: put yours here."] * (made["call"] is None)

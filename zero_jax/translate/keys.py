@@ -1,7 +1,6 @@
 """The table of keys: how each setting of a DeepSpeed JSON and an accelerate YAML is handled.
 
-Sources: DeepSpeed 0.16 (`runtime/constants.py`, `runtime/zero/config.py`), accelerate (dataclasses
-of its configuration and plugins), and for "auto" the `TrainingArguments` of transformers.
+Sources: constants.py and zero/config.py of DeepSpeed 0.16, accelerate, and TrainingArguments.
 """
 
 import dataclasses
@@ -191,7 +190,7 @@ _TABLE = {
     _not_needed("JAX uses all devices that JAX_PLATFORMS and CUDA_VISIBLE_DEVICES show"): """
         use_cpu gpu_ids tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env commands
         command_file downcast_bf16 cuda_visible_devices""",
-    _not_needed("the axes of the mesh decide it", COUNT, 1): """deepspeed_config.:
+    _not_needed("the axes of the mesh decide it"): """deepspeed_config.:
         seq_parallel_communication_data_type parallelism_config.parallelism_config_: dp_shard_size
         cp_comm_strategy cp_backend sp_backend sp_seq_length sp_seq_length_is_variable
         sp_attn_implementation""",
@@ -205,7 +204,7 @@ _TABLE = {
     _unsupported("gradients of embeddings are dense: leave it out"): "sparse_gradients",
     _unsupported('use Precision("bf16")'): "amp.* fp8_config.*",
     _unsupported("use stage 3 instead of a pipeline"): "pipeline.*",
-    _unsupported("use Zero(sequence_parallel=True) and make_mesh(model=)", COUNT, 1, same="1"): """
+    _unsupported("use Zero(sequence_parallel=True) and make_mesh(model=)", same="1"): """
         sequence_parallel_size seq_parallel_communication_data_type seq_parallel_comm_data_type
         parallelism_config.: parallelism_config_cp_size parallelism_config_sp_size""",
     _unsupported("write it in the model or in the loss"): """sparse_attention.* eigenvalue.*

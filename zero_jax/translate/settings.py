@@ -66,10 +66,10 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
     hpz = file[f"{_ZERO}zero_hpz_partition_size"]
     group = max(hpz, int(file[f"{_ZERO}mics_shard_size"]))
     inner = model * (group if group > 1 else replica)
-    sizes = [file[f"{_SIZES}{axis}_size"] for axis in ("dp_shard", "cp", "sp")]
-    fixed = math.prod([model, replica, *sizes])
+    sizes = [file[f"{_SIZES}{a}_size"] or 1 for a in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+    fixed = math.prod(parse("parallelism_config", size, keys.COUNT) for size in sizes)
     if devices and f"{_SIZES}dp_shard_size" in file.values and devices != fixed:
-        raise ValueError(f"parallelism_config is for {fixed} devices, not {devices}: change it")
+        raise ValueError(f"parallelism_config is for {fixed} devices, not {devices}: change one")
     if devices and devices % inner:
         raise ValueError(f"{devices} devices are no multiple of {inner}: give another --devices N")
     if group > 1:
@@ -191,7 +191,8 @@ def _optimizer(file: File) -> Arguments:
         raise ValueError(f"`optimizer.params.betas` is {keys.shown(betas)}: give two numbers")
     b1, b2 = (parse(f"{_ADAM}betas", beta, keys.NUMBER) for beta in betas)
     eps, decay = file[f"{_ADAM}eps"], file[f"{_ADAM}weight_decay"]
-    eps = {"adagrad": 1e-10}.get(family, 1e-8) if eps is None else eps
+    if eps is None:
+        eps = 1e-10 if family == "adagrad" else 1e-8
     coupled = kind == "adam" and not file[f"{_ADAM}adam_w_mode"]
     if decay is None:
         decay = 0.01 if file[f"{_ADAM}torch_adam"] and not coupled else 0.0
