@@ -1,7 +1,6 @@
 """Programs for the tests of the audit: compiled for eight CPU devices, or literal text."""
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from zero_jax.hlo import auditor
@@ -39,14 +38,3 @@ def the_only(compiled):
     found = auditor.collectives(compiled)
     assert len(found) == 1, found
     return found[0]
-
-
-def nested_scans(outer, inner):
-    def step(c, _):
-        return jnp.tanh(c + jax.lax.psum(c, "data")), None
-
-    def layer(c, _):
-        c, _ = jax.lax.scan(step, c, None, length=inner)
-        return c + jax.lax.all_gather(c, "data")[0], None
-
-    return compile_on_8(lambda x: jax.lax.scan(layer, x, None, length=outer)[0], jnp.ones(4))

@@ -113,11 +113,6 @@ def zoo_params(tiny):
     return {**leaves, "tiny": {f"t{i:03d}": jnp.full((i % 4 + 1,), 0.1) for i in range(tiny)}}
 
 
-def zoo_without_empty() -> Problem:
-    """The zoo without an empty leaf, on which plain optax itself cannot run muon."""
-    return zoo_problem(empty=False)
-
-
 PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
 
 
