@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -74,13 +75,10 @@ def table(text: str) -> list[Fault]:
     >>> table("cast zero_jax/a.py\\n- x.astype(f32)\\n+ x\\n")
     [Fault(name='cast', file='zero_jax/a.py', old='x.astype(f32)', new='x')]
     """
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    faults = []
-    for head, old, new in zip(*[iter(lines)] * 3, strict=True):
-        name, file = head.split()
-        assert old.startswith("- ") and new.startswith("+ "), f"{name}: not a fault of three lines"
-        faults.append(Fault(name, file, old[2:], new[2:]))
-    assert len({fault.name for fault in faults}) == len(faults), "two faults of one name"
+    faults = [
+        Fault(*found) for found in re.findall(r"^([\w-]+) (\S+)\n- (.*)\n\+ (.*)$", text, re.M)
+    ]
+    assert len({fault.name for fault in faults}) == len(faults) == text.count("\n- "), "not a table"
     return faults
 
 
@@ -101,12 +99,7 @@ def statement(source: str, line: int) -> tuple[set[int], bool]:
 
 
 class Coverage:
-    """The tests that run a line.
-
-    Args:
-      files: coverage files of the same code, with a context for each test.
-      tests: those that may be run.
-    """
+    """The tests that run a line, of coverage files with a context for each test."""
 
     def __init__(self, files: Sequence[str], tests: Tests):
         self._data = [coverage.CoverageData(file) for file in files]
@@ -207,24 +200,14 @@ class Outcome(NamedTuple):
 
 
 class Copy:
-    """A copy of the repository in which faults are planted and tests run.
-
-    Args:
-      folder: an empty folder.
-    """
+    """A copy of the repository, in an empty folder, in which faults are planted and tests run."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = copied(folder)
         self._passing = set[str]()
 
     def judged(self, fault: Fault, runs: Sequence[Run], limit: float) -> dict[str, object]:
-        """Returns the result of a fault.
-
-        Args:
-          fault: the fault.
-          runs: the tests, as of `Coverage.chosen`.
-          limit: seconds that they may take.
-        """
+        """Returns the result of a fault, of runs that `Coverage.chosen` returned."""
         spent, known = 0.0, {"tests": sum(len(names) for _, names in runs)}
         waiting = collections.deque(runs)
         while waiting:

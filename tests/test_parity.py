@@ -3,11 +3,10 @@
 fp32 tolerance: 256 ulps of a leaf's largest element after ten steps. Sums over devices are taken
 in another order, which moves a gradient by an ulp or two of its largest term, and ten steps and
 the optimizers' divisions amplify it. A wrong mean, norm or padding is off by 10^4 ulps or more:
-see the last tests.
+see `planted_faults.txt`.
 """
 
 import functools
-import importlib
 import itertools
 
 import jax
@@ -15,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 from problems import PROBLEMS, ROWS, Problem, train_plain, train_zero, ulps, zoo_problem
 
 import zero_jax
-from zero_jax.collectives import gather_scatter
 
 STEPS = 10
 ULPS = 256
@@ -161,16 +158,6 @@ def test_same_seed_twice_is_bitwise_equal():
     assert ulps(*runs) == 0
 
 
-# Deliberate mistakes, which the comparison above must detect.
-
-
-def test_a_gradient_counted_twice_is_detected(monkeypatch):
-    correct = gather_scatter.reduce_scatter
-    monkeypatch.setattr(gather_scatter, "reduce_scatter", lambda *args: 2 * correct(*args))
-    _, params, _ = train_zero(problem("few"), optax.sgd(1e-2), STEPS, 4, stage=1)
-    assert ulps(params, train_plain(problem("few"), optax.sgd(1e-2), STEPS)[1]) > 100 * ULPS
-
-
 def test_a_mean_over_devices_instead_of_rows_is_detected():
     """Dividing each device's sum by its own weight is the classic averaging bug."""
 
@@ -180,23 +167,6 @@ def test_a_mean_over_devices_instead_of_rows_is_detected():
 
     wrong = train_zero(weighted_problem(mean), SGD, STEPS, 4, stage=3)
     assert ulps(wrong[1], plain("weighted", SGD)[1]) > 100 * ULPS
-
-
-def test_a_local_clip_norm_is_detected(monkeypatch):
-    """Inside shard_map, optax clips by the norm of this device's shards; that raises."""
-    module = importlib.import_module("zero_jax.engine.partitioned")
-    monkeypatch.setattr(module, "require_elementwise", lambda *args: None)
-    clip = optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(1e-1))
-    tx, few = zero_jax.partitioned(clip), problem("few")
-
-    def step(params, batch):
-        grads = jax.grad(few.loss)(params, batch)
-        return optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
-
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
-    run = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
-    assert ulps(run(few.start, few.batch), train_plain(few, clip, 1)[1]) > 10 * ULPS
 
 
 def test_the_rows_of_the_batch_differ():
