@@ -12,27 +12,24 @@ from zero_jax.collectives import quantised
 from zero_jax.hlo import auditor
 from zero_jax.sharding import layout
 
-BIG = 2**30
 ODD = {"a": (17, 63), "b": (63, 48), "layers": (2, 63, 63)}
 EVEN = {"a": (16, 256), "b": (256, 64), "layers": (2, 256, 256)}
+SHORT = {"short": (64, 4)}  # four bytes and a scale of four, for eight bytes of bf16
 
 
-def drawn(shapes, seed=0):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    scales = [s[-2] ** -0.5 for s in shapes.values()]
-    return {
-        name: scale * jax.random.normal(key, shape)
-        for (name, shape), scale, key in zip(shapes.items(), scales, keys, strict=True)
-    }
+def drawn(shapes):
+    keys = iter(jax.random.split(jax.random.key(0), len(shapes)))
+    return {n: s[-2] ** -0.5 * jax.random.normal(next(keys), s) for n, s in shapes.items()}
 
 
 def sum_of_squares(params, rows):
-    """Each leaf is read once; rows are inputs and outputs side by side."""
+    """Rows are inputs and outputs side by side."""
     a, b, layers = zero_jax.gather((params["a"], params["b"], params["layers"]))
     x, y = rows[:, : len(a)], rows[:, len(a) :]
     h = jnp.tanh(x @ a)
     h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
-    return zero_jax.Weighted(jnp.sum(jnp.square(h @ b - y)), jnp.float32(len(rows)))
+    total = jnp.sum(jnp.square(h @ b - y)) + jnp.sum(params.get("short", jnp.zeros(0)) ** 2)
+    return zero_jax.Weighted(total, jnp.float32(len(rows)))
 
 
 def zero_of(stage, data, replica=1, model=1, **settings):
@@ -63,15 +60,7 @@ def steps_of(x, bits):
     return steps.reshape(x.shape)
 
 
-def rounded(x):
-    steps = np.maximum(steps_of(x, 8), 1e-30)
-    return (np.round(x / steps) * steps).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("shape", "bits"),
-    [((3, 512), 8), ((2, 509), 4), ((2, 3, 131), 8), ((4, 1), 4)],
-)
+@pytest.mark.parametrize(("shape", "bits"), [((3, 512), 8), ((2, 509), 4), ((4, 1), 4)])
 def test_rounding_error_is_at_most_half_a_step(shape, bits):
     sizes = jnp.logspace(-6, 3, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     x = jax.random.normal(jax.random.key(0), shape) * sizes
@@ -85,9 +74,7 @@ def test_rounding_error_is_at_most_half_a_step(shape, bits):
     off = jnp.abs(found - x) / steps_of(np.asarray(x), bits)
     assert jnp.max(off) <= 0.5001 and (jnp.max(off) > 0.1 or shape[-1] == 1)
 
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_and_numbers_that_are_not_finite(bits):
+    # Zeros, and numbers that are not finite.
     x = jnp.ones((5, 64)).at[0].set(0.0)
     x = x.at[1, 3].set(np.nan).at[2, 3].set(np.inf).at[3, 3].set(-np.inf)
     found = quantised.dequantise(*quantised.quantise(x, bits), jnp.float32)
@@ -96,25 +83,22 @@ def test_zeros_and_numbers_that_are_not_finite(bits):
 
 
 @pytest.mark.parametrize(
-    ("stage", "sizes", "settings"),
-    [
-        (1, (3, 1, 2), {}),
-        (3, (2, 3), {"hierarchical": True}),
-    ],
+    ("stage", "sizes", "settings"), [(1, (3, 1, 2), {}), (3, (2, 3), {"hierarchical": True})]
 )
 def test_loss_and_gradients_are_those_of_rounded_weights(stage, sizes, settings):
     """The mesh is (data, replica, model)."""
     start = jax.tree.map(np.asarray, drawn(ODD))
     zero = zero_of(stage, *sizes, precision=zero_jax.Precision(gather="int8"), **settings)
+
+    def rounded(x):
+        steps = np.maximum(steps_of(x, 8), 1e-30)
+        return (np.round(x / steps) * steps).astype(np.float32)
+
     cuts = dict(zip(start, zero.splits(start), strict=True))
     weights = {name: by_shard(rounded, x, cuts[name]) for name, x in start.items()}
     assert all((weights[name] != start[name]).any() for name in start)
     rows = np.asarray(jax.random.normal(jax.random.key(1), (24, 17 + 48)))
-
-    def mean(params):
-        total, weight = sum_of_squares(params, rows)
-        return total / weight
-
+    mean = lambda params: sum_of_squares(params, rows)[0] / len(rows)  # noqa: E731
     wanted, wanted_grads = jax.jit(jax.value_and_grad(mean))(weights)
     batch = zero_jax.global_batch(zero.mesh, rows)
     found, grads = zero.value_and_grad(sum_of_squares)(zero.shard(start), batch)
@@ -125,12 +109,7 @@ def test_loss_and_gradients_are_those_of_rounded_weights(stage, sizes, settings)
 
 @pytest.mark.parametrize(
     ("stage", "bucket", "sizes", "scatter"),
-    [
-        (1, BIG, (2, 2, 2), "int8"),
-        (2, BIG, (8,), "int4"),
-        (3, 2**10, (3,), "int8"),
-        (3, 2**10, (3, 1, 2), "int4"),
-    ],
+    [(1, 2**30, (2, 2, 2), "int8"), (3, 2**10, (3, 1, 2), "int4")],
 )
 def test_a_gradient_is_off_by_at_most_half_a_step_of_each_device(stage, bucket, sizes, scatter):
     count, bits = int(np.prod(sizes[:2])), {"int8": 8, "int4": 4}[scatter]
@@ -151,35 +130,12 @@ def test_a_gradient_is_off_by_at_most_half_a_step_of_each_device(stage, bucket, 
         assert np.max(off / most) > 0.1, "something is rounded"
 
 
-def test_matrices_of_short_rows_are_not_rounded():
-    """Rows of four elements: four bytes and a scale of four, for eight bytes of bf16."""
-    start = {
-        "a": jax.random.normal(jax.random.key(0), (17, 4)),
-        "b": jax.random.normal(jax.random.key(1), (4, 3, 3, 24)),
-    }
-
-    def loss(params, rows):
-        kernel = params["b"].sum((1, 2)).T[:, :4]
-        x = rows[:, :17] @ params["a"]
-        return jnp.mean(jnp.square(jnp.tanh(x) @ kernel.T - rows[:, 17:]))
-
-    rows = np.asarray(jax.random.normal(jax.random.key(2), (16, 17 + 24)))
-    found = []
-    for option in ({}, {"gather": "int8", "scatter": "int4"}):
-        zero = zero_jax.Zero(zero_jax.make_mesh(), 3, precision=zero_jax.Precision(**option))
-        assert [c.device_shape[-1] for c in zero.splits(start)] == [4, 3]
-        batch = zero_jax.global_batch(zero.mesh, rows)
-        found.append(zero.value_and_grad(loss)(zero.shard(start), batch))
-    for exact, mine in zip(*map(jax.tree.leaves, found), strict=True):
-        assert jnp.array_equal(exact, mine)
-
-
 @pytest.mark.parametrize(("stage", "scatter"), [(2, "int8"), (3, "int4")])
 def test_bytes_sent(stage, scatter):
     bits = {"int8": 8, "int4": 4}[scatter]
     precision = zero_jax.Precision("bf16", gather="int8", scatter=scatter)
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage, precision=precision)
-    params = zero.abstract(lambda: drawn(EVEN))
+    params = zero.abstract(lambda: drawn(EVEN | SHORT))
     rows = jax.ShapeDtypeStruct((16, 16 + 64), jnp.float32)
     compiled = zero.value_and_grad(sum_of_squares).lower(params, rows).compile()
     found = auditor.audit(compiled, {"data": 8}).collectives
@@ -193,4 +149,4 @@ def test_bytes_sent(stage, scatter):
     assert 0 < sent("all-gather", "f32") < 0.1 * sent("all-gather", "s8")
     assert sent("all-to-all", "s8") == elements * bits // 8
     assert 0 < sent("all-to-all", "f32") < 0.1 * elements
-    assert {c.kind for c in found} == {"all-gather", "all-to-all", "all-reduce"}
+    assert sent("all-gather", "bf16") and sent("reduce-scatter", "f32"), "rows of four elements"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import ulps
 
 from zero_jax.models.cross_entropy import chunked_cross_entropy
 
@@ -28,24 +29,18 @@ def chunked_sum(x, embed, labels, weights, chunk):
 chunked = jax.jit(jax.value_and_grad(chunked_sum, ARGNUMS), static_argnums=4)
 
 
+WEIGHTS = {
+    "ones": jnp.ones(M),
+    "mask": (jnp.arange(M) % 3 > 0).astype(jnp.float32),
+    "fractions": jax.random.uniform(jax.random.key(2), (M,)),
+    "zeros": jnp.zeros(M),
+}
+
+
 def batch(dtype=jnp.float32, weights="ones"):
-    keys = jax.random.split(jax.random.key(3), 4)
-    x = jax.random.normal(keys[0], (M, D)).astype(dtype)
-    embed = jax.random.normal(keys[1], (V, D)).astype(dtype)
-    labels = jax.random.randint(keys[2], (M,), 0, V)
-    kinds = {
-        "ones": jnp.ones(M),
-        "mask": (jnp.arange(M) % 3 > 0).astype(jnp.float32),
-        "fractions": jax.random.uniform(keys[3], (M,)),
-        "zeros": jnp.zeros(M),
-    }
-    return x, embed, labels, kinds[weights]
-
-
-def ulps(got, want):
-    """Largest difference in fp32 ulps of the largest expected value."""
-    scale = np.finfo(np.float32).eps * np.abs(want).max()
-    return np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64)).max() / scale
+    keys = jax.random.split(jax.random.key(3), 3)
+    x, embed = (jax.random.normal(keys[i], (n, D)).astype(dtype) for i, n in enumerate((M, V)))
+    return x, embed, jax.random.randint(keys[2], (M,), 0, V), WEIGHTS[weights]
 
 
 @pytest.mark.parametrize("chunk", [7, 13, 1000])  # 26 = 4 * 7 - 2 = 2 * 13
@@ -55,11 +50,9 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk):
     for kind in ("ones", "mask", "fractions"):
         arrays = batch(weights=kind)
         with jax.numpy_dtype_promotion("strict"):
-            got, got_grads = chunked(*arrays, chunk)
-        want, grads = plain(*arrays)
-        assert ulps(got, want) <= 8
-        for got_grad, grad in zip(got_grads, grads, strict=True):
-            assert got_grad.dtype == jnp.float32 and ulps(got_grad, grad) <= 8
+            found = chunked(*arrays, chunk)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+        assert ulps(found, plain(*arrays)) <= 8
     x, embed, labels, weights = batch(weights="mask")
     total, weight = chunked_cross_entropy(x, embed, labels, weights > 0, chunk)
     assert weight == M * 2 // 3
@@ -103,45 +96,27 @@ def test_fp16_gradients_neither_underflow_nor_overflow():
 def test_backward_only_scales_and_does_not_keep_the_embedding():
     x, embed, labels, weights = batch(jnp.bfloat16)
     _, vjp = jax.vjp(lambda x, embed: chunked_sum(x, embed, labels, weights, 7), x, embed)
-    kept = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0)]
-    assert (V, D) in {leaf.shape for leaf in kept}  # the fp32 gradient, made in the forward pass
-    assert not any(leaf.shape == (V, D) and leaf.dtype == jnp.bfloat16 for leaf in kept)
+    kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "shape", ()) == (V, D)]
+    assert kept == [jnp.float32]  # the gradient, made in the forward pass
     jaxpr = str(jax.make_jaxpr(vjp)(jnp.float32(1)))
     assert "mul" in jaxpr and "dot_general" not in jaxpr
-
-
-def test_compiled_loss_needs_no_room_for_the_logits_of_the_batch():
-    tokens, width, vocab = 1024, 16, 8192
-    shapes = [((tokens, width), jnp.bfloat16), ((vocab, width), jnp.bfloat16)]
-    shapes += [((tokens,), jnp.int32), ((tokens,), jnp.float32)]
-    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-
-    def temp(chunk):
-        return chunked.lower(*arrays, chunk).compile().memory_analysis().temp_size_in_bytes
-
-    # In fp32: a few copies of a chunk's logits, and the gradients and the embedding once or
-    # twice each. All of that is a quarter of the logits of the batch.
-    logits = 4 * tokens * vocab
-    assert temp(16) < 4 * (4 * 16 * vocab + 4 * (tokens + vocab) * width) < logits / 4
-    assert temp(tokens) >= logits  # not vacuous
 
 
 def test_loss_under_shard_map_equals_one_device():
     # With a replicated embedding jax itself sums its gradient over the axis, which a custom
     # gradient must not lose; check_vma, the default, types every array inside.
     P = jax.sharding.PartitionSpec
-    mesh = jax.sharding.Mesh(jax.devices()[: min(2, len(jax.devices()))], ("data",))
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
 
     def local(*arrays):
         value, grads = jax.value_and_grad(chunked_sum, ARGNUMS)(*arrays, 7)
         return jax.lax.psum(value, "data"), grads
 
-    specs = (P("data"), P(), P("data"), P("data"))
-    out_specs = (P(), (P("data"), P(), P("data")))
-    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs))
+    specs = P("data"), P(), P("data"), P("data")
+    out = P(), (P("data"), P(), P("data"))
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out))
     arrays = batch(weights="fractions")
-    for got, want in zip(*map(jax.tree.leaves, (sharded(*arrays), plain(*arrays))), strict=True):
-        assert ulps(got, want) <= 8
+    assert ulps(sharded(*arrays), plain(*arrays)) <= 8
 
 
 def test_a_label_that_is_no_token_makes_the_loss_and_its_gradient_nan():

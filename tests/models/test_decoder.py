@@ -69,14 +69,15 @@ def test_flops_are_six_a_parameter_that_multiplies_and_those_of_the_scores():
 
 @pytest.mark.parametrize(
     ("rope", "angles"),
+    # Llama 3: 128 positions make 20.4 and 0.41 turns; those below 1 are stretched, over 4 kept.
     [
-        (rotary.Rope(100.0), [1.0, 0.1]),
-        (rotary.Rope(2500.0, 4.0), [0.25, 0.005]),
-        # Llama 3: 128 positions make 20.4 and 0.41 turns; those below 1 are stretched, over 4 kept.
-        (rotary.Rope(2500.0, 8.0, (128, 1.0, 4.0)), [1.0, 0.0025]),
+        ((100.0,), (1.0, 0.1)),
+        ((2500.0, 4.0), (0.25, 0.005)),
+        ((2500.0, 8.0, (128, 1.0, 4.0)), (1.0, 0.0025)),
     ],
 )
 def test_rotary_positions_are_a_product_of_complex_numbers(rope, angles):
+    rope = rotary.Rope(*rope)
     np.testing.assert_allclose(rotary.frequencies(rope, 4), angles, rtol=1e-6)
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 7, 3, 4)))
     positions = np.arange(14).reshape(2, 7)
@@ -102,9 +103,8 @@ def documents(vocab):
     return tuple(map(jnp.asarray, (*packed, segments, positions))), tuple(map(jnp.asarray, alone))
 
 
-@pytest.mark.parametrize("name", ["plain", "gemma"])
-def test_documents_that_share_rows_have_the_gradients_of_rows_of_their_own(name):
-    model, params = TextModel(CONFIGS[name]), noisy(CONFIGS[name])
+def test_documents_that_share_rows_have_the_gradients_of_rows_of_their_own():
+    model, params = TextModel(GEMMA), noisy(GEMMA)
     together, alone = documents(54)
     grads = jax.jit(jax.value_and_grad(lambda params, batch: model.loss(params, batch)[0]))
     with jax.default_matmul_precision("highest"):
@@ -113,26 +113,15 @@ def test_documents_that_share_rows_have_the_gradients_of_rows_of_their_own(name)
     assert together[1].sum() == alone[1].sum()
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     assert ulps(got, want) <= 256
-
-
-def test_no_bit_of_a_document_depends_on_the_one_before_it():
-    model, params = TextModel(GEMMA), noisy(GEMMA)
-    tokens, _, segments, positions = documents(54)[0]
+    # No bit of a document depends on the one before it.
+    tokens, _, segments, positions = together
     logits = jax.jit(lambda t: model.model(params)(t[:, :-1], segments, positions))
     first, second = logits(tokens), logits(tokens.at[0, :6].set((tokens[0, :6] + 1) % 54))
     assert not jnp.array_equal(first[0, :6], second[0, :6])
     assert jnp.array_equal(first[0, 6:], second[0, 6:]) and jnp.array_equal(first[1], second[1])
 
 
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-# fmt: off
-PARITY = [
-    (3, 2, 2, "plain", None), (1, 3, 1, "gemma", None), (3, 3, 1, "experts", 0.75),
-    slow(2, 2, 2, "gemma", None), slow(0, 3, 1, "experts", None), slow(2, 8, 1, "experts", 0.75)]
-# fmt: on
+PARITY = [(3, 2, 2, "plain", None), (1, 3, 1, "gemma", None), (3, 3, 1, "experts", 0.75)]
 
 
 @pytest.mark.parametrize(("stage", "n", "split", "name", "capacity"), PARITY)
@@ -158,17 +147,3 @@ def test_it_trains_as_on_one_device(stage, n, split, name, capacity):
             assert (int(metrics.aux.dropped_B.sum()) > 0) == (capacity is not None)
     for mine, theirs in zip(*map(jax.tree.leaves, (zero.full(params), want)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-5)
-
-
-def test_rows_that_do_not_fit_are_refused():
-    """The shapes are checked while the loss is traced."""
-    model, params = TextModel(PLAIN), jax.eval_shape(TextModel(PLAIN).own)
-    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    for batch, names in [
-        ((rows((1, 34)),), "33 tokens"),
-        ((rows((1, 9)), rows((1, 9))), "mask"),
-        ((rows((1, 9)), rows((1, 8)), rows((1, 3))), "segments"),
-        ((rows((1, 9)), rows((1, 8)), rows((1, 8)), rows((2, 8))), "positions"),
-    ]:
-        with pytest.raises(ValueError, match=names):
-            jax.eval_shape(model.loss, params, batch)

@@ -8,27 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_decoder import EXPERTS
 
-from zero_jax.models import decoder
 from zero_jax.models.experts import Experts
 
-MIXTURE = decoder.Mixture(5, 2, balance=0.02, z=0.001)
-# fmt: off
-TINY = decoder.DecoderConfig(
-    layers=2, width=24, heads=4, kv_heads=2, head_dim=6, hidden=40, vocab=53, seq=32, loss_chunk=16,
-    mixture=MIXTURE)
-# fmt: on
-X = jax.random.normal(jax.random.key(7), (3, 16, TINY.width))
+X = jax.random.normal(jax.random.key(7), (3, 16, EXPERTS.width))
 
 
 def layer(**changes):
     """One layer's experts, large enough that they differ."""
-    config = dataclasses.replace(TINY, mixture=dataclasses.replace(MIXTURE, **changes))
+    mixture, rng = dataclasses.replace(EXPERTS.mixture, **changes), np.random.default_rng(0)
+    config = dataclasses.replace(EXPERTS, mixture=mixture)
     graph, state = nnx.split(nnx.eval_shape(lambda: Experts(config, 0.02, nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-    return graph, jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), state
-    )
+    return graph, jax.tree.map(lambda x: jnp.float32(0.3 * rng.normal(size=x.shape)), state)
 
 
 def by_a_loop(experts, x, kept=None):
@@ -64,9 +56,7 @@ def kept_by_hand(chosen, room, experts):
 @pytest.mark.parametrize(
     ("capacity", "normalised", "room"), [(None, True, 16), (0.5, False, 4), (1.0, True, 7)]
 )
-def test_experts_are_a_loop_over_all_and_choices_without_room_are_dropped(
-    capacity, normalised, room
-):
+def test_experts_are_a_loop_and_choices_without_room_are_dropped(capacity, normalised, room):
     graph, state = layer(capacity=capacity, normalised=normalised)
     _, chosen = jax.jit(lambda state: by_a_loop(nnx.merge(graph, state), X))(state)
     kept = kept_by_hand(chosen, room, 5)
@@ -101,7 +91,7 @@ def test_the_losses_of_a_router_are_their_formulas_and_a_row_is_routed_by_itself
     _, even = run(jnp.zeros_like(X))  # no expert is preferred
     np.testing.assert_allclose(even.z_B, np.log(5) ** 2, rtol=1e-6)
     np.testing.assert_allclose(even.balance_B, 1.0, rtol=1e-6)
-    assert dataclasses.replace(MIXTURE, capacity=100.0).room(16) == 16  # a row has no more
+    assert dataclasses.replace(EXPERTS.mixture, capacity=100.0).room(16) == 16  # a row has no more
     alone, own = run(X[1:2])
     np.testing.assert_allclose(alone[0], out[1], atol=1e-5)
     assert own.dropped_B[0] == routed.dropped_B[1]

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from test_decoder import PLAIN as DECODER
 
 from zero_jax.models import decoder, families, gpt
 from zero_jax.models.attention import causal_attention
+from zero_jax.plan.text_model import TextModel
 
 GPT = gpt.GPTConfig(layers=2, width=16, heads=2, vocab=61, seq=16)
-# fmt: off
-DECODER = decoder.DecoderConfig(
-    layers=3, width=24, heads=4, kv_heads=2, head_dim=6, hidden=40, vocab=53, seq=32)
-# fmt: on
 Q, K, KEY = jnp.zeros((1, 9, 2, 4)), jnp.zeros((1, 9, 1, 4)), jax.random.key(0)
 
 
@@ -24,6 +22,12 @@ def changed(config, **fields):
 
 def model(config):
     return families.build(config, nnx.Rngs(0))
+
+
+def rows(*shapes):
+    own = TextModel(DECODER)
+    batch = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+    return lambda: jax.eval_shape(own.loss, jax.eval_shape(own.own), batch)
 
 
 # fmt: off
@@ -42,7 +46,7 @@ REFUSALS = [
     ("head_dim=7", changed(DECODER, head_dim=7)),
     ("window=0", changed(DECODER, window=0)),
     ("sliding", changed(DECODER, window=3, sliding=(True,))),
-    ("window=None", changed(DECODER, sliding=(True, True, False))),
+    ("window=None", changed(DECODER, window=None, sliding=(True, False))),
     ("activation='relu'", changed(DECODER, activation="relu")),
     ("mlp_bias=True", changed(DECODER, mlp_bias=True, mixture=decoder.Mixture(4, 2))),
     ("'llama-3-8b'.*'llama-3.1-8b'", lambda: decoder.preset("llama-3-8b")),
@@ -50,6 +54,10 @@ REFUSALS = [
     ("capacity=0.0", lambda: decoder.Mixture(4, 2, capacity=0.0)),
     ("capacity=1.5", lambda: families.with_capacity(GPT, 1.5)),
     ("experts", lambda: decoder.routed_loss(model(DECODER), jnp.zeros((1, 5), int))),
+    ("33 tokens", rows((1, 34))),
+    ("mask", rows((1, 9), (1, 9))),
+    ("segments", rows((1, 9), (1, 8), (1, 3))),
+    ("positions", rows((1, 9), (1, 8), (1, 8), (2, 8))),
     (r"\[1, 9, 2, 4\].*\[1, 7, 1, 4\]", lambda: causal_attention(Q, K[:, :7], K[:, :7])),
     ("bfloat16.*float32", lambda: causal_attention(Q.astype(jnp.bfloat16), K, K)),
     ("3 .*2 ", lambda: causal_attention(Q, *[jnp.tile(K, (1, 1, 3, 1))] * 2)),
@@ -63,9 +71,3 @@ REFUSALS = [
 def test_it_is_refused(named, call):
     with pytest.raises(ValueError, match=named):
         call()
-
-
-def test_capacity_is_that_of_the_mixture():
-    config = dataclasses.replace(DECODER, mixture=decoder.Mixture(4, 2))
-    assert families.with_capacity(config, 1.5).mixture.capacity == 1.5
-    assert families.with_capacity(config, None) is config
