@@ -1,7 +1,6 @@
 """The GPT is right on one device, and its logits exist a chunk at a time."""
 
 import dataclasses
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -102,15 +101,6 @@ def test_later_tokens_do_not_change_earlier_logits(logits):
     before, after = logits(TOKENS), logits(TOKENS.at[:, 8].add(1) % TINY.vocab)
     np.testing.assert_array_equal(before[:, :8], after[:, :8])
     assert np.all(np.any(before[:, 8:] != after[:, 8:], axis=-1))  # each later one sees it
-
-
-def test_stacked_layers_equal_a_loop_over_blocks(tiny):
-    graphdef, stacked = nnx.split(tiny.blocks)
-    x = tiny.wte(TOKENS) + tiny.wpe(jnp.arange(12))
-    for layer in range(TINY.layers):
-        x = nnx.merge(graphdef, jax.tree.map(operator.itemgetter(layer), stacked))(x)
-    # fp32 sums of 16 to 64 terms in another order, through two layers.
-    np.testing.assert_allclose(tiny.hidden(TOKENS), tiny.ln_f(x), rtol=0, atol=1e-5)
 
 
 def test_dropout_differs_by_layer_branch_and_key_and_is_off_without_a_key():
