@@ -1,6 +1,5 @@
 """How leaves of any shape are sharded over any N, and which rows a process feeds."""
 
-import itertools
 import math
 import types
 
@@ -14,17 +13,6 @@ from zero_jax.sharding import layout, mesh
 from zero_jax.sharding.cuts import Splitter, split, state_splits
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
-
-
-def test_shards_cover_the_leaf_and_pad_less_than_one_row_each():
-    for shape, n in itertools.product(SHAPES, [1, 2, 3, 4, 5, 7, 8, 400]):
-        cut = split(shape, n)
-        if cut.dim is None:
-            assert n == 1 or math.prod(shape) < n
-            assert cut.shard_shape == cut.rest_shape == shape
-        else:
-            assert cut.shard_size == math.ceil(shape[cut.dim] / n)
-            assert math.prod(cut.shard_shape) * n == math.prod(cut.rest_shape)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +41,7 @@ def test_parts_of_a_shard_are_ordered_by_data_and_then_by_replica():
     assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
 
 
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("n", [3, 8, 400])
 def test_padding_and_stripping_are_inverse(n):
     tree = {str(s): jnp.arange(math.prod(s), dtype=jnp.float32).reshape(s) for s in SHAPES}
     cuts = Splitter(n)(tree)

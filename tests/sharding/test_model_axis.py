@@ -43,11 +43,8 @@ def linen_problem() -> Problem:
     return Problem(lambda: net.init(jax.random.key(0), x[:1]), loss, (x, want))
 
 
-LINEN_SPECS = {
-    "layers_[04]/kernel": P(None, "model"),
-    "layers_[04]/bias": P("model"),
-    "layers_[26]/kernel": P("model"),
-}
+LINEN_SPECS = {"layers_[04]/bias": P("model"), "layers_[26]/kernel": P("model")}
+LINEN_SPECS |= {"layers_[04]/kernel": P(None, "model")}
 PROBLEMS = {"gpt": (lambda: gpt_problem(CONFIG), None), "linen": (linen_problem, LINEN_SPECS)}
 
 
@@ -171,29 +168,22 @@ def specs_of(make, **settings):
 
 
 def test_linen_metadata_names_the_dims():
-    class Named(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            init = nn.initializers.ones
-            x = nn.Dense(8, kernel_init=nn.with_partitioning(init, (None, "model")))(x)
-            return nn.Dense(8, kernel_init=nn.with_partitioning(init, ("rows", None)))(x)
-
-    make = lambda: Named().init(jax.random.key(0), jnp.ones((1, 4)))  # noqa: E731
+    inits = [
+        nn.with_partitioning(nn.initializers.ones, x) for x in [(None, "model"), ("rows", None)]
+    ]
+    net = nn.Sequential([nn.Dense(8, kernel_init=init) for init in inits])
+    make = lambda: net.init(jax.random.key(0), jnp.ones((1, 4)))  # noqa: E731
     specs = specs_of(make, axis_rules=(("rows", "model"), ("rows", None)))  # the first counts
-    assert specs["params/Dense_0/kernel"] == P("data", "model")
-    assert specs["params/Dense_1/kernel"] == P("model", "data")
+    assert specs["params/layers_0/kernel"] == P("data", "model")
+    assert specs["params/layers_1/kernel"] == P("model", "data")
     with nn.logical_axis_rules((("rows", None),)):
-        assert specs_of(make)["params/Dense_1/kernel"] == P("data")
+        assert specs_of(make)["params/layers_1/kernel"] == P("data")
 
 
 def test_nnx_metadata_names_the_dims():
-    class Named(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "mlp"))
-            self.up = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
-
-    specs = specs_of(lambda: nnx.state(Named(nnx.Rngs(0)), nnx.Param))
-    assert specs["up/kernel"] == P("data", "model")
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "mlp"))
+    make = lambda: nnx.state(nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0)))  # noqa: E731
+    assert specs_of(make)["kernel"] == P("data", "model")
     shapes = jax.eval_shape(problem("gpt").make)
     names = zip(paths.named_leaves(shapes), model_axis.names_of_dims(shapes), strict=True)
     found = {name: given for (name, _), given in names}
@@ -204,26 +194,18 @@ def test_nnx_metadata_names_the_dims():
 def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
     rules = (("batch", "data"), ("hidden", ("model",)))
     zero = zero_jax.Zero(mesh_of(2, 2), model_specs={"up": P(None, "model")}, axis_rules=rules)
-
-    def loss(params, x):
-        h = jnp.tanh(x @ params["up"])
-        return jnp.mean(nn.with_logical_constraint(h, ("batch", "hidden")))
-
     params = zero.init(lambda: {"up": jnp.ones((8, 16))})
+    dims = "batch", "hidden"
+    loss = lambda p, x: jnp.mean(nn.with_logical_constraint(jnp.tanh(x @ p["up"]), dims))  # noqa: E731
     value, _ = zero.value_and_grad(loss)(params, jnp.ones((8, 8)))
     np.testing.assert_allclose(value, np.tanh(8), rtol=1e-6)
 
 
-def gpt(model, **settings):
+def of_gpt(model, **settings):
     return lambda: zero_jax.Zero(mesh_of(2, model), **settings).abstract(problem("gpt").make)
 
 
-def two(**settings):
-    return lambda: zero_jax.Zero(mesh_of(2, 2), **settings)
-
-
-def small(**settings):
-    make = lambda: {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}  # noqa: E731
+def two(make=lambda: {}, **settings):
     return lambda: zero_jax.Zero(mesh_of(2, 2), **settings).abstract(make)
 
 
@@ -232,29 +214,28 @@ def unsharded():
     layout.check_bytes({"w": whole}, Splitter(8)({"w": whole}))
 
 
-SEQUENCE = {"sequence_parallel": True, "axis_rules": {"seq": None}}
 FIVE = ModelAxis(4, (("w", P(None, None, "model")),))
-PARTITIONED = {"axis_rules": {"seq": "model"}, "remat": "block@partitioned"}
+SMALL = lambda: {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}  # noqa: E731
 REFUSALS = [
-    ("wte/embedding.*'tensor'", gpt(4, model_specs={"wte": P("tensor")})),
-    ("wte/embedding.*'data'", gpt(4, model_specs={"wte": P("data")})),
-    (r"up/kernel.*\[1, 2\]", gpt(4, model_specs={"up/kernel": P("model")})),
-    ("wte/embedding", gpt(4, model_specs={"wte": P("model", "model")})),
-    ("wte/embedding", gpt(4, model_specs={"wte": P(None, None, "model")})),
-    ("model_specs='nothing'", gpt(4, model_specs={"nothing": P("model")})),
+    ("wte/embedding.*'tensor'", of_gpt(4, model_specs={"wte": P("tensor")})),
+    ("wte/embedding.*'data'", of_gpt(4, model_specs={"wte": P("data")})),
+    (r"up/kernel.*\[1, 2\]", of_gpt(4, model_specs={"up/kernel": P("model")})),
+    ("wte/embedding", of_gpt(4, model_specs={"wte": P("model", "model")})),
+    ("wte/embedding", of_gpt(4, model_specs={"wte": P(None, None, "model")})),
+    ("model_specs='nothing'", of_gpt(4, model_specs={"nothing": P("model")})),
     # Also without a model axis.
-    ("'modle'", gpt(1, model_specs={"wte": P("modle")})),
-    ("model_specs='nothing'", gpt(1, model_specs={"nothing": P("model")})),
+    ("'modle'", of_gpt(1, model_specs={"wte": P("modle")})),
+    ("model_specs='nothing'", of_gpt(1, model_specs={"nothing": P("model")})),
     (r"w \(6, 8, 5\).*\[1\]", lambda: FIVE.dims({"w": jnp.zeros((6, 8, 5))})),
-    ("model_specs", small()),
-    ("model_specs", small(stage=2, model_specs={"^b$": P("model")})),
+    ("model_specs", two(SMALL)),
+    ("model_specs", two(SMALL, stage=2, model_specs={"^b$": P("model")})),
     ("sequence_parallel|model", lambda: zero_jax.Zero(mesh_of(2, 1), sequence_parallel=True)),
     ("axis_rules.*'ab'", two(axis_rules=("ab",))),
     ("axis_rules", two(axis_rules=(("a", "b", "c"),))),
     ("model_specs.*None", two(model_specs={"w": None})),
     ("model_specs.*'model'", two(model_specs={"w": "model"})),
-    ("seq", two(**SEQUENCE)),
-    ("partitioned|seq", two(**PARTITIONED)),
+    ("seq", two(sequence_parallel=True, axis_rules={"seq": None})),
+    ("partitioned|seq", two(axis_rules={"seq": "model"}, remat="block@partitioned")),
     (r"w .*\(8, 8\).*\(1, 8\)", unsharded),
 ]
 
