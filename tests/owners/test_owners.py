@@ -120,9 +120,11 @@ def of_each(fn):
     return without_state(lambda g: jax.tree.map(fn, g))
 
 
+FACTORS = jnp.arange(1.0, 6.0)[:, None, None]  # for the first, second ... of each leaf
+
+
 def one_kind(x):
-    """A factor is for the first, second ... of each leaf."""
-    return (x @ jnp.swapaxes(x, 1, 2) * jnp.arange(1.0, 6.0)[:, None, None]) @ x * 1e-3
+    return (x @ jnp.swapaxes(x, 1, 2) * FACTORS) @ x * 1e-3
 
 
 def other_constants(grads):

@@ -195,8 +195,8 @@ def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
     rules = (("batch", "data"), ("hidden", ("model",)))
     zero = zero_jax.Zero(mesh_of(2, 2), model_specs={"up": P(None, "model")}, axis_rules=rules)
     params = zero.init(lambda: {"up": jnp.ones((8, 16))})
-    dims = "batch", "hidden"
-    loss = lambda p, x: jnp.mean(nn.with_logical_constraint(jnp.tanh(x @ p["up"]), dims))  # noqa: E731
+    named = lambda h: nn.with_logical_constraint(h, ("batch", "hidden"))  # noqa: E731
+    loss = lambda p, x: jnp.mean(named(jnp.tanh(x @ p["up"])))  # noqa: E731
     value, _ = zero.value_and_grad(loss)(params, jnp.ones((8, 8)))
     np.testing.assert_allclose(value, np.tanh(8), rtol=1e-6)
 

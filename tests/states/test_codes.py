@@ -13,22 +13,17 @@ from zero_jax.states.rounding import noise, to_bfloat16
 SIZE = 400  # three blocks of 128 and a part of one
 
 
-def spread(shape, octaves, seed=0):
+def spread(shape, octaves):
     """Numbers of both signs, evenly over so many octaves."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     size = 2.0 ** -draw.uniform(0, octaves, shape)
     return jnp.asarray(size * draw.choice([-1, 1], shape), jnp.float32)
 
 
-def encoded(x, dim, uniform):
-    scales = codes.scales_of(x, dim)
-    return codes.close(x, scales, dim, uniform), scales
-
-
 @jax.jit
 def rounded(x, uniform):
-    """Encodes and decodes along dim 0."""
-    return codes.open(*encoded(x, 0, uniform), 0)
+    scales = codes.scales_of(x, 0)
+    return codes.open(codes.close(x, scales, 0, uniform), scales, 0)
 
 
 def round_trip(x, step=0):
@@ -40,14 +35,11 @@ def in_bf16(x, step=0):
     return to_bfloat16(x, noise(x.shape, (0,), x.shape, 0, jnp.int32(step))).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("size", [1, 129, SIZE])
-def test_relative_error_is_less_than_an_eighth(size):
-    x = spread((size, 3), octaves=14)
-    np.testing.assert_array_less(jnp.abs(round_trip(x) / x - 1), 1 / 8)
-    np.testing.assert_array_less(jnp.abs(round_trip(x * x) / (x * x) - 1), 1 / 8)
-
-
-def test_range_sign_and_zeros():
+def test_error_range_sign_and_zeros():
+    for size in (1, 129, SIZE):
+        x = spread((size, 3), octaves=14)
+        np.testing.assert_array_less(jnp.abs(round_trip(x) / x - 1), 1 / 8)
+        np.testing.assert_array_less(jnp.abs(round_trip(x * x) / (x * x) - 1), 1 / 8)
     squares = jnp.where(jnp.arange(SIZE) % 5 == 0, 0.0, spread((SIZE,), octaves=60) ** 2)
     back = round_trip(squares)
     assert jnp.array_equal(back == 0, squares == 0), "a square is never rounded to zero"
@@ -75,8 +67,7 @@ def test_numbers_that_are_not_finite_keep_their_kind_and_leave_the_block_alone(b
     if not bad < 0:
         x = (spread((SIZE,), octaves=12) ** 2).at[3].set(bad)
         back = round_trip(x)
-        finite = jnp.arange(SIZE) != 3
-        np.testing.assert_array_less(jnp.abs(back[finite] / x[finite] - 1), 1 / 8)
+        np.testing.assert_array_less(jnp.abs(back / x - 1).at[3].set(0.0), 1 / 8)
         assert jnp.array_equal(back[3], x[3], equal_nan=True)
 
 
@@ -101,20 +92,17 @@ def test_rounding_is_unbiased_over_steps(fun, value, spacing):
     np.testing.assert_allclose(mean, x, rtol=3 / 256 * spacing)
 
 
-def test_nine_bits_per_element_at_most():
-    """Blocks run along a dim of at least sixteen elements."""
+def test_codes_of_a_piece_are_those_of_the_full_leaf_in_at_most_nine_bits():
     for shape in [(4096, 1), (1, 4096), (8, 4096), (16, 4096), (50257, 2)]:
         assert 8 + 16 * np.prod(codes.scales_shape(shape)) / np.prod(shape) <= 9
-
-
-def test_codes_of_a_piece_are_those_of_the_full_leaf():
     x = spread((5, 300), octaves=10)
 
     @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
     def piece(top, bottom, first, last):
         part = x[top:bottom, first:last]
+        scales = codes.scales_of(part, 1)
         uniform = noise(part.shape, (top, first), x.shape, 3, jnp.int32(2))
-        return encoded(part, 1, uniform)
+        return codes.close(part, scales, 1, uniform), scales
 
     full, full_scales = piece(0, 5, 0, 300)
     for first, last in ((0, 128), (128, 300)):
