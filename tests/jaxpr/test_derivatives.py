@@ -1,17 +1,15 @@
 """Values that no trained parameter changes, or that no loss reads, have no derivative in layers."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import zero_jax
 from zero_jax.jaxpr import derivatives, equations
 
+pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 KNOWN = jax.checkpoint_policies
 N, ROWS, D, LAYERS = 3, 6, 8, 4
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
@@ -92,15 +90,3 @@ def test_products_of_convolutions_loops_and_branches_are_counted():
     branch = lambda x, which: lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)  # noqa: E731
     jaxpr = jax.make_jaxpr(branch)(jnp.zeros((4, 4)), True).jaxpr
     assert max(equations.products(jaxpr)) == 2 * 4**3
-
-
-def test_no_jaxpr_is_built_that_jax_deprecates():
-    """`python -W error` includes JAX's warning about a jaxpr that is built without debug info."""
-    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
-    loss = lambda params, x: jnp.mean(lax.scan(layer, x, params["w"])[0] ** 2)  # noqa: E731
-    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, remat="block", states="8bit")
-    params = zero.abstract(lambda: {"w": jnp.ones((2, 64, 64))})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step = zero.train_step(loss, optax.adamw(1e-3))
-        step.lower(params, step.transformation.init(params), jnp.ones((8, 64)))

@@ -29,35 +29,29 @@ def chunked_sum(x, embed, labels, weights, chunk):
 chunked = jax.jit(jax.value_and_grad(chunked_sum, ARGNUMS), static_argnums=4)
 
 
-WEIGHTS = {
-    "ones": jnp.ones(M),
-    "mask": (jnp.arange(M) % 3 > 0).astype(jnp.float32),
-    "fractions": jax.random.uniform(jax.random.key(2), (M,)),
-    "zeros": jnp.zeros(M),
-}
+ONES, MASK, FRACTIONS = jnp.ones(M), jnp.float32(jnp.arange(M) % 3 > 0), jnp.arange(1.0, M + 1) / M
 
 
-def batch(dtype=jnp.float32, weights="ones"):
+def batch(dtype=jnp.float32, weights=ONES):
     keys = jax.random.split(jax.random.key(3), 3)
     x, embed = (jax.random.normal(keys[i], (n, D)).astype(dtype) for i, n in enumerate((M, V)))
-    return x, embed, jax.random.randint(keys[2], (M,), 0, V), WEIGHTS[weights]
+    return x, embed, jax.random.randint(keys[2], (M,), 0, V), weights
 
 
 @pytest.mark.parametrize("chunk", [7, 13, 1000])  # 26 = 4 * 7 - 2 = 2 * 13
 def test_loss_and_gradients_equal_the_plain_ones(chunk):
-    # Both round every product, exponential and sum in fp32, in another order: sums of D = 16
-    # and M = 26 terms, so 8 ulps of the largest value is generous and a wrong term is millions.
-    for kind in ("ones", "mask", "fractions"):
-        arrays = batch(weights=kind)
+    # Sums of 16 and 26 terms in fp32, in another order; a wrong term is millions of ulps.
+    for weights in (ONES, MASK, FRACTIONS):
+        arrays = batch(weights=weights)
         with jax.numpy_dtype_promotion("strict"):
             found = chunked(*arrays, chunk)
         assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
         assert ulps(found, plain(*arrays)) <= 8
-    x, embed, labels, weights = batch(weights="mask")
+    x, embed, labels, weights = batch(weights=MASK)
     total, weight = chunked_cross_entropy(x, embed, labels, weights > 0, chunk)
     assert weight == M * 2 // 3
     assert ulps(total, plain(x, embed, labels, weights)[0]) <= 8  # without a gradient
-    value, grads = chunked(*batch(weights="zeros"), chunk)
+    value, grads = chunked(*batch(weights=0 * ONES), chunk)
     assert value == 0.0 and not np.any(grads[0]) and not np.any(grads[1])  # NaN counts as true
 
 
@@ -74,18 +68,14 @@ def test_half_precision_gradients_round_once_from_fp32(dtype):
 
 
 def test_fp16_gradients_neither_underflow_nor_overflow():
-    # Near-uniform probabilities of 1 / 61 under a weight of 2**-20 are 1.6e-8, nothing in fp16
-    # (its smallest number is 6e-8); under a loss scale of 2**20 the gradients are ordinary.
+    # Probabilities of 1 / 61 under a weight of 2**-20 are 1.6e-8; fp16's smallest number is 6e-8.
     x, embed, labels, _ = batch(jnp.float16)
     embed = embed * jnp.float16(0.01)
 
-    @jax.jit
-    def grads(x, embed, scale):
-        def scaled(x, embed):
-            return chunked_sum(x, embed, labels, jnp.ones(M) / scale, 7) * scale
+    def scaled(x, embed, scale):
+        return chunked_sum(x, embed, labels, jnp.ones(M) / scale, 7) * scale
 
-        return jax.grad(scaled, argnums=(0, 1))(x, embed)
-
+    grads = jax.jit(jax.grad(scaled, argnums=(0, 1)))
     small, right, large = (grads(x, embed, 2.0**power) for power in (20, 0, -20))
     for a, b, c in zip(small, right, large, strict=True):
         assert np.all(np.any(b, axis=1))
@@ -103,8 +93,7 @@ def test_backward_only_scales_and_does_not_keep_the_embedding():
 
 
 def test_loss_under_shard_map_equals_one_device():
-    # With a replicated embedding jax itself sums its gradient over the axis, which a custom
-    # gradient must not lose; check_vma, the default, types every array inside.
+    # JAX sums the gradient of a replicated embedding itself (check_vma), also of a custom gradient.
     P = jax.sharding.PartitionSpec
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
 
@@ -115,7 +104,7 @@ def test_loss_under_shard_map_equals_one_device():
     specs = P("data"), P(), P("data"), P("data")
     out = P(), (P("data"), P(), P("data"))
     sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out))
-    arrays = batch(weights="fractions")
+    arrays = batch(weights=FRACTIONS)
     assert ulps(sharded(*arrays), plain(*arrays)) <= 8
 
 

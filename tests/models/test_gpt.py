@@ -29,7 +29,7 @@ def logits(tiny):
     return jax.jit(lambda tokens: tiny(tokens))
 
 
-def test_sizes_are_those_of_the_tree_and_of_the_names():
+def test_sizes_are_those_of_the_tree_and_of_the_names_and_matmuls_count_six_times():
     for name in gpt.PRESETS:
         config = gpt.preset(name)
         model = abstract(config)
@@ -41,9 +41,6 @@ def test_sizes_are_those_of_the_tree_and_of_the_names():
         assert gpt.num_params(gpt.preset(name)) == pytest.approx(size, rel=0.01)
     # GPT-2 small as published: the 50257 tokens of its own vocabulary.
     assert round(gpt.num_params(gpt.preset("124m", vocab=50257)) / 1e6, 1) == 124.4
-
-
-def test_flops_per_token_counts_matmul_parameters_six_times():
     # Everything that is not a bias, a norm or a lookup multiplies; scores and mixing add
     # 2 passes x 2 flops x D x T a layer, three times over.
     config = gpt.preset("7.5b")
@@ -59,11 +56,8 @@ def test_a_new_model_is_parameters_alone_with_the_deviations_of_gpt2(tiny):
     assert graphdef == nnx.graphdef(abstract(TINY))  # so that jit's cache hits
     # 512 samples or more, so a measured deviation is off by 3 percent or less (one sigma);
     # a missing 1 / sqrt(2 * layers) would be off by 100.
-    block, out = tiny.blocks, 0.02 / (2 * TINY.layers) ** 0.5
-    for layer, deviation in (
-        *((block.attn.qkv, 0.02), (block.mlp.up, 0.02)),
-        *((block.attn.proj, out), (block.mlp.down, out)),
-    ):
+    attn, mlp, out = tiny.blocks.attn, tiny.blocks.mlp, 0.02 / (2 * TINY.layers) ** 0.5
+    for layer, deviation in [(attn.qkv, 0.02), (mlp.up, 0.02), (attn.proj, out), (mlp.down, out)]:
         assert float(jnp.std(layer.kernel[...])) == pytest.approx(deviation, rel=0.15)
         assert not np.array_equal(layer.kernel[0], layer.kernel[1])
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from problems import Problem, train_plain, train_zero, ulps
+from problems import ulps
 
 import zero_jax
 from zero_jax.hlo import traffic
@@ -24,6 +24,7 @@ SPECS = {"up": jax.sharding.PartitionSpec(None, None, "model")}
 TWO = {"rows": (12, 8), "columns": (7, 10)}
 # Products are summed in another order, and three to five iterations each multiply the difference.
 ULPS = 64
+pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 
 
 def muon(**options):
@@ -196,32 +197,6 @@ def test_kinds_of_matrices():
         (one,) = exchanges(*EQUAL[name][:2])
         assert [sum(kind.counts) for kind in one.kinds] == counts
     assert len(exchanges(*EQUAL["branches"][:2])) == 1
-
-
-# Matrices and a stack; biases, whose gradients may be rounding errors, are left to Adam.
-LAYERS = {"layers": (3, 12, 12), "head": (12, 17), "bias": (12,)}
-
-
-def loss(params, batch):
-    def layer(h, w):
-        return jnp.tanh(h @ w + params["bias"]), None
-
-    out = jax.lax.scan(layer, batch[0], params["layers"])[0] @ params["head"]
-    return jnp.mean(jnp.square(out - batch[1]))
-
-
-@pytest.mark.parametrize(("stage", "n", "k"), [(0, 2, 4), (1, 3, 1), (2, 2, 4), (3, 3, 1)])
-def test_training_with_muon_equals_one_device(stage, n, k):
-    """Five iterations multiply a rounding error by up to 3.4445**5 = 485."""
-    batch = tuple(tree({"x": (120, 12), "y": (120, 17)}, 1).values())
-    made = Problem(lambda: jax.tree.map(lambda x: x / 4, tree(LAYERS, 0)), loss, batch)
-    tx = muon(eps=1e-4)
-    with jax.default_matmul_precision("highest"):
-        losses, params, _ = train_zero(made, tx, 4, n, stage=stage, micro_batches=k)
-        want = train_plain(made, tx, 4)
-    assert ulps(jnp.array(losses), jnp.array(want[0])) < 256
-    assert ulps(params, want[1]) < 256
-    assert want[0][-1] < want[0][0]
 
 
 def powers(x):

@@ -16,6 +16,7 @@ from zero_jax.offload import tiers
 from zero_jax.states.codes import scales_shape
 from zero_jax.states.narrow import initial
 
+pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 ADAMW = optax.chain(optax.clip_by_global_norm(1e9), optax.adamw(1e-2))
 # A block of the table spans several devices where N is 2, 3 or 8; blocks of "wide" run along dim 0.
 SHAPES = {"table": (101, 96), "stack": (5, 64, 48), "wide": (50, 257), "long": (4099,)}
