@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from zero_jax.jaxpr import equations, rows
 
@@ -10,8 +9,8 @@ R, D = 4, 8
 W, X = jnp.ones((D, D)), jnp.ones((R, D))
 
 
-def errors(w, x):
-    return (jnp.tanh(x @ w) - 1.0) ** 2
+errors = lambda w, x: (jnp.tanh(x @ w) - 1.0) ** 2  # noqa: E731
+normalised = lambda x: (x - x.mean(0)) / (x.std(0) + 1e-6)  # noqa: E731
 
 
 def picked(w, x):
@@ -82,10 +81,6 @@ def test_sums_over_rows():
     assert not [name for name, x in means.items() if x.is_sum and x.sure]
 
 
-def normalised(x):
-    return (x - x.mean(0)) / (x.std(0) + 1e-6)
-
-
 MIXED = {
     "normalised": lambda w, x: jnp.mean(errors(w, normalised(x))),
     "centred": lambda w, x: jnp.mean(jnp.tanh(x @ w) - jnp.mean(jnp.tanh(x @ w))),
@@ -101,7 +96,5 @@ APART = {
 }
 
 
-@pytest.mark.parametrize(("losses", "mixed"), [(MIXED, True), (APART, False)])
-def test_statistics_over_rows_are_found(losses, mixed):
-    for name, loss in losses.items():
-        assert bool(read(loss).mixed) == mixed, name
+def test_statistics_over_rows_are_found():
+    assert {name for name, loss in (MIXED | APART).items() if read(loss).mixed} == set(MIXED)

@@ -15,8 +15,7 @@ TINY = gpt.GPTConfig(layers=2, width=16, heads=2, vocab=61, seq=16, loss_chunk=8
 TOKENS = jax.random.randint(jax.random.key(7), (3, 12), 0, TINY.vocab)
 
 
-def abstract(config):
-    return nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(0)))
+abstract = lambda config: nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(0)))  # noqa: E731
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +73,11 @@ def test_compute_follows_the_dtype_of_the_parameters(dtype):
 
     jaxpr, (hidden, *fp32) = jax.make_jaxpr(run, return_shape=True)(params)
     assert hidden.dtype == dtype and {x.dtype for x in jax.tree.leaves(fp32)} == {jnp.float32.dtype}
-    # Matrix products of the blocks too; only scores, head and statistics are fp32.
-    avals = [v.aval for eqn in equations_of(jaxpr.jaxpr) for v in eqn.outvars]
+    # Matrix products of the blocks too; only scores, head and statistics of norms are fp32.
+    avals = [(e.primitive.name, v.aval) for e in equations_of(jaxpr.jaxpr) for v in e.outvars]
     shapes = {(2, 8, factor * TINY.width) for factor in (1, 3, 4)}
-    assert shapes <= {aval.shape for aval in avals if aval.dtype == dtype}
-
-
-def test_layer_norm_statistics_are_fp32_for_bf16_parameters():
-    # Values 256 + {0, 1, 2, ...}: their mean is no bf16, so bf16 statistics would be far off.
-    x = (256.0 + 2.0 * jnp.arange(16)).astype(jnp.bfloat16)[None]
-    graphdef, params = nnx.split(gpt.layer_norm(16, nnx.Rngs(0)))
-    half = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
-    exact = np.asarray(x, np.float64)
-    exact = (exact - exact.mean()) / np.sqrt(exact.var() + 1e-5)
-    # The rounding of the result, no more.
-    np.testing.assert_allclose(np.asarray(half(x), np.float64), exact, rtol=2**-8)
+    assert shapes <= {x.shape for name, x in avals if name == "dot_general" and x.dtype == dtype}
+    assert {x.dtype for name, x in avals if name == "rsqrt"} == {jnp.float32.dtype}
 
 
 def test_later_tokens_do_not_change_earlier_logits(logits):

@@ -37,10 +37,6 @@ def muon(**options):
     return contrib.muon(1e-2, muon_weight_dimension_numbers=of_tree, **options)
 
 
-def without_state(fn):
-    return optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (fn(g), s))
-
-
 def orthogonal(x, turns=3):
     """Newton and Schulz without a loop of JAX's: the operations are written out."""
     tall = x.shape[0] > x.shape[1]
@@ -113,19 +109,14 @@ def exchanges(tx, shapes, n=4):
     return update_forecast.exchanges(zero_of(n).settings, tx, given)
 
 
-def some(*names):
-    return {name: SHAPES[name] for name in names}
+def without_state(fn):
+    return optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (fn(g), s))
 
 
-def of_each(fn):
-    return without_state(lambda g: jax.tree.map(fn, g))
-
-
+some = lambda *names: {name: SHAPES[name] for name in names}  # noqa: E731
+of_each = lambda fn: without_state(lambda g: jax.tree.map(fn, g))  # noqa: E731
+gram = lambda x: x @ jnp.swapaxes(x, 1, 2)  # noqa: E731
 FACTORS = jnp.arange(1.0, 6.0)[:, None, None]  # for the first, second ... of each leaf
-
-
-def one_kind(x):
-    return (x @ jnp.swapaxes(x, 1, 2) * FACTORS) @ x * 1e-3
 
 
 def other_constants(grads):
@@ -153,7 +144,7 @@ def branches_within_branches():
 
 # Not of NumPy: it has no operators that JAX would trace.
 CONSTANTS = {name: np.asarray(x) for name, x in tree({"a": (8, 8), "b": (8, 8)}, 0).items()}
-ALIKE = {"a": (8, 6), "b": (8, 6)}
+ALIKE, STACKS = {"a": (8, 6), "b": (8, 6)}, {"a": (5, 8, 6), "b": (5, 8, 6)}
 SCHATTEN = {"preconditioning": "schatten", "adaptive": True}
 DION = {"ns_coeffs": "dion", "mu_dtype": jnp.bfloat16, "consistent_rms": 0.2}
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), muon(), optax.clip_by_global_norm(0.1))
@@ -172,7 +163,7 @@ EQUAL = {
     "by hand": (of_each(by_hand), some("odd", "up"), 3),
     "shampoo": (shampoo(), TWO, 4),
     "galore": (contrib.galore(1e-2, rank=3, update_proj_gap=2), TWO, 3),
-    "one kind": (of_each(one_kind), {"a": (5, 8, 6), "b": (5, 8, 6)}, 4),
+    "one kind": (of_each(lambda x: gram(x) * FACTORS @ x * 1e-3), STACKS, 4),
     "other constants": (without_state(other_constants), ALIKE, 4),
     "branches": (branches_within_branches(), some("odd", "up", "scalar"), 4),
     "replicas": (muon(), some("odd", "up", "vector"), 8),
@@ -199,15 +190,10 @@ def test_kinds_of_matrices():
     assert len(exchanges(*EQUAL["branches"][:2])) == 1
 
 
-def powers(x):
-    """A while loop whose test is of each matrix."""
-    return jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y)) > 0.5, lambda y: y @ y.T @ y * 1e-3, x)
-
-
-def over_leaves(grads):
-    return jax.lax.fori_loop(0, 3, lambda _, t: jax.tree.map(lambda x: x @ x.T @ x / 99, t), grads)
-
-
+cube = lambda x: x @ x.T @ x * 1e-3  # noqa: E731
+# A while loop whose test is of each matrix.
+powers = lambda x: jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y)) > 0.5, cube, x)  # noqa: E731
+over_leaves = lambda g: jax.lax.fori_loop(0, 3, lambda _, t: jax.tree.map(cube, t), g)  # noqa: E731
 SQUARE = {name: (16, 16) for name in "abcdef"}
 STACK = {"stack": (5, 8, 6)}
 LEFT_TO_XLA = {
@@ -273,21 +259,14 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
     assert 2 * matrices / n <= one.sent < 2.5 * matrices / n + 4 * 48 * 24
 
 
-# The parts of an update that need full matrices, and stacks of them.
-
-
 def walk(fn, *args, dims):
     """A function of arrays that are sharded along these dims."""
     closed = equations.written_out(jax.make_jaxpr(fn)(*args), equations.CALLS)
     return Walk(closed.jaxpr, [(d,) for d in dims])
 
 
-def found(fn, *args, dims):
-    return regions(walk(fn, *args, dims=dims))
-
-
-def shapes(variables):
-    return [v.aval.shape for v in variables]
+found = lambda fn, *args, dims: regions(walk(fn, *args, dims=dims))  # noqa: E731
+shapes = lambda variables: [v.aval.shape for v in variables]  # noqa: E731
 
 
 def test_a_product_needs_full_matrices_where_a_device_lacks_something():
@@ -305,9 +284,7 @@ def test_of_an_iteration_only_the_matrix_and_its_result_are_sent(shape, dim):
     assert [shapes(r.dealt) for r in two] == [[tuple(sorted(shape))], [y.shape]]
     assert [shapes(r.made) for r in two] == [[tuple(sorted(shape))], [y.shape]]
     assert two[0].same == ()
-
-
-def test_decompositions_and_sharded_vectors():
+    # Decompositions, and sharded vectors.
     (region,) = found(lambda x: root(x @ x.T), jnp.ones((8, 16)), dims=[0])
     assert (shapes(region.dealt), shapes(region.made)) == ([(8, 16)], [(8, 8)])
     scaled = lambda x, factors: (x @ x.T * factors) @ x  # noqa: E731
@@ -326,10 +303,6 @@ def test_a_branch_with_much_beside_its_matrix_is_not_sent_as_a_whole():
 
 
 ROWS = jax.random.normal(jax.random.key(0), (5, 6, 8))
-
-
-def gram(x):
-    return x @ jnp.swapaxes(x, 1, 2)
 
 
 ONE_BY_ONE = {

@@ -48,14 +48,8 @@ LINEN_SPECS |= {"layers_[04]/kernel": P(None, "model")}
 PROBLEMS = {"gpt": (lambda: gpt_problem(CONFIG), None), "linen": (linen_problem, LINEN_SPECS)}
 
 
-@functools.cache
-def problem(name):
-    return PROBLEMS[name][0]()
-
-
-@functools.cache
-def plain(name):
-    return train_plain(problem(name), ADAM, STEPS)
+problem = functools.cache(lambda name: PROBLEMS[name][0]())
+plain = functools.cache(lambda name: train_plain(problem(name), ADAM, STEPS))
 
 
 def mesh_of(n, mp, replica=1):
@@ -113,42 +107,30 @@ def test_each_device_stores_its_shard_of_both_axes():
     assert not shapes
 
 
-@functools.cache
-def compiled(n, mp, stage):
-    zero = zero_jax.Zero(mesh_of(n, mp), stage)
-    tx = zero.optimizer(optax.adam(1e-3))
-    params = zero.abstract(problem("gpt").make)
-    batch = jax.ShapeDtypeStruct(problem("gpt").batch.shape, jnp.int32)
-    step = zero.train_step(problem("gpt").loss, tx).lower(params, tx.init(params), batch)
-    return auditor.audit(step.compile(), {"data": n, "model": mp})
-
-
-# Loss and weight together, and the norm in two sums: all-reduces of four numbers.
-SCALARS = 2 * 4
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-def test_each_device_sends_its_part_of_the_elements_along_data(stage):
+def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(stage):
     D, L, mp = CONFIG.width, CONFIG.layers, 2
+    zero = zero_jax.Zero(mesh_of(2, mp), stage)
+    tx, params = zero.optimizer(optax.adam(1e-3)), zero.abstract(problem("gpt").make)
+    step = zero.train_step(problem("gpt").loss, tx)
+    compiled = step.lower(params, tx.init(params), problem("gpt").batch).compile()
+    report = auditor.audit(compiled, {"data": 2, "model": mp})
+    # Loss and weight together, and the norm in two sums: all-reduces of four numbers.
     # Sharded over `model`: matrices, and biases of `qkv` and `up` where `data` takes no dim.
     split = CONFIG.vocab * D + L * (12 * D * D + (stage == 0) * 7 * D)
-    words = 2 * (split // mp + gpt.num_params(CONFIG) - split) + SCALARS
+    words = 2 * (split // mp + gpt.num_params(CONFIG) - split) + 2 * 4
     if stage == 3:
         # Gathered again by the backward pass: matrices of the layers (scales, sharded along layers
         # here, are gathered before the loop). The tied embedding is reduced at both of its uses.
         words += L * 12 * D * D // mp + CONFIG.vocab * D // mp
     # Outside of loops XLA may merge the last norm's two gathers, or not (jax 0.12 on CPU).
-    more = compiled(2, mp, stage).words_along("data") - words
+    more = report.words_along("data") - words
     assert more == 0 or (stage == 3 and more == D)
-
-
-def test_elements_along_model_are_those_of_megatron():
-    """Two all-reduces of b·s·h in the forward pass and two in the backward, in each layer."""
-    tokens, D = ROWS // 2 * CONFIG.seq, CONFIG.width
-    report = compiled(2, 2, 0)
-    in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == CONFIG.layers]
-    assert {c.kind for c in in_layers} == {"all-reduce"}
-    assert sum(c.words for c in in_layers) == CONFIG.layers * 4 * 2 * tokens * D
+    if stage == 0:
+        # Megatron: two all-reduces of b·s·h in the forward pass and two in the backward, a layer.
+        in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == L]
+        assert {c.kind for c in in_layers} == {"all-reduce"}
+        assert sum(c.words for c in in_layers) == L * 4 * 2 * (ROWS // mp * CONFIG.seq) * D
 
 
 def test_axis_rules_do_not_leak_into_other_traces():
