@@ -61,16 +61,11 @@ def test_no_buffer_is_larger_than_a_bucket_and_no_element_more_is_sent():
     assert sizes[0] == sizes[1], "a program does not grow with its layers"
 
 
-PARAMS = {"w": jax.random.normal(jax.random.key(0), (7, 5)), "scale": jnp.float32(1.5)}
-X = jax.random.normal(jax.random.key(1), (24, 7))
-
-
-def loss(params, x):
-    return jnp.sum(jnp.tanh(x @ params["w"]) ** 2) + params["scale"] * jnp.sum(x)
-
-
 @pytest.mark.parametrize("n", [3, 8])
 def test_gather_and_shard_inside_a_shard_map_of_the_user(n):
+    start = {"w": jax.random.normal(jax.random.key(0), (7, 5)), "scale": jnp.float32(1.5)}
+    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) ** 2) + p["scale"] * jnp.sum(x)  # noqa: E731
+
     def f(params, x):
         shards = zero_jax.shard(params)
         grads = jax.grad(lambda s: loss(zero_jax.gather(s, params), x))(shards)
@@ -81,11 +76,13 @@ def test_gather_and_shard_inside_a_shard_map_of_the_user(n):
 
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
     specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    full, grads, rounded = jax.jit(jax.shard_map(f, mesh=mesh, check_vma=False, **specs))(PARAMS, X)
-    want = jax.grad(loss)(PARAMS, X)
-    for name in PARAMS:
-        np.testing.assert_array_equal(full[name], PARAMS[name])
+    run = jax.shard_map(f, mesh=mesh, check_vma=False, **specs)
+    x = jax.random.normal(jax.random.key(1), (24, 7))
+    full, grads, rounded = jax.jit(run)(start, x)
+    want = jax.grad(loss)(start, x)
+    for name in start:
+        np.testing.assert_array_equal(full[name], start[name])
         np.testing.assert_allclose(grads[name], want[name], rtol=1e-5, atol=1e-5)
         assert rounded[name].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(rounded[name], PARAMS[name].astype(jnp.bfloat16))
-    assert zero_jax.gather(PARAMS) is PARAMS  # a loss has full arrays already
+        np.testing.assert_array_equal(rounded[name], start[name].astype(jnp.bfloat16))
+    assert zero_jax.gather(start) is start  # a loss has full arrays already

@@ -75,8 +75,6 @@ def test_gradients_of_bf16_rows_are_added_in_fp32():
         np.testing.assert_array_equal(grad[0, :4], 2.0 * len(tokens))
 
 
-# In a step.
-
 WORDS, WIDTH = 211, 12
 
 
@@ -107,7 +105,6 @@ OTHERS = {
 BF16 = zero_jax.Precision("bf16")
 SPLIT = {"model_specs": {"layers": jax.P(None, None, "model")}}
 TOKEN_ROWS = np.asarray(jax.random.randint(jax.random.key(3), (ROWS, TOKENS), 0, WORDS))
-
 
 # Losses, devices, other settings than stage 3, and whether only the rows are sent.
 # fmt: off

@@ -61,26 +61,23 @@ def test_shapes_in_closed_form_are_those_of_the_model_and_of_published_ones():
         shapes = {"/".join(map(str, path)): x.shape for path, x in nnx.to_flat_state(params)}
         assert decoder_config.shapes(config) == shapes
     assert {name: decoder.num_params(decoder.preset(name)) for name in decoder.PRESETS} == PUBLISHED
-
-
-def test_flops_are_six_a_parameter_that_multiplies_and_those_of_the_scores():
+    # Flops: six a parameter that multiplies, and those of the scores.
     config = decoder.preset("gemma-3-1b")
     matrices = decoder.num_params(config) - config.layers * (4 * 1152 + 2 * 256) - 1152
     seen = 22 * 512 + 4 * 4096
     assert decoder.flops_per_token(config, 4096) == 6 * matrices + 12 * 4 * 256 * seen
 
 
-@pytest.mark.parametrize(
-    ("rope", "angles"),
+ROPES = {
+    rotary.Rope(100.0): (1.0, 0.1),
+    rotary.Rope(2500.0, 4.0): (0.25, 0.005),
     # Llama 3: 128 positions make 20.4 and 0.41 turns; those below 1 are stretched, over 4 kept.
-    [
-        ((100.0,), (1.0, 0.1)),
-        ((2500.0, 4.0), (0.25, 0.005)),
-        ((2500.0, 8.0, (128, 1.0, 4.0)), (1.0, 0.0025)),
-    ],
-)
+    rotary.Rope(2500.0, 8.0, (128, 1.0, 4.0)): (1.0, 0.0025),
+}
+
+
+@pytest.mark.parametrize(("rope", "angles"), ROPES.items())
 def test_rotary_positions_are_a_product_of_complex_numbers(rope, angles):
-    rope = rotary.Rope(*rope)
     np.testing.assert_allclose(rotary.frequencies(rope, 4), angles, rtol=1e-6)
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 7, 3, 4)))
     positions = np.arange(14).reshape(2, 7)
@@ -231,8 +228,6 @@ def test_the_losses_of_a_router_are_their_formulas_and_a_row_is_routed_by_itself
 
 GPT = gpt.GPTConfig(layers=2, width=16, heads=2, vocab=61, seq=16)
 Q, K = jnp.zeros((1, 9, 2, 4)), jnp.zeros((1, 9, 1, 4))
-
-
 changed = lambda config, **fields: lambda: dataclasses.replace(config, **fields)  # noqa: E731
 model = lambda config: families.build(config, nnx.Rngs(0))  # noqa: E731
 

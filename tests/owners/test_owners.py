@@ -62,15 +62,12 @@ def shampoo():
     """Of matrices alone, with a state of its rows and one of its columns."""
 
     def init(params):
-        return jax.tree.map(lambda x: (jnp.eye(x.shape[0]), jnp.eye(x.shape[1])), params)
-
-    def one(x, state):
-        rows, columns = state[0] + x @ x.T, state[1] + x.T @ x
-        return -1e-2 * root(rows) @ x @ root(columns), (rows, columns)
+        return {name: tuple(map(jnp.eye, x.shape)) for name, x in params.items()}
 
     def update(grads, state, params=None):
-        made = {name: one(x, state[name]) for name, x in grads.items()}
-        return tuple({name: pair[i] for name, pair in made.items()} for i in (0, 1))
+        pairs = [(name, x, *state[name]) for name, x in grads.items()]
+        new = {name: (rows + x @ x.T, columns + x.T @ x) for name, x, rows, columns in pairs}
+        return {n: -1e-2 * root(new[n][0]) @ x @ root(new[n][1]) for n, x in grads.items()}, new
 
     return optax.GradientTransformation(init, update)
 
