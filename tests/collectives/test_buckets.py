@@ -40,9 +40,8 @@ def test_pieces_make_the_full_array(shape, dim, bucket):
 def test_no_buffer_is_larger_than_a_bucket_and_no_element_more_is_sent():
     """Gathers and reduce-scatters: XLA for CPUs merges all-reduces."""
     small, width = 8 * 4 * 20, 24  # bytes: 20 elements of each of 8 devices
-
-    def loss(params, x):
-        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0] ** 2)
+    layer = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+    loss = lambda params, x: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)  # noqa: E731
 
     def lowered(bucket, layers=3):
         zero = zero_jax.Zero(zero_jax.make_mesh(), 3, bucket_bytes=bucket)

@@ -13,10 +13,8 @@ from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums
 from zero_jax.engine import grads
 from zero_jax.engine.loss_scale import init_guard, next_guard
 
-
-def loss(params, x):
-    y = x @ params["w"]
-    return jnp.mean(y.astype(jnp.float32) ** 2)  # 2^16, the first loss scale, is infinite in fp16
+# 2^16, the first loss scale, is infinite in fp16.
+loss = lambda p, x: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2)  # noqa: E731
 
 
 def setup(precision, stage=3, **kwargs):
@@ -35,8 +33,7 @@ def test_the_loss_scale_doubles_halves_and_stays_above_one():
     for event, want in zip(events, scales, strict=True):
         guard = next_guard(guard, jnp.asarray(event == "g"), precision)
         assert float(guard.loss_scale) == want
-    assert int(guard.skipped) == 5
-    assert int(guard.consecutive) == 0
+    assert (int(guard.skipped), int(guard.consecutive)) == (5, 0)
     default = init_guard(Precision("fp16"))
     assert float(default.loss_scale) == 2**16
     late = default._replace(good_steps=jnp.asarray(1999, jnp.int32))
@@ -49,14 +46,13 @@ def test_infinity_on_one_device_makes_all_skip(stage, precision):
     good = jnp.full((8, 8), 0.1)
     params, state, metrics = step(params, state, good)
     assert int(metrics.skipped) == 0
-    before = jax.tree.map(np.asarray, (params, state.inner))
+    bits = lambda tree: [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]  # noqa: E731
+    before = bits((params, state.inner))
     bad = good.at[6, 0].set(jnp.inf)  # row 6 belongs to device 3 of 4
     params, state, metrics = step(params, state, bad)
     assert int(metrics.skipped) == 1
     assert float(metrics.loss_scale) == (2**16 if precision == "fp16" else 1)
-    after = jax.tree.map(np.asarray, (params, state.inner))
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        assert a.tobytes() == b.tobytes()
+    assert bits((params, state.inner)) == before
     assert step.first_bad_leaf(params, state, bad) == "w"
     assert step.first_bad_leaf(params, state, good) is None
     params, state, metrics = step(params, state, good)
@@ -78,10 +74,7 @@ def test_the_loss_scale_keeps_gradients_that_fp16_loses():
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=2, precision="fp16")
     params = zero.init(lambda: {"w": jnp.ones((8, 8))})
     rows = jnp.ones((2048, 8))  # many rows: a mean must not be scaled down by their number
-
-    def tiny(params, x):
-        return jnp.mean(x @ params["w"]).astype(jnp.float32) * 2.0**-24
-
+    tiny = lambda p, x: jnp.mean(x @ p["w"]).astype(jnp.float32) * 2.0**-24  # noqa: E731
     grad_fn = zero.value_and_grad(tiny)
     _, grads = grad_fn(params, rows, loss_scale=2.0**16)
     np.testing.assert_allclose(zero.full(grads)["w"], 2.0**-27, rtol=1e-2)
@@ -178,10 +171,7 @@ def test_gradients_do_not_depend_on_the_storage_dtype(name, monkeypatch):
     precision = zero_jax.Precision("fp32", reduce="bf16")
     zero = zero_jax.Zero(zero_jax.make_mesh(), **{"stage": 3, "precision": precision} | settings)
     params = zero.init(lambda: jax.random.normal(jax.random.key(2), (L, D, D)) / D**0.5)
-
-    def loss(w, x):
-        return jnp.mean(model(x, w) ** 2)
-
+    loss = lambda w, x: jnp.mean(model(x, w) ** 2)  # noqa: E731
     batch = jax.random.normal(jax.random.key(1), (ROWS, D))
     traced = grads.GlobalLoss(zero.settings, loss).read(params, batch, ())
     assert any(leaf.waits_in is not None for leaf in traced.leaves) == narrow

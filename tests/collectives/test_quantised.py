@@ -33,13 +33,6 @@ def sum_of_squares(params, rows):
     return zero_jax.Weighted(total, jnp.float32(len(rows)))
 
 
-def zero_of(stage, data, replica, model, **settings):
-    devices = jax.devices()[: data * replica * model]
-    mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
-    specs = {"b": jax.P(None, "model")} if model > 1 else None
-    return zero_jax.Zero(mesh, stage, model_specs=specs, **settings)
-
-
 def by_shard(fn, x, cut):
     """Applies a function to what each device stores of a full array, with padding."""
     if cut.model is not None:
@@ -99,8 +92,11 @@ CASES = [
 @pytest.mark.parametrize(("stage", "sizes", "kinds", "settings"), CASES)
 def test_gradients_are_off_by_half_a_step_of_each_device(stage, sizes, kinds, settings):
     """On a mesh of (data, replica, model)."""
-    start, count = jax.tree.map(np.asarray, drawn(ODD)), sizes[0] * sizes[1]
-    zero = zero_of(stage, *sizes, precision=zero_jax.Precision(**kinds), **settings)
+    start, (data, replica, model) = jax.tree.map(np.asarray, drawn(ODD)), sizes
+    count, devices = data * replica, jax.devices()[: data * replica * model]
+    mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
+    settings = settings | {"model_specs": {"b": jax.P(None, "model")} if model > 1 else None}
+    zero = zero_jax.Zero(mesh, stage, precision=zero_jax.Precision(**kinds), **settings)
     cuts = dict(zip(start, zero.splits(start), strict=True))
     fn = rounded if "gather" in kinds else np.copy
     weights = {name: by_shard(fn, x, cuts[name]) for name, x in start.items()}
@@ -108,7 +104,7 @@ def test_gradients_are_off_by_half_a_step_of_each_device(stage, sizes, kinds, se
     rows = np.asarray(jax.random.normal(jax.random.key(1), (2 * count, 17 + 48)))
     compute = jax.jit(jax.value_and_grad(lambda p, r: sum_of_squares(p, r)[0]))
     wanted, own = jax.vmap(compute, (None, 0))(weights, rows.reshape(count, 2, -1))
-    batch = zero_jax.global_batch(zero.mesh, rows)
+    batch = zero_jax.global_batch(mesh, rows)
     found, grads = zero.value_and_grad(sum_of_squares)(zero.shard(start), batch)
     np.testing.assert_allclose(found, wanted.sum() / len(rows), rtol=1e-5)
     steps = functools.partial(steps_of, bits={"int4": 4}.get(kinds.get("scatter"), 8))

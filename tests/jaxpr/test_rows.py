@@ -10,6 +10,7 @@ W, X = jnp.ones((D, D)), jnp.ones((R, D))
 
 
 errors = lambda w, x: (jnp.tanh(x @ w) - 1.0) ** 2  # noqa: E731
+shares = lambda w, x: jax.nn.sigmoid(x @ w) / jnp.sum(jax.nn.sigmoid(x @ w))  # noqa: E731
 normalised = lambda x: (x - x.mean(0)) / (x.std(0) + 1e-6)  # noqa: E731
 
 
@@ -20,11 +21,6 @@ def picked(w, x):
 
 def scanned(w, x, before=lambda x: x):
     return jax.lax.scan(lambda x, _: (jnp.tanh(before(x) @ w), None), x, None, length=2)[0]
-
-
-def shares(w, x):
-    weights = jax.nn.sigmoid(x @ w)
-    return weights / jnp.sum(weights)
 
 
 def read(loss):

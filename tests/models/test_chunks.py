@@ -94,14 +94,11 @@ def test_no_scores_are_kept_for_the_backward_pass():
     assert max(x.size for x in usual) >= 2 * 3 * (2 * BLOCK) ** 2
 
 
-def test_a_gpu_takes_cudnn_where_it_holds_no_bias_of_all_pairs():
+def test_a_gpu_takes_cudnn_where_it_holds_no_bias_of_all_pairs(monkeypatch):
+    """cuDNN would hold the documents as a bias of T² numbers, 34 GB a row of 128k tokens."""
     for dtype, head_dim, tokens, packed, kernel in KERNELS:
         found, reason = attend.kernel_for(dtype, head_dim, tokens, packed=packed)
         assert found == kernel and bool(reason) == (kernel == "xla")
-
-
-def test_long_packed_rows_hold_no_square_of_their_tokens_on_a_gpu(monkeypatch):
-    """cuDNN would hold the documents as a bias of T² numbers, 34 GB a row of 128k tokens."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     T = 3 * BLOCK
     monkeypatch.setattr(attend, "LONGEST_PACKED", T - 1)
@@ -111,8 +108,6 @@ def test_long_packed_rows_hold_no_square_of_their_tokens_on_a_gpu(monkeypatch):
     largest = max(v.aval.size for eqn in equations_of(traced.jaxpr) for v in eqn.outvars)
     assert largest <= T**2 // 3, "scores of one block of three"
 
-
-# Cross entropy.
 
 M, D, V = 26, 16, 61
 ARGNUMS = (0, 1, 3)  # hidden states, embedding and weights
@@ -128,8 +123,6 @@ def plain(x, embed, labels, weights):
 
 chunked_sum = lambda *arrays: chunked_cross_entropy(*arrays)[0]  # noqa: E731
 chunked = jax.jit(jax.value_and_grad(chunked_sum, ARGNUMS), static_argnums=4)
-
-
 ONES, MASK, FRACTIONS = jnp.ones(M), jnp.float32(jnp.arange(M) % 3 > 0), jnp.arange(1.0, M + 1) / M
 
 
@@ -172,10 +165,7 @@ def test_fp16_gradients_neither_underflow_nor_overflow():
     # Probabilities of 1 / 61 under a weight of 2**-20 are 1.6e-8; fp16's smallest number is 6e-8.
     x, embed, labels, _ = batch(jnp.float16)
     embed = embed * jnp.float16(0.01)
-
-    def scaled(x, embed, scale):
-        return chunked_sum(x, embed, labels, jnp.ones(M) / scale, 7) * scale
-
+    scaled = lambda x, embed, s: s * chunked_sum(x, embed, labels, jnp.ones(M) / s, 7)  # noqa: E731
     grads = jax.jit(jax.grad(scaled, argnums=(0, 1)))
     small, right, large = (grads(x, embed, 2.0**power) for power in (20, 0, -20))
     for a, b, c in zip(small, right, large, strict=True):

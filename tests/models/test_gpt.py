@@ -13,8 +13,6 @@ from zero_jax.models import gpt
 
 TINY = gpt.GPTConfig(layers=2, width=16, heads=2, vocab=61, seq=16, loss_chunk=8)
 TOKENS = jax.random.randint(jax.random.key(7), (3, 12), 0, TINY.vocab)
-
-
 abstract = lambda config: nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(0)))  # noqa: E731
 
 
@@ -80,12 +78,6 @@ def test_compute_follows_the_dtype_of_the_parameters(dtype):
     assert {x.dtype for name, x in avals if name == "rsqrt"} == {jnp.float32.dtype}
 
 
-def test_later_tokens_do_not_change_earlier_logits(logits):
-    before, after = logits(TOKENS), logits(TOKENS.at[:, 8].add(1) % TINY.vocab)
-    np.testing.assert_array_equal(before[:, :8], after[:, :8])
-    assert np.all(np.any(before[:, 8:] != after[:, 8:], axis=-1))  # each later one sees it
-
-
 def test_dropout_differs_by_layer_branch_and_key_and_is_off_without_a_key():
     # Branches add 1, 4, 16 or 64, so the residual stream is a number in base 4 whose digits say
     # which of the four (two layers of two) were dropped, or kept at twice the size.
@@ -127,7 +119,10 @@ def test_logits_of_the_loss_exist_one_chunk_at_a_time():
     assert max(np.prod(s[:-1]) for s in shapes if s[-1:] == (TINY.vocab,)) == TINY.loss_chunk
 
 
-def test_loss_is_the_mean_of_plain_log_probabilities(tiny, logits):
+def test_logits_are_causal_and_the_loss_is_the_mean_of_log_probabilities(tiny, logits):
+    before, after = logits(TOKENS), logits(TOKENS.at[:, 8].add(1) % TINY.vocab)
+    np.testing.assert_array_equal(before[:, :8], after[:, :8])
+    assert np.all(np.any(before[:, 8:] != after[:, 8:], axis=-1))  # each later one sees it
     mask = jnp.arange(11)[None] < jnp.array([11, 5, 0])[:, None]
     total, weight = jax.jit(lambda tokens, mask: gpt.loss(tiny, tokens, mask))(TOKENS, mask)
     logp = jax.nn.log_softmax(logits(TOKENS))[:, :-1]

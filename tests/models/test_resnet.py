@@ -14,10 +14,8 @@ RANDOM = np.random.default_rng(0)
 IMAGES, LABELS = jnp.asarray(RANDOM.normal(size=(8, 8, 8, 3)), jnp.float32), jnp.arange(8)
 
 
-def shapes_of(model):
-    return jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), IMAGES)
-
-
+KEY = jax.random.key(0)
+shapes_of = lambda m: jax.eval_shape(lambda k: m.init(k, IMAGES, train=False), KEY)  # noqa: E731
 SHAPES = shapes_of(MODEL)
 PARAMS = jax.tree.map(lambda x: jnp.float32(RANDOM.normal(size=x.shape)), SHAPES["params"])
 STATS = jax.tree.map(lambda x: jnp.zeros(x.shape), SHAPES["batch_stats"])
@@ -33,7 +31,6 @@ def test_statistics_are_updated_and_are_those_of_the_whole_batch_over_an_axis():
     stem = jax.lax.conv_general_dilated(IMAGES, kernel, (1, 1), "SAME", dimension_numbers=dims)
     mean = 0.1 * jnp.mean(stem, axis=(0, 1, 2))
     np.testing.assert_allclose(updated["stem_norm"]["mean"], mean, atol=1e-6)
-
     synced = functools.partial(resnet.loss, MODEL.clone(axis_name="data"), PARAMS, STATS)
     halves = jax.jit(jax.vmap(synced, axis_name="data"))
     (totals, _), found = halves(IMAGES.reshape(2, 4, 8, 8, 3), LABELS.reshape(2, 4))

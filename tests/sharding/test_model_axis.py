@@ -36,10 +36,8 @@ def linen_problem() -> Problem:
     x, want = jax.random.normal(jax.random.key(1), (2, ROWS, 7))
     layers = [layer for width in (16, 7, 16, 7) for layer in (nn.Dense(width), nn.tanh)]
     net = nn.Sequential([*layers, nn.Dense(1)])
-
-    def loss(params, batch):
-        return jnp.mean(jnp.square(net.apply(params, batch[0])[:, 0] - batch[1][:, 0]))
-
+    error = lambda p, batch: net.apply(p, batch[0])[:, 0] - batch[1][:, 0]  # noqa: E731
+    loss = lambda p, batch: jnp.mean(jnp.square(error(p, batch)))  # noqa: E731
     return Problem(lambda: net.init(jax.random.key(0), x[:1]), loss, (x, want))
 
 
@@ -165,10 +163,9 @@ def test_nnx_metadata_names_the_dims():
     make = lambda: nnx.state(nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0)))  # noqa: E731
     assert specs_of(make)["kernel"] == P("data", "model")
     shapes = jax.eval_shape(problem("gpt").make)
-    names = zip(paths.named_leaves(shapes), model_axis.names_of_dims(shapes), strict=True)
-    found = {name: given for (name, _), given in names}
-    assert found["blocks/mlp/down/kernel"] == ("mlp", "embed")
-    assert found["ln_f/scale"] == ()
+    names = [name for name, _ in paths.named_leaves(shapes)]
+    found = dict(zip(names, model_axis.names_of_dims(shapes), strict=True))
+    assert found["blocks/mlp/down/kernel"] == ("mlp", "embed") and found["ln_f/scale"] == ()
 
 
 def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
@@ -181,12 +178,12 @@ def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
     np.testing.assert_allclose(value, np.tanh(8), rtol=1e-6)
 
 
+def two(make=lambda: {}, model=2, **settings):
+    return lambda: zero_jax.Zero(mesh_of(2, model), **settings).abstract(make)
+
+
 def of_gpt(model, **settings):
-    return lambda: zero_jax.Zero(mesh_of(2, model), **settings).abstract(problem("gpt").make)
-
-
-def two(make=lambda: {}, **settings):
-    return lambda: zero_jax.Zero(mesh_of(2, 2), **settings).abstract(make)
+    return two(lambda: problem("gpt").make(), model, **settings)
 
 
 def unsharded():

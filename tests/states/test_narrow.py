@@ -224,8 +224,6 @@ def test_refused(named, call):
         call()
 
 
-# Floats of 8 bits and bf16 with stochastic rounding.
-
 SIZE = 400  # three blocks of 128 and a part of one
 
 
@@ -242,13 +240,9 @@ def rounded(x, uniform):
     return codes.open(codes.close(x, scales, 0, uniform), scales, 0)
 
 
-def round_trip(x, step=0):
-    return rounded(x, noise(x.shape, (0,) * x.ndim, x.shape, 0, jnp.int32(step)))
-
-
-@jax.jit
-def in_bf16(x, step=0):
-    return to_bfloat16(x, noise(x.shape, (0,), x.shape, 0, jnp.int32(step))).astype(jnp.float32)
+drawn_at = lambda x, step: noise(x.shape, (0,) * x.ndim, x.shape, 0, jnp.int32(step))  # noqa: E731
+round_trip = lambda x, step=0: rounded(x, drawn_at(x, step))  # noqa: E731
+in_bf16 = jax.jit(lambda x, step=0: to_bfloat16(x, drawn_at(x, step)).astype(jnp.float32))
 
 
 def test_error_range_sign_and_zeros():
