@@ -200,7 +200,6 @@ def test_loss_under_shard_map_equals_one_device():
 
 
 def test_a_label_that_is_no_token_makes_the_loss_and_its_gradient_nan():
-    """Not zero: the run would continue and learn nothing from such rows."""
     x, embed, labels, weights = batch()
     for label in (V, 100, -1, -100):
         arrays = x, embed, labels.at[-1].set(label), weights

@@ -21,11 +21,6 @@ def tiny():
     return gpt.GPT(TINY, nnx.Rngs(0))
 
 
-@pytest.fixture(scope="module")
-def logits(tiny):
-    return jax.jit(lambda tokens: tiny(tokens))
-
-
 def test_sizes_are_those_of_the_tree_and_of_the_names_and_matmuls_count_six_times():
     for name in gpt.PRESETS:
         config = gpt.preset(name)
@@ -97,7 +92,8 @@ def test_dropout_differs_by_layer_branch_and_key_and_is_off_without_a_key():
     assert len(np.unique(run(None))) == 1  # 1 + 4 + 16 + 64 everywhere
 
 
-def test_greedy_text_takes_the_likeliest_token_and_samples_differ_by_key(tiny, logits):
+def test_greedy_text_takes_the_likeliest_token_and_samples_differ_by_key(tiny):
+    logits = jax.jit(lambda tokens: tiny(tokens))
     prompt, steps = [3, 1, 4, 1, 5], TINY.seq
     text = gpt.generate(tiny, jnp.array(prompt), steps, jax.random.key(0), temperature=0.0)
     expected = list(prompt)
@@ -119,7 +115,8 @@ def test_logits_of_the_loss_exist_one_chunk_at_a_time():
     assert max(np.prod(s[:-1]) for s in shapes if s[-1:] == (TINY.vocab,)) == TINY.loss_chunk
 
 
-def test_logits_are_causal_and_the_loss_is_the_mean_of_log_probabilities(tiny, logits):
+def test_logits_are_causal_and_the_loss_is_the_mean_of_log_probabilities(tiny):
+    logits = jax.jit(lambda tokens: tiny(tokens))
     before, after = logits(TOKENS), logits(TOKENS.at[:, 8].add(1) % TINY.vocab)
     np.testing.assert_array_equal(before[:, :8], after[:, :8])
     assert np.all(np.any(before[:, 8:] != after[:, 8:], axis=-1))  # each later one sees it
