@@ -1,9 +1,8 @@
-"""Constant-size communication buffers: the same results in pieces, none larger than a bucket."""
+"""Collectives in pieces of constant size, and `gather` and `shard` in a `shard_map` of the user."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -12,20 +11,13 @@ from zero_jax.collectives import buckets
 from zero_jax.hlo import auditor
 
 N = 4
-SMALL = 8 * 4 * 20  # bytes: 20 elements of each of 8 devices
-LAYER = 24
+# fmt: off
+PIECES = [((8, 6), 0, 4 * N), ((6, 8), 1, 7 * 4 * N), ((3, 4, 5), 1, 4 * 4 * N),
+          ((3, 4, 5), 1, None), ((4,), 0, 4 * N * 1000)]
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "bucket"),
-    [
-        ((8, 6), 0, 4 * N),
-        ((6, 8), 1, 7 * 4 * N),
-        ((3, 4, 5), 1, 4 * 4 * N),
-        ((3, 4, 5), 1, None),
-        ((4,), 0, 4 * N * 1000),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dim", "bucket"), PIECES)
 def test_pieces_make_the_full_array(shape, dim, bucket):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:N])
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -45,39 +37,51 @@ def test_pieces_make_the_full_array(shape, dim, bucket):
         np.testing.assert_array_equal(found, expected)
 
 
-def loss(params, x):
-    return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0] ** 2)
-
-
-def lowered(bucket, stage, *, layers=3, devices=8):
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
-    zero = zero_jax.Zero(mesh, stage=stage, bucket_bytes=bucket)
-    params = zero.abstract(lambda: jnp.ones((layers, LAYER, LAYER)))
-    tx = zero.optimizer(optax.sgd(0.1))
-    batch = jax.ShapeDtypeStruct((8, LAYER), jnp.float32)
-    return zero.train_step(loss, tx).lower(params, tx.init(params), batch)
-
-
 def test_no_buffer_is_larger_than_a_bucket_and_no_element_more_is_sent():
     """Gathers and reduce-scatters: XLA for CPUs merges all-reduces."""
+    small, width = 8 * 4 * 20, 24  # bytes: 20 elements of each of 8 devices
+    layer = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+    loss = lambda params, x: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)  # noqa: E731
 
-    def of(bucket):
-        found = auditor.audit(lowered(bucket, 3).compile()).collectives
+    def lowered(bucket, layers=3):
+        zero = zero_jax.Zero(zero_jax.make_mesh(), 3, bucket_bytes=bucket)
+        params = zero.abstract(lambda: jnp.ones((layers, width, width)))
+        return zero.value_and_grad(loss).lower(params, jnp.ones((8, width)))
+
+    def sent(bucket):
+        found = auditor.audit(lowered(bucket).compile()).collectives
         found = [c for c in found if c.kind != "all-reduce"]
         return max(c.bytes for c in found), sum(c.words for c in found)
 
-    (large, words), (small, same) = of(2**27), of(SMALL)
-    assert SMALL - 8 * 4 < small <= SMALL < large / 2
-    assert words == same == 3 * 3 * LAYER**2  # two gathers and a reduce-scatter of three layers
+    (large, words), (most, same) = sent(2**27), sent(small)
+    assert small - 8 * 4 < most <= small < large / 2
+    assert words == same == 3 * 3 * width**2  # two gathers and a reduce-scatter of three layers
+    sizes = [lowered(small, layers).as_text().count("stablehlo.") for layers in (3, 30)]
+    assert sizes[0] == sizes[1], "a program does not grow with its layers"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_program_size(stage):
-    """It does not depend on the number of layers, nor on one device on the bucket."""
+@pytest.mark.parametrize("n", [3, 8])
+def test_gather_and_shard_inside_a_shard_map_of_the_user(n):
+    start = {"w": jax.random.normal(jax.random.key(0), (7, 5)), "scale": jnp.float32(1.5)}
+    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) ** 2) + p["scale"] * jnp.sum(x)  # noqa: E731
 
-    def instructions(layers):
-        return lowered(SMALL, stage, layers=layers).as_text().count("stablehlo.")
+    def f(params, x):
+        shards = zero_jax.shard(params)
+        grads = jax.grad(lambda s: loss(zero_jax.gather(s, params), x))(shards)
+        assert grads["w"].shape == shards["w"].shape and shards["w"].size * n < 2 * 35
+        grads["scale"] = jax.lax.psum(grads["scale"], "data")  # too small to split: stays local
+        rounded = zero_jax.gather(shards, params, compute="bfloat16")
+        return zero_jax.gather(shards, params), zero_jax.gather(grads, params), rounded
 
-    assert instructions(3) == instructions(30)
-    one, other = (lowered(bucket, stage, devices=1).as_text() for bucket in (SMALL, 2**30))
-    assert one == other
+    mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    run = jax.shard_map(f, mesh=mesh, check_vma=False, **specs)
+    x = jax.random.normal(jax.random.key(1), (24, 7))
+    full, grads, rounded = jax.jit(run)(start, x)
+    want = jax.grad(loss)(start, x)
+    for name in start:
+        np.testing.assert_array_equal(full[name], start[name])
+        np.testing.assert_allclose(grads[name], want[name], rtol=1e-5, atol=1e-5)
+        assert rounded[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(rounded[name], start[name].astype(jnp.bfloat16))
+    assert zero_jax.gather(start) is start  # a loss has full arrays already

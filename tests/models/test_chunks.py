@@ -1,0 +1,208 @@
+"""Attention and cross entropy in chunks: the numbers of the plain ones, in less memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import equations_of, ulps
+
+from zero_jax.models import attend, attention
+from zero_jax.models.attend import LONGEST_PACKED
+from zero_jax.models.attention import BLOCK, causal_attention
+from zero_jax.models.cross_entropy import chunked_cross_entropy
+
+at_once = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+
+
+def masked(q, k, v, segments=None, window=None, scale=None):
+    T, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)
+    seen = (distance >= 0) & (distance < (window or T))
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None])[:, None]
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or q.shape[-1] ** -0.5)
+    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+    return jnp.einsum("bnts,bsnh->btnh", shares, v)
+
+
+def inputs(B, T, N, H, dtype=jnp.float32, M=None):
+    shapes = [(B, T, heads, H) for heads in (N, M or N, M or N, N)]
+    keys = jax.random.split(jax.random.key(T), 4)
+    pairs = zip(keys, shapes, strict=True)
+    return [jax.random.normal(k, s, jnp.bfloat16).astype(dtype) for k, s in pairs]
+
+
+def results(function, q, k, v, dout):
+    out, back = jax.vjp(function, q, k, v)
+    return [out, *back(dout)]
+
+
+compiled = jax.jit(results, static_argnums=0)
+
+# Rows below one block, of one block, one token more, 2 to 3 blocks, and longer than 3 of 8.
+# fmt: off
+CASES = [
+    (1, 3, 3, None, 0, None), (8, 4, 4, None, 3, 0.3), (9, 6, 2, 2, 0, None), (16, 4, 1, 1, 0, 0.3),
+    (23, 6, 2, 8, 5, 0.3), (24, 3, 3, 99, 0, None), (31, 6, 3, 11, 7, None),
+    (2 * BLOCK + 9, 4, 2, BLOCK + 3, 7, 0.3)]
+KERNELS = [
+    ("bfloat16", 128, 131072, False, "cudnn"), ("bfloat16", 128, LONGEST_PACKED, True, "cudnn"),
+    ("bfloat16", 128, LONGEST_PACKED + 1, True, "xla"), ("float32", 64, 512, False, "xla"),
+    ("float16", 256, 512, False, "xla"), ("float16", 12, 512, False, "xla")]
+# fmt: on
+
+
+@pytest.mark.parametrize(("T", "heads", "keys", "window", "documents", "scale"), CASES)
+def test_blocks_equal_the_formula(T, heads, keys, window, documents, scale, monkeypatch):
+    if T < BLOCK:
+        monkeypatch.setattr(attention, "BLOCK", 8)
+        monkeypatch.setattr(attention, "BLOCKS", 3)
+    arrays, segments = inputs(2, T, heads, 8, M=keys), None
+    if documents:
+        segments = jnp.sort(jax.random.randint(jax.random.key(1), (2, T), 0, documents), axis=1)
+    ours, exact = (
+        compiled(lambda *x, f=f: f(*x, segments, window=window, scale=scale), *arrays)
+        for f in (causal_attention, masked)
+    )
+    assert causal_attention(*(x[:, :0] for x in arrays[:3])).shape == (2, 0, heads, 8)
+    for got, want in zip(ours, exact, strict=True):
+        assert got.dtype == jnp.float32
+        assert jnp.max(jnp.abs(got - want)) <= 1e-6 + 1e-5 * jnp.max(jnp.abs(want))
+
+
+def test_half_precision_is_as_near_to_fp32_as_attention_at_once():
+    *qkv, dout = inputs(2, 2 * BLOCK + 5, 3, 64, jnp.float16)
+    half = *qkv, (2.0**-9 * dout).astype(jnp.float16)  # gradients near the end of fp16's range
+    exact = compiled(at_once, *(x.astype(jnp.float32) for x in half))
+    ours, theirs = compiled(causal_attention, *half), results(at_once, *half)
+    for got, other, truth in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == jnp.float16
+        error, usual = (jnp.linalg.norm(x.astype(jnp.float32) - truth) for x in (got, other))
+        assert 0 < error < 1.5 * usual  # the sum over blocks is rounded once
+
+
+def test_no_scores_are_kept_for_the_backward_pass():
+    q, k, v, _ = inputs(2, 2 * BLOCK, 3, 8)
+    kept, usual = (
+        jax.tree.leaves(jax.eval_shape(lambda *x, f=f: jax.vjp(f, *x)[1], q, k, v))
+        for f in (causal_attention, at_once)
+    )
+    assert [x.shape for x in kept] == [q.shape] * 4  # q, k, v and the result
+    assert max(x.size for x in usual) >= 2 * 3 * (2 * BLOCK) ** 2
+
+
+def test_a_gpu_takes_cudnn_where_it_holds_no_bias_of_all_pairs(monkeypatch):
+    """cuDNN would hold the documents as a bias of T² numbers, 34 GB a row of 128k tokens."""
+    for dtype, head_dim, tokens, packed, kernel in KERNELS:
+        found, reason = attend.kernel_for(dtype, head_dim, tokens, packed=packed)
+        assert found == kernel and bool(reason) == (kernel == "xla")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    T = 3 * BLOCK
+    monkeypatch.setattr(attend, "LONGEST_PACKED", T - 1)
+    row, segments = jnp.ones((1, T, 1, 8), jnp.bfloat16), jnp.ones((1, T), int)
+    grad = jax.grad(lambda *x: jnp.sum(attend.attend(*x, segments)), argnums=(0, 1, 2))
+    traced = jax.make_jaxpr(grad)(row, row, row)
+    largest = max(v.aval.size for eqn in equations_of(traced.jaxpr) for v in eqn.outvars)
+    assert largest <= T**2 // 3, "scores of one block of three"
+
+
+M, D, V = 26, 16, 61
+ARGNUMS = (0, 1, 3)  # hidden states, embedding and weights
+
+
+@jax.jit
+@functools.partial(jax.value_and_grad, argnums=ARGNUMS)
+def plain(x, embed, labels, weights):
+    logits = jnp.einsum("md,vd->mv", x, embed, preferred_element_type=jnp.float32)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
+    return jnp.sum(losses * weights)
+
+
+chunked_sum = lambda *arrays: chunked_cross_entropy(*arrays)[0]  # noqa: E731
+chunked = jax.jit(jax.value_and_grad(chunked_sum, ARGNUMS), static_argnums=4)
+ONES, MASK, FRACTIONS = jnp.ones(M), jnp.float32(jnp.arange(M) % 3 > 0), jnp.arange(1.0, M + 1) / M
+
+
+def batch(dtype=jnp.float32, weights=ONES):
+    keys = jax.random.split(jax.random.key(3), 3)
+    x, embed = (jax.random.normal(keys[i], (n, D)).astype(dtype) for i, n in enumerate((M, V)))
+    return x, embed, jax.random.randint(keys[2], (M,), 0, V), weights
+
+
+@pytest.mark.parametrize("chunk", [7, 13, 1000])  # 26 = 4 * 7 - 2 = 2 * 13
+def test_loss_and_gradients_equal_the_plain_ones(chunk):
+    # Sums of 16 and 26 terms in fp32, in another order; a wrong term is millions of ulps.
+    for weights in (ONES, MASK, FRACTIONS):
+        arrays = batch(weights=weights)
+        with jax.numpy_dtype_promotion("strict"):
+            found = chunked(*arrays, chunk)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+        assert ulps(found, plain(*arrays)) <= 8
+    x, embed, labels, weights = batch(weights=MASK)
+    total, weight = chunked_cross_entropy(x, embed, labels, weights > 0, chunk)
+    assert weight == M * 2 // 3
+    assert ulps(total, plain(x, embed, labels, weights)[0]) <= 8  # without a gradient
+    value, grads = chunked(*batch(weights=0 * ONES), chunk)
+    assert value == 0.0 and not np.any(grads[0]) and not np.any(grads[1])  # NaN counts as true
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_gradients_round_once_from_fp32(dtype):
+    x, embed, labels, weights = batch(dtype)
+    _, grads = chunked(x, embed, labels, weights, 7)
+    _, exact = plain(x.astype(jnp.float32), embed.astype(jnp.float32), labels, weights)
+    # softmax - onehot and the result are rounded to the dtype, half an ulp each, of the largest.
+    for grad, want in zip(grads[:2], exact[:2], strict=True):
+        assert grad.dtype == dtype
+        error = np.abs(np.asarray(grad, np.float64) - want).max()
+        assert error <= jnp.finfo(dtype).eps * np.abs(want).max()
+
+
+def test_fp16_gradients_neither_underflow_nor_overflow():
+    # Probabilities of 1 / 61 under a weight of 2**-20 are 1.6e-8; fp16's smallest number is 6e-8.
+    x, embed, labels, _ = batch(jnp.float16)
+    embed = embed * jnp.float16(0.01)
+    scaled = lambda x, embed, s: s * chunked_sum(x, embed, labels, jnp.ones(M) / s, 7)  # noqa: E731
+    grads = jax.jit(jax.grad(scaled, argnums=(0, 1)))
+    small, right, large = (grads(x, embed, 2.0**power) for power in (20, 0, -20))
+    for a, b, c in zip(small, right, large, strict=True):
+        assert np.all(np.any(b, axis=1))
+        np.testing.assert_array_equal(a, b)  # powers of two change no digit
+        np.testing.assert_array_equal(c, b)
+
+
+def test_backward_only_scales_and_does_not_keep_the_embedding():
+    x, embed, labels, weights = batch(jnp.bfloat16)
+    _, vjp = jax.vjp(lambda x, embed: chunked_sum(x, embed, labels, weights, 7), x, embed)
+    kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "shape", ()) == (V, D)]
+    assert kept == [jnp.float32]  # the gradient, made in the forward pass
+    jaxpr = str(jax.make_jaxpr(vjp)(jnp.float32(1)))
+    assert "mul" in jaxpr and "dot_general" not in jaxpr
+
+
+def test_loss_under_shard_map_equals_one_device():
+    # JAX sums the gradient of a replicated embedding itself (check_vma), also of a custom gradient.
+    P = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+
+    def local(*arrays):
+        value, grads = jax.value_and_grad(chunked_sum, ARGNUMS)(*arrays, 7)
+        return jax.lax.psum(value, "data"), grads
+
+    specs = P("data"), P(), P("data"), P("data")
+    out = P(), (P("data"), P(), P("data"))
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out))
+    arrays = batch(weights=FRACTIONS)
+    assert ulps(sharded(*arrays), plain(*arrays)) <= 8
+
+
+def test_a_label_that_is_no_token_makes_the_loss_and_its_gradient_nan():
+    x, embed, labels, weights = batch()
+    for label in (V, 100, -1, -100):
+        arrays = x, embed, labels.at[-1].set(label), weights
+        value, grads = chunked(*arrays, 7)
+        assert jnp.isnan(value) and jnp.isnan(chunked_sum(*arrays, 7))
+        assert jnp.isnan(grads[0][-1]).all() and jnp.isfinite(grads[0][:-1]).all()
