@@ -4,7 +4,6 @@ Tolerance: 4 ulps of a leaf's largest element, as for the host tier.
 """
 
 import dataclasses
-import functools
 import os
 import pathlib
 import signal
@@ -14,7 +13,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.experimental import multihost_utils
 from nvme_run import ADAMW, small_problem
@@ -82,22 +80,6 @@ def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch)
     monkeypatch.undo()
     assert state.inner.files.store.step == 4
     jax.tree.map(np.testing.assert_array_equal, earlier, (zero.full(params), state.inner.resident))
-
-
-SCHEDULE = optax.linear_schedule(1e-2, 0.0, 4)
-NOISE = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2, eps=1e-4))
-OTHERS = [
-    (optax.sgd(1e-2, momentum=0.9), 1, 3, MASTERS),
-    (optax.inject_hyperparams(optax.adam)(SCHEDULE, eps=1e-4), 3, 3, "optimizer"),
-    (NOISE, 4, 0, "optimizer"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tx", "n", "stage", "words"), OTHERS, ids=["sgd", "schedule", "noise"])
-def test_other_optimizers_and_stages(tx, n, stage, words, tmp_path):
-    run = functools.partial(train_zero, small_problem(), tx, 4, n, stage=stage)
-    assert ulps(run(offload=on(tmp_path, words))[1], run()[1]) <= ULPS
 
 
 @pytest.mark.parametrize("words", ["optimizer", MASTERS])
