@@ -10,7 +10,7 @@ import pytest
 from hlo_lines import ARGUMENTS, FLOPS, GATHERED, computation, gather, loop, product, program
 from hlo_programs import compile_on, compile_on_8, make_mesh, snippet, the_only
 
-from zero_jax.hlo import auditor
+from zero_jax.hlo import auditor, replica_groups
 
 # Programs of eight CPU devices: kinds, axes, loops and branches.
 
@@ -59,56 +59,39 @@ def test_collectives_in_nested_loops_along_every_axis_send_their_closed_form():
         assert (c.dtype, c.bytes, c.scalar) == ("f32", 4 * c.elements, c.elements == 1)
         assert (c.conditional, c.asynchronous, c.in_loop) == (False, False, c.runs > 1)
     assert {c.op_name.rpartition("/")[2] for c in found if c.kind == "all-reduce"} == {"psum"}
-
-
-def test_trip_counts_are_derived_where_xla_wrote_none_and_the_table_lists_most_words_first():
+    # Trip counts are derived where XLA wrote none; the table lists most words first.
     text = on_a_cube().as_text()
     bare = re.sub(r", backend_config=\{.*", "", text)
     assert "known_trip_count" in text and "known_trip_count" not in bare
-    runs, derived = ([c.runs for c in auditor.collectives(x)] for x in (text, bare))
-    assert runs == derived
+    assert [c.runs for c in auditor.collectives(bare)] == [c.runs for c in found]
     table = auditor.format_table(auditor.audit(on_a_cube(), CUBE)).splitlines()
     words = [int(line.split()[5]) for line in table[1:]]
     assert words == sorted(words, reverse=True) and words[0] == OUTER * MIDDLE * INNER * 2 * S
 
 
-def send(x):
-    return jnp.sin(x) + jax.lax.psum(x, "data")
+def test_each_branch_counts_as_taken_and_words_of_an_unknown_trip_count_are_an_error():
+    def send(x):
+        return jnp.sin(x) + jax.lax.psum(x, "data")
 
+    def f(x):
+        either = jax.lax.cond(x[0] > 0, send, lambda x: jax.lax.pmax(x, "data") * 2, x)
+        maybe = lambda _, x: jax.lax.cond(x[0] > 0, send, jnp.negative, x)  # noqa: E731
+        until = lambda x: jax.lax.while_loop(lambda s: jnp.sum(s) < 10, send, x)  # noqa: E731
+        unknown = jax.lax.scan(lambda x, _: (until(x), None), x, None, length=4)[0]
+        return either, jax.lax.fori_loop(0, 7, maybe, x), unknown
 
-def either(x):
-    other = lambda: jax.lax.pmax(x, "data") * 2  # noqa: E731
-    return jax.lax.cond(x[0] > 0, lambda: jax.lax.psum(x, "data"), other)
-
-
-def in_a_loop(x):
-    body = lambda _, x: jax.lax.cond(x[0] > 0, lambda: send(x), lambda: -x)  # noqa: E731
-    return jax.lax.fori_loop(0, 7, body, x)
-
-
-def unknown(x):
-    until_large = lambda x: jax.lax.while_loop(lambda s: jnp.sum(s) < 10, send, x)  # noqa: E731
-    return jax.lax.scan(lambda s, _: (until_large(s), None), x, None, length=4)[0]
-
-
-# Each branch counts as taken.
-BRANCHES = [(either, [(1, True)] * 2), (in_a_loop, [(7, True)]), (unknown, [(None, False)])]
-
-
-@pytest.mark.parametrize(("f", "want"), BRANCHES)
-def test_how_often_collectives_run_in_branches_and_loops(f, want):
     report = auditor.audit(compile_on_8(f, jnp.ones(4)))
-    assert [(c.runs, c.conditional) for c in report.collectives] == want
-    if f is either:
-        assert report.words == {"all-reduce": 2 * 2 * 4}
-        assert "<=1" in auditor.format_table(report)
-    elif f is unknown:
-        for ask in (lambda: report.words, lambda: report.collectives[0].words):
-            with pytest.raises(ValueError, match="trip count"):
-                ask()
-        with pytest.raises(AssertionError, match="trip count"):
-            auditor.assert_communication(report, 2, num_params=4)
-        assert "?" in auditor.format_table(report)
+    known = [c for c in report.collectives if c.runs]
+    assert sorted((c.runs, c.conditional, c.words) for c in known) == [
+        *[(1, True, 2 * 4)] * 2, (7, True, 7 * 2 * 4)]  # fmt: skip
+    (c,) = set(report.collectives) - set(known)
+    assert (c.runs, c.conditional) == (None, False)
+    for ask in (lambda: report.words, lambda: c.words):
+        with pytest.raises(ValueError, match="trip count"):
+            ask()
+    with pytest.raises(AssertionError, match="trip count"):
+        auditor.assert_communication(report, 2, num_params=4)
+    assert "<=1" in auditor.format_table(report) and "?" in auditor.format_table(report)
 
 
 TRIPS = [
@@ -140,6 +123,56 @@ def test_trip_count_spellings(config, runs):
     assert [c.runs for c in auditor.collectives(text)] == [runs, runs and runs + 1]
 
 
+# Which devices take part together, and along which axis, in every spelling of groups.
+
+NODES = "mesh['node'=16,'gpu'=8] "
+SHUFFLED = "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) "
+
+GROUPS = [
+    ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"),
+    ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
+    ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"),
+    ("{}", 8, "replica+data+model"),
+    ("{{0,3},{1,2},{4,7},{5,6}}", 2, "?"),
+    ("{{0,1,2},{3,4,5,6,7}}", None, "?"),
+    ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1, None),
+    ("[4,2]<=[8]", 2, "model"),
+    ("[4,2]<=[4,2]T(1,0)", 2, "data"),  # {0,2} {4,6} {1,3} {5,7}
+    ("[4,2]<=[2,2,2]T(0,2,1)", 2, "data"),
+    ("[2,4]<=[2,2,2]T(1,0,2)", 4, "replica+model"),
+    ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", 4, "replica+model"),
+    ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
+    (NODES + "{'node','gpu'}", 128, None),
+    ("mesh['data'=8,'model'=1] {'model'}", 1, None),
+    (SHUFFLED + "{'axis_1':(2)2}", 2, None),
+]
+
+
+@pytest.mark.parametrize(("text", "size", "axis"), GROUPS)
+def test_sizes_and_axes_are_found_in_every_spelling_of_groups(text, size, axis):
+    groups = replica_groups.parse(text, 8)
+    assert size is None or groups.size == size
+    assert axis is None or groups.axis(CUBE) == axis
+
+
+def test_without_a_mesh_only_the_text_can_say():
+    assert replica_groups.parse("{{0,1},{2,3}}", 4).axis(None) == "?"
+    assert replica_groups.parse("mesh['gpu'=2] {'gpu'}", 2).axis(None) == "gpu"
+
+
+def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():
+    """GSPMD names a mesh of its own; the product's sum runs along what was contracted."""
+    mesh = make_mesh((2, 2, 2), ("replica", "data", "model"))
+    specs = jax.P(("replica", "model"), "data"), jax.P("data"), jax.P()
+    *inputs, whole = (jax.NamedSharding(mesh, spec) for spec in specs)
+    step = jax.jit(jnp.matmul, in_shardings=tuple(inputs), out_shardings=whole)
+    compiled = step.lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
+    found = {c.kind: c.axis for c in auditor.collectives(compiled, dict(mesh.shape))}
+    assert (found["all-reduce"], found["all-gather"]) == ("data", "replica+model")
+
+
 # What is sent, in the spellings of the GPU compiler.
 
 SYNC = ', backend_config={"collective_backend_config":{"is_sync":true,"is_pipelined":false}}'
@@ -158,9 +191,6 @@ SPELLINGS = {
         f'metadata={{op_name="{NAME}" stack_frame_id=37}}',
         dict(kind="all-gather", dtype="bf16", elements=64, bytes=128, sent_bytes=128, words=64,
              group_size=8, asynchronous=True, op_name=NAME)),
-    "start of a tuple": (
-        f"%s = ((bf16[2,4]), bf16[16,4]) all-gather-start(%p2), {EIGHT}",
-        dict(elements=64, words=64, asynchronous=True)),
     "a start that blocks": (
         "%s = f32[5] all-reduce-start(%r), replica_groups={{0,4},{1,5},{2,6},{3,7}}, "
         f"to_apply=%add{SYNC}",
@@ -217,7 +247,6 @@ OVERLAPS = {
     "a product": ([START, product("y"), DONE], True, FLOPS),
     "fused": ([START, fusion("y"), fusion("z"), DONE], True, 2 * FLOPS),
     "blocking": ([SYNC_START, product("y"), SYNC_DONE], False, 0),
-    "0.10": (wrapped("wrapped", ", calls=%wrapped"), True, 2 * FLOPS),
     "0.12": (wrapped("wrapped", ""), True, 2 * FLOPS),
     "wrappers in wrappers": (wrapped("outer", ", calls=%outer"), True, 2 * FLOPS),
     "an asynchronous product": (  # once, not at its start, update and done
