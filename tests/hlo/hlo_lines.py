@@ -28,13 +28,8 @@ def program(shapes, *lines, computations=(), header="num_partitions=8"):
 def loop(name, state, init, body, results=(), trips=8, condition=()):
     """The lines of a while loop, each result of which is then %name_key, and its computations.
 
-    Args:
-      state: shapes by key, which the body reads as %key; a counter %i comes first by itself.
-      init: operand from which each starts.
-      body: lines of the body.
-      results: operand that each becomes; the state itself by default.
-      trips: the known trip count; None for none.
-      condition: lines of the condition before its result.
+    The body and the condition read the `state` (shapes by key, which start from `init`) as %key,
+    and the body makes of each the operand in `results`; a counter %i comes first by itself.
     """
     shape = f"(s32[], {', '.join(state.values())})"
 

@@ -206,6 +206,8 @@ def test_the_peak_of_a_training_step_is_what_xla_plans(net, stage):
     step, args = net.step(stage, "block")
     report = auditor.audit(step.lower(*args).compile())
     assert 0.999 < report.fragmentation < 1.15
+    held = report.argument_bytes + report.output_bytes + report.temp_bytes
+    assert report.total_bytes == held - report.alias_bytes
 
 
 # Sources: files with a line of each, and frames as (file, parent).
