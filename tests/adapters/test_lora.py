@@ -1,4 +1,7 @@
-"""Adapters by trace: parity with plain optax, an unchanged base, no opened matrix kept."""
+"""Adapters by trace: parity with plain optax, an unchanged base, no opened matrix kept.
+
+int8 and nf4: errors within their bounds, the same bits in NumPy and JAX, bytes as stated.
+"""
 
 import flax.linen as nn
 import jax
@@ -11,7 +14,8 @@ from problems import Problem, train_plain
 import zero_jax
 from zero_jax.adapters.lora import Lora
 from zero_jax.adapters.matrix import Dims
-from zero_jax.adapters.quantised import Quantised
+from zero_jax.adapters.quantised import BOUNDS, KINDS, NF4, Quantised, quantise
+from zero_jax.hlo import prove, targets
 from zero_jax.models import decoder, gpt
 from zero_jax.plan.text_model import TextModel
 
@@ -65,9 +69,8 @@ def test_losses_are_those_of_one_device_and_the_base_stays(base, targets, n, sta
 
 
 def linen_in_boxes():
-    x = jnp.zeros((8, 64))
     dense = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.normal(), (None, None)))
-    boxed = nn.Sequential([dense, nn.tanh, nn.Dense(5)])
+    boxed, x = nn.Sequential([dense, nn.tanh, nn.Dense(5)]), jnp.zeros((8, 64))
     return lambda key: boxed.init(key, x), lambda p, x: jnp.mean((boxed.apply(p, x) - 1) ** 2)
 
 
@@ -138,14 +141,13 @@ def test_gradients_of_a_and_b_are_those_of_the_sum():
 
 def test_vectors_that_are_multiplied_are_no_matrices_and_casts_round_the_whole_sum():
     params = {"w": jnp.full((64, 4), 1.7), "v": jnp.ones(64), "s": jnp.ones(4)}
-    x = jnp.ones((2, 64))
+    params["m"], x = jnp.ones((64, 4)), jnp.ones((2, 64))
 
     def loss(params, x):
         y = jnp.einsum("bd,d->bd", x @ params["w"], params["s"])
         z = x @ params["w"].astype(jnp.int8).astype(jnp.float32)
         return jnp.sum(y) + jnp.sum(x @ params["v"]) + jnp.sum(z) + jnp.sum(x @ params["m"])
 
-    params["m"] = jnp.ones((64, 4))
     adapted = Lora(rank=1, base="fp32").adapt(loss, params, x)
     assert adapted.targets == ["m"]
     given = {"base": params, "lora": adapted.new(params)}
@@ -153,18 +155,14 @@ def test_vectors_that_are_multiplied_are_no_matrices_and_casts_round_the_whole_s
 
 
 def test_few_rows_are_not_packed_into_blocks_of_padding():
-    params = {
-        "few": jnp.ones((8, 64, 16)),
-        "many": jnp.ones((64, 8, 16)),
-        "tiny": jnp.ones((8, 16)),
-    }
+    shapes = {"few": (8, 64, 16), "many": (64, 8, 16), "tiny": (8, 16)}
 
     def loss(params, x):
-        parts = zip(x, (params["few"], params["many"]), strict=False)
-        joined = sum(jnp.sum(jnp.einsum("bnh,nhd->bd", y, w)) for y, w in parts)
-        return joined + jnp.sum(x[2] @ params["tiny"])
+        made = [jnp.einsum("bnh,nhd->bd", x[n], params[n]) for n in ("few", "many")]
+        return sum(jnp.sum(y) for y in [*made, x["tiny"] @ params["tiny"]])
 
-    x = jnp.ones((2, 8, 64)), jnp.ones((2, 64, 8)), jnp.ones((2, 8))
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    x = {name: jnp.ones((2, *shape[:-1])) for name, shape in shapes.items()}
     base = Lora(rank=1, base="nf4").adapt(loss, params, x).rests(params)
     for name in ("few", "many"):  # blocks along the dim that fills them
         assert isinstance(base[name], Quantised)
@@ -201,11 +199,8 @@ def test_layers_keep_no_opened_matrix():
 
 def a_loop_that_carries_its_matrix():
     def loss(params, x):
-        def layer(carry, w):
-            return (jnp.tanh(carry[0] @ w), w), None
-
-        (x, last), _ = jax.lax.scan(layer, (x, jnp.zeros((4, 4))), params["w"])
-        return jnp.sum(x) + jnp.sum(last)
+        layer = lambda carry, w: ((jnp.tanh(carry[0] @ w), w), None)  # noqa: E731
+        return sum(map(jnp.sum, jax.lax.scan(layer, (x, jnp.zeros((4, 4))), params["w"])[0]))
 
     return Lora(targets="w").adapt(loss, {"w": jnp.ones((3, 4, 4))}, jnp.ones((2, 4)))
 
@@ -231,3 +226,69 @@ REFUSALS = [
 def test_it_is_refused(named, call):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+# Blocks of int8 and nf4.
+
+SHAPES = [((3, 130, 5), -2), ((7, 33), -1), ((2, 3, 64, 4), -3)]
+
+
+def numbers(shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32) / 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+def test_values_are_within_their_bounds_and_numpy_and_jax_make_the_same_bits(kind, shape, dim):
+    x = numbers(shape)
+    packed, compiled = quantise(x, kind, dim), jax.jit(lambda x: quantise(x, kind, dim))(x)
+    for ours, theirs in zip(jax.tree.leaves(packed), jax.tree.leaves(compiled), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    assert packed.shape == shape
+    rows, at = shape[dim], dim % x.ndim
+    starts = np.arange(0, rows, 64)
+    largest = np.repeat(np.maximum.reduceat(abs(x), starts, at), np.diff([*starts, rows]), at)
+    assert (abs(np.asarray(packed.open(jnp.float32)) - x) <= BOUNDS[kind] * largest).all()
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8.25), ("nf4", 4.25)])
+def test_bits_of_a_parameter_zeros_and_no_rows(kind, bits):
+    packed = quantise(numbers((256, 96)), kind, -2)
+    assert 8 * (packed.codes.nbytes + packed.scales.nbytes) == bits * 256 * 96
+    assert isinstance(jax.tree.map(lambda x: x, packed), Quantised)
+    assert not np.asarray(quantise(np.zeros((70, 2), np.float32), kind, -2).open("float32")).any()
+    empty = quantise(np.zeros((3, 0, 5), np.float32), kind, -2)
+    assert empty.shape == (3, 0, 5) and empty.open(jnp.float32).shape == (3, 0, 5)
+
+
+def test_nf4_is_the_table_of_qlora_and_holds_its_values_exactly():
+    # Appendix E of arXiv:2305.14314: 16 values, symmetric ends, an exact zero, 8 above it.
+    assert len(NF4) == 16 and NF4[0] == -1 and NF4[-1] == 1 and NF4[7] == 0
+    assert (np.diff(NF4) > 0).all()
+    x = np.concatenate([np.tile(NF4, 4), 8 * np.tile(NF4, 4)])[:, None]
+    packed = quantise(x, "nf4", -2)
+    np.testing.assert_array_equal(packed.open(jnp.float32), x)
+    # Rows 0 to 31 of a block are the low halves of its bytes, which another block does not change.
+    np.testing.assert_array_equal(packed.codes[:32, 0] & 15, np.tile(np.arange(16), 2))
+    x[64:] *= 3
+    np.testing.assert_array_equal(quantise(x, "nf4", -2).codes[:32], packed.codes[:32])
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # as the arguments of a step are
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_for_gpus_round_the_scale_that_codes_are_made_with(kind):
+    """XLA for GPUs keeps a number in fp32 where it is cast to bf16 and back."""
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((256, 96), jnp.float32, sharding=sharding)
+
+    def parts(x):
+        packed = quantise(x, kind, -2)
+        return packed.codes, packed.scales
+
+    program = prove.compile_for(targets.target("h100"), parts, (x,), mesh).program
+    kernels = [{i.kind for i in c.instructions.values()} for c in program.computations.values()]
+    of_codes = [kinds for kinds in kernels if kinds & {"divide", "compare"}]
+    assert of_codes and all("reduce-precision" in kinds for kinds in of_codes)
