@@ -36,13 +36,6 @@ def two_layers(w0, w1, x):
     return jax.grad(lambda w0, w1: jnp.sum((jnp.tanh(x @ w0) @ w1) ** 2), (0, 1))(w0, w1)
 
 
-def scanned(x, w, *lengths):
-    """h @ w in loops of these lengths, the outermost first."""
-    if not lengths:
-        return jnp.tanh(x @ w)
-    return jax.lax.scan(lambda h, _: (scanned(h, w, *lengths[1:]), None), x, None, lengths[0])[0]
-
-
 def remat(ws, x):
     layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
     return jax.grad(lambda ws: jnp.sum(jax.lax.scan(layer, x, ws)[0]))(ws)
@@ -53,24 +46,16 @@ def choose(x, w):
     return jax.lax.switch(jnp.int32(x[0, 0]), branches)
 
 
-def unknown(x):
-    return jax.lax.while_loop(lambda s: jnp.sum(s) < 1e3, jnp.exp, x @ x)
-
-
 # fmt: off
 PROGRAMS = {
     "batch last": (lambda x, y: jnp.einsum("mkb,nkb->bmn", x, y), [(M, K, B), (N, K, B)],
                    2 * B * M * K * N),
-    "two contracted": (lambda x, y: jnp.einsum("mjk,jkn->mn", x, y), [(M, 3, K), (3, K, N)],
-                       2 * M * 3 * K * N),
     # Forward and twice that backward, less the gradient of the data, which nobody asks for.
     "backward": (two_layers, [(K, N), (N, M), (B, K)], 2 * B * (3 * (K * N + N * M) - K * N)),
     "grouped": (functools.partial(convolve, groups=4),
                 [(IMAGES, H, W, CIN), (KH, KW, CIN // 4, COUT)], ONE_CONVOLUTION // 4),
-    "loops": (lambda x, w: scanned(x, w, 5, 3, 2), [(32, 48), (48, 48)], 5 * 3 * 2 * SQUARE),
     "remat": (remat, [(L, D, D), (M, D)], 4 * L * 2 * M * D * D),
     "branches": (choose, [(32, 48), (48, 48)], 2 * SQUARE),  # of the dearest
-    "an unknown loop without": (unknown, [(16, 16)], 2 * 16**3),
 }
 # fmt: on
 

@@ -58,17 +58,15 @@ CALLED = [computation(*given) for given in [
 # fmt: on
 
 
-def peak_of(*lines, computations=(), header=""):
-    """Of a program with the argument %p, one unit, whose last line is its result."""
-    text = program({"p": array()}, *lines, computations=[*CALLED, *computations], header=header)
+def units(*lines, computations=()):
+    """The peak in units of a program with the argument %p, one unit; the last line is its result.
+
+    Scalars, such as counters, count nothing.
+    """
+    text = program({"p": array()}, *lines, computations=[*CALLED, *computations])
     found = liveness.peak(hlo_text.parse(text))
     assert sum(t.bytes for t in found.temporaries) == found.bytes
-    return found
-
-
-def units(*lines, **how):
-    """The peak in units; scalars, such as counters, count nothing."""
-    return sum(t.bytes for t in peak_of(*lines, **how).temporaries if t.bytes > 64) / U
+    return sum(t.bytes for t in found.temporaries if t.bytes > 64) / U
 
 
 A, K, OUT_B = make("a", "p"), make("k", "p", units=2), make("out", "b")
@@ -134,22 +132,6 @@ PEAKS = {  # lines after the argument %p, and the peak in units
 # fmt: on
 
 
-@pytest.mark.parametrize("name", PEAKS)
-def test_peaks_by_hand(name):
-    lines, want = PEAKS[name]
-    assert units(*lines) == want
-
-
-def test_a_donated_argument_that_is_only_copied_lends_its_own_memory():
-    """The CPU backend copies optimizer state first, and fills what is free then with the rest."""
-    lines = [f"%kept = {array()} copy(%p)", make("a", "kept", units=3), make("x", "a")]
-    result = f"%out = {PAIR} tuple(%x, %y)"
-    header = "input_output_alias={ {1}: (0, {}, may-alias) }, num_partitions=8"
-    assert units(*lines, make("y", "kept"), result, header=header) == 3
-    assert units(*lines, make("y", "kept"), result) == 1 + 3, "not donated"
-    assert units(*lines, make("y", "kept", "p"), result, header=header) == 1 + 3, "read again"
-
-
 # Loops.
 
 H, H4, STACK = {"h": array()}, {"h": array(4)}, {"stack": array(8)}
@@ -194,10 +176,14 @@ LOOPS = {  # lines before, the loop, lines after, the peak
 # fmt: on
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_peaks_of_loops_by_hand(name):
-    before, (lines, computations), after, want = LOOPS[name]
-    assert units(*before, *lines, *after, computations=computations) == want
+@pytest.mark.parametrize("name", [*PEAKS, *LOOPS])
+def test_peaks_by_hand(name):
+    if name in PEAKS:
+        lines, want = PEAKS[name]
+        assert units(*lines) == want
+    else:
+        before, (lines, computations), after, want = LOOPS[name]
+        assert units(*before, *lines, *after, computations=computations) == want
 
 
 @pytest.mark.parametrize(("net", "stage"), [(LONG, 0), (WIDE, 1), (WIDE, 2), (LONG, 3)])

@@ -122,21 +122,6 @@ def test_a_product_hides_the_gather_that_it_does_not_need_and_no_scatter_at_the_
     assert report.hidden(layers_only=True) == auditor.Hidden(0, 0)
 
 
-def test_combined_collectives_are_one_with_all_their_elements():
-    """Nine small leaves that are gathered at once, then reduce-scattered at once."""
-    leaves = (2, 3, 5, 7, 11, 13, 17, 19, 23)
-
-    def f(*shards):
-        full = [jax.lax.all_gather(s, "data", tiled=True) for s in shards]
-        return [jax.lax.psum_scatter(jnp.sin(x), "data", tiled=True) for x in full]
-
-    arrays = [((8 * n,), BF16, P("data")) for n in leaves]
-    found = compiled(f, arrays, out_specs=[P("data")] * len(leaves)).collectives
-    assert sorted(c.kind for c in found) == ["all-gather", "reduce-scatter"]
-    for c in found:
-        assert (c.elements, c.dtype, c.words) == (8 * sum(leaves), "bf16", 8 * sum(leaves))
-
-
 D = 1024
 
 

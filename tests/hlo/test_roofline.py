@@ -98,6 +98,7 @@ TRAFFIC = {
     "an update read again": (ALL, [fused("read_again")], WRITTEN + READ + WRITTEN),
     "an update summed": (ALL, [fused("also_summed", BOTH)], WRITTEN + READ + WRITTEN + 4 * 36),
     # The gradient of an embedding reads and writes the rows it changes, a lookup those it gathers.
+    "a slice of a stack": (SLICED, [fused("layer", LAYER, "%p, %at")], 4 + 64 * 4096 * (4 + 2)),
     "a scatter": (SCATTERED, [fused("embedded", TABLE, "%p, %ids, %rows")],
                   4 * 32 + 3 * 2 * 32 * 4096),
     "a gather": (SCATTERED, ["%g = bf16[32,4096]{1,0} gather(%p, %ids), slice_sizes={1,4096}"],
@@ -112,19 +113,6 @@ def test_bytes_that_kernels_read_and_write(name):
     t = estimate(shapes, *lines, computations=CALLED)
     assert (t.flops, t.traffic_bytes) == (0, want)
     assert t.seconds == t.memory_seconds == pytest.approx(want / MEMORY)
-
-
-def test_kernels_and_collectives_of_a_loop_run_in_every_trip():
-    """A fusion of a stacked operand and the layer's number reads a slice of it."""
-    body = [f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"]
-    body.append("%g = bf16[64,64,4096] all-gather(%f), replica_groups={}, dimensions={0}")
-    lines, texts = loop("l", {"w": STACK}, ["w"], body, trips=36)
-    t = estimate({"w": STACK}, *lines, computations=[*CALLED, *texts])
-    # The layer's number, a slice in fp32, the result in bf16.
-    assert t.traffic_bytes == 36 * (4 + 64 * 4096 * (4 + 2))
-    once = 2 * 64 * 64 * 4096 * 63 / 64 / WIRE
-    assert t.wire_seconds == t.exposed_seconds == pytest.approx(36 * once)
-    assert t.seconds == pytest.approx(t.traffic_bytes / MEMORY + 36 * once)
 
 
 # Wires.
@@ -230,6 +218,7 @@ def test_every_turn_of_a_loop_waits_alike_and_the_first_for_a_gather_around_it(s
     body = [f"%g = bf16[{numbers // 64}] constant(0)", start, dot(), done]
     lines, texts = loop("l", XW, XW, body, trips=100)
     t = estimate(XW, *lines, computations=texts)
+    assert t.kernel_seconds == pytest.approx(100 * PRODUCT)
     assert t.wire_seconds == pytest.approx(100 * small)
     assert t.exposed_seconds == pytest.approx(100 * max(0, small - PRODUCT), abs=1e-12)
     if share < 1:

@@ -10,6 +10,7 @@ import functools
 import os
 import runpy
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -246,19 +247,10 @@ def full(folder, monkeypatch):
         assert not [p for p in folder.rglob("*") if p.is_file()], "it is left empty"
 
 
-class Bare:
-    """A mesh of devices that have their own memory only."""
-
-    device_kind = "Bare 1"
-
-    def addressable_memories(self):
-        return [type("Memory", (), {"kind": "device"})]
-
-    @property
-    def devices(self):
-        return np.array([self])
-
-
+# A mesh of devices that have their own memory only.
+MEMORIES = [types.SimpleNamespace(kind="device")]
+BARE = types.SimpleNamespace(device_kind="Bare 1", addressable_memories=lambda: MEMORIES)
+BARE.devices = np.array([BARE])
 # fmt: off
 REFUSALS = [
     *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
@@ -268,7 +260,7 @@ REFUSALS = [
         ("params", "params"))),
     ("piece_bytes=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
     ("host_bytes=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
-    ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), Bare())),
+    ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), BARE)),
     *((f"^{named} ", use(("init", tx), offload=offload)) for named, tx, offload in (
         ("scale_by_trust_ratio", optax.lars(1e-2), MASTERS),
         ("clip_by_block_rms", optax.adafactor(1e-2, min_dim_size_to_factor=4), STATE),
@@ -296,4 +288,4 @@ def test_settings_are_read_and_written():
     assert parse("optimizer:auto").auto and str(parse("optimizer,params")) == "optimizer,params"
     assert parse(None) == parse("none") and not parse("activations").states
     with pytest.warns(UserWarning, match="Bare 1"):
-        assert not tiers.settle(parse("optimizer:auto"), Bare()).states
+        assert not tiers.settle(parse("optimizer:auto"), BARE).states
