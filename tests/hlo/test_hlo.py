@@ -155,22 +155,9 @@ def test_sizes_and_axes_are_found_in_every_spelling_of_groups(text, size, axis):
     groups = replica_groups.parse(text, 8)
     assert size is None or groups.size == size
     assert axis is None or groups.axis(CUBE) == axis
-
-
-def test_without_a_mesh_only_the_text_can_say():
+    # Without a mesh only the text can say.
     assert replica_groups.parse("{{0,1},{2,3}}", 4).axis(None) == "?"
     assert replica_groups.parse("mesh['gpu'=2] {'gpu'}", 2).axis(None) == "gpu"
-
-
-def test_axes_of_a_program_that_xla_partitioned_are_those_of_the_mesh():
-    """GSPMD names a mesh of its own; the product's sum runs along what was contracted."""
-    mesh = make_mesh((2, 2, 2), ("replica", "data", "model"))
-    specs = jax.P(("replica", "model"), "data"), jax.P("data"), jax.P()
-    *inputs, whole = (jax.NamedSharding(mesh, spec) for spec in specs)
-    step = jax.jit(jnp.matmul, in_shardings=tuple(inputs), out_shardings=whole)
-    compiled = step.lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
-    found = {c.kind: c.axis for c in auditor.collectives(compiled, dict(mesh.shape))}
-    assert (found["all-reduce"], found["all-gather"]) == ("data", "replica+model")
 
 
 # What is sent, in the spellings of the GPU compiler.
@@ -217,7 +204,6 @@ def test_spellings_of_the_gpu_compiler(name):
 # What runs while a collective is under way.
 
 ASYNC = "((f32[32]), f32[4], u32[])"
-PRODUCT = "((f32[4,8], f32[8,16]), f32[4,16], u32[])"
 FULL, SCATTER = {"q": "f32[32]"}, "reduce-scatter(%q), replica_groups=[1,8]<=[8], dimensions={0}"
 START, DONE = gather("g")
 SYNC_START, SYNC_DONE = gather("g", more=SYNC)
@@ -249,10 +235,6 @@ OVERLAPS = {
     "blocking": ([SYNC_START, product("y"), SYNC_DONE], False, 0),
     "0.12": (wrapped("wrapped", ""), True, 2 * FLOPS),
     "wrappers in wrappers": (wrapped("outer", ", calls=%outer"), True, 2 * FLOPS),
-    "an asynchronous product": (  # once, not at its start, update and done
-        [START, f"%s = {PRODUCT} async-start(%shard, %a, %b), calls=%gemm",
-         f"%u = {PRODUCT} async-update(%s), calls=%gemm",
-         "%d = f32[4,16] async-done(%u), calls=%gemm", DONE], True, FLOPS),
 }
 # fmt: on
 
