@@ -1,30 +1,37 @@
 """States in host memory: the same numbers in pieces of bounded size, the check, and refusals.
 
-On the CPU backend host memory is the device's own, so these tests show values and programs; the
-bytes of an H100 are in test_offload_prove.py. Tolerance: 4 ulps of a leaf's largest element, since
-XLA may contract a product and a sum in one of two programs; most runs agree to the bit.
+On the CPU backend host memory is the device's own. Tolerance: 4 ulps of a leaf's largest element,
+since XLA may contract a product and a sum in one of two programs; most runs agree to the bit.
 """
 
+import dataclasses
 import errno
 import functools
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import nvme_run
 import optax
 import pytest
 from jax.experimental import multihost_utils
 from problems import gpt_problem, train_zero, ulps, zoo_problem
 
 import zero_jax
+from zero_jax.cluster.addresses import free_port
 from zero_jax.commands.offload import main
 from zero_jax.engine import offload_check
+from zero_jax.models import gpt
 from zero_jax.offload import piece_stream, tiers
+from zero_jax.offload.mapped_store import Store
 from zero_jax.offload.tiers import Offload, parse
+from zero_jax.plan.case import Case
 
 STEPS, ULPS = 4, 4
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
@@ -92,10 +99,9 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize(NAMES, CASES, ids=lambda x: None if isinstance(x, dict) else str(x))
 def test_offload_changes_no_value(name, setting, n, stage, optimizer, more, tmp_path):
-    in_files = Offload(True, tier="nvme", directory=str(tmp_path), piece_bytes=4096)
     p, tx = PROBLEMS[name](), OPTIMIZERS[optimizer]()
     run = functools.partial(train_zero, p, tx, STEPS, n, stage=stage, **more)
-    got = run(offload=in_files if setting == "in files" else setting)
+    got = run(offload=on(tmp_path) if setting == "in files" else setting)
     assert_equal(got, run())
     if "frozen" in more:
         np.testing.assert_array_equal(got[1]["prime_7x13"], p.start["prime_7x13"])
@@ -136,6 +142,152 @@ def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape):
             cut = [i for i, d in enumerate(shape) if stops[i] - starts[i] < d]
             assert all(stops[i] - starts[i] == 1 for i in cut[:-1])
         assert (seen == 1).all()
+
+
+# States in files: the same numbers, bounded host memory, nothing lost when killed.
+
+BOTH = "optimizer,params"
+
+
+def on(folder, words="optimizer", **options):
+    return dataclasses.replace(parse(f"{words}:nvme={folder}"), **{"piece_bytes": 4096} | options)
+
+
+def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch):
+    made, zero = nvme_run.small_problem(), zero_on(3, stage=3, offload=on(tmp_path, BOTH))
+    want = [train_zero(made, ADAMW, steps, 3)[:2] for steps in (2, 4)]
+    tx = zero.optimizer(ADAMW)
+    params = zero.shard(made.start)
+    state, step = tx.init(params), zero.train_step(made.loss, tx)
+    files = state.inner.files
+    losses = []
+    for _ in range(2):
+        params, state, metrics = step(params, state, made.batch)
+        losses.append(float(metrics.loss))
+    assert ulps(zero.full(params), want[0][1]) <= ULPS
+
+    def moments(number):
+        held = [f"state{j}" for j, held in enumerate(files.held) if held]
+        return [np.asarray(files.fetch_whole(number, name, jnp.zeros(()))) for name in held]
+
+    # A step that is not finite is skipped.
+    before = jax.tree.map(np.asarray, params), moments(2)
+    params, state, metrics = step(params, state, made.batch.at[0].set(jnp.nan))
+    assert int(metrics.skipped) == 1 and files.store.step == 3
+    after = jax.tree.map(np.asarray, params), moments(3)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+    # The files alone are enough: parameters of another run are replaced.
+    resumed = zero.optimizer(ADAMW)
+    params, state = resumed.resume(zero.shard(jax.tree.map(np.zeros_like, made.start)))
+    assert int(state.guard.consecutive) == 1
+    step = zero.train_step(made.loss, resumed)
+    for _ in range(2):
+        earlier = zero.full(params), [np.asarray(x) for x in state.inner.resident]
+        params, state, metrics = step(params, state, made.batch)
+        losses.append(float(metrics.loss))
+    assert ulps(jnp.array(losses), jnp.array(want[1][0])) <= ULPS
+    assert ulps(zero.full(params), want[1][1]) <= ULPS
+    assert losses[-1] < losses[0], "a run that does not learn compares little"
+
+    # Another process has not finished the last step: both resume from the one before.
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.stack([x, x - 1]))
+    params, state = zero.optimizer(ADAMW).resume(params)
+    monkeypatch.undo()
+    assert state.inner.files.store.step == 4
+    jax.tree.map(np.testing.assert_array_equal, earlier, (zero.full(params), state.inner.resident))
+
+
+@pytest.mark.parametrize("words", ["optimizer", BOTH])
+def test_a_state_four_times_the_host_budget_trains(words, tmp_path):
+    shape, budget = (128, 256), 1 << 16
+    assert 8 * shape[0] * shape[1] == 4 * budget  # of this process, over its two devices
+    zero = zero_on(2, stage=3, offload=on(tmp_path, words, host_bytes=budget, piece_bytes=1 << 26))
+    params, tx = zero.init(lambda: {"w": jnp.ones(shape)}), zero.optimizer(ADAMW)
+    step = zero.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2), tx)
+    params, state, metrics = step(params, tx.init(params), jnp.ones((4, shape[0])))
+    files = state.inner.files
+    assert budget / 2 < files.peak_bytes <= budget and files.live_bytes == 0
+    assert np.isfinite(metrics.loss)
+
+
+def run(folder, out, processes, kill_in=0):
+    """The exit code of the last of some processes, which train for five steps."""
+    env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, nvme_run.__file__, str(folder), str(out), "5"]
+    group, started = [f"127.0.0.1:{free_port()}", str(processes)], []
+    for rank in range(processes):
+        kill = str(kill_in if rank == processes - 1 else 0)
+        args = [*command, kill, *[*group, str(rank)] * (processes > 1)]
+        started.append(subprocess.Popen(args, env=env | {"JAX_PLATFORMS": "cpu"}))
+    code = started.pop().wait(timeout=300)
+    for process in started:
+        if code != 0:
+            process.kill()  # it waits for the one that died
+        process.wait(timeout=300)
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_in_the_middle_of_a_step_it_resumes_with_nothing_lost(tmp_path, processes):
+    whole, broken = tmp_path / "whole.npz", tmp_path / "broken.npz"
+    assert run(tmp_path / "a", whole, processes) == 0
+    assert run(tmp_path / "b", broken, processes, kill_in=3) == -signal.SIGKILL
+    assert not broken.exists()
+    assert run(tmp_path / "b", broken, processes) == 0
+    whole, broken = dict(np.load(whole)), dict(np.load(broken))
+    assert (whole.pop("begin"), broken.pop("begin")) == (0, 2)
+    jax.tree.map(np.testing.assert_array_equal, whole, broken)
+
+
+def test_a_step_is_whole_or_does_not_exist(tmp_path):
+    shapes = {"a": ((3, 2), np.float32), "b": ((5,), np.int8)}
+    store = Store(tmp_path / "s", shapes, create=True)
+    store.write(0, "a", (0, 0), np.ones((3, 2), np.float32))
+    store.write(0, "b", (0,), np.arange(5, dtype=np.int8))
+    store.commit(0)
+    store.write(1, "a", (1, 0), np.full((2, 2), 7, np.float32))  # and dies
+    again = Store(tmp_path / "s", shapes, create=False)
+    assert again.step == 0
+    np.testing.assert_array_equal(again.read(0, "a", (0, 0), (3, 2)), np.ones((3, 2)))
+    np.testing.assert_array_equal(again.read(0, "b", (1,), (5,)), [1, 2, 3, 4])
+    store.commit(1)
+    assert Store(tmp_path / "s", shapes, create=False).step == 1
+    np.testing.assert_array_equal(store.read(1, "a", (2, 0), (3, 2)), [[7, 7]])
+
+
+# Bytes of programs compiled for H100; no GPU.
+
+PIECE = 4 * 2**20
+SLACK = 2**17  # scalars, tables of the runtime, pieces that are rounded up to XLA's 128 bytes
+# Arrays of 4 bytes a parameter that are in host memory.
+SETTINGS = {0: None, 2: Offload(True, piece_bytes=PIECE), 3: Offload(True, True, piece_bytes=PIECE)}
+
+
+@functools.cache
+def plan_of(words, layers):
+    config = gpt.GPTConfig(layers=layers, width=512, heads=8, vocab=2048, seq=128)
+    settings = {"stage": 3, "precision": "bf16", "remat": "block", "offload": SETTINGS[words]}
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), **settings)
+    return Case(config, zero, "adamw", 8).plan(3, target="h100")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("words", [2, 3])
+@pytest.mark.parametrize("layers", [8, 32])
+def test_8_or_12_bytes_a_parameter_move_from_the_device_to_the_host(layers, words):
+    plan, plain = plan_of(words, layers), plan_of(0, layers)
+    found, without, stored = plan.compiled, plain.compiled, plain.predicted.parameters
+    assert found.host_bytes == words * stored == plan.predicted.host and without.host_bytes == 0
+    assert found.argument_bytes == without.argument_bytes - found.host_bytes
+    assert found.argument_bytes == plan.predicted.argument_bytes
+    assert found.alias_bytes == without.alias_bytes - found.host_bytes
+    # Masters come to the device while the model uses them, which at stage 3 is the whole step.
+    masters = stored if words == 3 else 0
+    assert found.temp_bytes <= without.temp_bytes + masters + 2 * PIECE + SLACK
+    assert abs(plan.error) < 0.15
 
 
 # The check that offload changes no value on this machine, and how its result is remembered.

@@ -6,9 +6,11 @@ recomputed forward pass runs the same operations in the same order, but XLA fuse
 
 import dataclasses
 import functools
+import math
 import re
 import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,7 +25,7 @@ from zero_jax.remat import activations, layer_groups, policies
 
 TX = optax.sgd(1e-1)
 ULPS = 64
-WIDTH, ROWS, DEPTH = 16, 24, 5
+WIDTH, ROWS, DEPTH, L = 16, 24, 5, 3
 WIDE, BUCKET = dataclasses.replace(ODD_GPT, layers=4, width=32), 2**12
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
@@ -180,6 +182,90 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
     assert (jax.shard_map(there_and_back, mesh=mesh, **specs)(x) == x).all()
 
 
+# JAX's own policies: the same values are saved as by `jax.checkpoint`.
+
+KNOWN, SLOW = jax.checkpoint_policies, pytest.mark.slow
+# fmt: off
+POLICIES = {
+    **{name: getattr(KNOWN, name) for name in (
+        "everything_saveable", "nothing_saveable", "dots_saveable",
+        "dots_with_no_batch_dims_saveable")},
+    **{name: getattr(KNOWN, name)("up") for name in (
+        "save_anything_except_these_names", "save_any_names_but_these", "save_only_these_names")},
+    "offload_dots": KNOWN.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "offload_names": KNOWN.save_and_offload_only_these_names(
+        names_which_can_be_saved=["up"], names_which_can_be_offloaded=["mixed"],
+        offload_src="device", offload_dst="pinned_host"),
+    "both": KNOWN.save_from_both_policies(
+        KNOWN.save_only_these_names("up"), KNOWN.save_only_these_names("mixed")),
+    "a callable": lambda prim, *_, **params: prim.name == "tanh",
+}
+# fmt: on
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        q, k = nn.Dense(WIDTH, name="q")(x), nn.Dense(WIDTH, name="k")(x)
+        mixed = checkpoint_name(jnp.tanh(q @ k.mT) @ x, "mixed")
+        up = checkpoint_name(nn.Dense(2 * WIDTH, name="up")(x + mixed), "up")
+        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(up)), None
+
+
+def flax_layers(name=None):
+    """Three layers; with a policy, each is checkpointed by Flax."""
+    layer = Layer if name is None else nn.remat(Layer, prevent_cse=False, policy=POLICIES[name])
+    scan = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": L}
+    model, x = nn.scan(layer, **scan)(), jax.random.normal(jax.random.key(1), (ROWS, 4, WIDTH))
+    loss = lambda params, x: jnp.mean(model.apply(params, x, None)[0] ** 2)  # noqa: E731
+    return Problem(lambda: model.init(jax.random.key(0), x[:1], None), loss, x)
+
+
+def saved(jaxpr):
+    """Shape, dtype and place of the values that the forward loop hands to the backward pass.
+
+    Without a weight's broadcast, which has no rows: zero_jax makes it of the gathered weight.
+    """
+    eqn = next(e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == L)
+    reads = {a for e in jaxpr.eqns for a in e.invars if not hasattr(a, "val")}
+    avals = [v.aval for v in eqn.outvars if v in reads or v in jaxpr.outvars]
+    kept = [a for a in avals if a.ndim > 2 and a.shape[0] == L and a.shape[1] > 1]
+    return sorted((a.shape, str(a.dtype), str(a.memory_space)) for a in kept)
+
+
+def by_zero_jax(p, remat="block", stage=3):
+    return saved(flat_trace.device_part(step_of(p, remat, stage).jaxpr))
+
+
+def by_jax(name):
+    p = flax_layers(name)
+    grad = jax.value_and_grad(p.loss)
+    return saved(jax.make_jaxpr(grad)(jax.eval_shape(p.make), p.batch[: ROWS // 4]).jaxpr)
+
+
+USUAL = {"dots_with_no_batch_dims_saveable", "save_any_names_but_these", "offload_names"}
+MARKED = [n if n in USUAL else pytest.param(n, marks=SLOW) for n in POLICIES]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_saved_values_are_those_of_jax_checkpoint(name):
+    assert by_zero_jax(flax_layers(), POLICIES[name]) == by_jax(name)
+
+
+def test_a_checkpoint_of_the_model_saves_what_its_policy_says():
+    assert by_zero_jax(flax_layers("a callable"), "none", 0) == by_jax("a callable")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["offload_dots", "offload_names"])
+def test_the_program_for_gpus_has_in_host_memory_what_jax_checkpoint_puts_there(name):
+    p, zero = flax_layers(), zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat=POLICIES[name])
+    args = (zero.abstract(p.make), jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype))
+    found = zero.plan(p.loss, optax.sgd(0.1), *args, target="h100").compiled
+    in_host = [(shape, dtype) for shape, dtype, space in by_jax(name) if "Host" in space]
+    assert found.host_bytes == sum(math.prod(s) * jnp.dtype(d).itemsize for s, d in in_host) > 0
+
+
 # Layers of several buckets: up to half of their gradients are summed before the loop goes on.
 
 
@@ -220,7 +306,6 @@ def test_the_order_is_that_of_use():
 
 
 # Unsupported policies raise errors that name them.
-
 
 # A mesh, and its only device, without host memory.
 MEMORY = types.SimpleNamespace(kind="device")
