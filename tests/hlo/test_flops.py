@@ -83,11 +83,8 @@ ESCAPED = '"' + JSON.replace('"', '\\"') + '"'
 RESULT = "f32[4,16]{1,0}"
 WITH_SPACE = "(f32[4,16]{1,0}, s8[33554432]{0})"  # a workspace, which is no part of the result
 STARTED = f"((f32[4,8]{{1,0}}, f32[8,16]{{1,0}}), {RESULT}, u32[])"
-SHAPES = ARGUMENTS | {
-    "x": "f32[2,10,12,8]{3,2,1,0}",
-    "kernel": "f32[16,3,5,8]{3,2,1,0}",
-    "y": "f32[2,10,12,16]{3,2,1,0}",
-}
+SHAPES = {"x": "f32[2,10,12,8]{3,2,1,0}", "y": "f32[2,10,12,16]{3,2,1,0}"}
+SHAPES |= ARGUMENTS | {"kernel": "f32[16,3,5,8]{3,2,1,0}"}
 GEMM = computation("gemm", ARGUMENTS, product("d"))
 FUSION = f"{RESULT} fusion(%shard, %a, %b), kind=kCustom, calls=%gemm"
 DIMS = "window={size=3x5 pad=1_1x2_2}, dim_labels=b01f_o01i->b01f"
@@ -132,8 +129,6 @@ SPELLINGS = {
     "backward": (
         [cudnn("__cudnn$convBackwardInput", "f32[2,10,12,8]", "%y, %kernel")], ONE_CONVOLUTION),
     "filter": ([cudnn("__cudnn$convBackwardFilter", "f32[16,3,5,8]", "%x, %y")], ONE_CONVOLUTION),
-    "forward": ([cudnn("__cudnn$convForward", "f32[2,10,12,16]", "%x, %kernel")],
-                ONE_CONVOLUTION),
     "library calls": ([*OTHERS, product("d")], FLOPS),
     # What cannot be read is an error that names it.
     "no config": (["%c = " + cublas("gemm", "", RESULT)], None),

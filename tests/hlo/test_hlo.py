@@ -94,33 +94,24 @@ def test_each_branch_counts_as_taken_and_words_of_an_unknown_trip_count_are_an_e
     assert "<=1" in auditor.format_table(report) and "?" in auditor.format_table(report)
 
 
-TRIPS = [
-    ("", None),  # of a condition on data
-    (', backend_config={"dynamic_variables":[],"known_trip_count":{"n":"36"}}', 36),
-    (r', backend_config="{\"known_trip_count\":{\"n\":\"36\"}}"', 36),
-    (", backend_config={known_trip_count={n=36}}", 36),
-    ("", 4),  # from 9 down to 1 in steps of 2
-]
+KNOWN = '{"known_trip_count":{"n":"36"}}'
+TRIPS = {
+    "{}": None,
+    KNOWN: 36,
+    '{"dynamic_variables":[],"known_trip_count":{"n":"36"}}': 36,
+    r'"{\"known_trip_count\":{\"n\":\"36\"}}"': 36,
+    "{known_trip_count={n=36}}": 36,
+}
 
 
-@pytest.mark.parametrize(("config", "runs"), TRIPS)
-def test_trip_count_spellings(config, runs):
+def test_trip_count_spellings():
     """The condition, which sends too, runs once more than the body."""
-    state, counter = {"s": "(s32[], f32[6])"}, "%i = s32[] get-tuple-element(%s), index=0"
-    array, send = "%x = f32[6] get-tuple-element(%s), index=1", "all-reduce(%x), to_apply=%add"
-    body = ["%two = s32[] constant(2)", "%less = s32[] subtract(%i, %two)", f"%r = f32[6] {send}"]
-    go = ["%one = s32[] constant(1)", "%go = pred[] compare(%one, %i), direction=LT"]
-    go += ["%both = pred[] and(%go, %go)"] * (runs is None)
-    calls = [
-        computation("body", state, counter, array, *body, "%t = (s32[], f32[6]) tuple(%less, %r)"),
-        computation("cond", state, counter, array, f"%r = f32[6] {send}", *go),
-    ]
-    lines = [
-        *("%nine = s32[] constant(9)", "%init = (s32[], f32[6]) tuple(%nine, %p)"),
-        f"%w = (s32[], f32[6]) while(%init), condition=%cond, body=%body{config}",
-    ]
-    text = program({"p": "f32[6]"}, *lines, computations=calls)
-    assert [c.runs for c in auditor.collectives(text)] == [runs, runs and runs + 1]
+    send = "%r = f32[6] all-reduce(%x), to_apply=%add"
+    lines, texts = loop("w", {"x": "f32[6]"}, "p", [send], "r", trips=36, condition=[send])
+    text = program({"p": "f32[6]"}, *lines, computations=texts)
+    for config, runs in TRIPS.items():
+        found = auditor.collectives(text.replace(KNOWN, config))
+        assert [c.runs for c in found] == [runs, runs and runs + 1]
 
 
 # Which devices take part together, and along which axis, in every spelling of groups.
@@ -128,26 +119,22 @@ def test_trip_count_spellings(config, runs):
 NODES = "mesh['node'=16,'gpu'=8] "
 SHUFFLED = "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) "
 
-GROUPS = [
-    ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"),
-    ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
-    ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"),
-    ("{}", 8, "replica+data+model"),
-    ("{{0,3},{1,2},{4,7},{5,6}}", 2, "?"),
-    ("{{0,1,2},{3,4,5,6,7}}", None, "?"),
-    ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1, None),
-    ("[4,2]<=[8]", 2, "model"),
-    ("[4,2]<=[4,2]T(1,0)", 2, "data"),  # {0,2} {4,6} {1,3} {5,7}
-    ("[4,2]<=[2,2,2]T(0,2,1)", 2, "data"),
+# fmt: off
+GROUPS = [  # text, devices in each group, axis
+    ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"), ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
+    ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"), ("{}", 8, "replica+data+model"),
+    ("{{0,3},{1,2},{4,7},{5,6}}", 2, "?"), ("{{0,1,2},{3,4,5,6,7}}", None, "?"),
+    ("{{0},{1},{2},{3},{4},{5},{6},{7}}", 1, None), ("[4,2]<=[8]", 2, "model"),
+    ("[4,2]<=[4,2]T(1,0)", 2, "data"), ("[4,2]<=[2,2,2]T(0,2,1)", 2, "data"),
     ("[2,4]<=[2,2,2]T(1,0,2)", 4, "replica+model"),
     ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", 4, "replica+model"),
     ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
-    (NODES + "{'node','gpu'}", 128, None),
-    ("mesh['data'=8,'model'=1] {'model'}", 1, None),
+    (NODES + "{'node','gpu'}", 128, None), ("mesh['data'=8,'model'=1] {'model'}", 1, None),
     (SHUFFLED + "{'axis_1':(2)2}", 2, None),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("text", "size", "axis"), GROUPS)

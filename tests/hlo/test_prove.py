@@ -6,7 +6,6 @@ Every program is compiled once, in a process of its own: pip install 'zero_jax[p
 import collections
 import functools
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +34,6 @@ def compiled(f, arrays, *, target="h100", out_specs=WHOLE, axes=None):
     specs = tuple(spec for _, _, spec in arrays)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     return prove.compile_for(targets.target(target), mapped, args, mesh, donated=0)
-
-
-def total(x):
-    """A scalar output, into whose memory nothing else fits."""
-    return jax.lax.psum(jnp.sum(x, dtype=F32), "data")
 
 
 # Loops, axes, dtypes.
@@ -87,13 +81,6 @@ def test_collectives_of_nested_loops_along_every_axis_send_their_closed_form():
         wide = c.kind == "all-reduce" and c.axis != "replica"
         assert (c.dtype, c.bytes) == ("f32" if wide else "bf16", c.elements * (4 if wide else 2))
         assert c.in_loop == (c.runs > 1)
-    assert loops.words == {
-        "all-gather": (OUTER * INNER + OUTER) * S * S,
-        "all-reduce": 2 * (OUTER * INNER * S * S + 7 * S + 5 * S + 1),
-        "reduce-scatter": S * S,
-        "all-to-all": 4 * S,
-        "collective-permute": 3 * S,
-    }
     assert loops.flops == 2 * S**3 * (OUTER * INNER + OUTER)
     assert loops.uncounted == ()
     # The sum that no product needs is hidden, and the gather is not.
@@ -104,29 +91,7 @@ def test_collectives_of_nested_loops_along_every_axis_send_their_closed_form():
     )
 
 
-# Memory, steps and other targets.
-
-D = 1024
-
-
-def test_the_live_set_is_the_products_that_are_still_needed():
-    """Three products live until they are multiplied and summed, and know their lines."""
-
-    def f(x, w1, w2, w3):
-        a = x @ w1
-        b = a @ w2
-        c = b @ w3
-        return total(a * b.T * c)
-
-    report = compiled(f, [((D, D), BF16, P())] * 4)
-    row_sums, file = 4 * D, pathlib.Path(__file__)
-    assert [t.bytes for t in report.peak.temporaries] == [2 * D * D] * 3 + [row_sums]
-    assert report.peak.bytes == 3 * 2 * D * D + row_sums
-    assert report.fragmentation == pytest.approx(1, abs=0.01)
-    first = f.__code__.co_firstlineno
-    sources = {t.source for t in report.peak.temporaries[:3]}
-    assert f"hlo/{file.name}:{first + 3}" in sources
-    assert sources <= {f"hlo/{file.name}:{first + at}" for at in (1, 2, 3)}
+# Steps, memory and other targets.
 
 
 @pytest.mark.filterwarnings("ignore:XLA for h100 finds no kernel")
@@ -176,6 +141,7 @@ def test_a_training_step_sends_and_holds_what_its_schedule_says():
     assert report.total_bytes == report.argument_bytes + report.temp_bytes + others
     assert 0.99 < report.fragmentation < 1.1
     assert 2 * net.L * (8 * 64) * net.D in {t.bytes for t in report.peak.temporaries}, "saved"
+    assert {t.source.partition(":")[0] for t in report.peak.temporaries} == {"plan/networks.py"}
 
 
 @pytest.mark.parametrize("target", ["a100", "b200"])

@@ -28,7 +28,7 @@ from zero_jax.cluster.addresses import free_port
 from zero_jax.commands.offload import main
 from zero_jax.engine import offload_check
 from zero_jax.models import gpt
-from zero_jax.offload import piece_stream, tiers
+from zero_jax.offload import tiers
 from zero_jax.offload.mapped_store import Store
 from zero_jax.offload.tiers import Offload, parse
 from zero_jax.plan.case import Case
@@ -128,20 +128,6 @@ def test_states_stay_in_host_memory_change_no_value_and_are_skipped():
     jax.tree.map(np.testing.assert_array_equal, before, (params, state.inner))
     _, _, metrics = step(params, state, made.batch)
     assert np.isfinite(metrics.grad_norm) and int(metrics.skipped_in_a_row) == 0
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (0, 4), (5, 3), (3, 1, 11), (2, 3, 4, 5)])
-def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape):
-    for most in (1, 4, 13, 1000):
-        seen = np.zeros(shape, int)
-        for starts, stops in piece_stream.boxes(shape, most):
-            piece = tuple(map(slice, starts, stops))
-            assert seen[piece].size <= most or shape == ()
-            seen[piece] += 1
-            # Contiguous: full below the first dim that is cut, one index above it.
-            cut = [i for i, d in enumerate(shape) if stops[i] - starts[i] < d]
-            assert all(stops[i] - starts[i] == 1 for i in cut[:-1])
-        assert (seen == 1).all()
 
 
 # States in files: the same numbers, bounded host memory, nothing lost when killed.
