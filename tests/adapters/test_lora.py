@@ -111,13 +111,10 @@ def test_targets_are_the_matrices_that_the_model_only_multiplies_with():
 
 def test_gradients_of_a_and_b_are_those_of_the_sum():
     """In models of plain functions, with matrices of any orientation and rank."""
-    key = jax.random.split(KEY, 4)
-    params = {
-        "heads": jax.random.normal(key[0], (16, 3, 4)),  # (D, N, H), in einsum
-        "back": jax.random.normal(key[1], (3, 4, 16)),  # two dims are summed
-        "torch": jax.random.normal(key[2], (6, 16)),  # (out, in)
-        "experts": jax.random.normal(key[3], (2, 6, 5)),  # batched
-    }
+    shapes = {"heads": (16, 3, 4), "back": (3, 4, 16)}  # (D, N, H), in einsum; two dims are summed
+    shapes |= {"torch": (6, 16), "experts": (2, 6, 5)}  # (out, in); batched
+    keys = zip(jax.random.split(KEY, 4), shapes.items(), strict=True)
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in keys}
 
     def loss(params, x):
         y = jnp.einsum("bd,dnh->bnh", x, params["heads"])

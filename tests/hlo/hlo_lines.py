@@ -52,7 +52,7 @@ def loop(name, state, init, body, results=(), trips=8, condition=()):
     ]
     computations = [
         computation(f"body_{name}", {}, *given, *body, result),
-        computation(f"condition_{name}", {}, *given, *condition, "%go = pred[] constant(true)"),
+        computation(f"condition_{name}", {}, *given, *condition, "%go = pred[] and(%i, %i)"),
     ]
     return lines, computations
 

@@ -18,11 +18,9 @@ def flops_of(text):
 
 # Programs of eight CPU devices, each of which computes with whole arguments.
 
-B, M, K, N = 6, 16, 24, 40
-L, D = 6, 32
+B, M, K, N, L, D = 6, 16, 24, 40, 6, 32
 IMAGES, H, W, CIN, COUT, KH, KW = 2, 10, 12, 8, 16, 3, 5
 ONE_CONVOLUTION = 2 * IMAGES * H * W * COUT * CIN * KH * KW
-SQUARE = 2 * 32 * 48 * 48  # of x @ w below
 
 
 def convolve(x, kernel, groups=1):
@@ -55,7 +53,7 @@ PROGRAMS = {
     "grouped": (functools.partial(convolve, groups=4),
                 [(IMAGES, H, W, CIN), (KH, KW, CIN // 4, COUT)], ONE_CONVOLUTION // 4),
     "remat": (remat, [(L, D, D), (M, D)], 4 * L * 2 * M * D * D),
-    "branches": (choose, [(32, 48), (48, 48)], 2 * SQUARE),  # of the dearest
+    "branches": (choose, [(32, 48), (48, 48)], 2 * 2 * 32 * 48 * 48),  # of the dearest
 }
 # fmt: on
 

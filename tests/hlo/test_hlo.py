@@ -116,8 +116,6 @@ def test_trip_count_spellings():
 
 # Which devices take part together, and along which axis, in every spelling of groups.
 
-NODES = "mesh['node'=16,'gpu'=8] "
-SHUFFLED = "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) "
 
 # fmt: off
 GROUPS = [  # text, devices in each group, axis
@@ -131,8 +129,8 @@ GROUPS = [  # text, devices in each group, axis
     ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
-    (NODES + "{'node','gpu'}", 128, None), ("mesh['data'=8,'model'=1] {'model'}", 1, None),
-    (SHUFFLED + "{'axis_1':(2)2}", 2, None),
+    ("mesh['node'=16,'gpu'=8] {'node','gpu'}", 128, None), ("mesh['data'=8,'model'=1] {'model'}", 1, None),
+    ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_1':(2)2}", 2, None),
 ]
 # fmt: on
 
@@ -257,11 +255,8 @@ def test_collectives_under_way_at_once_and_computations_that_are_called_twice():
     assert audited([product("y")]).hidden().fraction == 1
 
 
-KEYS = list(ARGUMENTS)
-
-
 def test_collectives_of_loops_with_products_are_those_of_layers():
-    layers, texts = loop("w", ARGUMENTS, KEYS, [START, product("y"), DONE], trips=5)
+    layers, texts = loop("w", ARGUMENTS, ARGUMENTS, [START, product("y"), DONE], trips=5)
     report = audited([*layers, *gather("h")], texts)
     found = [(c.runs, c.in_loop, c.in_layers, c.overlapped_flops) for c in report.collectives]
     assert found == [(5, True, True, FLOPS), (1, False, False, 0)]
@@ -269,18 +264,18 @@ def test_collectives_of_loops_with_products_are_those_of_layers():
     assert report.hidden().fraction == pytest.approx(5 / 6)
     assert report.hidden(layers_only=True) == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
 
-    rows, row_texts = loop("rows", ARGUMENTS, KEYS, gather("g"), trips=5)
+    rows, row_texts = loop("rows", ARGUMENTS, ARGUMENTS, gather("g"), trips=5)
     report = audited(rows, row_texts)
     assert [(c.runs, c.in_layers) for c in report.collectives] == [(5, False)]
     assert report.hidden(layers_only=True) == auditor.Hidden(0, 0)
     assert report.hidden().exposed == 5 * 2 * GATHERED
-    layers, texts = loop("w", ARGUMENTS, KEYS, [*rows, product("y")], trips=3)
+    layers, texts = loop("w", ARGUMENTS, ARGUMENTS, [*rows, product("y")], trips=3)
     (c,) = audited(layers, [*texts, *row_texts]).collectives
     assert (c.runs, c.in_layers) == (3 * 5, True)
-    layers, texts = loop("w", ARGUMENTS, KEYS, [product("y")], trips=5)
+    layers, texts = loop("w", ARGUMENTS, ARGUMENTS, [product("y")], trips=5)
     (c,) = audited([START, *layers, DONE], texts).collectives
     assert (c.asynchronous, c.overlapped_flops) == (True, 0), "around a loop of products"
-    layers, texts = loop("w", ARGUMENTS, KEYS, [product("y")], trips=None)
+    layers, texts = loop("w", ARGUMENTS, ARGUMENTS, [product("y")], trips=None)
     assert audited(layers, texts).flops is None
 
 

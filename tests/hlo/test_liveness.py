@@ -72,23 +72,20 @@ def units(*lines, computations=()):
 A, K, OUT_B = make("a", "p"), make("k", "p", units=2), make("out", "b")
 VIEWS = [A, make("b", "p"), make("x0", "p"), f"%t = {PAIR} tuple(%a, %b)", element("x", "t", 0),
          "%y = f32[16,16]{1,0} bitcast(%x)", make("c", "y")]  # fmt: skip
-TWO = f"({array(3)}, {array(5)})"
-TOKEN = [make("both", "p", shape=f"(token[], {TWO})"), element("pair", "both", 1, TWO),
-         element("five", "pair", 1, array(5))]  # fmt: skip
 TWO_RESULTS = [element("y", "b", 0), element("z", "b", 1), make("out", "y", "z")]
 SUMMED, OUT_Y = "(f32[256], f32[16])", [element("y", "b", 0), make("out", "y")]
 ALIAS = 'custom-call(%a), custom_call_target="g", output_to_operand_aliasing={{1}: (0, {})}'
-GROUPS = "replica_groups={}"
 SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
-START = f"%s = (({array()}), {array(8)}) all-gather-start(%a), {GROUPS}, dimensions={{0}}"
+START = (
+    f"%s = (({array()}), {array(8)}) all-gather-start(%a), replica_groups={{}}, dimensions={{0}}"
+)
 DONE = f"%d = {array(8)} all-gather-done(%s)"
 ASYNC = f"(({array(8)}), {array()}, u32[])"
 COPY, COPIED = f"%s = ({array()}, {array()}, u32[]) copy-start(%a)", f"%d = {array()} copy-done(%s)"
-REDUCE = f"{GROUPS}, to_apply=%add"
+REDUCE = f"replica_groups={{}}, to_apply=%add"
 IN_PLACE = ", output_to_operand_aliasing={{1}: (0, {})}"
 ZERO, BRANCHES = "%i = s32[] constant(0)", "branch_computations={%small, %large}"
 OF_BRANCH = f"%a = {array()} conditional(%i, %p, %p), branch_computations={{%branch, %branch}}"
-
 # fmt: off
 PEAKS = {  # lines after the argument %p, and the peak in units
     # Chains, tuples and views.
@@ -98,7 +95,6 @@ PEAKS = {  # lines after the argument %p, and the peak in units
          make("out", "c")], 5 + 3),
     "views read nothing": ([*VIEWS, make("out", "c")], 2),
     "a view prolongs what it shows": ([*VIEWS, make("out", "a", "c")], 2),
-    "a token": ([*TOKEN, make("x", "five", units=2), make("out", "x")], 3 + 5),
     "host memory": (
         [make("h", "p", shape="f32[2048]{0:S(5)}"), make("a", "p", "h"), make("o", "a", "h")], 1),
     # What a fusion writes over: an operand that dies and that it reads element by element.

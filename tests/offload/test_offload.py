@@ -44,11 +44,8 @@ PROBLEMS = {"gpt": functools.cache(gpt_problem), "zoo": functools.cache(lambda: 
 
 def rates_of_its_own():
     """A closed-over array of the shape of each leaf."""
-
-    def rated(x):
-        return x * np.linspace(0.5, 1.5, x.size, dtype=np.float32).reshape(x.shape)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(rated, updates))
+    rates = lambda x: np.linspace(0.5, 1.5, x.size, dtype=np.float32).reshape(x.shape)  # noqa: E731
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda x: x * rates(x), updates))
 
 
 def adam(rate=1e-2, **more):
@@ -59,7 +56,6 @@ def adam(rate=1e-2, **more):
 OPTIMIZERS = {
     "clip and adamw": lambda: ADAMW,
     "sgd with momentum": lambda: optax.sgd(1e-2, momentum=0.9),
-    "sgd": lambda: optax.sgd(1e-2),
     "lion": lambda: optax.lion(1e-3),
     "schedule": lambda: adam(optax.cosine_decay_schedule(1e-2, STEPS)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(

@@ -6,7 +6,6 @@ recomputed forward pass runs the same operations in the same order, but XLA fuse
 
 import dataclasses
 import functools
-import math
 import re
 import types
 
@@ -184,7 +183,7 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
 
 # JAX's own policies: the same values are saved as by `jax.checkpoint`.
 
-KNOWN, SLOW = jax.checkpoint_policies, pytest.mark.slow
+KNOWN = jax.checkpoint_policies
 # fmt: off
 POLICIES = {
     **{name: getattr(KNOWN, name) for name in (
@@ -244,7 +243,7 @@ def by_jax(name):
 
 
 USUAL = {"dots_with_no_batch_dims_saveable", "save_any_names_but_these", "offload_names"}
-MARKED = [n if n in USUAL else pytest.param(n, marks=SLOW) for n in POLICIES]
+MARKED = [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in POLICIES]
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -254,16 +253,6 @@ def test_saved_values_are_those_of_jax_checkpoint(name):
 
 def test_a_checkpoint_of_the_model_saves_what_its_policy_says():
     assert by_zero_jax(flax_layers("a callable"), "none", 0) == by_jax("a callable")
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("name", ["offload_dots", "offload_names"])
-def test_the_program_for_gpus_has_in_host_memory_what_jax_checkpoint_puts_there(name):
-    p, zero = flax_layers(), zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat=POLICIES[name])
-    args = (zero.abstract(p.make), jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype))
-    found = zero.plan(p.loss, optax.sgd(0.1), *args, target="h100").compiled
-    in_host = [(shape, dtype) for shape, dtype, space in by_jax(name) if "Host" in space]
-    assert found.host_bytes == sum(math.prod(s) * jnp.dtype(d).itemsize for s, d in in_host) > 0
 
 
 # Layers of several buckets: up to half of their gradients are summed before the loop goes on.
@@ -291,18 +280,6 @@ def test_up_to_half_of_a_layer_is_summed_within_the_loop(stage, remat, bucket, a
         words = sum(x.size for x in jax.tree.leaves(problem("wide gpt").start["blocks"]))
         bucket = int(bucket * 4 * words / WIDE.layers)
     assert barriers(step_of("wide gpt", remat, stage, bucket_bytes=bucket).jaxpr) == alone
-
-
-def test_the_order_is_that_of_use():
-    """Both leaves of a layer are read first, `a` before `z`, which is used before it."""
-
-    def loss(params, x):
-        layer = lambda x, own: (jnp.tanh(x @ own["z"]) @ own["a"], None)  # noqa: E731
-        return jnp.mean(jax.lax.scan(layer, x, params)[0])
-
-    make = lambda: {"a": jnp.zeros((4, 32, WIDTH)), "z": jnp.zeros((4, WIDTH, 32))}  # noqa: E731
-    step = step_of(Problem(make, loss, X), "block", bucket_bytes=BUCKET // 3)
-    assert barriers(step.jaxpr) == [(32 // 4, WIDTH)]
 
 
 # Unsupported policies raise errors that name them.
