@@ -1,7 +1,4 @@
-"""Adapters by trace: parity with plain optax, an unchanged base, no opened matrix kept.
-
-int8 and nf4: errors within their bounds, the same bits in NumPy and JAX, bytes as stated.
-"""
+"""Adapters by trace: parity with plain optax, an unchanged base; blocks of int8 and nf4."""
 
 import functools
 
@@ -278,8 +275,7 @@ def test_nf4_is_the_table_of_qlora_and_holds_its_values_exactly():
 def test_programs_for_gpus_round_the_scale_that_codes_are_made_with(kind):
     """XLA for GPUs keeps a number in fp32 where it is cast to bf16 and back."""
     mesh = zero_jax.abstract_mesh(1)
-    sharding = jax.NamedSharding(mesh, jax.P())
-    x = jax.ShapeDtypeStruct((256, 96), jnp.float32, sharding=sharding)
+    x = jax.ShapeDtypeStruct((256, 96), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
 
     def parts(x):
         packed = quantise(x, kind, -2)

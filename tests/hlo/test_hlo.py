@@ -129,7 +129,8 @@ GROUPS = [  # text, devices in each group, axis
     ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
-    ("mesh['node'=16,'gpu'=8] {'node','gpu'}", 128, None), ("mesh['data'=8,'model'=1] {'model'}", 1, None),
+    ("mesh['node'=16,'gpu'=8] {'node','gpu'}", 128, None),
+    ("mesh['data'=8,'model'=1] {'model'}", 1, None),
     ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_1':(2)2}", 2, None),
 ]
 # fmt: on

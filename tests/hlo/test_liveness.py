@@ -59,10 +59,7 @@ CALLED = [computation(*given) for given in [
 
 
 def units(*lines, computations=()):
-    """The peak in units of a program with the argument %p, one unit; the last line is its result.
-
-    Scalars, such as counters, count nothing.
-    """
+    """The peak, in units and without scalars, of a program with the argument %p of one unit."""
     text = program({"p": array()}, *lines, computations=[*CALLED, *computations])
     found = liveness.peak(hlo_text.parse(text))
     assert sum(t.bytes for t in found.temporaries) == found.bytes
@@ -82,7 +79,7 @@ START = (
 DONE = f"%d = {array(8)} all-gather-done(%s)"
 ASYNC = f"(({array(8)}), {array()}, u32[])"
 COPY, COPIED = f"%s = ({array()}, {array()}, u32[]) copy-start(%a)", f"%d = {array()} copy-done(%s)"
-REDUCE = f"replica_groups={{}}, to_apply=%add"
+REDUCE = "replica_groups={}, to_apply=%add"
 IN_PLACE = ", output_to_operand_aliasing={{1}: (0, {})}"
 ZERO, BRANCHES = "%i = s32[] constant(0)", "branch_computations={%small, %large}"
 OF_BRANCH = f"%a = {array()} conditional(%i, %p, %p), branch_computations={{%branch, %branch}}"
@@ -125,7 +122,6 @@ PEAKS = {  # lines after the argument %p, and the peak in units
         [A, f"%s = (({array()}), {array()}) all-reduce-start(%a), {REDUCE}{IN_PLACE}",
          f"%b = {array()} all-reduce-done(%s)", OUT_B], 1),
 }
-# fmt: on
 
 
 # Loops.
@@ -150,7 +146,6 @@ STACKING = looped(MX, UPDATE, state=H | STACK, init=("a", "zeros"), results=("x"
 INNER, TEXTS = looped(make("x", "h", units=2), MG, name="v")
 OUTER, MORE = looped(make("y", "h", units=3), make("a", "h"), *INNER, make("g", "v_h", "y"))
 WEIGHTS = looped(*HELD, state=H | {"weights": array(5)}, init=("a", "b"), results=("g", "weights"))
-# fmt: off
 LOOPS = {  # lines before, the loop, lines after, the peak
     # The old state until it is read, then the new one: h is in memory beside x or beside y.
     "the state once": ([A4], looped(make("x", "h", units=2), make("y", "x", units=2),

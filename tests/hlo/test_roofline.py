@@ -80,7 +80,6 @@ CALLED = [computation(*given) for given in [
      f"%t = {BOTH} tuple(%u, %r)"),
     ("embedded", SCATTERED, f"%s = {TABLE} scatter(%p, %ids, %rows), to_apply=%add"),
 ]]
-# fmt: on
 READ, WRITTEN = 2 * 64 + 4, 4 * 36 * 64  # a row in bf16 with its number; all rows in fp32
 
 
@@ -88,7 +87,6 @@ def fused(called, shape=ROWS, operands="%p, %row, %at"):
     return f"%f = {shape} fusion({operands}), kind=kLoop, calls=%{called}"
 
 
-# fmt: off
 TRAFFIC = {
     "a copy": ({"p": ROWS}, [f"%c = {ROWS} copy(%p)"], 2 * 4 * 36 * 64),
     "a byte a pred": ({"p": "f32[512]"}, ["%c = pred[512] compare(%p, %p), direction=LT"],

@@ -251,8 +251,9 @@ def test_saved_values_are_those_of_jax_checkpoint(name):
     assert by_zero_jax(flax_layers(), POLICIES[name]) == by_jax(name)
 
 
-def test_a_checkpoint_of_the_model_saves_what_its_policy_says():
+def test_a_checkpoint_of_the_model_and_a_policy_of_ours_save_the_same():
     assert by_zero_jax(flax_layers("a callable"), "none", 0) == by_jax("a callable")
+    assert by_zero_jax(flax_layers(), "dots") == by_jax("dots_saveable")
 
 
 # Layers of several buckets: up to half of their gradients are summed before the loop goes on.
