@@ -56,7 +56,6 @@ def adam(rate=1e-2, **more):
 OPTIMIZERS = {
     "clip and adamw": lambda: ADAMW,
     "sgd with momentum": lambda: optax.sgd(1e-2, momentum=0.9),
-    "lion": lambda: optax.lion(1e-3),
     "schedule": lambda: adam(optax.cosine_decay_schedule(1e-2, STEPS)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4),
