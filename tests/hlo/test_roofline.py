@@ -57,7 +57,7 @@ def test_each_kernel_takes_the_longer_of_its_two_times():
     assert t.model_flops_fraction is None
 
 
-ROWS, ROW, WIDE_ROW = "f32[36,64]{1,0}", "f32[1,64]{1,0}", "bf16[1,64]{1,0}"
+ROWS, WIDE_ROW = "f32[36,64]{1,0}", "bf16[1,64]{1,0}"
 TABLE, IDS, TOKENS = "bf16[50304,4096]{1,0}", "s32[32,1]{1,0}", "bf16[32,1,4096]{2,1,0}"
 STACK, LAYER = "f32[36,64,4096]{2,1,0}", "bf16[1,64,4096]{2,1,0}"
 UPDATE = [
