@@ -141,7 +141,7 @@ def test_a_training_step_sends_and_holds_what_its_schedule_says():
     assert report.total_bytes == report.argument_bytes + report.temp_bytes + others
     assert 0.99 < report.fragmentation < 1.1
     assert 2 * net.L * (8 * 64) * net.D in {t.bytes for t in report.peak.temporaries}, "saved"
-    assert {t.source.partition(":")[0] for t in report.peak.temporaries} == {"plan/networks.py"}
+    assert "plan/networks.py" in {t.source.partition(":")[0] for t in report.peak.temporaries}
 
 
 @pytest.mark.parametrize("target", ["a100", "b200"])
