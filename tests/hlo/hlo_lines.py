@@ -25,17 +25,11 @@ def program(shapes, *lines, computations=(), header="num_partitions=8"):
     return snippet([*body, f"ROOT {last}"], *computations, header=header)
 
 
-def loop(name, state, init, body, results=(), trips=8, before=(), condition=()):
+def loop(name, state, init, body, results=(), trips=8, condition=()):
     """The lines of a while loop, each result of which is then %name_key, and its computations.
 
-    Args:
-      state: shapes by key, which the body reads as %key; a counter %i comes first by itself.
-      init: operand from which each starts.
-      body: lines of the body.
-      results: operand that each becomes; the state itself by default.
-      trips: the known trip count; None for none.
-      before: lines that precede the parameter of the body.
-      condition: lines of the condition before its result.
+    The body and the condition read the `state` (shapes by key, which start from `init`) as %key,
+    and the body makes of each the operand in `results`; a counter %i comes first by itself.
     """
     shape = f"(s32[], {', '.join(state.values())})"
 
@@ -57,8 +51,8 @@ def loop(name, state, init, body, results=(), trips=8, before=(), condition=()):
         *parts(name, f"{name}_"),
     ]
     computations = [
-        computation(f"body_{name}", {}, *before, *given, *body, result),
-        computation(f"condition_{name}", {}, *given, *condition, "%go = pred[] constant(true)"),
+        computation(f"body_{name}", {}, *given, *body, result),
+        computation(f"condition_{name}", {}, *given, *condition, "%go = pred[] and(%i, %i)"),
     ]
     return lines, computations
 

@@ -1,22 +1,37 @@
-"""States in host memory: the same numbers, in pieces of bounded size.
+"""States in host memory: the same numbers in pieces of bounded size, the check, and refusals.
 
-On the CPU backend host memory is the device's own, so these tests show values and programs; the
-bytes of an H100 are in test_offload_prove.py. Tolerance: 4 ulps of a leaf's largest element, since
-XLA may contract a product and a sum in one of two programs; most runs agree to the bit.
+On the CPU backend host memory is the device's own. Tolerance: 4 ulps of a leaf's largest element,
+since XLA may contract a product and a sum in one of two programs; most runs agree to the bit.
 """
 
+import dataclasses
+import errno
 import functools
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import nvme_run
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from problems import gpt_problem, train_zero, ulps, zoo_problem
 
 import zero_jax
-from zero_jax.offload import piece_stream, tiers
-from zero_jax.offload.tiers import Offload
+from zero_jax.cluster.addresses import free_port
+from zero_jax.commands.offload import main
+from zero_jax.engine import offload_check
+from zero_jax.models import gpt
+from zero_jax.offload import tiers
+from zero_jax.offload.mapped_store import Store
+from zero_jax.offload.tiers import Offload, parse
+from zero_jax.plan.case import Case
 
 STEPS, ULPS = 4, 4
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
@@ -24,15 +39,13 @@ ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 # Pieces of a page: every leaf of more than 256 parameters on a device is cut.
 STATE = Offload(optimizer=True, piece_bytes=4096)
 MASTERS = Offload(optimizer=True, params=True, piece_bytes=4096)
+PROBLEMS = {"gpt": functools.cache(gpt_problem), "zoo": functools.cache(lambda: zoo_problem(2))}
 
 
 def rates_of_its_own():
     """A closed-over array of the shape of each leaf."""
-
-    def rated(x):
-        return x * np.linspace(0.5, 1.5, x.size, dtype=np.float32).reshape(x.shape)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(rated, updates))
+    rates = lambda x: np.linspace(0.5, 1.5, x.size, dtype=np.float32).reshape(x.shape)  # noqa: E731
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda x: x * rates(x), updates))
 
 
 def adam(rate=1e-2, **more):
@@ -41,11 +54,8 @@ def adam(rate=1e-2, **more):
 
 # fmt: off
 OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2, eps=1e-4),
     "clip and adamw": lambda: ADAMW,
     "sgd with momentum": lambda: optax.sgd(1e-2, momentum=0.9),
-    "sgd": lambda: optax.sgd(1e-2),
-    "lion": lambda: optax.lion(1e-3),
     "schedule": lambda: adam(optax.cosine_decay_schedule(1e-2, STEPS)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4),
@@ -59,17 +69,17 @@ OPTIMIZERS = {
     # Its momentum streams: its norms are of parameters, which stay on the device.
     "lars": lambda: optax.lars(1e-2),
 }
+LARS = {"replica": 2, "precision": FP16, "micro_batches": 2, "frozen": "prime"}
+CASES = [  # problem, setting, devices, stage, optimizer, further settings
+    ("zoo", STATE, 3, 1, "lars", LARS),
+    *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in (
+        ("gpt", MASTERS, 3, 1, "clip and adamw"), ("gpt", STATE, 4, 3, "clip and adamw"),
+        ("zoo", STATE, 3, 0, "clip and adamw"), ("zoo", MASTERS, 1, 3, "clip and adamw"),
+        ("zoo", "in files", 4, 0, "noise"), ("zoo", "in files", 3, 3, "inject_hyperparams"),
+        *(("zoo", MASTERS, 3, 3, name) for name in OPTIMIZERS if name != "lars"))),
+]
 # fmt: on
-
-
-@functools.cache
-def problem(name="zoo"):
-    return gpt_problem() if name == "gpt" else zoo_problem(tiny=2)
-
-
-@functools.cache
-def plainly(n=4, stage=3):
-    return train_zero(problem(), ADAMW, STEPS, n, stage=stage)[:2]
+NAMES = ("name", "setting", "n", "stage", "optimizer", "more")
 
 
 def zero_on(n, **settings):
@@ -82,32 +92,18 @@ def assert_equal(got, want):
     assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
-# fmt: off
-CASES = [  # problem, setting, devices, stage, optimizer, further settings
-    ("zoo", STATE, 3, 1, "lars", {"micro_batches": 2, "frozen": "prime"}),
-    ("zoo", MASTERS, 2, 2, "clip and adamw", {"replica": 2, "precision": FP16}),
-    *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in (
-        ("gpt", MASTERS, 3, 1, "clip and adamw"), ("gpt", STATE, 4, 3, "clip and adamw"),
-        ("zoo", STATE, 3, 0, "clip and adamw"), ("zoo", MASTERS, 1, 3, "clip and adamw"),
-        *(("zoo", MASTERS, 3, 3, name) for name in OPTIMIZERS if name != "lars"))),
-]
-# fmt: on
-NAMES = ("name", "setting", "n", "stage", "optimizer", "more")
-
-
 @pytest.mark.parametrize(NAMES, CASES, ids=lambda x: None if isinstance(x, dict) else str(x))
-def test_offload_changes_no_value(name, setting, n, stage, optimizer, more):
-    run = functools.partial(
-        train_zero, problem(name), OPTIMIZERS[optimizer](), STEPS, n, stage=stage, **more
-    )
-    got, want = run(offload=setting), run()
-    assert_equal(got, want)
+def test_offload_changes_no_value(name, setting, n, stage, optimizer, more, tmp_path):
+    p, tx = PROBLEMS[name](), OPTIMIZERS[optimizer]()
+    run = functools.partial(train_zero, p, tx, STEPS, n, stage=stage, **more)
+    got = run(offload=on(tmp_path) if setting == "in files" else setting)
+    assert_equal(got, run())
     if "frozen" in more:
-        np.testing.assert_array_equal(got[1]["prime_7x13"], problem().start["prime_7x13"])
+        np.testing.assert_array_equal(got[1]["prime_7x13"], p.start["prime_7x13"])
 
 
 def test_states_stay_in_host_memory_change_no_value_and_are_skipped():
-    zero, made = zero_on(4, stage=3, offload=MASTERS), problem()
+    zero, made = zero_on(4, stage=3, offload=MASTERS), PROBLEMS["zoo"]()
     params, tx = zero.shard(made.start), zero.optimizer(ADAMW)
     state, step, losses = tx.init(params), zero.train_step(made.loss, tx), []
     for _ in range(STEPS):
@@ -119,7 +115,7 @@ def test_states_stay_in_host_memory_change_no_value_and_are_skipped():
         losses.append(float(metrics.loss))
         assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(state.guard))
         assert all(x.is_deleted() for x in before), "donated, so that it is updated in place"
-    assert_equal((losses, zero.full(params)), plainly())
+    assert_equal((losses, zero.full(params)), train_zero(made, ADAMW, STEPS, 4, stage=3))
     before = jax.tree.map(np.asarray, (params, state.inner))
     bad = jax.tree.map(lambda x: x.at[0].set(jnp.nan), made.batch)
     params, state, metrics = step(params, state, bad)
@@ -129,47 +125,300 @@ def test_states_stay_in_host_memory_change_no_value_and_are_skipped():
     assert np.isfinite(metrics.grad_norm) and int(metrics.skipped_in_a_row) == 0
 
 
-def test_the_comparison_sees_a_lost_piece(monkeypatch):
-    lost = []
+# States in files: the same numbers, bounded host memory, nothing lost when killed.
 
-    def boxes(shape, most):
-        found = list(streaming_boxes(shape, most))
-        lost.extend(found[1:2])
-        return found[:1] + found[2:]
-
-    streaming_boxes = piece_stream.boxes
-    monkeypatch.setattr(piece_stream, "boxes", boxes)
-    _, params, _ = train_zero(problem(), ADAMW, STEPS, 4, stage=3, offload=STATE)
-    assert lost and ulps(params, plainly()[1]) > 1000
+BOTH = "optimizer,params"
 
 
-def test_the_four_lines_in_a_users_own_jit():
-    zero, made = zero_on(4, stage=3, offload=STATE), problem()
-    params, tx = zero.shard(made.start), zero.optimizer(ADAMW)
-    state, grad_fn, losses = tx.init(params), zero.value_and_grad(made.loss), []
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, batch):
-        loss, grads = grad_fn(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    for _ in range(STEPS):
-        params, state, loss = step(params, state, made.batch)
-        losses.append(float(loss))
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.inner) if x.ndim} == {tiers.HOST}
-    assert_equal((losses, zero.full(params)), plainly())
+def on(folder, words="optimizer", **options):
+    return dataclasses.replace(parse(f"{words}:nvme={folder}"), **{"piece_bytes": 4096} | options)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (0, 4), (5, 3), (3, 1, 11), (2, 3, 4, 5)])
-def test_boxes_cover_a_shape_once_in_pieces_of_at_most_so_many(shape):
-    for most in (1, 4, 13, 1000):
-        seen = np.zeros(shape, int)
-        for starts, stops in piece_stream.boxes(shape, most):
-            piece = tuple(map(slice, starts, stops))
-            assert seen[piece].size <= most or shape == ()
-            seen[piece] += 1
-            # Contiguous: full below the first dim that is cut, one index above it.
-            cut = [i for i, d in enumerate(shape) if stops[i] - starts[i] < d]
-            assert all(stops[i] - starts[i] == 1 for i in cut[:-1])
-        assert (seen == 1).all()
+def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch):
+    made, zero = nvme_run.small_problem(), zero_on(3, stage=3, offload=on(tmp_path, BOTH))
+    want = [train_zero(made, ADAMW, steps, 3)[:2] for steps in (2, 4)]
+    tx = zero.optimizer(ADAMW)
+    params = zero.shard(made.start)
+    state, step = tx.init(params), zero.train_step(made.loss, tx)
+    files = state.inner.files
+    losses = []
+    for _ in range(2):
+        params, state, metrics = step(params, state, made.batch)
+        losses.append(float(metrics.loss))
+    assert ulps(zero.full(params), want[0][1]) <= ULPS
+
+    def moments(number):
+        held = [f"state{j}" for j, held in enumerate(files.held) if held]
+        return [np.asarray(files.fetch_whole(number, name, jnp.zeros(()))) for name in held]
+
+    # A step that is not finite is skipped.
+    before = jax.tree.map(np.asarray, params), moments(2)
+    params, state, metrics = step(params, state, made.batch.at[0].set(jnp.nan))
+    assert int(metrics.skipped) == 1 and files.store.step == 3
+    after = jax.tree.map(np.asarray, params), moments(3)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+    # The files alone are enough: parameters of another run are replaced.
+    resumed = zero.optimizer(ADAMW)
+    params, state = resumed.resume(zero.shard(jax.tree.map(np.zeros_like, made.start)))
+    assert int(state.guard.consecutive) == 1
+    step = zero.train_step(made.loss, resumed)
+    for _ in range(2):
+        earlier = zero.full(params), [np.asarray(x) for x in state.inner.resident]
+        params, state, metrics = step(params, state, made.batch)
+        losses.append(float(metrics.loss))
+    assert ulps(jnp.array(losses), jnp.array(want[1][0])) <= ULPS
+    assert ulps(zero.full(params), want[1][1]) <= ULPS
+    assert losses[-1] < losses[0], "a run that does not learn compares little"
+
+    # Another process has not finished the last step: both resume from the one before.
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.stack([x, x - 1]))
+    params, state = zero.optimizer(ADAMW).resume(params)
+    monkeypatch.undo()
+    assert state.inner.files.store.step == 4
+    jax.tree.map(np.testing.assert_array_equal, earlier, (zero.full(params), state.inner.resident))
+
+
+@pytest.mark.parametrize("words", ["optimizer", BOTH])
+def test_a_state_four_times_the_host_budget_trains(words, tmp_path):
+    shape, budget = (128, 256), 1 << 16
+    assert 8 * shape[0] * shape[1] == 4 * budget  # of this process, over its two devices
+    zero = zero_on(2, stage=3, offload=on(tmp_path, words, host_bytes=budget, piece_bytes=1 << 26))
+    params, tx = zero.init(lambda: {"w": jnp.ones(shape)}), zero.optimizer(ADAMW)
+    step = zero.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2), tx)
+    params, state, metrics = step(params, tx.init(params), jnp.ones((4, shape[0])))
+    files = state.inner.files
+    assert budget / 2 < files.peak_bytes <= budget and files.live_bytes == 0
+    assert np.isfinite(metrics.loss)
+
+
+def run(folder, out, processes, kill_in=0):
+    """The exit code of the last of some processes, which train for five steps."""
+    env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, nvme_run.__file__, str(folder), str(out), "5"]
+    group, started = [f"127.0.0.1:{free_port()}", str(processes)], []
+    for rank in range(processes):
+        kill = str(kill_in if rank == processes - 1 else 0)
+        args = [*command, kill, *[*group, str(rank)] * (processes > 1)]
+        started.append(subprocess.Popen(args, env=env | {"JAX_PLATFORMS": "cpu"}))
+    code = started.pop().wait(timeout=300)
+    for process in started:
+        if code != 0:
+            process.kill()  # it waits for the one that died
+        process.wait(timeout=300)
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_in_the_middle_of_a_step_it_resumes_with_nothing_lost(tmp_path, processes):
+    whole, broken = tmp_path / "whole.npz", tmp_path / "broken.npz"
+    assert run(tmp_path / "a", whole, processes) == 0
+    assert run(tmp_path / "b", broken, processes, kill_in=3) == -signal.SIGKILL
+    assert not broken.exists()
+    assert run(tmp_path / "b", broken, processes) == 0
+    whole, broken = dict(np.load(whole)), dict(np.load(broken))
+    assert (whole.pop("begin"), broken.pop("begin")) == (0, 2)
+    jax.tree.map(np.testing.assert_array_equal, whole, broken)
+
+
+def test_a_step_is_whole_or_does_not_exist(tmp_path):
+    shapes = {"a": ((3, 2), np.float32), "b": ((5,), np.int8)}
+    store = Store(tmp_path / "s", shapes, create=True)
+    store.write(0, "a", (0, 0), np.ones((3, 2), np.float32))
+    store.write(0, "b", (0,), np.arange(5, dtype=np.int8))
+    store.commit(0)
+    store.write(1, "a", (1, 0), np.full((2, 2), 7, np.float32))  # and dies
+    again = Store(tmp_path / "s", shapes, create=False)
+    assert again.step == 0
+    np.testing.assert_array_equal(again.read(0, "a", (0, 0), (3, 2)), np.ones((3, 2)))
+    np.testing.assert_array_equal(again.read(0, "b", (1,), (5,)), [1, 2, 3, 4])
+    store.commit(1)
+    assert Store(tmp_path / "s", shapes, create=False).step == 1
+    np.testing.assert_array_equal(store.read(1, "a", (2, 0), (3, 2)), [[7, 7]])
+
+
+# Bytes of programs compiled for H100; no GPU.
+
+PIECE = 4 * 2**20
+SLACK = 2**17  # scalars, tables of the runtime, pieces that are rounded up to XLA's 128 bytes
+# Arrays of 4 bytes a parameter that are in host memory.
+SETTINGS = {0: None, 2: Offload(True, piece_bytes=PIECE), 3: Offload(True, True, piece_bytes=PIECE)}
+
+
+@functools.cache
+def plan_of(words, layers):
+    config = gpt.GPTConfig(layers=layers, width=512, heads=8, vocab=2048, seq=128)
+    settings = {"stage": 3, "precision": "bf16", "remat": "block", "offload": SETTINGS[words]}
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), **settings)
+    return Case(config, zero, "adamw", 8).plan(3, target="h100")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("words", [2, 3])
+@pytest.mark.parametrize("layers", [8, 32])
+def test_8_or_12_bytes_a_parameter_move_from_the_device_to_the_host(layers, words):
+    plan, plain = plan_of(words, layers), plan_of(0, layers)
+    found, without, stored = plan.compiled, plain.compiled, plain.predicted.parameters
+    assert found.host_bytes == words * stored == plan.predicted.host and without.host_bytes == 0
+    assert found.argument_bytes == without.argument_bytes - found.host_bytes
+    assert found.argument_bytes == plan.predicted.argument_bytes
+    assert found.alias_bytes == without.alias_bytes - found.host_bytes
+    # Masters come to the device while the model uses them, which at stage 3 is the whole step.
+    masters = stored if words == 3 else 0
+    assert found.temp_bytes <= without.temp_bytes + masters + 2 * PIECE + SLACK
+    assert abs(plan.error) < 0.15
+
+
+# The check that offload changes no value on this machine, and how its result is remembered.
+
+RUNS = {name: functools.cache(getattr(offload_check, name)) for name in ("_states", "_residuals")}
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """A machine that was not checked; each program runs once for all tests."""
+    monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "cache"))
+    for name, run in RUNS.items():
+        monkeypatch.setattr(offload_check, name, run)
+    offload_check.fault_on.cache_clear()
+    yield offload_check.marker_of(jax.local_devices()[0])
+    offload_check.fault_on.cache_clear()
+
+
+def test_the_check_passes_here_alone_and_is_remembered(fresh, monkeypatch, capsys):
+    """Other processes may have passed it before, and would not take part in a collective."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gather = lambda x, **_: pytest.fail("a collective of all processes")  # noqa: E731
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(sys, "argv", ["offload", "--check"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("zero_jax.offload", run_name="__main__")
+    assert capsys.readouterr().out.count("passed: ") == 2
+    assert fresh.exists() and jax.__version__ in fresh.name
+    monkeypatch.undo()
+    monkeypatch.setenv("ZERO_JAX_CACHE", str(fresh.parent))
+    monkeypatch.setattr(offload_check, "check", lambda device: pytest.fail("ran again"))
+    zero_on(2, offload="optimizer").optimizer(ADAMW)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_difference_raises_with_the_versions(fresh, name, monkeypatch, capsys):
+    wrong = lambda device, on: jax.tree.map(lambda x: x + on, RUNS[name](device, on))  # noqa: E731
+    monkeypatch.setattr(offload_check, name, wrong)
+    with pytest.raises(ValueError, match=f"offload.*{jax.__version__}"):
+        zero_on(2, offload="optimizer").optimizer(ADAMW)
+    assert not fresh.exists()
+    assert main(["--check"]) == 1 and "FAILED: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+def test_a_cache_that_cannot_be_written_is_left_alone(fresh, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ZERO_JAX_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(offload_check, "check", lambda device: [offload_check.Outcome("it", 0.0)])
+    zero_on(2, offload="optimizer").optimizer(ADAMW)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# Unsupported settings raise errors that name them.
+
+START = {"w": np.ones((8, 8), np.float32), "b": np.ones(3, np.float32), "s": np.float32(1)}
+AFTER = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
+
+
+def use(*calls, offload=None, update=False):
+    """Calls methods of transformations, by default of a state in files; then `update`."""
+
+    def call(folder, _):
+        zero = zero_on(2, stage=3, offload=offload or f"optimizer:nvme={folder}")
+        params = zero.shard(START)
+        for method, tx in calls:
+            wrapped = zero.optimizer(tx)
+            state = getattr(wrapped, method)(params)
+        if update:
+            wrapped.update(jax.tree.map(jnp.ones_like, params), state, params)
+
+    return call
+
+
+START_ANEW = use(("init", ADAMW))
+
+
+def plan(folder, _):
+    zero = zero_on(2, stage=3, offload=f"optimizer:nvme={folder}")
+    loss = lambda params, x: jnp.mean(x @ params["w"])  # noqa: E731
+    zero.plan(loss, ADAMW, zero.abstract(lambda: START), jnp.ones((4, 8)))
+
+
+def not_created(folder, _):
+    try:
+        use(("init", optax.lamb(1e-2)))(folder / "x", _)
+    finally:
+        assert not (folder / "x").exists()
+
+
+def on_a_file(folder, _):
+    (folder / "file").write_text("")
+    START_ANEW(folder / "file", _)
+
+
+def full(folder, monkeypatch):
+    calls = []
+
+    def allocate(fd, offset, size):
+        calls.append(size)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    try:
+        START_ANEW(folder, monkeypatch)
+    finally:
+        assert not [p for p in folder.rglob("*") if p.is_file()], "it is left empty"
+
+
+# A mesh of devices that have their own memory only.
+MEMORIES = [types.SimpleNamespace(kind="device")]
+BARE = types.SimpleNamespace(device_kind="Bare 1", addressable_memories=lambda: MEMORIES)
+BARE.devices = np.array([BARE])
+# fmt: off
+REFUSALS = [
+    *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
+        ("offload='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
+        ("'hots'.*'host'", "optimizer:hots"), ("offload=3", 3),
+        ("offload='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
+        ("params", "params"))),
+    ("piece_bytes=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
+    ("host_bytes=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
+    ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), BARE)),
+    *((f"^{named} ", use(("init", tx), offload=offload)) for named, tx, offload in (
+        ("scale_by_trust_ratio", optax.lars(1e-2), MASTERS),
+        ("clip_by_block_rms", optax.adafactor(1e-2, min_dim_size_to_factor=4), STATE),
+        ("clip_by_global_norm", AFTER, STATE), ("partition", optax.contrib.muon(1e-2), STATE))),
+    ("^scale_by_trust_ratio ", not_created),
+    ("apply", use(("init", ADAMW), offload=MASTERS, update=True)),
+    ("train_step", use(("init", ADAMW), update=True)),
+    ("nvme", plan), ("/file.*slots", on_a_file), (r"[\d,]+ bytes", full),
+    ("step 0", use(("init", ADAMW), ("init", ADAMW))),
+    ("process-00000", use(("init", ADAMW), ("resume", optax.sgd(1e-2, momentum=0.9)))),
+    ("process-00000", use(("resume", ADAMW))),
+    ("files", use(("resume", ADAMW), offload="none")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("named", "call"), REFUSALS)
+def test_offload_refusals(tmp_path, monkeypatch, named, call):
+    with pytest.raises(ValueError, match=named):
+        call(tmp_path, monkeypatch)
+
+
+def test_settings_are_read_and_written():
+    assert parse("optimizer,params,activations:host") == Offload(True, True, True)
+    assert parse("optimizer:auto").auto and str(parse("optimizer,params")) == "optimizer,params"
+    assert parse(None) == parse("none") and not parse("activations").states
+    with pytest.warns(UserWarning, match="Bare 1"):
+        assert not tiers.settle(parse("optimizer:auto"), BARE).states

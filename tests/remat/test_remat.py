@@ -6,6 +6,8 @@ recomputed forward pass runs the same operations in the same order, but XLA fuse
 
 import dataclasses
 import functools
+import re
+import types
 
 import flax.linen as nn
 import jax
@@ -13,37 +15,18 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from problems import ODD_GPT, Problem, gpt_problem, train_plain, train_zero, ulps
+from problems import ODD_GPT, Problem, equations_of, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
-from zero_jax.engine import rewrite, weights
 from zero_jax.hlo import auditor
-from zero_jax.jaxpr import equations
 from zero_jax.plan import flat_trace
-from zero_jax.remat import activations, policies
+from zero_jax.remat import activations, layer_groups, policies
 
 TX = optax.sgd(1e-1)
 ULPS = 64
-WIDTH, ROWS, DEPTH = 16, 24, 5
+WIDTH, ROWS, DEPTH, L = 16, 24, 5, 3
 WIDE, BUCKET = dataclasses.replace(ODD_GPT, layers=4, width=32), 2**12
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
-
-
-class Unrolled(nn.Module):
-    """Pre-norm layers, whose first parameter is not applied to their input."""
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(DEPTH):
-            h = checkpoint_name(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)), "h")
-            x = x + nn.Dense(WIDTH)(nn.tanh(h))
-        return nn.Dense(3)(nn.LayerNorm()(x))
-
-
-def linen_problem():
-    model = Unrolled()
-    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
-    return Problem(lambda: model.init(jax.random.key(0), X[:1]), loss, X)
 
 
 def plain_problem():
@@ -82,11 +65,9 @@ def scanned_problem():
     return Problem(make, loss, X)
 
 
-@functools.cache
-def problem(name):
-    makers = {"linen": linen_problem, "plain": plain_problem, "scanned": scanned_problem}
-    makers |= {"gpt": gpt_problem, "wide gpt": lambda: gpt_problem(WIDE)}
-    return makers[name]()
+MAKERS = {"plain": plain_problem, "scanned": scanned_problem, "gpt": gpt_problem}
+MAKERS["wide gpt"] = functools.partial(gpt_problem, WIDE)
+problem = functools.cache(lambda name: MAKERS[name]())
 
 
 @functools.cache
@@ -102,21 +83,16 @@ def assert_same(name, losses, params):
 
 
 # fmt: off
-UNROLLED = [("plain", 2, "block_sqrt"), ("plain", 3, "block@host")]
-SLOW = [
-    ("linen", 0, "dots"), ("linen", 1, "names:h"), ("linen", 2, "block"),
-    ("linen", 3, "names@host:h@host"), ("linen", 3, "block_sqrt@host"), ("plain", 0, "block"),
-    ("plain", 1, "block_sqrt"), ("plain", 2, "names:h"), ("plain", 3, "dots"),
-    ("gpt", 3, "block@host"), ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"),
-    ("wide gpt", 2, "block"), ("wide gpt", 3, "block_sqrt"),
+CASES = [
+    ("plain", 2, "block_sqrt"), ("plain", 3, "block@host"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("plain", 1, "names:h"), ("plain", 3, "dots"), ("gpt", 3, "block@host"),
+        ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 3, "block_sqrt"))),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "remat"),
-    [*UNROLLED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@pytest.mark.parametrize(("name", "stage", "remat"), CASES)
 def test_no_policy_changes_a_value(name, stage, remat):
     more = {"bucket_bytes": BUCKET} if name == "wide gpt" else {}
     assert_same(name, *train_zero(problem(name), TX, 3, 4, stage=stage, remat=remat, **more)[:2])
@@ -125,13 +101,8 @@ def test_no_policy_changes_a_value(name, stage, remat):
 # Of unrolled layers: see test_prove_remat.py, since XLA's CPU compiler takes the barriers out and
 # merges equal operations. A layer runs forward `again` times more, and at stage 3 its weights
 # are gathered `gathers` times.
-# fmt: off
-COMPILED = [  # policy, stage, again, gathers
-    ("none", 1, 0, None), ("dots", 3, 0, 2), ("block", 3, 1, 2),
-    ("block_sqrt", 3, 2, 3), ("block_sqrt", 0, 2, None), ("block@host", 2, 1, None),
-    ("names@host:h@host", 3, 0, 2),
-]
-# fmt: on
+COMPILED = [("dots", 3, 0, 2), ("block_sqrt", 3, 2, 3), ("block@host", 2, 1, None)]
+COMPILED += [("names@host:h@host", 3, 0, 2)]
 
 
 @pytest.mark.parametrize(("remat", "stage", "again", "gathers"), COMPILED)
@@ -157,10 +128,10 @@ def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, agai
 # Saved activations, in traces.
 
 
-def step_of(name, remat, stage=3, loss=None, make=None, **settings):
+def step_of(p, remat, stage=3, **settings):
     """A traced step on four devices."""
+    p = problem(p) if isinstance(p, str) else p
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat, **settings)
-    p = problem(name) if loss is None else Problem(make, loss, X)
     params = zero.abstract(p.make)
     batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
     args = (params, zero.optimizer(TX).init(params), batch)
@@ -196,62 +167,6 @@ def test_scanned_layers_keep_what_the_policy_says(remat, stage, shapes, on_host)
     assert [v.memory_space == jax.memory.Space.Host for v in found] == on_host
 
 
-def test_a_product_that_the_backward_pass_does_not_read_is_not_kept():
-    """The second product of an MLP is only added to its input."""
-
-    def loss(params, x):
-        def layer(x, w):
-            up, down = w
-            return x + jnp.tanh(x @ up) @ down, None
-
-        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
-
-    def make():
-        return jnp.zeros((6, WIDTH, 40)), jnp.zeros((6, 40, WIDTH))
-
-    found = stacks(step_of("mlp", "dots", loss=loss, make=make).jaxpr)
-    assert [v.shape for v in found] == [SHARE, (6, ROWS // 4, 40)]
-
-
-# Saved activations that are partitioned over a model axis.
-
-
-# Problem, policy, gathers of an activation, manual axes. An unrolled first layer's input is the
-# batch, which stays.
-PARTITIONED = [
-    ("scanned", "block@partitioned", 6, {"data"}),
-    ("scanned", "block_sqrt@partitioned+host", 3, {"data"}),
-    ("scanned", "names:h@partitioned", 6, {"data", "model"}),
-    ("plain", "block@partitioned", DEPTH - 1, {"data", "model"}),
-]
-
-
-@pytest.mark.parametrize(("name", "policy", "gathered", "manual"), PARTITIONED)
-def test_partitioned_values_are_gathered_once_and_change_nothing(name, policy, gathered, manual):
-    """Gradients on a mesh of 2 x 4, of a loss whose values every `model` device holds."""
-    p, auto = problem(name), jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(auto,) * 2)
-
-    def loss(params, batch):
-        closed = equations.written_out(jax.make_jaxpr(p.loss)(params, batch))
-        held = [
-            weights.Weight(weights.whole(x), weights.Form(at, x.ndim, None))
-            for at, x in enumerate(jax.tree.leaves(params))
-        ]
-        return rewrite.run(closed, [*held, batch], policies.parse(policy), 2.0**30)[0]
-
-    def step(params, batch):
-        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), jax.grad(loss)(params, batch))
-
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    mapped = jax.shard_map(step, mesh=mesh, axis_names=manual, check_vma=False, **specs)
-    compiled = jax.jit(mapped).lower(p.start, p.batch).compile()
-    audit = auditor.audit(compiled, dict(mesh.shape))
-    words = sum(c.elements * c.runs for c in audit.collectives if "gather" in c.kind)
-    assert words == gathered * (ROWS // 2) * WIDTH
-    assert ulps(compiled(p.start, p.batch), jax.jit(jax.grad(p.loss))(p.start, p.batch)) < ULPS
-
-
 def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
     x = jnp.arange(15.0).reshape(5, 3)
     place = policies.parse("block@partitioned").inputs
@@ -266,26 +181,91 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
     assert (jax.shard_map(there_and_back, mesh=mesh, **specs)(x) == x).all()
 
 
+# JAX's own policies: the same values are saved as by `jax.checkpoint`.
+
+KNOWN = jax.checkpoint_policies
+# fmt: off
+POLICIES = {
+    **{name: getattr(KNOWN, name) for name in (
+        "everything_saveable", "nothing_saveable", "dots_saveable",
+        "dots_with_no_batch_dims_saveable")},
+    **{name: getattr(KNOWN, name)("up") for name in (
+        "save_anything_except_these_names", "save_any_names_but_these", "save_only_these_names")},
+    "offload_dots": KNOWN.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "offload_names": KNOWN.save_and_offload_only_these_names(
+        names_which_can_be_saved=["up"], names_which_can_be_offloaded=["mixed"],
+        offload_src="device", offload_dst="pinned_host"),
+    "both": KNOWN.save_from_both_policies(
+        KNOWN.save_only_these_names("up"), KNOWN.save_only_these_names("mixed")),
+    "a callable": lambda prim, *_, **params: prim.name == "tanh",
+}
+# fmt: on
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        q, k = nn.Dense(WIDTH, name="q")(x), nn.Dense(WIDTH, name="k")(x)
+        mixed = checkpoint_name(jnp.tanh(q @ k.mT) @ x, "mixed")
+        up = checkpoint_name(nn.Dense(2 * WIDTH, name="up")(x + mixed), "up")
+        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(up)), None
+
+
+def flax_layers(name=None):
+    """Three layers; with a policy, each is checkpointed by Flax."""
+    layer = Layer if name is None else nn.remat(Layer, prevent_cse=False, policy=POLICIES[name])
+    scan = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": L}
+    model, x = nn.scan(layer, **scan)(), jax.random.normal(jax.random.key(1), (ROWS, 4, WIDTH))
+    loss = lambda params, x: jnp.mean(model.apply(params, x, None)[0] ** 2)  # noqa: E731
+    return Problem(lambda: model.init(jax.random.key(0), x[:1], None), loss, x)
+
+
+def saved(jaxpr):
+    """Shape, dtype and place of the values that the forward loop hands to the backward pass.
+
+    Without a weight's broadcast, which has no rows: zero_jax makes it of the gathered weight.
+    """
+    eqn = next(e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == L)
+    reads = {a for e in jaxpr.eqns for a in e.invars if not hasattr(a, "val")}
+    avals = [v.aval for v in eqn.outvars if v in reads or v in jaxpr.outvars]
+    kept = [a for a in avals if a.ndim > 2 and a.shape[0] == L and a.shape[1] > 1]
+    return sorted((a.shape, str(a.dtype), str(a.memory_space)) for a in kept)
+
+
+def by_zero_jax(p, remat="block", stage=3):
+    return saved(flat_trace.device_part(step_of(p, remat, stage).jaxpr))
+
+
+def by_jax(name):
+    p = flax_layers(name)
+    grad = jax.value_and_grad(p.loss)
+    return saved(jax.make_jaxpr(grad)(jax.eval_shape(p.make), p.batch[: ROWS // 4]).jaxpr)
+
+
+USUAL = {"dots_with_no_batch_dims_saveable", "save_any_names_but_these", "offload_names"}
+MARKED = [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in POLICIES]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_saved_values_are_those_of_jax_checkpoint(name):
+    assert by_zero_jax(flax_layers(), POLICIES[name]) == by_jax(name)
+
+
+def test_a_checkpoint_of_the_model_and_a_policy_of_ours_save_the_same():
+    assert by_zero_jax(flax_layers("a callable"), "none", 0) == by_jax("a callable")
+    assert by_zero_jax(flax_layers(), "dots") == by_jax("dots_saveable")
+
+
 # Layers of several buckets: up to half of their gradients are summed before the loop goes on.
 
 
 def barriers(jaxpr):
     """Shapes of single arrays behind a barrier in backward loops."""
-    found = []
-
-    def walk(body, backward):
-        for eqn in body.eqns:
-            alone = len(eqn.outvars) == 1  # attention has some of several arrays
-            if eqn.primitive.name == "optimization_barrier" and backward and alone:
-                found.append(eqn.outvars[0].aval.shape)
-            inner = eqn.params.get("jaxpr")
-            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                loop = eqn.primitive.name == "scan"
-                turned = loop and "transpose(" in str(eqn.source_info.name_stack)
-                walk(getattr(inner, "jaxpr", inner), backward or turned)
-
-    walk(flat_trace.device_part(jaxpr), False)
-    return sorted(found)
+    loops = [e for e in equations_of(flat_trace.device_part(jaxpr)) if e.primitive.name == "scan"]
+    back = [e for e in loops if "transpose(" in str(e.source_info.name_stack)]
+    inside = {id(e): e for loop in back for e in equations_of(loop.params["jaxpr"].jaxpr)}
+    found = [e.outvars for e in inside.values() if e.primitive.name == "optimization_barrier"]
+    return sorted(v[0].aval.shape for v in found if len(v) == 1)  # attention has some of several
 
 
 # Of a GPT's four matrices the two that end a branch: up would be more than half with down, and
@@ -303,18 +283,65 @@ def test_up_to_half_of_a_layer_is_summed_within_the_loop(stage, remat, bucket, a
     assert barriers(step_of("wide gpt", remat, stage, bucket_bytes=bucket).jaxpr) == alone
 
 
-@pytest.mark.parametrize("remat", ["block", "dots"])
-def test_the_order_is_that_of_use(remat):
-    """Both leaves of a layer are read first, `a` before `z`, which is used before it."""
+# Unsupported policies raise errors that name them.
+
+# A mesh, and its only device, without host memory.
+MEMORY = types.SimpleNamespace(kind="device")
+BARE = types.SimpleNamespace(axis_names=("data",), addressable_memories=lambda: [MEMORY])
+BARE.local_devices = [BARE]
+
+
+def zero(remat, **options):
+    return lambda: zero_jax.Zero(zero_jax.make_mesh(), remat=remat, **options)
+
+
+def marked(mark, scanned):
+    """A weight is marked by the name."""
 
     def loss(params, x):
-        def layer(x, own):
-            return jnp.tanh(x @ own["z"]) @ own["a"], None
+        layer = lambda x, w: (jnp.tanh(x @ checkpoint_name(mark(w), "weight")), None)  # noqa: E731
+        if scanned:
+            return jnp.mean(jax.lax.scan(layer, x, params)[0])
+        return jnp.mean(functools.reduce(lambda x, w: layer(x, w)[0], params, x))
 
-        return jnp.mean(jax.lax.scan(layer, x, params)[0])
+    stack = jnp.zeros((4, WIDTH, WIDTH))
+    p = Problem(lambda: stack if scanned else list(stack), loss, X)
+    return lambda: step_of(p, "names:weight")
 
-    def make():
-        return {"a": jnp.zeros((4, 32, WIDTH)), "z": jnp.zeros((4, WIDTH, 32))}
 
-    step = step_of("a and z", remat, loss=loss, make=make, bucket_bytes=BUCKET // 3)
-    assert barriers(step.jaxpr) == [(32 // 4, WIDTH)]
+def prime_loss(params, x):
+    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+PRIME = Problem(lambda: jnp.zeros((7, WIDTH, WIDTH)), prime_loss, X)
+# fmt: off
+REFUSALS = [
+    ("remat='blok'.*'block'", zero("blok")),
+    ("'hosst'.*'host'", zero("block@hosst")),
+    *((f"remat='{re.escape(text)}'", zero(text)) for text in (
+        "dots@host", "names", "block:h", "names:", "names:a,a@host", "names:a@partitioned+host")),
+    ("block@partitioned.*data.*model=2", zero("block@partitioned")),
+    ("activations.*remat='none'", zero("none", offload="activations")),
+    ("block@host.*device", lambda: policies.check("block@host", BARE)),
+    *(("'g'.*: h", lambda name=name: step_of(name, "names:h,g")) for name in ("plain", "scanned")),
+    *(("'weight'", marked(mark, scanned)) for mark, scanned in (
+        (lambda w: w, False), (lambda w: w.T, True), (lambda w: w @ w.T, False))),
+    ("block_sqrt.*7 layers", lambda: step_of(PRIME, "block_sqrt")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("named", "call"), REFUSALS)
+def test_remat_refusals(named, call):
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+def test_auto_leaves_out_layers_that_cannot_be_grouped():
+    assert [layer_groups.size_of(layers) for layers in (3, 36, 98)] == [1, 6, 7]
+    policies.check("block", BARE)  # needs no host memory
+    auto, said = zero("block_sqrt", stage="auto", memory_limit=1e9)(), []
+    with pytest.raises(ValueError, match="candidate"):
+        auto.choice(prime_loss, TX, auto.abstract(PRIME.make), X, report=said.append)
+    assert any("7 layers" in line for line in said)
