@@ -1,23 +1,27 @@
-"""Data, templates and schedules that change while a run reads them, or before it resumes."""
+"""Data, templates and settings that change while a run reads them, or before it resumes."""
 
-import io
 import itertools
 import os
 import re
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from test_documents import byte_folder, chat, corpus, records, tokenizer, with_template
 
+import zero_jax
 from training import data_files
+from training.config import Config, flag
 from training.corpus import Text
 from training.data_files import DataChanged, TokenFile
 from training.packing import LOOK
 from training.records import Records
-from training.saving import _changed_contents
+from training.resuming import REFUSE, WARN, base_checksum, check_settings
+from training.saving import Saver, _changed_contents, check_resume
 from training.text import load_tokens
 
 __all__ = ["byte_folder", "tokenizer"]  # fixtures
+DIR = "DIR, step 4"
 
 
 def lines(count, word="hello"):
@@ -34,9 +38,6 @@ def overwritten(path, content):
 def replaced(path, text):
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").rename(path)
-
-
-# While a run reads them.
 
 
 # fmt: off
@@ -66,40 +67,20 @@ def test_documents_that_change_end_the_run(tokenizer, tmp_path, change, said):
         list(data.held_out(0, 1))
 
 
-def test_documents_with_the_content_they_had_are_read_and_no_pipe_in_their_place(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(lines(60).rstrip("\n"))
-    known = Records(path)
-    before = [known[at] for at in range(60)]
-    for change in (
-        lambda: os.utime(path, ns=(0, 0)),
-        lambda: replaced(path, path.read_text()),
-        lambda: path.write_text(path.read_text() + "\n" + lines(9)),
-    ):
-        change()
-        assert [known[at] for at in range(len(known))] == before
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(OSError, match=re.escape(str(path))):  # and is not waited for
-        known[0]
-
-
 def saved(path, content):
     """Writes token ids, or the letters of a text, in a file of this kind, in place."""
-    out = io.BytesIO()
     if path.suffix == ".npy":
-        np.save(out, content.astype(np.int64))
+        np.save(path.with_name("own.npy"), content.astype(np.int64))
+        overwritten(path, path.with_name("own.npy").read_bytes())
     else:
-        out.write(content.astype({".bin": "<u2"}.get(path.suffix, "u1")).tobytes())
-    overwritten(path, out.getvalue())
+        overwritten(path, content.astype({".bin": "<u2"}.get(path.suffix, "u1")).tobytes())
 
 
 CONTENT = np.random.default_rng(0).integers(97, 123, 5000)
-KINDS = ["a.txt", "a.bin", "a.npy"]
 
 
 @pytest.mark.parametrize("exact", [True, False])  # the checksum is of the whole file, or of samples
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.npy"])
 @pytest.mark.parametrize("said", ["size .* bytes, now 10", "now 0", "written 2"])
 def test_a_text_that_changes_ends_the_run(tmp_path, monkeypatch, exact, name, said):
     """A mapped file that shrinks would end the process by SIGBUS."""
@@ -124,7 +105,7 @@ def test_a_text_that_changes_ends_the_run(tmp_path, monkeypatch, exact, name, sa
         list(text.held_out(0, 1))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.npy"])
 def test_a_text_is_compared_by_its_content(tmp_path, name):
     path = tmp_path / name
     saved(path, CONTENT)
@@ -135,8 +116,7 @@ def test_a_text_is_compared_by_its_content(tmp_path, name):
     saved(path, np.where(np.arange(5000) == 4321, 96, CONTENT))
     texts = [Text(tokens, 16, 4, 0) for tokens in (first, load_tokens(path, vocab=256))]
     assert texts[0].order == texts[1].order
-    before, now = (text.contents for text in texts)
-    assert "--data" in _changed_contents(now, before, "DIR, step 3")[0]
+    assert "--data" in _changed_contents(texts[1].contents, texts[0].contents, DIR)[0]
     saved(path, CONTENT)
     path.write_bytes(path.read_bytes() + b"more")
     np.testing.assert_array_equal(first.tokens[:], CONTENT)
@@ -145,7 +125,23 @@ def test_a_text_is_compared_by_its_content(tmp_path, name):
     np.testing.assert_array_equal(first.tokens[:], CONTENT)
 
 
-def test_a_token_file_is_an_array_that_is_read_by_slices(tmp_path):
+def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(60).rstrip("\n"))
+    known = Records(path)
+    before = [known[at] for at in range(60)]
+    for change in (
+        lambda: os.utime(path, ns=(0, 0)),
+        lambda: replaced(path, path.read_text()),
+        lambda: path.write_text(path.read_text() + "\n" + lines(9)),
+    ):
+        change()
+        assert [known[at] for at in range(len(known))] == before
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=re.escape(str(path))):  # and is not waited for
+        known[0]
+    # Tokens are an array that is read by slices.
     CONTENT.astype("<u2").tofile(tmp_path / "ids")
     tokens = TokenFile(tmp_path / "ids", "<u2")
     part = tokens.part(100, 300)
@@ -173,7 +169,7 @@ def test_edited_documents_are_read_anew_and_those_left_out_wait_no_more(tokenize
     for (tokens, weights, *_), _ in itertools.islice(stream, 5):
         assert tokens.shape == (4, 65) and weights.any(axis=1).all()
     assert after.counts.empty >= 4 * LOOK / 6  # about a third of what waited
-    (said,) = _changed_contents(after.contents, before.contents, "DIR, step 3")
+    (said,) = _changed_contents(after.contents, before.contents, DIR)
     assert "--data" in said and all(c.contents["data"] in said for c in (before, after))
 
 
@@ -185,11 +181,92 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(byte_fold
         return corpus(tokenizer, (records(tmp_path / name / "a.jsonl", ["a", "b"]), 1.0)).contents
 
     first = contents("first")
-    assert _changed_contents(contents("same"), first, "DIR, step 3") == []
-    assert _changed_contents(first, {}, "DIR, step 3") == [], "of a release without checksums"
+    assert _changed_contents(contents("same"), first, DIR) == []
+    assert _changed_contents(first, {}, DIR) == [], "of a release without checksums"
     other = contents("other", "{% for m in messages %}{{ m.content }} {% endfor %}")
-    (said,) = _changed_contents(other, first, "DIR, step 3")
+    (said,) = _changed_contents(other, first, DIR)
     assert "--tokenizer" in said
     assert first["chat template"] in said and other["chat template"] in said
-    with pytest.raises(ValueError, match="--tokenizer .*DIR, step 3"):
-        _changed_contents(contents("more", token="<|more|>"), first, "DIR, step 3")
+    with pytest.raises(ValueError, match=f"--tokenizer .*{DIR}"):
+        _changed_contents(contents("more", token="<|more|>"), first, DIR)
+
+
+# Settings: refused, with a warning, or freely.
+
+LORA = {"lora": 4, "lora_alpha": None, "lora_targets": "all-linear", "base": None, "hf": "A"}
+RUN = {
+    **{"model": "nano", "optimizer": "adamw", "lr": 1e-3, "warmup": 2, "steps": 8, "clip": 1.0},
+    **{"weight_decay": 0.1, "vocab": 256, "capacity": None, "compute": "fp32", "reduce": "fp32"},
+    **{"gather": None, "scatter": None, "stage": 3, "hf_config": {"hidden_size": 32}},
+}
+OTHER = {"optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16"}
+OTHER |= {"gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5}
+OTHER |= {"weight_decay": 0.0, "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4"}
+
+
+@pytest.mark.parametrize("name", [*REFUSE, *WARN])
+def test_every_setting_of_the_table_is_named_with_both_values(name):
+    same = {**RUN, **(LORA if name in LORA else {"lora": None})}
+    before, now = same | {name: (RUN | LORA)[name]}, same | {name: OTHER[name]}
+    assert check_settings(before, before, DIR) == []
+    assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
+    former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
+    given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
+    if name in REFUSE:
+        with pytest.raises(ValueError, match=f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}.*--out"):
+            check_settings(now, before, DIR)
+        return
+    (said,) = check_settings(now, before, DIR)
+    assert re.search(f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}", said)
+
+
+# fmt: off
+OTHERWISE = [
+    ({**RUN, **LORA}, {**RUN, "lora": None}, "no --lora .*--lora 4"),
+    ({**RUN, "lora": None}, {**RUN, **LORA}, "--lora 4 .*no --lora"),
+    ({**RUN, **LORA}, {**RUN, **LORA, "hf": None}, "no --hf .*--hf A"),
+    (RUN, {**RUN, "clip": 0.0}, "--clip 0.0 .*--clip 1.0"),
+    ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
+    (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
+     "--model 124m .*--model nano.*hidden_size 768, before 32"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("before", "now", "said"), OTHERWISE)
+def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(before, now, said):
+    with pytest.raises(ValueError, match=f"{said}.*--out"):
+        check_settings(now, before, DIR)
+    known = {**RUN, **LORA, "hf_config": {"sizes": [1, 2]}}
+    same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
+    for free in ({"lora_alpha": 8.0}, {"base": "bf16"}):
+        assert check_settings(same | free, known, DIR) == []
+
+
+def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
+    def checksum(name, value, files=("model.safetensors",)):
+        (tmp_path / name).mkdir()
+        for file in files:
+            save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / file)
+        return base_checksum(Config(hf=str(tmp_path / name), lora=4))
+
+    first = checksum("first", 1)
+    assert checksum("moved", 1) == first
+    two = checksum("two", 1, ["a.safetensors", "b.safetensors"])
+    assert two != first and checksum("last", 1, ["a.safetensors", "c.safetensors"]) == two
+    with pytest.raises(ValueError, match="--hf .*--adapter"):
+        _changed_contents(checksum("other", 2), first, DIR)
+    assert base_checksum(Config(hf=str(tmp_path / "first"))) == {}  # all weights are saved
+
+
+@pytest.mark.parametrize("more", [{}, {"config": {"lr": 1}}, {"extra": {"sample": 0}}])
+def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path, more):
+    with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"w": np.ones(3)}, **more)
+    with pytest.raises(ValueError, match="--out.* train.py .*step 1"):
+        check_resume(tmp_path, {}, {}, {})
+    with pytest.raises(ValueError, match="--from-step 3"):
+        Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)
+    with Saver(tmp_path / "none", 0, 1, None, {}, {}, {}) as saver:
+        saver.save(1, {"w": np.ones(3)}, lambda: 0)
+    assert not (tmp_path / "none").exists()

@@ -40,10 +40,8 @@ def chat(*turns):
 
 def records(path, documents):
     """A file of these documents, or of texts."""
-    known = [
-        {"text": document} if isinstance(document, str) else document for document in documents
-    ]
-    path.write_text("".join(json.dumps(document) + "\n" for document in known))
+    known = [{"text": own} if isinstance(own, str) else own for own in documents]
+    path.write_text("".join(json.dumps(own) + "\n" for own in known))
     return Records(path)
 
 
@@ -97,33 +95,23 @@ def test_a_pass_has_every_document_once_but_those_held_out(tokenizer, tmp_path):
     assert sorted(text[:5].decode() for text in held_out) == [t[:5] for t in texts[360:]]
 
 
-def test_sources_are_drawn_by_their_weights(tokenizer, tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_path, count):
     known = (("a", 3.0, 1000), ("b", 1.0, 100))
     made = [(records(tmp_path / f"{name}.jsonl", numbers(name, n)), w) for name, w, n in known]
     data = corpus(tokenizer, *made)
-    seen = starts(data.batches(None, 0, 1), 40)
+    whole = data.batches(None, 0, 1)
+    seen = starts(whole, 40)
     assert sum(text[0] == "a" for text in seen) / len(seen) == pytest.approx(0.75, abs=0.05)
-    said = data.outlook(50)
-    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", said))
+    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", data.outlook(50)))
     assert second / first == pytest.approx(1000 / 100 / 3, rel=0.01)
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_another_number_of_processes_resumes_with_the_same_documents(tokenizer, tmp_path, count):
-    source = records(tmp_path / "a.jsonl", numbers("a", 200))
-    whole = corpus(tokenizer, (source, 1.0)).batches(None, 0, 1)
-    for _ in range(5):
-        _, place = next(whole)
+    _, place = next(whole)
     place = json.loads(json.dumps(place))
-    parts = [corpus(tokenizer, (source, 1.0)).batches(place, at, count) for at in range(count)]
+    parts = [corpus(tokenizer, *made).batches(place, at, count) for at in range(count)]
     for _ in range(5):
-        wanted, _ = next(whole)
-        found = [next(part)[0] for part in parts]
-        for at, array in enumerate(wanted):
-            np.testing.assert_array_equal(array, np.concatenate([arrays[at] for arrays in found]))
-
-
-# Long documents, and those that are left out: cut, dropped or refused as asked, and counted.
+        wanted, found = next(whole)[0], [next(part)[0] for part in parts]
+        for array, *own in zip(wanted, *found, strict=True):
+            np.testing.assert_array_equal(array, np.concatenate(own))
 
 
 def trained(data, steps):
@@ -155,6 +143,11 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     assert "dropped" in str(dropped.counts)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq 31 "):
         corpus(tokenizer, (source, 1.0), long="refuse")
+    # A sample begins with a held-out prompt that fits.
+    known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
+    assert tokenizer.decode(data.prompt(31)) == "<|user|>short<|end|><|assistant|>"
+    assert data.prompt(5) is None
 
 
 def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenizer, tmp_path):
@@ -165,7 +158,7 @@ def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenize
     assert said.endswith("18 steps train on a.jsonl 24 times")
     assert "left out" in said and "the longest of" in said
     assert trained(data, 18) == data.counts.whole == 24 * 9
-    assert data.counts.empty == pytest.approx(24 * 9, rel=0.05), "those read ahead are not counted"
+    assert data.counts.empty == pytest.approx(24 * 9, rel=0.05)
     none = records(tmp_path / "b.jsonl", [chat("x" * 60, "yes")] * 20)
     said = corpus(tokenizer, (none, 1.0), (records(tmp_path / "c.jsonl", half), 1.0)).outlook(18)
     assert "train on b.jsonl 0 times, c.jsonl" in said, said
@@ -198,13 +191,6 @@ def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder
     assert sources_of(str(named)) == [(named, 1.0)], "a file that is called so"
 
 
-def test_a_sample_begins_with_a_held_out_prompt_that_fits(tokenizer, tmp_path):
-    known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
-    assert tokenizer.decode(data.prompt(31)) == "<|user|>short<|end|><|assistant|>"
-    assert data.prompt(5) is None
-
-
 def test_the_token_that_ends_learned_text_is_found(byte_folder, tmp_path):
     each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
     for template, record, wanted in (
@@ -220,7 +206,6 @@ def test_the_token_that_ends_learned_text_is_found(byte_folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
-    """A document takes 20 bytes: the offset, number and checksum of its line."""
     texts = [f"{number:06d}" + "x" * (number % 40) for number in range(100_000)]
     records(own_path := tmp_path / "a.jsonl", texts)
     import grain  # noqa: F401  the library's own memory is not counted
