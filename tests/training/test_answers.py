@@ -8,8 +8,6 @@ import resource
 import time
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import subwords
 
@@ -173,15 +171,6 @@ def test_answers_are_learned_from_their_first_token_to_their_end(
         assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
 
 
-@pytest.mark.parametrize("kind", subwords.KINDS)
-def test_the_first_token_is_learned_after_a_prompt_that_ends_with_a_space(kind, tokenizer_for):
-    record = {"prompt": "is it so: ", "completion": "positive"}
-    tokenizer = tokenizer_for(None, kind)
-    ids, mask = tokenizer.document(record)
-    assert tokenizer.decode(ids[mask]).strip() == "positive</s>"
-    assert not mask[:3].any() and "positive" in tokenizer.decode(ids[mask][:1])
-
-
 # fmt: off
 ODD_ORDERS = [
     [("assistant", "yes"), ("assistant", " no"), ("user", "is it"), ("assistant", "so")],
@@ -222,68 +211,53 @@ def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
 
 def test_gaps_are_those_of_two_regular_expressions():
     """The first match of a lazy and of a greedy pattern, where both are the same."""
-    rng = random.Random(0)
-    found = 0
-    for _ in range(1500):
+    rng, found = random.Random(0), 0
+    for _ in range(600):
         literals = ["".join(rng.choices("ab", k=rng.randrange(4))) for _ in range(4)]
         whole = "".join(own + "".join(rng.choices("abc", k=rng.randrange(3))) for own in literals)
-        parts = [re.escape(own) for own in literals]
-        lazy, greedy = (re.fullmatch(gap.join(parts), whole) for gap in ("(.*?)", "(.*)"))
-        places = [[m.span(at) for at in range(1, 4)] for m in (lazy, greedy) if m]
-        want = places[0] if len(places) == 2 and places[0] == places[1] else None
-        assert match_between(literals, whole) == want, (literals, whole)
-        found += want is not None
-    assert 50 < found < 1450
+        both = [re.fullmatch(gap.join(literals), whole) for gap in ("(.*?)", "(.*)")]
+        lazy, greedy = ([m.span(at) for at in range(1, 4)] if m else None for m in both)
+        assert match_between(literals, whole) == (lazy if lazy == greedy else None)
+        found += lazy is not None and lazy == greedy
+    assert 20 < found < 580
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_answers_that_can_not_be_told_from_the_rest_are_refused(tokenizer_for):
+    for template in (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}",
         # As of models of images: content in parts alone, and nothing for a text.
         PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "),
-    ],
-)
-def test_answers_that_can_not_be_told_from_the_rest_are_refused(template, tokenizer_for):
-    own, record = tokenizer_for(template), {"messages": chat("a", "b")}
-    with pytest.raises(ValueError, match="--loss-on all"):
-        own.document(record)
-    ids, mask = own.document(record, "all")
-    assert mask.all() and len(ids) > 3
+    ):
+        own, record = tokenizer_for(template), {"messages": chat("a", "b")}
+        with pytest.raises(ValueError, match="--loss-on all"):
+            own.document(record)
+        ids, mask = own.document(record, "all")
+        assert mask.all() and len(ids) > 3
 
 
 def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     tokenizer = tokenizer_for("{% if shout is defined %}{{ shout }}: {% endif %}" + QWEN)
     messages = chat("is it", "yes")
-    for tools in (TOOLS, json.dumps(TOOLS)):
-        for record in (
-            {"messages": messages, "tools": tools},
-            {"prompt": messages[:1], "completion": messages[1:], "tools": tools},
-        ):
-            ids, _ = tokenizer.document(record)
-            assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
-    table = pyarrow.Table.from_pylist([{"messages": messages, "tools": TOOLS}] * 2)
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    records = Records(tmp_path / "a.parquet")
-    assert "weather" in tokenizer.decode(tokenizer.document(records[1])[0])
-    data = Documents([Source(records, 1.0)], tokenizer, seq=127, batch=1, seed=0)
-    assert "weather" in tokenizer.decode(data.prompt(127)), "a sample's prompt has them too"
+    record = json.dumps({"messages": messages, "tools": TOOLS})
+    (path := tmp_path / "a.jsonl").write_text(f"{record}\n{record}\n")
+    data = Documents([Source(Records(path), 1.0)], tokenizer, seq=127, batch=1, seed=0)
+    for ids in (
+        tokenizer.document({"messages": messages, "tools": json.dumps(TOOLS)})[0],
+        tokenizer.document({"prompt": messages[:1], "completion": messages[1:], "tools": TOOLS})[0],
+        data.prompt(127),  # of a sample
+    ):
+        assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
     record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
     assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
-
-
-def test_the_template_in_use_decides_how_answers_are_found(tmp_path):
-    """Several named templates: the default, and "tool_use" where a conversation has tools."""
-    plain = subwords.unmarked(QWEN)
-    for number, (default, tool_use) in enumerate([(plain, QWEN), (QWEN, plain)]):
-        named = {"default": default, "tool_use": tool_use}
+    # Of several named templates "tool_use" is for conversations with tools.
+    for number, names in enumerate([("default", "tool_use"), ("tool_use", "default")]):
+        named = dict(zip(names, (QWEN, subwords.unmarked(QWEN)), strict=True))
         tokenizer = subwords.byte_level(tmp_path / f"{number}", named)
         for tools in ({}, {"tools": TOOLS}):
             said = learned(tokenizer, {"messages": chat("is it", "yes", "is it", "no"), **tools})
             assert said == "yes<|im_end|>\nno<|im_end|>\n"
-    tokenizer = subwords.byte_level(tmp_path / "none", {"rag": QWEN})
     with pytest.raises(ValueError, match="chat template"):
-        tokenizer.document({"messages": chat("is it", "yes")})
+        subwords.byte_level(tmp_path, {"rag": QWEN}).document({"messages": messages})
 
 
 def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokenizer_for):
@@ -318,29 +292,24 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
         assert ids[0] == 1 and mask[ids == 2].all()
         assert learned(tokenizer, record).replace("</s>", "").split()[-1] == "so"
     # A question begins as the texts that were learned.
-    np.testing.assert_array_equal(
-        tokenizer.asked("is it so"), tokenizer.document({"text": "is it so"})[0][:-1]
-    )
+    ids = tokenizer.document({"text": "is it so"})[0]
+    np.testing.assert_array_equal(tokenizer.asked("is it so"), ids[:-1])
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "is it", "completion": " so"}\n' * 2)
     data = Documents([Source(Records(path), 1.0)], tokenizer, seq=31, batch=1, seed=0)
-    ids, _ = tokenizer.document({"prompt": "is it", "completion": " so"})
-    np.testing.assert_array_equal(data.prompt(31), ids[: len(data.prompt(31))])
-    assert data.prompt(31)[0] == 1 and 2 not in data.prompt(31)
+    prompt = data.prompt(31)
+    np.testing.assert_array_equal(prompt, ids[: len(prompt)])
+    assert prompt[0] == 1 and 2 not in prompt
 
 
-# Hostile folders.
+HOSTILE = [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU"),
+    ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "memory"),
+    ("{{ 'x' * 10**11 }}", "memory"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "limit"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU"),
-        ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "memory"),
-        ("{{ 'x' * 10**11 }}", "memory"),
-    ],
-    ids=["nested ranges", "long text", "one long text"],
-)
+@pytest.mark.parametrize(("body", "limit"), HOSTILE, ids=["ranges", "long text", "one long text"])
 def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 0)  # and one that every text has
     monkeypatch.setattr(templates, "TRIES", 2)
