@@ -18,7 +18,6 @@ def test_results_are_read_one_late():
     made = []
     results = trainer.one_late(made.append(n) or n for n in range(4))
     assert [(result, len(made)) for result in results] == [(0, 2), (1, 3), (2, 4), (3, 4)]
-    assert list(trainer.one_late([])) == []
 
 
 def test_decay_is_for_kernels_and_embeddings_and_nothing_else():
@@ -40,26 +39,8 @@ def test_other_steps_than_before_are_said_with_both_rates():
 
 
 @pytest.mark.parametrize("name", optimizers.RATES)
-def test_every_optimizer_goes_downhill_and_is_the_planned_one(name, monkeypatch):
-    config = resolve(Config(optimizer=name, steps=30, weight_decay=0.0), optimizers.RATES)
-    tx = optimizers.make(config)
-    shapes = {"kernel": (2, 4, 6), "bias": (2, 6), "embedding": (9, 4)}
-    params = {leaf: jnp.ones(shape) for leaf, shape in shapes.items()}
-
-    @jax.jit
-    def train(params):
-        def step(carry, _):
-            params, state = carry
-            loss, grads = jax.value_and_grad(optax.global_norm)(params)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), loss
-
-        return jax.lax.scan(step, (params, tx.init(params)), length=config.steps)[1]
-
-    seen = train(params)
-    assert seen[1] == seen[0]  # the rate begins at 0
-    assert seen[-1] < seen[0]
-    # The planned step has the same state and the same operations, at whatever rate.
+def test_every_optimizer_is_the_planned_one(name, monkeypatch):
+    """The planned step has the same state and the same operations, at whatever rate."""
     config = resolve(Config(optimizer=name), optimizers.RATES)
     monkeypatch.setattr(optimizers, "rate", lambda config: optax.constant_schedule(config.lr))
     case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)

@@ -1,5 +1,6 @@
 """Runs of `train.py` that end early and resume: signals, kills, processes, damaged checkpoints."""
 
+import itertools
 import os
 import re
 import signal
@@ -64,16 +65,10 @@ def test_a_damaged_checkpoint_offers_the_one_before(folder, shared, capsys):
 def test_a_text_that_shrinks_while_it_is_read_ends_the_run_with_its_steps_saved(
     folder, capsys, monkeypatch
 ):
-    class Shrink(Stop):
-        calls = 0
-
-        def __call__(self):
-            self.calls += 1
-            if self.calls == 4:
-                Path("text.txt").write_text("short")
-            return 0
-
-    monkeypatch.setattr(training.run, "Stop", Shrink)
+    calls = itertools.count(1)
+    edit = {4: lambda: Path("text.txt").write_text("short")}
+    ask = {"__call__": lambda self: edit.get(next(calls), int)() and 0}
+    monkeypatch.setattr(training.run, "Stop", type("Shrink", (Stop,), ask))
     assert train_here("--steps", "200", "--checkpoint-every", "1000", "--out", "out") == 2
     said = capsys.readouterr()
     assert re.search("text.txt .*4,800 bytes, now 5", said.err)
@@ -104,9 +99,6 @@ def test_states_move_to_files_and_to_few_bits_and_back(folder, monkeypatch, caps
             assert train_here("--steps", "5", *files, *OWN) == 2
             assert "--states 8bit" in capsys.readouterr().err
     assert len(curve("out")) == 4
-
-
-# Other processes.
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

@@ -1,7 +1,9 @@
-"""The folder of a run holds all its numbers and none of another run; scalars never block it."""
+"""The folder of a run, its scalars, which never block it, and its page, which loads nothing."""
 
+import itertools
 import json
 import math
+import re
 import resource
 import struct
 import subprocess
@@ -10,22 +12,30 @@ import threading
 import time
 import types
 import unittest.mock
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorboardX.record_writer
 from tensorboardX.proto import event_pb2
 
-from training import scalars
+import training.main
+import zero_jax
+from training import report_page, scalars
 from training.run_folder import RunLog, finite, next_folder, read
+from training.show import human_bytes
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
 
-def write(log, steps, loss=2.0):
+STEP = {"grad_norm": 0.5, "tokens_per_second": 1e4}
+
+
+def write(log, steps, loss=2.0, **more):
     for step in steps:
-        log.step(step, loss=loss, grad_norm=0.5, tokens_per_second=1e4)
+        log.step(step, loss=loss, **STEP, **more)
 
 
 def lines(folder):
@@ -40,7 +50,6 @@ def steps_of(folder):
 
 
 def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_picture):
-    """Infinities and NaN are null; array scalars are numbers."""
     no_picture.undo()
     out = tmp_path / "runs" / "a"
     config = {"path": Path("x"), "clip": math.inf, "betas": (0.9, np.float32(0.5))}
@@ -113,18 +122,14 @@ def test_runs_get_numbered_folders_and_a_full_disk_names_the_file(tmp_path):
     (tmp_path / "runs" / "1041").mkdir()
     assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = RunLog(tmp_path, {})
-    for name, fail in (
-        ("metrics.jsonl", lambda: write(log, [1])),
-        ("events.jsonl", lambda: log.event("back", step=0)),
-    ):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow
-        try:
-            with pytest.raises(OSError, match=name):
-                fail()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    log.close()
+    with RunLog(tmp_path, {}) as log:
+        for fail, name in ((log.step, "metrics.jsonl"), (log.event, "events.jsonl")):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow
+            try:
+                with pytest.raises(OSError, match=name):
+                    fail("back" if fail == log.event else 1, loss=2.0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_packages_are_imported_when_they_are_needed():
@@ -132,9 +137,6 @@ def test_packages_are_imported_when_they_are_needed():
     late = {"jax", "matplotlib", "tensorboardX", "wandb"}
     code = f"import sys, {modules}, training.show; assert not {late} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-# Scalars: TensorBoard's files.
 
 
 def not_blocked(log, steps, seconds=20):
@@ -184,24 +186,19 @@ def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
     assert starts == [3]
 
 
-# Weights & Biases.
-
-
 class Wandb(types.ModuleType):
     """A module like wandb, which keeps what it is given; a call named `trouble` fails or hangs."""
 
     def __init__(self, trouble=""):
         super().__init__("wandb")
         self.trouble, self.runs, self.never = trouble, [], threading.Event()
+        self.Settings = dict
 
     def check(self, call):
         if self.trouble == call:
             raise ConnectionResetError("the service is gone")
         if self.trouble == f"{call} hangs":
             self.never.wait()
-
-    def Settings(self, **given):
-        return given
 
     def init(self, **given):
         self.check("init")
@@ -238,7 +235,7 @@ def test_training_continues_when_wandb_fails_or_hangs(tmp_path, wandb, capsys, m
     assert capsys.readouterr().out.count("Weights & Biases") == 1
 
 
-def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wandb):
+def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wandb, monkeypatch):
     for resume in (False, True):
         with pytest.raises(KeyError), RunLog(tmp_path, {}, wandb="zero", resume=resume) as log:
             log.step(1, loss=float("inf"), grad_norm=0.5)
@@ -248,8 +245,255 @@ def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wan
     assert first["logged"] == [{"train/grad_norm": 0.5, "train/skipped": 0, "step": 1}]
     assert first["id"] == second["id"] and first["project"] == "zero"
     assert (first["resume"], first["axis"], first["dir"]) == ("allow", "step", str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (None, types.ModuleType("wandb")):  # not installed, or another module
-            patch.setitem(sys.modules, "wandb", module)
-            with pytest.raises(ValueError, match="--wandb zero"):
-                scalars.import_wandb("zero")
+    for module in (None, types.ModuleType("wandb")):  # not installed, or another module
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(ValueError, match="--wandb zero"):
+            scalars.import_wandb("zero")
+
+
+# The page.
+
+TERMS = {"parameters": 4e9, "state": 8e9, "copy": 1e9, "gradients": 2e9}
+START = {
+    "unit": "byte",
+    "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4},
+    "stage": 2,
+    "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}],
+    "predicted": {"parameters": 4e9, "optimizer_state": 8e9, "work": 7e8, "host": 6e8},
+    "predicted_total": 12.7e9,
+    "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2},
+    "versions": {"jax": "0.10.2"},
+}
+
+
+def made(out):
+    """The page's text, and its elements: it is XML too, so every tag is closed."""
+    assert report_page.main([str(out)]) == 0
+    assert not list(out.glob("*.tmp"))
+    source = (out / "report.html").read_text(encoding="utf-8")
+    assert source.startswith("<!DOCTYPE html>")
+    return source, ET.fromstring(source)
+
+
+def words(element):
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def rows(root):
+    return [[words(cell) for cell in row] for row in root.iter("tr")]
+
+
+def tiles(root):
+    with_names = (d for d in root.iter("div") if d.find("dt") is not None)
+    return {words(d.find("dt")): words(d.find("dd")) for d in with_names}
+
+
+def drawn(root, kind):
+    """Points of the curve of a class in the first chart that has one, and how often it begins."""
+    box = next(div for div in root.iter("div") if div.get("class") == "box")
+    path = next(p.get("d") for p in box.iter("path") if p.get("class") == kind)
+    points = re.findall(r"([\d.]+),([\d.]+)", path)
+    return [(float(x), float(y)) for x, y in points], path.count("M")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The page of a run with all that a page shows, as it is left when the log is closed."""
+    out = tmp_path_factory.mktemp("whole")
+    with RunLog(out, {"steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
+        log.event("start", **START)
+        log.event("states", step=0, parameters=4_000_000_000, optimizer_state=8_100_000_000)
+        write(log, range(1, 5), memory_bytes=14_200_000_000, learning_rate=1e-3)
+        log.evaluation(4, val_loss=2.75)
+        log.step(5, loss=math.nan, grad_norm=math.inf, tokens_per_second=1e4, skipped=1)
+        write(log, [6], loss=1.2345)
+        log.evaluation(6, val_loss=1.5)
+    source = (out / "report.html").read_text(encoding="utf-8")
+    return source, ET.fromstring(source)
+
+
+def test_a_page_has_the_losses_curves_and_what_went_wrong(whole):
+    _, root = whole
+    known, said, found = tiles(root), words(root), rows(root)
+    assert known["Last step's loss"] == "1.2345 nats per byte"
+    assert known["Held-out loss"] == "1.5000 nats per byte"
+    assert known["Tokens/s"] == "10K median" and known["Skipped steps"] == "1"
+    assert ["4", "2.7500"] in found and "Finished" in said
+    assert "unigram entropy 3.1" in said and "bigram entropy 2.4" in said
+    assert said.count("step (optimizer updates)") == 5
+    labels = [svg.get("aria-label") for svg in root.iter("svg") if svg.get("role") == "img"]
+    assert len(labels) == 5 and "nats per byte" in labels[0] and "held out 1.5" in labels[0]
+    for name in ("loss not finite", "gradient norm not finite", "skipped"):
+        assert any(row[0].startswith(name) and row[1:] == ["1", "5"] for row in found), name
+    assert any("step 5 train, a step not finite skipped" in words(t) for t in root.iter("title"))
+    points, pieces = drawn(root, "faint a")
+    assert [x for x, _ in points] == [0, 20, 40, 60, 100] and pieces == 2, "a gap at step 5"
+    # Memory by stage, and beside the measured.
+    bars = "parameters, fp32 4 GB optimizer state 8 GB gathered copy 1 GB gradients 2 GB"
+    assert ["stage 0", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
+    assert ["stage 2, this run", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
+    (stage,) = [row for row in found if row[0] == "stage 3"]
+    assert stage[2:] == ["14.3 GB", "4 GB", "8 GB", "300 MB", "2 GB"]
+    assert ["optimizer state", "optimizer_state 8 GB", "8 GB", "8.1 GB"] in found
+    assert ["total", "", "12.7 GB", "14.2 GB"] in found
+    assert ["in host memory", "", "600 MB", "–"] in found
+    bar = next(svg for svg in root.iter("svg") if svg.get("class") == "bar")
+    parts = [float(r.get(name)) for r in bar.iter("rect") for name in ("x", "width")]
+    ends = [1000 * size / 15 for size in (0, 4, 12, 13, 15)]  # of a width of 1000
+    expected = [x for begin, end in itertools.pairwise(ends) for x in (begin, end - begin)]
+    assert parts == pytest.approx(expected, abs=0.01)
+
+
+def test_a_page_loads_nothing_and_is_html_with_headings_and_headers(whole):
+    source, root = whole
+    assert not re.search(r"https?://|url\(|@import|<script|<link|<iframe|<img", source)
+    attributes = {name for element in root.iter() for name in element.attrib}
+    assert not attributes & {"src", "href", "srcset", "data", "action"}
+    assert not any(name.startswith("on") for name in attributes)
+    # HTML has no other elements that end at once, except within SVG.
+    assert set(re.findall(r"<(\w+)[^>]*/>", source)) <= {"meta", "path", "rect", "line", "circle"}
+    levels = [int(e.tag[1]) for e in root.iter() if re.fullmatch("h[1-6]", e.tag)]
+    assert levels[0] == 1 and all(1 < b <= a + 1 for a, b in itertools.pairwise(levels))
+    for table in root.iter("table"):
+        assert all(th.get("scope") == "col" for th in table.find("thead").iter("th"))
+        assert all(row[0].get("scope") == "row" for row in table.find("tbody"))
+
+
+def test_strings_of_the_run_are_escaped(tmp_path):
+    evil = "<script>alert('&amp;')</script>\x00\x1b\ud800"
+    with RunLog(tmp_path / "<i>", {"model": evil, evil: [evil]}) as log:
+        given = {"levels": {evil: 1.0}, "unit": evil, "versions": {evil: evil}}
+        given |= {"devices": {"devices": 8, "kind": evil}, "predicted": {evil: 1.0}}
+        log.event("start", **START | given)
+        write(log, [1], **{evil: 1.0})
+        log.event("end", error=evil, said=evil)
+    source, root = made(tmp_path / "<i>")
+    assert not list(root.iter("script")) and "<script" not in source
+    assert words(root).count("<script>alert('&amp;')</script>") > 8
+    assert words(root.find("body/main/h1")) == "Run <i>"
+
+
+def test_a_resumed_run_shows_its_whole_curve_its_starts_and_checkpoints(tmp_path):
+    with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(4, {"w": jnp.arange(1000.0)})
+    saved = tmp_path / "checkpoints" / "4"
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    for first, steps, loss, devices in ((0, [1, 2, 3], 5.0, 8), (2, [3, 4], 1.0, 4)):
+        with RunLog(tmp_path, {"steps": 4, "devices": devices}, resume=True) as log:
+            log.event("start", **{**START, "devices": {"devices": devices, "kind": "X"}})
+            log.event("states", step=first, parameters=1, optimizer_state=1)
+            write(log, steps, loss=loss)
+            log.event("checkpoint", step=steps[1])
+    _, root = made(tmp_path)
+    (high, *others), _ = drawn(root, "faint a")
+    assert [y > high[1] for _, y in others] == [False, True, True], "steps 3 and 4 as written last"
+    found = {row[0]: row[1:] for row in rows(root) if len(row) == 4 and row[0] in ("2", "4")}
+    assert found["2"][1:] == ["–", "not there any more"]
+    assert found["4"][1:] == [human_bytes(size), "whole"] and found["4"][0].endswith("UTC")
+    starts = [row for row in rows(root) if row[0].endswith("UTC")]
+    assert [row[1:4] for row in starts] == [["0", "2", "8 x X"], ["2", "2", "4 x X"]]
+    assert ["devices", "8", "4"] in rows(root), "a setting that changed"
+    assert any("step 2" in words(t) and "went on" in words(t) for t in root.iter("title"))
+    # Times without a zone are of UTC.
+    path = tmp_path / "events.jsonl"
+    path.write_text(path.read_text().replace("+00:00", "", 1))
+    next(path for path in saved.rglob("c/*") if path.is_file()).unlink()
+    found = rows(made(tmp_path)[1])
+    assert [row for row in found if row[0].endswith("UTC")] == starts
+    assert any("is missing" in row[-1] for row in found if row[0] == "4")
+
+
+def test_folders_with_less_have_a_page_with_less(tmp_path):
+    def page(config, metrics):
+        for file, content in (("config.json", config), ("metrics.jsonl", metrics)):
+            (tmp_path / file).unlink(missing_ok=True)
+            if content is not None:
+                (tmp_path / file).write_text(content)
+        source, root = made(tmp_path)
+        return source, root, words(root)
+
+    known = json.dumps({"model": "nano", "hf": "Some-8B", "bigram entropy": 2.25})
+    _, root, said = page(known, '{"step": 1, "loss": 2.5}\n')  # before there were events
+    assert tiles(root)["Last step's loss"] == "2.5000 nats"
+    assert "model of Some-8B" in said and "bigram entropy 2.25" in said
+    assert not re.search("No end|Memory|Checkpoints", said)
+    for metrics in ('{"step": 1, "lo', None):
+        source, root, _ = page('{"model": "nano", "stage": 3}', metrics)
+        assert ["stage", "3"] in rows(root) and "<figure" not in source
+    _, root, _ = page(None, '{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
+    assert drawn(root, "line a") == ([(50, 50)], 1)
+    nothing = '{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1e999}\n{"step": 3, "loss": null}\n'
+    _, root, _ = page(None, nothing)
+    assert tiles(root)["Last step's loss"] == "not finite nats"
+    assert ["loss not finite", "3", "1 to 3"] in rows(root)
+
+
+def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
+    tmp_path, monkeypatch, capsys, no_picture
+):
+    no_picture.undo()
+    with pytest.raises(RuntimeError), RunLog(tmp_path / "a", {}) as log:
+        log.event("start", **START)
+        write(log, [1], loss=math.nan)
+        assert "No end is noted" in words(made(tmp_path / "a")[1])
+        raise RuntimeError("out of <memory>\nand more")
+    source = (tmp_path / "a" / "report.html").read_text()
+    assert "RuntimeError: out of &lt;memory&gt;</p>" in source
+    assert not (tmp_path / "a" / "loss.png").exists(), "no loss is finite"
+    monkeypatch.setattr(report_page, "page", lambda run: 1 / 0)
+    with RunLog(tmp_path / "b", {}) as log:
+        write(log, [1], loss=1e308)
+        write(log, [2], loss=-1e308)
+    said = capsys.readouterr().out
+    assert "no loss.png: " in said and "no report.html: ZeroDivisionError" in said
+    with RunLog(tmp_path / "c", {}) as log:
+        log.evaluation(1, val_loss=2.0)
+    assert (tmp_path / "c" / "loss.png").exists()
+
+
+def test_a_long_run_keeps_its_peaks_and_a_small_page(tmp_path):
+    lines = [{"step": n, "loss": 99.0 if n == 5000 else 0.2, **STEP} for n in range(1, 10_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    source, root = made(tmp_path)
+    assert len(source) < 200_000
+    heights = [y for _, y in drawn(root, "faint a")[0]]
+    assert len(heights) <= 802
+    # The axis is logarithmic, from 0.1 to 100.
+    ends = [100 * math.log10(100 / loss) / 3 for loss in (99.0, 0.2)]
+    assert [min(heights), max(heights)] == pytest.approx(ends, abs=0.01)
+
+
+# fmt: off
+DAMAGED = [
+    (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
+    ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
+    ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
+    ("config.json", '{"steps": "many"}', "`steps`"),
+    ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
+    ("events.jsonl", '{"event": "checkpoint", "step": [4]}', "`step`"),
+    ("events.jsonl", '{"event": "start", "levels": [1]}', "`levels`"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
+def test_a_folder_without_a_run_and_a_damaged_file_are_named(tmp_path, capsys, name, content, said):
+    if name:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+        (tmp_path / name).write_text(content + "\n" * (name == "events.jsonl"))
+    assert report_page.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and (name or str(tmp_path)) in error
+
+
+def test_a_step_is_not_compiled_without_a_plan_nor_for_other_devices(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RunLog(tmp_path / "run", {"devices": 4}).close()
+    assert report_page.main(["run", "--compile"]) == 2
+    assert "events.jsonl" in capsys.readouterr().err
+    with RunLog(tmp_path / "run", {"devices": 16, "mesh": {"data": 16}}) as log:
+        log.event("start", **START)
+    # GPUs are as many as there are; a CPU is cut into as many devices as the run had.
+    monkeypatch.setattr(training.main, "join", lambda config: None)
+    assert report_page.main(["run", "--compile"]) == 2
+    assert re.search("16 devices.* 8", capsys.readouterr().err)

@@ -1,6 +1,7 @@
 """`train.py` on text: what a run says and writes, exact resume, and how it ends."""
 
 import gzip
+import itertools
 import json
 import re
 import shutil
@@ -51,15 +52,9 @@ OUT = [*FIRST, "--out", "out"]
 
 def stop_before(step):
     """A `Stop` that asks a run to end before a step."""
-
-    class StopThere(Stop):
-        calls = 0
-
-        def __call__(self):
-            self.calls += 1
-            return GO_ON_LATER if self.calls == step else 0
-
-    return StopThere
+    calls = itertools.count(1)
+    ask = {"__call__": lambda self: GO_ON_LATER if next(calls) == step else 0}
+    return type("StopThere", (Stop,), ask)
 
 
 @pytest.fixture
@@ -69,18 +64,15 @@ def done(first_run, folder, shared):
     return folder
 
 
-def test_a_run_says_first_what_it_will_do_and_last_the_losses(first_run):
-    _, said = first_run
+def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_model(first_run):
+    home, said = first_run
     order = ["data 8", "micro_batches", "Bytes per device on 8", "activations are not included"]
     order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
     order += ["This run, predicted", "saved", "4 steps train on text", "step 2/4", "step 4/4"]
     order += ["nats per byte", "unigram", "bigram", "sample:", TEXT[-240:][:16]]
     places = [said.index(words) for words in order]
     assert places == sorted(places)
-
-
-def test_a_run_writes_its_settings_metrics_checkpoints_page_and_model(first_run):
-    out = first_run[0] / "out"
+    out = home / "out"
     config = json.loads((out / "config.json").read_text())
     for name, value in {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}.items():
         assert config[name] == value
@@ -96,11 +88,11 @@ def test_a_run_writes_its_settings_metrics_checkpoints_page_and_model(first_run)
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.55e-3], rel=1e-5)
     assert list((out / "tensorboard").glob("events.*"))
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
-    text = (out / "checkpoints" / "4" / "state" / "manifest.json").read_text()
-    manifest = Manifest.read(out / "checkpoints" / "4" / "state")
+    text = (out / "checkpoints/4/state/manifest.json").read_text()
+    manifest = Manifest.read(out / "checkpoints/4/state")
     assert (manifest.config["steps"], manifest.extra["sample"]) == (4, 32)
-    assert str(out.parent) not in text, "it can be moved"
-    small = {path.name for path in (out.parent / "small").iterdir()}
+    assert str(home) not in text, "it can be moved"
+    small = {path.name for path in (home / "small").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= small
 
 
@@ -154,23 +146,24 @@ def test_a_finished_run_says_if_its_data_was_edited_or_its_loss_is_nan(done, cap
     assert files == {path: path.read_bytes() for path in Path("out").glob("*.json*")}
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ("--seq 8", "--seq 8.* --seq 32"),
-        ("--seed 7", "--seed 7.* --seed 0"),
-        ("--data other.txt", "--data .*other.txt.* text.txt"),
-        ("--data more/text.txt", "--data .*4374.* 4320"),
-        ("--optimizer lion", "--optimizer lion.* --optimizer adamw"),
-    ],
-)
+# fmt: off
+OTHERS = [
+    ("--seq 8", "--seq 8.* --seq 32"), ("--seed 7", "--seed 7.* --seed 0"),
+    ("--data other.txt", "--data .*other.txt.* text.txt"),
+    ("--data more/text.txt", "--data .*4374.* 4320"),
+    ("--optimizer lion", "--optimizer lion.* --optimizer adamw"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("args", "words"), OTHERS)
 def test_a_checkpoint_of_other_samples_or_another_state_is_refused(done, args, words):
     Path("more").mkdir()
     Path("more/text.txt").write_text(TEXT + TEXT[:60])
     Path("other.txt").write_text(TEXT)
     plan = load(parse([*OUT, *args.split()]))
-    settings = Manifest.read(done / "out/checkpoints/4/state").config
-    settings = settings | {"optimizer": plan.config.optimizer}
+    known = Manifest.read(done / "out/checkpoints/4/state").config
+    settings = known | {"optimizer": plan.config.optimizer}
     with pytest.raises(ValueError, match=f"{words}.* another --out"):
         check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
 
@@ -205,10 +198,9 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
         lines = [x for x in text.splitlines() if re.search(rf" {kind}(-start)?\(", x)]
         assert lines and all(name in line for line in lines), lines
     # The step of another run is refused.
-    events = Path("out/events.jsonl")
-    events.write_text(
-        re.sub('"predicted_total": [0-9]+', '"predicted_total": 1', events.read_text())
-    )
+    known = Path("out/events.jsonl").read_text()
+    other = re.sub('"predicted_total": [0-9]+', '"predicted_total": 1', known)
+    Path("out/events.jsonl").write_text(other)
     report_page.write("out")
     assert "XLA gives it" not in Path("out/report.html").read_text()
     assert report_page.main(["out", "--compile"]) == 2
@@ -259,9 +251,6 @@ def test_routers_of_experts_are_in_the_metrics(folder):
     assert known["balance"] >= 0.9 and known["router_z"] > 0
 
 
-# Larger runs.
-
-
 @pytest.mark.slow
 def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, shared, monkeypatch):
     """No batch comes twice."""
@@ -283,26 +272,17 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
 
 
 @pytest.mark.slow
-def test_auto_lets_experts_stay_where_that_sends_less(folder, capsys):
-    quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
-    quiet += ["--model", "nano-experts"]
-    assert main(quiet) == 0
-    assert re.search(r"chose stage \d, 1 micro-batches", capsys.readouterr().out)
-    assert main([*quiet, "--mesh", "data=8"]) == 0
-    stay, gathered = (json.loads(Path(f"runs/00{n}/config.json").read_text()) for n in (1, 2))
-    assert stay["mesh"] == {"experts": 8, "data": 1} and gathered["mesh"] == {"data": 8}
-    assert stay["stage"] in (0, 1, 2, 3)
-    np.testing.assert_allclose(losses("runs/001"), losses("runs/002"), rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
+def test_a_stage_is_chosen_and_token_files_are_measured_per_token_and_sampled_as_ids(
+    folder, capsys
+):
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "2", "--micro-batches", "2"]
-    chosen += ["--batch", "16", "--optimizer", "muon", "--compute", "bf16", "--reduce", "bf16"]
-    assert main([*TINY, *HERE, *chosen, "--remat", "dots", "--clip", "0"]) == 0
+    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "auto", "--memory-limit", "1"]
+    chosen += ["--model", "nano-experts", "--compute", "bf16", "--reduce", "bf16", "--clip", "0"]
+    assert main([*TINY, *HERE, *chosen, "--out", "out"]) == 0
     out = capsys.readouterr().out
-    assert "nats per token" in out
+    assert re.search(r"chose stage \d, 1 micro-batches", out) and "nats per token" in out
+    known = json.loads(Path("out/config.json").read_text())
+    assert known["mesh"] == {"experts": 8, "data": 1}, "experts stay where that sends less"
     sample = json.loads(out[out.index("sample:") + len("sample:") :])
     assert len(sample) == 16 + 8
     assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
@@ -318,45 +298,31 @@ def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys
     assert Path("out/loss.png").exists() and Path("out/report.html").exists()
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """The losses of a run from the command line, on the four devices of the default."""
-    home = tmp_path_factory.mktemp("run")
-    (home / "text.txt").write_text(TEXT)
-    ((code, _, error),) = finish([start(*TINY, "--out", "out", cwd=home)])
+@pytest.mark.slow
+def test_processes_train_as_one_process_does(folder):
+    ((code, _, error),) = finish([start(*TINY, "--out", "one")])
     assert code == 0, error
-    return losses(home / "out")
+    # Each process of the second has one device, and two of them share their rows.
+    many = [(4, ""), (4, "--mesh data=2,model=2 --sequence-parallel")]
+    many += [(2, "--mesh replica=2,data=1,model=2 --config c5")]
+    for at, (count, more) in enumerate(many):
+        results = finish(start_many(count, [*TINY, "--out", f"{at}", *more.split()]))
+        assert [code for code, _, _ in results] == [0] * count, results
+        assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
+        # Sums over devices in another order; Adam would divide small numbers by small numbers.
+        np.testing.assert_allclose(losses(f"{at}"), losses("one"), rtol=1e-5)
+
+
+# fmt: off
+TROUBLE = [  # settings by process, folders by process, and what is said
+    ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]), ({}, {1: "empty"}, ["text.txt"]),
+    ({0: ["--out", "text.txt"]}, {}, ["text.txt"]), ({}, {1: "edited"}, ["checksum of the data"]),
+]
+# fmt: on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "more"),
-    [
-        (4, ""),
-        # Each process has one device, and two of them share their rows.
-        (4, "--mesh data=2,model=2 --sequence-parallel"),
-        (2, "--mesh replica=2,data=1,model=2 --config c5"),
-    ],
-)
-def test_processes_train_as_one_process_does(folder, one_process, count, more):
-    results = finish(start_many(count, [*TINY, "--out", "out", *more.split()]))
-    assert [code for code, _, _ in results] == [0] * count, results
-    assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
-    # Sums over devices in another order; Adam would divide small numbers by small numbers.
-    np.testing.assert_allclose(losses("out"), one_process, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("own", "elsewhere", "words"),
-    [
-        ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]),
-        ({0: ["--out", "text.txt"]}, {}, ["text.txt"]),
-        ({}, {1: "empty"}, ["text.txt"]),
-        ({}, {1: "edited"}, ["checksum of the data"]),
-    ],
-    ids=["other settings", "trouble of the first alone", "trouble of another alone", "other data"],
-)
+@pytest.mark.parametrize(("own", "elsewhere", "words"), TROUBLE)
 def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, elsewhere, words):
     (folder / "empty").mkdir()
     (folder / "edited").mkdir()
