@@ -1,6 +1,7 @@
 """Learned tokens of conversations: subword tokenizers, tools, weights, ends, hostile templates."""
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -32,19 +33,17 @@ def learned(tokenizer, record, loss_on="assistant"):
     return tokenizer.decode(ids[mask])
 
 
-KINDS = subwords.KINDS | {"trimmed": functools.partial(subwords.byte_level, trim=True)}
-
-
 @pytest.fixture(scope="module")
 def tokenizer_for(tmp_path_factory):
-    """Makes the tokenizer of a template and a kind of `KINDS`, each once, with one renderer."""
+    """Makes the tokenizer of a template and a kind, each once, with one renderer."""
     renderer = templates.Renderer()
+    kinds = subwords.KINDS | {"trimmed": functools.partial(subwords.byte_level, trim=True)}
 
     @functools.cache
     def make(template, kind="special"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("training.tokenizer.Renderer", lambda: renderer)
-            return KINDS[kind](tmp_path_factory.mktemp("tokenizer"), template)
+            return kinds[kind](tmp_path_factory.mktemp("tokenizer"), template)
 
     return make
 
@@ -186,17 +185,14 @@ ODD_ORDERS = [
 def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for):
     template = subwords.TEMPLATES[name]
     ways = [tokenizer_for(own, "byte-level") for own in (template, subwords.unmarked(template))]
-    for order in ODD_ORDERS:
-        for weight, loss_on in ((1, "assistant"), (0, "assistant"), (1, "all"), (0, "all")):
-            turns = [
-                {"role": role, "content": text, "weight": weight if role == "assistant" else 1}
-                for role, text in order
-            ]
-            marked, plain = (own.document({"messages": turns}, loss_on) for own in ways)
-            np.testing.assert_array_equal(marked[0], plain[0])
-            np.testing.assert_array_equal(marked[1], plain[1])
-            assert marked[1].any() == (weight == 1 or loss_on == "all")
-            assert marked[1].all() == (weight == 1 and loss_on == "all")
+    for order, weight, loss_on in itertools.product(ODD_ORDERS, (0, 1), ("assistant", "all")):
+        turns = [{"role": role, "content": text} for role, text in order]
+        for turn in turns:
+            turn["weight"] = weight if turn["role"] == "assistant" else 1
+        marked, plain = (own.document({"messages": turns}, loss_on) for own in ways)
+        np.testing.assert_array_equal(marked, plain)
+        assert marked[1].any() == (weight == 1 or loss_on == "all")
+        assert marked[1].all() == (weight == 1 and loss_on == "all")
 
 
 def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
@@ -261,7 +257,6 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
 
 
 def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokenizer_for):
-    """A template may mark thoughts and text apart, and the end of the whole text."""
     answer = "{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"
     thoughts = "{% generation %}{{ '<think>' + m.content + '</think>' }}{% endgeneration %}\n"
     both = "{% if m.content != 'no' %}" + thoughts + "{% endif %}" + answer
@@ -269,23 +264,20 @@ def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokeniz
         (CHATML.replace(answer, both), "no<|im_end|>\n", "<think>yes</think>yes<|im_end|>\n"),
         (subwords.TEMPLATES["phi"], "no<|eot|>\n</s>", "yes<|eot|>\n"),
     ):
-        messages = chat("is it", "yes", "is it", "no")
-        messages[1]["weight"] = 0
-        assert learned(tokenizer_for(template), {"messages": messages}) == last
-        messages[1]["weight"], messages[3]["weight"] = 1, 0
-        assert learned(tokenizer_for(template), {"messages": messages}) == first
+        for weights, wanted in (((0, 1), last), ((1, 0), first)):
+            messages = chat("is it", "yes", "is it", "no")
+            messages[1]["weight"], messages[3]["weight"] = weights
+            assert learned(tokenizer_for(template), {"messages": messages}) == wanted
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     tokenizer = subwords.metaspace(tmp_path, ends=ends)
+    pairs = [("is it", " so"), ("is it", " so</s>"), ("<s>is it", " so</s>\n")]
+    texts = ["is it so", "<s>is it so</s>", "<s>is it so</s>\n"]
     for record in (
-        {"prompt": "is it", "completion": " so"},
-        {"prompt": "is it", "completion": " so</s>"},
-        {"prompt": "<s>is it", "completion": " so</s>\n"},
-        {"text": "is it so"},
-        {"text": "<s>is it so</s>"},
-        {"text": "<s>is it so</s>\n"},
+        *({"prompt": prompt, "completion": completion} for prompt, completion in pairs),
+        *({"text": text} for text in texts),
     ):
         ids, mask = tokenizer.document(record)
         assert (ids == 1).sum() == (ids == 2).sum() == 1, record

@@ -112,40 +112,36 @@ def test_the_command_that_resumes_has_the_flags_that_still_hold():
 
 
 # fmt: off
-COMMANDS = [
-    ("--data nowhere.txt", ["nowhere.txt"]), ("--data empty.txt", ["empty.txt"]),
-    ("--data ids.npy", ["token 256", "--vocab 300"]),
-    ("--seq 500", ["4320", "480", "501", "--seq"]), ("--vocab 100", ["[0, 100)", "--vocab 120"]),
-    ("--steps 4 --profile", ["--profile", "--steps 4"]), ("--batch 12", ["--batch 12", "8 or 16"]),
-    ("--micro-batches 3", ["--batch 8", "take 24"]), ("--model nanno", ["'nanno'", "'nano'"]),
-    ("--model 350m", ["'350m'", "'124m'"]), ("--optimizer adam", ["'adam'", "'adamw'"]),
-    ("--remat blok", ["'blok'", "'block'"]), ("--compute bf61", ["'bf61'", "'bf16'"]),
-    ("--reduce fp16", ["'fp16'", "bf16"]), ("--stage 4", ["stage=4"]),
-    ("--stage auto", ["memory_limit="]),
-    pytest.param("--stage auto --memory-limit 1e-6", ["smallest"], marks=pytest.mark.slow),
-    ("--steps 0", ["--steps 0"]),
-    ("--steps 99999999999999999999", ["--steps 99999999999999999999"]),
-    ("--seed 9223372036854775808", ["--seed 9223372036854775808"]),
-    ("--vocab 2147483648", ["--vocab 2147483648"]), ("--lr 1e38", ["--lr 1e+38"]),
-    ("--lr nan", ["--lr nan"]), ("--sample-length 2147483647", ["--sample-length 2147483647"]),
-    ("--join-seconds inf", ["--join-seconds inf"]),
-    ("--memory-limit 1e9", ["--memory-limit 1e+09", "--stage auto"]),
-    ("--warmup 4", ["--warmup 4", "--steps 4"]), ("--out=", ["--out"]),
-    ("--mesh data=²", ["--mesh data=²"]), ("--mesh data=" + "9" * 5000, ["--mesh data=999"]),
-    ("--mesh data=999999999", ["data=999999999"]), ("--mesh data=2,modle=4", ["'modle=4'"]),
-    ("--mesh data=2,model=2", ["8 devices"]), ("--devices 2147483647", ["--devices 2147483647"]),
-    ("--sequence-parallel", ["sequence_parallel"]), ("--config c6", ["'c6'"]),
-    ("--config c1 --remat dots", ["--config c1", "--stage", "--remat"]),
-    ("--config c4", ["--config c4", "--mesh model=2"]),
-    ("--remat partitioned", ["--remat partitioned", "--mesh model=2"]),
-    ("--offload activations --remat none", ["remat='none'"]), ("--process-id 0", ["process_id=0"]),
-    ("--wandb zero", ["--wandb zero"]),
-    ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", ["--devices 9"]),
+COMMANDS = [  # and what is said
+    ("--data nowhere.txt", "nowhere.txt"), ("--data empty.txt", "empty.txt"),
+    ("--data ids.npy", "token 256|--vocab 300"), ("--seq 500", "4320|480|501|--seq"),
+    ("--vocab 100", "[0, 100)|--vocab 120"), ("--steps 4 --profile", "--profile|--steps 4"),
+    ("--batch 12", "--batch 12|8 or 16"), ("--micro-batches 3", "--batch 8|take 24"),
+    ("--model nanno", "'nanno'|'nano'"), ("--model 350m", "'350m'|'124m'"),
+    ("--optimizer adam", "'adam'|'adamw'"), ("--remat blok", "'blok'|'block'"),
+    ("--compute bf61", "'bf61'|'bf16'"), ("--reduce fp16", "'fp16'|bf16"), ("--stage 4", "stage=4"),
+    ("--stage auto", "memory_limit="),
+    pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
+    ("--lr 1e38", "--lr 1e+38"), ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"),
+    ("--warmup 4", "--warmup 4|--steps 4"), ("--out=", "--out"),
+    ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--mesh data=999999999", "data=999999999"),
+    ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
+    ("--sequence-parallel", "sequence_parallel"), ("--config c6", "'c6'"),
+    ("--config c1 --remat dots", "--config c1|--stage|--remat"),
+    ("--config c4", "--config c4|--mesh model=2"),
+    ("--remat partitioned", "--remat partitioned|--mesh model=2"),
+    ("--offload activations --remat none", "remat='none'"), ("--process-id 0", "process_id=0"),
+    ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", "--devices 9"),
+    # The setting itself is said.
+    *((own, own) for own in (
+        "--steps 0", "--steps 99999999999999999999", "--seed 9223372036854775808",
+        "--vocab 2147483648", "--lr nan", "--sample-length 2147483647", "--join-seconds inf",
+        "--mesh data=²", "--devices 2147483647", "--wandb zero")),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("args", "words"), COMMANDS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("args", "words"), COMMANDS, ids=lambda x: x[:40])
 def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypatch, args, words):
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
     Path("empty.txt").write_text("")
@@ -153,7 +149,7 @@ def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypa
     assert program.main([*TINY, *HERE, *args.split()]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "\n" not in error
-    assert all(word in error for word in words), error
+    assert all(word in error for word in words.split("|")), error
     assert not Path("runs").exists()
 
 
@@ -182,10 +178,10 @@ FIELDS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("record", "said"), FIELDS)
-def test_fields_of_documents_that_can_not_be_heeded_are_refused(record, said):
-    with pytest.raises(ValueError, match=said):
-        check(record)
+def test_fields_of_documents_that_can_not_be_heeded_are_refused():
+    for record, said in FIELDS:
+        with pytest.raises(ValueError, match=said):
+            check(record)
 
 
 def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch):
@@ -232,12 +228,9 @@ def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, s
 
 ROOT = Path(__file__).parents[2]
 HANGS = """
-import concurrent.futures, time
-import jax
-from jax.sharding import Mesh
-import training.stop
+import concurrent.futures, time, jax, training.stop
 training.stop._PATIENCE = 1.0
-with training.stop.Stop(Mesh(jax.devices(), ("data",))) as stop:
+with training.stop.Stop(jax.sharding.Mesh(jax.devices(), ("data",))) as stop:
     # As documents.py reads: a thread, which the end of its block waits for.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         reading = thread.submit(time.sleep, 600)
@@ -252,19 +245,24 @@ for _ in range(3):
     print("x" * 100_000)
 sys.stderr.write("done")
 """
+STDOUT = [
+    ('"$1" -c "$2" >&-', ""),
+    ('set -o pipefail; "$1" -c "$2" | head -1', ""),
+    ('PYTHONIOENCODING=ascii "$1" -c "$2"', "3\\u03a8 elements"),
+    ('LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 "$1" -c "$2"', "3"),
+]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def test_the_first_signal_ends_a_run_between_steps(capfd):
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mesh, kept = Mesh(jax.devices(), ("data",)), signal.getsignal(signal.SIGTERM)
     for name, code in (("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75), ("SIGUSR1", 75)):
-        with Stop(Mesh(jax.devices(), ("data",))) as stop:
+        with Stop(mesh) as stop:
             assert stop() == 0
             os.kill(os.getpid(), getattr(signal, name))
             assert stop() == code
         assert ("once more" in capfd.readouterr().err) == (name == "SIGINT")
-    assert Stop(Mesh(jax.devices(), ("data",)), hours=0)() == 75
-    assert before == {number: signal.getsignal(number) for number in before}
+    assert Stop(mesh, hours=0)() == 75 and signal.getsignal(signal.SIGTERM) == kept
 
 
 def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
@@ -275,18 +273,9 @@ def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
     assert "once more stops at once" in run.stderr.readline()
     run.send_signal(signal.SIGINT)
     try:
-        _, error = run.communicate(timeout=60)
+        assert "second Ctrl-C" in run.communicate(timeout=60)[1] and run.returncode == 130
     finally:
         run.kill()
-    assert run.returncode == 130 and "second Ctrl-C" in error
-
-
-STDOUT = [
-    ('"$1" -c "$2" >&-', ""),
-    ('set -o pipefail; "$1" -c "$2" | head -1', ""),
-    ('PYTHONIOENCODING=ascii "$1" -c "$2"', "3\\u03a8 elements"),
-    ('LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 "$1" -c "$2"', "3"),
-]
 
 
 @pytest.mark.parametrize(("how", "start"), STDOUT, ids=["closed", "no reader", "ascii", "C locale"])

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import resource
-import struct
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorboardX.record_writer
-from tensorboardX.proto import event_pb2
 
 import training.main
 import zero_jax
@@ -45,10 +43,6 @@ def lines(folder):
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def steps_of(folder):
-    return [line["step"] for line in lines(folder)]
-
-
 def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_picture):
     no_picture.undo()
     out = tmp_path / "runs" / "a"
@@ -63,44 +57,35 @@ def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_p
     known = json.loads((out / "config.json").read_text())
     assert known == {"path": "x", "clip": None, "betas": [0.9, 0.5]}
     step = {"loss": 2.0, "grad_norm": 0.5, "tokens_per_second": 1e4, "skipped": 0}
-    assert lines(out) == [
-        {"step": 1, **step},
-        {"step": 2, **step},
-        {"step": 2, "val_loss": 2.5},
-        {"step": 3, "loss": None, "grad_norm": None, "skipped": 1},
-        {"step": 4, "loss": 2.0, "grad_norm": 0.5, "skipped": 0},
-    ]
+    last = {"step": 4, "loss": 2.0, "grad_norm": 0.5, "skipped": 0}
+    infinite = {"step": 3, "loss": None, "grad_norm": None, "skipped": 1}
+    first = [{"step": 1, **step}, {"step": 2, **step}, {"step": 2, "val_loss": 2.5}]
+    assert lines(out) == [*first, infinite, last]
     assert finite(read(out).curve("loss")) == [(1, 2.0), (2, 2.0), (4, 2.0)]
     assert list((out / "tensorboard").glob("events.*")) and (out / "report.html").exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_processes_write_nothing_and_a_folder_must_be_writable(tmp_path, monkeypatch):
+def test_other_processes_write_nothing_and_another_run_is_not_mixed(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "new", tmp_path / "file"):
         with RunLog(out, {}, enabled=False, wandb="project") as log:
             write(log, [1])
             log.evaluation(1, val_loss=1.0)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    for out in ("file", "file/below"):
+    RunLog(tmp_path / "run", {"seed": 0}).close()  # it ended before its first step
+    with RunLog(tmp_path / "run", {"seed": 1}) as log:
+        write(log, [1])
+        with pytest.raises(ValueError, match="another run"):
+            RunLog(tmp_path / "run", {"seed": 2}, resume=True)
+    for out in ("file", "file/below", "run"):
         with pytest.raises(ValueError, match="--out"):
-            RunLog(tmp_path / out, {})
+            RunLog(tmp_path / out, {"seed": 2})
+    assert read(tmp_path / "run").config == {"seed": 1} and len(lines(tmp_path / "run")) == 1
     denied = unittest.mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "open", denied)  # chmod would not stop a root user
     with pytest.raises(ValueError, match=r"Permission denied.*--out"):
         RunLog(tmp_path, {})
-
-
-def test_a_folder_of_another_run_is_not_mixed_and_not_changed(tmp_path):
-    RunLog(tmp_path, {"seed": 0}).close()  # it ended before its first step
-    with RunLog(tmp_path, {"seed": 1}) as log:
-        write(log, [1])
-        with pytest.raises(ValueError, match="another run"):
-            RunLog(tmp_path, {"seed": 2}, resume=True)
-    with pytest.raises(ValueError, match="--out"):
-        RunLog(tmp_path, {"seed": 2})
-    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 1}
-    assert steps_of(tmp_path) == [1]
 
 
 def test_resuming_appends_and_steps_repeated_after_a_checkpoint_count_once(tmp_path):
@@ -111,10 +96,13 @@ def test_resuming_appends_and_steps_repeated_after_a_checkpoint_count_once(tmp_p
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 2, "lo')  # the run is killed
     run = read(tmp_path)
-    assert steps_of(tmp_path) == [0, 1, 2, 2, 3, 4, 2, 3]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 2, 3, 4, 2, 3]
     assert run.config == {"processes": 4} and run.earlier == [{"processes": 1}]
     assert run.curve("loss") == [(1, 5.0), (2, 5.0), (3, 1.0)]
     assert run.curve("val_loss") == [(0, 5.0), (2, 5.0)]
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
+    assert events.count(b"train/loss") == 5
+    assert events.count(b":\x02\x08\x01") == 2, "SessionLog(status=START), where it resumes"
 
 
 def test_runs_get_numbered_folders_and_a_full_disk_names_the_file(tmp_path):
@@ -137,53 +125,6 @@ def test_packages_are_imported_when_they_are_needed():
     late = {"jax", "matplotlib", "tensorboardX", "wandb"}
     code = f"import sys, {modules}, training.show; assert not {late} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def not_blocked(log, steps, seconds=20):
-    """Writes steps and closes the log, in limited time."""
-    thread = threading.Thread(target=lambda: (write(log, steps), log.close()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "training is blocked"
-
-
-@pytest.mark.parametrize("trouble", ["a failed write", "no folder", "a clock set back by a month"])
-def test_training_continues_when_tensorboard_fails(tmp_path, capsys, monkeypatch, trouble):
-    log = RunLog(tmp_path, {})
-    if trouble == "no folder":
-        (tmp_path / "tensorboard").write_text("a file")
-    write(log, [1])
-    if trouble == "a failed write":
-        failing = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
-        monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, "write", failing)
-    elif trouble == "a clock set back by a month":
-        month = time.time() - 31 * 24 * 3600
-        monkeypatch.setattr(time, "time", lambda: month)
-    not_blocked(log, range(2, 40))
-    assert steps_of(tmp_path) == list(range(1, 40))
-    said = capsys.readouterr().out.count(f"in {tmp_path / 'tensorboard'}")
-    assert said == (trouble != "a clock set back by a month")
-
-
-def records(path):
-    """Reads the records of a TFRecord file: length, its checksum, data, their checksum."""
-    content, at = path.read_bytes(), 0
-    while at < len(content):
-        (length,) = struct.unpack_from("<Q", content, at)
-        yield content[at + 12 : at + 12 + length]
-        at += 16 + length
-
-
-def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
-    for resume, steps in ((False, [1, 2, 3]), (True, [3, 4])):
-        with RunLog(tmp_path, {}, resume=resume) as log:
-            write(log, steps)
-    paths = sorted((tmp_path / "tensorboard").glob("events.*"))
-    events = [event_pb2.Event.FromString(record) for path in paths for record in records(path)]
-    losses = [e.step for e in events for v in e.summary.value if v.tag == "train/loss"]
-    assert sorted(losses) == [1, 2, 3, 3, 4]
-    starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]
-    assert starts == [3]
 
 
 class Wandb(types.ModuleType):
@@ -226,13 +167,32 @@ def wandb(monkeypatch, request):
     module.never.set()
 
 
-@pytest.mark.parametrize("wandb", ["init", "log", "log hangs", "finish hangs"], indirect=True)
-def test_training_continues_when_wandb_fails_or_hangs(tmp_path, wandb, capsys, monkeypatch):
-    monkeypatch.setattr(scalars, "WAITING", 10)
+TROUBLE = ["init", "log", "log hangs", "finish hangs", "a failed write", "no folder", "clock"]
+
+
+@pytest.mark.parametrize("wandb", TROUBLE, indirect=True)
+def test_training_continues_when_wandb_or_tensorboard_fails_or_hangs(
+    tmp_path, wandb, capsys, monkeypatch
+):
+    monkeypatch.setattr(scalars, "WAITING", 10 if "hangs" in wandb.trouble else scalars.WAITING)
     log = RunLog(tmp_path, {}, wandb="zero")
-    not_blocked(log, range(1, 40))
-    assert steps_of(tmp_path) == list(range(1, 40))
-    assert capsys.readouterr().out.count("Weights & Biases") == 1
+    if wandb.trouble == "no folder":
+        (tmp_path / "tensorboard").write_text("a file")
+    write(log, [1])
+    if wandb.trouble == "a failed write":
+        failing = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
+        monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, "write", failing)
+    elif wandb.trouble == "clock":  # set back by a month
+        month = time.time() - 31 * 24 * 3600
+        monkeypatch.setattr(time, "time", lambda: month)
+    rest = threading.Thread(target=lambda: (write(log, range(2, 40)), log.close()), daemon=True)
+    rest.start()
+    rest.join(20)
+    assert not rest.is_alive(), "training is blocked"
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 40))
+    said = capsys.readouterr().out
+    assert said.count("Weights & Biases") == (wandb.trouble in TROUBLE[:4])
+    assert said.count(f"in {tmp_path / 'tensorboard'}") == (wandb.trouble in TROUBLE[4:6])
 
 
 def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wandb, monkeypatch):
@@ -269,7 +229,6 @@ START = {
 def made(out):
     """The page's text, and its elements: it is XML too, so every tag is closed."""
     assert report_page.main([str(out)]) == 0
-    assert not list(out.glob("*.tmp"))
     source = (out / "report.html").read_text(encoding="utf-8")
     assert source.startswith("<!DOCTYPE html>")
     return source, ET.fromstring(source)
@@ -296,11 +255,8 @@ def drawn(root, kind):
     return [(float(x), float(y)) for x, y in points], path.count("M")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The page of a run with all that a page shows, as it is left when the log is closed."""
-    out = tmp_path_factory.mktemp("whole")
-    with RunLog(out, {"steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
+def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(tmp_path):
+    with RunLog(tmp_path, {"steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
         log.event("start", **START)
         log.event("states", step=0, parameters=4_000_000_000, optimizer_state=8_100_000_000)
         write(log, range(1, 5), memory_bytes=14_200_000_000, learning_rate=1e-3)
@@ -308,12 +264,8 @@ def whole(tmp_path_factory):
         log.step(5, loss=math.nan, grad_norm=math.inf, tokens_per_second=1e4, skipped=1)
         write(log, [6], loss=1.2345)
         log.evaluation(6, val_loss=1.5)
-    source = (out / "report.html").read_text(encoding="utf-8")
-    return source, ET.fromstring(source)
-
-
-def test_a_page_has_the_losses_curves_and_what_went_wrong(whole):
-    _, root = whole
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
+    root = ET.fromstring(source)
     known, said, found = tiles(root), words(root), rows(root)
     assert known["Last step's loss"] == "1.2345 nats per byte"
     assert known["Held-out loss"] == "1.5000 nats per byte"
@@ -328,7 +280,6 @@ def test_a_page_has_the_losses_curves_and_what_went_wrong(whole):
     assert any("step 5 train, a step not finite skipped" in words(t) for t in root.iter("title"))
     points, pieces = drawn(root, "faint a")
     assert [x for x, _ in points] == [0, 20, 40, 60, 100] and pieces == 2, "a gap at step 5"
-    # Memory by stage, and beside the measured.
     bars = "parameters, fp32 4 GB optimizer state 8 GB gathered copy 1 GB gradients 2 GB"
     assert ["stage 0", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
     assert ["stage 2, this run", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
@@ -342,10 +293,6 @@ def test_a_page_has_the_losses_curves_and_what_went_wrong(whole):
     ends = [1000 * size / 15 for size in (0, 4, 12, 13, 15)]  # of a width of 1000
     expected = [x for begin, end in itertools.pairwise(ends) for x in (begin, end - begin)]
     assert parts == pytest.approx(expected, abs=0.01)
-
-
-def test_a_page_loads_nothing_and_is_html_with_headings_and_headers(whole):
-    source, root = whole
     assert not re.search(r"https?://|url\(|@import|<script|<link|<iframe|<img", source)
     attributes = {name for element in root.iter() for name in element.attrib}
     assert not attributes & {"src", "href", "srcset", "data", "action"}

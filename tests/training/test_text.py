@@ -3,6 +3,7 @@
 import bz2
 import csv
 import datetime
+import functools
 import gzip
 import io
 import json
@@ -39,7 +40,7 @@ def all_of(records):
     return [records[at] for at in range(len(records))]
 
 
-def test_lines_and_folders_are_read_by_number_and_empty_lines_are_none(tmp_path):
+def test_documents_are_read_by_number_and_empty_lines_are_none(tmp_path):
     there, folder = tmp_path / "there", tmp_path / "here"
     for path in (there, folder / "b"):
         path.mkdir(parents=True)
@@ -57,24 +58,18 @@ def test_lines_and_folders_are_read_by_number_and_empty_lines_are_none(tmp_path)
     (folder / "notes.txt").write_text("x")
     with pytest.raises(ValueError, match=r"notes\.txt"):
         is_documents(folder)
-
-
-def test_parquet_has_the_same_documents_as_lines(tmp_path):
+    # Columns of a table that lines do not have, and can't, are not read.
     rows = [CHAT if n % 2 else {"messages": CHAT["messages"][:1]} for n in range(3000)]
-    # Columns that lines do not have, and can't, are not read.
-    dated = [row | {"when": datetime.datetime(2026, 1, 1)} for row in rows]
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(dated), path, row_group_size=700)
-    records = Records(path)
-    assert all_of(records) == rows
-    assert records.where(2999) == f"{path}, row 3000"
+    dated = pyarrow.Table.from_pylist([row | {"on": datetime.date(2026, 1, 1)} for row in rows])
+    pyarrow.parquet.write_table(dated, path := tmp_path / "a.parquet", row_group_size=700)
+    assert all_of(Records(path)) == rows and Records(path).where(2999) == f"{path}, row 3000"
 
 
 def delimited(delimiter):
     """With a column that is left out, and in another order."""
-    out, rows = io.StringIO(), enumerate(PAIRS)
-    named = [["number", "completion", "prompt"], *([n, *reversed(row.values())] for n, row in rows)]
-    csv.writer(out, delimiter=delimiter).writerows(named)
+    out = io.StringIO()
+    csv.writer(out, delimiter=delimiter).writerow(["number", "completion", "prompt"])
+    csv.writer(out, delimiter=delimiter).writerows([1, *reversed(x.values())] for x in PAIRS)
     return out.getvalue().encode()
 
 
@@ -99,12 +94,12 @@ FORMATS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("names", "content"), FORMATS, ids=[names for names, _ in FORMATS])
-def test_a_file_of_documents_is_known_by_its_name_in_any_case(tmp_path, names, content):
-    for name in names.split():
-        (tmp_path / name).write_bytes(content)
-        assert is_documents(tmp_path / name), name
-        assert all_of(Records(tmp_path / name)) == PAIRS, name
+def test_a_file_of_documents_is_known_by_its_name_in_any_case(tmp_path):
+    for names, content in FORMATS:
+        for name in names.split():
+            (tmp_path / name).write_bytes(content)
+            assert is_documents(tmp_path / name), name
+            assert all_of(Records(tmp_path / name)) == PAIRS, name
 
 
 # fmt: off
@@ -172,60 +167,76 @@ def test_other_formats_are_not_learned_as_text(tmp_path):
         assert not is_documents(tmp_path / name)
 
 
-MAKE = {
-    "pipe": os.mkfifo,
-    "device": lambda name: os.symlink("/dev/zero", name),
-    "socket": lambda name: socket.socket(socket.AF_UNIX).bind(name),
-}
+def bind(name):
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(name)
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("make", [os.mkfifo, functools.partial(os.symlink, "/dev/zero"), bind])
 def test_pipes_and_devices_are_not_waited_for(tmp_path, monkeypatch, make):
     for name in ("a", "a.txt", "a.bin", "a.npy", "a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)  # the path of a socket must be short
-        MAKE[make](name)
+        make(name)
         for given in (Path(name), tmp_path / name):
             with pytest.raises(ValueError, match=re.escape(name)):
                 Records(given) if is_documents(given) else load_tokens(given, 256)
 
 
-def test_default_corpus_is_english_text_and_the_same_each_time():
-    corpus = load_tokens(None, vocab=256)
-    assert corpus.byte_level and corpus.bytes_per_token == 1.0
-    assert " the " in decode(corpus.tokens[:2000]) and corpus.tokens.size > 100_000
-    np.testing.assert_array_equal(corpus.tokens, load_tokens(None, vocab=256).tokens)
-    tokens = corpus.tokens
-    assert 0 < bigram_entropy(tokens, 256) < unigram_entropy(tokens, 256) < math.log(256)
-
-
 def test_text_is_its_bytes_and_a_folder_its_files_in_the_order_of_their_paths(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("héllo\n", encoding="utf-8")
+    (path := tmp_path / "a.txt").write_text("héllo\n", encoding="utf-8")
     corpus = load_tokens(path, vocab=256)
-    assert (corpus.name, corpus.byte_level) == ("a.txt", True)
+    assert (corpus.name, corpus.byte_level, corpus.bytes_per_token) == ("a.txt", True, 1.0)
     assert corpus.tokens[:].tolist() == list("héllo\n".encode())
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x").write_text("2")
-    (tmp_path / "c.md").write_text("3")
-    (tmp_path / "empty").write_text("")
-    (tmp_path.parent / "away").mkdir()
-    (tmp_path.parent / "away" / "deep.txt").write_text("4")
+    for folder in (tmp_path / "b", tmp_path.parent / "away"):
+        folder.mkdir()
+    for name, content in {"b/x": "2", "c.md": "3", "empty": "", "../away/deep.txt": "4"}.items():
+        (tmp_path / name).write_text(content)
     (tmp_path / "z").symlink_to(tmp_path.parent / "away")
     assert decode(load_tokens(tmp_path, vocab=256).tokens) == "héllo\n234"
+    known = load_tokens(None, vocab=256).tokens  # English text, the same each time
+    assert " the " in decode(known[:2000]) and known.size > 100_000
+    np.testing.assert_array_equal(known, load_tokens(None, vocab=256).tokens)
+    assert 0 < bigram_entropy(known, 256) < unigram_entropy(known, 256) < math.log(256)
 
 
+def npy_of(descr, shape, content=b""):
+    header = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}}}".encode()
+    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header + content
+
+
+def npy(array):
+    return npy_of(array.dtype.str, array.shape, array.tobytes())
+
+
+MADE = Path(tempfile.gettempdir(), f"made-{os.getpid()}")
+EVIL = f"cos\nmkdir\n(V{MADE}\ntR.".encode()  # a pickle that calls os.mkdir
 # fmt: off
 TYPES = [
     ("t.bin", "<u2", {}), ("t.u32.bin", "<u4", {}), ("t.bin", "<u4", {"token_dtype": "uint32"}),
     ("t.u32.bin", "<u2", {"token_dtype": np.uint16}), ("t.npy", "uint16", {}),
     ("t.npy", "uint32", {}), ("t.npy", "int64", {}), ("t.npy", ">i4", {}),
 ]
+NO_TOKENS = [
+    *((f"t.{kind}", b"", f"t.{kind}", {}) for kind in ("txt", "bin", "npy")),
+    ("t.txt", b"abc\0d", "t.txt .*3", {}), ("t.pkl", pickle.dumps("letters"), "t.pkl", {}),
+    *(("t.npy", npy_of("<u2", shape), r"t\.npy", {})
+      for shape in ("(-3,)", "(9223372036854775807, 9)", "((((((", "(2,)" * 9999, "(0,)")),
+    *(("t.npy", npy(array), r"t\.npy", {})
+      for array in (np.ones(3), np.ones((2, 2), np.uint16), np.ones(3, bool))),
+    ("t.npy", EVIL, r"t\.npy", {}), ("t.npy", npy_of("|O", (1,), EVIL), r"t\.npy", {}),
+    ("t.npy", npy(np.array([1, -7])), "token -7 at position 1", {"vocab": 10}),
+    ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11])), "token 10 at position 3 .*--vocab 12",
+     {"vocab": 10}),
+    ("t.bin", b"abc", "t.bin .*3 bytes", {}), ("t.txt", b"abcd", "--vocab", {"vocab": 64}),
+    *((f"t.{kind}", b"abcd", f"token_dtype={dtype}", {"token_dtype": dtype})
+      for kind, dtype in (("bin", "float32"), ("bin", "int8"), ("txt", "uint16"))),
+    ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31}),
+]
 # fmt: on
 
 
-def test_token_files_are_read_as_their_type(tmp_path):
+def test_token_files_are_read_as_their_type_and_other_files_are_refused(tmp_path, monkeypatch):
     for name, dtype, options in TYPES:
         ids = np.array([0, 1, 513, 60000], dtype)
         (tmp_path / name).write_bytes(npy(ids) if name.endswith(".npy") else ids.tobytes())
@@ -233,58 +244,12 @@ def test_token_files_are_read_as_their_type(tmp_path):
         assert isinstance(corpus.tokens, TokenFile)
         assert corpus.tokens[:].tolist() == ids.tolist()
         assert corpus.bytes_per_token is None and not corpus.byte_level
-
-
-def npy(array):
-    out = io.BytesIO()
-    np.save(out, array, allow_pickle=True)
-    return out.getvalue()
-
-
-TOUCHED = Path(tempfile.gettempdir(), f"touched-{os.getpid()}")
-
-
-class Evil:
-    def __reduce__(self):
-        return Path.touch, (TOUCHED,)
-
-
-def npy_of_shape(shape):
-    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}".encode()
-    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header
-
-
-# fmt: off
-NO_TOKENS = [
-    *((f"t.{kind}", b"", {}, f"t.{kind}") for kind in ("txt", "bin", "npy")),
-    ("t.npy", npy(np.zeros(0, np.uint16)), {}, "t.npy"), ("t.txt", b"abc\0d", {}, "t.txt .*3"),
-    ("t.pkl", pickle.dumps("a text of letters", protocol=4), {}, "t.pkl"),
-    *(("t.npy", npy_of_shape(shape), {}, r"t\.npy")
-      for shape in ("(-3,)", "(9223372036854775807, 9)", "((((((", "(2,)" * 9999)),
-    *(("t.npy", npy(array), {}, r"t\.npy")
-      for array in (np.ones(3), np.ones((2, 2), np.uint16), np.ones(3, bool))),
-    ("t.npy", pickle.dumps(Evil()), {}, r"t\.npy"),
-    ("t.npy", npy(np.array([Evil()], object)), {}, r"t\.npy"),
-    ("t.npy", npy(np.array([1, -7])), {"vocab": 10}, "token -7 at position 1"),
-    ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11], np.uint16)), {"vocab": 10},
-     "token 10 at position 3 .*--vocab 12"),
-    ("t.bin", b"abc", {}, "t.bin .*3 bytes"),
-    ("t.bin", b"abcd", {"token_dtype": "float32"}, "token_dtype=float32"),
-    ("t.bin", b"abcd", {"token_dtype": "int8"}, "token_dtype=int8"),
-    ("t.txt", b"abcd", {"token_dtype": "uint16"}, "token_dtype=uint16"),
-    ("t.txt", b"abcd", {"vocab": 64}, "--vocab"),
-    ("t.txt", b"abcd", {"vocab": 2**31}, "vocab=2147483648"),
-]
-# fmt: on
-
-
-def test_files_that_are_no_tokens_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "CHUNK", 2)  # so that positions span chunks
-    for name, content, options, said in NO_TOKENS:
+    for name, content, said, options in NO_TOKENS:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=said):
             load_tokens(tmp_path / name, **{"vocab": 2**16, **options})
-    assert not TOUCHED.exists(), "a pickle is never opened"
+    assert not MADE.exists(), "a pickle is never opened"
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -298,8 +263,6 @@ def test_other_encodings_than_utf8_are_refused_with_the_place(tmp_path, monkeypa
 
 
 def test_folders_with_other_files_broken_links_or_rings_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_tokens("nowhere", vocab=256)
     for name in ("empty", "binary", "broken", "one", "two"):
         (tmp_path / name).mkdir()
         if name != "empty":
@@ -309,10 +272,12 @@ def test_folders_with_other_files_broken_links_or_rings_are_refused(tmp_path):
     (tmp_path / "broken" / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "one" / "link").symlink_to(tmp_path / "two")
     (tmp_path / "two" / "link").symlink_to(tmp_path / "one")
-    known = (("empty", "empty"), ("binary", r"(ids\.bin(\n|.)*image\.png)"), ("broken", "link"))
-    for name, said in (*known, ("one", "link/link")):
+    known = {"empty": "empty", "binary": r"(ids\.bin(\n|.)*image\.png)", "broken": "link"}
+    for name, said in (known | {"one": "link/link"}).items():
         with pytest.raises(ValueError, match=said):
             load_tokens(tmp_path / name, vocab=256)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_tokens("nowhere", vocab=256)
 
 
 def test_split_holds_out_the_end_and_decode_prints_text():
