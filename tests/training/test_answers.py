@@ -11,11 +11,10 @@ import time
 import numpy as np
 import pytest
 import subwords
+from test_documents import corpus, records
 
 from training import byte_tokenizer, templates
 from training.answers import match_between
-from training.documents import Documents, Source
-from training.records import Records
 from training.show import printable
 from training.tokenizer import Tokenizer
 
@@ -23,9 +22,9 @@ CHATML, QWEN = (subwords.TEMPLATES[name] for name in ("chatml", "qwen with tools
 PLAIN = subwords.unmarked(CHATML)  # without {% generation %}
 
 
-def chat(*texts, **flags):
+def chat(*texts):
     roles = ("user", "assistant")
-    return [{"role": roles[at % 2], "content": text} | flags for at, text in enumerate(texts)]
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 def learned(tokenizer, record, loss_on="assistant"):
@@ -48,13 +47,6 @@ def tokenizer_for(tmp_path_factory):
     return make
 
 
-# Thoughts before the last answer alone, and an end after the whole text.
-ODD = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_end|>{% endif %}"
-)
 # Moves thoughts out of the text, and drops those of earlier turns.
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
@@ -70,20 +62,16 @@ DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one 
 # A prompt that ends with a space: the first token of an answer contains it otherwise.
 SPACED = subwords.TEMPLATES["mistral"].replace("[/INST]'", "[/INST] '").replace("' ' + m", "m")
 # Templates that write an empty answer without its end, and that leave it out.
-TURN = ("{{ '<|im_start|>assistant", "{% endif %}{% endfor")
-START, STOP = map(CHATML.index, TURN)
 OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
-SKIPPING = f"{CHATML[:START]}{{% if m.content %}}{CHATML[START:STOP]}{{% endif %}}{CHATML[STOP:]}"
+SKIPPING = CHATML.replace("{% else %}", "{% else %}{% if m.content %}")
+SKIPPING = SKIPPING.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
 # Qwen 2.5's has a line break before a text only, Llama 3.1's leaves out the text of a call.
 TEXT = "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
 CALLED = "{% if m.tool_calls %}{{ '\\n<call>' + m.tool_calls[0].function.name }}{% endif %}"
+ANSWER = "\\n' }}{{ m.content + '<|im_end|>"
+BREAKING = PLAIN.replace(ANSWER, "' }}" + TEXT + CALLED + "{{ '<|im_end|>")
 EITHER = "{% if m.tool_calls %}" + CALLED + "{% else %}" + TEXT + "{% endif %}"
-BREAKING, EXCLUSIVE = (
-    PLAIN[: PLAIN.index(TURN[0])]
-    + f"{{{{ '<|im_start|>assistant' }}}}{own}{{{{ '<|im_end|>\\n' }}}}"
-    + PLAIN[PLAIN.index(TURN[1]) :]
-    for own in (TEXT + CALLED, EITHER)
-)
+EXCLUSIVE = PLAIN.replace(ANSWER, "' }}" + EITHER + "{{ '<|im_end|>")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"name": "weather", "arguments": {"city": "Oslo", "n": 1}}
 ARGUMENTS = json.dumps(CALL["arguments"])
@@ -125,7 +113,6 @@ LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of
     # Equal turns: 2^60 tries would never end.
     *((PLAIN, "special", [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
       for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
-    (ODD, "special", chat("a", "b", "c", "d"), f"b{END}<think>\n\n</think>\n\nd{END}<|im_end|>"),
     (THINKING, "special", chat("is it", THOUGHT), THOUGHT + END),
     (THINKING, "special", chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
     # What ends an answer may be within it.
@@ -162,7 +149,6 @@ LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of
 def test_answers_are_learned_from_their_first_token_to_their_end(
     template, kind, record, wanted, tokenizer_for
 ):
-    """A first token that contains the space before the answer is predicted as one."""
     record = record if isinstance(record, dict) else {"messages": record}
     for source in dict.fromkeys((template, subwords.unmarked(template))):
         said = learned(tokenizer_for(source, kind), record)
@@ -171,7 +157,7 @@ def test_answers_are_learned_from_their_first_token_to_their_end(
 
 
 # fmt: off
-ODD_ORDERS = [
+ORDERS = [
     [("assistant", "yes"), ("assistant", " no"), ("user", "is it"), ("assistant", "so")],
     [("user", "is it"), ("tool", "yes"), ("assistant", "no"), ("assistant", ""), ("user", "so")],
     [("user", "is it"), ("assistant", "</s>"), ("user", "USER: so"), ("assistant", "\n")],
@@ -185,7 +171,7 @@ ODD_ORDERS = [
 def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for):
     template = subwords.TEMPLATES[name]
     ways = [tokenizer_for(own, "byte-level") for own in (template, subwords.unmarked(template))]
-    for order, weight, loss_on in itertools.product(ODD_ORDERS, (0, 1), ("assistant", "all")):
+    for order, weight, loss_on in itertools.product(ORDERS, (0, 1), ("assistant", "all")):
         turns = [{"role": role, "content": text} for role, text in order]
         for turn in turns:
             turn["weight"] = weight if turn["role"] == "assistant" else 1
@@ -193,16 +179,6 @@ def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for
         np.testing.assert_array_equal(marked, plain)
         assert marked[1].any() == (weight == 1 or loss_on == "all")
         assert marked[1].all() == (weight == 1 and loss_on == "all")
-
-
-def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
-    for tokenizer in map(tokenizer_for, (CHATML, PLAIN)):
-        record = {"messages": flagged("weight", 0, 1)}
-        whole = tokenizer.decode(tokenizer.document(record)[0])
-        assert learned(tokenizer, record, "all") == whole.replace("no<|im_end|>\n", "", 1)
-        record["messages"][0]["weight"] = 0  # all tokens can't leave out a user's message
-        with pytest.raises(ValueError, match='"weight": 0 .*--loss-on'):
-            tokenizer.document(record, "all")
 
 
 def test_gaps_are_those_of_two_regular_expressions():
@@ -234,9 +210,8 @@ def test_answers_that_can_not_be_told_from_the_rest_are_refused(tokenizer_for):
 def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     tokenizer = tokenizer_for("{% if shout is defined %}{{ shout }}: {% endif %}" + QWEN)
     messages = chat("is it", "yes")
-    record = json.dumps({"messages": messages, "tools": TOOLS})
-    (path := tmp_path / "a.jsonl").write_text(f"{record}\n{record}\n")
-    data = Documents([Source(Records(path), 1.0)], tokenizer, seq=127, batch=1, seed=0)
+    known = [{"messages": messages, "tools": TOOLS}] * 2
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0), seq=127)
     for ids in (
         tokenizer.document({"messages": messages, "tools": json.dumps(TOOLS)})[0],
         tokenizer.document({"prompt": messages[:1], "completion": messages[1:], "tools": TOOLS})[0],
@@ -244,6 +219,9 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     ):
         assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
     record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
+    assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
+    tokenizer._renderer._process.kill()  # and one is started again
+    tokenizer._renderer._process.wait()
     assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
     # Of several named templates "tool_use" is for conversations with tools.
     for number, names in enumerate([("default", "tool_use"), ("tool_use", "default")]):
@@ -256,18 +234,25 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
         subwords.byte_level(tmp_path, {"rag": QWEN}).document({"messages": messages})
 
 
-def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokenizer_for):
+def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
+    for tokenizer in map(tokenizer_for, (CHATML, PLAIN)):
+        record = {"messages": flagged("weight", 0, 1)}
+        whole = tokenizer.decode(tokenizer.document(record)[0])
+        assert learned(tokenizer, record, "all") == whole.replace("no<|im_end|>\n", "", 1)
+        record["messages"][0]["weight"] = 0  # all tokens can't leave out a user's message
+        with pytest.raises(ValueError, match='"weight": 0 .*--loss-on'):
+            tokenizer.document(record, "all")
+    # A template may mark thoughts and text apart, and the end of the whole text.
     answer = "{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"
     thoughts = "{% generation %}{{ '<think>' + m.content + '</think>' }}{% endgeneration %}\n"
-    both = "{% if m.content != 'no' %}" + thoughts + "{% endif %}" + answer
+    both = "{% if m.content == 'no' %}" + thoughts + "{% endif %}" + answer
     for template, last, first in (
-        (CHATML.replace(answer, both), "no<|im_end|>\n", "<think>yes</think>yes<|im_end|>\n"),
-        (subwords.TEMPLATES["phi"], "no<|eot|>\n</s>", "yes<|eot|>\n"),
+        (CHATML.replace(answer, both), "positive<|im_end|>\n", "<think>no</think>no<|im_end|>\n"),
+        (subwords.TEMPLATES["phi"], "positive<|eot|>\n</s>", "no<|eot|>\n"),
     ):
         for weights, wanted in (((0, 1), last), ((1, 0), first)):
-            messages = chat("is it", "yes", "is it", "no")
-            messages[1]["weight"], messages[3]["weight"] = weights
-            assert learned(tokenizer_for(template), {"messages": messages}) == wanted
+            record = {"messages": flagged("weight", *weights)}
+            assert learned(tokenizer_for(template), record) == wanted
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -286,22 +271,19 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     # A question begins as the texts that were learned.
     ids = tokenizer.document({"text": "is it so"})[0]
     np.testing.assert_array_equal(tokenizer.asked("is it so"), ids[:-1])
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "is it", "completion": " so"}\n' * 2)
-    data = Documents([Source(Records(path), 1.0)], tokenizer, seq=31, batch=1, seed=0)
-    prompt = data.prompt(31)
+    known = [{"prompt": "is it", "completion": " so"}] * 2
+    prompt = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0)).prompt(31)
     np.testing.assert_array_equal(prompt, ids[: len(prompt)])
     assert prompt[0] == 1 and 2 not in prompt
 
 
 HOSTILE = [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU"),
-    ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "memory"),
     ("{{ 'x' * 10**11 }}", "memory"),
 ]
 
 
-@pytest.mark.parametrize(("body", "limit"), HOSTILE, ids=["ranges", "long text", "one long text"])
+@pytest.mark.parametrize(("body", "limit"), HOSTILE, ids=["nested ranges", "long text"])
 def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 0)  # and one that every text has
     monkeypatch.setattr(templates, "TRIES", 2)
@@ -317,23 +299,13 @@ def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monke
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "kB"
 
 
-def test_a_renderer_that_was_ended_is_started_again(tokenizer_for):
-    tokenizer, record = tokenizer_for(CHATML), {"messages": chat("is it", "yes")}
-    first = tokenizer.document(record)
-    tokenizer._renderer._process.kill()
-    tokenizer._renderer._process.wait()
-    np.testing.assert_array_equal(tokenizer.document(record), first)
-
-
 def test_escapes_of_templates_and_answers_do_not_reach_a_terminal(tmp_path):
     escape = "\x1b]0;owned\x07\u202e"
     tokenizer = subwords.byte_level(tmp_path, f"{{{{ raise_exception('{escape}') }}}}")
     with pytest.raises(ValueError, match=r"\\x1b\]0;owned\\x07\\u202e") as raised:
         tokenizer.document({"messages": chat("a", "b")})
     assert "\x1b" not in str(raised.value)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n{"text": "y"}\n')
-    data = Documents([Source(Records(path), 1.0)], tokenizer, seq=7, batch=1, seed=0)
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", ["x", "y"]), 1.0), seq=7)
     shown = data.show(tokenizer.encode(escape), 0)
     assert "\\x1b]0;owned\\x07" in shown and printable(shown) == shown
     assert printable("üß✓\n\t👨‍👩‍👧 سلام") == "üß✓\n\t👨‍👩‍👧 سلام"

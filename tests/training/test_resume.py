@@ -1,27 +1,12 @@
-"""Runs of `train.py` that end early and resume: signals, kills, processes, damaged checkpoints."""
+"""Runs of `train.py` that end early and resume: damaged checkpoints, changed texts, killed runs."""
 
 import itertools
-import os
 import re
-import signal
 import unittest.mock
 from pathlib import Path
 
 import pytest
-from small_runs import (
-    HERE,
-    RUN,
-    curve,
-    finish,
-    folder,
-    last_loss,
-    metrics,
-    saved_steps,
-    start,
-    start_many,
-    trained_until,
-    wait_for,
-)
+from small_runs import HERE, RUN, curve, folder, last_loss, saved_steps, trained_until, wait_for
 
 import training.run
 import zero_jax
@@ -99,29 +84,3 @@ def test_states_move_to_files_and_to_few_bits_and_back(folder, monkeypatch, caps
             assert train_here("--steps", "5", *files, *OWN) == 2
             assert "--states 8bit" in capsys.readouterr().err
     assert len(curve("out")) == 4
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_ends_a_run_with_all_its_files(folder, number, code):
-    args = [*RUN, "--devices", "1", "--steps", "100000", "--warmup", "2"]
-    (run,) = running = [start(*args, "--checkpoint-every", "50000", "--out", "out")]
-    wait_for(lambda: trained_until(3), run)
-    run.send_signal(number)
-    ((got, _, error),) = finish(running, seconds=60)
-    assert got == code and "Traceback" not in error
-    saved = saved_steps("out")
-    assert f"stopped after step {saved[0]}, which is saved in" in error, error
-    assert saved == [max(line["step"] for line in metrics("out"))]
-    assert Path("out/loss.png").exists() and Path("out/report.html").exists()
-
-
-def test_two_runs_in_one_folder_are_refused_in_every_process(folder):
-    first = start(*RUN, "--devices", "1", "--steps", "100000", "--out", "out")
-    wait_for(lambda: trained_until(1), first)
-    before = Path("out/config.json").read_text(), os.listdir("out/alive")
-    results = finish(start_many(2, [*RUN, "--devices", "2", "--steps", "4", "--out", "out"]), 120)
-    assert (Path("out/config.json").read_text(), os.listdir("out/alive")) == before
-    first.kill()
-    first.communicate()
-    assert [code for code, _, _ in results] == [2, 2], results
-    assert "another run" in results[0][2]
