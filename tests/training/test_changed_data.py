@@ -22,6 +22,7 @@ from training.text import load_tokens
 
 __all__ = ["byte_folder", "tokenizer"]  # fixtures
 DIR = "DIR, step 4"
+CONTENT = np.random.default_rng(0).integers(97, 123, 5000)
 
 
 def lines(count, word="hello"):
@@ -76,53 +77,34 @@ def saved(path, content):
         overwritten(path, content.astype({".bin": "<u2"}.get(path.suffix, "u1")).tobytes())
 
 
-CONTENT = np.random.default_rng(0).integers(97, 123, 5000)
-
-
 @pytest.mark.parametrize("exact", [True, False])  # the checksum is of the whole file, or of samples
 @pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.npy"])
-@pytest.mark.parametrize("said", ["size .* bytes, now 10", "now 0", "written 2"])
-def test_a_text_that_changes_ends_the_run(tmp_path, monkeypatch, exact, name, said):
+def test_a_text_that_changes_ends_the_run(tmp_path, monkeypatch, exact, name):
     """A mapped file that shrinks would end the process by SIGBUS."""
     if not exact:
         monkeypatch.setattr(data_files, "EXACT", 1 << 9)
         monkeypatch.setattr(data_files, "SAMPLE", 1 << 6)
     path = tmp_path / name
-    saved(path, CONTENT)
-    text = Text(load_tokens(path, vocab=256), seq=16, batch=4, seed=0)
-    stream = text.batches(None, 0, 1)
-    next(stream)
-    os.utime(path, ns=(0, 0))  # so that the next writing has another time, however soon
-    next(stream)
-    if "now" in said:
-        os.truncate(path, int(said.split()[-1]))
-    else:
-        saved(path, CONTENT[::-1])
-    with pytest.raises(DataChanged, match=rf"{re.escape(name)} .*{said}.*--data"):
-        for _ in range(9):
-            next(stream)
-    with pytest.raises(DataChanged):
-        list(text.held_out(0, 1))
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.npy"])
-def test_a_text_is_compared_by_its_content(tmp_path, name):
-    path = tmp_path / name
-    saved(path, CONTENT)
-    first = load_tokens(path, vocab=256)
-    os.utime(path, ns=(0, 0))
-    np.testing.assert_array_equal(first.tokens[:], CONTENT)
+    for said in ("size .* bytes, now 10", "now 0", "written 2"):
+        saved(path, CONTENT)
+        text = Text(load_tokens(path, vocab=256), seq=16, batch=4, seed=0)
+        stream = text.batches(None, 0, 1)
+        next(stream)
+        os.utime(path, ns=(0, 0))  # so that the next writing has another time, however soon
+        next(stream)
+        if "now" in said:
+            os.truncate(path, int(said.split()[-1]))
+        else:
+            saved(path, CONTENT[::-1])
+        with pytest.raises(DataChanged, match=rf"{re.escape(name)} .*{said}.*--data"):
+            for _ in range(9):
+                next(stream)
+        with pytest.raises(DataChanged):
+            list(text.held_out(0, 1))
     # The same length and other content: other checksums, with which a run is compared.
-    saved(path, np.where(np.arange(5000) == 4321, 96, CONTENT))
-    texts = [Text(tokens, 16, 4, 0) for tokens in (first, load_tokens(path, vocab=256))]
-    assert texts[0].order == texts[1].order
-    assert "--data" in _changed_contents(texts[1].contents, texts[0].contents, DIR)[0]
-    saved(path, CONTENT)
-    path.write_bytes(path.read_bytes() + b"more")
-    np.testing.assert_array_equal(first.tokens[:], CONTENT)
-    path.unlink()
-    path.write_bytes(b"other")  # the run has the former open
-    np.testing.assert_array_equal(first.tokens[:], CONTENT)
+    other = Text(load_tokens(path, vocab=256), seq=16, batch=4, seed=0)
+    assert other.order == text.order
+    assert "--data" in _changed_contents(other.contents, text.contents, DIR)[0]
 
 
 def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path):
@@ -142,18 +124,20 @@ def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path)
     with pytest.raises(OSError, match=re.escape(str(path))):  # and is not waited for
         known[0]
     # Tokens are an array that is read by slices.
-    CONTENT.astype("<u2").tofile(tmp_path / "ids")
-    tokens = TokenFile(tmp_path / "ids", "<u2")
+    path = tmp_path / "ids"
+    CONTENT.astype("<u2").tofile(path)
+    tokens = TokenFile(path, "<u2")
     part = tokens.part(100, 300)
     assert len(tokens) == tokens.size == 5000 and part.size == 200 and part[200:300].size == 0
-    np.testing.assert_array_equal(tokens, CONTENT)
     np.testing.assert_array_equal(part.part(10, 20)[2:-1], CONTENT[112:119])
     np.testing.assert_array_equal(part[150:999], CONTENT[250:300])
     with pytest.raises(ValueError, match="step=2"):
         part[::2]
-
-
-# Before a run resumes.
+    path.write_bytes(path.read_bytes() + b"more")
+    np.testing.assert_array_equal(tokens, CONTENT)
+    path.unlink()
+    path.write_bytes(b"other")  # the run has the former open
+    np.testing.assert_array_equal(tokens, CONTENT)
 
 
 def test_edited_documents_are_read_anew_and_those_left_out_wait_no_more(tokenizer, tmp_path):
@@ -165,8 +149,7 @@ def test_edited_documents_are_read_anew_and_those_left_out_wait_no_more(tokenize
         record["messages"].pop()  # nothing is left to learn
     after = corpus(tokenizer, (records(path, known), 1.0), seq=64)
     assert after.order == before.order
-    stream = after.batches(place, 0, 1)
-    for (tokens, weights, *_), _ in itertools.islice(stream, 5):
+    for (tokens, weights, *_), _ in itertools.islice(after.batches(place, 0, 1), 5):
         assert tokens.shape == (4, 65) and weights.any(axis=1).all()
     assert after.counts.empty >= 4 * LOOK / 6  # about a third of what waited
     (said,) = _changed_contents(after.contents, before.contents, DIR)
@@ -174,53 +157,33 @@ def test_edited_documents_are_read_anew_and_those_left_out_wait_no_more(tokenize
 
 
 def test_another_template_is_a_warning_and_another_vocabulary_an_error(byte_folder, tmp_path):
-    def contents(name, template="{% for m in messages %}{{ m.content }}{% endfor %}", token=None):
-        (tmp_path / name).mkdir()
-        tokenizer = with_template(byte_folder, tmp_path / name, template)
+    def contents(end="", token=None):
+        template = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"
+        tokenizer = with_template(byte_folder, tmp_path, template)
         tokenizer._own.add_tokens([token] if token else [])
-        return corpus(tokenizer, (records(tmp_path / name / "a.jsonl", ["a", "b"]), 1.0)).contents
+        return corpus(tokenizer, (records(tmp_path / "a.jsonl", ["a", "b"]), 1.0)).contents
 
-    first = contents("first")
-    assert _changed_contents(contents("same"), first, DIR) == []
+    first, other = contents(), contents(" ")
+    assert _changed_contents(contents(), first, DIR) == []
     assert _changed_contents(first, {}, DIR) == [], "of a release without checksums"
-    other = contents("other", "{% for m in messages %}{{ m.content }} {% endfor %}")
     (said,) = _changed_contents(other, first, DIR)
-    assert "--tokenizer" in said
-    assert first["chat template"] in said and other["chat template"] in said
+    assert all(x in said for x in ("--tokenizer", first["chat template"], other["chat template"]))
     with pytest.raises(ValueError, match=f"--tokenizer .*{DIR}"):
-        _changed_contents(contents("more", token="<|more|>"), first, DIR)
+        _changed_contents(contents(token="<|more|>"), first, DIR)
 
-
-# Settings: refused, with a warning, or freely.
 
 LORA = {"lora": 4, "lora_alpha": None, "lora_targets": "all-linear", "base": None, "hf": "A"}
-RUN = {
-    **{"model": "nano", "optimizer": "adamw", "lr": 1e-3, "warmup": 2, "steps": 8, "clip": 1.0},
-    **{"weight_decay": 0.1, "vocab": 256, "capacity": None, "compute": "fp32", "reduce": "fp32"},
-    **{"gather": None, "scatter": None, "stage": 3, "hf_config": {"hidden_size": 32}},
-}
-OTHER = {"optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16"}
-OTHER |= {"gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5}
-OTHER |= {"weight_decay": 0.0, "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4"}
-
-
-@pytest.mark.parametrize("name", [*REFUSE, *WARN])
-def test_every_setting_of_the_table_is_named_with_both_values(name):
-    same = {**RUN, **(LORA if name in LORA else {"lora": None})}
-    before, now = same | {name: (RUN | LORA)[name]}, same | {name: OTHER[name]}
-    assert check_settings(before, before, DIR) == []
-    assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
-    former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
-    given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
-    if name in REFUSE:
-        with pytest.raises(ValueError, match=f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}.*--out"):
-            check_settings(now, before, DIR)
-        return
-    (said,) = check_settings(now, before, DIR)
-    assert re.search(f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}", said)
-
-
 # fmt: off
+RUN = {
+    "model": "nano", "optimizer": "adamw", "lr": 1e-3, "warmup": 2, "steps": 8, "clip": 1.0,
+    "weight_decay": 0.1, "vocab": 256, "capacity": None, "compute": "fp32", "reduce": "fp32",
+    "gather": None, "scatter": None, "stage": 3, "hf_config": {"hidden_size": 32},
+}
+OTHER = {
+    "optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16",
+    "gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5, "weight_decay": 0.0,
+    "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
+}
 OTHERWISE = [
     ({**RUN, **LORA}, {**RUN, "lora": None}, "no --lora .*--lora 4"),
     ({**RUN, "lora": None}, {**RUN, **LORA}, "--lora 4 .*no --lora"),
@@ -233,10 +196,27 @@ OTHERWISE = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("before", "now", "said"), OTHERWISE)
-def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(before, now, said):
-    with pytest.raises(ValueError, match=f"{said}.*--out"):
-        check_settings(now, before, DIR)
+@pytest.mark.parametrize("name", [*REFUSE, *WARN])
+def test_every_setting_of_the_table_is_named_with_both_values(name):
+    same = {**RUN, **(LORA if name in LORA else {"lora": None})}
+    before, now = same | {name: (RUN | LORA)[name]}, same | {name: OTHER[name]}
+    assert check_settings(before, before, DIR) == []
+    assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
+    former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
+    given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
+    given = f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}"
+    if name in REFUSE:
+        with pytest.raises(ValueError, match=f"{given}.*--out"):
+            check_settings(now, before, DIR)
+    else:
+        (said,) = check_settings(now, before, DIR)
+        assert re.search(given, said)
+
+
+def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free():
+    for before, now, said in OTHERWISE:
+        with pytest.raises(ValueError, match=f"{said}.*--out"):
+            check_settings(now, before, DIR)
     known = {**RUN, **LORA, "hf_config": {"sizes": [1, 2]}}
     same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
     for free in ({"lora_alpha": 8.0}, {"base": "bf16"}):

@@ -1,14 +1,18 @@
-"""Documents to train on: masks, mixtures, what is held out, cut and left out, and their order."""
+"""Batches of texts and documents: what is learned, held out, cut, left out, and in which order."""
 
+import functools
+import itertools
 import json
+import math
 import re
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from training import byte_tokenizer
+from training import byte_tokenizer, data
 from training.documents import Documents, Source, sources_of
+from training.packing import LOOK, Lane, row_of
 from training.records import Records, check
 from training.tokenizer import Tokenizer
 
@@ -86,56 +90,55 @@ def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
 
 def test_a_pass_has_every_document_once_but_those_held_out(tokenizer, tmp_path):
     texts = numbers("a", 400)
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", texts), 1.0))
-    seen = starts(data.batches(None, 0, 1), 200)
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", texts), 1.0))
+    seen = starts(made.batches(None, 0, 1), 200)
     # Each of 4 lanes is ahead of the others by at most what waits in it.
-    assert len(set(seen[:290])) == 290
-    assert set(seen) == {text[:5] for text in texts[:360]}
-    held_out = [t for arrays in data.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
+    assert len(set(seen[:290])) == 290 and set(seen) == {text[:5] for text in texts[:360]}
+    held_out = [t for arrays in made.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
     assert sorted(text[:5].decode() for text in held_out) == [t[:5] for t in texts[360:]]
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_path, count):
-    known = (("a", 3.0, 1000), ("b", 1.0, 100))
-    made = [(records(tmp_path / f"{name}.jsonl", numbers(name, n)), w) for name, w, n in known]
-    data = corpus(tokenizer, *made)
-    whole = data.batches(None, 0, 1)
+    sources = [
+        (records(tmp_path / f"{name}.jsonl", numbers(name, count)), weight)
+        for name, weight, count in (("a", 3.0, 1000), ("b", 1.0, 100))
+    ]
+    made = corpus(tokenizer, *sources)
+    whole = made.batches(None, 0, 1)
     seen = starts(whole, 40)
     assert sum(text[0] == "a" for text in seen) / len(seen) == pytest.approx(0.75, abs=0.05)
-    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", data.outlook(50)))
+    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", made.outlook(50)))
     assert second / first == pytest.approx(1000 / 100 / 3, rel=0.01)
     _, place = next(whole)
     place = json.loads(json.dumps(place))
-    parts = [corpus(tokenizer, *made).batches(place, at, count) for at in range(count)]
+    parts = [corpus(tokenizer, *sources).batches(place, at, count) for at in range(count)]
     for _ in range(5):
         wanted, found = next(whole)[0], [next(part)[0] for part in parts]
         for array, *own in zip(wanted, *found, strict=True):
             np.testing.assert_array_equal(array, np.concatenate(own))
 
 
-def trained(data, steps):
+def trained(made, steps):
     """How many documents the batches of so many steps have."""
-    drawn = data.batches(None, 0, 1)
+    drawn = made.batches(None, 0, 1)
     rows = [row for _ in range(steps) for row in next(drawn)[0][2]]
     return sum(len(set(row[row > 0].tolist())) for row in rows)
 
 
 def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenizer, tmp_path):
-    """Of 40 documents 36 are trained on; a short one has 6 tokens, a row room for 32."""
     source = records(tmp_path / "a.jsonl", ["x" * (50 if n % 2 else 5) for n in range(40)])
-    data = corpus(tokenizer, (source, 1.0))
-    said = data.outlook(100)
+    made = corpus(tokenizer, (source, 1.0))
+    said = made.outlook(100)
     assert said.startswith("all 36 documents in rows of 31 tokens: 18 whole, 18 cut")
-    assert "longest of 51 tokens" in said and str(data.counts) == "none"
-    rows = 18 + 4  # one for each that is cut, five short ones in each of the others
+    assert "longest of 51 tokens" in said and str(made.counts) == "none"
+    rows = 18 + 4  # of 36: one for each that is cut, five short ones in each of the others
     assert said.endswith(f"100 steps train on a.jsonl {100 * 4 / rows:.3g} times"), said
-    found = trained(data, 100)
-    assert found == data.counts.whole + data.counts.cut, "those read ahead are not counted"
+    found = trained(made, 100)
+    assert found == made.counts.whole + made.counts.cut, "those read ahead are not counted"
     # The 16 documents that wait for a row in each lane are short ones at the end.
     assert found / 36 == pytest.approx(400 / rows, rel=0.05)
-    drawn = data.batches(None, 0, 1)
-    sizes = {len(text) for _ in range(9) for text in texts_of(next(drawn)[0])}
+    sizes = {len(text) for text in texts_of(next(made.batches(None, 0, 1))[0])}
     assert sizes == {6, 32}, "cut to a row of seq + 1 tokens"
     dropped = corpus(tokenizer, (source, 1.0), long="drop")
     arrays, _ = next(dropped.batches(None, 0, 1))
@@ -145,40 +148,34 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
         corpus(tokenizer, (source, 1.0), long="refuse")
     # A sample begins with a held-out prompt that fits.
     known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
-    assert tokenizer.decode(data.prompt(31)) == "<|user|>short<|end|><|assistant|>"
-    assert data.prompt(5) is None
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
+    assert tokenizer.decode(made.prompt(31)) == "<|user|>short<|end|><|assistant|>"
+    assert made.prompt(5) is None
 
 
 def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenizer, tmp_path):
     """Every second one is; 18 steps of 4 rows with 3 of the others each are 24 passes over 9."""
     half = [chat("x" * (60 if n % 2 else 3), "yes") for n in range(20)]
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
-    said = data.outlook(18)
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
+    said = made.outlook(18)
     assert said.endswith("18 steps train on a.jsonl 24 times")
     assert "left out" in said and "the longest of" in said
-    assert trained(data, 18) == data.counts.whole == 24 * 9
-    assert data.counts.empty == pytest.approx(24 * 9, rel=0.05)
+    assert trained(made, 18) == made.counts.whole == 24 * 9
+    assert made.counts.empty == pytest.approx(24 * 9, rel=0.05)
     none = records(tmp_path / "b.jsonl", [chat("x" * 60, "yes")] * 20)
     said = corpus(tokenizer, (none, 1.0), (records(tmp_path / "c.jsonl", half), 1.0)).outlook(18)
     assert "train on b.jsonl 0 times, c.jsonl" in said, said
 
 
-STRICT = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-
-
 def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder, tmp_path):
-    tokenizer = with_template(byte_folder, tmp_path, STRICT)
+    strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    tokenizer = with_template(byte_folder, tmp_path, strict + byte_tokenizer.TEMPLATE)
     tool = {"role": "tool", "content": "x"}
     refused = {"messages": [*chat("a", "b")["messages"], tool]}
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
-    next(data.batches(None, 0, 1))
-    assert data.counts.refused and data.counts.whole
-    assert "a.jsonl, line" in str(data.counts) and "no tools" in str(data.counts)
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
+    next(made.batches(None, 0, 1))
+    assert made.counts.refused and made.counts.whole
+    assert "a.jsonl, line" in str(made.counts) and "no tools" in str(made.counts)
     with pytest.raises(ValueError, match="a.jsonl, line 1.*no tools"):
         corpus(tokenizer, (records(tmp_path / "a.jsonl", [refused] * 3), 1.0))
     # A source needs two documents, and a weight above 0.
@@ -222,3 +219,123 @@ def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
     now, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert now < before + 2e5 and peak < before + 2e6
+
+
+TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its position: what is read shows where
+ONE = {"shard_index": 0, "shard_count": 1}
+SEQ = 20
+
+
+def first(n, **changed):
+    """The first `n` batches of a small stream, `(n, rows, 9)`."""
+    options = {"batch": 12, "seq": 8, "seed": 3, **ONE, **changed}
+    return np.stack(list(itertools.islice(data.batches(TOKENS, **options), n)))
+
+
+def test_an_epoch_has_each_target_once_in_an_order_of_its_own():
+    assert data.samples_per_epoch(TOKENS.size, 8) == 124
+    orders = [first(31, batch=4, start=124 * epoch) for epoch in range(3)]
+    for rows in orders:
+        assert rows.dtype == np.int32 and (np.diff(rows, axis=-1) == 1).all()
+        assert sorted(rows[..., 1:].ravel()) == list(range(1, 124 * 8 + 1))
+    orders += [first(31, batch=4, seed=4)]  # and neighbouring seeds share no epoch
+    assert not any(np.array_equal(a, b) for a, b in itertools.combinations(orders, 2))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_processes_together_read_the_batches_of_one_from_any_sample(count):
+    whole = first(25)  # 300 samples: three epochs
+    parts = [first(14, shard_index=i, shard_count=count, start=132) for i in range(count)]
+    assert parts[0].shape[1] == 12 // count
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole[11:])
+    other = first(80, batch=1, start=36)  # another size of batches
+    np.testing.assert_array_equal(other[:, 0], whole.reshape(-1, 9)[36:116])
+    assert first(1, start=10**15).shape[1] == 12, "samples before are not read"
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_evaluation_sees_every_target_once_in_order(count):
+    for n in (2, 9, 40, 41, 42, 97):
+        tokens = TOKENS[:n] + 1  # no real token is 0, so padding shows
+        known = {"batch": 4, "seq": 5, "shard_count": count}
+        shards = [list(data.eval_batches(tokens, **known, shard_index=i)) for i in range(count)]
+        targets = []
+        for parts in zip(*shards, strict=True):  # no process waits for one more batch
+            rows, mask = (np.concatenate(half) for half in zip(*parts, strict=True))
+            assert (rows.shape, mask.shape) == ((4, 6), (4, 5))
+            assert (rows.dtype, mask.dtype) == (np.int32, np.float32)
+            np.testing.assert_array_equal(rows[:, 1:] != 0, mask == 1)
+            np.testing.assert_array_equal(rows[:, 1:][mask == 1], rows[:, :-1][mask == 1] + 1)
+            targets += rows[:, 1:][mask == 1].tolist()
+        assert targets == tokens[1:].tolist()
+        part = list(data.eval_batches(tokens, **known, shard_index=0, max_batches=3))
+        assert len(part) == min(3, math.ceil((n - 1) / 5 / 4))
+
+
+# fmt: off
+REFUSED = [
+    ({"batch": 10, "shard_count": 4}, "--batch 12 or 8"),
+    ({"batch": 10, "shard_count": 4, "max_batches": None}, "--batch 12 or 8"),
+    ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"batch": 0}, "batch=0"),
+    ({"seq": 1000}, "--seq"), ({"seed": -1}, "seed=-1"), ({"max_batches": 0}, "max_batches=0"),
+    ({"tokens": TOKENS[:1], "max_batches": None}, "at least 2 tokens"),
+]
+# fmt: on
+
+
+def test_batches_that_can_not_be_are_refused():
+    for changed, said in REFUSED:
+        known = {"tokens": TOKENS, "batch": 12, "seq": 8, **ONE, **changed}
+        seeded = functools.partial(data.batches, seed=3)
+        make = data.eval_batches if "max_batches" in changed else seeded
+        with pytest.raises(ValueError, match=said):
+            make(**known)
+
+
+def document(number, size=None):
+    """Tokens that tell the document and the place in it."""
+    size = 2 + 7 * number % 15 if size is None else size
+    ids = 1000 * number + np.arange(size, dtype=np.int32)
+    return ids, np.arange(size) >= size // 2
+
+
+def documents_of(row):
+    """Numbers of the documents of a row, each checked to be whole and in its place."""
+    tokens, weights, segments, positions = row
+    found = []
+    for segment in range(1, segments.max(initial=0) + 1):
+        at = np.flatnonzero(segments == segment)
+        number = tokens[at[0]] // 1000
+        ids, mask = document(number)
+        end = at[0] + len(ids)
+        assert (np.diff(at) == 1).all() and (positions[at] == np.arange(len(at))).all()
+        assert (tokens[at[0] : end] == ids).all()
+        assert (weights[at[0] : end - 1] == mask[1:]).all(), "the first is predicted by nothing"
+        assert not weights[end - 1 : end].any(), "the next document's first"
+        found.append(int(number))
+    return found
+
+
+def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
+    lane = Lane(document, SEQ, 0, 1)
+    rows = [lane.row() for _ in range(300)]
+    seen = [n for row in rows for n in documents_of(row)]
+    assert len(seen) == len(set(seen))
+    # Each row takes the one that waits longest, and of others no more than fit.
+    assert set(range(max(seen) - LOOK * (SEQ + 1) // 2)) <= set(seen), "none is left behind"
+    assert np.mean([(row[2] > 0).mean() for row in rows]) > 0.97
+
+
+def test_a_pass_ends_when_its_documents_do():
+    lane = Lane(document, SEQ, 0, 1, end=50)
+    rows = iter(lane.row, None)
+    assert sorted(n for row in rows for n in documents_of(row)) == list(range(50))
+    # A row may be one document, and one may be empty.
+    ids, mask = document(3, SEQ + 1)
+    tokens, weights, segments, _ = row_of([(ids, mask)], SEQ)
+    assert (tokens == ids).all() and (segments == 1).all() and weights.sum() == mask.sum()
+    assert not any(part.any() for part in row_of([], SEQ))
+    # An order in which nothing can be learned ends with an error.
+    lane = Lane(lambda number: None, SEQ, 0, 1, patience=30)
+    with pytest.raises(ValueError, match="31 documents.*--seq"):
+        lane.row()

@@ -26,8 +26,6 @@ from training.run_folder import RunLog, finite, next_folder, read
 from training.show import human_bytes
 
 pytestmark = pytest.mark.usefixtures("no_picture")
-
-
 STEP = {"grad_norm": 0.5, "tokens_per_second": 1e4}
 
 
@@ -37,7 +35,6 @@ def write(log, steps, loss=2.0, **more):
 
 
 def lines(folder):
-    """The complete lines of the metrics, which are JSON without NaN."""
     text = (folder / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     return [json.loads(line) for line in text.split("\n")[:-1]]
@@ -56,11 +53,12 @@ def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_p
         log.step(np.int32(4), loss=np.float32(2), grad_norm=np.array(0.5, np.float32))
     known = json.loads((out / "config.json").read_text())
     assert known == {"path": "x", "clip": None, "betas": [0.9, 0.5]}
-    step = {"loss": 2.0, "grad_norm": 0.5, "tokens_per_second": 1e4, "skipped": 0}
-    last = {"step": 4, "loss": 2.0, "grad_norm": 0.5, "skipped": 0}
-    infinite = {"step": 3, "loss": None, "grad_norm": None, "skipped": 1}
-    first = [{"step": 1, **step}, {"step": 2, **step}, {"step": 2, "val_loss": 2.5}]
-    assert lines(out) == [*first, infinite, last]
+    step = {"loss": 2.0, "grad_norm": 0.5, "skipped": 0}
+    assert lines(out) == [
+        *({"step": n, **step, "tokens_per_second": 1e4} for n in (1, 2)),
+        *({"step": 2, "val_loss": 2.5}, {"step": 3, "loss": None, "grad_norm": None, "skipped": 1}),
+        {"step": 4, **step},
+    ]
     assert finite(read(out).curve("loss")) == [(1, 2.0), (2, 2.0), (4, 2.0)]
     assert list((out / "tensorboard").glob("events.*")) and (out / "report.html").exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -134,6 +132,7 @@ class Wandb(types.ModuleType):
         super().__init__("wandb")
         self.trouble, self.runs, self.never = trouble, [], threading.Event()
         self.Settings = dict
+        self.define_metric = lambda name, step_metric: self.runs[-1].update(axis=step_metric)
 
     def check(self, call):
         if self.trouble == call:
@@ -145,9 +144,6 @@ class Wandb(types.ModuleType):
         self.check("init")
         self.runs.append({**given, "logged": [], "code": None})
         return self
-
-    def define_metric(self, name, step_metric):
-        self.runs[-1]["axis"] = step_metric
 
     def log(self, values):
         self.check("log")
@@ -211,19 +207,24 @@ def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wan
             scalars.import_wandb("zero")
 
 
-# The page.
-
+# fmt: off
 TERMS = {"parameters": 4e9, "state": 8e9, "copy": 1e9, "gradients": 2e9}
 START = {
-    "unit": "byte",
-    "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4},
-    "stage": 2,
-    "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}],
+    "unit": "byte", "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4}, "stage": 2,
+    "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}], "predicted_total": 12.7e9,
     "predicted": {"parameters": 4e9, "optimizer_state": 8e9, "work": 7e8, "host": 6e8},
-    "predicted_total": 12.7e9,
-    "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2},
-    "versions": {"jax": "0.10.2"},
+    "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2}, "versions": {"jax": "0.10.2"},
 }
+DAMAGED = [
+    (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
+    ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
+    ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
+    ("config.json", '{"steps": "many"}', "`steps`"),
+    ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
+    ("events.jsonl", '{"event": "checkpoint", "step": [4]}\n', "`step`"),
+    ("events.jsonl", '{"event": "start", "levels": [1]}\n', "`levels`"),
+]
+# fmt: on
 
 
 def made(out):
@@ -351,28 +352,24 @@ def test_a_resumed_run_shows_its_whole_curve_its_starts_and_checkpoints(tmp_path
 
 
 def test_folders_with_less_have_a_page_with_less(tmp_path):
-    def page(config, metrics):
-        for file, content in (("config.json", config), ("metrics.jsonl", metrics)):
-            (tmp_path / file).unlink(missing_ok=True)
-            if content is not None:
-                (tmp_path / file).write_text(content)
+    def page(metrics, config=None):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
         source, root = made(tmp_path)
-        return source, root, words(root)
+        return source, root, tiles(root).get("Last step's loss")
 
-    known = json.dumps({"model": "nano", "hf": "Some-8B", "bigram entropy": 2.25})
-    _, root, said = page(known, '{"step": 1, "loss": 2.5}\n')  # before there were events
-    assert tiles(root)["Last step's loss"] == "2.5000 nats"
-    assert "model of Some-8B" in said and "bigram entropy 2.25" in said
-    assert not re.search("No end|Memory|Checkpoints", said)
-    for metrics in ('{"step": 1, "lo', None):
-        source, root, _ = page('{"model": "nano", "stage": 3}', metrics)
-        assert ["stage", "3"] in rows(root) and "<figure" not in source
-    _, root, _ = page(None, '{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
+    _, root, _ = page('{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
     assert drawn(root, "line a") == ([(50, 50)], 1)
     nothing = '{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1e999}\n{"step": 3, "loss": null}\n'
-    _, root, _ = page(None, nothing)
-    assert tiles(root)["Last step's loss"] == "not finite nats"
-    assert ["loss not finite", "3", "1 to 3"] in rows(root)
+    _, root, loss = page(nothing)
+    assert loss == "not finite nats" and ["loss not finite", "3", "1 to 3"] in rows(root)
+    known = {"model": "nano", "hf": "Some-8B", "bigram entropy": 2.25, "stage": 3}
+    source, root, _ = page('{"step": 1, "lo', known)
+    assert ["stage", "3"] in rows(root) and "<figure" not in source
+    _, root, loss = page('{"step": 1, "loss": 2.5}\n')  # before there were events
+    assert loss == "2.5000 nats" and not re.search("No end|Memory|Checkpoints", words(root))
+    assert "model of Some-8B" in words(root) and "bigram entropy 2.25" in words(root)
 
 
 def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
@@ -410,24 +407,11 @@ def test_a_long_run_keeps_its_peaks_and_a_small_page(tmp_path):
     assert [min(heights), max(heights)] == pytest.approx(ends, abs=0.01)
 
 
-# fmt: off
-DAMAGED = [
-    (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
-    ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
-    ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
-    ("config.json", '{"steps": "many"}', "`steps`"),
-    ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
-    ("events.jsonl", '{"event": "checkpoint", "step": [4]}', "`step`"),
-    ("events.jsonl", '{"event": "start", "levels": [1]}', "`levels`"),
-]
-# fmt: on
-
-
 @pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
 def test_a_folder_without_a_run_and_a_damaged_file_are_named(tmp_path, capsys, name, content, said):
     if name:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
-        (tmp_path / name).write_text(content + "\n" * (name == "events.jsonl"))
+        (tmp_path / name).write_text(content)
     assert report_page.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert said in error and (name or str(tmp_path)) in error

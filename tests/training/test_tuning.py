@@ -126,8 +126,6 @@ EDITED = {  # folders by name: which files are edited, or left out
         "vocab": known["model"]["vocab"] | {f"token{n}": 253 + n for n in range(100)}}}},
     "plain": {"chat_template.jinja": None},
     "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
-    "width": {"config.json": lambda known: known | {"n_embd": 50_000}},
-    "rows": {"config.json": lambda known: known | {"n_positions": 50_000}},
 }
 REFUSED = [
     ("--base nf4", "--base nf4"), ("--lora-targets q", "--lora-targets q"),
@@ -143,8 +141,7 @@ REFUSED = [
     ("--data text.txt=1,text.txt=2", "--data text.txt=1"), ("--hf none", "config.json"),
     ("--hf lama", "'lama'"), ("--hf bare", "chat.jsonl .*--tokenizer"), ("--hf big", "256 rows"),
     ("--hf plain", "plain has no chat template"), ("--tokenizer nowhere", "nowhere"),
-    ("--tokenizer broken", "broken"), ("--hf layers", "config.json"), ("--hf width", "config.json"),
-    ("--hf rows", "config.json"),
+    ("--tokenizer broken", "broken"), ("--hf layers", "config.json"),
 ]
 # fmt: on
 
