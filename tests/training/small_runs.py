@@ -17,16 +17,15 @@ from training.trainer import Trainer
 SCRIPT = Path(__file__).parents[2] / "train.py"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 80  # 4800 bytes
 HERE = ["--devices", "8"]  # those of conftest.py
-# fmt: off
-TINY = [*"--data text.txt --steps 4 --batch 8 --seq 16 --eval-every 2 --eval-batches 1".split(),
-        *"--sample-length 8 --optimizer sgd".split()]
+TINY = "--data text.txt --steps 4 --batch 8 --seq 16 --eval-every 2 --eval-batches 1 "
+TINY = (TINY + "--sample-length 8 --optimizer sgd").split()
 # Adam has a state; the rate is small, so that sums in another order stay near.
-RUN = [*TINY, *"--optimizer adamw --sample-length 0 --eval-every 0 --lr 1e-3".split()]
-FIRST = [*RUN, *"--seq 32 --devices 8 --warmup 2 --eval-every 2 --checkpoint-every 2".split()]
+RUN = [*TINY, "--optimizer", "adamw", "--sample-length", "0", "--eval-every", "0", "--lr", "1e-3"]
+FIRST = "--seq 32 --devices 8 --warmup 2 --eval-every 2 --checkpoint-every 2"
+FIRST = [*RUN, *FIRST.split()]
 # Settings of which a compiled step does not depend.
-FREE = ("out", "export", "checkpoint_every", "keep", "from_step", "fresh", "sample_length",
-        "eval_every", "eval_batches", "max_hours", "rollbacks", "wandb")
-# fmt: on
+FREE = "out export checkpoint_every keep from_step fresh sample_length eval_every eval_batches "
+FREE = (FREE + "max_hours rollbacks wandb").split()
 
 
 @pytest.fixture

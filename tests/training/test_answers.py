@@ -3,8 +3,6 @@
 import functools
 import itertools
 import json
-import random
-import re
 import resource
 import time
 
@@ -14,7 +12,6 @@ import subwords
 from test_documents import corpus, records
 
 from training import byte_tokenizer, templates
-from training.answers import match_between
 from training.show import printable
 from training.tokenizer import Tokenizer
 
@@ -96,45 +93,44 @@ def after(content, *texts):
 
 
 # fmt: off
-PAIRS = [
-    ("mistral", "byte-level"), ("mistral", "metaspace"), ("vicuna", "metaspace"),
-    ("vicuna", "special"), ("deepseek", "no prefix"), ("deepseek", "byte-level"),
-    # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
-    ("mistral", "trimmed"), ("vicuna", "trimmed"),
-]
+KINDS = {
+    "mistral": ("byte-level", "metaspace", "trimmed"), "deepseek": ("no prefix", "byte-level"),
+    "vicuna": ("metaspace", "special", "trimmed"),
+}
 THREE = chat("is it so", "yes", "is it", "positive", "is it", "no")
-LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of it
-    *((subwords.TEMPLATES[name], kind, THREE, "yes</s>positive</s>no</s>") for name, kind in PAIRS),
-    *((subwords.TEMPLATES["phi"], kind, THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>")
-      for kind in ("special", "no prefix")),
-    *((SPACED, kind, chat("is it", "yes"), "yes</s>") for kind in subwords.KINDS),
-    (CHATML, "special", chat("is it"), ""),
-    (CHATML, "special", {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
+LEARNED = [  # template, conversation, and what is learned of it, in tokenizers of which kinds
+    # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
+    *((subwords.TEMPLATES[x], THREE, "yes</s>positive</s>no</s>", *KINDS[x]) for x in KINDS),
+    (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>",
+     "special", "no prefix"),
+    (SPACED, chat("is it", "yes"), "yes</s>", *subwords.KINDS),
+    (CHATML, chat("is it"), "")    (CHATML, chat("is it"), ""),
+    (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
     # Equal turns: 2^60 tries would never end.
-    *((PLAIN, "special", [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
+    *((PLAIN, [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
       for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
-    (THINKING, "special", chat("is it", THOUGHT), THOUGHT + END),
-    (THINKING, "special", chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
+    (THINKING, chat("is it", THOUGHT), THOUGHT + END),
+    (THINKING, chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
     # What ends an answer may be within it.
-    (BARE, "special", chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
-    (BARE, "special", chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
-    (BARE, "special", chat("a", DIALOGUE, "b", "z"), f"{DIALOGUE}\n\nz\n\n"),
+    (BARE, chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
+    (BARE, chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
+    (BARE, chat("a", DIALOGUE, "b", "z"), f"{DIALOGUE}\n\nz\n\n"),
     # Answers of weight 0 are context.
-    *((CHATML, "special", flagged(*own), "positive" + END)
+    *((CHATML, flagged(*own), "positive" + END)
       for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
-    (CHATML, "special", flagged("weight", 0, 0), ""),
+    (CHATML, flagged("weight", 0, 0), ""),
     # An empty answer costs no other its own.
-    *((OPEN, "special", after(first, "so", "positive", "so", "no"), "positiveno")
+    *((OPEN, after(first, "so", "positive", "so", "no"), "positiveno")
       for first in ("", "yes")),
-    *((SKIPPING, "special", after(first, "so", "positive", "so", "no"), f"positive{END}no{END}")
+    *((SKIPPING, after(first, "so", "positive", "so", "no"), f"positive{END}no{END}")
       for first in ("", "yes")),
     # Calls of tools without text.
-    *((BREAKING, "special", [*chat("is it"), calling(x), *chat("is it", "so")],
+    *((BREAKING, [*chat("is it"), calling(x), *chat("is it", "so")],
        f"<call>weather{END}so{END}") for x in (None, "")),
-    *((EXCLUSIVE, "special", [*chat("is it"), calling(x), *chat("is it", "so")],
+    *((EXCLUSIVE, [*chat("is it"), calling(x), *chat("is it", "so")],
        f"<call>weather{END}so{END}") for x in (None, "yes")),
     # OpenAI's files have arguments as JSON text; some templates take an object and some a text.
-    *((QWEN.replace("c.function.arguments | tojson", written), "special",
+    *((QWEN.replace("c.function.arguments | tojson", written),
        {"messages": [*chat("is it"), calling(call=CALL | {"arguments": given}),
                      {"role": "tool", "content": "positive"}, *chat("", "so")[1:]], "tools": TOOLS},
        f"\n<call>weather {ARGUMENTS}</call>{END}so{END}")
@@ -142,21 +138,6 @@ LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of
                       "'' + c.function.arguments")
       for given in (CALL["arguments"], ARGUMENTS)),
 ]
-# fmt: on
-
-
-@pytest.mark.parametrize(("template", "kind", "record", "wanted"), LEARNED, ids=lambda x: "")
-def test_answers_are_learned_from_their_first_token_to_their_end(
-    template, kind, record, wanted, tokenizer_for
-):
-    record = record if isinstance(record, dict) else {"messages": record}
-    for source in dict.fromkeys((template, subwords.unmarked(template))):
-        said = learned(tokenizer_for(source, kind), record)
-        exact = kind == "special" and "</s>" not in wanted
-        assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
-
-
-# fmt: off
 ORDERS = [
     [("assistant", "yes"), ("assistant", " no"), ("user", "is it"), ("assistant", "so")],
     [("user", "is it"), ("tool", "yes"), ("assistant", "no"), ("assistant", ""), ("user", "so")],
@@ -165,6 +146,17 @@ ORDERS = [
     [("user", "a"), ("assistant", "a"), ("user", "a"), ("assistant", "a")],
 ]
 # fmt: on
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_answers_are_learned_from_their_first_token_to_their_end(case, tokenizer_for):
+    template, record, wanted, *kinds = case
+    record = record if isinstance(record, dict) else {"messages": record}
+    for source in dict.fromkeys((template, subwords.unmarked(template))):
+        for kind in kinds or ["special"]:
+            said = learned(tokenizer_for(source, kind), record)
+            exact = kind == "special" and "</s>" not in wanted
+            assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama 2", "vicuna", "deepseek"])
@@ -181,32 +173,6 @@ def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for
         assert marked[1].all() == (weight == 1 and loss_on == "all")
 
 
-def test_gaps_are_those_of_two_regular_expressions():
-    """The first match of a lazy and of a greedy pattern, where both are the same."""
-    rng, found = random.Random(0), 0
-    for _ in range(600):
-        literals = ["".join(rng.choices("ab", k=rng.randrange(4))) for _ in range(4)]
-        whole = "".join(own + "".join(rng.choices("abc", k=rng.randrange(3))) for own in literals)
-        both = [re.fullmatch(gap.join(literals), whole) for gap in ("(.*?)", "(.*)")]
-        lazy, greedy = ([m.span(at) for at in range(1, 4)] if m else None for m in both)
-        assert match_between(literals, whole) == (lazy if lazy == greedy else None)
-        found += lazy is not None and lazy == greedy
-    assert 20 < found < 580
-
-
-def test_answers_that_can_not_be_told_from_the_rest_are_refused(tokenizer_for):
-    for template in (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}",
-        # As of models of images: content in parts alone, and nothing for a text.
-        PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "),
-    ):
-        own, record = tokenizer_for(template), {"messages": chat("a", "b")}
-        with pytest.raises(ValueError, match="--loss-on all"):
-            own.document(record)
-        ids, mask = own.document(record, "all")
-        assert mask.all() and len(ids) > 3
-
-
 def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     tokenizer = tokenizer_for("{% if shout is defined %}{{ shout }}: {% endif %}" + QWEN)
     messages = chat("is it", "yes")
@@ -219,19 +185,26 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     ):
         assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
     record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
-    assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
-    tokenizer._renderer._process.kill()  # and one is started again
-    tokenizer._renderer._process.wait()
-    assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
+    for _ in range(2):
+        assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
+        tokenizer._renderer._process.kill()  # and is started again
+        tokenizer._renderer._process.wait()
     # Of several named templates "tool_use" is for conversations with tools.
-    for number, names in enumerate([("default", "tool_use"), ("tool_use", "default")]):
-        named = dict(zip(names, (QWEN, subwords.unmarked(QWEN)), strict=True))
-        tokenizer = subwords.byte_level(tmp_path / f"{number}", named)
-        for tools in ({}, {"tools": TOOLS}):
-            said = learned(tokenizer, {"messages": chat("is it", "yes", "is it", "no"), **tools})
-            assert said == "yes<|im_end|>\nno<|im_end|>\n"
+    named = {"default": subwords.unmarked(QWEN), "tool_use": QWEN}
+    tokenizer = subwords.byte_level(tmp_path / "named", named)
+    for tools in ({}, {"tools": TOOLS}):
+        assert learned(tokenizer, {"messages": chat("is it", "yes"), **tools}) == f"yes{END}"
     with pytest.raises(ValueError, match="chat template"):
         subwords.byte_level(tmp_path, {"rag": QWEN}).document({"messages": messages})
+    for template in (  # from which answers can not be told
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}",
+        # As of models of images: content in parts alone, and nothing for a text.
+        PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "),
+    ):
+        with pytest.raises(ValueError, match="--loss-on all"):
+            tokenizer_for(template).document({"messages": messages})
+        ids, mask = tokenizer_for(template).document({"messages": messages}, "all")
+        assert mask.all() and len(ids) > 3
 
 
 def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
@@ -312,19 +285,15 @@ def test_escapes_of_templates_and_answers_do_not_reach_a_terminal(tmp_path):
 
 
 def test_python_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
-    """transformers asks on standard input if it may, unless it is told that it may not."""
     asked = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
     byte_tokenizer.write(tmp_path)
     own = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w').close()\n")
-    for file, content in (
-        ("config.json", {"model_type": "evil"} | named),  # its tokenizer is one of transformers'
-        ("tokenizer_config.json", own | named),
-    ):
-        (tmp_path / file).write_text(json.dumps(content))
-        assert list(Tokenizer(tmp_path).encode("ab")) == [97, 98]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil"} | named))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | named))
+    assert list(Tokenizer(tmp_path).encode("ab")) == [97, 98]  # it is one of transformers'
     evil = own | named | {"tokenizer_class": "Evil"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="`auto_map`"):

@@ -1,20 +1,18 @@
 """Data, templates and settings that change while a run reads them, or before it resumes."""
 
-import itertools
 import os
 import re
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_documents import byte_folder, chat, corpus, records, tokenizer, with_template
+from test_documents import byte_folder, corpus, records, tokenizer, with_template
 
 import zero_jax
 from training import data_files
 from training.config import Config, flag
 from training.corpus import Text
 from training.data_files import DataChanged, TokenFile
-from training.packing import LOOK
 from training.records import Records
 from training.resuming import REFUSE, WARN, base_checksum, check_settings
 from training.saving import Saver, _changed_contents, check_resume
@@ -140,22 +138,6 @@ def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path)
     np.testing.assert_array_equal(tokens, CONTENT)
 
 
-def test_edited_documents_are_read_anew_and_those_left_out_wait_no_more(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    known = [chat(f"{n}", "yes and no") for n in range(200)]
-    before = corpus(tokenizer, (records(path, known), 1.0), seq=64)
-    (*_, (_, place)) = itertools.islice(before.batches(None, 0, 1), 3)
-    for record in known[::3]:
-        record["messages"].pop()  # nothing is left to learn
-    after = corpus(tokenizer, (records(path, known), 1.0), seq=64)
-    assert after.order == before.order
-    for (tokens, weights, *_), _ in itertools.islice(after.batches(place, 0, 1), 5):
-        assert tokens.shape == (4, 65) and weights.any(axis=1).all()
-    assert after.counts.empty >= 4 * LOOK / 6  # about a third of what waited
-    (said,) = _changed_contents(after.contents, before.contents, DIR)
-    assert "--data" in said and all(c.contents["data"] in said for c in (before, after))
-
-
 def test_another_template_is_a_warning_and_another_vocabulary_an_error(byte_folder, tmp_path):
     def contents(end="", token=None):
         template = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"
@@ -196,23 +178,6 @@ OTHERWISE = [
 # fmt: on
 
 
-@pytest.mark.parametrize("name", [*REFUSE, *WARN])
-def test_every_setting_of_the_table_is_named_with_both_values(name):
-    same = {**RUN, **(LORA if name in LORA else {"lora": None})}
-    before, now = same | {name: (RUN | LORA)[name]}, same | {name: OTHER[name]}
-    assert check_settings(before, before, DIR) == []
-    assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
-    former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
-    given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
-    given = f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}"
-    if name in REFUSE:
-        with pytest.raises(ValueError, match=f"{given}.*--out"):
-            check_settings(now, before, DIR)
-    else:
-        (said,) = check_settings(now, before, DIR)
-        assert re.search(given, said)
-
-
 def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free():
     for before, now, said in OTHERWISE:
         with pytest.raises(ValueError, match=f"{said}.*--out"):
@@ -221,6 +186,20 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
     same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
     for free in ({"lora_alpha": 8.0}, {"base": "bf16"}):
         assert check_settings(same | free, known, DIR) == []
+    for name in (*REFUSE, *WARN):  # with both values
+        same = {**RUN, **(LORA if name in LORA else {"lora": None})}
+        before, now = same | {name: (RUN | LORA)[name]}, same | {name: OTHER[name]}
+        assert check_settings(before, before, DIR) == []
+        assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
+        former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
+        given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
+        given = f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}"
+        if name in REFUSE:
+            with pytest.raises(ValueError, match=f"{given}.*--out"):
+                check_settings(now, before, DIR)
+        else:
+            (said,) = check_settings(now, before, DIR)
+            assert re.search(given, said)
 
 
 def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):

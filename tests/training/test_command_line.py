@@ -53,25 +53,19 @@ def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
     assert all(x in screen.getvalue() for x in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["))
 
 
-def test_speed_is_that_of_the_last_steps_without_pauses(monkeypatch):
+def test_speed_and_numbers_are_rounded_and_full_parameters_need_room(monkeypatch, capsys):
     now = iter([0, 10, 20, 21, 22, 1022, 1024])
     monkeypatch.setattr(show.time, "monotonic", lambda: next(now))
     speed = Speed(tokens_per_step=100, window=2)
     assert [speed.tick() for _ in range(4)] == [10, 10, 200 / 11, 100]
-    speed.restart()
+    speed.restart()  # after a pause
     assert speed.tick() == 50
-
-
-def test_numbers_are_decimal_as_in_the_paper_and_round_into_the_next_unit():
     # 7.5e9 parameters at 16 bytes, Figure 1 of the paper: 120 GB, and 1.9 GB on 64 devices.
     numbers = (7.5e9 * 16, 7.5e9 * 16 / 64, 0, 512, 999.9)
     assert [human_bytes(n) for n in numbers] == ["120 GB", "1.88 GB", "0 B", "512 B", "1 kB"]
     counts = (999_499, 999_600, -1500, 1e18, 0, 0.25, math.nan, math.inf)
     said = ["999K", "1M", "-1.5K", "1000000T", "0", "0.25", "nan", "inf"]
     assert [human_count(n) for n in counts] == said
-
-
-def test_full_parameters_are_gathered_only_where_there_is_room(monkeypatch, capsys):
     assert room_for(10**18, "sample", print), "CPUs do not count their memory"
     limits = ({"bytes_limit": 1000, "bytes_in_use": 400}, {"bytes_limit": 2000, "bytes_in_use": 0})
     devices = [SimpleNamespace(memory_stats=lambda stats=stats: stats) for stats in limits]
@@ -92,23 +86,22 @@ def test_help_shows_every_setting_once_in_short_groups(capsys):
     titles = "basic data device optimizer look checkpoint process adapter zero"
     assert groups[::2] == titles.split()
     flags = [re.findall(r"^\W{2,4}(--[a-z][a-z-]+)", group, re.MULTILINE) for group in groups[1::2]]
-    every = sorted(flag(field.name) for field in dataclasses.fields(Config))
-    assert sorted(itertools.chain(*flags)) == every
+    assert sorted(itertools.chain(*flags)) == sorted(
+        flag(x.name) for x in dataclasses.fields(Config)
+    )
     assert max(map(len, flags[:-1])) <= 8
     assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
     assert "--stepz" in shown("--stepz", "5")
     config = parse(["--steps", "50", "--mesh", "data=2", "--no-debug", "--process-id", "1"])
     assert (config.steps, config.mesh, config.process_id) == (50, "data=2", 1)
-
-
-def test_the_command_that_resumes_has_the_flags_that_still_hold():
+    # The command that resumes has the flags that still hold.
     for given, on in (
         ("--from-step 6 --lr 0.1 --out a b --fresh", "--lr 0.1 --out a b"),
         ("--from_step=6 --no-fresh --steps 9", "--steps 9 --out runs/001"),
         ("--coordinator h:1 --num-processes 4 --process-id=0", "--out runs/001"),
     ):
-        stopped = Stopped(130, Path("runs/001"), 37)
-        assert stopped.said(given.split()).endswith(f"\npython train.py {on}")
+        said = Stopped(130, Path("runs/001"), 37).said(given.split())
+        assert said.endswith(f"\npython train.py {on}")
 
 
 # fmt: off
@@ -116,27 +109,42 @@ COMMANDS = [  # and what is said
     ("--data nowhere.txt", "nowhere.txt"), ("--data empty.txt", "empty.txt"),
     ("--data ids.npy", "token 256|--vocab 300"), ("--seq 500", "4320|480|501|--seq"),
     ("--vocab 100", "[0, 100)|--vocab 120"), ("--steps 4 --profile", "--profile|--steps 4"),
-    ("--batch 12", "--batch 12|8 or 16"), ("--micro-batches 3", "--batch 8|take 24"),
-    ("--model nanno", "'nanno'|'nano'"), ("--model 350m", "'350m'|'124m'"),
-    ("--optimizer adam", "'adam'|'adamw'"), ("--remat blok", "'blok'|'block'"),
-    ("--compute bf61", "'bf61'|'bf16'"), ("--reduce fp16", "'fp16'|bf16"), ("--stage 4", "stage=4"),
-    ("--stage auto", "memory_limit="),
+    ("--batch 12", "--batch 12|8 or 16"), ("--model nanno", "'nanno'|'nano'"),
+    ("--optimizer adam", "'adam'|'adamw'"), ("--compute bf61", "'bf61'|'bf16'"),
+    ("--reduce fp16", "'fp16'|bf16"), ("--stage 4", "stage=4"), ("--stage auto", "memory_limit="),
     pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
-    ("--lr 1e38", "--lr 1e+38"), ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"),
+    ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"),
     ("--warmup 4", "--warmup 4|--steps 4"), ("--out=", "--out"),
-    ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--mesh data=999999999", "data=999999999"),
-    ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
-    ("--sequence-parallel", "sequence_parallel"), ("--config c6", "'c6'"),
-    ("--config c1 --remat dots", "--config c1|--stage|--remat"),
-    ("--config c4", "--config c4|--mesh model=2"),
+    ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--mesh data=2,modle=4", "'modle=4'"),
+    ("--mesh data=2,model=2", "8 devices"), ("--sequence-parallel", "sequence_parallel"),
+    ("--config c6", "'c6'"), ("--config c1 --remat dots", "--config c1|--stage|--remat"),
     ("--remat partitioned", "--remat partitioned|--mesh model=2"),
     ("--offload activations --remat none", "remat='none'"), ("--process-id 0", "process_id=0"),
     ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", "--devices 9"),
     # The setting itself is said.
     *((own, own) for own in (
-        "--steps 0", "--steps 99999999999999999999", "--seed 9223372036854775808",
-        "--vocab 2147483648", "--lr nan", "--sample-length 2147483647", "--join-seconds inf",
+        "--steps 0", "--steps 99999999999999999999", "--lr nan", "--join-seconds inf",
         "--mesh data=²", "--devices 2147483647", "--wandb zero")),
+]
+FIELDS = [  # of messages, of the record, and what is said
+    ({"weight": 0.5}, {}, '"weight" .* 0.5'), ({"train": "no"}, {}, '"train" .* "no"'),
+    ({"train": True}, {}, '"train" of a user message'), ({"train_detail": []}, {}, "train_detail"),
+    ({"function_call": {}}, {}, '"function_call" .* "tool_calls"'),
+    ({"tool_calls": "f"}, {}, '"tool_calls" is "f"'), ({}, {"tools": "{"}, '"tools"'),
+    ({}, {"tools": {"a": 1}}, '"tools"'), ({}, {"functions": []}, '"functions" .* "tools"'),
+    ({}, {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
+    ({}, {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
+    *(({"tool_calls": [{"type": "function", "function": call}]}, {}, said) for call, said in (
+        ({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
+        ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
+]
+FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
+ERRORS = [
+    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
+    (FULL, 4, "left with 2", "error: RESOURCE_EXHAUSTED"),
+    (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
+    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
+    (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
 ]
 # fmt: on
 
@@ -153,59 +161,12 @@ def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypa
     assert not Path("runs").exists()
 
 
-def chat(**flags):
-    roles = (("user", "a"), ("assistant", "b"))
-    return {"messages": [{"role": role, "content": text} | flags for role, text in roles]}
-
-
-def calling(call):
-    return chat(tool_calls=[{"type": "function", "function": call}])
-
-
-# fmt: off
-FIELDS = [
-    (chat(weight=0.5), '"weight" .* 0.5'), (chat(train="no"), '"train" .* "no"'),
-    (chat(train=True), '"train" of a user message'), (chat(train_detail=[]), '"train_detail"'),
-    (chat(function_call={}), '"function_call" .* "tool_calls"'),
-    (chat(tool_calls="f"), '"tool_calls" is "f"'), (chat() | {"tools": "{"}, '"tools"'),
-    (chat() | {"tools": {"a": 1}}, '"tools"'),
-    (chat() | {"functions": []}, '"functions" .* "tools"'),
-    (chat() | {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
-    (chat() | {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
-    (calling({"name": "f", "arguments": "{"}), '"arguments"'),
-    (calling({"name": "f", "arguments": "[1]"}), '"arguments"'), (calling("f"), '"function"'),
-]
-# fmt: on
-
-
 def test_fields_of_documents_that_can_not_be_heeded_are_refused():
-    for record, said in FIELDS:
+    for flags, more, said in FIELDS:
+        roles = (("user", "a"), ("assistant", "b"))
+        messages = [{"role": role, "content": text} | flags for role, text in roles]
         with pytest.raises(ValueError, match=said):
-            check(record)
-
-
-def test_a_mesh_leaves_the_other_devices_to_data(monkeypatch):
-    monkeypatch.setattr(zero_jax, "initialize", lambda *_, **__: None)
-    monkeypatch.setattr(program, "launched_processes", lambda: 32)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    for mesh in ("replica=4", "model=8"):
-        program.join(Config(mesh=mesh))
-        with pytest.raises(ValueError, match="32 processes"):
-            program.join(Config(mesh=f"data=3,{mesh}"))
-    monkeypatch.setattr(jax.config, "update", lambda *_: pytest.fail("memory is taken"))
-    with pytest.raises(ValueError, match="--mesh data=32800"):
-        program.join(Config(mesh="data=32800"))
-
-
-FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
-ERRORS = [
-    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"),
-    (FULL, 4, "left with 2", "error: RESOURCE_EXHAUSTED"),
-    (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
-    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
-    (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
-    (KeyboardInterrupt(), 1, 130, "stopped"),
-]
+            check({"messages": messages} | more)
 
 
 @pytest.mark.parametrize(("raised", "processes", "ended", "said"), ERRORS)

@@ -88,16 +88,6 @@ def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
         assert tokenizer.document(record, "all")[1].all()
 
 
-def test_a_pass_has_every_document_once_but_those_held_out(tokenizer, tmp_path):
-    texts = numbers("a", 400)
-    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", texts), 1.0))
-    seen = starts(made.batches(None, 0, 1), 200)
-    # Each of 4 lanes is ahead of the others by at most what waits in it.
-    assert len(set(seen[:290])) == 290 and set(seen) == {text[:5] for text in texts[:360]}
-    held_out = [t for arrays in made.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
-    assert sorted(text[:5].decode() for text in held_out) == [t[:5] for t in texts[360:]]
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_path, count):
     sources = [
@@ -110,8 +100,10 @@ def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_pat
     assert sum(text[0] == "a" for text in seen) / len(seen) == pytest.approx(0.75, abs=0.05)
     first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", made.outlook(50)))
     assert second / first == pytest.approx(1000 / 100 / 3, rel=0.01)
-    _, place = next(whole)
-    place = json.loads(json.dumps(place))
+    held_out = [t for arrays in made.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
+    kept = [*numbers("a", 1000)[900:], *numbers("b", 100)[90:]]
+    assert sorted(text[:5].decode() for text in held_out) == [text[:5] for text in kept]
+    place = json.loads(json.dumps(next(whole)[1]))
     parts = [corpus(tokenizer, *sources).batches(place, at, count) for at in range(count)]
     for _ in range(5):
         wanted, found = next(whole)[0], [next(part)[0] for part in parts]
@@ -191,9 +183,7 @@ def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder
 def test_the_token_that_ends_learned_text_is_found(byte_folder, tmp_path):
     each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
     for template, record, wanted in (
-        (byte_tokenizer.TEMPLATE, chat("a", "b"), [252]),
-        (byte_tokenizer.TEMPLATE, {"text": "a"}, [252]),
-        (byte_tokenizer.TEMPLATE, {"prompt": "a", "completion": "b"}, [252]),
+        *((byte_tokenizer.TEMPLATE, record, [252]) for record in (chat("a", "b"), {"text": "a"})),
         (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
         (each.replace("END", ""), chat("a", "b"), []),
     ):
@@ -232,7 +222,8 @@ def first(n, **changed):
     return np.stack(list(itertools.islice(data.batches(TOKENS, **options), n)))
 
 
-def test_an_epoch_has_each_target_once_in_an_order_of_its_own():
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_sample(count):
     assert data.samples_per_epoch(TOKENS.size, 8) == 124
     orders = [first(31, batch=4, start=124 * epoch) for epoch in range(3)]
     for rows in orders:
@@ -240,10 +231,6 @@ def test_an_epoch_has_each_target_once_in_an_order_of_its_own():
         assert sorted(rows[..., 1:].ravel()) == list(range(1, 124 * 8 + 1))
     orders += [first(31, batch=4, seed=4)]  # and neighbouring seeds share no epoch
     assert not any(np.array_equal(a, b) for a, b in itertools.combinations(orders, 2))
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_processes_together_read_the_batches_of_one_from_any_sample(count):
     whole = first(25)  # 300 samples: three epochs
     parts = [first(14, shard_index=i, shard_count=count, start=132) for i in range(count)]
     assert parts[0].shape[1] == 12 // count
@@ -324,9 +311,7 @@ def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
     # Each row takes the one that waits longest, and of others no more than fit.
     assert set(range(max(seen) - LOOK * (SEQ + 1) // 2)) <= set(seen), "none is left behind"
     assert np.mean([(row[2] > 0).mean() for row in rows]) > 0.97
-
-
-def test_a_pass_ends_when_its_documents_do():
+    # A pass ends when its documents do.
     lane = Lane(document, SEQ, 0, 1, end=50)
     rows = iter(lane.row, None)
     assert sorted(n for row in rows for n in documents_of(row)) == list(range(50))

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -118,49 +117,20 @@ def test_runs_get_numbered_folders_and_a_full_disk_names_the_file(tmp_path):
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_packages_are_imported_when_they_are_needed():
-    modules = "training.text, training.entropy, training.data, training.run_folder, training.charts"
-    late = {"jax", "matplotlib", "tensorboardX", "wandb"}
-    code = f"import sys, {modules}, training.show; assert not {late} & {{*sys.modules}}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-class Wandb(types.ModuleType):
-    """A module like wandb, which keeps what it is given; a call named `trouble` fails or hangs."""
-
-    def __init__(self, trouble=""):
-        super().__init__("wandb")
-        self.trouble, self.runs, self.never = trouble, [], threading.Event()
-        self.Settings = dict
-        self.define_metric = lambda name, step_metric: self.runs[-1].update(axis=step_metric)
-
-    def check(self, call):
-        if self.trouble == call:
-            raise ConnectionResetError("the service is gone")
-        if self.trouble == f"{call} hangs":
-            self.never.wait()
-
-    def init(self, **given):
-        self.check("init")
-        self.runs.append({**given, "logged": [], "code": None})
-        return self
-
-    def log(self, values):
-        self.check("log")
-        self.runs[-1]["logged"].append(values)
-
-    def finish(self, exit_code):
-        self.check("finish")
-        self.runs[-1]["code"] = exit_code
-
-
 @pytest.fixture
 def wandb(monkeypatch, request):
-    module = Wandb(getattr(request, "param", ""))
+    """A module like wandb; a call that the parameter names fails or hangs."""
+    module, never = unittest.mock.Mock(), threading.Event()
+    module.trouble = getattr(request, "param", "")
+    module.init.return_value = module
+    call, _, hangs = module.trouble.partition(" ")
+    if call in ("init", "log", "finish"):
+        fail = ConnectionResetError("the service is gone")
+        getattr(module, call).side_effect = (lambda *_, **__: never.wait()) if hangs else fail
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(scalars, "FINISH_SECONDS", 0.2)
     yield module
-    module.never.set()
+    never.set()
 
 
 TROUBLE = ["init", "log", "log hangs", "finish hangs", "a failed write", "no folder", "clock"]
@@ -196,11 +166,13 @@ def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wan
         with pytest.raises(KeyError), RunLog(tmp_path, {}, wandb="zero", resume=resume) as log:
             log.step(1, loss=float("inf"), grad_norm=0.5)
             raise KeyError
-    first, second = wandb.runs
-    assert first["code"] == 1
-    assert first["logged"] == [{"train/grad_norm": 0.5, "train/skipped": 0, "step": 1}]
-    assert first["id"] == second["id"] and first["project"] == "zero"
-    assert (first["resume"], first["axis"], first["dir"]) == ("allow", "step", str(tmp_path))
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first == second and first.items() >= {"project": "zero", "resume": "allow"}.items()
+    assert first["dir"] == str(tmp_path)
+    assert wandb.define_metric.call_args == unittest.mock.call("*", step_metric="step")
+    assert wandb.finish.call_args == unittest.mock.call(exit_code=1)
+    sent = {"train/grad_norm": 0.5, "train/skipped": 0, "step": 1}
+    assert wandb.log.call_args_list == [unittest.mock.call(sent)] * 2
     for module in (None, types.ModuleType("wandb")):  # not installed, or another module
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(ValueError, match="--wandb zero"):
@@ -307,20 +279,6 @@ def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(t
         assert all(row[0].get("scope") == "row" for row in table.find("tbody"))
 
 
-def test_strings_of_the_run_are_escaped(tmp_path):
-    evil = "<script>alert('&amp;')</script>\x00\x1b\ud800"
-    with RunLog(tmp_path / "<i>", {"model": evil, evil: [evil]}) as log:
-        given = {"levels": {evil: 1.0}, "unit": evil, "versions": {evil: evil}}
-        given |= {"devices": {"devices": 8, "kind": evil}, "predicted": {evil: 1.0}}
-        log.event("start", **START | given)
-        write(log, [1], **{evil: 1.0})
-        log.event("end", error=evil, said=evil)
-    source, root = made(tmp_path / "<i>")
-    assert not list(root.iter("script")) and "<script" not in source
-    assert words(root).count("<script>alert('&amp;')</script>") > 8
-    assert words(root.find("body/main/h1")) == "Run <i>"
-
-
 def test_a_resumed_run_shows_its_whole_curve_its_starts_and_checkpoints(tmp_path):
     with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(4, {"w": jnp.arange(1000.0)})
@@ -351,7 +309,7 @@ def test_a_resumed_run_shows_its_whole_curve_its_starts_and_checkpoints(tmp_path
     assert any("is missing" in row[-1] for row in found if row[0] == "4")
 
 
-def test_folders_with_less_have_a_page_with_less(tmp_path):
+def test_folders_with_less_have_a_page_with_less_and_long_runs_a_small_one(tmp_path):
     def page(metrics, config=None):
         (tmp_path / "metrics.jsonl").write_text(metrics)
         if config is not None:
@@ -370,19 +328,30 @@ def test_folders_with_less_have_a_page_with_less(tmp_path):
     _, root, loss = page('{"step": 1, "loss": 2.5}\n')  # before there were events
     assert loss == "2.5000 nats" and not re.search("No end|Memory|Checkpoints", words(root))
     assert "model of Some-8B" in words(root) and "bigram entropy 2.25" in words(root)
+    # A long run keeps its peaks. The axis is logarithmic, from 0.1 to 100.
+    losses = [99.0 if n == 5000 else 0.2 for n in range(10_000)]
+    source, root, _ = page("".join(f'{{"step": {n}, "loss": {x}}}\n' for n, x in enumerate(losses)))
+    heights = [y for _, y in drawn(root, "faint a")[0]]
+    assert len(source) < 200_000 and len(heights) <= 802
+    ends = [100 * math.log10(100 / loss) / 3 for loss in (99.0, 0.2)]
+    assert [min(heights), max(heights)] == pytest.approx(ends, abs=0.01)
 
 
 def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
     tmp_path, monkeypatch, capsys, no_picture
 ):
     no_picture.undo()
-    with pytest.raises(RuntimeError), RunLog(tmp_path / "a", {}) as log:
-        log.event("start", **START)
-        write(log, [1], loss=math.nan)
+    evil = "<script>alert('&amp;')</script>\x00\x1b\ud800"
+    with pytest.raises(RuntimeError), RunLog(tmp_path / "a", {"model": evil, evil: [evil]}) as log:
+        log.event(
+            "start", **START | {"unit": evil, "levels": {evil: 1.0}, "versions": {evil: evil}}
+        )
+        write(log, [1], loss=math.nan, **{evil: 1.0})
         assert "No end is noted" in words(made(tmp_path / "a")[1])
         raise RuntimeError("out of <memory>\nand more")
     source = (tmp_path / "a" / "report.html").read_text()
     assert "RuntimeError: out of &lt;memory&gt;</p>" in source
+    assert "<script" not in source and source.count("&lt;script&gt;alert(") > 4
     assert not (tmp_path / "a" / "loss.png").exists(), "no loss is finite"
     monkeypatch.setattr(report_page, "page", lambda run: 1 / 0)
     with RunLog(tmp_path / "b", {}) as log:
@@ -393,18 +362,6 @@ def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
     with RunLog(tmp_path / "c", {}) as log:
         log.evaluation(1, val_loss=2.0)
     assert (tmp_path / "c" / "loss.png").exists()
-
-
-def test_a_long_run_keeps_its_peaks_and_a_small_page(tmp_path):
-    lines = [{"step": n, "loss": 99.0 if n == 5000 else 0.2, **STEP} for n in range(1, 10_001)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    source, root = made(tmp_path)
-    assert len(source) < 200_000
-    heights = [y for _, y in drawn(root, "faint a")[0]]
-    assert len(heights) <= 802
-    # The axis is logarithmic, from 0.1 to 100.
-    ends = [100 * math.log10(100 / loss) / 3 for loss in (99.0, 0.2)]
-    assert [min(heights), max(heights)] == pytest.approx(ends, abs=0.01)
 
 
 @pytest.mark.parametrize(("name", "content", "said"), DAMAGED)

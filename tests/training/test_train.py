@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_runs as runs
 from flax import nnx
-from small_runs import FIRST, HERE, TEXT, TINY, curve, finish, folder, last_loss, metrics
-from small_runs import saved_steps, shared_trainer, start, start_many
+from small_runs import finish, folder, metrics, start, start_many
 from test_run_folder import wandb
 
 import training.run
@@ -37,7 +37,7 @@ from zero_jax.models.optimizers import decayed
 from zero_jax.plan.case import Case
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
-OUT = [*FIRST, "--out", "out"]
+OUT = [*runs.FIRST, "--out", "out"]
 
 
 def stop_before(step):
@@ -56,21 +56,19 @@ def done(first_run, folder, shared):
 
 def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_model(first_run):
     home, said = first_run
-    order = ["data 8", "micro_batches", "Bytes per device on 8", "activations are not included"]
-    order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
-    order += ["This run, predicted", "saved", "4 steps train on text", "step 2/4", "step 4/4"]
-    order += ["nats per byte", "unigram", "bigram", "sample:", TEXT[-240:][:16]]
+    order = ["data 8", "Bytes per device on 8", "stage 0", "stage 3, this run", "at rest"]
+    order += ["This run, predicted", "4 steps train on text", "step 2/4", "step 4/4"]
+    order += ["nats per byte", "unigram", "bigram", "sample:", runs.TEXT[-240:][:16]]
     places = [said.index(words) for words in order]
     assert places == sorted(places)
     out = home / "out"
     config = json.loads((out / "config.json").read_text())
-    for name, value in {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}.items():
-        assert config[name] == value
-    assert config["psi"] == gpt.num_params(gpt.preset("nano", seq=32))
+    known = {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}
+    known["psi"] = gpt.num_params(gpt.preset("nano", seq=32))
+    assert config | known == config
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
-    step = {"step", "loss", "grad_norm", "tokens_per_second", "skipped"}
-    step |= {"step_seconds", "learning_rate"}  # a CPU does not count its memory
-    val = {"step", "val_loss"}
+    step = "step loss grad_norm tokens_per_second skipped step_seconds learning_rate"
+    step, val = {*step.split()}, {"step", "val_loss"}  # a CPU does not count its memory
     assert [set(line) for line in metrics(out)] == [step, step, val, step, step, val]
     assert [line["step"] for line in metrics(out)] == [1, 2, 2, 3, 4, 4]
     # Linear over two steps, then a cosine to a tenth: half way it is (1 + 0.1) / 2.
@@ -105,21 +103,21 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert "evaluating: 1 of 2" in said.out and "step 4, which is saved" in said.err
     assert main([*OUT, "--wandb", "zero"]) == 0
     whole = first_run[0] / "out"
-    assert curve("out") == curve(whole) and last_loss("out") == last_loss(whole)
-    assert saved_steps("out") == [2, 3, 4]
+    assert runs.curve("out") == runs.curve(whole) and runs.last_loss("out") == runs.last_loss(whole)
+    assert runs.saved_steps("out") == [2, 3, 4]
     events = map(json.loads, Path("out/events.jsonl").read_text().splitlines())
     starts = [name for n in (2, 1, 0) for name in ("start", "states", *["checkpoint"] * n, "end")]
     assert [event["event"] for event in events] == starts
-    assert len({run["id"] for run in wandb.runs}) == 1
-    assert [run["code"] for run in wandb.runs] == [1, 1, 0]
-    logged = [values for run in wandb.runs for values in run["logged"]]
-    assert [{k.split("/")[-1]: v for k, v in x.items()} for x in logged] == metrics("out")
+    assert len({call.kwargs["id"] for call in wandb.init.call_args_list}) == 1
+    assert [call.kwargs["exit_code"] for call in wandb.finish.call_args_list] == [1, 1, 0]
+    logged = [call.args[0].items() for call in wandb.log.call_args_list]
+    assert [{k.split("/")[-1]: v for k, v in x} for x in logged] == metrics("out")
 
 
 def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_run(
     done, capsys, monkeypatch
 ):
-    Path("other.txt").write_text(TEXT)
+    Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
     for args, former in (
         *(("--seq 8", "--seq 32"), ("--seed 7", "--seed 0")),
@@ -129,7 +127,7 @@ def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_
         settings = known | {"optimizer": plan.config.optimizer}
         with pytest.raises(ValueError, match=f"{args}.* {former}.* another --out"):
             check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
-    Path("text.txt").write_text(TEXT.replace("Partition", "partition"))
+    Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
     assert "step 4: restored" in said and "nothing is left" in said
@@ -142,7 +140,7 @@ def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_
     files = {path: path.read_bytes() for path in Path("out").glob("*.json*")}
     assert main([*OUT, "--fresh"]) == 2
     assert "--fresh" in capsys.readouterr().err
-    Path("text.txt").write_text(TEXT + TEXT[:60])
+    Path("text.txt").write_text(runs.TEXT + runs.TEXT[:60])
     assert main(OUT) == 2
     assert re.search("--data .*4374.* 4320", capsys.readouterr().err)
     assert files == {path: path.read_bytes() for path in Path("out").glob("*.json*")}
@@ -162,10 +160,10 @@ def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
 
 
 def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypatch):
-    monkeypatch.setattr(training.trainer, "Trainer", shared_trainer)
+    monkeypatch.setattr(training.trainer, "Trainer", runs.shared_trainer)
     assert report_page.main(["out", "--compile"]) == 0
     known = json.loads(Path("out/compiled.json").read_text())
-    trainer = shared_trainer(load(parse(OUT)))
+    trainer = runs.shared_trainer(load(parse(OUT)))
     stats = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile()
     text, memory = stats.as_text(), stats.memory_analysis()
     parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -189,14 +187,14 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
 
 def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     """The closed forms of `zero_jax.memory`, and the bytes of the first device."""
-    trainer = shared_trainer(load(parse(OUT)))
+    trainer = runs.shared_trainer(load(parse(OUT)))
     step, shapes = trainer.predict(), trainer.shapes()
     stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
     known = noted.start(step, stages, {}, "byte")
+    psi = sum(x.size for x in jax.tree.leaves(shapes))
     for stage, terms in enumerate(known["stages"]):
         settings = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
         assert terms == zero_jax.memory.estimate(shapes, **settings).terms
-        psi = sum(x.size for x in jax.tree.leaves(shapes))
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
     states = trainer.init()
@@ -204,8 +202,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     for name, tree in zip(("parameters", "optimizer_state"), states, strict=True):
         assert held[name] == sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
         assert held[name] == known["predicted"][name]
-    assert known["versions"]["jax"] == jax.__version__
-    assert known["devices"]["devices"] == jax.device_count() == 8
+    assert (known["versions"]["jax"], known["devices"]["devices"]) == (jax.__version__, 8)
     # The validation loss is the mean over every held-out token.
     graphdef, params = trainer.model.graphdef, trainer.zero.full(states[0])
     loss = jax.jit(lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows))
@@ -219,7 +216,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     assert trainer.evaluate(states[0]) == pytest.approx(mean, rel=1e-5)
 
 
-def test_routers_of_experts_are_in_the_metrics(folder):
+def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(folder):
     settings = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
     plan = load(Config(data="text.txt", **settings))
     params = plan.model.make(jax.random.key(0))
@@ -229,22 +226,9 @@ def test_routers_of_experts_are_in_the_metrics(folder):
     choices = 8 * 16 * 2 * 4  # rows, tokens, of each two, layers
     assert choices / 2 <= known["dropped"] < choices
     assert known["balance"] >= 0.9 and known["router_z"] > 0
-
-
-def test_results_are_read_one_late():
     made = []
     results = training.trainer.one_late(made.append(n) or n for n in range(4))
     assert [(result, len(made)) for result in results] == [(0, 2), (1, 3), (2, 4), (3, 4)]
-
-
-def test_other_steps_than_before_are_said_with_both_rates():
-    """Half way of the cosine from 1 to 0.1, and its end."""
-    config = Config(lr=1.0, warmup=2, steps=10)
-    said = optimizers.rescheduled(config, {"steps": 6, "lr": 1.0, "warmup": 2}, 6)
-    assert "--steps 10" in said and "--steps 6" in said and "is 0.55 instead of 0.1" in said
-    assert "--lr 0.182" in said, "at which the next step has the former rate"
-    assert optimizers.rescheduled(config, {"steps": 6, "lr": 1.0, "warmup": 2}, 1) is None
-    assert optimizers.rescheduled(config, {"steps": 10, "lr": 1.0, "warmup": 2}, 6) is None
 
 
 @pytest.mark.parametrize("name", optimizers.RATES)
@@ -261,7 +245,7 @@ def test_every_optimizer_is_the_planned_one(name, monkeypatch):
     assert traced(case.tx) == traced(optimizers.make(config))
 
 
-def test_clipping_bounds_the_step_and_decay_is_for_matrices():
+def test_clipping_bounds_the_step_decay_is_for_matrices_and_another_cosine_is_said():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
     for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
         config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
@@ -274,6 +258,13 @@ def test_clipping_bounds_the_step_and_decay_is_for_matrices():
     d, layers, rows = 128, 4, 256 + 128
     matrices = layers * 12 * d * d + rows * d
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
+    # Of other steps than before both rates are said: half way of the cosine from 1 to 0.1, its end.
+    config, before = Config(lr=1.0, warmup=2, steps=10), {"steps": 6, "lr": 1.0, "warmup": 2}
+    said = optimizers.rescheduled(config, before, 6)
+    assert "--steps 10" in said and "--steps 6" in said and "is 0.55 instead of 0.1" in said
+    assert "--lr 0.182" in said, "at which the next step has the former rate"
+    assert optimizers.rescheduled(config, before, 1) is None
+    assert optimizers.rescheduled(config, before | {"steps": 10}, 6) is None
 
 
 @pytest.mark.slow
@@ -290,8 +281,8 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
     assert main(OUT) == FAILED, "not asked to go back"
     first, _ = seen[:4], seen.clear()
-    assert main([*FIRST, "--out", "other", "--rollbacks", "1"]) == 0
-    assert len(curve("other")) == 4
+    assert main([*runs.FIRST, "--out", "other", "--rollbacks", "1"]) == 0
+    assert len(runs.curve("other")) == 4
     assert seen[:4] == first and len(set(seen)) == len(seen) == 6
     assert Manifest.read(Path("other/checkpoints/4/state")).extra["sample"] == 8 * 6
 
@@ -303,7 +294,7 @@ def test_a_stage_is_chosen_and_token_files_are_measured_per_token_and_sampled_as
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
     chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "auto", "--memory-limit", "1"]
     chosen += ["--model", "nano-experts", "--compute", "bf16", "--reduce", "bf16", "--clip", "0"]
-    assert main([*TINY, *HERE, *chosen, "--out", "out"]) == 0
+    assert main([*runs.TINY, *runs.HERE, *chosen, "--out", "out"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"chose stage \d, 1 micro-batches", out) and "nats per token" in out
     known = json.loads(Path("out/config.json").read_text())
@@ -315,13 +306,13 @@ def test_a_stage_is_chosen_and_token_files_are_measured_per_token_and_sampled_as
 
 @pytest.mark.slow
 def test_processes_train_as_one_process_does(folder):
-    ((code, _, error),) = finish([start(*TINY, "--out", "one")])
+    ((code, _, error),) = finish([start(*runs.TINY, "--out", "one")])
     assert code == 0, error
     # Each process of the second has one device, and two of them share their rows.
     many = [(4, ""), (4, "--mesh data=2,model=2 --sequence-parallel")]
     many += [(2, "--mesh replica=2,data=1,model=2 --config c5")]
     for at, (count, more) in enumerate(many):
-        results = finish(start_many(count, [*TINY, "--out", f"{at}", *more.split()]))
+        results = finish(start_many(count, [*runs.TINY, "--out", f"{at}", *more.split()]))
         assert [code for code, _, _ in results] == [0] * count, results
         assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
         # Sums over devices in another order; Adam would divide small numbers by small numbers.
@@ -343,9 +334,9 @@ TROUBLE = [  # settings by process, folders by process, and what is said
 def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, elsewhere, words):
     (folder / "empty").mkdir()
     (folder / "edited").mkdir()
-    (folder / "edited" / "text.txt").write_text(TEXT.lower())
+    (folder / "edited" / "text.txt").write_text(runs.TEXT.lower())
     folders = {rank: folder / name for rank, name in elsewhere.items()}
-    for code, _, error in finish(start_many(2, TINY, own, folders), seconds=120):
+    for code, _, error in finish(start_many(2, runs.TINY, own, folders), seconds=120):
         assert code == 2 and all(word in error for word in words), error
 
 
@@ -356,7 +347,7 @@ def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     args = ["--steps", "14", "--checkpoint-every", "0", "--sample-length", "0"]
-    assert main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
+    assert main([*runs.TINY, *runs.HERE, *args, "--out", "out", "--profile"]) == 0
     assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
