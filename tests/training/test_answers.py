@@ -104,7 +104,7 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>",
      "special", "no prefix"),
     (SPACED, chat("is it", "yes"), "yes</s>", *subwords.KINDS),
-    (CHATML, chat("is it"), "")    (CHATML, chat("is it"), ""),
+    (CHATML, chat("is it"), ""),
     (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
     # Equal turns: 2^60 tries would never end.
     *((PLAIN, [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)

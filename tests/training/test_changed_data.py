@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_documents import byte_folder, corpus, records, tokenizer, with_template
+from test_documents import corpus, records, tokenizer, with_template
 
 import zero_jax
 from training import data_files
@@ -18,7 +18,7 @@ from training.resuming import REFUSE, WARN, base_checksum, check_settings
 from training.saving import Saver, _changed_contents, check_resume
 from training.text import load_tokens
 
-__all__ = ["byte_folder", "tokenizer"]  # fixtures
+__all__ = ["tokenizer"]  # a fixture
 DIR = "DIR, step 4"
 CONTENT = np.random.default_rng(0).integers(97, 123, 5000)
 
@@ -138,10 +138,10 @@ def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path)
     np.testing.assert_array_equal(tokens, CONTENT)
 
 
-def test_another_template_is_a_warning_and_another_vocabulary_an_error(byte_folder, tmp_path):
+def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path):
     def contents(end="", token=None):
         template = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"
-        tokenizer = with_template(byte_folder, tmp_path, template)
+        tokenizer = with_template(tmp_path, template)
         tokenizer._own.add_tokens([token] if token else [])
         return corpus(tokenizer, (records(tmp_path / "a.jsonl", ["a", "b"]), 1.0)).contents
 
@@ -218,12 +218,12 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
     assert base_checksum(Config(hf=str(tmp_path / "first"))) == {}  # all weights are saved
 
 
-@pytest.mark.parametrize("more", [{}, {"config": {"lr": 1}}, {"extra": {"sample": 0}}])
-def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path, more):
-    with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, {"w": np.ones(3)}, **more)
-    with pytest.raises(ValueError, match="--out.* train.py .*step 1"):
-        check_resume(tmp_path, {}, {}, {})
+def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
+    for at, more in enumerate(({}, {"config": {"lr": 1}}, {"extra": {"sample": 0}})):
+        with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
+            checkpoints.save(1, {"w": np.ones(3)}, **more)
+        with pytest.raises(ValueError, match="--out.* train.py .*step 1"):
+            check_resume(tmp_path / f"{at}", {}, {}, {})
     with pytest.raises(ValueError, match="--from-step 3"):
         Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)
     with Saver(tmp_path / "none", 0, 1, None, {}, {}, {}) as saver:

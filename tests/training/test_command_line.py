@@ -20,7 +20,6 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 from small_runs import HERE, TINY, folder
 
-import zero_jax
 from training import main as program
 from training import show
 from training.config import Config, flag, parse

@@ -18,21 +18,13 @@ from training.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def byte_folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tokenizer")
-    byte_tokenizer.write(made)
-    return made
+def tokenizer(tmp_path_factory):
+    return with_template(tmp_path_factory.mktemp("tokenizer"), byte_tokenizer.TEMPLATE)
 
 
-@pytest.fixture(scope="session")
-def tokenizer(byte_folder):
-    return Tokenizer(byte_folder)
-
-
-def with_template(byte_folder, path, template):
+def with_template(path, template):
     """The tokenizer of bytes with another chat template."""
-    for file in byte_folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+    byte_tokenizer.write(path)
     (path / "chat_template.jinja").write_text(template)
     return Tokenizer(path)
 
@@ -159,9 +151,9 @@ def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenize
     assert "train on b.jsonl 0 times, c.jsonl" in said, said
 
 
-def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder, tmp_path):
+def test_refused_conversations_are_left_out_and_named_or_end_the_run(tmp_path):
     strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    tokenizer = with_template(byte_folder, tmp_path, strict + byte_tokenizer.TEMPLATE)
+    tokenizer = with_template(tmp_path, strict + byte_tokenizer.TEMPLATE)
     tool = {"role": "tool", "content": "x"}
     refused = {"messages": [*chat("a", "b")["messages"], tool]}
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
@@ -180,14 +172,14 @@ def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder
     assert sources_of(str(named)) == [(named, 1.0)], "a file that is called so"
 
 
-def test_the_token_that_ends_learned_text_is_found(byte_folder, tmp_path):
+def test_the_token_that_ends_learned_text_is_found(tmp_path):
     each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
     for template, record, wanted in (
         *((byte_tokenizer.TEMPLATE, record, [252]) for record in (chat("a", "b"), {"text": "a"})),
         (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
         (each.replace("END", ""), chat("a", "b"), []),
     ):
-        tokenizer = with_template(byte_folder, tmp_path, template)
+        tokenizer = with_template(tmp_path, template)
         assert corpus(tokenizer, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
 
 

@@ -108,13 +108,13 @@ def test_runs_get_numbered_folders_and_a_full_disk_names_the_file(tmp_path):
     assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunLog(tmp_path, {}) as log:
-        for fail, name in ((log.step, "metrics.jsonl"), (log.event, "events.jsonl")):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow
-            try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow
+        try:
+            for write_one, name in ((log.step, "metrics.jsonl"), (log.event, "events.jsonl")):
                 with pytest.raises(OSError, match=name):
-                    fail("back" if fail == log.event else 1, loss=2.0)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                    write_one(1, loss=2.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture
@@ -246,26 +246,18 @@ def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(t
     assert ["4", "2.7500"] in found and "Finished" in said
     assert "unigram entropy 3.1" in said and "bigram entropy 2.4" in said
     assert said.count("step (optimizer updates)") == 5
-    labels = [svg.get("aria-label") for svg in root.iter("svg") if svg.get("role") == "img"]
-    assert len(labels) == 5 and "nats per byte" in labels[0] and "held out 1.5" in labels[0]
     for name in ("loss not finite", "gradient norm not finite", "skipped"):
         assert any(row[0].startswith(name) and row[1:] == ["1", "5"] for row in found), name
     assert any("step 5 train, a step not finite skipped" in words(t) for t in root.iter("title"))
     points, pieces = drawn(root, "faint a")
     assert [x for x, _ in points] == [0, 20, 40, 60, 100] and pieces == 2, "a gap at step 5"
     bars = "parameters, fp32 4 GB optimizer state 8 GB gathered copy 1 GB gradients 2 GB"
-    assert ["stage 0", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
     assert ["stage 2, this run", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
     (stage,) = [row for row in found if row[0] == "stage 3"]
     assert stage[2:] == ["14.3 GB", "4 GB", "8 GB", "300 MB", "2 GB"]
     assert ["optimizer state", "optimizer_state 8 GB", "8 GB", "8.1 GB"] in found
     assert ["total", "", "12.7 GB", "14.2 GB"] in found
     assert ["in host memory", "", "600 MB", "–"] in found
-    bar = next(svg for svg in root.iter("svg") if svg.get("class") == "bar")
-    parts = [float(r.get(name)) for r in bar.iter("rect") for name in ("x", "width")]
-    ends = [1000 * size / 15 for size in (0, 4, 12, 13, 15)]  # of a width of 1000
-    expected = [x for begin, end in itertools.pairwise(ends) for x in (begin, end - begin)]
-    assert parts == pytest.approx(expected, abs=0.01)
     assert not re.search(r"https?://|url\(|@import|<script|<link|<iframe|<img", source)
     attributes = {name for element in root.iter() for name in element.attrib}
     assert not attributes & {"src", "href", "srcset", "data", "action"}
