@@ -86,12 +86,9 @@ def flagged(flag, off, on):
     return messages
 
 
-def after(content, *texts):
-    """Answers to train on after a first one that is context."""
-    messages = chat("is it", content, *texts)
-    return {"prompt": messages[:3], "completion": messages[3:]}
-
-
+# Answers to train on after a first one that is context, and empty in one of two conversations.
+AFTER = [chat("is it", first, "so", "positive", "so", "no") for first in ("", "yes")]
+AFTER = [{"prompt": messages[:3], "completion": messages[3:]} for messages in AFTER]
 # fmt: off
 KINDS = {
     "mistral": ("byte-level", "metaspace", "trimmed"), "deepseek": ("no prefix", "byte-level"),
@@ -120,10 +117,8 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
       for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
     (CHATML, flagged("weight", 0, 0), ""),
     # An empty answer costs no other its own.
-    *((OPEN, after(first, "so", "positive", "so", "no"), "positiveno")
-      for first in ("", "yes")),
-    *((SKIPPING, after(first, "so", "positive", "so", "no"), f"positive{END}no{END}")
-      for first in ("", "yes")),
+    *((OPEN, record, "positiveno") for record in AFTER),
+    *((SKIPPING, record, f"positive{END}no{END}") for record in AFTER),
     # Calls of tools without text.
     *((BREAKING, [*chat("is it"), calling(x), *chat("is it", "so")],
        f"<call>weather{END}so{END}") for x in (None, "")),
@@ -250,14 +245,11 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     assert prompt[0] == 1 and 2 not in prompt
 
 
-HOSTILE = [
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU"),
-    ("{{ 'x' * 10**11 }}", "memory"),
-]
-
-
-@pytest.mark.parametrize(("body", "limit"), HOSTILE, ids=["nested ranges", "long text"])
-def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monkeypatch):
+@pytest.mark.parametrize("limit", ["CPU", "memory"])
+def test_a_template_can_not_take_all_time_or_memory(limit, tmp_path, monkeypatch):
+    body = "{{ 'x' * 10**11 }}"
+    if limit == "CPU":
+        body = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(templates, "SECONDS", 0)  # and one that every text has
     monkeypatch.setattr(templates, "TRIES", 2)
     tokenizer = subwords.byte_level(tmp_path, body)

@@ -83,8 +83,8 @@ def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_path, count):
     sources = [
-        (records(tmp_path / f"{name}.jsonl", numbers(name, count)), weight)
-        for name, weight, count in (("a", 3.0, 1000), ("b", 1.0, 100))
+        (records(tmp_path / f"{name}.jsonl", numbers(name, size)), weight)
+        for name, weight, size in (("a", 3.0, 1000), ("b", 1.0, 100))
     ]
     made = corpus(tokenizer, *sources)
     whole = made.batches(None, 0, 1)
@@ -138,10 +138,9 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
 
 
 def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenizer, tmp_path):
-    """Every second one is; 18 steps of 4 rows with 3 of the others each are 24 passes over 9."""
     half = [chat("x" * (60 if n % 2 else 3), "yes") for n in range(20)]
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
-    said = made.outlook(18)
+    said = made.outlook(18)  # of 4 rows with 3 documents each: 24 passes over 9
     assert said.endswith("18 steps train on a.jsonl 24 times")
     assert "left out" in said and "the longest of" in said
     assert trained(made, 18) == made.counts.whole == 24 * 9
@@ -154,8 +153,7 @@ def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenize
 def test_refused_conversations_are_left_out_and_named_or_end_the_run(tmp_path):
     strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     tokenizer = with_template(tmp_path, strict + byte_tokenizer.TEMPLATE)
-    tool = {"role": "tool", "content": "x"}
-    refused = {"messages": [*chat("a", "b")["messages"], tool]}
+    refused = {"messages": [*chat("a", "b")["messages"], {"role": "tool", "content": "x"}]}
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
     next(made.batches(None, 0, 1))
     assert made.counts.refused and made.counts.whole

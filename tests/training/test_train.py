@@ -81,14 +81,12 @@ def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_mode
     # Linear over two steps, then a cosine to a tenth: half way it is (1 + 0.1) / 2.
     rates = [line["learning_rate"] for line in metrics(out) if "loss" in line]
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.55e-3], rel=1e-5)
-    assert list((out / "tensorboard").glob("events.*"))
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
-    text = (out / "checkpoints/4/state/manifest.json").read_text()
     manifest = Manifest.read(out / "checkpoints/4/state")
     assert (manifest.config["steps"], manifest.extra["sample"]) == (4, 32)
+    text = (out / "checkpoints/4/state/manifest.json").read_text()
     assert str(home) not in text, "it can be moved"
-    small = {path.name for path in (home / "small").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= small
+    assert {"tokenizer.json", "chat_template.jinja"} <= {x.name for x in home.glob("small/*")}
 
 
 def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
