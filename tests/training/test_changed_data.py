@@ -154,22 +154,17 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path)
         _changed_contents(contents(token="<|more|>"), first, DIR)
 
 
-LORA = {"lora": 4, "lora_alpha": None, "lora_targets": "all-linear", "base": None, "hf": "A"}
+RUN = vars(Config(lr=1e-3, warmup=2, steps=8, clip=1.0)) | {"hf_config": {"hidden_size": 32}}
+LORA = {**RUN, "lora": 4, "hf": "A"}
 # fmt: off
-RUN = {
-    "model": "nano", "optimizer": "adamw", "lr": 1e-3, "warmup": 2, "steps": 8, "clip": 1.0,
-    "weight_decay": 0.1, "vocab": 256, "capacity": None, "compute": "fp32", "reduce": "fp32",
-    "gather": None, "scatter": None, "stage": 3, "hf_config": {"hidden_size": 32},
-}
 OTHER = {
     "optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16",
     "gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5, "weight_decay": 0.0,
     "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
 }
 OTHERWISE = [
-    ({**RUN, **LORA}, {**RUN, "lora": None}, "no --lora .*--lora 4"),
-    ({**RUN, "lora": None}, {**RUN, **LORA}, "--lora 4 .*no --lora"),
-    ({**RUN, **LORA}, {**RUN, **LORA, "hf": None}, "no --hf .*--hf A"),
+    (LORA, RUN, "no --lora .*--lora 4"), (RUN, LORA, "--lora 4 .*no --lora"),
+    (LORA, {**LORA, "hf": None}, "no --hf .*--hf A"),
     (RUN, {**RUN, "clip": 0.0}, "--clip 0.0 .*--clip 1.0"),
     ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
@@ -182,13 +177,13 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
     for before, now, said in OTHERWISE:
         with pytest.raises(ValueError, match=f"{said}.*--out"):
             check_settings(now, before, DIR)
-    known = {**RUN, **LORA, "hf_config": {"sizes": [1, 2]}}
+    known = {**LORA, "hf_config": {"sizes": [1, 2]}}
     same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
     for free in ({"lora_alpha": 8.0}, {"base": "bf16"}):
         assert check_settings(same | free, known, DIR) == []
     for name in (*REFUSE, *WARN):  # with both values
-        same = {**RUN, **(LORA if name in LORA else {"lora": None})}
-        before, now = same | {name: (RUN | LORA)[name]}, same | {name: OTHER[name]}
+        before = LORA if name == "base" or "lora" in name else RUN
+        now = before | {name: OTHER[name]}
         assert check_settings(before, before, DIR) == []
         assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
         former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])

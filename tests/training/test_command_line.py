@@ -85,9 +85,8 @@ def test_help_shows_every_setting_once_in_short_groups(capsys):
     titles = "basic data device optimizer look checkpoint process adapter zero"
     assert groups[::2] == titles.split()
     flags = [re.findall(r"^\W{2,4}(--[a-z][a-z-]+)", group, re.MULTILINE) for group in groups[1::2]]
-    assert sorted(itertools.chain(*flags)) == sorted(
-        flag(x.name) for x in dataclasses.fields(Config)
-    )
+    names = sorted(flag(field.name) for field in dataclasses.fields(Config))
+    assert sorted(itertools.chain(*flags)) == names
     assert max(map(len, flags[:-1])) <= 8
     assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
     assert "--stepz" in shown("--stepz", "5")

@@ -263,32 +263,28 @@ def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(t
         assert all(row[0].get("scope") == "row" for row in table.find("tbody"))
 
 
-def test_a_resumed_run_shows_its_whole_curve_its_starts_and_checkpoints(tmp_path):
+def test_a_resumed_run_shows_its_starts_and_checkpoints(tmp_path):
     with zero_jax.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(4, {"w": jnp.arange(1000.0)})
     saved = tmp_path / "checkpoints" / "4"
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    for first, steps, loss, devices in ((0, [1, 2, 3], 5.0, 8), (2, [3, 4], 1.0, 4)):
+    for first, steps, devices in ((0, [1, 2, 3], 8), (2, [3, 4], 4)):
         with RunLog(tmp_path, {"steps": 4, "devices": devices}, resume=True) as log:
             log.event("start", **{**START, "devices": {"devices": devices, "kind": "X"}})
             log.event("states", step=first, parameters=1, optimizer_state=1)
-            write(log, steps, loss=loss)
+            write(log, steps)
             log.event("checkpoint", step=steps[1])
-    _, root = made(tmp_path)
-    (high, *others), _ = drawn(root, "faint a")
-    assert [y > high[1] for _, y in others] == [False, True, True], "steps 3 and 4 as written last"
-    found = {row[0]: row[1:] for row in rows(root) if len(row) == 4 and row[0] in ("2", "4")}
-    assert found["2"][1:] == ["–", "not there any more"]
-    assert found["4"][1:] == [human_bytes(size), "whole"] and found["4"][0].endswith("UTC")
-    starts = [row for row in rows(root) if row[0].endswith("UTC")]
-    assert [row[1:4] for row in starts] == [["0", "2", "8 x X"], ["2", "2", "4 x X"]]
-    assert ["devices", "8", "4"] in rows(root), "a setting that changed"
-    next(path for path in saved.rglob("c/*") if path.is_file()).unlink()
     path = tmp_path / "events.jsonl"  # times without a zone are of UTC
     path.write_text(path.read_text().replace("+00:00", "", 1))
-    found = rows(made(tmp_path)[1])
-    assert [row for row in found if row[0].endswith("UTC")] == starts
-    assert any("is missing" in row[-1] for row in found if row[0] == "4")
+    known = rows(made(tmp_path)[1])
+    found = {row[0]: row[1:] for row in known if len(row) == 4 and row[0] in ("2", "4")}
+    assert found["2"][1:] == ["–", "not there any more"]
+    assert found["4"][1:] == [human_bytes(size), "whole"] and found["4"][0].endswith("UTC")
+    starts = [row[1:4] for row in known if row[0].endswith("UTC")]
+    assert starts == [["0", "2", "8 x X"], ["2", "2", "4 x X"]]
+    assert ["devices", "8", "4"] in known, "a setting that changed"
+    next(path for path in saved.rglob("c/*") if path.is_file()).unlink()
+    assert any("is missing" in row[-1] for row in rows(made(tmp_path)[1]) if row[0] == "4")
 
 
 def test_folders_with_less_have_a_page_with_less_and_long_runs_a_small_one(tmp_path):
@@ -327,9 +323,8 @@ def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
     no_picture.undo()
     evil = "<script>alert('&amp;')</script>\x00\x1b\ud800"
     with pytest.raises(RuntimeError), RunLog(tmp_path / "a", {"model": evil, evil: [evil]}) as log:
-        log.event(
-            "start", **START | {"unit": evil, "levels": {evil: 1.0}, "versions": {evil: evil}}
-        )
+        evils = {"unit": evil, "levels": {evil: 1.0}, "versions": {evil: evil}}
+        log.event("start", **START | evils)
         write(log, [1], loss=math.nan, **{evil: 1.0})
         assert "No end is noted" in words(made(tmp_path / "a")[1])
         raise RuntimeError("out of <memory>\nand more")

@@ -293,9 +293,7 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
 
 
 @pytest.mark.slow
-def test_a_stage_is_chosen_and_token_files_are_measured_per_token_and_sampled_as_ids(
-    folder, capsys
-):
+def test_a_stage_is_chosen_and_token_files_are_measured_per_token(folder, capsys):
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
     chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "auto", "--memory-limit", "1"]
     chosen += ["--model", "nano-experts", "--compute", "bf16", "--reduce", "bf16", "--clip", "0"]
