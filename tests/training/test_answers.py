@@ -44,15 +44,6 @@ def tokenizer_for(tmp_path_factory):
     return make
 
 
-# Moves thoughts out of the text, and drops those of earlier turns.
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
-    "{% set parts = m.content.split('</think>') %}{% if loop.last %}{{ '<think>' }}"
-    "{{ parts[0].split('<think>')[-1] if parts | length > 1 }}{{ '</think>' }}{% endif %}"
-    "{{ parts[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-THOUGHT = "<think>so</think>yes"
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
 DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
@@ -106,8 +97,6 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     # Equal turns: 2^60 tries would never end.
     *((PLAIN, [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
       for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
-    (THINKING, chat("is it", THOUGHT), THOUGHT + END),
-    (THINKING, chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
     # What ends an answer may be within it.
     (BARE, chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
     (BARE, chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
