@@ -47,8 +47,6 @@ def tokenizer_for(tmp_path_factory):
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
 DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
-# A prompt that ends with a space: the first token of an answer contains it otherwise.
-SPACED = subwords.TEMPLATES["mistral"].replace("[/INST]'", "[/INST] '").replace("' ' + m", "m")
 # Templates that write an empty answer without its end, and that leave it out.
 OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
 SKIPPING = CHATML.replace("{% else %}", "{% else %}{% if m.content %}")
@@ -91,7 +89,6 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     *((subwords.TEMPLATES[x], THREE, "yes</s>positive</s>no</s>", *KINDS[x]) for x in KINDS),
     (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>",
      "special", "no prefix"),
-    (SPACED, chat("is it", "yes"), "yes</s>", *subwords.KINDS),
     (CHATML, chat("is it"), ""),
     (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
     # Equal turns: 2^60 tries would never end.
@@ -253,7 +250,7 @@ def test_a_template_can_not_take_all_time_or_memory(limit, tmp_path, monkeypatch
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "kB"
 
 
-def test_escapes_of_templates_and_answers_do_not_reach_a_terminal(tmp_path):
+def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_path, monkeypatch):
     escape = "\x1b]0;owned\x07\u202e"
     tokenizer = subwords.byte_level(tmp_path, f"{{{{ raise_exception('{escape}') }}}}")
     with pytest.raises(ValueError, match=r"\\x1b\]0;owned\\x07\\u202e") as raised:
@@ -263,9 +260,7 @@ def test_escapes_of_templates_and_answers_do_not_reach_a_terminal(tmp_path):
     shown = data.show(tokenizer.encode(escape), 0)
     assert "\\x1b]0;owned\\x07" in shown and printable(shown) == shown
     assert printable("üß✓\n\t👨‍👩‍👧 سلام") == "üß✓\n\t👨‍👩‍👧 سلام"
-
-
-def test_python_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
+    # Python code of a folder is never run: transformers asks on standard input if it may.
     asked = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
     byte_tokenizer.write(tmp_path)

@@ -23,7 +23,6 @@ from small_runs import HERE, TINY, folder
 from training import main as program
 from training import show
 from training.config import Config, flag, parse
-from training.records import check
 from training.room import room_for
 from training.show import Speed, human_bytes, human_count, progress
 from training.stop import Stop, Stopped
@@ -124,18 +123,6 @@ COMMANDS = [  # and what is said
         "--steps 0", "--steps 99999999999999999999", "--lr nan", "--join-seconds inf",
         "--mesh data=²", "--devices 2147483647", "--wandb zero")),
 ]
-FIELDS = [  # of messages, of the record, and what is said
-    ({"weight": 0.5}, {}, '"weight" .* 0.5'), ({"train": "no"}, {}, '"train" .* "no"'),
-    ({"train": True}, {}, '"train" of a user message'), ({"train_detail": []}, {}, "train_detail"),
-    ({"function_call": {}}, {}, '"function_call" .* "tool_calls"'),
-    ({"tool_calls": "f"}, {}, '"tool_calls" is "f"'), ({}, {"tools": "{"}, '"tools"'),
-    ({}, {"tools": {"a": 1}}, '"tools"'), ({}, {"functions": []}, '"functions" .* "tools"'),
-    ({}, {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
-    ({}, {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
-    *(({"tool_calls": [{"type": "function", "function": call}]}, {}, said) for call, said in (
-        ({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
-        ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
-]
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [
     (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
@@ -157,14 +144,6 @@ def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypa
     assert error.startswith("error: ") and "\n" not in error
     assert all(word in error for word in words.split("|")), error
     assert not Path("runs").exists()
-
-
-def test_fields_of_documents_that_can_not_be_heeded_are_refused():
-    for flags, more, said in FIELDS:
-        roles = (("user", "a"), ("assistant", "b"))
-        messages = [{"role": role, "content": text} | flags for role, text in roles]
-        with pytest.raises(ValueError, match=said):
-            check({"messages": messages} | more)
 
 
 @pytest.mark.parametrize(("raised", "processes", "ended", "said"), ERRORS)

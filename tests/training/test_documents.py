@@ -69,7 +69,7 @@ def numbers(source, count):
     return [f"{source}{n:04d}" + "." * (n % 9) for n in range(count)]
 
 
-def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
+def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned_to_their_end(tokenizer, tmp_path):
     text = "Héllo, wörld ✓\n\tx"
     assert list(tokenizer.encode(text)) == list(text.encode())
     messages = chat("Hi", "Yo ✓", "a", "b")["messages"]
@@ -83,6 +83,15 @@ def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
         ids, mask = tokenizer.document(record)
         assert tokenizer.decode(ids[mask]) == learned
         assert tokenizer.document(record, "all")[1].all()
+    # The token that ends learned text is found.
+    each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
+    for template, record, wanted in (
+        *((byte_tokenizer.TEMPLATE, record, [252]) for record in (chat("a", "b"), {"text": "a"})),
+        (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
+        (each.replace("END", ""), chat("a", "b"), []),
+    ):
+        own = with_template(tmp_path, template)
+        assert corpus(own, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -175,35 +184,24 @@ def test_refused_conversations_are_left_out_and_named_or_end_the_run(tmp_path):
     assert sources_of(str(named)) == [(named, 1.0)], "a file that is called so"
 
 
-def test_the_token_that_ends_learned_text_is_found(tmp_path):
-    each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
-    for template, record, wanted in (
-        *((byte_tokenizer.TEMPLATE, record, [252]) for record in (chat("a", "b"), {"text": "a"})),
-        (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
-        (each.replace("END", ""), chat("a", "b"), []),
-    ):
-        tokenizer = with_template(tmp_path, template)
-        assert corpus(tokenizer, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
-
-
 @pytest.mark.slow
 def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
     texts = [f"{number:06d}" + "x" * (number % 40) for number in range(100_000)]
     records(own_path := tmp_path / "a.jsonl", texts)
     import grain  # noqa: F401  the library's own memory is not counted
 
+    def memory(count):
+        for _ in range(count):
+            next(stream)
+        return tracemalloc.get_traced_memory()
+
     tracemalloc.start()
     stream = corpus(tokenizer, (Records(own_path), 1.0), batch=8).batches(None, 0, 1)
-    for _ in range(50):
-        next(stream)
-    before, _ = tracemalloc.get_traced_memory()
-    assert before < 5.6e6
+    before, _ = memory(50)
     tracemalloc.reset_peak()
-    for _ in range(1500):
-        next(stream)
-    now, peak = tracemalloc.get_traced_memory()
+    now, peak = memory(1500)
     tracemalloc.stop()
-    assert now < before + 2e5 and peak < before + 2e6
+    assert before < 5.6e6 and now < before + 2e5 and peak < before + 2e6
 
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its position: what is read shows where

@@ -100,6 +100,18 @@ BAD_LINES = [
     (b'{"prompt": "x", "completion": []}', '"completion"'),
     (b"[" * 100_000, ""), (b"\xff\xfe", ""),
 ]
+FIELDS = [  # of messages, of the record, and what is said
+    ({"weight": 0.5}, {}, '"weight" .* 0.5'), ({"train": "no"}, {}, '"train" .* "no"'),
+    ({"train": True}, {}, '"train" of a user message'), ({"train_detail": []}, {}, "train_detail"),
+    ({"function_call": {}}, {}, '"function_call" .* "tool_calls"'),
+    ({"tool_calls": "f"}, {}, '"tool_calls" is "f"'), ({}, {"tools": "{"}, '"tools"'),
+    ({}, {"tools": {"a": 1}}, '"tools"'), ({}, {"functions": []}, '"functions" .* "tools"'),
+    ({}, {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
+    ({}, {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
+    *(({"tool_calls": [{"type": "function", "function": call}]}, {}, said) for call, said in (
+        ({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
+        ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
+]
 # fmt: on
 
 
@@ -109,6 +121,9 @@ def test_files_of_documents_are_known_by_their_name_and_refused_with_their_line(
             (tmp_path / name).write_bytes(content)
             assert is_documents(tmp_path / name) and [*Records(tmp_path / name)] == PAIRS, name
     lines = [("a.jsonl", jsonl([PAIR]) + bad + b"\n", f"line 2: .*{x}") for bad, x in BAD_LINES]
+    for flags, more, said in FIELDS:
+        messages = [message | flags for message in CHAT["messages"]]
+        lines.append(("a.jsonl", jsonl([PAIR, {"messages": messages} | more]), f"line 2: .*{said}"))
     for name, content, said in REFUSED + lines:
         (tmp_path / name).write_bytes(content)
         assert is_documents(tmp_path / name)
