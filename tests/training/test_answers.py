@@ -51,10 +51,17 @@ DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one 
 OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
 SKIPPING = CHATML.replace("{% else %}", "{% else %}{% if m.content %}")
 SKIPPING = SKIPPING.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
+# Moves thoughts out of the text, and drops those of earlier turns.
+THOUGHT = "<think>so</think>yes"
+PARTS = (
+    "{% set parts = m.content.split('</think>') %}{% if loop.last %}{{ '<think>' }}"
+    "{{ parts[0].split('<think>')[-1] if parts | length > 1 }}{{ '</think>' }}{% endif %}"
+)
+ANSWER = "\\n' }}{{ m.content + '<|im_end|>"
+THINKING = PLAIN.replace(ANSWER, "\\n' }}" + PARTS + "{{ parts[-1] + '<|im_end|>")
 # Qwen 2.5's has a line break before a text only, Llama 3.1's leaves out the text of a call.
 TEXT = "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
 CALLED = "{% if m.tool_calls %}{{ '\\n<call>' + m.tool_calls[0].function.name }}{% endif %}"
-ANSWER = "\\n' }}{{ m.content + '<|im_end|>"
 BREAKING = PLAIN.replace(ANSWER, "' }}" + TEXT + CALLED + "{{ '<|im_end|>")
 EITHER = "{% if m.tool_calls %}" + CALLED + "{% else %}" + TEXT + "{% endif %}"
 EXCLUSIVE = PLAIN.replace(ANSWER, "' }}" + EITHER + "{{ '<|im_end|>")
@@ -94,6 +101,8 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     # Equal turns: 2^60 tries would never end.
     *((PLAIN, [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
       for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
+    (THINKING, chat("is it", THOUGHT), THOUGHT + END),
+    (THINKING, chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
     # What ends an answer may be within it.
     (BARE, chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
     (BARE, chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),

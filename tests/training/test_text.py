@@ -108,7 +108,8 @@ FIELDS = [  # of messages, of the record, and what is said
     ({}, {"tools": {"a": 1}}, '"tools"'), ({}, {"functions": []}, '"functions" .* "tools"'),
     ({}, {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
     ({}, {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
-    *(({"tool_calls": [{"type": "function", "function": call}]}, {}, said) for call, said in (
+    *(({"content": None, "tool_calls": [{"type": "function", "function": call}]}, {}, said)
+      for call, said in (
         ({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
         ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
 ]
