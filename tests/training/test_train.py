@@ -110,6 +110,8 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     whole = first_run[0] / "out"
     assert runs.curve("out") == runs.curve(whole) and runs.last_loss("out") == runs.last_loss(whole)
     assert runs.saved_steps("out") == [2, 3, 4]
+    page = Path("out/report.html").read_text()
+    assert page.count("8 x cpu") == 3 and page.count("whole") >= 3, "starts and checkpoints"
     events = map(json.loads, Path("out/events.jsonl").read_text().splitlines())
     starts = [name for n in (2, 1, 0) for name in ("start", "states", *["checkpoint"] * n, "end")]
     assert [event["event"] for event in events] == starts
