@@ -16,17 +16,16 @@ from training.trainer import Trainer
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 80  # 4800 bytes
-TINY = ["--data", "text.txt", "--steps", "4", "--batch", "8", "--seq", "16", "--eval-every", "2"]
-TINY += ["--eval-batches", "1", "--sample-length", "8", "--optimizer", "sgd"]
 HERE = ["--devices", "8"]  # those of conftest.py
+TINY = "--data text.txt --steps 4 --batch 8 --seq 16 --eval-every 2 --eval-batches 1 "
+TINY = (TINY + "--sample-length 8 --optimizer sgd").split()
 # Adam has a state; the rate is small, so that sums in another order stay near.
 RUN = [*TINY, "--optimizer", "adamw", "--sample-length", "0", "--eval-every", "0", "--lr", "1e-3"]
-FIRST = "--data text.txt --steps 4 --batch 8 --seq 32 --devices 8 --optimizer adamw --lr 1e-3 "
-FIRST += "--warmup 2 --eval-every 2 --eval-batches 1 --sample-length 0 --checkpoint-every 2"
-FIRST = FIRST.split()
+FIRST = "--seq 32 --devices 8 --warmup 2 --eval-every 2 --checkpoint-every 2"
+FIRST = [*RUN, *FIRST.split()]
 # Settings of which a compiled step does not depend.
-FREE = ("out", "export", "checkpoint_every", "keep", "from_step", "fresh", "sample_length")
-FREE += ("eval_every", "eval_batches", "max_hours", "rollbacks", "wandb")
+FREE = "out export checkpoint_every keep from_step fresh sample_length eval_every eval_batches "
+FREE = (FREE + "max_hours rollbacks wandb").split()
 
 
 @pytest.fixture
@@ -62,8 +61,7 @@ def start(*args, cwd=None, script=(str(SCRIPT),), environment=None, stderr=subpr
 
 def finish(processes, seconds=300):
     """(exit code, stdout, stderr) of each; all are killed when the time is over."""
-    end, late = time.monotonic() + seconds, False
-    results = []
+    end, late, results = time.monotonic() + seconds, False, []
     for process in processes:
         try:
             output = process.communicate(timeout=max(1, end - time.monotonic()))
@@ -93,17 +91,15 @@ def wait_for(condition, run, seconds=120):
         time.sleep(0.05)
 
 
-def metrics(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+def metrics(out, *names):
+    """The lines of a run's metrics, or values of those with one of these names."""
+    lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines for name in names if name in line] if names else lines
 
 
 def trained_until(step):
     path = Path("out/metrics.jsonl")
     return path.exists() and any(line["step"] >= step for line in metrics("out"))
-
-
-def losses(out):
-    return [line.get("loss", line.get("val_loss")) for line in metrics(out)]
 
 
 def curve(out):
@@ -113,7 +109,7 @@ def curve(out):
 
 
 def last_loss(out):
-    return [line["val_loss"] for line in metrics(out) if "val_loss" in line][-1]
+    return metrics(out, "val_loss")[-1]
 
 
 def saved_steps(out):

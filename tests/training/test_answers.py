@@ -1,22 +1,17 @@
 """Learned tokens of conversations: subword tokenizers, tools, weights, ends, hostile templates."""
 
 import functools
+import itertools
 import json
-import random
-import re
 import resource
 import time
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import subwords
+from test_documents import corpus, records
 
 from training import byte_tokenizer, templates
-from training.answers import match_between
-from training.documents import Documents, Source
-from training.records import Records
 from training.show import printable
 from training.tokenizer import Tokenizer
 
@@ -24,9 +19,9 @@ CHATML, QWEN = (subwords.TEMPLATES[name] for name in ("chatml", "qwen with tools
 PLAIN = subwords.unmarked(CHATML)  # without {% generation %}
 
 
-def chat(*texts, **flags):
+def chat(*texts):
     roles = ("user", "assistant")
-    return [{"role": roles[at % 2], "content": text} | flags for at, text in enumerate(texts)]
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 def learned(tokenizer, record, loss_on="assistant"):
@@ -34,59 +29,42 @@ def learned(tokenizer, record, loss_on="assistant"):
     return tokenizer.decode(ids[mask])
 
 
-KINDS = subwords.KINDS | {"trimmed": functools.partial(subwords.byte_level, trim=True)}
-
-
 @pytest.fixture(scope="module")
 def tokenizer_for(tmp_path_factory):
-    """Makes the tokenizer of a template and a kind of `KINDS`, each once, with one renderer."""
+    """Makes the tokenizer of a template and a kind, each once, with one renderer."""
     renderer = templates.Renderer()
+    kinds = subwords.KINDS | {"trimmed": functools.partial(subwords.byte_level, trim=True)}
 
     @functools.cache
     def make(template, kind="special"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("training.tokenizer.Renderer", lambda: renderer)
-            return KINDS[kind](tmp_path_factory.mktemp("tokenizer"), template)
+            return kinds[kind](tmp_path_factory.mktemp("tokenizer"), template)
 
     return make
 
 
-# Thoughts before the last answer alone, and an end after the whole text.
-ODD = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_end|>{% endif %}"
-)
-# Moves thoughts out of the text, and drops those of earlier turns.
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
-    "{% set parts = m.content.split('</think>') %}{% if loop.last %}{{ '<think>' }}"
-    "{{ parts[0].split('<think>')[-1] if parts | length > 1 }}{{ '</think>' }}{% endif %}"
-    "{{ parts[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-THOUGHT = "<think>so</think>yes"
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
 DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
-# A prompt that ends with a space: the first token of an answer contains it otherwise.
-SPACED = subwords.TEMPLATES["mistral"].replace("[/INST]'", "[/INST] '").replace("' ' + m", "m")
 # Templates that write an empty answer without its end, and that leave it out.
-TURN = ("{{ '<|im_start|>assistant", "{% endif %}{% endfor")
-START, STOP = map(CHATML.index, TURN)
 OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
-SKIPPING = f"{CHATML[:START]}{{% if m.content %}}{CHATML[START:STOP]}{{% endif %}}{CHATML[STOP:]}"
+SKIPPING = CHATML.replace("{% else %}", "{% else %}{% if m.content %}")
+SKIPPING = SKIPPING.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
+# Moves thoughts out of the text, and drops those of earlier turns.
+THOUGHT = "<think>so</think>yes"
+PARTS = (
+    "{% set parts = m.content.split('</think>') %}{% if loop.last %}{{ '<think>' }}"
+    "{{ parts[0].split('<think>')[-1] if parts | length > 1 }}{{ '</think>' }}{% endif %}"
+)
+ANSWER = "\\n' }}{{ m.content + '<|im_end|>"
+THINKING = PLAIN.replace(ANSWER, "\\n' }}" + PARTS + "{{ parts[-1] + '<|im_end|>")
 # Qwen 2.5's has a line break before a text only, Llama 3.1's leaves out the text of a call.
 TEXT = "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
 CALLED = "{% if m.tool_calls %}{{ '\\n<call>' + m.tool_calls[0].function.name }}{% endif %}"
+BREAKING = PLAIN.replace(ANSWER, "' }}" + TEXT + CALLED + "{{ '<|im_end|>")
 EITHER = "{% if m.tool_calls %}" + CALLED + "{% else %}" + TEXT + "{% endif %}"
-BREAKING, EXCLUSIVE = (
-    PLAIN[: PLAIN.index(TURN[0])]
-    + f"{{{{ '<|im_start|>assistant' }}}}{own}{{{{ '<|im_end|>\\n' }}}}"
-    + PLAIN[PLAIN.index(TURN[1]) :]
-    for own in (TEXT + CALLED, EITHER)
-)
+EXCLUSIVE = PLAIN.replace(ANSWER, "' }}" + EITHER + "{{ '<|im_end|>")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"name": "weather", "arguments": {"city": "Oslo", "n": 1}}
 ARGUMENTS = json.dumps(CALL["arguments"])
@@ -104,53 +82,45 @@ def flagged(flag, off, on):
     return messages
 
 
-def after(content, *texts):
-    """Answers to train on after a first one that is context."""
-    messages = chat("is it", content, *texts)
-    return {"prompt": messages[:3], "completion": messages[3:]}
-
-
+# Answers to train on after a first one that is context, and empty in one of two conversations.
+AFTER = [chat("is it", first, "so", "positive", "so", "no") for first in ("", "yes")]
+AFTER = [{"prompt": messages[:3], "completion": messages[3:]} for messages in AFTER]
 # fmt: off
-PAIRS = [
-    ("mistral", "byte-level"), ("mistral", "metaspace"), ("vicuna", "metaspace"),
-    ("vicuna", "special"), ("deepseek", "no prefix"), ("deepseek", "byte-level"),
-    # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
-    ("mistral", "trimmed"), ("vicuna", "trimmed"),
-]
+KINDS = {
+    "mistral": ("byte-level", "metaspace", "trimmed"), "deepseek": ("no prefix", "byte-level"),
+    "vicuna": ("metaspace", "special", "trimmed"),
+}
 THREE = chat("is it so", "yes", "is it", "positive", "is it", "no")
-LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of it
-    *((subwords.TEMPLATES[name], kind, THREE, "yes</s>positive</s>no</s>") for name, kind in PAIRS),
-    *((subwords.TEMPLATES["phi"], kind, THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>")
-      for kind in ("special", "no prefix")),
-    *((SPACED, kind, chat("is it", "yes"), "yes</s>") for kind in subwords.KINDS),
-    (CHATML, "special", chat("is it"), ""),
-    (CHATML, "special", {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
+LEARNED = [  # template, conversation, and what is learned of it, in tokenizers of which kinds
+    # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
+    *((subwords.TEMPLATES[x], THREE, "yes</s>positive</s>no</s>", *KINDS[x]) for x in KINDS),
+    (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>",
+     "special", "no prefix"),
+    (CHATML, chat("is it"), ""),
+    (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
     # Equal turns: 2^60 tries would never end.
-    *((PLAIN, "special", [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
+    *((PLAIN, [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
       for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
-    (ODD, "special", chat("a", "b", "c", "d"), f"b{END}<think>\n\n</think>\n\nd{END}<|im_end|>"),
-    (THINKING, "special", chat("is it", THOUGHT), THOUGHT + END),
-    (THINKING, "special", chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
+    (THINKING, chat("is it", THOUGHT), THOUGHT + END),
+    (THINKING, chat("is it", THOUGHT, "is it", THOUGHT), f"yes{END}{THOUGHT}{END}"),
     # What ends an answer may be within it.
-    (BARE, "special", chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
-    (BARE, "special", chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
-    (BARE, "special", chat("a", DIALOGUE, "b", "z"), f"{DIALOGUE}\n\nz\n\n"),
+    (BARE, chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
+    (BARE, chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
+    (BARE, chat("a", DIALOGUE, "b", "z"), f"{DIALOGUE}\n\nz\n\n"),
     # Answers of weight 0 are context.
-    *((CHATML, "special", flagged(*own), "positive" + END)
+    *((CHATML, flagged(*own), "positive" + END)
       for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
-    (CHATML, "special", flagged("weight", 0, 0), ""),
+    (CHATML, flagged("weight", 0, 0), ""),
     # An empty answer costs no other its own.
-    *((OPEN, "special", after(first, "so", "positive", "so", "no"), "positiveno")
-      for first in ("", "yes")),
-    *((SKIPPING, "special", after(first, "so", "positive", "so", "no"), f"positive{END}no{END}")
-      for first in ("", "yes")),
+    *((OPEN, record, "positiveno") for record in AFTER),
+    *((SKIPPING, record, f"positive{END}no{END}") for record in AFTER),
     # Calls of tools without text.
-    *((BREAKING, "special", [*chat("is it"), calling(x), *chat("is it", "so")],
+    *((BREAKING, [*chat("is it"), calling(x), *chat("is it", "so")],
        f"<call>weather{END}so{END}") for x in (None, "")),
-    *((EXCLUSIVE, "special", [*chat("is it"), calling(x), *chat("is it", "so")],
+    *((EXCLUSIVE, [*chat("is it"), calling(x), *chat("is it", "so")],
        f"<call>weather{END}so{END}") for x in (None, "yes")),
     # OpenAI's files have arguments as JSON text; some templates take an object and some a text.
-    *((QWEN.replace("c.function.arguments | tojson", written), "special",
+    *((QWEN.replace("c.function.arguments | tojson", written),
        {"messages": [*chat("is it"), calling(call=CALL | {"arguments": given}),
                      {"role": "tool", "content": "positive"}, *chat("", "so")[1:]], "tools": TOOLS},
        f"\n<call>weather {ARGUMENTS}</call>{END}so{END}")
@@ -158,32 +128,7 @@ LEARNED = [  # template, kind of tokenizer, conversation, and what is learned of
                       "'' + c.function.arguments")
       for given in (CALL["arguments"], ARGUMENTS)),
 ]
-# fmt: on
-
-
-@pytest.mark.parametrize(("template", "kind", "record", "wanted"), LEARNED, ids=lambda x: "")
-def test_answers_are_learned_from_their_first_token_to_their_end(
-    template, kind, record, wanted, tokenizer_for
-):
-    """A first token that contains the space before the answer is predicted as one."""
-    record = record if isinstance(record, dict) else {"messages": record}
-    for source in dict.fromkeys((template, subwords.unmarked(template))):
-        said = learned(tokenizer_for(source, kind), record)
-        exact = kind == "special" and "</s>" not in wanted
-        assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
-
-
-@pytest.mark.parametrize("kind", subwords.KINDS)
-def test_the_first_token_is_learned_after_a_prompt_that_ends_with_a_space(kind, tokenizer_for):
-    record = {"prompt": "is it so: ", "completion": "positive"}
-    tokenizer = tokenizer_for(None, kind)
-    ids, mask = tokenizer.document(record)
-    assert tokenizer.decode(ids[mask]).strip() == "positive</s>"
-    assert not mask[:3].any() and "positive" in tokenizer.decode(ids[mask][:1])
-
-
-# fmt: off
-ODD_ORDERS = [
+ORDERS = [
     [("assistant", "yes"), ("assistant", " no"), ("user", "is it"), ("assistant", "so")],
     [("user", "is it"), ("tool", "yes"), ("assistant", "no"), ("assistant", ""), ("user", "so")],
     [("user", "is it"), ("assistant", "</s>"), ("user", "USER: so"), ("assistant", "\n")],
@@ -193,21 +138,63 @@ ODD_ORDERS = [
 # fmt: on
 
 
+@pytest.mark.parametrize("case", LEARNED)
+def test_answers_are_learned_from_their_first_token_to_their_end(case, tokenizer_for):
+    template, record, wanted, *kinds = case
+    record = record if isinstance(record, dict) else {"messages": record}
+    for source in dict.fromkeys((template, subwords.unmarked(template))):
+        for kind in kinds or ["special"]:
+            said = learned(tokenizer_for(source, kind), record)
+            exact = kind == "special" and "</s>" not in wanted
+            assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
+
+
 @pytest.mark.parametrize("name", ["chatml", "llama 2", "vicuna", "deepseek"])
 def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for):
     template = subwords.TEMPLATES[name]
     ways = [tokenizer_for(own, "byte-level") for own in (template, subwords.unmarked(template))]
-    for order in ODD_ORDERS:
-        for weight, loss_on in ((1, "assistant"), (0, "assistant"), (1, "all"), (0, "all")):
-            turns = [
-                {"role": role, "content": text, "weight": weight if role == "assistant" else 1}
-                for role, text in order
-            ]
-            marked, plain = (own.document({"messages": turns}, loss_on) for own in ways)
-            np.testing.assert_array_equal(marked[0], plain[0])
-            np.testing.assert_array_equal(marked[1], plain[1])
-            assert marked[1].any() == (weight == 1 or loss_on == "all")
-            assert marked[1].all() == (weight == 1 and loss_on == "all")
+    for order, weight, loss_on in itertools.product(ORDERS, (0, 1), ("assistant", "all")):
+        turns = [{"role": role, "content": text} for role, text in order]
+        for turn in turns:
+            turn["weight"] = weight if turn["role"] == "assistant" else 1
+        marked, plain = (own.document({"messages": turns}, loss_on) for own in ways)
+        np.testing.assert_array_equal(marked, plain)
+        assert marked[1].any() == (weight == 1 or loss_on == "all")
+        assert marked[1].all() == (weight == 1 and loss_on == "all")
+
+
+def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
+    tokenizer = tokenizer_for("{% if shout is defined %}{{ shout }}: {% endif %}" + QWEN)
+    messages = chat("is it", "yes")
+    known = [{"messages": messages, "tools": TOOLS}] * 2
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0), seq=127)
+    for ids in (
+        tokenizer.document({"messages": messages, "tools": json.dumps(TOOLS)})[0],
+        tokenizer.document({"prompt": messages[:1], "completion": messages[1:], "tools": TOOLS})[0],
+        data.prompt(127),  # of a sample
+    ):
+        assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
+    record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
+    for _ in range(2):
+        assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
+        tokenizer._renderer._process.kill()  # and is started again
+        tokenizer._renderer._process.wait()
+    # Of several named templates "tool_use" is for conversations with tools.
+    named = {"default": subwords.unmarked(QWEN), "tool_use": QWEN}
+    tokenizer = subwords.byte_level(tmp_path / "named", named)
+    for tools in ({}, {"tools": TOOLS}):
+        assert learned(tokenizer, {"messages": chat("is it", "yes"), **tools}) == f"yes{END}"
+    with pytest.raises(ValueError, match="chat template"):
+        subwords.byte_level(tmp_path, {"rag": QWEN}).document({"messages": messages})
+    for template in (  # from which answers can not be told
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}",
+        # As of models of images: content in parts alone, and nothing for a text.
+        PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "),
+    ):
+        with pytest.raises(ValueError, match="--loss-on all"):
+            tokenizer_for(template).document({"messages": messages})
+        ids, mask = tokenizer_for(template).document({"messages": messages}, "all")
+        assert mask.all() and len(ids) > 3
 
 
 def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
@@ -218,130 +205,46 @@ def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
         record["messages"][0]["weight"] = 0  # all tokens can't leave out a user's message
         with pytest.raises(ValueError, match='"weight": 0 .*--loss-on'):
             tokenizer.document(record, "all")
-
-
-def test_gaps_are_those_of_two_regular_expressions():
-    """The first match of a lazy and of a greedy pattern, where both are the same."""
-    rng = random.Random(0)
-    found = 0
-    for _ in range(1500):
-        literals = ["".join(rng.choices("ab", k=rng.randrange(4))) for _ in range(4)]
-        whole = "".join(own + "".join(rng.choices("abc", k=rng.randrange(3))) for own in literals)
-        parts = [re.escape(own) for own in literals]
-        lazy, greedy = (re.fullmatch(gap.join(parts), whole) for gap in ("(.*?)", "(.*)"))
-        places = [[m.span(at) for at in range(1, 4)] for m in (lazy, greedy) if m]
-        want = places[0] if len(places) == 2 and places[0] == places[1] else None
-        assert match_between(literals, whole) == want, (literals, whole)
-        found += want is not None
-    assert 50 < found < 1450
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}",
-        # As of models of images: content in parts alone, and nothing for a text.
-        PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "),
-    ],
-)
-def test_answers_that_can_not_be_told_from_the_rest_are_refused(template, tokenizer_for):
-    own, record = tokenizer_for(template), {"messages": chat("a", "b")}
-    with pytest.raises(ValueError, match="--loss-on all"):
-        own.document(record)
-    ids, mask = own.document(record, "all")
-    assert mask.all() and len(ids) > 3
-
-
-def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
-    tokenizer = tokenizer_for("{% if shout is defined %}{{ shout }}: {% endif %}" + QWEN)
-    messages = chat("is it", "yes")
-    for tools in (TOOLS, json.dumps(TOOLS)):
-        for record in (
-            {"messages": messages, "tools": tools},
-            {"prompt": messages[:1], "completion": messages[1:], "tools": tools},
-        ):
-            ids, _ = tokenizer.document(record)
-            assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
-    table = pyarrow.Table.from_pylist([{"messages": messages, "tools": TOOLS}] * 2)
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    records = Records(tmp_path / "a.parquet")
-    assert "weather" in tokenizer.decode(tokenizer.document(records[1])[0])
-    data = Documents([Source(records, 1.0)], tokenizer, seq=127, batch=1, seed=0)
-    assert "weather" in tokenizer.decode(data.prompt(127)), "a sample's prompt has them too"
-    record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
-    assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
-
-
-def test_the_template_in_use_decides_how_answers_are_found(tmp_path):
-    """Several named templates: the default, and "tool_use" where a conversation has tools."""
-    plain = subwords.unmarked(QWEN)
-    for number, (default, tool_use) in enumerate([(plain, QWEN), (QWEN, plain)]):
-        named = {"default": default, "tool_use": tool_use}
-        tokenizer = subwords.byte_level(tmp_path / f"{number}", named)
-        for tools in ({}, {"tools": TOOLS}):
-            said = learned(tokenizer, {"messages": chat("is it", "yes", "is it", "no"), **tools})
-            assert said == "yes<|im_end|>\nno<|im_end|>\n"
-    tokenizer = subwords.byte_level(tmp_path / "none", {"rag": QWEN})
-    with pytest.raises(ValueError, match="chat template"):
-        tokenizer.document({"messages": chat("is it", "yes")})
-
-
-def test_several_blocks_of_one_answer_and_a_marked_end_belong_to_answers(tokenizer_for):
-    """A template may mark thoughts and text apart, and the end of the whole text."""
+    # A template may mark thoughts and text apart, and the end of the whole text.
     answer = "{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"
     thoughts = "{% generation %}{{ '<think>' + m.content + '</think>' }}{% endgeneration %}\n"
-    both = "{% if m.content != 'no' %}" + thoughts + "{% endif %}" + answer
+    both = "{% if m.content == 'no' %}" + thoughts + "{% endif %}" + answer
     for template, last, first in (
-        (CHATML.replace(answer, both), "no<|im_end|>\n", "<think>yes</think>yes<|im_end|>\n"),
-        (subwords.TEMPLATES["phi"], "no<|eot|>\n</s>", "yes<|eot|>\n"),
+        (CHATML.replace(answer, both), "positive<|im_end|>\n", "<think>no</think>no<|im_end|>\n"),
+        (subwords.TEMPLATES["phi"], "positive<|eot|>\n</s>", "no<|eot|>\n"),
     ):
-        messages = chat("is it", "yes", "is it", "no")
-        messages[1]["weight"] = 0
-        assert learned(tokenizer_for(template), {"messages": messages}) == last
-        messages[1]["weight"], messages[3]["weight"] = 1, 0
-        assert learned(tokenizer_for(template), {"messages": messages}) == first
+        for weights, wanted in (((0, 1), last), ((1, 0), first)):
+            record = {"messages": flagged("weight", *weights)}
+            assert learned(tokenizer_for(template), record) == wanted
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     tokenizer = subwords.metaspace(tmp_path, ends=ends)
+    pairs = [("is it", " so"), ("is it", " so</s>"), ("<s>is it", " so</s>\n")]
+    texts = ["is it so", "<s>is it so</s>", "<s>is it so</s>\n"]
     for record in (
-        {"prompt": "is it", "completion": " so"},
-        {"prompt": "is it", "completion": " so</s>"},
-        {"prompt": "<s>is it", "completion": " so</s>\n"},
-        {"text": "is it so"},
-        {"text": "<s>is it so</s>"},
-        {"text": "<s>is it so</s>\n"},
+        *({"prompt": prompt, "completion": completion} for prompt, completion in pairs),
+        *({"text": text} for text in texts),
     ):
         ids, mask = tokenizer.document(record)
         assert (ids == 1).sum() == (ids == 2).sum() == 1, record
         assert ids[0] == 1 and mask[ids == 2].all()
         assert learned(tokenizer, record).replace("</s>", "").split()[-1] == "so"
     # A question begins as the texts that were learned.
-    np.testing.assert_array_equal(
-        tokenizer.asked("is it so"), tokenizer.document({"text": "is it so"})[0][:-1]
-    )
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "is it", "completion": " so"}\n' * 2)
-    data = Documents([Source(Records(path), 1.0)], tokenizer, seq=31, batch=1, seed=0)
-    ids, _ = tokenizer.document({"prompt": "is it", "completion": " so"})
-    np.testing.assert_array_equal(data.prompt(31), ids[: len(data.prompt(31))])
-    assert data.prompt(31)[0] == 1 and 2 not in data.prompt(31)
+    ids = tokenizer.document({"text": "is it so"})[0]
+    np.testing.assert_array_equal(tokenizer.asked("is it so"), ids[:-1])
+    known = [{"prompt": "is it", "completion": " so"}] * 2
+    prompt = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0)).prompt(31)
+    np.testing.assert_array_equal(prompt, ids[: len(prompt)])
+    assert prompt[0] == 1 and 2 not in prompt
 
 
-# Hostile folders.
-
-
-@pytest.mark.parametrize(
-    ("body", "limit"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU"),
-        ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "memory"),
-        ("{{ 'x' * 10**11 }}", "memory"),
-    ],
-    ids=["nested ranges", "long text", "one long text"],
-)
-def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monkeypatch):
+@pytest.mark.parametrize("limit", ["CPU", "memory"])
+def test_a_template_can_not_take_all_time_or_memory(limit, tmp_path, monkeypatch):
+    body = "{{ 'x' * 10**11 }}"
+    if limit == "CPU":
+        body = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(templates, "SECONDS", 0)  # and one that every text has
     monkeypatch.setattr(templates, "TRIES", 2)
     tokenizer = subwords.byte_level(tmp_path, body)
@@ -356,42 +259,26 @@ def test_a_template_can_not_take_all_time_or_memory(body, limit, tmp_path, monke
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "kB"
 
 
-def test_a_renderer_that_was_ended_is_started_again(tokenizer_for):
-    tokenizer, record = tokenizer_for(CHATML), {"messages": chat("is it", "yes")}
-    first = tokenizer.document(record)
-    tokenizer._renderer._process.kill()
-    tokenizer._renderer._process.wait()
-    np.testing.assert_array_equal(tokenizer.document(record), first)
-
-
-def test_escapes_of_templates_and_answers_do_not_reach_a_terminal(tmp_path):
+def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_path, monkeypatch):
     escape = "\x1b]0;owned\x07\u202e"
     tokenizer = subwords.byte_level(tmp_path, f"{{{{ raise_exception('{escape}') }}}}")
     with pytest.raises(ValueError, match=r"\\x1b\]0;owned\\x07\\u202e") as raised:
         tokenizer.document({"messages": chat("a", "b")})
     assert "\x1b" not in str(raised.value)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n{"text": "y"}\n')
-    data = Documents([Source(Records(path), 1.0)], tokenizer, seq=7, batch=1, seed=0)
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", ["x", "y"]), 1.0), seq=7)
     shown = data.show(tokenizer.encode(escape), 0)
     assert "\\x1b]0;owned\\x07" in shown and printable(shown) == shown
     assert printable("üß✓\n\t👨‍👩‍👧 سلام") == "üß✓\n\t👨‍👩‍👧 سلام"
-
-
-def test_python_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
-    """transformers asks on standard input if it may, unless it is told that it may not."""
+    # Python code of a folder is never run: transformers asks on standard input if it may.
     asked = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
     byte_tokenizer.write(tmp_path)
     own = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w').close()\n")
-    for file, content in (
-        ("config.json", {"model_type": "evil"} | named),  # its tokenizer is one of transformers'
-        ("tokenizer_config.json", own | named),
-    ):
-        (tmp_path / file).write_text(json.dumps(content))
-        assert list(Tokenizer(tmp_path).encode("ab")) == [97, 98]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil"} | named))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | named))
+    assert list(Tokenizer(tmp_path).encode("ab")) == [97, 98]  # it is one of transformers'
     evil = own | named | {"tokenizer_class": "Evil"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="`auto_map`"):

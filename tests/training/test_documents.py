@@ -1,34 +1,39 @@
-"""Documents to train on: masks, mixtures, what is held out, cut and left out, and their order."""
+"""Data to train on: batches, what is learned, held out and left out, and data that changes."""
 
+import functools
+import itertools
 import json
+import math
+import os
 import re
 import tracemalloc
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from training import byte_tokenizer
+import zero_jax
+from training import byte_tokenizer, data, data_files
+from training.config import Config, flag
+from training.corpus import Text
+from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source, sources_of
+from training.packing import LOOK, Lane, row_of
 from training.records import Records, check
+from training.resuming import REFUSE, WARN, base_checksum, check_settings
+from training.saving import Saver, _changed_contents, check_resume
+from training.text import load_tokens
 from training.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def byte_folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tokenizer")
-    byte_tokenizer.write(made)
-    return made
+def tokenizer(tmp_path_factory):
+    return with_template(tmp_path_factory.mktemp("tokenizer"), byte_tokenizer.TEMPLATE)
 
 
-@pytest.fixture(scope="session")
-def tokenizer(byte_folder):
-    return Tokenizer(byte_folder)
-
-
-def with_template(byte_folder, path, template):
+def with_template(path, template):
     """The tokenizer of bytes with another chat template."""
-    for file in byte_folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+    byte_tokenizer.write(path)
     (path / "chat_template.jinja").write_text(template)
     return Tokenizer(path)
 
@@ -40,10 +45,8 @@ def chat(*turns):
 
 def records(path, documents):
     """A file of these documents, or of texts."""
-    known = [
-        {"text": document} if isinstance(document, str) else document for document in documents
-    ]
-    path.write_text("".join(json.dumps(document) + "\n" for document in known))
+    known = [{"text": own} if isinstance(own, str) else own for own in documents]
+    path.write_text("".join(json.dumps(own) + "\n" for own in known))
     return Records(path)
 
 
@@ -66,11 +69,7 @@ def numbers(source, count):
     return [f"{source}{n:04d}" + "." * (n % 9) for n in range(count)]
 
 
-def starts(batches, count):
-    return [text[:5].decode() for _ in range(count) for text in texts_of(next(batches)[0])]
-
-
-def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
+def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned_to_their_end(tokenizer, tmp_path):
     text = "Héllo, wörld ✓\n\tx"
     assert list(tokenizer.encode(text)) == list(text.encode())
     messages = chat("Hi", "Yo ✓", "a", "b")["messages"]
@@ -84,108 +83,95 @@ def test_the_tokenizer_of_bytes_is_utf_8_and_answers_are_learned(tokenizer):
         ids, mask = tokenizer.document(record)
         assert tokenizer.decode(ids[mask]) == learned
         assert tokenizer.document(record, "all")[1].all()
-
-
-def test_a_pass_has_every_document_once_but_those_held_out(tokenizer, tmp_path):
-    texts = numbers("a", 400)
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", texts), 1.0))
-    seen = starts(data.batches(None, 0, 1), 200)
-    # Each of 4 lanes is ahead of the others by at most what waits in it.
-    assert len(set(seen[:290])) == 290
-    assert set(seen) == {text[:5] for text in texts[:360]}
-    held_out = [t for arrays in data.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
-    assert sorted(text[:5].decode() for text in held_out) == [t[:5] for t in texts[360:]]
-
-
-def test_sources_are_drawn_by_their_weights(tokenizer, tmp_path):
-    known = (("a", 3.0, 1000), ("b", 1.0, 100))
-    made = [(records(tmp_path / f"{name}.jsonl", numbers(name, n)), w) for name, w, n in known]
-    data = corpus(tokenizer, *made)
-    seen = starts(data.batches(None, 0, 1), 40)
-    assert sum(text[0] == "a" for text in seen) / len(seen) == pytest.approx(0.75, abs=0.05)
-    said = data.outlook(50)
-    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", said))
-    assert second / first == pytest.approx(1000 / 100 / 3, rel=0.01)
+    # The token that ends learned text is found.
+    each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
+    for template, record, wanted in (
+        *((byte_tokenizer.TEMPLATE, record, [252]) for record in (chat("a", "b"), {"text": "a"})),
+        (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
+        (each.replace("END", ""), chat("a", "b"), []),
+    ):
+        own = with_template(tmp_path, template)
+        assert corpus(own, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_another_number_of_processes_resumes_with_the_same_documents(tokenizer, tmp_path, count):
-    source = records(tmp_path / "a.jsonl", numbers("a", 200))
-    whole = corpus(tokenizer, (source, 1.0)).batches(None, 0, 1)
+def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_path, count):
+    sources = [
+        (records(tmp_path / f"{name}.jsonl", numbers(name, size)), weight)
+        for name, weight, size in (("a", 3.0, 1000), ("b", 1.0, 100))
+    ]
+    made = corpus(tokenizer, *sources)
+    whole = made.batches(None, 0, 1)
+    seen = [text[:1] for _ in range(40) for text in texts_of(next(whole)[0])]
+    assert seen.count(b"a") / len(seen) == pytest.approx(0.75, abs=0.05)
+    first, second = (float(t) for t in re.findall(r"jsonl ([\d.]+) times", made.outlook(50)))
+    assert second / first == pytest.approx(1000 / 100 / 3, rel=0.01)
+    held_out = [t for arrays in made.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
+    kept = [*numbers("a", 1000)[900:], *numbers("b", 100)[90:]]
+    assert sorted(text[:5].decode() for text in held_out) == [text[:5] for text in kept]
+    place = json.loads(json.dumps(next(whole)[1]))
+    parts = [corpus(tokenizer, *sources).batches(place, at, count) for at in range(count)]
     for _ in range(5):
-        _, place = next(whole)
-    place = json.loads(json.dumps(place))
-    parts = [corpus(tokenizer, (source, 1.0)).batches(place, at, count) for at in range(count)]
-    for _ in range(5):
-        wanted, _ = next(whole)
-        found = [next(part)[0] for part in parts]
-        for at, array in enumerate(wanted):
-            np.testing.assert_array_equal(array, np.concatenate([arrays[at] for arrays in found]))
+        wanted, found = next(whole)[0], [next(part)[0] for part in parts]
+        for array, *own in zip(wanted, *found, strict=True):
+            np.testing.assert_array_equal(array, np.concatenate(own))
 
 
-# Long documents, and those that are left out: cut, dropped or refused as asked, and counted.
-
-
-def trained(data, steps):
+def trained(made, steps):
     """How many documents the batches of so many steps have."""
-    drawn = data.batches(None, 0, 1)
+    drawn = made.batches(None, 0, 1)
     rows = [row for _ in range(steps) for row in next(drawn)[0][2]]
     return sum(len(set(row[row > 0].tolist())) for row in rows)
 
 
 def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenizer, tmp_path):
-    """Of 40 documents 36 are trained on; a short one has 6 tokens, a row room for 32."""
     source = records(tmp_path / "a.jsonl", ["x" * (50 if n % 2 else 5) for n in range(40)])
-    data = corpus(tokenizer, (source, 1.0))
-    said = data.outlook(100)
+    made = corpus(tokenizer, (source, 1.0))
+    said = made.outlook(100)
     assert said.startswith("all 36 documents in rows of 31 tokens: 18 whole, 18 cut")
-    assert "longest of 51 tokens" in said and str(data.counts) == "none"
-    rows = 18 + 4  # one for each that is cut, five short ones in each of the others
+    assert "longest of 51 tokens" in said and str(made.counts) == "none"
+    rows = 18 + 4  # of 36: one for each that is cut, five short ones in each of the others
     assert said.endswith(f"100 steps train on a.jsonl {100 * 4 / rows:.3g} times"), said
-    found = trained(data, 100)
-    assert found == data.counts.whole + data.counts.cut, "those read ahead are not counted"
+    found = trained(made, 100)
+    assert found == made.counts.whole + made.counts.cut, "those read ahead are not counted"
     # The 16 documents that wait for a row in each lane are short ones at the end.
     assert found / 36 == pytest.approx(400 / rows, rel=0.05)
-    drawn = data.batches(None, 0, 1)
-    sizes = {len(text) for _ in range(9) for text in texts_of(next(drawn)[0])}
-    assert sizes == {6, 32}, "cut to a row of seq + 1 tokens"
+    texts = {*texts_of(next(made.batches(None, 0, 1))[0])}
+    assert texts == {b"xxxxx\xfc", b"x" * 32}, "cut to a row of seq + 1 tokens"
     dropped = corpus(tokenizer, (source, 1.0), long="drop")
     arrays, _ = next(dropped.batches(None, 0, 1))
     assert dropped.counts.dropped and max(map(len, texts_of(arrays))) == 6
     assert "dropped" in str(dropped.counts)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq 31 "):
         corpus(tokenizer, (source, 1.0), long="refuse")
+    # A sample begins with a held-out prompt that fits.
+    known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
+    assert tokenizer.decode(made.prompt(31)) == "<|user|>short<|end|><|assistant|>"
+    assert made.prompt(5) is None
 
 
 def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenizer, tmp_path):
-    """Every second one is; 18 steps of 4 rows with 3 of the others each are 24 passes over 9."""
     half = [chat("x" * (60 if n % 2 else 3), "yes") for n in range(20)]
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
-    said = data.outlook(18)
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
+    said = made.outlook(18)  # of 4 rows with 3 documents each: 24 passes over 9
     assert said.endswith("18 steps train on a.jsonl 24 times")
     assert "left out" in said and "the longest of" in said
-    assert trained(data, 18) == data.counts.whole == 24 * 9
-    assert data.counts.empty == pytest.approx(24 * 9, rel=0.05), "those read ahead are not counted"
+    assert trained(made, 18) == made.counts.whole == 24 * 9
+    assert made.counts.empty == pytest.approx(24 * 9, rel=0.05)
     none = records(tmp_path / "b.jsonl", [chat("x" * 60, "yes")] * 20)
     said = corpus(tokenizer, (none, 1.0), (records(tmp_path / "c.jsonl", half), 1.0)).outlook(18)
     assert "train on b.jsonl 0 times, c.jsonl" in said, said
 
 
-STRICT = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-
-
-def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder, tmp_path):
-    tokenizer = with_template(byte_folder, tmp_path, STRICT)
-    tool = {"role": "tool", "content": "x"}
-    refused = {"messages": [*chat("a", "b")["messages"], tool]}
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
-    next(data.batches(None, 0, 1))
-    assert data.counts.refused and data.counts.whole
-    assert "a.jsonl, line" in str(data.counts) and "no tools" in str(data.counts)
+def test_refused_conversations_are_left_out_and_named_or_end_the_run(tmp_path):
+    strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    tokenizer = with_template(tmp_path, strict + byte_tokenizer.TEMPLATE)
+    refused = {"messages": [*chat("a", "b")["messages"], {"role": "tool", "content": "x"}]}
+    made = corpus(tokenizer, (records(tmp_path / "a.jsonl", [chat("a", "b"), refused] * 10), 1.0))
+    next(made.batches(None, 0, 1))
+    assert made.counts.refused and made.counts.whole
+    assert "a.jsonl, line" in str(made.counts) and "no tools" in str(made.counts)
     with pytest.raises(ValueError, match="a.jsonl, line 1.*no tools"):
         corpus(tokenizer, (records(tmp_path / "a.jsonl", [refused] * 3), 1.0))
     # A source needs two documents, and a weight above 0.
@@ -198,42 +184,343 @@ def test_refused_conversations_are_left_out_and_named_or_end_the_run(byte_folder
     assert sources_of(str(named)) == [(named, 1.0)], "a file that is called so"
 
 
-def test_a_sample_begins_with_a_held_out_prompt_that_fits(tokenizer, tmp_path):
-    known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
-    assert tokenizer.decode(data.prompt(31)) == "<|user|>short<|end|><|assistant|>"
-    assert data.prompt(5) is None
-
-
-def test_the_token_that_ends_learned_text_is_found(byte_folder, tmp_path):
-    each = "{% for m in messages %}<|user|>{{ m.content }}END\n{% endfor %}"
-    for template, record, wanted in (
-        (byte_tokenizer.TEMPLATE, chat("a", "b"), [252]),
-        (byte_tokenizer.TEMPLATE, {"text": "a"}, [252]),
-        (byte_tokenizer.TEMPLATE, {"prompt": "a", "completion": "b"}, [252]),
-        (each.replace("END", "<|tool|>"), chat("a", "b"), [251]),
-        (each.replace("END", ""), chat("a", "b"), []),
-    ):
-        tokenizer = with_template(byte_folder, tmp_path, template)
-        assert corpus(tokenizer, (records(tmp_path / "a.jsonl", [record] * 4), 1.0)).ends == wanted
-
-
 @pytest.mark.slow
 def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
-    """A document takes 20 bytes: the offset, number and checksum of its line."""
     texts = [f"{number:06d}" + "x" * (number % 40) for number in range(100_000)]
     records(own_path := tmp_path / "a.jsonl", texts)
     import grain  # noqa: F401  the library's own memory is not counted
 
+    def memory(count):
+        for _ in range(count):
+            next(stream)
+        return tracemalloc.get_traced_memory()
+
     tracemalloc.start()
     stream = corpus(tokenizer, (Records(own_path), 1.0), batch=8).batches(None, 0, 1)
-    for _ in range(50):
-        next(stream)
-    before, _ = tracemalloc.get_traced_memory()
-    assert before < 5.6e6
+    before, _ = memory(50)
     tracemalloc.reset_peak()
-    for _ in range(1500):
-        next(stream)
-    now, peak = tracemalloc.get_traced_memory()
+    now, peak = memory(1500)
     tracemalloc.stop()
-    assert now < before + 2e5 and peak < before + 2e6
+    assert before < 5.6e6 and now < before + 2e5 and peak < before + 2e6
+
+
+TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its position: what is read shows where
+ONE = {"shard_index": 0, "shard_count": 1}
+SEQ = 20
+
+
+def first(n, **changed):
+    """The first `n` batches of a small stream, `(n, rows, 9)`."""
+    options = {"batch": 12, "seq": 8, "seed": 3, **ONE, **changed}
+    return np.stack(list(itertools.islice(data.batches(TOKENS, **options), n)))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_sample(count):
+    assert data.samples_per_epoch(TOKENS.size, 8) == 124
+    orders = [first(31, batch=4, start=124 * epoch) for epoch in range(3)]
+    for rows in orders:
+        assert rows.dtype == np.int32 and (np.diff(rows, axis=-1) == 1).all()
+        assert sorted(rows[..., 1:].ravel()) == list(range(1, 124 * 8 + 1))
+    orders += [first(31, batch=4, seed=4)]  # and neighbouring seeds share no epoch
+    assert not any(np.array_equal(a, b) for a, b in itertools.combinations(orders, 2))
+    whole = first(25)  # 300 samples: three epochs
+    parts = [first(14, shard_index=i, shard_count=count, start=132) for i in range(count)]
+    assert parts[0].shape[1] == 12 // count
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole[11:])
+    other = first(80, batch=1, start=36)  # another size of batches
+    np.testing.assert_array_equal(other[:, 0], whole.reshape(-1, 9)[36:116])
+    assert first(1, start=10**15).shape[1] == 12, "samples before are not read"
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_evaluation_sees_every_target_once_in_order(count):
+    for n in (2, 9, 40, 41, 42, 97):
+        tokens = TOKENS[:n] + 1  # no real token is 0, so padding shows
+        known = {"batch": 4, "seq": 5, "shard_count": count}
+        shards = [list(data.eval_batches(tokens, **known, shard_index=i)) for i in range(count)]
+        targets = []
+        for parts in zip(*shards, strict=True):  # no process waits for one more batch
+            rows, mask = (np.concatenate(half) for half in zip(*parts, strict=True))
+            assert (rows.shape, mask.shape) == ((4, 6), (4, 5))
+            assert (rows.dtype, mask.dtype) == (np.int32, np.float32)
+            np.testing.assert_array_equal(rows[:, 1:] != 0, mask == 1)
+            np.testing.assert_array_equal(rows[:, 1:][mask == 1], rows[:, :-1][mask == 1] + 1)
+            targets += rows[:, 1:][mask == 1].tolist()
+        assert targets == tokens[1:].tolist()
+        part = list(data.eval_batches(tokens, **known, shard_index=0, max_batches=3))
+        assert len(part) == min(3, math.ceil((n - 1) / 5 / 4))
+
+
+# fmt: off
+REFUSED = [
+    ({"batch": 10, "shard_count": 4}, "--batch 12 or 8"),
+    ({"batch": 10, "shard_count": 4, "max_batches": None}, "--batch 12 or 8"),
+    ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"batch": 0}, "batch=0"),
+    ({"seq": 1000}, "--seq"), ({"seed": -1}, "seed=-1"), ({"max_batches": 0}, "max_batches=0"),
+    ({"tokens": TOKENS[:1], "max_batches": None}, "at least 2 tokens"),
+]
+# fmt: on
+
+
+def test_batches_that_can_not_be_are_refused():
+    for changed, said in REFUSED:
+        known = {"tokens": TOKENS, "batch": 12, "seq": 8, **ONE, **changed}
+        seeded = functools.partial(data.batches, seed=3)
+        make = data.eval_batches if "max_batches" in changed else seeded
+        with pytest.raises(ValueError, match=said):
+            make(**known)
+
+
+def document(number, size=None):
+    """Tokens that tell the document and the place in it."""
+    size = 2 + 7 * number % 15 if size is None else size
+    ids = 1000 * number + np.arange(size, dtype=np.int32)
+    return ids, np.arange(size) <= size // 2
+
+
+def documents_of(row):
+    """Numbers of the documents of a row, each checked to be whole and in its place."""
+    tokens, weights, segments, positions = row
+    found = []
+    for segment in range(1, segments.max(initial=0) + 1):
+        at = np.flatnonzero(segments == segment)
+        number = tokens[at[0]] // 1000
+        ids, mask = document(number)
+        end = at[0] + len(ids)
+        assert (np.diff(at) == 1).all() and (positions[at] == np.arange(len(at))).all()
+        assert (tokens[at[0] : end] == ids).all()
+        assert (weights[at[0] : end - 1] == mask[1:]).all(), "the first is predicted by nothing"
+        assert not weights[end - 1 : end].any(), "the next document's first"
+        found.append(int(number))
+    return found
+
+
+def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
+    lane = Lane(document, SEQ, 0, 1)
+    rows = [lane.row() for _ in range(300)]
+    seen = [n for row in rows for n in documents_of(row)]
+    assert len(seen) == len(set(seen))
+    # Each row takes the one that waits longest, and of others no more than fit.
+    assert set(range(max(seen) - LOOK * (SEQ + 1) // 2)) <= set(seen), "none is left behind"
+    assert np.mean([(row[2] > 0).mean() for row in rows]) > 0.97
+    # A pass ends when its documents do.
+    lane = Lane(document, SEQ, 0, 1, end=50)
+    rows = iter(lane.row, None)
+    assert sorted(n for row in rows for n in documents_of(row)) == list(range(50))
+    # A row may be one document, and one may be empty.
+    ids, mask = document(3, SEQ + 1)
+    tokens, weights, segments, _ = row_of([(ids, mask)], SEQ)
+    assert (tokens == ids).all() and (segments == 1).all() and weights.sum() == mask[1:].sum()
+    assert not any(part.any() for part in row_of([], SEQ))
+    # An order in which nothing can be learned ends with an error.
+    lane = Lane(lambda number: None, SEQ, 0, 1, patience=30)
+    with pytest.raises(ValueError, match="31 documents.*--seq"):
+        lane.row()
+
+
+DIR = "DIR, step 4"
+CONTENT = np.random.default_rng(0).integers(97, 123, 5000)
+
+
+def hellos(count, word="hello"):
+    return "".join(f'{{"text": "document {n} says {word}"}}\n' for n in range(count))
+
+
+def overwritten(path, content):
+    """In place: a reader in another thread never sees the file shorter than it is after that."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def replaced(path, text):
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
+# fmt: off
+CHANGES = [
+    (lambda path: os.truncate(path, 900), r"size [\d,]+ bytes, now 900"),
+    (lambda path: path.write_text(""), "now 0"),
+    (lambda path: overwritten(path, hellos(60, "adieu").encode()), "written 2"),
+    (lambda path: replaced(path, hellos(60)[99:]), r"inode \d+, now \d+"),
+    (lambda path: path.unlink(), "is gone"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES)
+def test_documents_that_change_end_the_run(tokenizer, tmp_path, change, said):
+    path = tmp_path / "a.jsonl"
+    path.write_text(hellos(60))
+    made = corpus(tokenizer, (Records(path), 1.0))
+    stream = made.batches(None, 0, 1)
+    next(stream)
+    change(path)
+    with pytest.raises(DataChanged, match=rf"a\.jsonl, line \d+ .*{said}.*--data"):
+        for _ in range(60):
+            next(stream)
+    assert made.counts.refused == 0
+    with pytest.raises(DataChanged, match=r"a\.jsonl, line 5[5-9]"):  # the last tenth
+        list(made.held_out(0, 1))
+
+
+def saved(path, content):
+    """Writes token ids, or the letters of a text, in a file of this kind, in place."""
+    if path.suffix == ".npy":
+        np.save(path.with_name("own.npy"), content.astype(np.int64))
+        overwritten(path, path.with_name("own.npy").read_bytes())
+    else:
+        overwritten(path, content.astype({".bin": "<u2"}.get(path.suffix, "u1")).tobytes())
+
+
+@pytest.mark.parametrize("exact", [True, False])  # the checksum is of the whole file, or of samples
+@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.npy"])
+def test_a_text_that_changes_ends_the_run(tmp_path, monkeypatch, exact, name):
+    """A mapped file that shrinks would end the process by SIGBUS."""
+    if not exact:
+        monkeypatch.setattr(data_files, "EXACT", 1 << 9)
+        monkeypatch.setattr(data_files, "SAMPLE", 1 << 6)
+    path = tmp_path / name
+    for said in ("size .* bytes, now 10", "now 0", "written 2"):
+        saved(path, CONTENT)
+        text = Text(load_tokens(path, vocab=256), seq=16, batch=4, seed=0)
+        stream = text.batches(None, 0, 1)
+        next(stream)
+        os.utime(path, ns=(0, 0))  # so that the next writing has another time, however soon
+        next(stream)
+        if "now" in said:
+            os.truncate(path, int(said.split()[-1]))
+        else:
+            saved(path, CONTENT[::-1])
+        with pytest.raises(DataChanged, match=rf"{re.escape(name)} .*{said}.*--data"):
+            for _ in range(9):
+                next(stream)
+        with pytest.raises(DataChanged):
+            list(text.held_out(0, 1))
+    # The same length and other content: other checksums, with which a run is compared.
+    other = Text(load_tokens(path, vocab=256), seq=16, batch=4, seed=0)
+    assert other.order == text.order
+    assert "--data" in _changed_contents(other.contents, text.contents, DIR)[0]
+
+
+def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(hellos(60).rstrip("\n"))
+    known = Records(path)
+    before = [known[at] for at in range(60)]
+    for change in (
+        lambda: os.utime(path, ns=(0, 0)),
+        lambda: replaced(path, path.read_text()),
+        lambda: path.write_text(path.read_text() + "\n" + hellos(9)),
+    ):
+        change()
+        assert [known[at] for at in range(len(known))] == before
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=re.escape(str(path))):  # and is not waited for
+        known[0]
+    # Tokens are an array that is read by slices.
+    path = tmp_path / "ids"
+    CONTENT.astype("<u2").tofile(path)
+    tokens = TokenFile(path, "<u2")
+    part = tokens.part(100, 300)
+    assert len(tokens) == tokens.size == 5000 and part.size == 200 and part[200:300].size == 0
+    np.testing.assert_array_equal(part.part(10, 20)[2:-1], CONTENT[112:119])
+    np.testing.assert_array_equal(part[150:999], CONTENT[250:300])
+    with pytest.raises(ValueError, match="step=2"):
+        part[::2]
+    path.write_bytes(path.read_bytes() + b"more")
+    np.testing.assert_array_equal(tokens, CONTENT)
+    path.unlink()
+    path.write_bytes(b"other")  # the run has the former open
+    np.testing.assert_array_equal(tokens, CONTENT)
+
+
+def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path):
+    def contents(end="", token=None):
+        template = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"
+        tokenizer = with_template(tmp_path, template)
+        tokenizer._own.add_tokens([token] if token else [])
+        return corpus(tokenizer, (records(tmp_path / "a.jsonl", ["a", "b"]), 1.0)).contents
+
+    first, other = contents(), contents(" ")
+    assert _changed_contents(contents(), first, DIR) == []
+    assert _changed_contents(first, {}, DIR) == [], "of a release without checksums"
+    (said,) = _changed_contents(other, first, DIR)
+    assert all(x in said for x in ("--tokenizer", first["chat template"], other["chat template"]))
+    with pytest.raises(ValueError, match=f"--tokenizer .*{DIR}"):
+        _changed_contents(contents(token="<|more|>"), first, DIR)
+
+
+RUN = vars(Config(lr=1e-3, warmup=2, steps=8, clip=1.0)) | {"hf_config": {"hidden_size": 32}}
+LORA = {**RUN, "lora": 4, "hf": "A"}
+# fmt: off
+OTHER = {
+    "optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16",
+    "gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5, "weight_decay": 0.0,
+    "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
+}
+OTHERWISE = [
+    (LORA, RUN, "no --lora .*--lora 4"), (RUN, LORA, "--lora 4 .*no --lora"),
+    (LORA, {**LORA, "hf": None}, "no --hf .*--hf A"),
+    (RUN, {**RUN, "clip": 0.0}, "--clip 0.0 .*--clip 1.0"),
+    ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
+    (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
+     "--model 124m .*--model nano.*hidden_size 768, before 32"),
+]
+# fmt: on
+
+
+def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free():
+    for before, now, said in OTHERWISE:
+        with pytest.raises(ValueError, match=f"{said}.*--out"):
+            check_settings(now, before, DIR)
+    known = {**LORA, "hf_config": {"sizes": [1, 2]}}
+    same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
+    for free in ({"lora_alpha": 8.0}, {"base": "bf16"}):
+        assert check_settings(same | free, known, DIR) == []
+    for name in (*REFUSE, *WARN):  # with both values
+        before = LORA if name == "base" or "lora" in name else RUN
+        now = before | {name: OTHER[name]}
+        assert check_settings(before, before, DIR) == []
+        assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
+        former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
+        given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
+        given = f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}"
+        if name in REFUSE:
+            with pytest.raises(ValueError, match=f"{given}.*--out"):
+                check_settings(now, before, DIR)
+        else:
+            (said,) = check_settings(now, before, DIR)
+            assert re.search(given, said)
+
+
+def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
+    def checksum(name, value, files=("model.safetensors",)):
+        (tmp_path / name).mkdir()
+        for file in files:
+            save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / file)
+        return base_checksum(Config(hf=str(tmp_path / name), lora=4))
+
+    first = checksum("first", 1)
+    assert checksum("moved", 1) == first
+    two = checksum("two", 1, ["a.safetensors", "b.safetensors"])
+    assert two != first and checksum("last", 1, ["a.safetensors", "c.safetensors"]) == two
+    with pytest.raises(ValueError, match="--hf .*--adapter"):
+        _changed_contents(checksum("other", 2), first, DIR)
+    assert base_checksum(Config(hf=str(tmp_path / "first"))) == {}  # all weights are saved
+
+
+def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
+    for at, more in enumerate(({}, {"config": {"lr": 1}}, {"extra": {"sample": 0}})):
+        with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
+            checkpoints.save(1, {"w": np.ones(3)}, **more)
+        with pytest.raises(ValueError, match="--out.* train.py .*step 1"):
+            check_resume(tmp_path / f"{at}", {}, {}, {})
+    with pytest.raises(ValueError, match="--from-step 3"):
+        Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)
+    with Saver(tmp_path / "none", 0, 1, None, {}, {}, {}) as saver:
+        saver.save(1, {"w": np.ones(3)}, lambda: 0)
+    assert not (tmp_path / "none").exists()

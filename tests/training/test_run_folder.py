@@ -1,46 +1,42 @@
-"""The folder of a run holds all its numbers and none of another run; scalars never block it."""
+"""The folder of a run, its scalars, which never block it, and its page, which loads nothing."""
 
+import itertools
 import json
 import math
+import re
 import resource
-import struct
-import subprocess
 import sys
 import threading
 import time
 import types
 import unittest.mock
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorboardX.record_writer
-from tensorboardX.proto import event_pb2
 
-from training import scalars
+import training.main
+from training import report_page, scalars
 from training.run_folder import RunLog, finite, next_folder, read
 
 pytestmark = pytest.mark.usefixtures("no_picture")
+STEP = {"grad_norm": 0.5, "tokens_per_second": 1e4}
 
 
-def write(log, steps, loss=2.0):
+def write(log, steps, loss=2.0, **more):
     for step in steps:
-        log.step(step, loss=loss, grad_norm=0.5, tokens_per_second=1e4)
+        log.step(step, loss=loss, **STEP, **more)
 
 
 def lines(folder):
-    """The complete lines of the metrics, which are JSON without NaN."""
     text = (folder / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def steps_of(folder):
-    return [line["step"] for line in lines(folder)]
-
-
 def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_picture):
-    """Infinities and NaN are null; array scalars are numbers."""
     no_picture.undo()
     out = tmp_path / "runs" / "a"
     config = {"path": Path("x"), "clip": math.inf, "betas": (0.9, np.float32(0.5))}
@@ -53,45 +49,40 @@ def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_p
         log.step(np.int32(4), loss=np.float32(2), grad_norm=np.array(0.5, np.float32))
     known = json.loads((out / "config.json").read_text())
     assert known == {"path": "x", "clip": None, "betas": [0.9, 0.5]}
-    step = {"loss": 2.0, "grad_norm": 0.5, "tokens_per_second": 1e4, "skipped": 0}
+    step = {"loss": 2.0, "grad_norm": 0.5, "skipped": 0}
     assert lines(out) == [
-        {"step": 1, **step},
-        {"step": 2, **step},
-        {"step": 2, "val_loss": 2.5},
-        {"step": 3, "loss": None, "grad_norm": None, "skipped": 1},
-        {"step": 4, "loss": 2.0, "grad_norm": 0.5, "skipped": 0},
+        *({"step": n, **step, "tokens_per_second": 1e4} for n in (1, 2)),
+        *({"step": 2, "val_loss": 2.5}, {"step": 3, "loss": None, "grad_norm": None, "skipped": 1}),
+        {"step": 4, **step},
     ]
     assert finite(read(out).curve("loss")) == [(1, 2.0), (2, 2.0), (4, 2.0)]
     assert list((out / "tensorboard").glob("events.*")) and (out / "report.html").exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_processes_write_nothing_and_a_folder_must_be_writable(tmp_path, monkeypatch):
+def test_runs_have_folders_of_their_own_and_other_processes_write_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "new", tmp_path / "file"):
         with RunLog(out, {}, enabled=False, wandb="project") as log:
             write(log, [1])
             log.evaluation(1, val_loss=1.0)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    for out in ("file", "file/below"):
+    RunLog(tmp_path / "run", {"seed": 0}).close()  # it ended before its first step
+    with RunLog(tmp_path / "run", {"seed": 1}) as log:
+        write(log, [1])
+        with pytest.raises(ValueError, match="another run"):
+            RunLog(tmp_path / "run", {"seed": 2}, resume=True)
+    for out in ("file", "file/below", "run"):
         with pytest.raises(ValueError, match="--out"):
-            RunLog(tmp_path / out, {})
+            RunLog(tmp_path / out, {"seed": 2})
+    assert read(tmp_path / "run").config == {"seed": 1} and len(lines(tmp_path / "run")) == 1
+    folders = [next_folder(tmp_path / "runs").name for _ in range(3)]
+    (tmp_path / "runs" / "1041").mkdir()
+    assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
     denied = unittest.mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "open", denied)  # chmod would not stop a root user
     with pytest.raises(ValueError, match=r"Permission denied.*--out"):
         RunLog(tmp_path, {})
-
-
-def test_a_folder_of_another_run_is_not_mixed_and_not_changed(tmp_path):
-    RunLog(tmp_path, {"seed": 0}).close()  # it ended before its first step
-    with RunLog(tmp_path, {"seed": 1}) as log:
-        write(log, [1])
-        with pytest.raises(ValueError, match="another run"):
-            RunLog(tmp_path, {"seed": 2}, resume=True)
-    with pytest.raises(ValueError, match="--out"):
-        RunLog(tmp_path, {"seed": 2})
-    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 1}
-    assert steps_of(tmp_path) == [1]
 
 
 def test_resuming_appends_and_steps_repeated_after_a_checkpoint_count_once(tmp_path):
@@ -102,154 +93,237 @@ def test_resuming_appends_and_steps_repeated_after_a_checkpoint_count_once(tmp_p
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 2, "lo')  # the run is killed
     run = read(tmp_path)
-    assert steps_of(tmp_path) == [0, 1, 2, 2, 3, 4, 2, 3]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 2, 3, 4, 2, 3]
     assert run.config == {"processes": 4} and run.earlier == [{"processes": 1}]
     assert run.curve("loss") == [(1, 5.0), (2, 5.0), (3, 1.0)]
     assert run.curve("val_loss") == [(0, 5.0), (2, 5.0)]
-
-
-def test_runs_get_numbered_folders_and_a_full_disk_names_the_file(tmp_path):
-    folders = [next_folder(tmp_path / "runs").name for _ in range(3)]
-    (tmp_path / "runs" / "1041").mkdir()
-    assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
+    assert events.count(b"train/loss") == 5
+    assert events.count(b":\x02\x08\x01") == 2, "SessionLog(status=START), where it resumes"
+    # A full disk names the file.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = RunLog(tmp_path, {})
-    for name, fail in (
-        ("metrics.jsonl", lambda: write(log, [1])),
-        ("events.jsonl", lambda: log.event("back", step=0)),
-    ):
+    with RunLog(tmp_path / "full", {}) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow
         try:
-            with pytest.raises(OSError, match=name):
-                fail()
+            for write_one, name in ((log.step, "metrics.jsonl"), (log.event, "events.jsonl")):
+                with pytest.raises(OSError, match=name):
+                    write_one(1, loss=2.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    log.close()
-
-
-def test_packages_are_imported_when_they_are_needed():
-    modules = "training.text, training.entropy, training.data, training.run_folder, training.charts"
-    late = {"jax", "matplotlib", "tensorboardX", "wandb"}
-    code = f"import sys, {modules}, training.show; assert not {late} & {{*sys.modules}}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-# Scalars: TensorBoard's files.
-
-
-def not_blocked(log, steps, seconds=20):
-    """Writes steps and closes the log, in limited time."""
-    thread = threading.Thread(target=lambda: (write(log, steps), log.close()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "training is blocked"
-
-
-@pytest.mark.parametrize("trouble", ["a failed write", "no folder", "a clock set back by a month"])
-def test_training_continues_when_tensorboard_fails(tmp_path, capsys, monkeypatch, trouble):
-    log = RunLog(tmp_path, {})
-    if trouble == "no folder":
-        (tmp_path / "tensorboard").write_text("a file")
-    write(log, [1])
-    if trouble == "a failed write":
-        failing = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
-        monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, "write", failing)
-    elif trouble == "a clock set back by a month":
-        month = time.time() - 31 * 24 * 3600
-        monkeypatch.setattr(time, "time", lambda: month)
-    not_blocked(log, range(2, 40))
-    assert steps_of(tmp_path) == list(range(1, 40))
-    said = capsys.readouterr().out.count(f"in {tmp_path / 'tensorboard'}")
-    assert said == (trouble != "a clock set back by a month")
-
-
-def records(path):
-    """Reads the records of a TFRecord file: length, its checksum, data, their checksum."""
-    content, at = path.read_bytes(), 0
-    while at < len(content):
-        (length,) = struct.unpack_from("<Q", content, at)
-        yield content[at + 12 : at + 12 + length]
-        at += 16 + length
-
-
-def test_tensorboard_has_every_scalar_and_where_a_resumed_run_begins(tmp_path):
-    for resume, steps in ((False, [1, 2, 3]), (True, [3, 4])):
-        with RunLog(tmp_path, {}, resume=resume) as log:
-            write(log, steps)
-    paths = sorted((tmp_path / "tensorboard").glob("events.*"))
-    events = [event_pb2.Event.FromString(record) for path in paths for record in records(path)]
-    losses = [e.step for e in events for v in e.summary.value if v.tag == "train/loss"]
-    assert sorted(losses) == [1, 2, 3, 3, 4]
-    starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]
-    assert starts == [3]
-
-
-# Weights & Biases.
-
-
-class Wandb(types.ModuleType):
-    """A module like wandb, which keeps what it is given; a call named `trouble` fails or hangs."""
-
-    def __init__(self, trouble=""):
-        super().__init__("wandb")
-        self.trouble, self.runs, self.never = trouble, [], threading.Event()
-
-    def check(self, call):
-        if self.trouble == call:
-            raise ConnectionResetError("the service is gone")
-        if self.trouble == f"{call} hangs":
-            self.never.wait()
-
-    def Settings(self, **given):
-        return given
-
-    def init(self, **given):
-        self.check("init")
-        self.runs.append({**given, "logged": [], "code": None})
-        return self
-
-    def define_metric(self, name, step_metric):
-        self.runs[-1]["axis"] = step_metric
-
-    def log(self, values):
-        self.check("log")
-        self.runs[-1]["logged"].append(values)
-
-    def finish(self, exit_code):
-        self.check("finish")
-        self.runs[-1]["code"] = exit_code
 
 
 @pytest.fixture
 def wandb(monkeypatch, request):
-    module = Wandb(getattr(request, "param", ""))
+    """A module like wandb; a call that the parameter names fails or hangs."""
+    module, never = unittest.mock.Mock(), threading.Event()
+    module.trouble = getattr(request, "param", "")
+    module.init.return_value = module
+    call, _, hangs = module.trouble.partition(" ")
+    if call in ("init", "log", "finish"):
+        fail = ConnectionResetError("the service is gone")
+        getattr(module, call).side_effect = (lambda *_, **__: never.wait()) if hangs else fail
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(scalars, "FINISH_SECONDS", 0.2)
     yield module
-    module.never.set()
+    never.set()
 
 
-@pytest.mark.parametrize("wandb", ["init", "log", "log hangs", "finish hangs"], indirect=True)
-def test_training_continues_when_wandb_fails_or_hangs(tmp_path, wandb, capsys, monkeypatch):
-    monkeypatch.setattr(scalars, "WAITING", 10)
+TROUBLE = ["init", "log", "log hangs", "finish hangs", "a failed write", "no folder", "clock"]
+
+
+@pytest.mark.parametrize("wandb", TROUBLE, indirect=True)
+def test_training_continues_when_wandb_or_tensorboard_fails_or_hangs(
+    tmp_path, wandb, capsys, monkeypatch
+):
+    monkeypatch.setattr(scalars, "WAITING", 10 if "hangs" in wandb.trouble else scalars.WAITING)
     log = RunLog(tmp_path, {}, wandb="zero")
-    not_blocked(log, range(1, 40))
-    assert steps_of(tmp_path) == list(range(1, 40))
-    assert capsys.readouterr().out.count("Weights & Biases") == 1
+    if wandb.trouble == "no folder":
+        (tmp_path / "tensorboard").write_text("a file")
+    write(log, [1])
+    if wandb.trouble == "a failed write":
+        failing = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
+        monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, "write", failing)
+    elif wandb.trouble == "clock":  # set back by a month
+        month = time.time() - 31 * 24 * 3600
+        monkeypatch.setattr(time, "time", lambda: month)
+    rest = threading.Thread(target=lambda: (write(log, range(2, 40)), log.close()), daemon=True)
+    rest.start()
+    rest.join(20)
+    assert not rest.is_alive(), "training is blocked"
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 40))
+    said = capsys.readouterr().out
+    assert said.count("Weights & Biases") == (wandb.trouble in TROUBLE[:4])
+    assert said.count(f"in {tmp_path / 'tensorboard'}") == (wandb.trouble in TROUBLE[4:6])
 
 
-def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wandb):
+def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wandb, monkeypatch):
     for resume in (False, True):
         with pytest.raises(KeyError), RunLog(tmp_path, {}, wandb="zero", resume=resume) as log:
             log.step(1, loss=float("inf"), grad_norm=0.5)
             raise KeyError
-    first, second = wandb.runs
-    assert first["code"] == 1
-    assert first["logged"] == [{"train/grad_norm": 0.5, "train/skipped": 0, "step": 1}]
-    assert first["id"] == second["id"] and first["project"] == "zero"
-    assert (first["resume"], first["axis"], first["dir"]) == ("allow", "step", str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (None, types.ModuleType("wandb")):  # not installed, or another module
-            patch.setitem(sys.modules, "wandb", module)
-            with pytest.raises(ValueError, match="--wandb zero"):
-                scalars.import_wandb("zero")
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first == second and first.items() >= {"project": "zero", "resume": "allow"}.items()
+    assert first["dir"] == str(tmp_path)
+    assert wandb.define_metric.call_args == unittest.mock.call("*", step_metric="step")
+    assert wandb.finish.call_args == unittest.mock.call(exit_code=1)
+    sent = {"train/grad_norm": 0.5, "train/skipped": 0, "step": 1}
+    assert wandb.log.call_args_list == [unittest.mock.call(sent)] * 2
+    for module in (None, types.ModuleType("wandb")):  # not installed, or another module
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(ValueError, match="--wandb zero"):
+            scalars.import_wandb("zero")
+
+
+# fmt: off
+TERMS = {"parameters": 4e9, "state": 8e9, "copy": 1e9, "gradients": 2e9}
+START = {
+    "unit": "byte", "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4}, "stage": 2,
+    "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}], "predicted_total": 12.7e9,
+    "predicted": {"parameters": 4e9, "optimizer_state": 8e9, "work": 7e8, "host": 6e8},
+    "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2}, "versions": {"jax": "0.10.2"},
+}
+DAMAGED = [
+    (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
+    ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
+    ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
+    ("config.json", '{"steps": "many"}', "`steps`"),
+    ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
+    ("events.jsonl", '{"event": "checkpoint", "step": [4]}\n', "`step`"),
+    ("events.jsonl", '{"event": "start", "levels": [1]}\n', "`levels`"),
+]
+# fmt: on
+
+
+def made(out):
+    """The page's text, and its elements: it is XML too, so every tag is closed."""
+    assert report_page.main([str(out)]) == 0
+    source = (out / "report.html").read_text(encoding="utf-8")
+    assert source.startswith("<!DOCTYPE html>")
+    return source, ET.fromstring(source)
+
+
+def words(element):
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def rows(root):
+    return [[words(cell) for cell in row] for row in root.iter("tr")]
+
+
+def drawn(root, kind):
+    """Points of the curve of a class in the first chart that has one, and how often it begins."""
+    box = next(div for div in root.iter("div") if div.get("class") == "box")
+    path = next(p.get("d") for p in box.iter("path") if p.get("class") == kind)
+    points = re.findall(r"([\d.]+),([\d.]+)", path)
+    return [(float(x), float(y)) for x, y in points], path.count("M")
+
+
+def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(tmp_path):
+    with RunLog(tmp_path, {"steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
+        log.event("start", **START)
+        log.event("states", step=0, parameters=4_000_000_000, optimizer_state=8_100_000_000)
+        write(log, range(1, 5), memory_bytes=14_200_000_000, learning_rate=1e-3)
+        log.evaluation(4, val_loss=2.75)
+        log.step(5, loss=math.nan, grad_norm=math.inf, tokens_per_second=1e4, skipped=1)
+        write(log, [6], loss=1.2345)
+        log.evaluation(6, val_loss=1.5)
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
+    root = ET.fromstring(source)
+    said, found = words(root), rows(root)
+    for text in (
+        *("Last step's loss 1.2345 nats per byte", "Held-out loss 1.5000 nats per byte"),
+        *("Tokens/s 10K median", "Skipped steps 1", "Finished", "4 2.7500"),
+        *("unigram entropy 3.1", "bigram entropy 2.4"),
+    ):
+        assert text in said, text
+    assert said.count("step (optimizer updates)") == 5
+    for name in ("loss not finite", "gradient norm not finite", "skipped"):
+        assert any(row[0].startswith(name) and row[1:] == ["1", "5"] for row in found), name
+    assert any("step 5 train, a step not finite skipped" in words(t) for t in root.iter("title"))
+    points, pieces = drawn(root, "faint a")
+    assert [x for x, _ in points] == [0, 20, 40, 60, 100] and pieces == 2, "a gap at step 5"
+    bars = "parameters, fp32 4 GB optimizer state 8 GB gathered copy 1 GB gradients 2 GB"
+    assert ["stage 2, this run", bars, "15 GB", "4 GB", "8 GB", "1 GB", "2 GB"] in found
+    (stage,) = [row for row in found if row[0] == "stage 3"]
+    assert stage[2:] == ["14.3 GB", "4 GB", "8 GB", "300 MB", "2 GB"]
+    assert ["optimizer state", "optimizer_state 8 GB", "8 GB", "8.1 GB"] in found
+    assert ["total", "", "12.7 GB", "14.2 GB"] in found
+    assert ["in host memory", "", "600 MB", "–"] in found
+    assert not re.search(r"https?://|url\(|@import|<script|<link|<iframe|<img", source)
+    assert not {"src", "href", "srcset", "data"} & {name for x in root.iter() for name in x.attrib}
+    levels = [int(e.tag[1]) for e in root.iter() if re.fullmatch("h[1-6]", e.tag)]
+    assert levels[0] == 1 and all(1 < b <= a + 1 for a, b in itertools.pairwise(levels))
+    for table in root.iter("table"):
+        assert all(th.get("scope") == "col" for th in table.find("thead").iter("th"))
+        assert all(row[0].get("scope") == "row" for row in table.find("tbody"))
+
+
+def test_folders_with_less_have_a_page_with_less_and_long_runs_a_small_one(tmp_path):
+    def page(metrics):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        source, root = made(tmp_path)
+        return source, root, words(root)
+
+    _, root, said = page('{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
+    assert drawn(root, "line a") == ([(50, 50)], 1) and "Last step's loss 2.5000 nats" in said
+    assert not re.search("No end|Memory|Checkpoints", said)
+    nothing = '{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1e999}\n{"step": 3, "loss": null}\n'
+    _, root, said = page(nothing)
+    assert "Last step's loss not finite nats" in said
+    assert ["loss not finite", "3", "1 to 3"] in rows(root)
+    # A long run keeps its peaks. The axis is logarithmic, from 0.1 to 100.
+    losses = [99.0 if n == 5000 else 0.2 for n in range(10_000)]
+    source, root, _ = page("".join(f'{{"step": {n}, "loss": {x}}}\n' for n, x in enumerate(losses)))
+    heights = [y for _, y in drawn(root, "faint a")[0]]
+    assert len(source) < 200_000 and len(heights) <= 802
+    ends = [100 * math.log10(100 / loss) / 3 for loss in (99.0, 0.2)]
+    assert [min(heights), max(heights)] == pytest.approx(ends, abs=0.01)
+
+
+def test_a_failed_run_has_a_page_and_a_page_that_fails_ends_no_run(
+    tmp_path, monkeypatch, capsys, no_picture
+):
+    no_picture.undo()
+    evil = "<script>alert('&amp;')</script>\x00\x1b\ud800"
+    with pytest.raises(RuntimeError), RunLog(tmp_path / "a", {"model": evil, evil: [evil]}) as log:
+        evils = {"unit": evil, "levels": {evil: 1.0}, "versions": {evil: evil}}
+        log.event("start", **START | evils)
+        write(log, [1], loss=math.nan, **{evil: 1.0})
+        assert "No end is noted" in words(made(tmp_path / "a")[1])
+        raise RuntimeError("out of <memory>\nand more")
+    source = (tmp_path / "a" / "report.html").read_text()
+    assert "RuntimeError: out of &lt;memory&gt;</p>" in source
+    assert "<script" not in source and source.count("&lt;script&gt;alert(") > 4
+    assert not (tmp_path / "a" / "loss.png").exists(), "no loss is finite"
+    monkeypatch.setattr(report_page, "page", lambda run: 1 / 0)
+    with RunLog(tmp_path / "b", {}) as log:
+        write(log, [1], loss=1e308)
+        write(log, [2], loss=-1e308)
+    said = capsys.readouterr().out
+    assert "no loss.png: " in said and "no report.html: ZeroDivisionError" in said
+    with RunLog(tmp_path / "c", {}) as log:
+        log.evaluation(1, val_loss=2.0)
+    assert (tmp_path / "c" / "loss.png").exists()
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
+def test_a_folder_without_a_run_and_a_damaged_file_are_named(tmp_path, capsys, name, content, said):
+    if name:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+        (tmp_path / name).write_text(content)
+    assert report_page.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and (name or str(tmp_path)) in error
+
+
+def test_a_step_is_not_compiled_without_a_plan_nor_for_other_devices(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RunLog(tmp_path / "run", {"devices": 4}).close()
+    assert report_page.main(["run", "--compile"]) == 2
+    assert "events.jsonl" in capsys.readouterr().err
+    with RunLog(tmp_path / "run", {"devices": 16, "mesh": {"data": 16}}) as log:
+        log.event("start", **START)
+    # GPUs are as many as there are; a CPU is cut into as many devices as the run had.
+    monkeypatch.setattr(training.main, "join", lambda config: None)
+    assert report_page.main(["run", "--compile"]) == 2
+    assert re.search("16 devices.* 8", capsys.readouterr().err)

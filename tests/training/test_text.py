@@ -1,162 +1,286 @@
-"""Text and token files are read whole, and their entropies are exact."""
+"""Files of documents, of text and of tokens: read whole, or refused with the place."""
 
-import io
+import bz2
+import datetime
+import functools
+import gzip
+import json
+import lzma
 import math
 import os
 import pickle
+import re
+import socket
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from training import entropy, text
 from training.data_files import TokenFile
 from training.entropy import bigram_entropy, unigram_entropy
+from training.records import Records, is_documents
 from training.text import decode, load_tokens, split
 
-TOKENS = np.arange(1000, dtype=np.uint16)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+PAIR = {"prompt": "2 + 2 =", "completion": " 4"}
+PAIRS = [PAIR, {"prompt": '007, "NA"\nü', "completion": "true"}, PAIR]
 
 
-def test_default_corpus_is_english_text_and_the_same_each_time():
-    corpus = load_tokens(None, vocab=256)
-    assert corpus.byte_level and corpus.bytes_per_token == 1.0
-    assert " the " in decode(corpus.tokens[:2000]) and corpus.tokens.size > 100_000
-    np.testing.assert_array_equal(corpus.tokens, load_tokens(None, vocab=256).tokens)
-    tokens = corpus.tokens
-    assert 0 < bigram_entropy(tokens, 256) < unigram_entropy(tokens, 256) < math.log(256)
+def jsonl(records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def test_text_is_its_bytes_and_a_folder_its_files_in_the_order_of_their_paths(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("héllo\n", encoding="utf-8")
-    corpus = load_tokens(path, vocab=256)
-    assert (corpus.name, corpus.byte_level) == ("a.txt", True)
-    assert corpus.tokens[:].tolist() == list("héllo\n".encode())
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x").write_text("2")
-    (tmp_path / "c.md").write_text("3")
-    (tmp_path / "empty").write_text("")
-    (tmp_path.parent / "away").mkdir()
-    (tmp_path.parent / "away" / "deep.txt").write_text("4")
-    (tmp_path / "z").symlink_to(tmp_path.parent / "away")
-    assert decode(load_tokens(tmp_path, vocab=256).tokens) == "héllo\n234"
+def test_documents_are_read_by_number_and_empty_lines_are_none(tmp_path):
+    (folder := tmp_path / "here").mkdir()
+    first, second, third = map(json.dumps, (CHAT, {"text": "ü ✓"}, PAIR))
+    (folder / "a.jsonl").write_text(f"{first}\n\n  \n{second}\n{third}")
+    for path in (tmp_path / "there", folder / "b"):
+        path.mkdir()
+        (path / "z.ndjson").write_bytes(jsonl([{"text": path.name}]))
+    (folder / "link").symlink_to(tmp_path / "there")
+    records = Records(folder)
+    assert [*records] == [CHAT, {"text": "ü ✓"}, PAIR, {"text": "b"}, {"text": "there"}]
+    assert records.where(2) == f"{folder / 'a.jsonl'}, line 5"
+    assert records.where(3) == f"{folder / 'b' / 'z.ndjson'}, line 1"
+    (folder / ".hidden").write_text("x")
+    assert is_documents(folder)
+    (folder / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"notes\.txt"):
+        is_documents(folder)
+    # Columns of a table that lines do not have, and can't, are not read.
+    rows = [CHAT if n % 2 else {"messages": CHAT["messages"][:1]} for n in range(3000)]
+    dated = pyarrow.Table.from_pylist([row | {"on": datetime.date(2026, 1, 1)} for row in rows])
+    pyarrow.parquet.write_table(dated, path := tmp_path / "a.parquet", row_group_size=700)
+    assert [*Records(path)] == rows and Records(path).where(2999) == f"{path}, row 3000"
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "options"),
-    [
-        ("t.bin", "<u2", {}),
-        ("t.u32.bin", "<u4", {}),
-        ("t.bin", "<u4", {"token_dtype": "uint32"}),
-        ("t.u32.bin", "<u2", {"token_dtype": np.uint16}),
-        *(("t.npy", dtype, {}) for dtype in ("uint16", "uint32", "int64", ">i4")),
-    ],
-)
-def test_token_files_are_read_as_their_type(tmp_path, name, dtype, options):
-    ids = np.array([0, 1, 513, 60000], dtype)
-    (tmp_path / name).write_bytes(npy(ids) if name.endswith(".npy") else ids.tobytes())
-    corpus = load_tokens(tmp_path / name, vocab=60001, **options)
-    assert isinstance(corpus.tokens, TokenFile)
-    assert corpus.tokens[:].tolist() == ids.tolist()
-    assert corpus.bytes_per_token is None and not corpus.byte_level
+def table(new, records=PAIRS):
+    sink, rows = pyarrow.BufferOutputStream(), pyarrow.Table.from_pylist(records)
+    with new(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return sink.getvalue().to_pybytes()
 
 
-def npy(array):
-    out = io.BytesIO()
-    np.save(out, array, allow_pickle=True)
-    return out.getvalue()
-
-
-TOUCHED = Path(tempfile.gettempdir(), f"touched-{os.getpid()}")
-
-
-class Evil:
-    def __reduce__(self):
-        return Path.touch, (TOUCHED,)
-
-
-def npy_of_shape(shape):
-    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}".encode()
-    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header
-
-
+LINES, PARQUET = jsonl(PAIRS), pyarrow.parquet.ParquetWriter
+# With a column that is left out, and in another order.
+CSV = 'number,completion,prompt\r\n1, 4,2 + 2 =\r\n1,true,"007, ""NA""\nü"\r\n1, 4,2 + 2 =\n'
+CSV, TSV = CSV.encode(), CSV.replace(",", "\t").replace("7\t", "7,").encode()
 # fmt: off
+FORMATS = [
+    ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES), ("a.csv a.CSV", CSV),
+    ("a.csv", b"\xef\xbb\xbf" + CSV), ("a.tsv", TSV),
+    ("a.parquet a.PARQUET", table(PARQUET)), ("a.arrow a.feather", table(pyarrow.ipc.new_file)),
+    ("a.arrow", table(pyarrow.ipc.new_stream)), ("a.jsonl.gz a.JSONL.GZ", gzip.compress(LINES)),
+    ("a.jsonl.bz2", bz2.compress(LINES)), ("a.jl.xz", lzma.compress(LINES)),
+    ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)),
+    ("a.csv.gz", gzip.compress(CSV)),
+]
 REFUSED = [
-    *((f"t.{kind}", b"", {}, f"t.{kind}") for kind in ("txt", "bin", "npy")),
-    ("t.npy", npy(np.zeros(0, np.uint16)), {}, "t.npy"), ("t.txt", b"abc\0d", {}, "t.txt .*3"),
-    ("t.pkl", pickle.dumps("a text of letters", protocol=4), {}, "t.pkl"),
-    *(("t.npy", npy_of_shape(shape), {}, r"t\.npy")
-      for shape in ("(-3,)", "(9223372036854775807, 9)", "((((((", "(2,)" * 9999)),
-    *(("t.npy", npy(array), {}, r"t\.npy")
-      for array in (np.ones(3), np.ones((2, 2), np.uint16), np.ones(3, bool))),
-    ("t.npy", pickle.dumps(Evil()), {}, r"t\.npy"),
-    ("t.npy", npy(np.array([Evil()], object)), {}, r"t\.npy"),
-    ("t.npy", npy(np.array([1, -7])), {"vocab": 10}, "token -7 at position 1"),
-    ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11], np.uint16)), {"vocab": 10},
-     "token 10 at position 3 .*--vocab 12"),
-    ("t.bin", b"abc", {}, "t.bin .*3 bytes"),
-    ("t.bin", b"abcd", {"token_dtype": "float32"}, "token_dtype=float32"),
-    ("t.bin", b"abcd", {"token_dtype": "int8"}, "token_dtype=int8"),
-    ("t.txt", b"abcd", {"token_dtype": "uint16"}, "token_dtype=uint16"),
-    ("t.txt", b"abcd", {"vocab": 64}, "--vocab"),
-    ("t.txt", b"abcd", {"vocab": 2**31}, "vocab=2147483648"),
+    ("a.csv", b"question,answer\nis it,so\n", "'question', 'answer'"),
+    ("a.csv", b"prompt;completion\nis it;so\n", "'prompt;completion'"),
+    ("a.csv", b"prompt,completion\nis it,so,no\n", "a.csv"), ("a.csv", b"", "a.csv"),
+    ("a.csv", b"text\n", "a.csv"), ("a.csv", b"text\n\xff\xfe\n", "a.csv"),
+    ("a.csv", b'messages\n"[{}]"\n', 'row 1: "messages"'), ("a.arrow", b"no arrow", "Arrow"),
+    ("a.parquet", b"PAR1 and no more", "Parquet"),
+    ("a.parquet", table(PARQUET, [{"question": "x"}]), "'question'"),
+    ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz .*\.gz"),
+    ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a.jsonl.gz .*\.gz"),
+    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"), ("a.jsonl", b"\n", "a.jsonl"),
+]
+BAD_LINES = [
+    (b"{", ""), (b"[1]", r"\[1\]"), (b'{"txt": "x"}', '"text"'), (b'{"text": 3}', '"text" is 3'),
+    (b'{"messages": []}', '"messages"'), (b'{"messages": [{"content": "x"}]}', '"role"'),
+    (b'{"messages": [{"role": "usr", "content": "x"}]}', "'usr'"),
+    (b'{"messages": [{"role": "user", "content": 3}]}', '"content" is 3'),
+    (b'{"text": "a \\ud83d"}', '"text"'), (b'{"prompt": "x"}', '"completion"'),
+    (b'{"prompt": "x", "completion": []}', '"completion"'),
+    (b"[" * 100_000, ""), (b"\xff\xfe", ""),
+]
+FIELDS = [  # of messages, of the record, and what is said
+    ({"weight": 0.5}, {}, '"weight" .* 0.5'), ({"train": "no"}, {}, '"train" .* "no"'),
+    ({"train": True}, {}, '"train" of a user message'), ({"train_detail": []}, {}, "train_detail"),
+    ({"function_call": {}}, {}, '"function_call" .* "tool_calls"'),
+    ({"tool_calls": "f"}, {}, '"tool_calls" is "f"'), ({}, {"tools": "{"}, '"tools"'),
+    ({}, {"tools": {"a": 1}}, '"tools"'), ({}, {"functions": []}, '"functions" .* "tools"'),
+    ({}, {"chat_template_kwargs": 1}, '"chat_template_kwargs"'),
+    ({}, {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
+    *(({"content": None, "tool_calls": [{"type": "function", "function": call}]}, {}, said)
+      for call, said in (
+        ({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
+        ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
 ]
 # fmt: on
 
 
-def test_files_that_are_no_tokens_are_refused(tmp_path, monkeypatch):
+def test_files_of_documents_are_known_by_their_name_and_refused_with_their_line(tmp_path):
+    for names, content in FORMATS:
+        for name in names.split():
+            (tmp_path / name).write_bytes(content)
+            assert is_documents(tmp_path / name) and [*Records(tmp_path / name)] == PAIRS, name
+    lines = [("a.jsonl", jsonl([PAIR]) + bad + b"\n", f"line 2: .*{x}") for bad, x in BAD_LINES]
+    for flags, more, said in FIELDS:
+        messages = [message | flags for message in CHAT["messages"]]
+        lines.append(("a.jsonl", jsonl([PAIR, {"messages": messages} | more]), f"line 2: .*{said}"))
+    for name, content, said in REFUSED + lines:
+        (tmp_path / name).write_bytes(content)
+        assert is_documents(tmp_path / name)
+        with pytest.raises(ValueError, match=said):
+            Records(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        Records(tmp_path / "none.jsonl")
+
+
+OTHERS = {"chat": LINES, "chat.log": b"\xef\xbb\xbf\n" + jsonl([{"question": "is it"}] * 2)}
+OTHERS |= {"chat.data": json.dumps(PAIRS, indent=1).encode(), "chat.xlsx": b"PK a sheet"}
+OTHERS |= {"chat.JSON": json.dumps(PAIRS).encode(), "chat.json.gz": gzip.compress(LINES)}
+OTHERS |= {"book.txt.zst": b"a book", "book.PDF": b"%PDF-1.4 a page"}
+
+
+def test_other_formats_are_not_learned_as_text(tmp_path):
+    (tmp_path / "book.txt").write_text("a book")
+    for name, content in OTHERS.items():
+        (tmp_path / name).write_bytes(content)
+        for path in (tmp_path / name, tmp_path):
+            with pytest.raises(ValueError, match=re.escape(name)):
+                is_documents(path)
+        (tmp_path / name).unlink()
+    # JSON is text beside text, or where it only looks like documents.
+    (tmp_path / "b").mkdir()
+    for name in ("b/a.json", "b/b.json"):
+        (tmp_path / name).write_text('{"messages": []}')
+    for path in (tmp_path / "b", tmp_path / "b/b.json"):
+        with pytest.raises(ValueError, match=r"\.jsonl .* [ab]\.txt"):
+            is_documents(path)
+    names = {"chat.txt": LINES, "a.md": b"[a list](x) {of} links", "README": b"{not JSON}"}
+    names |= {"package.json": b'{"name": "a"}', "list.json": b'[{"name": "a"}]', "empty": b""}
+    for name, content in names.items():
+        (tmp_path / "b" / name).write_bytes(content)
+    for name in ("b", "b/chat.txt", "b/README"):
+        assert not is_documents(tmp_path / name)
+
+
+def bind(name):
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, functools.partial(os.symlink, "/dev/zero"), bind])
+def test_pipes_and_devices_are_not_waited_for(tmp_path, monkeypatch, make):
+    for name in ("a", "a.txt", "a.bin", "a.npy", "a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)  # the path of a socket must be short
+        make(name)
+        for given in (Path(name), tmp_path / name):
+            with pytest.raises(ValueError, match=re.escape(name)):
+                Records(given) if is_documents(given) else load_tokens(given, 256)
+
+
+def test_text_is_its_bytes_and_a_folder_its_files_in_the_order_of_their_paths(tmp_path):
+    (path := tmp_path / "a.txt").write_text("héllo\n", encoding="utf-8")
+    corpus = load_tokens(path, vocab=256)
+    assert (corpus.name, corpus.byte_level, corpus.bytes_per_token) == ("a.txt", True, 1.0)
+    assert corpus.tokens[:].tolist() == list("héllo\n".encode())
+    for folder in (tmp_path / "b", tmp_path.parent / "away"):
+        folder.mkdir()
+    for name, content in {"b/x": "2", "c.md": "3", "empty": "", "../away/deep.txt": "4"}.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "z").symlink_to(tmp_path.parent / "away")
+    assert decode(load_tokens(tmp_path, vocab=256).tokens) == "héllo\n234"
+    known = load_tokens(None, vocab=256).tokens  # English text, the same each time
+    assert " the " in decode(known[:2000]) and known.size > 100_000
+    np.testing.assert_array_equal(known, load_tokens(None, vocab=256).tokens)
+    # Text is printed without control characters.
+    assert decode([27, 91, 50, 74, 0xFF, 300, -1]) == "\\x1b[2J\ufffd\ufffd\ufffd"
+    assert 0 < bigram_entropy(known, 256) < unigram_entropy(known, 256) < math.log(256)
+
+
+def npy_of(descr, shape, content=b""):
+    header = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}}}".encode()
+    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header + content
+
+
+def npy(array):
+    return npy_of(array.dtype.str, array.shape, array.tobytes())
+
+
+MADE = Path(tempfile.gettempdir(), f"made-{os.getpid()}")
+EVIL = f"cos\nmkdir\n(V{MADE}\ntR.".encode()  # a pickle that calls os.mkdir
+# fmt: off
+TYPES = [
+    ("t.bin", "<u2", {}), ("t.u32.bin", "<u4", {}), ("t.bin", "<u4", {"token_dtype": "uint32"}),
+    ("t.u32.bin", "<u2", {"token_dtype": np.uint16}), ("t.npy", "uint16", {}),
+    ("t.npy", "uint32", {}), ("t.npy", "int64", {}), ("t.npy", ">i4", {}),
+]
+NO_TOKENS = [
+    *((f"t.{kind}", b"", f"t.{kind}", {}) for kind in ("txt", "bin", "npy")),
+    ("t.txt", b"abc\0d", "t.txt .*3", {}), ("t.pkl", pickle.dumps("letters"), "t.pkl", {}),
+    *(("t.npy", npy_of("<u2", shape), r"t\.npy", {})
+      for shape in ("(-3,)", "(9223372036854775807, 9)", "((((((", "(2,)" * 9999, "(0,)")),
+    *(("t.npy", npy(array), r"t\.npy", {})
+      for array in (np.ones(3), np.ones((2, 2), np.uint16), np.ones(3, bool))),
+    ("t.npy", EVIL, r"t\.npy", {}), ("t.npy", npy_of("|O", (1,), EVIL), r"t\.npy", {}),
+    ("t.npy", npy(np.array([1, -7])), "token -7 at position 1", {"vocab": 10}),
+    ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11])), "token 10 at position 3 .*--vocab 12",
+     {"vocab": 10}),
+    ("t.bin", b"abc", "t.bin .*3 bytes", {}), ("t.txt", b"abcd", "--vocab", {"vocab": 64}),
+    *((f"t.{kind}", b"abcd", f"token_dtype={dtype}", {"token_dtype": dtype})
+      for kind, dtype in (("bin", "float32"), ("bin", "int8"), ("txt", "uint16"))),
+    ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31}),
+]
+# fmt: on
+
+
+def test_token_files_are_read_as_their_type_and_other_files_are_refused(tmp_path, monkeypatch):
+    for name, dtype, options in TYPES:
+        ids = np.array([0, 1, 513, 60000], dtype)
+        (tmp_path / name).write_bytes(npy(ids) if name.endswith(".npy") else ids.tobytes())
+        corpus = load_tokens(tmp_path / name, vocab=60001, **options)
+        assert isinstance(corpus.tokens, TokenFile)
+        assert corpus.tokens[:].tolist() == ids.tolist()
+        assert corpus.bytes_per_token is None and not corpus.byte_level
     monkeypatch.setattr(text, "CHUNK", 2)  # so that positions span chunks
-    for name, content, options, said in REFUSED:
+    for name, content, said, options in NO_TOKENS:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=said):
             load_tokens(tmp_path / name, **{"vocab": 2**16, **options})
-    assert not TOUCHED.exists(), "a pickle is never opened"
+    assert not MADE.exists(), "a pickle is never opened"
+    tokens = np.arange(1000, dtype=np.uint16)
+    train, held_out = split(tokens, 0.1, seq=99)
+    assert [*train, *held_out] == [*tokens] and held_out.size == 100
+    for fraction, said in ((0.1, "900 .* 100 .*--seq"), (1.0, "fraction=1")):
+        with pytest.raises(ValueError, match=said):
+            split(tokens, fraction, seq=100)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_other_encodings_than_utf8_are_refused_with_the_place(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(text, "CHUNK", chunk)
-    (tmp_path / "t.txt").write_bytes("häß".encode() + b"\xe4 latin-1")
-    with pytest.raises(ValueError, match="t.txt .*byte 5"):
-        load_tokens(tmp_path / "t.txt", vocab=256)
-    (tmp_path / "t.txt").write_bytes("häß€".encode()[:-1])  # as `head -c` leaves it
-    assert load_tokens(tmp_path / "t.txt", vocab=256).tokens.size == 7
-
-
-def test_folders_with_other_files_broken_links_or_rings_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_tokens("nowhere", vocab=256)
+def test_other_encodings_files_broken_links_and_rings_are_refused(tmp_path, monkeypatch):
     for name in ("empty", "binary", "broken", "one", "two"):
         (tmp_path / name).mkdir()
         if name != "empty":
             (tmp_path / name / "good.txt").write_text("abc")
-    (tmp_path / "binary" / "image.png").write_bytes(b"\0\0")
-    (tmp_path / "binary" / "ids.bin").write_bytes(b"abcd")
-    (tmp_path / "broken" / "link").symlink_to(tmp_path / "gone")
-    (tmp_path / "one" / "link").symlink_to(tmp_path / "two")
-    (tmp_path / "two" / "link").symlink_to(tmp_path / "one")
-    known = (("empty", "empty"), ("binary", r"(ids\.bin(\n|.)*image\.png)"), ("broken", "link"))
-    for name, said in (*known, ("one", "link/link")):
+    (tmp_path / "binary/image.png").write_bytes(b"\0\0")
+    (tmp_path / "binary/ids.bin").write_bytes(b"abcd")
+    for name, there in (("broken", "gone"), ("one", "two"), ("two", "one")):
+        (tmp_path / name / "link").symlink_to(tmp_path / there)
+    known = {"empty": "empty", "binary": r"(ids\.bin(\n|.)*image\.png)", "broken": "link"}
+    for name, said in (known | {"one": "link/link"}).items():
         with pytest.raises(ValueError, match=said):
             load_tokens(tmp_path / name, vocab=256)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_tokens("nowhere", vocab=256)
+    for chunk in (1, 3, 100):
+        monkeypatch.setattr(text, "CHUNK", chunk)
+        (tmp_path / "t.txt").write_bytes("häß".encode() + b"\xe4 latin-1")
+        with pytest.raises(ValueError, match="t.txt .*byte 5"):
+            load_tokens(tmp_path / "t.txt", vocab=256)
+        (tmp_path / "t.txt").write_bytes("häß€".encode()[:-1])  # as `head -c` leaves it
+        assert load_tokens(tmp_path / "t.txt", vocab=256).tokens.size == 7
 
 
-def test_split_holds_out_the_end_and_decode_prints_text():
-    train, held_out = split(TOKENS, 0.1, seq=99)
-    assert (train.size, held_out.size) == (900, 100)
-    np.testing.assert_array_equal(np.concatenate([train, held_out]), TOKENS)
-    with pytest.raises(ValueError, match="900 .* 100 .*--seq"):
-        split(TOKENS, 0.1, seq=100)
-    with pytest.raises(ValueError, match="fraction=1"):
-        split(TOKENS, 1.0)
-    # Text is printed without control characters.
-    assert decode(np.frombuffer("né\n".encode(), np.uint8)) == "né\n"
-    assert decode([27, 91, 50, 74, 0xFF, 300, -1]) == "\\x1b[2J\ufffd\ufffd\ufffd"
-
-
-@pytest.mark.parametrize("vocab", [256, 50_000])  # counted densely and sparsely
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
+@pytest.mark.parametrize(("chunk", "vocab"), [(1, 256), (7, 50_000)])  # dense and sparse counts
 def test_entropies_are_those_of_the_counts_of_any_chunks(monkeypatch, vocab, chunk):
     monkeypatch.setattr(entropy, "CHUNK", chunk)
     # a, a, b, c: p = 1/2, 1/4, 1/4, so H = 1.5 bits
@@ -167,8 +291,3 @@ def test_entropies_are_those_of_the_counts_of_any_chunks(monkeypatch, vocab, chu
     # Pairs of 0 0 0 1 0: 00, 00, 01, 10. After 0 (3 of 4 times): 2/3 against 1/3; after 1: sure.
     expected = 3 / 4 * (2 / 3 * math.log(3 / 2) + 1 / 3 * math.log(3))
     assert bigram_entropy(np.array([0, 0, 0, 1, 0]), vocab) == pytest.approx(expected)
-    monkeypatch.undo()
-    tokens = np.random.default_rng(0).integers(0, 8, 100_000)
-    # A count estimate of k cells is low by about k / 2n nats (Miller 1955): 64 / 2e5 = 3e-4.
-    for found in (unigram_entropy(tokens, 8), bigram_entropy(tokens, 8)):
-        assert found == pytest.approx(math.log(8), abs=1e-3)

@@ -1,40 +1,34 @@
-"""`train.py` on text: what a run says and writes, exact resume, and how it ends."""
+"""`train.py` on text and from a folder: what a run says and writes, exact resume, how it ends."""
 
 import gzip
+import itertools
 import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import types
 import unittest.mock
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import small_runs as runs
 from flax import nnx
-from small_runs import (
-    FIRST,
-    HERE,
-    TEXT,
-    TINY,
-    curve,
-    finish,
-    folder,
-    last_loss,
-    losses,
-    metrics,
-    saved_steps,
-    shared_trainer,
-    start,
-    start_many,
-)
+from safetensors.numpy import load_file, save_file
+from small_runs import finish, folder, metrics, start, start_many
+from test_documents import chat
 from test_run_folder import wandb
 
 import training.run
 import training.trainer
 import zero_jax
-from training import noted, optimizers, report_page
-from training.config import Config, parse
+from training import ask, byte_tokenizer, leaving, noted, optimizers, report_page, room
+from training.config import Config, parse, resolve
 from training.main import main
 from training.plan import by_stage, load
 from training.run import routing
@@ -42,24 +36,22 @@ from training.saving import check_resume
 from training.show import human_bytes
 from training.stop import FAILED, GO_ON_LATER, Stop
 from training.trainer import Trainer
+from zero_jax import Zero, abstract_mesh
 from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.commands import checkpoint as checkpoint_command
 from zero_jax.models import gpt, hf
+from zero_jax.models.optimizers import decayed
+from zero_jax.plan.case import Case
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
-OUT = [*FIRST, "--out", "out"]
+OUT = [*runs.FIRST, "--out", "out"]
 
 
 def stop_before(step):
     """A `Stop` that asks a run to end before a step."""
-
-    class StopThere(Stop):
-        calls = 0
-
-        def __call__(self):
-            self.calls += 1
-            return GO_ON_LATER if self.calls == step else 0
-
-    return StopThere
+    calls = itertools.count(1)
+    ask = {"__call__": lambda self: GO_ON_LATER if next(calls) == step else 0}
+    return type("StopThere", (Stop,), ask)
 
 
 @pytest.fixture
@@ -69,39 +61,32 @@ def done(first_run, folder, shared):
     return folder
 
 
-def test_a_run_says_first_what_it_will_do_and_last_the_losses(first_run):
-    _, said = first_run
-    order = ["data 8", "micro_batches", "Bytes per device on 8", "activations are not included"]
-    order += ["stage 0", "stage 1", "stage 2", "stage 3, this run", "at rest", "in flight"]
-    order += ["This run, predicted", "saved", "4 steps train on text", "step 2/4", "step 4/4"]
-    order += ["nats per byte", "unigram", "bigram", "sample:", TEXT[-240:][:16]]
+def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_model(first_run):
+    home, said = first_run
+    order = ["data 8", "Bytes per device on 8", "stage 0", "stage 3, this run", "at rest"]
+    order += ["This run, predicted", "4 steps train on text", "step 2/4", "step 4/4"]
+    order += ["nats per byte", "unigram", "bigram", "sample:", runs.TEXT[-240:][:16]]
     places = [said.index(words) for words in order]
     assert places == sorted(places)
-
-
-def test_a_run_writes_its_settings_metrics_checkpoints_page_and_model(first_run):
-    out = first_run[0] / "out"
+    out = home / "out"
     config = json.loads((out / "config.json").read_text())
-    for name, value in {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}.items():
-        assert config[name] == value
-    assert config["psi"] == gpt.num_params(gpt.preset("nano", seq=32))
+    known = {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}
+    known["psi"] = gpt.num_params(gpt.preset("nano", seq=32))
+    assert config | known == config
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
-    step = {"step", "loss", "grad_norm", "tokens_per_second", "skipped"}
-    step |= {"step_seconds", "learning_rate"}  # a CPU does not count its memory
-    val = {"step", "val_loss"}
+    step = "step loss grad_norm tokens_per_second skipped step_seconds learning_rate"
+    step, val = {*step.split()}, {"step", "val_loss"}  # a CPU does not count its memory
     assert [set(line) for line in metrics(out)] == [step, step, val, step, step, val]
     assert [line["step"] for line in metrics(out)] == [1, 2, 2, 3, 4, 4]
     # Linear over two steps, then a cosine to a tenth: half way it is (1 + 0.1) / 2.
     rates = [line["learning_rate"] for line in metrics(out) if "loss" in line]
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.55e-3], rel=1e-5)
-    assert list((out / "tensorboard").glob("events.*"))
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
-    text = (out / "checkpoints" / "4" / "state" / "manifest.json").read_text()
-    manifest = Manifest.read(out / "checkpoints" / "4" / "state")
+    manifest = Manifest.read(out / "checkpoints/4/state")
     assert (manifest.config["steps"], manifest.extra["sample"]) == (4, 32)
-    assert str(out.parent) not in text, "it can be moved"
-    small = {path.name for path in (out.parent / "small").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= small
+    text = (out / "checkpoints/4/state/manifest.json").read_text()
+    assert str(home) not in text, "it can be moved"
+    assert {"tokenizer.json", "chat_template.jinja"} <= {x.name for x in home.glob("small/*")}
 
 
 def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
@@ -123,19 +108,34 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert "evaluating: 1 of 2" in said.out and "step 4, which is saved" in said.err
     assert main([*OUT, "--wandb", "zero"]) == 0
     whole = first_run[0] / "out"
-    assert curve("out") == curve(whole) and last_loss("out") == last_loss(whole)
-    assert saved_steps("out") == [2, 3, 4]
+    assert runs.curve("out") == runs.curve(whole) and runs.last_loss("out") == runs.last_loss(whole)
+    assert runs.saved_steps("out") == [2, 3, 4]
+    page = Path("out/report.html").read_text()
+    assert page.count("8 x cpu") == 3 and page.count("whole") >= 3, "starts and checkpoints"
     events = map(json.loads, Path("out/events.jsonl").read_text().splitlines())
     starts = [name for n in (2, 1, 0) for name in ("start", "states", *["checkpoint"] * n, "end")]
     assert [event["event"] for event in events] == starts
-    assert len({run["id"] for run in wandb.runs}) == 1
-    assert [run["code"] for run in wandb.runs] == [1, 1, 0]
-    logged = [values for run in wandb.runs for values in run["logged"]]
-    assert [{k.split("/")[-1]: v for k, v in x.items()} for x in logged] == metrics("out")
+    assert len({call.kwargs["id"] for call in wandb.init.call_args_list}) == 1
+    assert [call.kwargs["exit_code"] for call in wandb.finish.call_args_list] == [1, 1, 0]
+    logged = [call.args[0].items() for call in wandb.log.call_args_list]
+    assert [{k.split("/")[-1]: v for k, v in x} for x in logged] == metrics("out")
 
 
-def test_a_finished_run_says_if_its_data_was_edited_or_its_loss_is_nan(done, capsys, monkeypatch):
-    Path("text.txt").write_text(TEXT.replace("Partition", "partition"))
+def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_run(
+    done, capsys, monkeypatch
+):
+    Path("other.txt").write_text(runs.TEXT)
+    known = Manifest.read(done / "out/checkpoints/4/state").config
+    for args, former in (
+        *(("--seq 8", "--seq 32"), ("--seed 7", "--seed 0")),
+        *(("--data other.txt", "text.txt"), ("--optimizer lion", "--optimizer adamw")),
+    ):
+        plan = load(parse([*OUT, *args.split()]))
+        settings = known | {"optimizer": plan.config.optimizer}
+        words = args.replace(" ", ".* ")
+        with pytest.raises(ValueError, match=f"{words}.* {former}.* another --out"):
+            check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
+    Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
     assert "step 4: restored" in said and "nothing is left" in said
@@ -148,31 +148,10 @@ def test_a_finished_run_says_if_its_data_was_edited_or_its_loss_is_nan(done, cap
     files = {path: path.read_bytes() for path in Path("out").glob("*.json*")}
     assert main([*OUT, "--fresh"]) == 2
     assert "--fresh" in capsys.readouterr().err
-    Path("text.txt").write_text(TEXT + TEXT[:60])
+    Path("text.txt").write_text(runs.TEXT + runs.TEXT[:60])
     assert main(OUT) == 2
-    assert "--data" in capsys.readouterr().err
+    assert re.search("--data .*4374.* 4320", capsys.readouterr().err)
     assert files == {path: path.read_bytes() for path in Path("out").glob("*.json*")}
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ("--seq 8", "--seq 8.* --seq 32"),
-        ("--seed 7", "--seed 7.* --seed 0"),
-        ("--data other.txt", "--data .*other.txt.* text.txt"),
-        ("--data more/text.txt", "--data .*4374.* 4320"),
-        ("--optimizer lion", "--optimizer lion.* --optimizer adamw"),
-    ],
-)
-def test_a_checkpoint_of_other_samples_or_another_state_is_refused(done, args, words):
-    Path("more").mkdir()
-    Path("more/text.txt").write_text(TEXT + TEXT[:60])
-    Path("other.txt").write_text(TEXT)
-    plan = load(parse([*OUT, *args.split()]))
-    settings = Manifest.read(done / "out/checkpoints/4/state").config
-    settings = settings | {"optimizer": plan.config.optimizer}
-    with pytest.raises(ValueError, match=f"{words}.* another --out"):
-        check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
 
 
 def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
@@ -189,16 +168,16 @@ def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
 
 
 def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypatch):
-    monkeypatch.setattr(training.trainer, "Trainer", shared_trainer)
+    monkeypatch.setattr(training.trainer, "Trainer", runs.shared_trainer)
     assert report_page.main(["out", "--compile"]) == 0
     known = json.loads(Path("out/compiled.json").read_text())
-    trainer = shared_trainer(load(parse(OUT)))
-    stats = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile()
-    text, memory = stats.as_text(), stats.memory_analysis()
+    trainer = runs.shared_trainer(load(parse(OUT)))
+    compiled = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
     parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert known["total_bytes"] == pytest.approx(parts, rel=0.3)
-    page = Path("out/report.html").read_text()
-    assert f"XLA gives it {human_bytes(known['total_bytes'])}" in page
+    said = f"XLA gives it {human_bytes(known['total_bytes'])}"
+    assert said in Path("out/report.html").read_text()
     for name in ("embed", "attention", "mlp", "loss", "zero_update"):
         assert f"/{name}" in text or f"({name})" in text, name
     for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):
@@ -206,9 +185,7 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
         assert lines and all(name in line for line in lines), lines
     # The step of another run is refused.
     events = Path("out/events.jsonl")
-    events.write_text(
-        re.sub('"predicted_total": [0-9]+', '"predicted_total": 1', events.read_text())
-    )
+    events.write_text(re.sub('(predicted_total": )[0-9]+', r"\g<1>1", events.read_text()))
     report_page.write("out")
     assert "XLA gives it" not in Path("out/report.html").read_text()
     assert report_page.main(["out", "--compile"]) == 2
@@ -217,14 +194,14 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
 
 def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     """The closed forms of `zero_jax.memory`, and the bytes of the first device."""
-    trainer = shared_trainer(load(parse(OUT)))
+    trainer = runs.shared_trainer(load(parse(OUT)))
     step, shapes = trainer.predict(), trainer.shapes()
     stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
     known = noted.start(step, stages, {}, "byte")
+    psi = sum(x.size for x in jax.tree.leaves(shapes))
     for stage, terms in enumerate(known["stages"]):
         settings = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
         assert terms == zero_jax.memory.estimate(shapes, **settings).terms
-        psi = sum(x.size for x in jax.tree.leaves(shapes))
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
     states = trainer.init()
@@ -232,8 +209,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     for name, tree in zip(("parameters", "optimizer_state"), states, strict=True):
         assert held[name] == sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
         assert held[name] == known["predicted"][name]
-    assert known["versions"]["jax"] == jax.__version__
-    assert known["devices"]["devices"] == jax.device_count() == 8
+    assert (known["versions"]["jax"], known["devices"]["devices"]) == (jax.__version__, 8)
     # The validation loss is the mean over every held-out token.
     graphdef, params = trainer.model.graphdef, trainer.zero.full(states[0])
     loss = jax.jit(lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows))
@@ -247,7 +223,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     assert trainer.evaluate(states[0]) == pytest.approx(mean, rel=1e-5)
 
 
-def test_routers_of_experts_are_in_the_metrics(folder):
+def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(folder):
     settings = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
     plan = load(Config(data="text.txt", **settings))
     params = plan.model.make(jax.random.key(0))
@@ -257,9 +233,41 @@ def test_routers_of_experts_are_in_the_metrics(folder):
     choices = 8 * 16 * 2 * 4  # rows, tokens, of each two, layers
     assert choices / 2 <= known["dropped"] < choices
     assert known["balance"] >= 0.9 and known["router_z"] > 0
+    made = []
+    results = training.trainer.one_late(made.append(n) or n for n in range(4))
+    assert [(result, len(made)) for result in results] == [(0, 2), (1, 3), (2, 4), (3, 4)]
 
 
-# Larger runs.
+def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_cosine(monkeypatch):
+    grads = {"kernel": jnp.full((2, 2), 100.0)}
+    for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
+        config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
+        tx = optimizers.make(config)
+        updates = jax.jit(lambda grads, tx=tx: tx.update(grads, tx.init(grads), grads)[0])(grads)
+        assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)
+    # Decay is for kernels and embeddings.
+    shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
+    flags, sizes = jax.tree.leaves(decayed(shapes)), [x.size for x in jax.tree.leaves(shapes)]
+    d, layers, rows = 128, 4, 256 + 128
+    matrices = layers * 12 * d * d + rows * d
+    assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
+    # Of other steps than before both rates are said: half way of the cosine from 1 to 0.1, its end.
+    config, before = Config(lr=1.0, warmup=2, steps=10), {"steps": 6, "lr": 1.0, "warmup": 2}
+    said = optimizers.rescheduled(config, before, 6)
+    assert "--steps 10" in said and "--steps 6" in said and "is 0.55 instead of 0.1" in said
+    assert "--lr 0.182" in said, "at which the next step has the former rate"
+    assert optimizers.rescheduled(config, before, 1) is None
+    assert optimizers.rescheduled(config, before | {"steps": 10}, 6) is None
+    # The planned step has the same state and the same operations, at whatever rate.
+    monkeypatch.setattr(optimizers, "rate", lambda config: optax.constant_schedule(config.lr))
+    for name in optimizers.RATES:
+        config = resolve(Config(optimizer=name), optimizers.RATES)
+        case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)
+        planned, run = (
+            jax.make_jaxpr(lambda p, tx=tx: tx.update(p, tx.init(p), p))(jax.eval_shape(case.make))
+            for tx in (case.tx, optimizers.make(config))
+        )
+        assert str(planned) == str(run), name
 
 
 @pytest.mark.slow
@@ -276,107 +284,263 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
     assert main(OUT) == FAILED, "not asked to go back"
     first, _ = seen[:4], seen.clear()
-    assert main([*FIRST, "--out", "other", "--rollbacks", "1"]) == 0
-    assert len(curve("other")) == 4
+    assert main([*runs.FIRST, "--out", "other", "--rollbacks", "1"]) == 0
+    assert len(runs.curve("other")) == 4
     assert seen[:4] == first and len(set(seen)) == len(seen) == 6
     assert Manifest.read(Path("other/checkpoints/4/state")).extra["sample"] == 8 * 6
 
 
 @pytest.mark.slow
-def test_auto_lets_experts_stay_where_that_sends_less(folder, capsys):
-    quiet = [*TINY, *HERE, "--sample-length", "0", "--stage", "auto", "--memory-limit", "1"]
-    quiet += ["--model", "nano-experts"]
-    assert main(quiet) == 0
-    assert re.search(r"chose stage \d, 1 micro-batches", capsys.readouterr().out)
-    assert main([*quiet, "--mesh", "data=8"]) == 0
-    stay, gathered = (json.loads(Path(f"runs/00{n}/config.json").read_text()) for n in (1, 2))
-    assert stay["mesh"] == {"experts": 8, "data": 1} and gathered["mesh"] == {"data": 8}
-    assert stay["stage"] in (0, 1, 2, 3)
-    np.testing.assert_allclose(losses("runs/001"), losses("runs/002"), rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_token_files_are_measured_per_token_and_sampled_as_ids(folder, capsys):
-    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "2", "--micro-batches", "2"]
-    chosen += ["--batch", "16", "--optimizer", "muon", "--compute", "bf16", "--reduce", "bf16"]
-    assert main([*TINY, *HERE, *chosen, "--remat", "dots", "--clip", "0"]) == 0
-    out = capsys.readouterr().out
-    assert "nats per token" in out
-    sample = json.loads(out[out.index("sample:") + len("sample:") :])
-    assert len(sample) == 16 + 8
-    assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
-
-
-@pytest.mark.slow
-def test_a_run_that_diverges_ends_with_one_line_and_all_its_files(folder, capsys):
-    wild = ["--lr", "1e4", "--clip", "0", "--steps", "60", "--eval-every", "0"]
-    assert main([*TINY, *HERE, *wild, "--out", "out"]) == FAILED
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: 20 steps in a row") and "\n" not in error
-    assert sum(line["skipped"] for line in metrics("out")) >= 18  # the last are not read
-    assert Path("out/loss.png").exists() and Path("out/report.html").exists()
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """The losses of a run from the command line, on the four devices of the default."""
-    home = tmp_path_factory.mktemp("run")
-    (home / "text.txt").write_text(TEXT)
-    ((code, _, error),) = finish([start(*TINY, "--out", "out", cwd=home)])
-    assert code == 0, error
-    return losses(home / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "more"),
-    [
-        (4, ""),
-        # Each process has one device, and two of them share their rows.
-        (4, "--mesh data=2,model=2 --sequence-parallel"),
-        (2, "--mesh replica=2,data=1,model=2 --config c5"),
-    ],
-)
-def test_processes_train_as_one_process_does(folder, one_process, count, more):
-    results = finish(start_many(count, [*TINY, "--out", "out", *more.split()]))
-    assert [code for code, _, _ in results] == [0] * count, results
-    assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
-    # Sums over devices in another order; Adam would divide small numbers by small numbers.
-    np.testing.assert_allclose(losses("out"), one_process, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("own", "elsewhere", "words"),
-    [
-        ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]),
-        ({0: ["--out", "text.txt"]}, {}, ["text.txt"]),
-        ({}, {1: "empty"}, ["text.txt"]),
-        ({}, {1: "edited"}, ["checksum of the data"]),
-    ],
-    ids=["other settings", "trouble of the first alone", "trouble of another alone", "other data"],
-)
-def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, elsewhere, words):
-    (folder / "empty").mkdir()
-    (folder / "edited").mkdir()
-    (folder / "edited" / "text.txt").write_text(TEXT.lower())
-    folders = {rank: folder / name for rank, name in elsewhere.items()}
-    for code, _, error in finish(start_many(2, TINY, own, folders), seconds=120):
-        assert code == 2 and all(word in error for word in words), error
-
-
-@pytest.mark.slow
-def test_a_profile_of_three_steps_is_written(folder, monkeypatch):
+def test_a_stage_is_chosen_tokens_are_measured_and_three_steps_profiled(
+    folder, capsys, monkeypatch
+):
     calls, step = unittest.mock.Mock(), zero_jax.TrainStep.__call__
     calls.start.side_effect, calls.step.side_effect = jax.profiler.start_trace, step
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
-    args = ["--steps", "14", "--checkpoint-every", "0", "--sample-length", "0"]
-    assert main([*TINY, *HERE, *args, "--out", "out", "--profile"]) == 0
+    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
+    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "auto", "--memory-limit", "1"]
+    chosen += ["--model", "nano-experts", "--compute", "bf16", "--reduce", "bf16", "--clip", "0"]
+    chosen += ["--steps", "14", "--profile"]
+    assert main([*runs.TINY, *runs.HERE, *chosen, "--out", "out"]) == 0
     assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = {event.get("name", "") for event in events}
     assert any("gather" in name for name in names), "visible in a viewer"
     assert not any(name.startswith("$") for name in names), "the host's own code is left out"
+    out = capsys.readouterr().out
+    assert re.search(r"chose stage \d, 1 micro-batches", out) and "nats per token" in out
+    known = json.loads(Path("out/config.json").read_text())
+    assert known["mesh"] == {"experts": 8, "data": 1}, "experts stay where that sends less"
+    sample = json.loads(out[out.index("sample:") + len("sample:") :])
+    assert len(sample) == 16 + 8
+    assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
+
+
+@pytest.mark.slow
+def test_processes_train_as_one_process_does(folder):
+    ((code, _, error),) = finish([start(*runs.TINY, "--out", "one")])
+    assert code == 0, error
+    # Each process of the second has one device, and two of them share their rows.
+    many = [(4, ""), (4, "--mesh data=2,model=2 --sequence-parallel")]
+    many += [(2, "--mesh replica=2,data=1,model=2 --config c5")]
+    for at, (count, more) in enumerate(many):
+        results = finish(start_many(count, [*runs.TINY, "--out", f"{at}", *more.split()]))
+        assert [code for code, _, _ in results] == [0] * count, results
+        assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
+        # Sums over devices in another order; Adam would divide small numbers by small numbers.
+        np.testing.assert_allclose(
+            metrics(f"{at}", "loss", "val_loss"), metrics("one", "loss", "val_loss"), rtol=1e-5
+        )
+
+
+# fmt: off
+TROUBLE = [  # settings by process, folders by process, and what is said
+    ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]), ({}, {1: "empty"}, ["text.txt"]),
+    ({0: ["--out", "text.txt"]}, {}, ["text.txt"]), ({}, {1: "edited"}, ["checksum of the data"]),
+]
+# fmt: on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("own", "elsewhere", "words"), TROUBLE)
+def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, elsewhere, words):
+    (folder / "empty").mkdir()
+    (folder / "edited").mkdir()
+    (folder / "edited" / "text.txt").write_text(runs.TEXT.lower())
+    folders = {rank: folder / name for rank, name in elsewhere.items()}
+    for code, _, error in finish(start_many(2, runs.TINY, own, folders), seconds=120):
+        assert code == 2 and all(word in error for word in words), error
+
+
+TUNE = "--hf small --data chat.jsonl --steps 2 --seq 32 --batch 8 --devices 8 --optimizer sgd"
+TUNE = [*TUNE.split(), "--eval-every", "0", "--eval-batches", "1", "--sample-length", "0"]
+LORA = ["--lora", "2", "--base", "nf4"]
+ENDS = {"eos_token_id": 0, "bos_token_id": 1}
+
+
+@pytest.fixture
+def tune(first_run, folder, shared):
+    """Runs beside a model of bytes whose texts end with token 0, and 80 conversations."""
+    shutil.copytree(first_run[0] / "small", "small")
+    known = json.loads(Path("small/config.json").read_text())
+    assert (known["vocab_size"], known["eos_token_id"]) == (256, byte_tokenizer.END[0])
+    Path("small/config.json").write_text(json.dumps(known | ENDS))
+    Path("small/generation_config.json").write_text(json.dumps(ENDS))
+    chats = [chat(f"what is {n}", f"it is {n}{'.' * (n % 9)}") for n in range(80)]
+    Path("chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chats))
+    return lambda *more: main([*TUNE, *more])
+
+
+def tensors_of(folder):
+    return load_file(Path(folder, "model.safetensors"))
+
+
+def change(name, value, place=(2, 3)):
+    """Sets values of a tensor of the model."""
+    tensors = {name: array.copy() for name, array in tensors_of("small").items()}
+    tensors[name][place] = value
+    save_file(tensors, "small/model.safetensors", metadata={"format": "pt"})
+
+
+def check_exported(out, said, lora):
+    end = byte_tokenizer.END[0]  # of turns; base models end texts with another
+    assert json.loads(Path(out, "config.json").read_text())["eos_token_id"] == end
+    generation = json.loads(Path(out, "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [end, 0], "bos_token_id": 1}
+    assert (f"eos_token_id=[{end}, 0]" in said) == lora
+    after = tensors_of(out)
+    for name, before in tensors_of("small").items():
+        trained = not lora or re.search(r"_attn.weight|c_proj.w|c_fc.weight", name)
+        assert (before != after[name]).any() == bool(trained) or "wpe" in name, name
+
+
+def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, monkeypatch):
+    assert tune(*LORA, "--out", "whole", "--export", "tuned") == 0
+    said = capsys.readouterr().out
+    assert said.index("all 72 documents in rows of 32 tokens:") < said.index("before training")
+    assert "documents of all rows:" in said and "8 documents held out" in said
+    check_exported("tuned", said, lora=True)
+    adapter = load_file("whole/adapter/adapter_model.safetensors")
+    assert len(adapter) == 2 * 4 * 4
+    assert any(x.any() for name, x in adapter.items() if "lora_B" in name)
+    assert not [p for p in Path("whole/checkpoints/2").rglob("*") if "base" in p.name]
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run, "Stop", stop_before(2))
+        assert tune(*LORA, "--out", "out") == GO_ON_LATER
+    assert tune(*LORA, "--out", "out") == 0
+    assert runs.curve("out") == runs.curve("whole") and runs.saved_steps("out") == [1, 2]
+    for name, array in load_file("out/adapter/adapter_model.safetensors").items():
+        np.testing.assert_array_equal(array, adapter[name])
+    change("transformer.h.1.mlp.c_fc.weight", np.nan)
+    assert tune(*LORA, "--export", "new", "--out", "nan") == 2
+    assert "model.safetensors: transformer.h.1.mlp.c_fc.weight" in capsys.readouterr().err
+    assert not Path("new").exists()
+
+
+def test_all_weights_are_trained_unless_their_loss_is_not_finite(tune, capsys):
+    assert tune("--out", "out", "--export", "tuned") == 0
+    check_exported("tuned", capsys.readouterr().out, lora=False)
+    for name in ("transformer.ln_f.weight", "transformer.wte.weight"):
+        change(name, 3e38, place=...)
+    assert tune("--checkpoint-every", "0", "--out", "inf") == FAILED
+    error = capsys.readouterr().err
+    assert "before training is" in error and "--compute fp32" in error
+    assert '"loss"' not in Path("inf/metrics.jsonl").read_text()
+    assert not Path("inf/checkpoints").exists()
+
+
+def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
+    trainer = Trainer(load(Config(data="text.txt", lora=2, seq=16, batch=8, devices=8)))
+    states = trainer.init()
+    (said,) = leaving.leave(trainer, leaving.adapters(trainer, states[0]))
+    assert "adapter" in said and Path("adapter/adapter_config.json").exists()
+    params, _ = trainer.joined(trainer.kept(states), print)
+    for one, other in zip(*map(jax.tree.leaves, (states[0]["base"], params["base"])), strict=True):
+        np.testing.assert_array_equal(one, other)  # every start makes the same
+
+
+# fmt: off
+EDITED = {  # folders by name: which files are edited, or left out
+    "none": {"config.json": None},
+    "broken": {"tokenizer.json": lambda known: {}, "tokenizer_config.json": None},
+    "lama": {"config.json": lambda known: {"model_type": "lama"}},
+    "bare": {"tokenizer.json": None, "tokenizer_config.json": None},
+    "big": {"tokenizer.json": lambda known: known | {"model": known["model"] | {
+        "vocab": known["model"]["vocab"] | {f"token{n}": 253 + n for n in range(100)}}}},
+    "plain": {"chat_template.jinja": None},
+    "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
+}
+REFUSED = [
+    ("--base nf4", "--base nf4"), ("--lora-targets q", "--lora-targets q"),
+    ("--lora 0", "--lora 0"), ("--lora 2 --base nf5", "'nf5'"),
+    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--vocab 300", "--vocab 300"),
+    ("--seq 64", "--seq 64.* 32 tokens"), ("--loss-on user", "'user'"), ("--long wrap", "'wrap'"),
+    ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
+    ("--adapter x", "--adapter x.*--lora"), ("--lora 2 --adapter x", "x/adapter_config.json"),
+    ("--export small", "small"),
+    ("--checkpoint-every 0 --export new", "--export.*--checkpoint-every 0"),
+    ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"),
+    ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
+    ("--data text.txt=1,text.txt=2", "--data text.txt=1"), ("--hf none", "config.json"),
+    ("--hf lama", "'lama'"), ("--hf bare", "chat.jsonl .*--tokenizer"), ("--hf big", "256 rows"),
+    ("--hf plain", "plain has no chat template"), ("--tokenizer nowhere", "nowhere"),
+    ("--tokenizer broken", "broken"), ("--hf layers", "config.json"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("more", "said"), REFUSED)
+def test_settings_folders_and_data_that_do_not_fit_are_refused(tune, capsys, more, said):
+    if (name := more.split()[1]) in EDITED:
+        shutil.copytree("small", name)
+        for file, edit in EDITED[name].items():
+            known = json.loads(Path("small", file).read_text()) if edit else None
+            Path(name, file).unlink()
+            if edit:
+                Path(name, file).write_text(json.dumps(edit(known)))
+    bad = {"messages": [{"role": "bot", "content": ""}]}
+    Path("broken.jsonl").write_text(json.dumps(chat("a", "b")) + "\n" + json.dumps(bad) + "\n")
+    assert tune(*more.split()) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error:") and "\n" not in error
+    assert re.search(said, error), error
+
+
+@pytest.mark.slow
+def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsys):
+    root = Path(__file__).parents[2]
+    pages = [(root / name).read_text() for name in ("README.md", "docs/finetuning.md")]
+    blocks = (re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for page in pages)
+    job, same = (next(x for x in own if "training.pairs" in x).splitlines() for own in blocks)
+    assert job == same, "as both pages print it"
+    environment, small, pairs, *tunes = job
+    assert environment.startswith("python3 -m venv")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(shlex.split(pairs), env={**os.environ, "PYTHONPATH": str(root)}, check=True)
+    for command in (small, *tunes):
+        words = shlex.split(command)
+        assert words[:2] == ["python", "train.py"]
+        fewer = ["--steps", "2", "--devices", "8", "--eval-batches", "1", "--sample-length", "8"]
+        assert main([*words[2:], *fewer]) == 0
+    assert len(re.findall("<.assistant.>", capsys.readouterr().out)) == 2 * len(tunes) == 4
+    *_, asks = re.findall(r"```sh\n([^`]*training.ask[^`]*)```", pages[1])
+    for command in asks.splitlines():
+        _, _, module, *words = shlex.split(command)
+        run = {"training.ask": ask.main, "zero_jax.checkpoint": checkpoint_command.main}[module]
+        assert run([*words, *["--length", "8"] * (run is ask.main)]) == 0
+        assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, monkeypatch):
+    lora = ["--lora", "2", "--base", "fp32", "--lr", "0.5", "--sample-length", "8"]
+    assert tune(*lora, "--out", "out", "--export", "tuned") == 0
+    first = capsys.readouterr().out
+    shown = first.rpartition("<|user|>what is 72<|end|><|assistant|>")[2]
+    answers = []
+    for path, *more in (["out"], ["tuned"], ["small", "--adapter", "out/adapter"], ["small"]):
+        assert ask.main([path, "what is 72", "--length", "8", *more]) == 0
+        answers.append(capsys.readouterr().out[:-1])
+    assert answers[0] and shown.startswith(answers[0]) and len(set(answers[:3])) == 1
+    assert answers[3] != answers[0], "the model before it was tuned"
+    # Another run begins with the adapters of this one.
+    assert tune(*lora, "--out", "second", "--adapter", "out/adapter") == 0
+    said = capsys.readouterr().out.partition("before training: validation loss ")[2]
+    end = re.search(r"\nvalidation loss ([\d.]+)", first)[1]
+    assert float(said.split()[0]) == pytest.approx(float(end), abs=2e-4)
+    # Questions that can't be asked.
+    for words, message in (
+        (["small", ""], "question=''"), (["small", "x", "--length", "0"], "length=0"),
+        (["whole", "x"], "config.json"), (["small", "x", "--adapter", "."], "adapter_config.json"),
+    ):  # fmt: skip
+        assert ask.main(words) == 2
+        assert message in capsys.readouterr().err
+    shutil.rmtree("out/adapter")
+    assert ask.main(["out", "x"]) == 2
+    assert re.search("export .*out/checkpoints DIR", capsys.readouterr().err)
+    full = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": 0})
+    monkeypatch.setattr(room.jax, "local_devices", lambda: [full])
+    assert ask.main(["small", "x"]) == 2
+    assert "no answer: " in capsys.readouterr().err

@@ -1,0 +1,224 @@
+"""The screen and the command line: progress, numbers, flags, refusals, signals, exit codes."""
+
+import dataclasses
+import io
+import itertools
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
+from small_runs import HERE, TINY, folder
+
+from training import main as program
+from training import show
+from training.config import Config, flag, parse
+from training.room import room_for
+from training.show import Speed, human_bytes, human_count, progress
+from training.stop import Stop, Stopped
+from zero_jax.plan.options import Options
+
+__all__ = ["folder"]  # a fixture
+
+
+def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
+    with progress(200, start=100) as show, progress(2, enabled=False) as silent:
+        silent(2, loss=1.0, tokens_per_second=1.0)
+        for step in range(101, 201):
+            show(step, loss=2.5, tokens_per_second=12345)
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 5
+    assert out[0].startswith("step 120/200  loss 2.5000  12.3K tokens/s")
+    assert out[-1].endswith("0:00:00 left")
+    assert all(line.isprintable() for line in out)
+    screen = io.StringIO()  # and a bar on a terminal
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with progress(4) as show:
+        show(4, loss=2.5, tokens_per_second=5e6)
+    assert all(x in screen.getvalue() for x in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["))
+
+
+def test_speed_and_numbers_are_rounded_and_full_parameters_need_room(monkeypatch, capsys):
+    now = iter([0, 10, 20, 21, 22, 1022, 1024])
+    monkeypatch.setattr(show.time, "monotonic", lambda: next(now))
+    speed = Speed(tokens_per_step=100, window=2)
+    assert [speed.tick() for _ in range(4)] == [10, 10, 200 / 11, 100]
+    speed.restart()  # after a pause
+    assert speed.tick() == 50
+    # 7.5e9 parameters at 16 bytes, Figure 1 of the paper: 120 GB, and 1.9 GB on 64 devices.
+    numbers = (7.5e9 * 16, 7.5e9 * 16 / 64, 0, 512, 999.9)
+    assert [human_bytes(n) for n in numbers] == ["120 GB", "1.88 GB", "0 B", "512 B", "1 kB"]
+    counts = (999_499, 999_600, -1500, 1e18, 0, 0.25, math.nan, math.inf)
+    said = ["999K", "1M", "-1.5K", "1000000T", "0", "0.25", "nan", "inf"]
+    assert [human_count(n) for n in counts] == said
+    assert room_for(10**18, "sample", print), "CPUs do not count their memory"
+    limits = ({"bytes_limit": 1000, "bytes_in_use": 400}, {"bytes_limit": 2000, "bytes_in_use": 0})
+    devices = [SimpleNamespace(memory_stats=lambda stats=stats: stats) for stats in limits]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert room_for(600, "sample", print) and not capsys.readouterr().out
+    assert not room_for(601, "sample", print) and "no sample" in capsys.readouterr().out
+
+
+def test_help_shows_every_setting_once_in_short_groups(capsys):
+    def shown(*args):
+        with pytest.raises(SystemExit):
+            parse(args)
+        caught = capsys.readouterr()
+        return caught.out + caught.err
+
+    text = shown("--help")
+    groups = re.split(r"^\W*(\w+) options\W*$", text, flags=re.MULTILINE)[1:]
+    titles = "basic data device optimizer look checkpoint process adapter zero"
+    assert groups[::2] == titles.split()
+    flags = [re.findall(r"^\W{2,4}(--[a-z][a-z-]+)", group, re.MULTILINE) for group in groups[1::2]]
+    names = sorted(flag(field.name) for field in dataclasses.fields(Config))
+    assert sorted(itertools.chain(*flags)) == names
+    assert max(map(len, flags[:-1])) <= 8
+    assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
+    assert "--stepz" in shown("--stepz", "5")
+    config = parse(["--steps", "50", "--mesh", "data=2", "--no-debug", "--process-id", "1"])
+    assert (config.steps, config.mesh, config.process_id) == (50, "data=2", 1)
+    # The command that resumes has the flags that still hold.
+    for given, on in (
+        ("--from-step 6 --lr 0.1 --out a b --fresh", "--lr 0.1 --out a b"),
+        ("--from_step=6 --no-fresh --steps 9", "--steps 9 --out runs/001"),
+        ("--coordinator h:1 --num-processes 4 --process-id=0", "--out runs/001"),
+    ):
+        said = Stopped(130, Path("runs/001"), 37).said(given.split())
+        assert said.endswith(f"\npython train.py {on}")
+
+
+# fmt: off
+COMMANDS = [  # and what is said
+    ("--data nowhere.txt", "nowhere.txt"), ("--data empty.txt", "empty.txt"),
+    ("--data ids.npy", "token 256|--vocab 300"), ("--seq 500", "4320|480|501|--seq"),
+    ("--vocab 100", "[0, 100)|--vocab 120"), ("--steps 4 --profile", "--profile|--steps 4"),
+    ("--batch 12", "--batch 12|8 or 16"), ("--model nanno", "'nanno'|'nano'"),
+    ("--optimizer adam", "'adam'|'adamw'"), ("--compute bf61", "'bf61'|'bf16'"),
+    ("--reduce fp16", "'fp16'|bf16"), ("--stage 4", "stage=4"), ("--stage auto", "memory_limit="),
+    pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
+    ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"),
+    ("--warmup 4", "--warmup 4|--steps 4"), ("--out=", "--out"),
+    ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--mesh data=2,modle=4", "'modle=4'"),
+    ("--mesh data=2,model=2", "8 devices"), ("--sequence-parallel", "sequence_parallel"),
+    ("--config c6", "'c6'"), ("--config c1 --remat dots", "--config c1|--stage|--remat"),
+    ("--remat partitioned", "--remat partitioned|--mesh model=2"),
+    ("--offload activations --remat none", "remat='none'"), ("--process-id 0", "process_id=0"),
+    ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", "--devices 9"),
+    # The setting itself is said.
+    *((own, own) for own in (
+        "--steps 0", "--steps 99999999999999999999", "--lr nan", "--join-seconds inf",
+        "--mesh data=²", "--devices 2147483647", "--wandb zero")),
+]
+FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
+ERRORS = [
+    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
+    (FULL, 4, "left with 2", "error: RESOURCE_EXHAUSTED"),
+    (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
+    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
+    (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("args", "words"), COMMANDS, ids=lambda x: x[:40])
+def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypatch, args, words):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+    Path("empty.txt").write_text("")
+    np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
+    assert program.main([*TINY, *HERE, *args.split()]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error
+    assert all(word in error for word in words.split("|")), error
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("raised", "processes", "ended", "said"), ERRORS)
+def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, said):
+    monkeypatch.setattr(program, "run", unittest.mock.Mock(side_effect=raised))
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    leave = unittest.mock.Mock(side_effect=lambda code: sys.exit(f"left with {code}"))
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        found = program.main(HERE)
+    except SystemExit as left:
+        found = left.code
+    assert found == ended
+    error = capsys.readouterr().err
+    assert re.match(said, error) and "more\n" not in error
+    if processes == 1 and isinstance(raised, Exception):
+        with pytest.raises(type(raised)):
+            program.main([*HERE, "--debug"])
+
+
+ROOT = Path(__file__).parents[2]
+HANGS = """
+import concurrent.futures, time, jax, training.stop
+training.stop._PATIENCE = 1.0
+with training.stop.Stop(jax.sharding.Mesh(jax.devices(), ("data",))) as stop:
+    # As documents.py reads: a thread, which the end of its block waits for.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(time.sleep, 600)
+        print("hangs", flush=True)
+        reading.result()
+"""
+WRITE = """
+import runpy, sys
+runpy.run_path("zero_jax/streams.py")["lasting_streams"]()
+for _ in range(3):
+    print("3\\u03a8 elements", flush=True)
+    print("x" * 100_000)
+sys.stderr.write("done")
+"""
+STDOUT = [
+    ('"$1" -c "$2" >&-', ""),
+    ('set -o pipefail; "$1" -c "$2" | head -1', ""),
+    ('PYTHONIOENCODING=ascii "$1" -c "$2"', "3\\u03a8 elements"),
+    ('LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 "$1" -c "$2"', "3"),
+]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def test_the_first_signal_ends_a_run_between_steps(capfd):
+    mesh, kept = Mesh(jax.devices(), ("data",)), signal.getsignal(signal.SIGTERM)
+    for name, code in (("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75), ("SIGUSR1", 75)):
+        with Stop(mesh) as stop:
+            assert stop() == 0
+            os.kill(os.getpid(), getattr(signal, name))
+            assert stop() == code
+        assert ("once more" in capfd.readouterr().err) == (name == "SIGINT")
+    assert Stop(mesh, hours=0)() == 75 and signal.getsignal(signal.SIGTERM) == kept
+
+
+def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen([sys.executable, "-c", HANGS], env=ENVIRONMENT, **pipes)
+    assert run.stdout.readline()
+    run.send_signal(signal.SIGINT)
+    assert "once more stops at once" in run.stderr.readline()
+    run.send_signal(signal.SIGINT)
+    try:
+        assert "second Ctrl-C" in run.communicate(timeout=60)[1] and run.returncode == 130
+    finally:
+        run.kill()
+
+
+@pytest.mark.parametrize(("how", "start"), STDOUT)
+def test_a_command_ends_with_its_own_exit_code_whatever_stdout_is(how, start):
+    command = ["bash", "-c", how, "bash", sys.executable, WRITE]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "done")
+    assert done.stdout.startswith(start)
