@@ -1,6 +1,7 @@
 """`partitioned`: elementwise optimizers inside `shard_map` equal optax on one device."""
 
 import collections
+import functools
 import itertools
 import math
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax import contrib
 
 from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.shard_proof import require_elementwise
@@ -45,34 +48,31 @@ def loss(params, rows):
 
 
 def own_grads(params, rows):
-    return jax.grad(loss)(jax.lax.pcast(params, "data", to="varying"), rows)
+    return jax.grad(loss)(lax.pcast(params, "data", to="varying"), rows)
 
 
 def averaged_grads(params, rows):
-    return jax.lax.pmean(jax.grad(loss)(params, rows), "data")
+    return lax.pmean(jax.grad(loss)(params, rows), "data")
 
 
 class Run:
     """Init and step of `partitioned(tx)` over N devices, as a user would write them."""
 
     def __init__(self, tx, params, n, stage=2, grads=own_grads):
-        self.mesh, self.tx = mesh_of(n), partitioned(tx, stage=stage)
-        self.specs, self.grads = partition_specs(tx, params, n), grads
-        self.init = jax.jit(self.mapped(self.tx.init, P(), self.specs))
-        specs = (P(), self.specs)
-        self.step = jax.jit(self.mapped(self.local_step, (*specs, P("data")), specs))
+        self.mesh, self.tx, self.grads = mesh_of(n), partitioned(tx, stage=stage), grads
+        specs, known = (P(), partition_specs(tx, params, n)), grads is not averaged_grads
+        mapped = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=known)
+        self.init = mapped(self.tx.init, in_specs=P(), out_specs=specs[1])
+        step = mapped(self.local_step, in_specs=(*specs, P("data")), out_specs=specs)
+        self.step = jax.jit(step)
         self.rows = jax.device_put(ROWS, NamedSharding(self.mesh, P("data")))
-
-    def mapped(self, fn, in_specs, out_specs):
-        kinds = dict(mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        return jax.shard_map(fn, check_vma=self.grads is not averaged_grads, **kinds)
 
     def local_step(self, params, state, rows):
         updates, state = self.tx.update(self.grads(params, rows), state, params)
         return optax.apply_updates(params, updates), state
 
     def trained(self, params, steps):
-        state = self.init(params)
+        state = jax.jit(self.init)(params)
         for _ in range(steps):
             params, state = self.step(params, state, self.rows)
         return params, state
@@ -97,10 +97,11 @@ def assert_equal_to_plain_optax(got, tx, params, steps):
         np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=name)
 
 
-def masked_and_accumulated():
-    def decayed(params):
-        return {name: name == "w" for name in params}
+def decayed(params):
+    return {name: name == "w" for name in params}
 
+
+def masked_and_accumulated():
     def label(params):
         return {name: "still" if name == "three" else "moving" for name in params}
 
@@ -132,28 +133,6 @@ def test_steps_equal_plain_optax(tx, n, stage, dtype, grads):
         assert held == dict.fromkeys(jax.devices(), 2 * 2 * sum(pieces.values()) + 4)
 
 
-def test_init_and_ten_steps_run_under_jit_and_scan():
-    run = Run(ADAM, odd_params(), 3)
-
-    def train(params, rows):
-        def body(carry, _):
-            return run.local_step(*carry, rows), None
-
-        return jax.lax.scan(body, (params, run.tx.init(params)), None, length=10)[0]
-
-    mapped = run.mapped(train, (P(), P("data")), (P(), run.specs))
-    params, state = jax.jit(mapped)(odd_params(), run.rows)
-    assert_equal_to_plain_optax(params, ADAM, odd_params(), 10)
-    assert state[0].mu["v"].shape == (18, 5)  # (17, 5) with padding
-
-
-def test_init_runs_without_jit_and_under_a_mesh_that_is_set():
-    run = Run(optax.sgd(1e-2, momentum=0.9), {"w": jnp.ones((4, 3))}, 2)
-    with jax.set_mesh(run.mesh):
-        state = run.mapped(run.tx.init, P(), run.specs)({"w": jnp.ones((4, 3))})
-    np.testing.assert_array_equal(state[0].trace["w"], np.zeros((4, 3)))
-
-
 @pytest.mark.parametrize(("stage", "barriers"), [(1, 1), (2, 0)])
 def test_update_sends_two_elements_per_parameter(stage, barriers):
     """Stage 1 holds every gradient until the last is computed."""
@@ -166,46 +145,124 @@ def test_update_sends_two_elements_per_parameter(stage, barriers):
     assert sum(words for _, words in sent) == 2 * (16 * 6 + 24)
 
 
-def test_a_dim_of_one_is_sharded_like_any_other():
+def test_a_dim_of_one_is_sharded_like_any_other_and_init_runs_without_jit():
     """Of (3, 1, 1) over 2 devices the second has padding only."""
     start = {"w": jnp.arange(3.0).reshape(3, 1, 1)}
-    params, state = Run(ADAM, start, 2).trained(start, 1)
-    assert state[0].mu["w"].shape == (3, 2, 1)
+    run = Run(ADAM, start, 2)
+    params, state = run.trained(start, 1)
     assert_equal_to_plain_optax(params, ADAM, start, 1)
+    with jax.set_mesh(run.mesh):
+        begun = run.init(start)
+    assert begun[0].mu["w"].shape == state[0].mu["w"].shape == (3, 2, 1)
+    np.testing.assert_array_equal(begun[0].mu["w"], np.zeros((3, 2, 1)))
 
 
 def by_rows(updates, params=None):
     return jax.tree.map(lambda u: u / jnp.linalg.norm(u, axis=1, keepdims=True), updates)
 
 
-def check(tx, shape, n):
-    params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
-    require_elementwise(tx, params, Splitter(n)(params))
+def require(tx, tree, n):
+    require_elementwise(tx, tree, Splitter(n)(tree))
 
 
-def run_once(tx, n, **settings):
-    return Run(tx, odd_params(), n, **settings).trained(odd_params(), 1)
+def array(*shape):
+    return {"w": jax.ShapeDtypeStruct(shape, "float32")}
 
 
-@pytest.mark.parametrize(
-    ("message", "call"),
-    [
-        ("stage=0", lambda: partitioned(SGD, stage=0)),
-        ("stage='2'", lambda: partitioned(SGD, stage="2")),
-        ("axis_name='data'", lambda: partitioned(SGD).init({})),
-        ("axis_name='data'", lambda: partitioned(SGD).update({}, ())),
-        ("tx", lambda: partition_specs(partitioned(SGD), odd_params(), 2)),
-        ("clip_by_global_norm", lambda: run_once(CLIP, 1)),  # one device may be many tomorrow
-        ("clip_by_global_norm", lambda: check(CLIP, (3, 1, 1), 2)),
-        # The gradient by replicated parameters is a sum over devices.
-        ("none.*'data'", lambda: run_once(SGD, 2, grads=jax.grad(loss))),
-        (r"stateless\(by_rows\)", lambda: check(optax.stateless(by_rows), (6, 8), 8)),
-    ],
-)
+# fmt: off
+@pytest.mark.parametrize(("message", "call"), [
+    ("stage=0", lambda: partitioned(SGD, stage=0)),
+    ("stage='2'", lambda: partitioned(SGD, stage="2")),
+    ("axis_name='data'", lambda: partitioned(SGD).init({})),
+    ("axis_name='data'", lambda: partitioned(SGD).update({}, ())),
+    ("tx", lambda: partition_specs(partitioned(SGD), odd_params(), 2)),
+    # One device may be many tomorrow.
+    ("clip_by_global_norm", lambda: Run(CLIP, odd_params(), 1).trained(odd_params(), 1)),
+    ("clip_by_global_norm", lambda: require(CLIP, array(3, 1, 1), 2)),
+    # The gradient by replicated parameters is a sum over devices.
+    ("none.*'data'",
+     lambda: Run(SGD, odd_params(), 2, grads=jax.grad(loss)).trained(odd_params(), 1)),
+    (r"stateless\(by_rows\)", lambda: require(optax.stateless(by_rows), array(6, 8), 8)),
+])
+# fmt: on
 def test_refused(message, call):
     with pytest.raises(ValueError, match=message):
         call()
 
 
+def by_first_norm():
+    """Not elementwise in `init` alone."""
+    return optax.GradientTransformation(optax.tree.norm, lambda grads, state, _=None: (grads, state))
+
+
+def elementwise_but_for_order(u):
+    u = lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, u.T).T
+    return (u.reshape(*u.shape, 1) * 2).reshape(u.shape)
+
+
+def of_leaves(fn, name="of_leaf"):
+    """A transformation of each leaf alone."""
+    update = lambda updates, params=None: jax.tree.map(fn, updates)  # noqa: E731
+    update.__name__ = name
+    return optax.stateless(update)
+
+
+# fmt: off
+WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 10)
+NAMES = "adam adamw adabelief adamax adagrad rmsprop adadelta adan amsgrad lion nadamw radam yogi"
+ACCEPTED = [*(getattr(optax, name)(1e-3) for name in NAMES.split()), contrib.ademamix(1e-3),
+    contrib.adopt(1e-3), contrib.schedule_free_adamw(1e-3), of_leaves(elementwise_but_for_order),
+    optax.sgd(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True), optax.adamw(1e-3, mask=decayed),
+    optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    optax.chain(optax.clip(1.0), optax.adamw(WARM)), optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+    optax.inject_hyperparams(optax.adamw)(learning_rate=WARM),
+    optax.MultiSteps(optax.adam(1e-3), 8).gradient_transformation(),
+]
+# The transformation that is to blame, and the one that it is in.
+LONG = optax.MultiSteps(optax.chain(CLIP, optax.sgd(0.1)), 8).gradient_transformation()
+OTHERS = [(culprit, getattr(optax, name)(1e-3)) for culprit, name in {
+    "scale_by_trust_ratio": "lamb", "scale_by_novograd": "novograd", "scale_by_sm3": "sm3",
+    "scale_by_factored_rms": "adafactor", "clip_by_block_rms": "clip_by_block_rms"}.items()]
+UNSUPPORTED = OTHERS + [(name, of_leaves(fn, name)) for name, fn in {
+    "by_size": lambda u: u / u.size, "by_power": lambda u: u ** u.shape[0],
+    "by_first": lambda u: u * u.ravel()[0], "by_sort": lambda u: jnp.sort(u, axis=0),
+    "by_cumsum": lambda u: jnp.cumsum(u, 0), "by_index": lambda u: u * jnp.arange(len(u))[:, None],
+    "by_loop": lambda u: lax.fori_loop(0, 2, lambda _, x: x / x.max(), u),
+    "by_branch": lambda u: lax.cond(u.sum() > 0, jnp.sin, jnp.cos, u)}.items()] + [
+    ("clip_by_global_norm", optax.chain(optax.adam(1e-3), CLIP)), ("clip_by_global_norm", LONG),
+    ("clip_by_global_norm", optax.masked(CLIP, decayed)), ("by_first_norm", by_first_norm()),
+    ("adaptive_grad_clip", optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1))),
+    ("scale_by_lbfgs", optax.lbfgs(1e-3, memory_size=1)), ("scale_by_muon", contrib.muon(1e-3)),
+    ("scale_by_galore", contrib.galore(1e-3)), ("add_noise", optax.noisy_sgd(1e-3, key=0)),
+    ("inject_hyperparams(lamb)", optax.inject_hyperparams(optax.lamb)(1e-3)),
+    ("apply_if_finite", optax.apply_if_finite(optax.sgd(0.1), 3)),
+]
+# fmt: on
+ONE = array(300, 140)  # large enough to be factored
+LARGE = ONE | {"b": jax.ShapeDtypeStruct((9,), "float32")}
+ODD = jax.eval_shape(odd_params)  # some leaves are padded, some not split
+
+
+@pytest.mark.parametrize(("culprit", "tx"), UNSUPPORTED, ids=[name for name, _ in UNSUPPORTED])
+def test_an_error_names_the_transformation_that_is_not_elementwise(culprit, tx):
+    with pytest.raises(ValueError, match=r"zero\.optimizer") as caught:
+        require(tx, ONE, 2)
+    assert culprit in str(caught.value)
+    # Labels that depend on the rank, and scalars that it can't run on, hide the culprit.
+    for tree, shards in ((LARGE, 2), (ODD, 8)):
+        with pytest.raises(ValueError, match=r"zero\.optimizer"):
+            require(tx, tree, shards)
+
+
+@pytest.mark.parametrize("tx", ACCEPTED)
+def test_an_elementwise_transformation_runs_on_shards(tx):
+    """The specs fit, and no state leaf changes its type in two steps."""
+    for tree, shards in ((ONE, 8), (LARGE, 2), (ODD, 8)):
+        require(tx, tree, shards)
+    run = Run(tx, ODD, 2)
+    params, state = jax.eval_shape(functools.partial(run.trained, steps=2), ODD)
+    assert (params, state) == (ODD, jax.eval_shape(run.init, ODD))
+
+
 def test_a_norm_of_rows_is_accepted_where_rows_are_not_sharded():
-    check(optax.stateless(by_rows), (8, 6), 8)
+    require(optax.stateless(by_rows), array(8, 6), 8)
