@@ -1,4 +1,8 @@
-"""Derivatives of a loss and of its gradients that the caller takes, by every argument."""
+"""Derivatives that a loss defines itself, and derivatives that the caller takes of a loss.
+
+`custom_vjp`, `custom_jvp`, Python scalars and operations without gradients inside; outside those
+of a loss and of its gradients by every argument.
+"""
 
 import functools
 
@@ -8,14 +12,15 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from test_zero import zero_on
+from one_device import check_gradients, zero_on
 
 import zero_jax
 
-SLOW = pytest.mark.slow
 ROWS, D = 16, 8
 X = jax.random.normal(jax.random.key(1), (ROWS, D))
 IDS = 2 * jnp.arange(ROWS)
+DOTS = jax.checkpoint_policies.dots_saveable
+TABLE = np.linspace(0.5, 1.5, 4, dtype=np.float32)
 SCALE = {"temperature": jnp.float32(0.7), "weight": jnp.float32(0.4)}
 # The table has so many rows that a device is sent those it reads.
 SHAPES = {"scanned": (2, D, D), "unrolled": (2, D, D), "table": (5 * D, D), "bias": (2, D)}
@@ -24,21 +29,28 @@ START = {n: jax.random.normal(k, SHAPES[n]) / 3 for n, k in zip(SHAPES, KEYS, st
 START["frozen"] = jnp.eye(D) + START["scanned"][1]
 
 
-@jax.custom_vjp
-def turned(x, w):
-    return jnp.sin(x @ w)
+def with_vjp(fn, kept, backward):
+    """With a function of residues and cotangents; the residues are a function of the arguments."""
+    own = jax.custom_vjp(fn)
+    own.defvjp(lambda *args: (fn(*args), kept(*args)), backward)
+    return own
 
 
-def backward(kept, ct):
-    x, w = kept
-    ct = ct * jnp.cos(x @ w)
-    return ct @ w.T, x.T @ ct
+def of_product(scale):
+    """The derivatives of a product whose cotangent is scaled."""
+
+    def backward(kept, ct):
+        x, w = kept
+        ct = ct * scale(x @ w)
+        return ct @ w.T, x.T @ ct
+
+    return backward
 
 
-turned.defvjp(lambda x, w: (turned(x, w), (x, w)), backward)
+turned = with_vjp(lambda x, w: jnp.sin(x @ w), lambda *args: args, of_product(jnp.cos))
 
 
-@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+@functools.partial(jax.checkpoint, policy=DOTS)
 def checkpointed(x, w, bias):
     return jnp.tanh(x @ w + bias)
 
@@ -94,9 +106,6 @@ INT8 = zero_jax.Precision(gather="int8", scatter="int8")
         (weighted, "block", 3, {}),
         (mean, "none", 1, {"micro_batches": 2}),
         (mean, "none", 3, {"precision": INT8}),
-        pytest.param(mean, "dots", 3, {"micro_batches": 2}, marks=SLOW),
-        pytest.param(weighted, "none", 0, {"micro_batches": 2}, marks=SLOW),
-        pytest.param(weighted, "dots", 2, {"precision": INT8}, marks=SLOW),
     ],
 )
 def test_derivatives_by_everything(loss, remat, stage, settings):
@@ -146,8 +155,7 @@ def test_captured_arrays_and_steps():
     near(jax.grad(ours)(SCALE), wanted[0])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 3])
-def test_an_infinite_derivative_of_a_metric_stays_out_of_the_loss(stage):
+def test_an_infinite_derivative_of_a_metric_stays_out_of_the_loss():
     def loss(params, batch, scale):
         def one(carry, w):
             x, seen = carry
@@ -161,5 +169,107 @@ def test_an_infinite_derivative_of_a_metric_stays_out_of_the_loss(stage):
         outs = [lambda x, a, at=at: jax.tree.leaves(of(params, x, a))[at] for at in (0, 2)]
         return jax.jit(lambda *args: [jax.grad(out, (0, 1))(*args) for out in outs])(X, 1.1)
 
-    ours = zero_on(stage=stage).value_and_grad(loss, has_aux=True)
-    near(both(lambda *args: ours(*args)[0], zero_on(stage=stage).shard(START)), both(loss, START))
+    ours = zero_on().value_and_grad(loss, has_aux=True)
+    near(both(lambda *args: ours(*args)[0], zero_on().shard(START)), both(loss, START))
+
+
+def sign(x):
+    return (x > 0).astype(x.dtype)
+
+
+straight_through = with_vjp(sign, lambda x: None, lambda _, c: (c,))
+# Ignores w and gives it a gradient, as scalers of an auxiliary loss do.
+injected = with_vjp(
+    lambda x, w: x + 1, lambda x, w: w, lambda w, c: (c, jnp.ones_like(w) * jnp.mean(c))
+)
+closing_over = with_vjp(
+    lambda x, w: (x @ w) * TABLE, lambda *args: args, of_product(lambda _: TABLE)
+)
+
+
+def gated(w, y, done):
+    return jnp.where(done, y, jnp.tanh(y @ w))
+
+
+gated_vjp = with_vjp(
+    gated, lambda w, y, done: (w, y), lambda kept, c: (kept[1].T @ c, c @ kept[0].T, None)
+)
+gated_jvp = jax.custom_jvp(gated)
+gated_jvp.defjvp(lambda primals, tangents: (gated(*primals), tangents[1] @ primals[0]))
+
+
+def on_the_host(x):
+    return jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def scanned(x, w, b):
+    """A carry with a number of each kind, which JAX wraps, and one that NumPy has wrapped."""
+    start = (x + b, False, 1, 2.0, 1j, np.bool_(True))
+    return lax.scan(lambda c, _: ((gated(w, *c[:2]), *c[1:]), None), start, None, length=2)[0][0]
+
+
+def scanned_layers(x, w, b):
+    """Each layer takes a `bool`, and returns one for the next and one for the stack."""
+    step = jax.checkpoint(lambda c, w: ((gated(w, *c), False), True))
+    return lax.scan(step, (x + b, False), jnp.stack([w, w.T]))[0][0]
+
+
+def returned(x, w, b):
+    run = jax.checkpoint(lambda w, y: (jnp.tanh(y @ w), False), policy=DOTS)
+    return gated(w, *run(w, x)) + b
+
+
+def with_unused_metric(x, w, b):
+    """The derivative of the metric is infinite; it comes from a branch in a loop."""
+
+    def body(x, _):
+        one = lambda x: (x @ w, jnp.sqrt(jnp.abs(x - x)).sum())  # noqa: E731
+        x, metric = lax.cond(x.mean() > 0, one, lambda x: (x + b, x.sum()), x)
+        return jnp.tanh(x), metric
+
+    return lax.scan(body, x, None, length=2)[0]
+
+
+# fmt: off
+LAYER = {
+    "straight through": lambda x, w, b: x @ straight_through(w) / 4 + x @ w + b,
+    "straight through activations": lambda x, w, b: straight_through(x @ w + b) - 0.5,
+    "injected": lambda x, w, b: injected(jnp.tanh(x @ w), b),
+    "closing over": lambda x, w, b: jnp.tanh(closing_over(x, w) + b),
+    "on the host": lambda x, w, b: jnp.tanh(x @ w + b + on_the_host(lax.stop_gradient(b))),
+    "unused metric": with_unused_metric,
+    "bool in scan": scanned,
+    "bool in layers": scanned_layers,
+    "bool in cond": lambda x, w, b: lax.cond(
+        jnp.sum(w) > 1e9, lambda w, y, done: y, gated, w, x + b, False),
+    "bool in custom_vjp": lambda x, w, b: gated_vjp(w, x + b, False),
+    "bool in custom_jvp": lambda x, w, b: gated_jvp(w, x + b, False),
+    "bool in checkpoint": lambda x, w, b: jax.checkpoint(gated)(w, x + b, False),
+    "bool as a result": returned,
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("count", "stage", "remat"), [(3, 3, "block"), (1, 0, "none"), (1, 3, "none")]
+)
+def test_gradients_are_those_of_jax(count, stage, remat):
+    """The loss is a mean over devices of that of their two rows each."""
+    keys = jax.random.split(jax.random.key(0), 3)[-count:]
+    layers = [(jax.random.normal(key, (4, 4)) / 2, jnp.full(4, 0.1)) for key in keys]
+
+    def one(layer, params, x):
+        for w, b in params:
+            x = layer(x, w, b)
+        return jnp.mean(x**2)
+
+    def loss(params, x):
+        return sum(one(layer, params[name], x) for name, layer in LAYER.items())
+
+    def mean(params, x):
+        return jnp.mean(jax.vmap(lambda x: loss(params, x))(x.reshape(4, 2, 4)))
+
+    params, settings = dict.fromkeys(LAYER, layers), {"stage": stage, "remat": remat}
+    want = check_gradients(loss, params, X[:8, :4], 4, 1e-5, mean, **settings)
+    for name, leaves in want.items():
+        assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(leaves)) > 1e-4, name
