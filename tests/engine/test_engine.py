@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen as nn
-from one_device import audited, check_gradients, sent, zero_on
+from one_device import audited, sent, zero_on
 
 import zero_jax
 from zero_jax.engine import repeats, weights
@@ -15,77 +15,43 @@ from zero_jax.jaxpr import equations
 from zero_jax.plan import flat_trace, plans
 from zero_jax.sharding.cuts import split
 
-N, ROWS, D, FOUR = 4, 16, 16, {"data": 4}
+ROWS, D, FOUR = 16, 16, {"data": 4}
 X, ONES = jax.random.normal(jax.random.key(1), (ROWS, D)), jnp.ones((D, D))
 
 
-def square():
-    return {"w": jax.random.normal(jax.random.key(0), (D, D)) / 4}
-
-
-def iterated(x, step):
-    return jax.lax.scan(lambda c, _: (step(c), None), x, None, length=5)[0]
-
-
 SHARED = {
-    "scan": lambda p, x: jnp.mean(iterated(x, lambda c: jnp.tanh(c @ p["w"]))),
-    "fori": lambda p, x: jnp.mean(jax.lax.fori_loop(0, 5, lambda _, c: jnp.tanh(c @ p["w"]), x)),
+    "scan": lambda p, x: jnp.mean(
+        jax.lax.scan(lambda c, _: (jnp.tanh(c @ p["w"]), None), x, None, length=5)[0]
+    ),
     "cond": lambda p, x: jnp.mean(
         jax.lax.cond(x.sum() > 0, lambda x: x @ p["w"], lambda x: jnp.tanh(x @ p["w"] * 2), x)
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "remat"), [("scan", "none"), ("scan", "block"), ("fori", "block"), ("cond", "none")]
-)
+@pytest.mark.parametrize(("form", "remat"), [("scan", "none"), ("scan", "block"), ("cond", "none")])
 def test_weights_that_iterations_share_are_sent_once_forward_and_once_backward(form, remat):
     """In the traced step: XLA for CPUs removes the barrier and merges the two gathers."""
     zero = zero_on(FOUR, remat=remat)
-    text = str(zero.value_and_grad(SHARED[form]).trace(zero.abstract(square), X).jaxpr)
+    text = str(zero.value_and_grad(SHARED[form]).trace(zero.abstract(lambda: {"w": ONES}), X).jaxpr)
     assert (text.count("all_gather["), text.count("reduce_scatter[")) == (2, 1)
-    if form == "scan":
-        audit = audited(SHARED[form], square, X, FOUR, remat=remat)
-        assert sent(audit, "all-gather")[0] <= 2 * D * D
-        assert sent(audit, "reduce-scatter")[0] == D * D
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_branch_that_differs_between_devices_neither_hangs_nor_errs(stage):
-    def loss(p, x):
-        return jnp.mean(jax.lax.cond(x.sum() > 0, lambda x: x @ p["w"], lambda x: x, x) ** 2)
-
-    def mean(p, x):
-        return sum(loss(p, part) for part in jnp.split(x, N)) / N
-
-    x = jnp.where(jnp.arange(ROWS)[:, None] < ROWS // 2, jnp.abs(X), -jnp.abs(X))
-    check_gradients(loss, square(), x, FOUR, plain=mean, stage=stage)
 
 
 def test_an_attention_of_rank_three_is_no_stack_of_layers():
     """As many collectives as leaves, never as rows: its kernels are (width, heads, depth)."""
-    model = nn.MultiHeadDotProductAttention(num_heads=4)
-    x = jax.random.normal(jax.random.key(1), (ROWS, 3, 128))
-    audit = audited(
-        lambda p, x: jnp.mean(model.apply(p, x) ** 2),
-        lambda: model.init(jax.random.key(0), x[:1]),
-        x,
-        FOUR,
-        stage=2,
-    )
-    for kind in ("all-gather", "reduce-scatter"):
-        assert 0 < sent(audit, kind)[1] <= 8, kind
+    model, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.ones((ROWS, 3, 128))
+    make = functools.partial(model.init, jax.random.key(0), x[:1])
+    audit = audited(lambda p, x: jnp.mean(model.apply(p, x) ** 2), make, x, FOUR, stage=2)
+    assert all(0 < sent(audit, kind)[1] <= 8 for kind in ("all-gather", "reduce-scatter"))
 
 
 def test_a_stack_that_is_sharded_along_its_layers_is_gathered_before_its_loop():
     """Leaves of 2 x 2 over 8 devices: sharded along 64 layers, else three quarters are padding."""
 
-    def make():
-        return {"w": jax.random.normal(jax.random.key(0), (64, 2, 2)) / 4}
-
     def loss(p, x):
         return jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x[:, :2], p["w"])[0])
 
+    make = lambda: {"w": jnp.ones((64, 2, 2))}  # noqa: E731
     assert split((64, 2, 2), 8).dim == -3
     elements, messages = sent(audited(loss, make, X, {"data": 8}, remat="block"), "all-gather")
     assert messages <= 2 and elements <= 2 * 64 * 4
@@ -102,7 +68,7 @@ def test_a_plan_names_the_layers_it_found_and_their_policy():
         dots = jax.checkpoint_policies.dots_saveable
         return jnp.mean(jax.checkpoint(lambda x, w: jnp.cos(x @ w), policy=dots)(x, p["last"]))
 
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(N), 3, remat="block")
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="block")
     plan = zero.plan(loss, optax.sgd(0.1), zero.abstract(make), X)
     found = {(x.count, x.words, x.scanned, x.policy) for x in plan.layers}
     assert {(6, D * D, True, "block"), (4, D * D, False, "block")} <= found
@@ -134,9 +100,8 @@ def test_a_layer_starts_where_least_is_alive():
     params = {"layers": [(jnp.ones(D), ONES)] * 2, "head": jnp.ones((D, 3))}
     jaxpr, ((first, second),) = traced_layers(loss, params)
     names = [[jaxpr.eqns[at].primitive.name for at in layer] for layer in (first, second)]
-    assert names[0] == names[1]
+    assert names[0] == names[1] and first[0] == 0 and first[-1] < second[0]
     assert names[1][0] == "reduce_sum" and names[1][-1] == "add"
-    assert first[0] == 0 and first[-1] < second[0]
 
 
 def product(x, w):
@@ -161,7 +126,6 @@ def tower(x, pairs):
         (lambda p, x: product(product(x, p), p), ONES, []),
         (lambda p, x: x * p[0] * p[1] * p[2], [jnp.ones(D)] * 3, []),
     ],
-    ids=["products", "blocks", "towers", "unlike", "one weight again", "vectors"],
 )
 def test_layers_are_what_repeats_on_other_matrices(layers, params, counts):
     runs = traced_layers(lambda p, x: jnp.sum(layers(p, x)), params)[1]

@@ -9,15 +9,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from one_device import zero_on
 from optax import contrib
-from test_own_gradients import straight_through
-from test_zero import X, loss, make, zero_on
+from test_outside import straight_through
+from test_zero import X, loss, make
 
 import zero_jax
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding.mesh import check_global
 
 AUTO = {"axis_types": (jax.sharding.AxisType.Auto,) * 2}
+SGD = optax.sgd(1.0)
 SAM = contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
 LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 2, 0.5)
 PRIVATE = contrib.differentially_private_aggregate(1.0, 1.0, 0)
@@ -35,17 +37,12 @@ def under(context, fn, *args):
 
 
 def mesh_of(*axes, **options):
-    return jax.make_mesh(
-        (4, 2)[: len(axes)], axes, devices=jax.devices()[: 4 * len(axes)], **options
-    )
+    sizes, devices = (4, 2)[: len(axes)], jax.devices()[: 4 * len(axes)]
+    return jax.make_mesh(sizes, axes, devices=devices, **options)
 
 
 def initialised(value, **settings):
     return zero_on(**settings).init(lambda: value)
-
-
-def of_types(*kinds):
-    return zero_on().init(lambda: nnx.state(WithNorm(), kinds))
 
 
 def differentiated(fn=loss, batch=X, params=None, has_aux=False, zero=None, **settings):
@@ -75,14 +72,6 @@ def with_weight(fn):
     return differentiated(lambda p, x: zero_jax.Weighted(jnp.sum(x @ p["w"]), jnp.sum(fn(p["w"]))))
 
 
-def with_loop(p, x):
-    return loss(p, x) + jax.lax.while_loop(lambda c: c < 9, lambda c: c + p["b"].sum() + 1, 0.0)
-
-
-def positive(x):
-    return (x[:, 0] > 0).sum()
-
-
 def state_of(tx, **settings):
     zero = zero_on(**settings)
     return zero.optimizer(tx).init(zero.abstract(make))
@@ -100,11 +89,6 @@ def updated(tx, state=None):
     params = zero.shard({"w": jnp.ones((4, 8))})
     state = own.init(params) if state is None else state
     return own.update(params, state, params, value=jnp.float32(1))
-
-
-def called(**named):
-    """Checks arguments by name before anything else."""
-    return zero_on().train_step(loss, optax.sgd(0.1))(None, None, X, **named)
 
 
 def by_update(update):
@@ -136,7 +120,7 @@ ROWS = [
     ("stage '3'", lambda: zero_on(stage="3")),
     ("stage True", lambda: zero_on(stage=True)),
     ("stage auto", lambda: zero_on(stage="auto").value_and_grad(loss)),
-    ("stage auto", lambda: zero_on(stage="auto").plan(loss, optax.sgd(1.0))),
+    ("stage auto", lambda: zero_on(stage="auto").plan(loss, SGD)),
     ("micro_batches 0", lambda: zero_on(micro_batches=0)),
     ("remat blok block", lambda: zero_on(remat="blok")),
     ("bf17 bf16", lambda: zero_on(precision="bf17")),
@@ -144,7 +128,7 @@ ROWS = [
     ("frozen bsae b w", lambda: zero_on(frozen="bsae").abstract(make)),
     ("frozen (b", lambda: zero_on(frozen="(b").abstract(make)),
     ("configuration c9", lambda: zero_jax.configuration("c9")),
-    ("max_skips 0", lambda: zero_on().train_step(loss, optax.sgd(1.0), max_skips=0)),
+    ("max_skips 0", lambda: zero_on().train_step(loss, SGD, max_skips=0)),
     ("jax_threefry_partitionable",
      lambda: under(jax.threefry_partitionable(False), zero_on().init, make)),
     ("jax_disable_jit", lambda: under(jax.disable_jit(), zero_on().init, make)),
@@ -155,8 +139,9 @@ ROWS = [
     ("parameters", lambda: initialised({})),
     ("parameter 'key'", lambda: initialised({"key": jax.random.key(0)})),
     ("parameters WithNorm nnx.split", lambda: zero_on().init(WithNorm)),
-    ("'norm/mean' BatchStat", lambda: of_types(nnx.Param, nnx.BatchStat)),
-    ("parameter Rng", lambda: of_types(nnx.RngState)),
+    ("'norm/mean' BatchStat", lambda: zero_on().init(
+        lambda: nnx.state(WithNorm(), (nnx.Param, nnx.BatchStat)))),
+    ("parameter Rng", lambda: zero_on().init(lambda: nnx.state(WithNorm(), nnx.RngState))),
     ("'w' float8_e4m3fn frozen", lambda: initialised({"w": jnp.ones(4, "float8_e4m3fn")})),
     ("'w' complex64 float32", lambda: zero_on().shard({"w": jnp.ones(4, "complex64")})),
     ("b (7,) zero.init", lambda: differentiated(params=make())),
@@ -181,20 +166,21 @@ ROWS = [
     ("Weighted jnp.mean", lambda: differentiated(lambda p, x: jnp.sum((x @ p["w"]) ** 2))),
     ("Weighted jnp.mean",
      lambda: zero_on().evaluate(lambda p, x: jnp.sum((x @ p["w"]) ** 2))(zero_on().init(make), X)),
-    ("aux zero.batch_axes", lambda: with_aux(positive)),
+    ("aux zero.batch_axes", lambda: with_aux(lambda x: (x[:, 0] > 0).sum())),
     ("aux zero.batch_axes",  # two replicas have different rows
-     lambda: with_aux(lambda x: jax.lax.psum(positive(x), "data"), zero=zero_jax.Zero(
+     lambda: with_aux(lambda x: jax.lax.psum((x[:, 0] > 0).sum(), "data"), zero=zero_jax.Zero(
         zero_jax.make_mesh(2, replica=2, devices=jax.devices()[:4])))),
     ("'m' 6 12", lambda: with_aux(lambda x: {"m": x.reshape(6, 10).mean(1)})),
     ("weight stop_gradient", lambda: with_weight(jax.nn.sigmoid)),
     ("weight stop_gradient", lambda: with_weight(straight_through)),
-    ("lax.while_loop b", lambda: differentiated(with_loop)),
+    ("lax.while_loop b", lambda: differentiated(lambda p, x: loss(p, x) + jax.lax.while_loop(
+        lambda c: c < 9, lambda c: c + p["b"].sum() + 1, 0.0))),
     ("tx 'adam'", lambda: zero_on().optimizer("adam")),
     ("tx adam", lambda: zero_on().train_step(loss, optax.adam)),
     ("optimizer Precision", lambda: zero_on(precision="fp16").train_step(
         loss, zero_on().optimizer(optax.adam(1e-3)))),
-    ("state tuple zero.optimizer", lambda: stepped(optax.sgd(1.0), optax.sgd(1.0).init(make()))),
-    ("state tuple zero.optimizer", lambda: updated(optax.sgd(1.0), optax.sgd(1.0).init({}))),
+    ("state tuple zero.optimizer", lambda: stepped(SGD, SGD.init(make()))),
+    ("state tuple zero.optimizer", lambda: updated(SGD, SGD.init({}))),
     ("'nonsense' ZeroState", lambda: state_of(optax.adam(1e-3)).nonsense),
     ("gradient w (4, 8)", lambda: updated(PRIVATE)),
     # With a transformation that needs the loss the update finds it, not `init`.
@@ -205,8 +191,9 @@ ROWS = [
     ("value_fn zero.value_and_grad", lambda: stepped(optax.lbfgs(0.1))),
     ("grad_fn zero.value_and_grad", lambda: stepped(SAM)),
     ("zero.value_and_grad", lambda: stepped(LOOKAHEAD)),
-    ("value", lambda: called(value=1.0)),
-    ("grad_fn zero.value_and_grad", lambda: called(grad_fn=loss)),
+    ("value", lambda: zero_on().train_step(loss, SGD)(None, None, X, value=1.0)),
+    ("grad_fn zero.value_and_grad", 
+     lambda: zero_on().train_step(loss, SGD)(None, None, X, grad_fn=loss)),
 ]
 # fmt: on
 

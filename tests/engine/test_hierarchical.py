@@ -1,6 +1,5 @@
 """States sharded over replicas too (ZeRO++'s hpZ): the same training in the bytes of all."""
 
-import json
 import math
 
 import jax
@@ -12,7 +11,6 @@ from one_device import ADAM, Case, begun, check_parity, mesh_of, sent, trained, 
 from problems import ulps
 
 import zero_jax
-from zero_jax.commands import plan as command
 from zero_jax.offload.tiers import Offload
 
 SHAPES = {"up": (3, 6, 10), "down": (3, 10, 6), "bias": (3, 6), "head": (6, 13), "scale": ()}
@@ -23,9 +21,8 @@ SPECS = {"up": P(None, None, "model"), "down": P(None, "model", None)}
 
 
 def make():
-    keys = jax.random.split(jax.random.key(0), len(SHAPES))
-    leaves = zip(SHAPES.items(), keys, strict=True)
-    return {name: 0.4 * jax.random.normal(key, shape) for (name, shape), key in leaves}
+    draw = np.random.default_rng(0).normal
+    return {name: np.float32(draw(0, 0.4, shape)) for name, shape in SHAPES.items()}
 
 
 def loss(params, x):
@@ -33,7 +30,7 @@ def loss(params, x):
         up, down, bias = own
         return x + jax.numpy.tanh(x @ up) @ down + bias, None
 
-    x = jax.lax.scan(layer, x, (params["up"], params["down"], params["bias"]))[0]
+    x = jax.lax.scan(layer, x, [params[name] for name in ("up", "down", "bias")])[0]
     return ((params["scale"] * (x @ params["head"]) - 1) ** 2).mean()
 
 
@@ -43,8 +40,7 @@ OWN = Case(make, loss, np.asarray(jax.random.normal(jax.random.key(1), (24, 6)))
 @pytest.mark.parametrize(
     ("sizes", "tx", "settings"),
     [
-        ({"replica": 3, "data": 2}, optax.lamb(1e-2, eps=1e-4), {"bucket_bytes": 64}),
-        ({"replica": 3, "data": 1}, optax.contrib.muon(1e-2), {}),
+        ({"replica": 3, "data": 1}, optax.contrib.muon(1e-2), {"bucket_bytes": 64}),
         ({"replica": 2, "data": 2}, ADAM, PIECES),
         ({"replica": 2, "data": 2, "model": 2}, FACTORED, {"model_specs": SPECS}),
     ],
@@ -98,21 +94,6 @@ def test_checkpoints_are_restored_bitwise_on_other_meshes(tmp_path):
             states = store.restore(tuple(like), say=lambda _: None).tree
         got = [zero.full(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
         jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-@pytest.mark.compile
-def test_a_plan_predicts_the_program_for_gpus(tmp_path):
-    options = "--model 1.5b --devices 64 --replica 8 --hierarchical --batch-per-device 4"
-    out = tmp_path / "plan.json"
-    options = [*options.split(), "--reduce", "bf16", "--compile", "--json", str(out)]
-    assert command.main(options) == 0
-    found = json.loads(out.read_text())
-    predicted, program, count = found["predicted"], found["compiled"], found["num_params"]
-    assert predicted["argument_bytes"] == program["argument_bytes"]
-    assert abs(found["error"]) < 0.06
-    # 12 bytes of every parameter over 64 devices, and 2 over 8 while the step runs.
-    assert program["argument_bytes"] == pytest.approx(12 * count / 64, rel=0.01)
-    assert predicted["terms"]["copy"] > 2 * count / 8
 
 
 @pytest.mark.parametrize(("replica", "stage"), [(1, 3), (2, "auto")])

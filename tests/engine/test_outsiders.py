@@ -13,6 +13,8 @@ import pytest
 from flax import nnx
 from one_device import Case, check_gradients, check_parity, zero_on
 
+import zero_jax
+
 X, KEY, WIDTH = jax.random.normal(jax.random.key(1), (24, 10)), jax.random.key(0), 10
 
 
@@ -154,6 +156,65 @@ def together(remat):
 def test_models_train_as_on_one_device(own, n, settings):
     """With remat of the models or not. Not Adam: it makes steps of the rounding of a bias."""
     check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, **settings)
+
+
+SEEN = []
+
+
+def hook(variable, value):
+    SEEN.append(value.shape)
+    return value
+
+
+class Net(nnx.Module):
+    def __init__(self, axes):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(10, 33, rngs=rngs), nnx.Linear(33, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(33, axis_name=axes, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(5), on_get_value=hook)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x)))) * self.scale[...].mean()
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+@pytest.mark.parametrize(("stage", "jit"), [(2, nnx.jit), (3, lambda step: step)])
+def test_an_optimizer_of_nnx_updates_a_module_in_place(stage, jit):
+    kinds, tx = (nnx.Param, nnx.BatchStat), optax.sgd(0.05, momentum=0.9)
+    zero, plain = zero_on(4, stage), Net(None)
+    graphdef, start, *others, rest = nnx.split(Net(zero.batch_axes), *kinds, ...)
+    model = nnx.merge(graphdef, zero.shard(start), *others, rest, copy=True)
+
+    def loss(params, x, stats):
+        model = nnx.merge(graphdef, params, stats, rest, copy=True)
+        return jnp.mean((model(x) - 1) ** 2), nnx.state(model, nnx.BatchStat)
+
+    grad_fn = zero.value_and_grad(loss, has_aux=True)
+
+    def step(model, optimizer):
+        (loss, new), grads = grad_fn(nnx.state(model, nnx.Param), X, nnx.state(model, kinds[1]))
+        optimizer.update(model, grads)
+        nnx.update(model, new)
+        return loss
+
+    def plain_step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(X) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def trained(model, tx, step):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        return [step(model, optimizer) for _ in range(3)], nnx.state(optimizer)
+
+    SEEN.clear()
+    losses, state = trained(model, zero.optimizer(tx), jit(step))
+    assert set(SEEN) == {(5,)}, "hooks of a variable see the full array"
+    np.testing.assert_allclose(losses, trained(plain, tx, nnx.jit(plain_step))[0], rtol=1e-5)
+    found, want = (nnx.as_pure(nnx.state(m, kinds)) for m in (model, plain))
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(compare, zero_jax.logical(found), want)
+    moments = [x for x in jax.tree.leaves(state) if x.size > 5]
+    assert moments and all(x.sharding.shard_shape(x.shape) != x.shape for x in moments)
 
 
 def test_a_loss_sees_full_leaves_in_the_compute_dtype_and_may_cast_and_return_them():
