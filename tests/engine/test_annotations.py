@@ -15,18 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax
 
+W = jax.random.normal(jax.random.key(0), (8, 8)) / 2
 X = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 
 
-def make():
-    return {"w": jax.random.normal(jax.random.key(0), (8, 8)) / 2}
-
-
 def zero_of(stage=3, model=1):
     mesh = zero_jax.make_mesh(model=model, devices=jax.devices()[:4])
-    specs = {".*": P(None, "model")} if model > 1 else None
-    return zero_jax.Zero(mesh, stage, model_specs=specs)
+    return zero_jax.Zero(mesh, stage, model_specs={".*": P(None, "model")} if model > 1 else None)
 
 
 def fsdp(devices=4, types=AUTO):
@@ -58,11 +54,7 @@ def looped(kind):
         start = x, jnp.asarray(0)
         return eqxi.while_loop(lambda c: c[1] < 2, step, start, max_steps=4, kind=kind)[0]
 
-    return loop
-
-
-def twice(x, w):
-    return jnp.tanh(jnp.tanh(x @ w) @ w)
+    return loop, lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w)
 
 
 def same(x, *_):
@@ -81,8 +73,8 @@ FORMS = {
     "device_put": (lambda x, w: jax.device_put(x, fsdp()), same),
     "jit": (lambda x, w: jax.jit(jnp.sin, in_shardings=fsdp())(x), lambda x, w: jnp.sin(x)),
     "nested": (lambda x, w: nested(x), lambda x, w: 4 * jnp.sin(x)),
-    "checkpointed loop": (looped("checkpointed"), twice),
-    "bounded loop": (looped("bounded"), twice),
+    "checkpointed loop": looped("checkpointed"),
+    "bounded loop": looped("bounded"),
 }
 # A mesh with a model axis is visible to Flax, whose rules then have to name its axes.
 VISIBLE = ["four devices", "logical, a mesh", "nested"]
@@ -106,7 +98,7 @@ def test_annotations_change_no_value(stage, model, names):
         hidden = [(FORMS[name][which], jnp.tanh(x @ params[name]), params[name]) for name in names]
         return sum(jnp.mean(form(h, w) ** 2) for form, h, w in hidden)
 
-    zero, params = zero_of(stage, model), {name: make()["w"] for name in names}
+    zero, params = zero_of(stage, model), dict.fromkeys(names, W)
     value, grads = zero.value_and_grad(lambda *args: loss(0, *args))(zero.shard(params), X)
     expected, gradients = jax.jit(jax.value_and_grad(lambda *args: loss(1, *args)))(params, X)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
@@ -117,14 +109,13 @@ def test_annotations_change_no_value(stage, model, names):
 def differentiated(fun, model=1):
     zero = zero_of(model=model)
     loss = lambda p, x: jnp.mean(fun(jnp.tanh(x @ p["w"])) ** 2)  # noqa: E731
-    return jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(make), X).as_text()
+    return jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(lambda: {"w": W}), X).as_text()
 
 
 @pytest.mark.parametrize("spec", [P(None, "model"), P("data", "model")])
 def test_annotations_over_the_model_axis_stay(spec):
-    own = NamedSharding(zero_of(model=2).mesh, spec)
+    own, name = NamedSharding(zero_of(model=2).mesh, spec), "sharding_constraint"
     with_own = differentiated(lambda x: lax.with_sharding_constraint(x, own), 2)
-    name = "sharding_constraint"
     assert with_own.count(name) > differentiated(same, 2).count(name)
 
 

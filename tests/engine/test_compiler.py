@@ -11,9 +11,10 @@ import zero_jax
 from zero_jax import releases, zero
 from zero_jax.engine import compiler, step
 
-GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
-SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-REDUCE = "xla_gpu_all_reduce_combine_threshold_bytes"
+GATHER, SCATTER, REDUCE = (
+    f"xla_gpu_{kind}_combine_threshold_bytes"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+)
 
 
 def _layer(x, own):
@@ -22,7 +23,7 @@ def _layer(x, own):
 
 def _loss(params, x):
     """Layers in a loop, or one after the other, and a convolution that looks like a stack."""
-    x, blocks = x @ params["embed"].T @ params["embed"], params["blocks"]
+    blocks = params["blocks"]
     if isinstance(blocks, list):
         x = functools.reduce(lambda x, own: _layer(x, own)[0], blocks, x)
     else:
@@ -30,17 +31,15 @@ def _loss(params, x):
     return jnp.mean(x) + jnp.mean(params["conv"])
 
 
-def _options(width, stage=3, n=8, model=1, scanned=True, **settings):
-    ours = zero_jax.Zero(zero_jax.abstract_mesh(n, model=model), stage, **settings)
-    stack = (3,) if scanned else ()
+def _options(width, stage=3, model=1, scanned=True, **settings):
+    ours = zero_jax.Zero(zero_jax.abstract_mesh(8, model=model), stage, **settings)
 
     def make():
-        blocks = {
-            "up": jnp.zeros((*stack, width, 4 * width)),
-            "bias": jnp.zeros((*stack, 4 * width)),
-        }
-        conv, embed = jnp.zeros((3, 3, 3 * width, 9 * width)), jnp.zeros((5 * width, width))
-        return {"embed": embed, "conv": conv, "blocks": blocks if scanned else [blocks] * 3}
+        stack = (3,) if scanned else ()
+        shapes = {"up": (*stack, width, 4 * width), "bias": (*stack, 4 * width)}
+        blocks = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        conv = jnp.zeros((3, 3, 3 * width, 9 * width))
+        return {"conv": conv, "blocks": blocks if scanned else [blocks] * 3}
 
     params, tx = ours.abstract(make), ours.optimizer(optax.sgd(0.1))
     batch = jax.ShapeDtypeStruct((16, width), jnp.float32)
@@ -55,18 +54,20 @@ def test_xla_merges_no_more_than_a_bucket():
     assert compiler.options(2**30, 2) == {}
 
 
-@pytest.mark.parametrize(
-    ("ahead", "settings"),
-    [
-        (True, {"width": 64, "micro_batches": 2}),
-        # An iteration over micro-batches reads all layers that are not scanned.
-        (False, {"width": 64, "micro_batches": 2, "scanned": False}),
-        (True, {"width": 64, "scanned": False}),
-        # Two layers are held, so not where one is many buckets.
-        (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
-        (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),
-    ],
-)
+# fmt: off
+AHEAD = [
+    (True, {"width": 64, "micro_batches": 2}),
+    # An iteration over micro-batches reads all layers that are not scanned.
+    (False, {"width": 64, "micro_batches": 2, "scanned": False}),
+    (True, {"width": 64, "scanned": False}),
+    # Two layers are held, so not where one is many buckets.
+    (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
+    (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("ahead", "settings"), AHEAD)
 def test_where_layers_are_gathered_ahead(ahead, settings):
     known = _options(**settings)
     assert any("pipeline" in name for name in known) == ahead
@@ -79,10 +80,9 @@ def test_where_layers_are_gathered_ahead(ahead, settings):
 @pytest.mark.parametrize("scanned", [True, False])
 def test_leaves_of_one_layer_are_sent_together(scanned):
     count = 4 * 4096**2 + 4 * 4096
-    for precision, size in (("fp32", 4), ("bf16", 2)):
-        known = _options(4096, scanned=scanned, precision=precision)
-        assert count * size <= known[GATHER] < 1.1 * count * size
-        assert count * 4 <= 8 * known[SCATTER] < 1.1 * count * 4, "gradients are summed in fp32"
+    known = _options(4096, scanned=scanned, precision="bf16")
+    assert 2 * count <= known[GATHER] < 1.1 * 2 * count
+    assert 4 * count <= 8 * known[SCATTER] < 1.1 * 4 * count, "gradients are summed in fp32"
     # A device has a quarter of the layer.
     spec = jax.P(*((None, None) if scanned else (None,)), "model")
     known = _options(4096, model=4, scanned=scanned, model_specs={"up": spec})
@@ -103,8 +103,7 @@ def test_before_jax_0_12_the_sums_of_a_large_layer_are_several(monkeypatch):
 
 def test_an_option_that_xla_does_not_know_is_named_and_left_out():
     compiler.first_known.cache_clear()
-    known = ("xla_gpu_all_gather_combine_threshold_bytes", 1)
-    assert compiler.first_known((("xla_gpu_none", True), known)) == dict([known])
+    assert compiler.first_known((("xla_gpu_none", True), (GATHER, 1))) == {GATHER: 1}
     with pytest.warns(UserWarning, match="xla_gpu_none, xla_gpu_neither"):
         assert compiler.first_known((("xla_gpu_none", 1), ("xla_gpu_neither", 2))) == {}
 
@@ -146,7 +145,7 @@ def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
     assert seen == [known] * 3, "two of the gradient and one of the step"
 
 
-def test_arrays_that_were_donated_or_are_donated_twice():
+def test_arrays_that_were_donated_or_are_donated_twice(tmp_path):
     ours, train_step, old = begun()
     new = train_step(*old, X)[:2]
     stale, twice = new[0] | {"w": old[0]["w"]}, optax.tree.set(new[1], mu=new[0])
@@ -166,9 +165,7 @@ def test_arrays_that_were_donated_or_are_donated_twice():
             call(*args)
     # A copy may be donated.
     train_step(*jax.tree.map(jnp.copy, new), X, new[0])
-
-
-def test_a_step_with_states_in_files_checks_too(tmp_path):
+    # With states in files too.
     _, train_step, before = begun(offload=f"optimizer:nvme={tmp_path}")
     _, state, _ = train_step(*before, X)
     with pytest.raises(ValueError, match="'b' of `params`"):

@@ -82,20 +82,6 @@ def test_states_take_the_bytes_of_all_devices():
     assert estimate(2, 2) == estimate(2, 1), "only stage 3 has parts"
 
 
-def test_checkpoints_are_restored_bitwise_on_other_meshes(tmp_path):
-    zero, step, (*states, batch) = begun(OWN, TWO_BY_THREE, hierarchical=True)
-    states = tuple(step(*states, batch)[:2])
-    want = [zero.full(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
-    elsewhere = (({"data": 4}, {"stage": 2}), (TWO_BY_THREE, {"hierarchical": True}))
-    for at, (sizes, settings) in enumerate(elsewhere):
-        zero, _, (*like, _) = begun(OWN, sizes, **settings)
-        with zero_jax.Checkpoints(tmp_path) as store:
-            store.save(at, states)
-            states = store.restore(tuple(like), say=lambda _: None).tree
-        got = [zero.full(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 @pytest.mark.parametrize(("replica", "stage"), [(1, 3), (2, "auto")])
 def test_refused_without_replicas_and_at_other_stages(replica, stage):
     with pytest.raises(ValueError, match="hierarchical"):

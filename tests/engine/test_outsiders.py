@@ -61,33 +61,11 @@ def of_module(model):
     return lambda: model.init(KEY, X[:1]), model.apply
 
 
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.dense(self.norm(x)))
-
-
-def of_nnx(remat):
-    create = nnx.split_rngs(splits=4)(nnx.vmap(NnxLayer))
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
-
-    def apply(params, x):
-        body = nnx.remat(lambda x, block: block(x)) if remat else lambda x, block: block(x)
-        scan = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return scan(x, nnx.merge(graphdef, params))
-
-    return lambda: nnx.state(create(nnx.Rngs(0)), nnx.Param), apply
-
-
 def of_equinox():
     def layers():
-        norm, keys = eqx.nn.LayerNorm(WIDTH), jax.random.split(KEY, 2)
-        attention = [eqx.nn.MultiheadAttention(2, WIDTH, key=key) for key in keys]
-        mlps = [eqx.nn.MLP(WIDTH, WIDTH, 12, 1, key=key) for key in keys]
-        return [(a, norm, mlp) for a, mlp in zip(attention, mlps, strict=True)]
+        attention, mlp = eqx.nn.MultiheadAttention, eqx.nn.MLP
+        keys, norm = jax.random.split(KEY, 2), eqx.nn.LayerNorm(WIDTH)
+        return [(attention(2, 10, key=key), norm, mlp(10, 10, 12, 1, key=key)) for key in keys]
 
     static = eqx.filter(layers(), eqx.is_array, inverse=True)
 
@@ -135,8 +113,8 @@ def uses(params, x):
 @functools.cache
 def together(remat):
     """All models in one loss, each with its own parameters."""
-    models = [of_module(Linen(remat)), of_nnx(remat), of_equinox(), (leaves, scans)]
-    models += [of_module(hk.without_apply_rng(hk.transform(haiku_forward)))]
+    haiku = hk.without_apply_rng(hk.transform(haiku_forward))
+    models = [of_module(Linen(remat)), of_module(haiku), of_equinox(), (leaves, scans)]
 
     def loss(params, x):
         pairs = zip(models, params, strict=False)
@@ -255,17 +233,8 @@ def test_dropout_keys_differ_between_devices_and_micro_batches():
     assert abs(float(one) - values[0]) > 1e-3
 
 
+# fmt: off
 # Operations of libraries on a leaf of (4, 8) over three devices: sharded along 8, with padding.
-
-
-def in_loop(w):
-    return jax.lax.map(lambda x: jnp.abs(jnp.fft.rfft(x * w)).sum(), jnp.ones((2, 1)))
-
-
-def in_branch(w):
-    return jax.lax.cond(w[0, 0] > 9, jnp.sum, lambda w: jnp.abs(jnp.fft.fft(w)).sum(), w)
-
-
 OPERATIONS = {
     "rfft": lambda w: jnp.abs(jnp.fft.rfft(w)),
     "rfft of the transpose": lambda w: jnp.abs(jnp.fft.rfft(w.T)),
@@ -273,8 +242,9 @@ OPERATIONS = {
     "convolution": lambda w: jnp.fft.irfft(jnp.fft.rfft(w) * jnp.fft.rfft(jnp.tanh(w))),
     "vmap": lambda w: jnp.abs(jax.vmap(jnp.fft.fft)(w)),
     "remat": jax.checkpoint(lambda w: jnp.abs(jnp.fft.fft(w))),
-    "scan": in_loop,
-    "cond": in_branch,
+    "scan": lambda w: jax.lax.map(lambda x: jnp.abs(jnp.fft.rfft(x * w)).sum(), jnp.ones((2, 1))),
+    "cond": lambda w: jax.lax.cond(
+        w[0, 0] > 9, jnp.sum, lambda w: jnp.abs(jnp.fft.fft(w)).sum(), w),
     "qr": lambda w: jnp.abs(jnp.linalg.qr(w.T)[1]),
     "svd": lambda w: jnp.linalg.svd(w, compute_uv=False),
     "eigh": lambda w: jnp.linalg.eigh(w.T @ w + jnp.diag(jnp.arange(8.0)))[0],
@@ -284,6 +254,7 @@ OPERATIONS = {
     "top_k": lambda w: jax.lax.top_k(w, 3)[0],
     "conv": lambda w: jnp.convolve(w[0], w[1]),
 }
+# fmt: on
 
 
 def test_gradients_of_operations_of_libraries_are_those_of_one_device():

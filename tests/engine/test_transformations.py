@@ -15,7 +15,6 @@ from one_device import zero_on
 from optax import contrib
 
 import zero_jax
-from zero_jax.checkpoint.checkpoints import Checkpoints
 
 # Four devices do not divide 63: that leaf is padded.
 START = {"w": jnp.linspace(-1, 1, 8 * 63).reshape(8, 63), "b": jnp.ones(3), "s": jnp.float32(0.5)}
@@ -56,10 +55,9 @@ def alone(loss, *args):
     return run(jax.value_and_grad(loss), *args)
 
 
-def packaged(zero, tx, loss, batches=(X, X, X), named=lambda number: {}, begun=None):
+def packaged(zero, tx, loss, batches=(X, X, X), named=lambda number: {}):
     params, tx = zero.shard(START), zero.optimizer(tx)
-    params, state = begun or (params, tx.init(params))
-    step = zero.train_step(loss, tx)
+    state, step = tx.init(params), zero.train_step(loss, tx)
     for number, batch in enumerate(batches):
         params, state, _ = step(params, state, batch, **named(number))
     return params, state
@@ -112,16 +110,6 @@ def test_a_special_first_update_beside_muon():
     tx = optax.chain(SPECIAL, contrib.muon(0.1))
     # Newton-Schulz products in another order.
     near(packaged(zero_on(), tx, linear)[0], alone(linear, tx, START)[0], atol=1e-4)
-
-
-def test_a_checkpoint_before_the_first_update(tmp_path):
-    other = zero_on(stage=0)
-    like = other.abstract(lambda: START)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, packaged(zero_on(), SPECIAL, linear, []))
-        begun = checkpoints.restore((like, other.optimizer(SPECIAL).init(like))).tree
-    found = packaged(other, SPECIAL, linear, begun=begun)[0]
-    near(found, alone(linear, SPECIAL, START)[0])
 
 
 def scaled(grads, state, params=None, *, factor, offsets, value, **_):
