@@ -1,30 +1,32 @@
-"""What is gathered when: collectives of the compiled step, counted where loops run."""
+"""When weights are gathered: loops that share them, layers, heads carried by loops, replicas."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from one_device import audited, sent, zero_on
+from jax.sharding import PartitionSpec as P
+from one_device import ADAM, Case, audited, begun, check_parity, mesh_of, sent, trained, zero_on
+from problems import equations_of, ulps
 
 import zero_jax
 from zero_jax.engine import repeats, weights
 from zero_jax.jaxpr import equations
+from zero_jax.offload.tiers import Offload
 from zero_jax.plan import flat_trace, plans
 from zero_jax.sharding.cuts import split
 
-ROWS, D, FOUR = 16, 16, {"data": 4}
-X, ONES = jax.random.normal(jax.random.key(1), (ROWS, D)), jnp.ones((D, D))
-
-
+LAYERS, WIDTH, WORDS, ROWS, FOUR = 3, 12, 40, 24, {"data": 4}
+X, ONES = jax.random.normal(jax.random.key(1), (ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH))
+TX, BATCH = optax.sgd(0.1, momentum=0.9), jax.ShapeDtypeStruct(X.shape, X.dtype)
 SHARED = {
-    "scan": lambda p, x: jnp.mean(
-        jax.lax.scan(lambda c, _: (jnp.tanh(c @ p["w"]), None), x, None, length=5)[0]
-    ),
-    "cond": lambda p, x: jnp.mean(
-        jax.lax.cond(x.sum() > 0, lambda x: x @ p["w"], lambda x: jnp.tanh(x @ p["w"] * 2), x)
+    "scan": lambda w, x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=5)[0],
+    "cond": lambda w, x: jax.lax.cond(
+        x.sum() > 0, lambda x: x @ w, lambda x: jnp.tanh(x @ w * 2), x
     ),
 }
 
@@ -32,50 +34,41 @@ SHARED = {
 @pytest.mark.parametrize(("form", "remat"), [("scan", "none"), ("scan", "block"), ("cond", "none")])
 def test_weights_that_iterations_share_are_sent_once_forward_and_once_backward(form, remat):
     """In the traced step: XLA for CPUs removes the barrier and merges the two gathers."""
-    zero = zero_on(FOUR, remat=remat)
-    text = str(zero.value_and_grad(SHARED[form]).trace(zero.abstract(lambda: {"w": ONES}), X).jaxpr)
+    zero = zero_on(4, remat=remat)
+    grad_fn = zero.value_and_grad(lambda p, x: jnp.mean(SHARED[form](p["w"], x)))
+    text = str(grad_fn.trace(zero.abstract(lambda: {"w": ONES}), X).jaxpr)
     assert (text.count("all_gather["), text.count("reduce_scatter[")) == (2, 1)
 
 
-def test_an_attention_of_rank_three_is_no_stack_of_layers():
-    """As many collectives as leaves, never as rows: its kernels are (width, heads, depth)."""
+def test_stacks_of_layers_and_leaves_that_are_none():
+    """As many collectives as leaves, never as rows: kernels of attention are (width, heads, depth).
+    Leaves of 2 x 2 over 8 devices are sharded along 64 layers, and gathered before the loop."""
     model, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.ones((ROWS, 3, 128))
     make = functools.partial(model.init, jax.random.key(0), x[:1])
     audit = audited(lambda p, x: jnp.mean(model.apply(p, x) ** 2), make, x, FOUR, stage=2)
     assert all(0 < sent(audit, kind)[1] <= 8 for kind in ("all-gather", "reduce-scatter"))
-
-
-def test_a_stack_that_is_sharded_along_its_layers_is_gathered_before_its_loop():
-    """Leaves of 2 x 2 over 8 devices: sharded along 64 layers, else three quarters are padding."""
-
-    def loss(p, x):
-        return jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x[:, :2], p["w"])[0])
-
-    make = lambda: {"w": jnp.ones((64, 2, 2))}  # noqa: E731
-    assert split((64, 2, 2), 8).dim == -3
-    elements, messages = sent(audited(loss, make, X, {"data": 8}, remat="block"), "all-gather")
-    assert messages <= 2 and elements <= 2 * 64 * 4
+    loss = lambda p, x: jnp.mean(jax.lax.scan(layer, x[:, :2], p["w"])[0])  # noqa: E731
+    audit = audited(loss, lambda: {"w": jnp.ones((64, 2, 2))}, X, {"data": 8}, remat="block")
+    elements, messages = sent(audit, "all-gather")
+    assert split((64, 2, 2), 8).dim == -3 and messages <= 2 and elements <= 2 * 64 * 4
 
 
 def test_a_plan_names_the_layers_it_found_and_their_policy():
-    def make():
-        return {"loop": jnp.ones((6, D, D)), "list": [ONES] * 4, "last": ONES}
-
     def loss(p, x):
-        x = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["loop"])[0]
+        x = jax.lax.scan(layer, x, p["loop"])[0]
         for w in p["list"]:
             x = x + jnp.sin(x @ w)
         dots = jax.checkpoint_policies.dots_saveable
         return jnp.mean(jax.checkpoint(lambda x, w: jnp.cos(x @ w), policy=dots)(x, p["last"]))
 
+    make = lambda: {"loop": jnp.stack([ONES] * 6), "list": [ONES] * 4, "last": ONES}  # noqa: E731
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="block")
-    plan = zero.plan(loss, optax.sgd(0.1), zero.abstract(make), X)
+    plan = zero.plan(loss, TX, zero.abstract(make), X)
     found = {(x.count, x.words, x.scanned, x.policy) for x in plan.layers}
-    assert {(6, D * D, True, "block"), (4, D * D, False, "block")} <= found
+    assert {(6, 144, True, "block"), (4, 144, False, "block")} <= found
     assert any(count == 1 and "dots" in policy.lower() for count, _, _, policy in found)
     text = plans.format_layers(plan)
-    for words in ("6 scanned", "4 unrolled", "256", "block"):
-        assert words in text
+    assert all(words in text for words in ("6 scanned", "4 unrolled", "144", "block"))
 
 
 # Layers of a model that does not scan over them: stretches of its trace that repeat.
@@ -92,13 +85,12 @@ def test_a_layer_starts_where_least_is_alive():
     """Before the norm, of which the first half comes before its first parameter is used."""
 
     def loss(params, x):
-        for scale, w in params["layers"]:
+        for scale, w in params:
             centred = x - jnp.mean(x, axis=-1, keepdims=True)
             x = x + jnp.tanh((centred * scale) @ w)
-        return jnp.sum(x @ params["head"])
+        return jnp.sum(x)
 
-    params = {"layers": [(jnp.ones(D), ONES)] * 2, "head": jnp.ones((D, 3))}
-    jaxpr, ((first, second),) = traced_layers(loss, params)
+    jaxpr, ((first, second),) = traced_layers(loss, [(jnp.ones(WIDTH), ONES)] * 2)
     names = [[jaxpr.eqns[at].primitive.name for at in layer] for layer in (first, second)]
     assert names[0] == names[1] and first[0] == 0 and first[-1] < second[0]
     assert names[1][0] == "reduce_sum" and names[1][-1] == "add"
@@ -120,16 +112,22 @@ def tower(x, pairs):
     ("layers", "params", "counts"),
     [
         (lambda p, x: functools.reduce(product, p, x), [ONES, ONES], [2]),
-        (lambda p, x: functools.reduce(block, p, x), [(ONES, ONES)] * 3, [3]),
         (lambda p, x: functools.reduce(tower, p, x), [[(ONES, ONES)] * 3] * 2, [3, 3]),
         (lambda p, x: product(x, p[0]) * jnp.cos(x @ p[1]), [ONES, ONES], []),
         (lambda p, x: product(product(x, p), p), ONES, []),
-        (lambda p, x: x * p[0] * p[1] * p[2], [jnp.ones(D)] * 3, []),
+        (lambda p, x: x * p[0] * p[1] * p[2], [jnp.ones(WIDTH)] * 3, []),
     ],
 )
 def test_layers_are_what_repeats_on_other_matrices(layers, params, counts):
     runs = traced_layers(lambda p, x: jnp.sum(layers(p, x)), params)[1]
     assert [len(run) for run in runs] == counts
+
+
+def arguments(make, stage=3, **settings):
+    """A Zero of four devices that are not there, and arguments of its step."""
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, **settings)
+    params = zero.abstract(make)
+    return zero, (params, zero.optimizer(TX).init(params), BATCH)
 
 
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("dots", 0), ("block_sqrt", 2)])
@@ -142,9 +140,182 @@ def test_layers_that_the_model_wraps_itself_stay_as_they_are(remat, again):
             x = x + jax.checkpoint(lambda x, w: jnp.sin(jnp.cos(x @ w)))(x, w)
         return jnp.mean(x**2)
 
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), remat=remat)
-    params, tx = zero.abstract(lambda: [ONES] * 4), optax.sgd(1e-1)
-    args = params, zero.optimizer(tx).init(params), jax.ShapeDtypeStruct(X.shape, X.dtype)
-    part = flat_trace.device_part(zero.train_step(loss, tx).trace(*args).jaxpr)
+    zero, args = arguments(lambda: [ONES] * 4, remat=remat)
+    part = flat_trace.device_part(zero.train_step(loss, TX).trace(*args).jaxpr)
     names = [operation.name for operation in flat_trace.flatten(part).operations]
     assert (names.count("sin"), names.count("cos")) == (2 * 4 + again, 3 * 4 + again)
+
+
+# Matrices that are first read after the layers: their shards are carried through the loop.
+
+
+def make():
+    shapes = {"head": (WIDTH, WORDS), "in": (WIDTH, WIDTH), "layers": (LAYERS, WIDTH, WIDTH)}
+    draw, shapes = np.random.default_rng(0).normal, shapes | {"pair": (2, WIDTH, WORDS)}
+    params = {name: jnp.float32(draw(0, 0.4, shape)) for name, shape in shapes.items()}
+    return params | {"norm": jnp.ones(4 * WIDTH + 1)}
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w), None
+
+
+def scanned(params, x):
+    return jax.lax.scan(layer, x @ params["in"], params["layers"])[0]
+
+
+def with_head(params, x):
+    return jnp.mean((scanned(params, x) @ params["head"]) ** 2) * jnp.mean(params["norm"])
+
+
+def transposed_before(params, x):
+    turned = params["head"].T
+    return jnp.mean((scanned(params, x) @ turned.T) ** 2)
+
+
+def two_loops(params, x):
+    return with_head(params, jax.lax.scan(layer, x, params["layers"])[0])
+
+
+def after_a_loss_in_chunks(params, x):
+    x = scanned(params, x).reshape(2, -1, WIDTH)
+    return jax.lax.scan(lambda s, x: (s + jnp.mean((x @ params["head"]) ** 2), None), 0.0, x)[0]
+
+
+def taken_apart(params, x):
+    """A stack of two heads is sliced before the loop: its slices have shards of their own."""
+    first, second = jnp.unstack(params["pair"])
+    x = scanned(params, x)
+    return jnp.mean((x @ first) ** 2) + jnp.mean(x @ second)
+
+
+def metric_in_the_loop(params, x):
+    """Its derivative is infinite at the start, and a while loop has none."""
+
+    def turn(carry, w):
+        x, metric, count = carry
+        x, _ = layer(x, w)
+        metric = jnp.sqrt(metric + 0 * jnp.sum(x))
+        metric = jax.lax.while_loop(lambda m: m > 1, lambda m: m / 2, metric)
+        return (x, metric, count + 1), None
+
+    x, _, _ = jax.lax.scan(turn, (x @ params["in"], jnp.zeros(()), 0), params["layers"])[0]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+# fmt: off
+CARRIED = [
+    (with_head, {}, {"head": 0}),
+    (with_head, {"remat": "block", "micro_batches": 2}, {"head": 0}),
+    (transposed_before, {}, {"head": 0}),
+    (two_loops, {}, {"head": 1, "in": 0}),
+    (after_a_loss_in_chunks, {}, {"head": 0}),
+    # A loop over weights without a product can hide no communication.
+    (lambda p, x: 0 * jax.lax.map(jnp.sum, p["layers"])[0] + with_head(p, x), {}, {"head": 1}),
+    (taken_apart, {}, {}),
+    (lambda p, x: with_head(p, x @ p["head"] @ p["head"].T), {}, {}),
+    (with_head, {"stage": 2}, {}),
+    (with_head, {"frozen": "head"}, {}),
+    (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
+    (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
+    (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("loss", "settings", "want"), CARRIED)
+def test_leaves_that_are_carried_and_the_loop_that_carries_them(loss, settings, want):
+    """No vector, and nothing frozen, gathered for the whole step or larger than a bucket."""
+    zero, args = arguments(make, **settings)
+    traced = zero.train_step(loss, TX).read(*args)
+    eqns = traced.closed.jaxpr.eqns
+    scans = [at for at, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
+    assert {x.path: scans.index(x.rides) for x in traced.leaves if x.rides is not None} == want
+
+
+def test_a_shard_is_carried_by_both_loops_and_tied_to_every_iteration():
+    def loops(loss):
+        """Shapes of what each loop carries, and of what its barriers tie."""
+        zero, args = arguments(make, remat="block")
+        for eqn in equations_of(zero.train_step(loss, TX).trace(*args).jaxpr.jaxpr):
+            if eqn.primitive.name == "scan":
+                start, count = equations.state_of(eqn)
+                body = equations_of(equations.inner(eqn).jaxpr)
+                atoms = [e.invars for e in body if "barrier" in e.primitive.name]
+                yield [[v.aval.shape for v in e] for e in (eqn.invars[start:][:count], *atoms)]
+
+    shard, rows = (WIDTH // 4, WORDS), (ROWS // 4, WIDTH)
+    forward, backward = loops(with_head)
+    assert all(shard in carried and [rows, shard] in ties for carried, *ties in (forward, backward))
+    without = loops(lambda p, x: jnp.mean(p["head"]) + with_head(p, x))
+    assert all(shard not in carried for carried, *_ in without)
+
+
+# States sharded over replicas too (ZeRO++'s hpZ): the same training in the bytes of all.
+
+LOSSES = (with_head, transposed_before, two_loops, after_a_loss_in_chunks, taken_apart)
+LOSSES = {loss.__name__: loss for loss in (*LOSSES, metric_in_the_loop)}
+ALL = Case(
+    lambda: {name: make() for name in LOSSES},
+    lambda params, x: sum(loss(params[name], x) for name, loss in LOSSES.items()),
+    np.asarray(X),
+)
+OWN = Case(make, lambda p, x: with_head(p, x) + taken_apart(p, x), np.asarray(X))
+TWO_BY_THREE, REPLICAS = {"replica": 2, "data": 3}, {"replica": 2, "data": 2}
+PIECES = Offload(optimizer=True, params=True, piece_bytes=4096)
+FACTORED = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+SPECS = {"layers": P(None, None, "model"), "head": P("model", None)}
+
+
+@pytest.mark.parametrize(
+    ("own", "sizes", "tx", "settings"),
+    [
+        (ALL, {"data": 3}, TX, {"remat": "block_sqrt"}),
+        (ALL, {"data": 2}, TX, {"remat": "block", "micro_batches": 2}),
+        (ALL, REPLICAS, TX, {"remat": "dots", "hierarchical": True}),
+        (OWN, {"replica": 3, "data": 1}, optax.contrib.muon(1e-2), {"hierarchical": True}),
+        (OWN, REPLICAS, ADAM, {"hierarchical": True, "offload": PIECES, "remat": "dots"}),
+        (OWN, REPLICAS | {"model": 2}, FACTORED, {"hierarchical": True, "model_specs": SPECS}),
+    ],
+)
+def test_steps_equal_plain_optax(own, sizes, tx, settings):
+    check_parity(own, sizes, tx, 3, **settings)
+
+
+def test_shards_are_joined_once_a_step_and_layers_gathered_in_each_micro_batch():
+    settings = {"hierarchical": True, "remat": "block"}
+    twice = check_parity(OWN, TWO_BY_THREE, micro_batches=2, **settings)
+    # Each device joins two halves of its third of each leaf that is sharded.
+    cuts = zero_on(TWO_BY_THREE, hierarchical=True).splits(OWN.start)
+    joined = sum(math.prod(c.shard_shape) for c in cuts if c.dim is not None)
+    kinds = ("all-gather", "reduce-scatter", "all-reduce")
+    assert [sent(twice, kind, "replica")[0] for kind in kinds] == [joined, joined, 0]
+    bf16 = zero_jax.Precision("bf16", "bf16")
+    once = trained(OWN, TWO_BY_THREE, precision=bf16, **settings)
+    assert sent(twice, "all-gather")[0] > 1.9 * sent(once[2], "all-gather")[0]
+    # In bf16 they train as replicas that hold all.
+    held = trained(OWN, TWO_BY_THREE, precision=bf16, remat="block")
+    np.testing.assert_allclose(once[0][:, 0], held[0][:, 0], rtol=2**-7)
+    assert ulps(once[1], held[1]) * np.finfo(np.float32).eps < 0.05
+
+
+def test_states_take_the_bytes_of_all_devices():
+    def held(sizes, **settings):
+        leaves = jax.tree.leaves(begun(OWN, sizes, **settings)[2][:2])
+        return sum(x.addressable_data(0).nbytes for x in leaves)
+
+    def estimate(stage, parts):
+        return zero_jax.memory.estimate(OWN.start, shards=3, parts=parts, stage=stage, tx=ADAM)
+
+    ours = held(TWO_BY_THREE, hierarchical=True)
+    assert ours == held({"data": 6}) == estimate(3, 2).at_rest
+    assert held(TWO_BY_THREE) == estimate(3, 1).at_rest > 1.8 * ours
+    joined = sum(x.size for x in OWN.start.values() if x.ndim > 1) / 3
+    assert estimate(3, 2).copy - estimate(3, 1).copy == pytest.approx(4 * joined, rel=0.1)
+    assert estimate(2, 2) == estimate(2, 1), "only stage 3 has parts"
+
+
+@pytest.mark.parametrize(("replica", "stage"), [(1, 3), (2, "auto")])
+def test_refused_without_replicas_and_at_other_stages(replica, stage):
+    with pytest.raises(ValueError, match="hierarchical"):
+        zero_jax.Zero(mesh_of(replica=replica, data=2), stage=stage, hierarchical=True)

@@ -1,4 +1,4 @@
-"""`partitioned`: elementwise optimizers inside `shard_map` equal optax on one device."""
+"""Transformations of optax: elementwise ones inside `shard_map`, and others in steps of `Zero`."""
 
 import functools
 import math
@@ -9,23 +9,21 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from one_device import zero_on
 from optax import contrib
 
+import zero_jax
 from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.hlo import auditor
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Splitter
 
-P = PartitionSpec
 ROWS = np.linspace(-0.3, 1.0, 24, dtype=np.float32)  # divisible by every N below
 ADAM, SGD = optax.adamw(1e-2), optax.sgd(1.0)
 CLIP = optax.clip_by_global_norm(1.0)
-
-
-def mesh_of(n):
-    return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def odd_params(dtype=jnp.float32):
@@ -37,12 +35,8 @@ def odd_params(dtype=jnp.float32):
 def loss(params, rows):
     """A mean over rows, with gradients of both signs and of the size of one."""
 
-    def one(row):
-        waves = [jnp.sin(x * row + jnp.arange(x.size).reshape(x.shape)) for x in leaves]
-        return sum(jnp.sum(w) for w in waves)
-
-    leaves = jax.tree.leaves(params)
-    return jnp.mean(jax.vmap(one)(rows))
+    leaves = [(x, jnp.arange(x.size).reshape(x.shape)) for x in jax.tree.leaves(params)]
+    return jnp.mean(jax.vmap(lambda row: sum(jnp.sin(x * row + n).sum() for x, n in leaves))(rows))
 
 
 def own_grads(params, rows):
@@ -57,7 +51,8 @@ class Run:
     """Init and step of `partitioned(tx)` over N devices, as a user would write them."""
 
     def __init__(self, tx, params, n, stage=2, grads=own_grads):
-        self.mesh, self.tx, self.grads = mesh_of(n), partitioned(tx, stage=stage), grads
+        self.mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+        self.tx, self.grads = partitioned(tx, stage=stage), grads
         specs, known = (P(), partition_specs(tx, params, n)), grads is not averaged_grads
         mapped = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=known)
         self.init = mapped(self.tx.init, in_specs=P(), out_specs=specs[1])
@@ -76,19 +71,24 @@ class Run:
         return params, state
 
 
-def assert_equal_to_plain_optax(got, tx, params, steps):
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
+def run(value_and_grad, tx, params, named=lambda *_: {}, part=lambda params: params, steps=3):
+    """Parameters and state after steps; `named` are arguments of the update by name."""
 
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(jax.grad(loss)(params, ROWS), state, params)
+    def step(params, state, number):
+        value, grads = value_and_grad(part(params), X)
+        updates, state = tx.update(grads, state, params, **named(value, grads, number))
         return optax.apply_updates(params, updates), state
 
-    state = tx.init(params)
-    for _ in range(steps):
-        params, state = step(params, state)
-    for (name, a), (_, b) in zip(paths.named_leaves(got), paths.named_leaves(params), strict=True):
+    state, step = tx.init(params), jax.jit(step)
+    for number in range(steps):
+        params, state = step(params, state, number)
+    return params, state
+
+
+def assert_equal_to_plain_optax(got, tx, params, steps):
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    want, _ = run(jax.value_and_grad(lambda p, _: loss(p, ROWS)), tx, params, steps=steps)
+    for (name, a), (_, b) in zip(paths.named_leaves(got), paths.named_leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, name
         # Sums over devices have another order: a few roundings of values up to one in each step.
         bound = steps * (2.0**-7 if a.dtype == jnp.bfloat16 else 1e-7)
@@ -261,3 +261,129 @@ def test_an_elementwise_transformation_runs_on_shards(tx):
 
 def test_a_norm_of_rows_is_accepted_where_rows_are_not_sharded():
     require(optax.stateless(by_rows), array(8, 6), 8)
+
+
+# Transformations with `Zero`: `run` is a user's step, `packaged` is `Zero.train_step`, which passes
+# the loss as `value`, and arrays by name. Both are compared with optax on one device.
+
+# Four devices do not divide 63: that leaf is padded.
+START = {"w": jnp.linspace(-1, 1, 8 * 63).reshape(8, 63), "b": jnp.ones(3), "s": jnp.float32(0.5)}
+X = jnp.linspace(0.5, 1.5, 4 * 8).reshape(4, 8)
+
+
+def linear(params, x):
+    """Its gradient is the same in every step."""
+    return jnp.mean(x @ params["w"]) + jnp.mean(params["b"]) + params["s"]
+
+
+def curved(params, x):
+    errors = jnp.tanh(x @ params["w"]) - 0.5
+    return jnp.mean(errors**2) + jnp.mean((params["b"] - params["s"]) ** 2)
+
+
+def near(found, wanted, atol=2e-6):
+    """Sums over devices are in another order."""
+    compare = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=atol)
+    jax.tree.map(compare, zero_jax.logical(found), wanted)
+
+
+def alone(loss, *args, **settings):
+    return run(jax.value_and_grad(loss), *args, **settings)
+
+
+def packaged(zero, tx, loss, batches=(X, X, X), named=lambda number: {}):
+    params, tx = zero.shard(START), zero.optimizer(tx)
+    state, step = tx.init(params), zero.train_step(loss, tx)
+    for number, batch in enumerate(batches):
+        params, state, _ = step(params, state, batch, **named(number))
+    return params, state
+
+
+@pytest.mark.parametrize(
+    "settings", [{"stage": 0}, {"guard": False}, {"states": "8bit"}, {"offload": "optimizer"}]
+)
+def test_measurements_of_a_monitor_are_those_of_optax(settings):
+    measures = {"norm": optax.tree.norm, "mean": optax.measure_with_ema(optax.tree.norm, 0.9)}
+    after = optax.clip_by_global_norm(0.01), optax.adam(0.1)
+    tx = optax.chain(optax.monitor(measures), *after)
+    params, wanted = alone(linear, tx, START)
+    found, state = packaged(zero_on(**settings), tx, linear)
+    if "states" not in settings:
+        near(found, params)
+    for name in ("norm", "mean"):
+        np.testing.assert_allclose(*(optax.tree.get(s, name) for s in (state, wanted)), rtol=1e-5)
+
+
+def first_update(grads, state, params=None):
+    """Takes the initial state's factor; later ones take a mean of old and new."""
+    if "mean" in state:
+        grads = jax.tree.map(lambda old, new: 0.5 * (old + new), state["mean"], grads)
+    mean = optax.tree.scale(state.get("factor", 1.0), grads)
+    return jax.tree.map(jnp.negative, mean), {"mean": mean, "count": state["count"] + 1}
+
+
+SPECIAL = optax.GradientTransformation(
+    lambda _: {"factor": jnp.float32(3), "count": 0}, first_update
+)
+
+
+@pytest.mark.parametrize(("settings", "skipped"), [({}, 0), ({"offload": "optimizer"}, 2)])
+def test_the_first_update_is_made_once_and_not_by_a_skipped_step(settings, skipped):
+    batches = [X * jnp.nan] * skipped + [X] * 3
+    found, state = packaged(zero_on(**settings), SPECIAL, linear, batches)
+    gradient = jax.grad(linear)(START, X)
+    # 3, then (3 + 1) / 2, then (2 + 1) / 2 times the gradient.
+    near(found, jax.tree.map(lambda w, g: w - 6.5 * g, START, gradient))
+    assert int(state.guard.skipped) == skipped
+    assert int(state.inner.inner["count"]) == 3
+
+
+def test_a_special_first_update_beside_muon():
+    """Muon updates full matrices on assigned devices, in both branches."""
+    tx = optax.chain(SPECIAL, contrib.muon(0.1))
+    # Newton-Schulz products in another order.
+    near(packaged(zero_on(), tx, linear)[0], alone(linear, tx, START)[0], atol=1e-4)
+
+
+def scaled(grads, state, params=None, *, factor, offsets, value, **_):
+    return jax.tree.map(lambda g, o: -factor * (g + value * o), grads, offsets), state
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_arrays_by_name_reach_the_transformation(stage):
+    zero = zero_on(stage=stage)
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), scaled)
+    offsets = zero.shard(START)  # padded where parameters are
+    named = lambda number: {"factor": 0.1 * number, "offsets": offsets}  # noqa: E731
+    wanted = lambda value, _, n: {"factor": 0.1 * n, "offsets": START, "value": value}  # noqa: E731
+    found = packaged(zero, tx, curved, named=named)[0]
+    near(found, alone(curved, tx, START, wanted)[0])
+
+
+def test_the_wrapped_state_has_the_attributes_of_its_own():
+    tx, average = contrib.schedule_free_sgd(0.3), contrib.schedule_free_eval_params
+    params, state = packaged(zero_on(), tx, curved)
+    wanted, plain_state = alone(curved, tx, START)
+    near(average(state, params), average(plain_state, wanted))
+
+
+# fmt: off
+LBFGS = optax.lbfgs(0.1, memory_size=2)
+SAM = contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+LOOKAHEAD = optax.lookahead(optax.adam(0.1), 2, slow_step_size=0.5)
+NEEDS = {
+    LBFGS: lambda value, grads, _: {
+        "value": value, "grad": grads, "value_fn": lambda params: curved(params, X)},
+    SAM: lambda *_: {"grad_fn": lambda params, _: jax.grad(curved)(params, X)},
+    LOOKAHEAD: lambda *_: {},
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("tx", "stage"), [(LBFGS, 3), (SAM, 2), (LOOKAHEAD, 0), (LOOKAHEAD, 3)])
+def test_a_users_step_passes_functions_or_parts_of_parameters(tx, stage):
+    zero, start, settings = zero_on(stage=stage), START, {"named": NEEDS[tx]}
+    if tx is LOOKAHEAD:
+        start, settings["part"] = optax.LookaheadParams.init_synced(START), lambda p: p.fast
+    found = run(zero.value_and_grad(curved), zero.optimizer(tx), zero.shard(start), **settings)[0]
+    near(found, alone(curved, tx, start, **settings)[0])
