@@ -11,23 +11,20 @@ import zero_jax
 from zero_jax import releases, zero
 from zero_jax.engine import compiler, step
 
-GATHER, SCATTER, REDUCE = (
-    f"xla_gpu_{kind}_combine_threshold_bytes"
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-)
-
-
-def _layer(x, own):
-    return jnp.tanh(x @ own["up"] + own["bias"])[:, : x.shape[1]], None
+KINDS = "all_gather", "reduce_scatter", "all_reduce"
+GATHER, SCATTER, REDUCE = (f"xla_gpu_{kind}_combine_threshold_bytes" for kind in KINDS)
 
 
 def _loss(params, x):
     """Layers in a loop, or one after the other, and a convolution that looks like a stack."""
-    blocks = params["blocks"]
-    if isinstance(blocks, list):
-        x = functools.reduce(lambda x, own: _layer(x, own)[0], blocks, x)
+
+    def layer(x, own):
+        return jnp.tanh(x @ own["up"] + own["bias"])[:, : x.shape[1]], None
+
+    if isinstance(params["blocks"], list):
+        x = functools.reduce(lambda x, own: layer(x, own)[0], params["blocks"], x)
     else:
-        x, _ = jax.lax.scan(_layer, x, blocks)
+        x, _ = jax.lax.scan(layer, x, params["blocks"])
     return jnp.mean(x) + jnp.mean(params["conv"])
 
 
@@ -52,14 +49,20 @@ def test_xla_merges_no_more_than_a_bucket():
     # Where XLA's own limit is the lower one, it stays.
     assert list(compiler.options(2**27, 64)) == [SCATTER]
     assert compiler.options(2**30, 2) == {}
+    # Leaves of one layer are sent together; gradients are summed in fp32.
+    count, known = 4 * 4096**2 + 4 * 4096, _options(4096, scanned=False, precision="bf16")
+    assert 2 * count <= known[GATHER] < 1.1 * 2 * count
+    assert 4 * count <= 8 * known[SCATTER] < 1.1 * 4 * count
+    # A device has a quarter of the layer.
+    known = _options(4096, model=4, model_specs={"up": jax.P(None, None, "model")})
+    assert 4 <= known[GATHER] / (4096**2 + 4 * 4096) < 1.1 * 4
 
 
 # fmt: off
 AHEAD = [
-    (True, {"width": 64, "micro_batches": 2}),
+    (True, {"width": 64, "micro_batches": 2}), (True, {"width": 64, "scanned": False}),
     # An iteration over micro-batches reads all layers that are not scanned.
     (False, {"width": 64, "micro_batches": 2, "scanned": False}),
-    (True, {"width": 64, "scanned": False}),
     # Two layers are held, so not where one is many buckets.
     (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
     (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),
@@ -75,18 +78,6 @@ def test_where_layers_are_gathered_ahead(ahead, settings):
     # Merging small layers is left to XLA.
     assert known.get(GATHER) == settings.get("bucket_bytes")
     jax.jit(lambda: 0).lower().compile(compiler_options=known)  # XLA accepts them
-
-
-@pytest.mark.parametrize("scanned", [True, False])
-def test_leaves_of_one_layer_are_sent_together(scanned):
-    count = 4 * 4096**2 + 4 * 4096
-    known = _options(4096, scanned=scanned, precision="bf16")
-    assert 2 * count <= known[GATHER] < 1.1 * 2 * count
-    assert 4 * count <= 8 * known[SCATTER] < 1.1 * 4 * count, "gradients are summed in fp32"
-    # A device has a quarter of the layer.
-    spec = jax.P(*((None, None) if scanned else (None,)), "model")
-    known = _options(4096, model=4, scanned=scanned, model_specs={"up": spec})
-    assert 4 <= known[GATHER] / (4096**2 + 4 * 4096) < 1.1 * 4
 
 
 def test_before_jax_0_12_the_sums_of_a_large_layer_are_several(monkeypatch):

@@ -62,8 +62,8 @@ def test_a_plan_names_the_layers_it_found_and_their_policy():
         return jnp.mean(jax.checkpoint(lambda x, w: jnp.cos(x @ w), policy=dots)(x, p["last"]))
 
     make = lambda: {"loop": jnp.stack([ONES] * 6), "list": [ONES] * 4, "last": ONES}  # noqa: E731
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="block")
-    plan = zero.plan(loss, TX, zero.abstract(make), X)
+    zero, (params, *_) = arguments(make, remat="block")
+    plan = zero.plan(loss, TX, params, X)
     found = {(x.count, x.words, x.scanned, x.policy) for x in plan.layers}
     assert {(6, 144, True, "block"), (4, 144, False, "block")} <= found
     assert any(count == 1 and "dots" in policy.lower() for count, _, _, policy in found)
@@ -100,12 +100,10 @@ def product(x, w):
     return jnp.tanh(x @ w)
 
 
-def block(x, pair):
-    return x + product(product(x, pair[0]), pair[1])
-
-
 def tower(x, pairs):
-    return jnp.sqrt(1.0 + functools.reduce(block, pairs, x))
+    for first, second in pairs:
+        x = x + product(product(x, first), second)
+    return jnp.sqrt(1.0 + x)
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,9 @@ def decayed(params):
     return {name: name == "w" for name in params}
 
 
-def masked_and_accumulated():
-    def label(params):
-        return {name: "still" if name == "three" else "moving" for name in params}
-
-    moving = optax.adamw(1e-2, weight_decay=0.1, mask=decayed)
-    tx = optax.partition({"moving": moving, "still": optax.set_to_zero()}, label)
-    return optax.MultiSteps(tx, 2)
+LABELS = {name: "still" if name == "three" else "moving" for name in odd_params()}
+MOVING = optax.adamw(1e-2, weight_decay=0.1, mask=decayed)
+PARTS = optax.partition({"moving": MOVING, "still": optax.set_to_zero()}, LABELS)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,7 @@ def masked_and_accumulated():
     [
         (ADAM, 1, 2, "float32", own_grads),
         (ADAM, 2, 1, "float32", averaged_grads),
-        (masked_and_accumulated(), 3, 2, "float32", own_grads),
+        (optax.MultiSteps(PARTS, 2), 3, 2, "float32", own_grads),
         (ADAM, 8, 2, "bfloat16", own_grads),
     ],
 )
@@ -327,21 +323,15 @@ SPECIAL = optax.GradientTransformation(
 )
 
 
-@pytest.mark.parametrize(("settings", "skipped"), [({}, 0), ({"offload": "optimizer"}, 2)])
-def test_the_first_update_is_made_once_and_not_by_a_skipped_step(settings, skipped):
+def test_the_first_update_is_made_once_and_not_by_a_skipped_step(skipped=2):
     batches = [X * jnp.nan] * skipped + [X] * 3
-    found, state = packaged(zero_on(**settings), SPECIAL, linear, batches)
+    found, state = packaged(zero_on(offload="optimizer"), SPECIAL, linear, batches)
     gradient = jax.grad(linear)(START, X)
     # 3, then (3 + 1) / 2, then (2 + 1) / 2 times the gradient.
     near(found, jax.tree.map(lambda w, g: w - 6.5 * g, START, gradient))
-    assert int(state.guard.skipped) == skipped
-    assert int(state.inner.inner["count"]) == 3
-
-
-def test_a_special_first_update_beside_muon():
-    """Muon updates full matrices on assigned devices, in both branches."""
+    assert (int(state.guard.skipped), int(state.inner.inner["count"])) == (skipped, 3)
+    # Muon updates full matrices on assigned devices, in both branches.
     tx = optax.chain(SPECIAL, contrib.muon(0.1))
-    # Newton-Schulz products in another order.
     near(packaged(zero_on(), tx, linear)[0], alone(linear, tx, START)[0], atol=1e-4)
 
 
@@ -349,14 +339,12 @@ def scaled(grads, state, params=None, *, factor, offsets, value, **_):
     return jax.tree.map(lambda g, o: -factor * (g + value * o), grads, offsets), state
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_arrays_by_name_reach_the_transformation(stage):
-    zero = zero_on(stage=stage)
+def test_arrays_by_name_reach_the_transformation():
     tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), scaled)
-    offsets = zero.shard(START)  # padded where parameters are
+    offsets = zero_on().shard(START)  # padded where parameters are
     named = lambda number: {"factor": 0.1 * number, "offsets": offsets}  # noqa: E731
     wanted = lambda value, _, n: {"factor": 0.1 * n, "offsets": START, "value": value}  # noqa: E731
-    found = packaged(zero, tx, curved, named=named)[0]
+    found = packaged(zero_on(), tx, curved, named=named)[0]
     near(found, alone(curved, tx, START, wanted)[0])
 
 
