@@ -22,17 +22,14 @@ DOTS = jax.checkpoint_policies.dots_saveable
 sent = functools.partial(one_device.sent, axis="experts", dtypes=("f32",))
 
 
-def config_of(experts, capacity):
-    mixture = decoder.Mixture(experts, CHOSEN, capacity=capacity, balance=0.02, z=0.001)
-    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
-    heads = {"heads": 1, "kv_heads": 1, "head_dim": WIDTH}
-    return decoder.DecoderConfig(**sizes, **heads, mixture=mixture)
-
-
 @functools.cache
 def problem(experts, capacity):
     """Layers of experts between two matrices; the loss returns a row's choices without room too."""
-    config, draw = config_of(experts, capacity), np.random.default_rng(0).standard_normal
+    mixture = decoder.Mixture(experts, CHOSEN, capacity=capacity, balance=0.02, z=0.001)
+    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
+    heads = {"heads": 1, "kv_heads": 1, "head_dim": WIDTH}
+    config = decoder.DecoderConfig(**sizes, **heads, mixture=mixture)
+    draw = np.random.default_rng(0).standard_normal
     create = nnx.vmap(lambda rngs: Experts(config, 0.02, rngs))
     create = nnx.split_rngs(splits=LAYERS)(create)
     graph = nnx.graphdef(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
@@ -81,7 +78,7 @@ def test_steps_equal_one_device(experts, capacity, sizes, settings):
 def test_rows_are_sent_and_experts_are_not(monkeypatch):
     """Six all-to-alls a layer, whatever the size of experts; in parts as much in more messages."""
     own, share = problem(4, 0.75), LAYERS * 4 * 3 * WIDTH * HIDDEN // 2
-    rows = LAYERS * (ROWS // 4) * 4 * config_of(4, 0.75).mixture.room(TOKENS)
+    rows = LAYERS * (ROWS // 4) * 4 * 3  # room for 0.75 x 8 tokens x 2 choices / 4 experts
     for parts in (1, 3):
         audit = check_parity(own, BOTH, remat="block")
         assert sent(audit, "all-to-all") == (6 * rows * WIDTH, 6 * LAYERS * parts)

@@ -79,18 +79,17 @@ def near(found, wanted, tolerance=1e-4):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) + 1e-6
 
 
-def of_loss(loss_and_grads, params, x, scale):
-    return loss_and_grads(params, (x, IDS), scale)[0]
+def derivatives(evaluate, grad_fn, params):
+    """Of a loss, and of a loss with its gradients, by parameters, batch and extra argument."""
 
+    def value(params, x, scale):
+        return evaluate(params, (x, IDS), scale)[0]
 
-def of_gradients(loss_and_grads, params, x, scale):
-    loss, grads = loss_and_grads(params, (x, IDS), scale)
-    return loss + sum(jnp.sum(jnp.sin(g) ** 2) for g in jax.tree.leaves(grads))
+    def slopes(params, x, scale):
+        loss, grads = grad_fn(params, (x, IDS), scale)
+        return loss + sum(jnp.sum(jnp.sin(g) ** 2) for g in jax.tree.leaves(grads))
 
-
-def derivatives(cases, params):
-    """By parameters, batch and extra argument, in one program."""
-    fns = [jax.grad(functools.partial(of, fn), (0, 1, 2)) for of, fn in cases]
+    fns = [jax.grad(fn, (0, 1, 2)) for fn in (value, slopes)]
     return jax.jit(lambda *args: [fn(*args) for fn in fns])(params, X, SCALE)
 
 
@@ -116,10 +115,8 @@ def test_derivatives_by_everything(loss, remat, stage, settings):
 
         return jax.value_and_grad(objective)({n: x for n, x in params.items() if n != "frozen"})
 
-    grad_fn = zero.value_and_grad(loss)
-    ours = derivatives([(of_loss, zero.evaluate(loss)), (of_gradients, grad_fn)], zero.shard(START))
-    wanted = derivatives([(of_loss, alone), (of_gradients, alone)], START)
-    for found, want in zip(ours, wanted, strict=True):
+    ours = derivatives(zero.evaluate(loss), zero.value_and_grad(loss), zero.shard(START))
+    for found, want in zip(ours, derivatives(alone, alone, START), strict=True):
         near((zero.full(found[0]), *found[1:]), want, 0.1 if "precision" in settings else 1e-3)
 
 

@@ -146,6 +146,8 @@ def test_a_dim_of_one_is_sharded_like_any_other_and_init_runs_without_jit():
         begun = run.init(start)
     assert begun[0].mu["w"].shape == state[0].mu["w"].shape == (3, 2, 1)
     np.testing.assert_array_equal(begun[0].mu["w"], np.zeros((3, 2, 1)))
+    # A norm of rows is accepted where rows are not sharded.
+    require(optax.stateless(by_rows), array(8, 6), 8)
 
 
 def by_rows(updates, params=None):
@@ -253,10 +255,6 @@ def test_an_elementwise_transformation_runs_on_shards(tx):
     run = Run(tx, ODD, 2)
     params, state = jax.eval_shape(functools.partial(run.trained, steps=2), ODD)
     assert (params, state) == (ODD, jax.eval_shape(run.init, ODD))
-
-
-def test_a_norm_of_rows_is_accepted_where_rows_are_not_sharded():
-    require(optax.stateless(by_rows), array(8, 6), 8)
 
 
 # Transformations with `Zero`: `run` is a user's step, `packaged` is `Zero.train_step`, which passes

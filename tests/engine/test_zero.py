@@ -345,6 +345,8 @@ ROWS = [
     ("mesh set_mesh fsdp", lambda: differentiated_under("fsdp")),
     ("mesh set_mesh Explicit", lambda: differentiated_under("data")),
     ("stage 4", lambda: zero_on(stage=4)),
+    ("hierarchical", lambda: zero_on({"replica": 1, "data": 2}, hierarchical=True)),
+    ("hierarchical", lambda: zero_on({"replica": 2, "data": 2}, "auto", hierarchical=True)),
     ("stage '3'", lambda: zero_on(stage="3")),
     ("stage True", lambda: zero_on(stage=True)),
     ("stage auto", lambda: zero_on(stage="auto").value_and_grad(loss)),
