@@ -83,8 +83,7 @@ def trained(own, sizes, tx=ADAM, steps=2, **settings):
 def check_parity(own, sizes, tx=ADAM, steps=2, bound=256, **settings):
     """Compares steps in units of fp32 rounding, and returns the audit.
 
-    Sums over devices have another order, which moves a gradient by an ulp or two, and the optimizer
-    amplifies it; a wrong mean, norm or padding is off by 10^4 ulps or more.
+    Sums over devices are in another order; a wrong mean or norm is off by 10^4 ulps or more.
     """
     seen, params, audit = trained(own, sizes, tx, steps, **settings)
     wanted, want = alone(own, tx, steps)

@@ -27,8 +27,7 @@ def problem(experts, capacity):
     """Layers of experts between two matrices; the loss returns a row's choices without room too."""
     mixture = decoder.Mixture(experts, CHOSEN, capacity=capacity, balance=0.02, z=0.001)
     sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
-    heads = {"heads": 1, "kv_heads": 1, "head_dim": WIDTH}
-    config = decoder.DecoderConfig(**sizes, **heads, mixture=mixture)
+    config = decoder.DecoderConfig(**sizes, heads=1, kv_heads=1, head_dim=6, mixture=mixture)
     draw = np.random.default_rng(0).standard_normal
     create = nnx.vmap(lambda rngs: Experts(config, 0.02, rngs))
     create = nnx.split_rngs(splits=LAYERS)(create)

@@ -119,9 +119,6 @@ def test_steps_equal_plain_optax(tx, n, stage, dtype, grads):
     assert_equal_to_plain_optax(params, tx, start, 4)
     if n == 8:
         assert {x.dtype for x in jax.tree.leaves((state[0].mu, state[0].nu))} == {jnp.dtype(dtype)}
-        # Two moments per parameter, padded; small leaves are not sharded. Then the counter.
-        held = sum(x.addressable_shards[5].data.nbytes for x in jax.tree.leaves(state))
-        assert held == 2 * 2 * (1 + 3 + 10 * 1 + 3 * 5 + 0) + 4
 
 
 @pytest.mark.parametrize(("stage", "barriers"), [(1, 1), (2, 0)])
@@ -223,7 +220,7 @@ UNSUPPORTED = OTHERS + [(name, of_leaves(fn, name)) for name, fn in {
     "by_loop": lambda u: lax.fori_loop(0, 2, lambda _, x: x / x.max(), u),
     "by_branch": lambda u: lax.cond(u.sum() > 0, jnp.sin, jnp.cos, u)}.items()] + [
     ("clip_by_global_norm", optax.chain(optax.adam(1e-3), CLIP)), ("clip_by_global_norm", LONG),
-    ("clip_by_global_norm", optax.masked(CLIP, decayed)), ("global_norm", NORM),
+    ("clip_by_global_norm", optax.masked(CLIP, decayed)), ("reduce_sum", NORM),
     ("adaptive_grad_clip", optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1))),
     ("scale_by_lbfgs", optax.lbfgs(1e-3, memory_size=1)), ("scale_by_muon", contrib.muon(1e-3)),
     ("scale_by_galore", contrib.galore(1e-3)), ("add_noise", optax.noisy_sgd(1e-3, key=0)),
