@@ -26,14 +26,11 @@ class Case(Problem):
         return isinstance(out, tuple) and not isinstance(out, zero_jax.Weighted)
 
 
-def mesh_of(**sizes):
-    return zero_jax.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
-
-
 def zero_on(sizes=4, stage=3, **settings):
     """On a mesh of these sizes, or of so many devices along `data`."""
     sizes = sizes if isinstance(sizes, dict) else {"data": sizes}
-    return zero_jax.Zero(mesh_of(**sizes), stage, **settings)
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return zero_jax.Zero(zero_jax.make_mesh(**sizes, devices=devices), stage, **settings)
 
 
 @functools.cache

@@ -104,9 +104,7 @@ def tower(x, pairs):
     ],
 )
 def test_layers_are_what_repeats_on_other_matrices(layers, params, counts):
-    jaxpr = equations.written_out(
-        jax.make_jaxpr(lambda p, x: jnp.sum(layers(p, x)))(params, X)
-    ).jaxpr
+    jaxpr = equations.written_out(jax.make_jaxpr(layers)(params, X)).jaxpr
     leaves = enumerate(zip(jaxpr.invars, jax.tree.leaves(params), strict=False))
     forms = {var: weights.Form(at, leaf.ndim, None) for at, (var, leaf) in leaves}
     assert [len(run) for run in repeats.runs_of(jaxpr, forms)] == counts
@@ -216,21 +214,16 @@ def test_leaves_that_are_carried_and_the_loop_that_carries_them(loss, settings, 
 
 
 def test_a_shard_is_carried_by_both_loops_and_tied_to_every_iteration():
-    def loops(loss):
-        """Shapes of what each loop carries, and of what its barriers tie."""
-        zero, args = arguments(make, remat="block")
-        for eqn in equations_of(zero.train_step(loss, TX).trace(*args).jaxpr.jaxpr):
-            if eqn.primitive.name == "scan":
-                start, count = equations.state_of(eqn)
-                body = equations_of(equations.inner(eqn).jaxpr)
-                atoms = [e.invars for e in body if "barrier" in e.primitive.name]
-                yield [[v.aval.shape for v in e] for e in (eqn.invars[start:][:count], *atoms)]
-
+    zero, args = arguments(make, remat="block")
+    jaxpr = zero.train_step(with_head, TX).trace(*args).jaxpr.jaxpr
+    forward, backward = (e for e in equations_of(jaxpr) if e.primitive.name == "scan")
     shard, rows = (WIDTH // 4, WORDS), (ROWS // 4, WIDTH)
-    forward, backward = loops(with_head)
-    assert all(shard in carried and [rows, shard] in ties for carried, *ties in (forward, backward))
-    without = loops(lambda p, x: jnp.mean(p["head"]) + with_head(p, x))
-    assert all(shard not in carried for carried, *_ in without)
+    for eqn in (forward, backward):
+        start, count = equations.state_of(eqn)
+        assert shard in [v.aval.shape for v in eqn.invars[start:][:count]]
+        body = equations_of(equations.inner(eqn).jaxpr)
+        ties = [e.invars for e in body if "barrier" in e.primitive.name]
+        assert [rows, shard] in [[v.aval.shape for v in tie] for tie in ties]
 
 
 # States sharded over replicas too (ZeRO++'s hpZ): the same training in the bytes of all.

@@ -372,11 +372,6 @@ def test_other_errors_beside_annotations_stay():
 TENS, KEY, WIDTH = jax.random.normal(jax.random.key(1), (24, 10)), jax.random.key(0), 10
 
 
-def fours(x):
-    """A sequence of four vectors for each row."""
-    return jnp.stack([x, jnp.sin(x), x * x, jnp.cos(3 * x)], 1)
-
-
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -391,12 +386,11 @@ class Linen(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        def doubled(variables):
-            return jax.tree.map(lambda w: w + jnp.flip(w, 0), variables)
-
+        doubled = lambda variables: jax.tree.map(lambda w: w + jnp.flip(w, 0), variables)  # noqa: E731
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         kinds = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        x = fours(nn.scan(layer, **kinds, length=4)()(x, None)[0])
+        x = nn.scan(layer, **kinds, length=4)()(x, None)[0]
+        x = jnp.stack([x, jnp.sin(x), x * x, jnp.cos(3 * x)], 1)  # four vectors for each row
         dense = nn.map_variables(nn.Dense, "params", doubled, init=True)
         boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", None, None))
         x = x + nn.MultiHeadDotProductAttention(2, kernel_init=boxed, use_bias=False)(x)
@@ -411,23 +405,12 @@ def haiku_forward(x):
 
 
 def of_equinox():
-    def layers():
-        attention, mlp = eqx.nn.MultiheadAttention, eqx.nn.MLP
-        keys, norm = jax.random.split(KEY, 2), eqx.nn.LayerNorm(WIDTH)
-        return [(attention(2, 10, key=key), norm, mlp(10, 10, 12, 1, key=key)) for key in keys]
+    def make(inverse=False):
+        layers = [eqx.nn.LayerNorm(10), eqx.nn.MLP(10, 10, 12, 1, key=KEY), eqx.nn.PReLU(0.1)]
+        return eqx.filter(eqx.nn.Sequential(layers), eqx.is_array, inverse=inverse)
 
-    static = eqx.filter(layers(), eqx.is_array, inverse=True)
-
-    def apply(params, x):
-        def one(x):
-            for attention, norm, mlp in eqx.combine(params, static):
-                h = jax.vmap(norm)(x)
-                x = x + jax.vmap(mlp)(attention(h, h, h))
-            return x
-
-        return jax.vmap(one)(fours(x))
-
-    return lambda: eqx.filter(layers(), eqx.is_array), apply
+    static = make(inverse=True)
+    return make, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
 
 def leaves():
@@ -438,15 +421,8 @@ def leaves():
 
 def scans(params, x):
     """Layers, and one gain a layer, which looks like a plain matrix."""
-
-    def layer(x, w):
-        return x + jnp.tanh(x @ w["w"] + w["b"]), None
-
-    def gained(x, gain):
-        return x + gain * jnp.tanh(x), None
-
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    return jax.lax.scan(gained, x[:, :4], params["gain"])[0]
+    x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"] + w["b"]), None), x, params["layers"])
+    return lax.scan(lambda x, gain: (x + gain * jnp.tanh(x), None), x[:, :4], params["gain"])[0]
 
 
 def uses(params, x):
@@ -459,7 +435,6 @@ def uses(params, x):
     return tied + penalty + jnp.vdot(slope, w) + jnp.mean(2 * w[1:3] + 1) + rows[3][0]
 
 
-@functools.cache
 def together(remat):
     """All models in one loss, each with its own parameters."""
     haiku = hk.without_apply_rng(hk.transform(haiku_forward))
@@ -481,27 +456,10 @@ def test_models_train_as_on_one_device(own, n, settings):
     check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, **settings)
 
 
-SEEN = []
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(10, 33, rngs=rngs), nnx.Linear(33, 1, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(5), on_get_value=self.seen)
-
-    @staticmethod
-    def seen(variable, value):
-        SEEN.append(value.shape)
-        return value
-
-    def __call__(self, x):
-        return self.down(nnx.relu(self.up(x))) * self.scale[...].mean()
-
-
-@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
 @pytest.mark.parametrize(("stage", "jit"), [(2, nnx.jit), (3, lambda step: step)])
 def test_an_optimizer_of_nnx_updates_a_module_in_place(stage, jit):
-    zero, plain, tx = zero_on(4, stage), Net(nnx.Rngs(0)), optax.sgd(0.05, momentum=0.9)
+    up, down = (nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((10, 33), (33, 1)))
+    zero, plain, tx = zero_on(4, stage), nnx.Sequential(up, nnx.relu, down), optax.sgd(0.1, 0.9)
     graphdef, start = nnx.split(plain)
     model = nnx.merge(graphdef, zero.shard(start))
 
@@ -518,12 +476,10 @@ def test_an_optimizer_of_nnx_updates_a_module_in_place(stage, jit):
         return [step(model, optimizer) for _ in range(3)], nnx.state(optimizer)
 
     wanted, _ = trained(plain, tx, jax.value_and_grad(loss), nnx.jit)
-    SEEN.clear()
     losses, state = trained(model, zero.optimizer(tx), zero.value_and_grad(loss), jit)
-    assert set(SEEN) == {(5,)}, "hooks of a variable see the full array"
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert ulps(zero.full(nnx.state(model)), nnx.state(plain)) < 256
-    moments = [x for x in jax.tree.leaves(state) if x.size > 5]
+    moments = [x for x in jax.tree.leaves(state) if x.size > 1]
     assert moments and all(x.sharding.shard_shape(x.shape) != x.shape for x in moments)
 
 

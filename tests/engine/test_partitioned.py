@@ -206,13 +206,13 @@ ACCEPTED = [*(getattr(optax, name)(1e-3) for name in NAMES.split()), contrib.ade
     optax.inject_hyperparams(optax.adamw)(learning_rate=WARM),
     optax.MultiSteps(optax.adam(1e-3), 8).gradient_transformation(),
 ]
-# The transformation that is to blame, and the one that it is in.
 # Not elementwise in `init` alone.
 NORM = optax.GradientTransformation(optax.tree.norm, lambda grads, state, _=None: (grads, state))
 LONG = optax.MultiSteps(optax.chain(CLIP, optax.sgd(0.1)), 8).gradient_transformation()
 OTHERS = [(culprit, getattr(optax, name)(1e-3)) for culprit, name in {
     "scale_by_trust_ratio": "lamb", "scale_by_novograd": "novograd", "scale_by_sm3": "sm3",
     "scale_by_factored_rms": "adafactor", "clip_by_block_rms": "clip_by_block_rms"}.items()]
+# The transformation that is to blame, and the one that it is in.
 UNSUPPORTED = OTHERS + [(name, of_leaves(fn, name)) for name, fn in {
     "by_size": lambda u: u / u.size, "by_power": lambda u: u ** u.shape[0],
     "by_first": lambda u: u * u.ravel()[0], "by_sort": lambda u: jnp.sort(u, axis=0),
@@ -278,8 +278,7 @@ def near(found, wanted, atol=2e-6):
     jax.tree.map(compare, zero_jax.logical(found), wanted)
 
 
-def alone(loss, *args, **settings):
-    return run(jax.value_and_grad(loss), *args, **settings)
+LINEAR, CURVED = jax.value_and_grad(linear), jax.value_and_grad(curved)
 
 
 def packaged(zero, tx, loss, batches=(X, X, X), named=lambda number: {}):
@@ -297,7 +296,7 @@ def test_measurements_of_a_monitor_are_those_of_optax(settings):
     measures = {"norm": optax.tree.norm, "mean": optax.measure_with_ema(optax.tree.norm, 0.9)}
     after = optax.clip_by_global_norm(0.01), optax.adam(0.1)
     tx = optax.chain(optax.monitor(measures), *after)
-    params, wanted = alone(linear, tx, START)
+    params, wanted = run(LINEAR, tx, START)
     found, state = packaged(zero_on(**settings), tx, linear)
     if "states" not in settings:
         near(found, params)
@@ -305,7 +304,7 @@ def test_measurements_of_a_monitor_are_those_of_optax(settings):
         np.testing.assert_allclose(*(optax.tree.get(s, name) for s in (state, wanted)), rtol=1e-5)
 
 
-def first_update(grads, state, params=None):
+def meaned(grads, state, params=None):
     """Takes the initial state's factor; later ones take a mean of old and new."""
     if "mean" in state:
         grads = jax.tree.map(lambda old, new: 0.5 * (old + new), state["mean"], grads)
@@ -313,9 +312,7 @@ def first_update(grads, state, params=None):
     return jax.tree.map(jnp.negative, mean), {"mean": mean, "count": state["count"] + 1}
 
 
-SPECIAL = optax.GradientTransformation(
-    lambda _: {"factor": jnp.float32(3), "count": 0}, first_update
-)
+SPECIAL = optax.GradientTransformation(lambda _: {"factor": jnp.float32(3), "count": 0}, meaned)
 
 
 def test_the_first_update_is_made_once_and_not_by_a_skipped_step(skipped=2):
@@ -327,7 +324,7 @@ def test_the_first_update_is_made_once_and_not_by_a_skipped_step(skipped=2):
     assert (int(state.guard.skipped), int(state.inner.inner["count"])) == (skipped, 3)
     # Muon updates full matrices on assigned devices, in both branches.
     tx = optax.chain(SPECIAL, contrib.muon(0.1))
-    near(packaged(zero_on(), tx, linear)[0], alone(linear, tx, START)[0], atol=1e-4)
+    near(packaged(zero_on(), tx, linear)[0], run(LINEAR, tx, START)[0], atol=1e-4)
 
 
 def scaled(grads, state, params=None, *, factor, offsets, value, **_):
@@ -340,13 +337,11 @@ def test_arrays_by_name_reach_the_transformation():
     named = lambda number: {"factor": 0.1 * number, "offsets": offsets}  # noqa: E731
     wanted = lambda value, _, n: {"factor": 0.1 * n, "offsets": START, "value": value}  # noqa: E731
     found = packaged(zero_on(), tx, curved, named=named)[0]
-    near(found, alone(curved, tx, START, wanted)[0])
-
-
-def test_the_wrapped_state_has_the_attributes_of_its_own():
+    near(found, run(CURVED, tx, START, wanted)[0])
+    # A wrapped state has the attributes of its own.
     tx, average = contrib.schedule_free_sgd(0.3), contrib.schedule_free_eval_params
     params, state = packaged(zero_on(), tx, curved)
-    wanted, plain_state = alone(curved, tx, START)
+    wanted, plain_state = run(CURVED, tx, START)
     near(average(state, params), average(plain_state, wanted))
 
 
@@ -369,4 +364,4 @@ def test_a_users_step_passes_functions_or_parts_of_parameters(tx, stage):
     if tx is LOOKAHEAD:
         start, settings["part"] = optax.LookaheadParams.init_synced(START), lambda p: p.fast
     found = run(zero.value_and_grad(curved), zero.optimizer(tx), zero.shard(start), **settings)[0]
-    near(found, alone(curved, tx, start, **settings)[0])
+    near(found, run(CURVED, tx, start, **settings)[0])

@@ -310,16 +310,9 @@ def by_update(update):
     return optax.GradientTransformationExtraArgs(lambda _: {}, update)
 
 
-def growing(grads, state, params=None, **_):
-    return grads, {**state, str(len(state)): jnp.zeros(3)}
-
-
-CURVED = by_update(
-    lambda grads, _state, _params, *, curvature, **_: (grads, {"curvature": curvature})
-)
-
-
 # fmt: off
+GROWING = by_update(lambda grads, old, *_, **__: (grads, {**old, str(len(old)): jnp.zeros(3)}))
+CURVED = by_update(lambda grads, *_, curvature, **__: (grads, {"curvature": curvature}))
 # Words of the message, and the call.
 ROWS = [
     ("mesh 4", lambda: zero_jax.Zero(4)),
@@ -403,14 +396,14 @@ ROWS = [
     ("gradient w (4, 8)", lambda: updated(PRIVATE)),
     # With a transformation that needs the loss the update finds it, not `init`.
     ("gradient w (4, 8)", lambda: updated(optax.chain(PRIVATE, optax.polyak_sgd(0.1)))),
-    ("tx (3,)", lambda: state_of(by_update(growing))),
+    ("tx (3,)", lambda: state_of(GROWING)),
     ("tx curvature", lambda: traced(CURVED, curvature=jnp.ones(()))),
     ("'curvature' host", lambda: state_of(CURVED, offload="optimizer")),
     ("value_fn zero.value_and_grad", lambda: traced(optax.lbfgs(0.1))),
     ("grad_fn zero.value_and_grad", lambda: traced(SAM)),
     ("zero.value_and_grad", lambda: traced(LOOKAHEAD)),
     ("value", lambda: zero_on().train_step(loss, SGD)(None, None, X, value=1.0)),
-    ("grad_fn zero.value_and_grad", 
+    ("grad_fn zero.value_and_grad",
      lambda: zero_on().train_step(loss, SGD)(None, None, X, grad_fn=loss)),
 ]
 # fmt: on
