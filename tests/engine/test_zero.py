@@ -15,6 +15,7 @@ from one_device import Case, alone, zero_on
 from optax import contrib
 from problems import assert_bitwise, gpt_problem, zoo_params
 from test_outside import straight_through
+from test_partitioned import LOOKAHEAD, SAM
 
 import zero_jax
 from zero_jax.releases import CRASHES_ON_EMPTY
@@ -108,7 +109,7 @@ def test_steps_donate_and_compile_once():
     params, state, _ = step(params, tx.init(params), X)
     with pytest.raises(ValueError, match="22"):
         step(params, state, X[:22])
-    events, live = [], []
+    events = []
     heard = lambda name, *_, **__: events.append(name)  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(heard)
     jax.jit(lambda: 0)()
@@ -118,9 +119,7 @@ def test_steps_donate_and_compile_once():
         old = jax.tree.leaves((params, state))
         params, state, _ = step(params, state, X)
         assert all(x.is_deleted() for x in old)
-        live.append(sum(x.nbytes for x in jax.live_arrays()))
     jax.monitoring.unregister_event_duration_listener(heard)
-    assert max(live) <= live[0] + 64
     assert [name for name in events if "compile" in name] == compiled
 
 
@@ -237,8 +236,6 @@ def test_a_negative_weight_on_a_device_skips_the_step(stage, k):
 
 AUTO = {"axis_types": (jax.sharding.AxisType.Auto,) * 2}
 SGD = optax.sgd(1.0)
-SAM = contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
-LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 2, 0.5)
 PRIVATE = contrib.differentially_private_aggregate(1.0, 1.0, 0)
 
 
