@@ -103,7 +103,6 @@ def check_gradients(loss, params, x, sizes, rounding=1e-5, plain=None, **setting
 
 
 def audited(loss, make, x, sizes, **settings):
-    """The audit of the compiled gradient function."""
     zero = zero_on(sizes, **settings)
     lowered = jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(make), x)
     return zero_jax.audit(lowered.compile(), dict(zero.mesh.shape))

@@ -404,7 +404,7 @@ def haiku_forward(x):
 
 def of_equinox():
     def make(inverse=False):
-        layers = [eqx.nn.LayerNorm(10), eqx.nn.MLP(10, 10, 12, 1, key=KEY), eqx.nn.PReLU(0.1)]
+        layers = [eqx.nn.LayerNorm(10), eqx.nn.MLP(10, 10, 12, 1, key=KEY)]
         return eqx.filter(eqx.nn.Sequential(layers), eqx.is_array, inverse=inverse)
 
     static = make(inverse=True)

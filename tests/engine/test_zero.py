@@ -266,9 +266,9 @@ def differentiated(fn=loss, batch=X, params=None, has_aux=False, zero=None, **se
 
 
 def differentiated_under(axis):
-    params = zero_on().init(make)
+    params = zero_on().init(lambda: {"w": jnp.ones((10, 8))})
     with jax.set_mesh(mesh_of(axis)):
-        differentiated(params=params)
+        differentiated(lambda p, x: jnp.mean(x @ p["w"]), params=params)
 
 
 def in_dtype(dtype, **settings):
