@@ -80,9 +80,6 @@ def test_a_plan_names_the_layers_it_found_and_their_policy():
     assert all(words in text for words in ("6 scanned", "4 unrolled", "144", "block"))
 
 
-# Layers of a model that does not scan over them: stretches of its trace that repeat.
-
-
 def product(x, w):
     return jnp.tanh(x @ w)
 
@@ -312,8 +309,7 @@ def _options(width, scanned=True, **settings):
         conv = jnp.zeros((3, 3, 3 * width, 9 * width))
         return {"conv": conv, "blocks": blocks if scanned else [blocks] * 3}
 
-    batch = jax.ShapeDtypeStruct((16, width), jnp.float32)
-    ours, args = arguments(make, batch=batch, n=8, **settings)
+    ours, args = arguments(make, batch=jax.ShapeDtypeStruct((16, width), "f4"), n=8, **settings)
     return ours.train_step(loss, TX).compiler_options(*args)
 
 
@@ -427,7 +423,7 @@ def test_arrays_that_were_donated_or_are_donated_twice(tmp_path):
         with pytest.raises(ValueError, match=message):
             call(*args)
     # A copy may be donated.
-    train_step(*jax.tree.map(jnp.copy, new), ROW, new[0])
+    train_step(*jax.tree.map(jnp.copy, new), ROW, new[0], ROW)
     # With states in files too.
     _, train_step, (*before, _) = begun_affine(offload=f"optimizer:nvme={tmp_path}")
     _, state, _ = train_step(*before, ROW)

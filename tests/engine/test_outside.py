@@ -132,9 +132,10 @@ def test_captured_arrays_and_steps():
 
     def ours(scale):
         def loss(params, batch, key, count):
-            return mean(params, batch, scale) + jax.random.uniform(key, ()) * 0 + count
+            metric = jnp.sqrt(scale["weight"] * 0)  # its derivative is infinite
+            return mean(params, batch, scale) + jax.random.uniform(key, ()) * 0 + count, metric
 
-        return zero.value_and_grad(loss)(params, (X, IDS), key, 1)[0]
+        return zero.value_and_grad(loss, has_aux=True)(params, (X, IDS), key, 1)[0][0]
 
     def stepped(scale):
         own = zero.optimizer(tx)
@@ -223,7 +224,9 @@ LAYER = {
 # fmt: on
 
 
-@pytest.mark.parametrize(("count", "stage", "remat"), [(3, 3, "block"), (1, 0, "none")])
+@pytest.mark.parametrize(
+    ("count", "stage", "remat"), [(3, 3, "block"), (1, 0, "none"), (1, 3, "none")]
+)
 def test_gradients_are_those_of_jax(count, stage, remat):
     """The loss is a mean over devices of that of their two rows each."""
     keys = jax.random.split(jax.random.key(0), 3)[-count:]
@@ -363,6 +366,8 @@ def test_an_unsupported_annotation_names_its_line(name, model):
 def test_other_errors_beside_annotations_stay():
     with pytest.raises(ValueError, match="Incompatible shapes"):
         differentiated(lambda x: rows(x) + jnp.ones(5))
+    with pytest.raises(TypeError, match="dot_general"):
+        differentiated(lambda x: lax.dot(rows(x), jnp.ones((3, 3))))
 
 
 # Unchanged models: Equinox, Haiku, linen, NNX, plain functions.
@@ -447,11 +452,11 @@ def together(remat):
 
 
 @pytest.mark.parametrize(
-    ("own", "n", "settings"), [(False, 3, {"remat": "block"}), (True, 4, {"stage": 1})]
+    ("own", "n", "how"), [(False, 3, {"remat": "block"}), (True, 4, {"stage": 1, "remat": "dots"})]
 )
-def test_models_train_as_on_one_device(own, n, settings):
+def test_models_train_as_on_one_device(own, n, how):
     """With remat of the models or not. Not Adam: it makes steps of the rounding of a bias."""
-    check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, **settings)
+    check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, **how)
 
 
 @pytest.mark.parametrize(("stage", "jit"), [(2, nnx.jit), (3, lambda step: step)])

@@ -22,8 +22,7 @@ from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Splitter
 
 ROWS = np.linspace(-0.3, 1.0, 24, dtype=np.float32)  # divisible by every N below
-ADAM, SGD = optax.adamw(1e-2), optax.sgd(1.0)
-CLIP = optax.clip_by_global_norm(1.0)
+ADAM, SGD, CLIP = optax.adamw(1e-2), optax.sgd(1.0), optax.clip_by_global_norm(1.0)
 
 
 def odd_params(dtype=jnp.float32):
@@ -34,7 +33,6 @@ def odd_params(dtype=jnp.float32):
 
 def loss(params, rows):
     """A mean over rows, with gradients of both signs and of the size of one."""
-
     leaves = [(x, jnp.arange(x.size).reshape(x.shape)) for x in jax.tree.leaves(params)]
     return jnp.mean(jax.vmap(lambda row: sum(jnp.sin(x * row + n).sum() for x, n in leaves))(rows))
 

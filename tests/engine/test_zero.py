@@ -32,8 +32,7 @@ def make():
 
 
 X = jax.random.normal(jax.random.key(1), (24, 10))
-START = make()
-ZOO = functools.partial(zoo_params, 5)
+START, ZOO = make(), functools.partial(zoo_params, 5)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,6 @@ def stepped(zero, loss, tx, *batches):
 def test_finite_gradients_whose_squares_overflow_are_applied():
     loss = lambda p, x: 1e20 * jnp.mean(x @ p["w"])  # noqa: E731
     ((found, metrics),) = stepped(zero_on(), loss, optax.sgd(1e-20), SMALL)
-    # Of a mean over 16 rows and 8 columns.
     want = 1e20 * np.asarray(SMALL, np.float64).sum(0)[:, None] / (16 * 8) * np.ones((4, 8))
     assert metrics.skipped == 0
     np.testing.assert_allclose(float(metrics.grad_norm), np.linalg.norm(want), rtol=1e-5)
