@@ -8,7 +8,7 @@ import numpy as np
 import one_device
 import pytest
 from flax import nnx
-from one_device import ADAM, Case, alone, audited, check_gradients, check_parity
+from one_device import ADAM, Case, alone, audited, check_gradients, check_parity, zero_on
 
 import zero_jax
 from zero_jax.engine import at_home
@@ -95,7 +95,7 @@ def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     assert sent(audit, "reduce-scatter")[0] == once * (2 * WIDTH + CHOSEN)
     assert sent(audit, "all-to-all")[0] == 0
     # A plan counts the same, and indices.
-    zero, kinds = one_device.zero_on(sizes, remat=remat), ("all-gather", "reduce-scatter")
+    kinds, zero = ("all-gather", "reduce-scatter", "all-to-all"), zero_on(sizes, remat=remat)
     plan = zero.plan(own.loss, ADAM, zero.abstract(own.make), own.batch, has_aux=True)
     of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
     assert plan.token_words == pytest.approx(of_all, rel=0.02)

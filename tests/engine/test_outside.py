@@ -367,7 +367,7 @@ def test_other_errors_beside_annotations_stay():
     with pytest.raises(ValueError, match="Incompatible shapes"):
         differentiated(lambda x: rows(x) + jnp.ones(5))
     with pytest.raises(TypeError, match="dot_general"):
-        differentiated(lambda x: lax.dot(rows(x), jnp.ones((3, 3))))
+        differentiated(lambda x: rows(x) @ jnp.ones((3, 3)))
 
 
 # Unchanged models: Equinox, Haiku, linen, NNX, plain functions.
