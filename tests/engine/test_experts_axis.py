@@ -6,70 +6,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import one_device
-import optax
 import pytest
 from flax import nnx
-from one_device import ADAM, Case, alone, audited, check_gradients, check_parity
+from one_device import ADAM, Case, alone, audited, check_gradients, check_parity, zero_on
 
 import zero_jax
 from zero_jax.engine import at_home
 from zero_jax.models import decoder
 from zero_jax.models.experts import Experts
-from zero_jax.plan import expert_words
 
 LAYERS, WIDTH, HIDDEN, ROWS, TOKENS, CHOSEN = 2, 6, 10, 24, 8, 2
-BOTH, REPLICAS = {"experts": 2, "data": 2}, {"replica": 2, "experts": 2, "data": 2}
-MODEL, FOUR = {"experts": 2, "data": 2, "model": 2}, {"experts": 4, "data": 1}
+BOTH, FOUR = {"experts": 2, "data": 2}, {"experts": 4, "data": 1}
 DOTS = jax.checkpoint_policies.dots_saveable
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 sent = functools.partial(one_device.sent, axis="experts", dtypes=("f32",))
 
 
-def config_of(experts, capacity):
+@functools.cache
+def problem(experts, capacity):
+    """Layers of experts between two matrices; the loss returns a row's choices without room too."""
     mixture = decoder.Mixture(experts, CHOSEN, capacity=capacity, balance=0.02, z=0.001)
     sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
-    heads = {"heads": 1, "kv_heads": 1, "head_dim": WIDTH}
-    return decoder.DecoderConfig(**sizes, **heads, loss_chunk=16, mixture=mixture)
+    config = decoder.DecoderConfig(**sizes, heads=1, kv_heads=1, head_dim=6, mixture=mixture)
+    draw = np.random.default_rng(0).standard_normal
+    create = nnx.vmap(lambda rngs: Experts(config, 0.02, rngs))
+    create = nnx.split_rngs(splits=LAYERS)(create)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+    rows, ends = (draw(s, np.float32) for s in ((ROWS, TOKENS, WIDTH), (2, WIDTH, WIDTH)))
 
+    def make():
+        state = nnx.state(create(nnx.Rngs(0)), nnx.Param)
+        # Large enough that experts differ.
+        layers = jax.tree.map(lambda x: 15 * x if x.ndim > 3 else x, state)
+        return {"layers": layers, "embed": ends[0] / 2, "head": ends[1] / 2}
 
-class Stack(nnx.Module):
-    """Layers of experts between two matrices."""
-
-    def __init__(self, config, rngs):
-        create = nnx.vmap(lambda rngs: Experts(config, 0.02, rngs))
-        self.layers = nnx.split_rngs(splits=LAYERS)(create)(rngs)
-        self.embed, self.head = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
-
-    def loss(self, x_BxTxD):
+    def loss(params, x_BxTxD):
         def layer(x_BxTxD, experts):
             out, routed = experts(x_BxTxD)
             return x_BxTxD + out, routed
 
         scan = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-        x_BxTxD, routed = scan(self.embed(x_BxTxD), self.layers)
-        made = jnp.tanh(self.head(x_BxTxD))
-        return (jnp.sum(made**2), jnp.float32(made.size)), routed
+        x_BxTxD, routed = scan(x_BxTxD @ params["embed"], nnx.merge(graph, params["layers"]))
+        made = jnp.tanh(x_BxTxD @ params["head"])
+        return zero_jax.Weighted(jnp.sum(made**2), made.size), routed.dropped_B.sum(0)
 
-
-@functools.cache
-def problem(experts, capacity, model=Stack, loss_of=Stack.loss):
-    """A model with experts, whose loss also returns the choices without room in each row."""
-    config = config_of(experts, capacity)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: model(config, nnx.Rngs(0))))
-
-    def make():
-        params = nnx.state(model(config, nnx.Rngs(0)), nnx.Param)
-        # Large enough that experts differ.
-        return jax.tree.map(lambda x: 15 * x if x.ndim > 3 else x, params)
-
-    def loss(params, batch):
-        pair, routed = loss_of(nnx.merge(graph, params), batch)
-        return zero_jax.Weighted(*pair), jnp.atleast_2d(routed.dropped_B).sum(0)
-
-    draw = np.random.default_rng(0)
-    rows = draw.standard_normal((ROWS, TOKENS, WIDTH), np.float32)
-    tokens = draw.integers(0, 11, (ROWS, TOKENS + 1))
-    return Case(make, loss, rows if model is Stack else tokens)
+    return Case(make, loss, rows)
 
 
 # With 24 experts there are fewer tokens than rows of experts, and tokens are gathered.
@@ -78,16 +58,11 @@ def problem(experts, capacity, model=Stack, loss_of=Stack.loss):
     [
         (4, 0.75, {"experts": 4, "data": 2}, {"stage": 0}),
         (4, 0.75, {"experts": 2, "data": 1}, {"stage": 1, "micro_batches": 2}),
-        (4, 0.75, REPLICAS, {"hierarchical": True, "remat": "block_sqrt"}),
-        (4, 0.75, MODEL, {"remat": "dots"}),
+        (4, 0.75, BOTH | {"replica": 2}, {"hierarchical": True, "remat": "block_sqrt"}),
+        (4, 0.75, BOTH | {"model": 2}, {"remat": "dots"}),
         (4, 0.75, BOTH, {"offload": "optimizer,params", "remat": "block@host"}),
         (3, None, {"experts": 3, "data": 1}, {}),  # as many groups as experts
-        (24, 2.0, {"experts": 3, "data": 1}, {"remat": "dots"}),
         (24, 2.0, BOTH, {"stage": 2, "micro_batches": 2}),
-        SLOW(24, 2.0, REPLICAS, {"remat": "block"}),
-        SLOW(24, 2.0, MODEL, {"remat": "block"}),
-        SLOW(4, 0.75, BOTH, {"tx": optax.lamb(1e-3, eps=1e-4)}),
-        SLOW(4, 0.75, BOTH, {"tx": optax.contrib.muon(1e-3)}),
     ],
 )
 def test_steps_equal_one_device(experts, capacity, sizes, settings):
@@ -98,81 +73,33 @@ def test_steps_equal_one_device(experts, capacity, sizes, settings):
     assert (sent(audit, "all-to-all")[0] > 0) == (experts < 24)
 
 
-@pytest.mark.slow
-def test_steps_of_a_decoder_equal_one_device():
-    own = problem(4, 0.75, decoder.Decoder, decoder.routed_loss)
-    check_parity(own, BOTH, remat="block")
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-def test_rows_are_sent_and_experts_are_not(monkeypatch, groups):
+def test_rows_are_sent_and_experts_are_not(monkeypatch):
     """Six all-to-alls a layer, whatever the size of experts; in parts as much in more messages."""
-    own, data = problem(4, 0.75), 4 // groups
-    rows = LAYERS * (ROWS // 4) * 4 * config_of(4, 0.75).mixture.room(TOKENS)
-    share = LAYERS * 4 * 3 * WIDTH * HIDDEN // groups if data > 1 else 0
-    for parts in (1, 3)[:data]:
-        audit = check_parity(own, {"experts": groups, "data": data}, remat="block")
+    own, share = problem(4, 0.75), LAYERS * 4 * 3 * WIDTH * HIDDEN // 2
+    rows = LAYERS * (ROWS // 4) * 4 * 3  # room for 0.75 x 8 tokens x 2 choices / 4 experts
+    for parts in (1, 3):
+        audit = check_parity(own, BOTH, remat="block")
         assert sent(audit, "all-to-all") == (6 * rows * WIDTH, 6 * LAYERS * parts)
         assert sent(audit, "all-gather", axis="data")[0] == 2 * share
         assert sent(audit, "reduce-scatter", axis="data")[0] == share
         monkeypatch.setattr(at_home, "PART_BYTES", 1)
 
 
-@pytest.mark.parametrize(
-    ("groups", "data", "remat", "gathered"), [(4, 2, "block", 3), (2, 2, "none", 2)]
-)
-def test_elements_sent_are_those_of_tokens(groups, data, remat, gathered):
+@pytest.mark.parametrize(("groups", "remat", "gathered"), [(4, "block", 3), (2, "none", 2)])
+def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     """Tokens forward, again where they are recomputed, and what backward has of the sums; beside
     them weights of K choices each, and none of experts."""
-    own, sizes = problem(24, None), {"experts": groups, "data": data}
-    audit, once = check_parity(own, sizes, remat=remat), LAYERS * ROWS // data * TOKENS
+    own, sizes = problem(24, None), {"experts": groups, "data": 2}
+    audit, once = check_parity(own, sizes, remat=remat), LAYERS * ROWS // 2 * TOKENS
     assert sent(audit, "all-gather")[0] == once * (gathered * WIDTH + (gathered - 1) * CHOSEN)
     assert sent(audit, "reduce-scatter")[0] == once * (2 * WIDTH + CHOSEN)
     assert sent(audit, "all-to-all")[0] == 0
     # A plan counts the same, and indices.
-    zero = one_device.zero_on(sizes, remat=remat)
+    kinds, zero = ("all-gather", "reduce-scatter", "all-to-all"), zero_on(sizes, remat=remat)
     plan = zero.plan(own.loss, ADAM, zero.abstract(own.make), own.batch, has_aux=True)
-    kinds = ("all-gather", "reduce-scatter", "all-to-all")
     of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
     assert plan.token_words == pytest.approx(of_all, rel=0.02)
-    # So many tokens that experts are as short on the wire, gathered twice and reduced once.
-    even = expert_words.even(config_of(24, None), groups, groups * data, remat)
-    experts = LAYERS * 24 * 3 * WIDTH * HIDDEN
-    tokens = (gathered + 2) * LAYERS * even * groups * WIDTH * (1 - 1 / groups)
-    share = experts / groups * (1 - 1 / data)
-    assert 3 * experts * (1 - 1 / (groups * data)) == pytest.approx(3 * share + tokens)
 
-
-@pytest.mark.slow
-def test_adapters_and_8_bit_state_beside_experts_train_as_when_gathered():
-    own = problem(4, 0.75)
-    rows = jax.ShapeDtypeStruct(own.batch.shape, jnp.float32)
-    adapted = zero_jax.Lora(rank=2).adapt(own.loss, jax.eval_shape(own.make), rows)
-    adapters = Case(adapted.init(own.make), adapted.loss, own.batch)
-    for each, settings in ((own, {"states": "8bit"}), (adapters, {"frozen": adapted.frozen})):
-        ours, gathered = (
-            one_device.trained(each, sizes, **settings) for sizes in (BOTH, {"data": 1})
-        )
-        np.testing.assert_allclose(ours[0], gathered[0], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_checkpoints_move_between_axes(tmp_path):
-    _, step, (*states, batch) = one_device.begun(problem(4, 0.75), {"experts": 4, "data": 2})
-    *states, _ = step(*states, batch)
-    with zero_jax.Checkpoints(tmp_path) as store:
-        store.save(1, tuple(states))
-    for sizes in ({"data": 8}, {"experts": 2, "data": 1}, REPLICAS):
-        _, step, (*like, batch) = one_device.begun(problem(4, 0.75), sizes)
-        with zero_jax.Checkpoints(tmp_path, read_only=True) as store:
-            restored = store.restore(tuple(like), say=lambda _: None).tree
-        metrics = step(*restored, batch)[2]
-        np.testing.assert_allclose(
-            metrics.loss, alone(problem(4, 0.75), ADAM, 2)[0][1, 0], rtol=1e-5
-        )
-
-
-# Losses that multiply with experts in another form.
 
 NAMES = ("experts", None, None)
 X = jax.random.normal(jax.random.key(1), (8, 8))
@@ -202,12 +129,12 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("form", PRODUCTS.values(), ids=PRODUCTS)
-def test_products_of_any_form(form):
+def test_products_of_any_form():
     def loss(params, x_BxD):
-        return jnp.mean(form(params["w"][...], x_BxD * jnp.arange(1.0, 5.0)[:, None, None]) ** 2)
+        x_ExBxD = x_BxD * jnp.arange(1.0, 5.0)[:, None, None]
+        return sum(jnp.mean(form(params[n][...], x_ExBxD) ** 2) for n, form in PRODUCTS.items())
 
-    check_gradients(loss, {"w": experts_param()}, X, BOTH)
+    check_gradients(loss, {name: experts_param() for name in PRODUCTS}, X, BOTH)
 
 
 def in_chunks(w, x):
@@ -216,25 +143,23 @@ def in_chunks(w, x):
     return jnp.concatenate(list(made), 1)
 
 
-def checkpointed(w, x, policy=None):
-    return jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w, policy=policy)(w, x)
+def layer(w, x):
+    return jnp.tanh(x @ w) @ w
 
 
-POLICY = functools.partial(checkpointed, policy=DOTS)
+@pytest.mark.parametrize("remat", ["block", DOTS])
+def test_products_in_loops_and_checkpoints_of_the_model(remat):
+    forms = [in_chunks, jax.checkpoint(layer), jax.checkpoint(layer, policy=DOTS)]
 
-
-@pytest.mark.parametrize(
-    ("run", "remat"),
-    [(in_chunks, "none"), (in_chunks, "block"), (checkpointed, "dots"), (POLICY, DOTS)],
-)
-def test_products_in_loops_and_checkpoints_of_the_model(run, remat):
     def loss(params, x_BxD):
-        def layer(x_BxD, w):
-            return x_BxD + run(w, jnp.broadcast_to(x_BxD, (4, *x_BxD.shape))).mean(0), None
+        def one(x_BxD, weights):
+            rows = jnp.broadcast_to(x_BxD, (4, *x_BxD.shape))
+            made = [form(w, rows).mean(0) for form, w in zip(forms, weights, strict=True)]
+            return x_BxD + sum(made), None
 
-        return jnp.mean(jax.lax.scan(layer, x_BxD, params["w"][...])[0] ** 2)
+        return jnp.mean(jax.lax.scan(one, x_BxD, [w[...] for w in params])[0] ** 2)
 
-    params = {"w": experts_param((3, 4, 8, 8), (None, *NAMES))}
+    params = [experts_param((3, 4, 8, 8), (None, *NAMES)) for _ in forms]
     check_gradients(loss, params, X, BOTH, remat=remat)
 
 
@@ -259,10 +184,6 @@ SOURCE, PICKED, PLACES = DRAW(T + 1, size=(E, C)), DRAW(E + 1, size=(T, K)), DRA
 BATCH = np.random.default_rng(4).standard_normal((8, T, D), np.float32)
 
 
-def picking_params():
-    return {"w": experts_param((E, D, D)), "o": jnp.asarray(BATCH[0, :D, :2])}
-
-
 def rows_of(x_TxD):
     return x_TxD.at[SOURCE].get(mode="fill", fill_value=0)
 
@@ -280,14 +201,6 @@ def summed(made_ExCxD, mode="fill", value=0, kind=np.int32):
     return at.get(mode=mode, fill_value=value).sum(1)
 
 
-def usual(params, x_TxD):
-    return summed(run(params, x_TxD)) * x_TxD
-
-
-def matrix_behind(params, x_TxD):
-    return summed(run(params, x_TxD)) @ params["o"]
-
-
 def one_expert_of_all(params, x_TxD):
     """Its index does not name the expert."""
     dims = jax.lax.GatherDimensionNumbers((1,), (0, 1), (1,))
@@ -296,39 +209,29 @@ def one_expert_of_all(params, x_TxD):
 
 
 PICKS = {
-    "usual": usual,
+    "usual": lambda p, x: summed(run(p, x)) * x,
     "a pad": lambda p, x: summed(times(p, jnp.concatenate([x, jnp.zeros((1, D))])[SOURCE])),
     "rows read twice": lambda p, x: summed(run(p, x)) + rows_of(x).sum((0, 1)),
     "clipped": lambda p, x: summed(run(p, x), "clip", None) * x,
     "filled with ones": lambda p, x: summed(run(p, x), "fill", 1) * x,
     "one expert of all": one_expert_of_all,
-    "to experts again": lambda p, x: times(p, usual(p, x)[None] + jnp.zeros((E, 1, 1))),
+    "to experts again": lambda p, x: times(p, (summed(run(p, x)) * x)[None] + jnp.zeros((E, 1, 1))),
     "summed, and to experts": lambda p, x: times(p, summed(run(p, x))[None, :E].swapaxes(0, 1)),
     "one number": lambda p, x: ((summed(run(p, x)) * 2).sum() / 8).astype(jnp.bfloat16),
-    "a matrix behind": matrix_behind,
+    "a matrix behind": lambda p, x: summed(run(p, x)) @ p["o"],
     "a scale behind": lambda p, x: summed(run(p, x)) * p["o"][0, 0],
     "small indices": lambda p, x: summed(run(p, x), kind=np.int8),
 }
 
 
-def over_rows(form, params, x_BxTxD):
-    made = jax.vmap(lambda x_TxD: form(params, x_TxD))(x_BxTxD)
-    return jnp.mean(jnp.tanh(made.astype(jnp.float32)))
-
-
 @pytest.mark.parametrize("name", PICKS)
 def test_rows_picked_in_any_form(name):
-    rounding = 1e-2 if name == "one number" else 1e-5
-    check_gradients(
-        functools.partial(over_rows, PICKS[name]), picking_params(), BATCH, BOTH, rounding
-    )
+    def loss(params, x_BxTxD):
+        made = jax.vmap(functools.partial(PICKS[name], params))(x_BxTxD)
+        return jnp.mean(jnp.tanh(made.astype(jnp.float32)))
 
-
-def test_a_matrix_behind_multiplies_tokens_of_the_device_alone():
-    """A sum is sent before it is multiplied: FLOPs are those of the device's two rows of eight."""
-    forms = (functools.partial(over_rows, form) for form in (matrix_behind, usual))
-    more, fewer = (audited(form, picking_params, BATCH, FOUR).flops for form in forms)
-    assert more - fewer == 3 * 2 * (2 * T) * D * 2
+    params = {"w": experts_param((E, D, D)), "o": jnp.asarray(BATCH[0, :D, :2])}
+    check_gradients(loss, params, BATCH, BOTH, 1e-2 if name == "one number" else 1e-5)
 
 
 @pytest.mark.parametrize(
