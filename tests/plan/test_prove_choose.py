@@ -21,14 +21,8 @@ STATES = ("none", "optimizer,params")
 
 @functools.cache
 def plan(candidate, compile):
-    zero = zero_jax.Zero(
-        zero_jax.abstract_mesh(N),
-        candidate.stage,
-        precision=zero_jax.Precision("bf16", reduce="bf16"),
-        remat=candidate.remat,
-        offload=candidate.offload,
-    )
-    case = Case(CONFIG, zero, "adamw", ROWS * N)
+    settings = candidate.settings | {"precision": zero_jax.Precision("bf16", reduce="bf16")}
+    case = Case(CONFIG, zero_jax.Zero(zero_jax.abstract_mesh(N), **settings), "adamw", ROWS * N)
     return case.plan(candidate.stage, target="h100" if compile else None)
 
 
@@ -47,11 +41,8 @@ def by_search(tried, limit):
 
 def test_auto_picks_what_a_search_over_all_h100_programs_picks():
     zero = zero_jax.Zero(zero_jax.abstract_mesh(N), "auto", remat="block")
-    tried = [
-        c
-        for c in of_zero(zero, 1, "h100", born=False)
-        if c.stage > 1 and c.remat in REMAT and str(c.offload) in STATES
-    ]
+    kept = lambda c: c.stage > 1 and c.remat in REMAT and str(c.offload) in STATES  # noqa: E731
+    tried = list(filter(kept, of_zero(zero, 1, "h100", born=False)))
     assert len(tried) == 8
     limits = sorted({plan(c, True).total_bytes for c in tried})
     picked = set()

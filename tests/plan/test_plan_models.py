@@ -1,7 +1,12 @@
-"""Plans of partitioned experts: memory and communication, beside compiled programs."""
+"""Plans of folders, of adapters beside a frozen base, and of partitioned experts.
 
+Bytes and words are by hand, or those of programs for H100.
+"""
+
+import collections
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,60 +16,105 @@ from flax import nnx
 from test_plan import case
 
 import zero_jax
+from zero_jax.adapters.lora import Lora
 from zero_jax.commands import plan as command
 from zero_jax.engine import lifetimes
 from zero_jax.hlo import targets
-from zero_jax.models import decoder, families
+from zero_jax.interchange import folder_config
+from zero_jax.models import decoder, decoder_config, families, hf
 from zero_jax.plan import expert_words, flat_program, memory, under_way
 from zero_jax.plan.case import Case
 from zero_jax.plan.planning import turned_bytes
 from zero_jax.plan.plans import Plan, Predicted
+from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding import cuts
 
+# Adapters of rank 16 beside a base in nf4, of 4.25 bits a parameter of a matrix; the rest in bf16.
+
+
+def sizes(config):
+    """Parameters in matrices of layers, in the rest, and in adapters."""
+    layer = decoder_config.layer_shapes(config)
+    pairs = [shape for shape in layer.values() if len(shape) == 2]
+    matrices = config.layers * sum(a * b for a, b in pairs)
+    adapters = config.layers * 16 * sum(a + b for a, b in pairs)
+    return matrices, families.num_params(config) - matrices, adapters
+
+
+def stored(config, devices):
+    """Bytes of the frozen base, and of adapters with Adam's two moments, on one device."""
+    matrices, rest, adapters = sizes(config)
+    return (4.25 / 8 * matrices + 2 * rest + 12 * adapters) / devices
+
+
+def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_gradients(tmp_path):
+    config = families.preset("qwen3-0.6b", layers=2, width=64, hidden=128, vocab=256)
+    (tmp_path / "config.json").write_text(json.dumps(hf.json_of(config, "bfloat16")))
+    assert folder_config.config(tmp_path) == config
+    lora = ["--lora", 16, "--base", "nf4"]
+    plan = case("--hf", tmp_path, "--devices", 4, "--seq", 64, *lora).plan(3)
+    batch = 65 * 4
+    assert plan.predicted.argument_bytes - batch == pytest.approx(stored(config, 4), rel=3e-2)
+    matrices, _, adapters = sizes(config)
+    whole, adapted = TextModel(config), TextModel(config, Lora())
+    less = whole.flops_per_token(64) - adapted.flops_per_token(64)
+    assert less == 2 * (matrices + config.vocab * config.width) - 6 * adapters
+
+
+@pytest.mark.compile
+def test_qlora_of_70b_on_8_h100_holds_no_matrix_whole():
+    lora = ["--lora", 16, "--base", "nf4"]
+    plan = case("--model", "llama-3.1-70b", "--devices", 8, *lora).plan(3, target="h100")
+    compiled, predicted = plan.compiled, plan.predicted
+    assert compiled.argument_bytes == predicted.argument_bytes
+    assert compiled.alias_bytes == predicted.alias_bytes
+    assert compiled.total_bytes < 13e9
+    config = families.preset("llama-3.1-70b")
+    # Vectors that are too small to be partitioned are replicated.
+    assert compiled.argument_bytes == pytest.approx(stored(config, 8), rel=1e-3)
+    matrices, rest, adapters = sizes(config)
+    sent = collections.Counter()
+    for one in compiled.collectives:
+        sent[one.kind] += one.bytes * one.runs
+    # Twice what layers multiply with, once the head, which nothing is learned of; of the embedding
+    # rows are looked up; of gradients the adapters' alone, in fp32.
+    assert sent["reduce-scatter"] == pytest.approx(4 * adapters, rel=1e-3)
+    wanted = 2 * (4.25 / 8 * matrices + 2 * adapters) + 2 * (rest - config.vocab * config.width)
+    assert sent["all-gather"] == pytest.approx(wanted, rel=1e-3)
+
+
+# Partitioned experts.
 # fmt: off
 CONFIG = decoder.DecoderConfig(
     layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, vocab=64, seq=32,
     loss_chunk=64, mixture=decoder.Mixture(4, 2, capacity=1.0),
 )
 # fmt: on
-TX = optax.adamw(1e-3)
-SLOW = pytest.mark.slow
 
 
-def make():
-    return nnx.state(decoder.Decoder(CONFIG, nnx.Rngs(0)), nnx.Param)
+def test_bytes_and_words_are_those_of_the_program():
+    """Two groups of two devices at stage 3."""
 
+    def make():
+        return nnx.state(decoder.Decoder(CONFIG, nnx.Rngs(0)), nnx.Param)
 
-def loss(params, rows):
-    graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(CONFIG, nnx.Rngs(0))))
-    pair, routed = decoder.routed_loss(nnx.merge(graph, params), rows)
-    return zero_jax.Weighted(*pair), routed
+    def loss(params, rows):
+        graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(CONFIG, nnx.Rngs(0))))
+        pair, routed = decoder.routed_loss(nnx.merge(graph, params), rows)
+        return zero_jax.Weighted(*pair), routed
 
-
-@pytest.mark.parametrize(
-    ("stage", "experts", "data"),
-    [
-        *((1, 4, 1), (3, 2, 2)),
-        *(pytest.param(*row, marks=SLOW) for row in [(0, 2, 2), (2, 4, 2), (3, 4, 1)]),
-    ],
-)
-def test_bytes_and_words_are_those_of_the_program(stage, experts, data):
-    devices = experts * data
-    mesh = zero_jax.make_mesh(experts=experts, devices=jax.devices()[:devices])
-    zero = zero_jax.Zero(mesh, stage, remat="block")
-    rows = jax.ShapeDtypeStruct((8, 17), jnp.int32)
-    plan = zero.plan(loss, TX, zero.abstract(make), rows, has_aux=True, compile=True)
-    shapes = jax.eval_shape(make)
-    closed = memory.estimate(shapes, shards=devices, stage=stage, tx=TX, experts=experts)
-    assert plan.compiled.argument_bytes == closed.at_rest + 8 // devices * 17 * 4
+    zero = zero_jax.Zero(zero_jax.make_mesh(experts=2, devices=jax.devices()[:4]), 3, remat="block")
+    rows, tx = jax.ShapeDtypeStruct((8, 17), jnp.int32), optax.adamw(1e-3)
+    plan = zero.plan(loss, tx, zero.abstract(make), rows, has_aux=True, compile=True)
+    closed = memory.estimate(jax.eval_shape(make), shards=4, stage=3, tx=tx, experts=2)
+    assert plan.compiled.argument_bytes == closed.at_rest + 8 // 4 * 17 * 4
     # Tokens go there and back, forward twice and backward.
     room, D = CONFIG.mixture.room(16), CONFIG.width
-    assert plan.token_words == 6 * CONFIG.layers * (8 // devices) * 4 * room * D
+    assert plan.token_words == 6 * CONFIG.layers * (8 // 4) * 4 * room * D
     assert plan.compiled.words["all-to-all"] == plan.token_words
-    if stage == 3:  # small leaves, which are replicated, count here
-        predicted = plan.token_words / plan.num_params + 3 * plan.travelling
-        found = plan.compiled.words_per_param(plan.num_params)
-        assert found == pytest.approx(predicted, rel=0.06)
+    predicted = plan.token_words / plan.num_params + 3 * plan.travelling
+    found = plan.compiled.words_per_param(plan.num_params)
+    assert found == pytest.approx(predicted, rel=0.06), "small leaves, which are replicated, count"
 
 
 BELOW = "shorter on the wire at stage 3 below"
@@ -81,10 +131,9 @@ BELOW = "shorter on the wire at stage 3 below"
 def test_the_command_says_from_how_many_tokens_on_experts_are_better_gathered(
     args, words, capsys, monkeypatch
 ):
-    def planned(self, stage, **options):
-        return Plan(stage, 1, "block", {"data": 64}, 1, (), 0, Predicted(4, 8, 0, {}))
-
-    monkeypatch.setattr(Case, "plan", planned)
+    held = Predicted(4, 8, 0, {})
+    plan = lambda self, stage, **_: Plan(stage, 1, "block", {"data": 64}, 1, (), 0, held)  # noqa: E731
+    monkeypatch.setattr(Case, "plan", plan)
     given = ["--model", "mixtral-8x7b", "--devices", "64", "--batch-per-device", "4"]
     assert command.main([*given, "--capacity", "1.0", *args]) == 0
     said = capsys.readouterr().out
@@ -108,24 +157,17 @@ def test_from_there_on_gathering_sends_as_many_words():
     """By hand: three products of 4096 x 14336 each; of what is sent 7 / 8 leave a device."""
     tokens = expert_words.even(MIXTRAL, 8, 8, "block")
     assert 3 * EXPERTS * 7 / 8 == pytest.approx(6 * 32 * tokens * 2 * 4096 * 7 / 8)
-    at = functools.partial(expert_words.groups, MIXTRAL, 8, remat="block")
-    assert (at(tokens=int(tokens) - 1), at(tokens=int(tokens) + 1)) == (8, 1)
     assert expert_words.groups(families.preset("qwen3-8b"), 64, 1, "block") == 1
     # Qwen3's eight choices of 128 at capacity 1.25: tokens are gathered in 8 groups on a host.
     config = families.with_capacity(families.preset("qwen3-30b-a3b"), 1.25)
     experts = config.layers * 128 * 3 * config.width * config.hidden
     tokens = expert_words.even(config, 8, 8, "block")
     assert 3 * experts == pytest.approx(5 * config.layers * tokens * 8 * config.width)
-
-
-def test_between_hosts_a_gather_shares_wires_and_an_all_to_all_has_one():
-    """By hand, in seconds: a ring of 64 has eight cards of 50 GB/s a host, and a group a host."""
+    # Between hosts, in seconds: a ring of 64 has eight cards of 50 GB/s a host, and a group a host.
     h100 = targets.target("h100")
     tokens = expert_words.even(MIXTRAL, 8, 64, "block", h100)
-    gathered = 3 * EXPERTS * 63 / 64 / 400e9
-    own = 3 * EXPERTS / 8 * 7 / 8 / 450e9
-    rows = 6 * 32 * tokens * 2 * 4096 * 7 / 8 / 50e9
-    assert gathered == pytest.approx(own + rows)
+    own, rows = 3 * EXPERTS / 8 * 7 / 8 / 450e9, 6 * 32 * tokens * 2 * 4096 * 7 / 8 / 50e9
+    assert 3 * EXPERTS * 63 / 64 / 400e9 == pytest.approx(own + rows)
     at = functools.partial(expert_words.groups, MIXTRAL, 64, remat="block", target=h100)
     assert (at(tokens=int(tokens) - 1), at(tokens=int(tokens) + 1)) == (8, 1)
 
@@ -155,9 +197,6 @@ def test_what_is_not_partitioned_along_its_first_dim_is_turned():
         values = [flat_program.Value(shape, "bfloat16", 2) for shape in (whole, part)]
         one = flat_program.Operation(name, values[:1], values[1:], [], [], True, "")
         assert under_way.is_turned(one) == turned
-
-
-# Programs for H100.
 
 
 @pytest.mark.compile
