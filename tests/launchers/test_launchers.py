@@ -3,11 +3,14 @@
 They need Debian's slurm-wlm and openmpi-bin, and run with -m launchers.
 """
 
+import contextlib
+import getpass
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import slurm_cluster
-from test_resume import RUN, curve
-from test_train import finish, folder, metrics, start
+from small_runs import RUN, curve, finish, folder, metrics, start
+
+from training.supervise import free_address
 
 pytestmark = pytest.mark.launchers
 __all__ = ["folder"]  # a fixture
@@ -26,6 +29,71 @@ __all__ = ["folder"]  # a fixture
 ROOT = Path(__file__).parents[2]
 STEPS = 40
 ARGS = [*RUN, *f"--warmup 2 --steps {STEPS} --checkpoint-every 3 --dead-after 5".split()]
+# JAX looks for the coordinator on the first node, so that has to be a name of this machine.
+NODES = (socket.gethostname(), "zz-second")
+# fmt: off
+SETTINGS = {  # of slurm.conf
+    "ClusterName": "here", "SlurmctldHost": "localhost(127.0.0.1)", "AuthType": "auth/none",
+    "CredType": "cred/none", "AuthInfo": "cred_expire=5", "MpiDefault": "none",
+    "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/none",
+    "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core",
+    "SlurmdParameters": "config_overrides", "JobAcctGatherType": "jobacct_gather/none",
+    "AccountingStorageType": "accounting_storage/none", "ReturnToService": 2, "KillWait": 5,
+}
+PATHS = {  # below the folder
+    "SlurmctldPidFile": "slurmctld.pid", "SlurmdPidFile": "slurmd.%n.pid",
+    "SlurmdSpoolDir": "spool.%n", "StateSaveLocation": "state",
+    "SlurmctldLogFile": "slurmctld.log", "SlurmdLogFile": "slurmd.%n.log",
+}
+# fmt: on
+
+
+def wait(until, folder, seconds=240):
+    end = time.monotonic() + seconds
+    while not until():
+        logs = [path.read_text()[-2000:] for path in folder.glob("*.log")]
+        assert time.monotonic() < end, "\n".join(logs)
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def cluster(folder):
+    """Starts a slurmctld and two slurmd; yields a function that runs one of SLURM's commands.
+
+    The folder's path has to be short: sockets in it may have 108 characters.
+    """
+    environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf", "JAX_PLATFORMS": "cpu"}
+    ports, user = [free_address().rpartition(":")[2] for _ in range(3)], getpass.getuser()
+    settings = SETTINGS | {"SlurmUser": user, "SlurmdUser": user, "SlurmctldPort": ports[0]}
+    settings |= {key: folder / name for key, name in PATHS.items()}
+    lines = [f"{key}={value}" for key, value in settings.items()]
+    for node, port in zip(NODES, ports[1:], strict=True):
+        at = f"NodeHostname={NODES[0]} NodeAddr=127.0.0.1 Port={port} CPUs=8"
+        lines.append(f"NodeName={node} {at}")
+    lines += ["PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP", ""]
+    (folder / "slurm.conf").write_text("\n".join(lines))
+    (folder / "state").mkdir()
+
+    def run(*command):
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    def is_idle():
+        return run("sinfo", "-hN").count("idle") == len(NODES)
+
+    # Own sessions: a Ctrl-C in the terminal does not end them.
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
+    commands = (("slurmctld", "-D"), *(("slurmd", "-D", "-N", name) for name in NODES))
+    running = [subprocess.Popen(x, start_new_session=True, **options) for x in commands]
+    try:
+        wait(is_idle, folder, 60)
+        yield run
+    finally:
+        run("scancel", "--user", user)
+        with contextlib.suppress(AssertionError):
+            wait(is_idle, folder, 60)
+        for process in reversed(running):
+            process.terminate()
+            process.wait(timeout=30)
 
 
 def script_of_the_docs(tasks, command):
@@ -69,19 +137,24 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
     own = ["--out", str(folder / "out"), "--data", str(folder / "text.txt"), *ARGS]
     command = [sys.executable, str(ROOT / "train.py"), *own, "--devices", str(tasks)]
     (folder / "job.sh").write_text(script_of_the_docs(tasks, " ".join(command)))
+    log = folder / "job.log"
     short = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    with short as slurm, slurm_cluster.Cluster(Path(slurm)) as cluster:
-        log = folder / "job.log"
-        job = cluster.run("sbatch", "--parsable", f"--output={log}", str(folder / "job.sh")).strip()
-        cluster.wait(lambda: last_step() >= 8)
+    with short as name, cluster(Path(name)) as run:
+
+        def job(key):
+            record = run("scontrol", "show", "job", number)
+            return dict(re.findall(r"(\w+)=(\S*)", record))[key]
+
+        number = run("sbatch", "--parsable", f"--output={log}", str(folder / "job.sh")).strip()
+        wait(lambda: last_step() >= 8, Path(name))
         # The signal shortly before the time limit: it saves, and is requeued.
-        cluster.run("scancel", "--signal=USR1", job)
-        cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
+        run("scancel", "--signal=USR1", number)
+        wait(lambda: job("Restarts") == "1", Path(name))
         stopped = last_step()
-        cluster.wait(lambda: last_step() >= stopped + 5)
+        wait(lambda: last_step() >= stopped + 5, Path(name))
         kill(tasks - 1)
-        cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")
-        assert cluster.job(job)["Restarts"] == "2"
+        wait(lambda: job("JobState") == "COMPLETED", Path(name))
+        assert job("Restarts") == "2"
     text = log.read_text()
     assert text.count("Going on from") == 2, text
     assert f"process {tasks - 1} (pid" in text and "is gone" in text, text
@@ -98,10 +171,8 @@ def test_a_run_by_mpirun_with_a_killed_task_resumes(folder, tasks):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options["env"] = {**os.environ, "JAX_PLATFORMS": "cpu"}
     first = subprocess.Popen(command, **options)
-    end = time.monotonic() + 240
-    while last_step() < 8:
-        assert first.poll() is None and time.monotonic() < end, first.communicate()[0]
-        time.sleep(0.2)
+    wait(lambda: last_step() >= 8 or first.poll() is not None, folder)
+    assert first.poll() is None, first.communicate()[0]
     kill(1)
     text, _ = first.communicate(timeout=120)
     assert first.returncode != 0, text
