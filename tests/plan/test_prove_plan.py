@@ -1,15 +1,9 @@
-"""Plans whose programs are compiled for H100 ahead of time, with and without a model axis.
-
-Counts along `model` are Megatron's (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2).
-"""
+"""Plans whose programs are compiled for H100 ahead of time, with and without a model axis."""
 
 import functools
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
-from networks import TX
 from test_plan import SCRIPT, case
 
 import zero_jax
@@ -93,22 +87,13 @@ def test_the_largest_buffer_is_the_same_whatever_the_models_size(model, stage):
         assert found.compiled.total_bytes < 4.6e9, "GSPMD's: 4.99 GB"
 
 
-def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_path, capsys):
-    """Leaves of 5 GB are sent in pieces of 1 GiB."""
-    args = ["--model", "1t", "--devices", "1024", "--batch-per-device", "1", "--reduce", "bf16"]
-    known, printed = compiled_for_h100(tmp_path, *args), capsys.readouterr().out
-    assert known["compiled"]["total_bytes"] < 80e9 and abs(known["error"]) < 0.1
-    assert known["words_per_param"] == pytest.approx(3, rel=0.01)
-    assert "fits in 78.15 GB" in printed and "Largest temporaries" in printed
-
-
 def test_auto_and_meshes_prove_their_choice_and_say_what_they_dropped(tmp_path, capsys):
     path = tmp_path / "plan.json"
     args = ["--model", "1.5b", "--devices", "8", "--memory-limit", "10", "--auto"]
     assert command.main([*args, "--json", str(path)]) == 0
     known, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert known["compiled"]["total_bytes"] <= 10e9
-    assert "too much" in printed and "fits, taken" in printed
+    assert "too much" in printed and "fits, taken" in printed and "Largest temporaries" in printed
     assert (known["stage"], known["remat"]) == (3, "none")
     args = ["--model", "nano", "--devices", "4", "--batch-per-device", "2", "--seq", "64"]
     assert command.main(["meshes", *args, "--reduce", "bf16"]) == 0
@@ -116,91 +101,33 @@ def test_auto_and_meshes_prove_their_choice_and_say_what_they_dropped(tmp_path, 
     assert said.count("fastest that fits") == 1 and "take model=" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_micro_batches_of_layers_that_are_not_scanned_hold_what_was_predicted(remat):
-    """And not all layers at once: 8 of width 2048, each gathered twice for each micro-batch."""
-    layers, width, k = 8, 2048, 2
-
-    def loss(params, x):
-        for layer in params:
-            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    mesh, matrix = zero_jax.abstract_mesh(8), (width, width)
-    zero = zero_jax.Zero(mesh, 3, micro_batches=k, remat=remat, precision="bf16")
-    params = zero.abstract(lambda: [{k: jnp.ones(matrix) for k in ("up", "down")}] * layers)
-    batch = jax.ShapeDtypeStruct((8 * 512, width), jnp.bfloat16)
-    plan = zero.plan(loss, TX, params, batch, target="h100")
-    assert plan.compiled.argument_bytes == plan.predicted.argument_bytes
-    whole = 2 * plan.num_params  # gathered, which all at once are beside gradients and saved values
-    assert plan.compiled.temp_bytes < 1.25 * whole
-    assert abs(plan.error) < {"none": 0.3, "block": 0.1}[remat], plan.error
-    # What the backward pass begins with need not be gathered again.
-    assert 3 * k - 0.2 < plan.words_per_param < 3 * k + 0.01
-
-
-# Tensor parallelism: 7.5B, 36 layers of 4096 on 8 hosts of 8, N = 8, MP = 8, 4 rows of 1024 tokens.
-
-D, L, ROWS, T = 4096, 36, 4, 1024
-RESIDUAL = ROWS * T * D  # b·s·h elements
-
-
-@functools.cache
-def parallel(*more, mp=8, stage=3):
-    args = ["--model", "7.5b", "--devices", 64, "--model-parallel", mp, "--stage", stage]
-    args += ["--batch-per-device", ROWS, "--reduce", "bf16", *more]
-    return case(*args).plan(stage, target="h100")
-
-
-def along_model(*more):
-    """Kind and dtype of what goes along `model`, one entry a residual stream and run; XLA sends
-    two of them in one collective where it can."""
-    found = [c for c in parallel(*more).compiled.collectives if c.axis == "model"]
-    large = [(c, c.runs * c.elements // RESIDUAL) for c in found if c.elements % RESIDUAL == 0]
-    return [(c.kind, c.dtype) for c, times in large for _ in range(times)]
-
-
-@pytest.mark.parametrize(("mp", "stage", "factor"), [(2, 3, 3), (8, 1, 2), (8, 3, 3)])
-def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, factor):
-    found = parallel(mp=mp, stage=stage)
+@pytest.mark.parametrize(
+    ("mp", "stage", "factor", "more"),
+    [
+        (2, 3, 3, ["--remat", "block@partitioned"]),
+        (8, 1, 2, []),
+        (8, 3, 3, ["--sequence-parallel"]),
+        (8, 3, 3, []),
+    ],
+)
+def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, factor, more):
+    """7.5B, 36 layers of 4096 on 8 hosts of 8, N = 8, MP = 8, 4 rows of 1024 tokens."""
+    args = ["--model", "7.5b", "--devices", 64, "--model-parallel", mp, "--stage", stage, *more]
+    args += ["--batch-per-device", 4, "--reduce", "bf16"]
+    found = case(*args).plan(stage, target="h100")
     assert found.predicted.argument_bytes == found.compiled.argument_bytes
     assert found.predicted.alias_bytes == found.compiled.alias_bytes
-    assert abs(found.error) < 0.05
+    assert abs(found.error) < 0.06
     # Along data, for its part of the model. What is replicated on the model axis is a part in 1,300
     # of the model, but MP times that of Ψ / MP.
     assert found.words_per_param == pytest.approx(factor, rel=0.007)
-    if (mp, stage) == (8, 3):  # one part in N times MP, but of biases, norms and positions
-        whole = L * 13 * D + T * D + 2 * D
+    if mp == 8 and stage == 3:  # one part in N times MP, but of biases, norms and positions
+        whole = 36 * 13 * 4096 + 1024 * 4096 + 2 * 4096
         split = gpt.num_params(gpt.preset("7.5b")) - whole
-        scalars, rows = 16 + 4 + 4, ROWS * (T + 1) * 4  # the guard, Adam's count, its schedule's
+        scalars, rows = 16 + 4 + 4, 4 * 1025 * 4  # the guard, Adam's count, its schedule's
         want = 12 * (split // 64 + whole // 8) + scalars + rows
         assert found.compiled.argument_bytes == want
-
-
-def test_a_layer_sends_five_all_reduces_and_with_sequence_parallelism_their_halves():
-    # Two forward, two backward, one to recompute: the second sum of a layer is not needed again by
-    # its backward pass. One for the embedding.
-    assert along_model() == [("all-reduce", "bf16")] * (5 * L + 1)
-    runs = along_model("--sequence-parallel")
-    # Forward 2 and 2, recomputed 2 and 1, backward 2 and 2; embedding and head once each.
-    assert runs.count(("reduce-scatter", "bf16")) == 5 * L + 1
-    assert runs.count(("all-gather", "bf16")) == pytest.approx(6 * L, abs=4)
-    assert set(runs) == {("reduce-scatter", "bf16"), ("all-gather", "bf16")}
-    plain, split = (
-        [t.bytes for t in parallel(*more).compiled.peak.temporaries]
-        for more in ((), ("--sequence-parallel",))
-    )
-    assert 2 * L * RESIDUAL in plain and 2 * L * RESIDUAL not in split
-    assert 2 * L * RESIDUAL // 8 in split
-
-
-def test_partitioned_activations_take_saved_inputs_to_one_part_in_mp_or_to_host_memory():
-    whole, split = parallel(), parallel("--remat", "block@partitioned")
-    fallen = whole.compiled.temp_bytes - split.compiled.temp_bytes
-    assert fallen >= 0.9 * 2 * L * RESIDUAL * (1 - 1 / 8)
-    more = split.compiled.words_along("model") - whole.compiled.words_along("model")
-    assert more == L * RESIDUAL, "one gather a layer, in the backward pass"
-    assert more < 0.1 * whole.compiled.words_along("model")
-    found = parallel("--remat", "block@partitioned+host")
-    assert found.compiled.host_bytes == found.predicted.host == 2 * L * RESIDUAL // 8
-    assert found.compiled.temp_bytes < whole.compiled.temp_bytes - 0.9 * 2 * L * RESIDUAL
+    saved = 2 * 36 * 4 * 1024 * 4096  # a residual stream a layer, in bf16
+    temporaries = [t.bytes for t in found.compiled.peak.temporaries]
+    assert (saved in temporaries) == (more == [])
+    assert (saved // mp in temporaries) == (more != [])
