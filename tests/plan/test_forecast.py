@@ -8,7 +8,6 @@ import re
 import jax
 import jax.numpy as jnp
 import networks
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from networks import AHEAD, LONG, ON_GPUS, WIDE, N
@@ -159,33 +158,14 @@ def test_the_next_micro_batch_has_gathered_what_it_reads_first():
     assert two == 2 * net.V * net.D + 2 * net.layer
 
 
-# When values are in memory, by the habits of XLA for GPUs and without them.
-
-
-def most(fn, of_gpus):
-    """Matrices that are made and in memory at the worst instant."""
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    flat = flatten(jax.make_jaxpr(fn)(x, x))
-    end = len(flat.operations)
-    spans = spans_of(flat.operations, set(flat.outputs), end, of_gpus)
-    spans = [s for s in spans if s.value.bytes == 4 * 8 * 8]
-    return max(sum(s.start <= at <= s.stop for s in spans) for at in range(2 * end + 1))
-
-
 def read_again(x, w):
     y = x @ w
     return jnp.tanh(y) @ w + y
 
 
-def attention(x, w):
+def attention(x, w, scored=True):
     scores = x @ w
-    values = jnp.exp(scores) @ w @ w
-    return (scores * values) @ w
-
-
-def alone(x, w):
-    values = jnp.exp(x @ w) @ w @ w
-    return (x * values) @ w
+    return ((scores if scored else x) * (jnp.exp(scores) @ w @ w)) @ w
 
 
 def summed(x, w, barrier=jax.lax.optimization_barrier):
@@ -193,24 +173,30 @@ def summed(x, w, barrier=jax.lax.optimization_barrier):
     return jnp.sin(total) @ w @ w @ w + total
 
 
-@pytest.mark.parametrize(
-    ("fn", "on_gpus", "without"),
-    [
-        # A fused result is written over what it is made of if nobody needs that.
-        (lambda x, w: jnp.tanh(x @ w) @ w @ w, 2, 3),
-        (read_again, 3, 3),
-        (lambda x, w: jnp.exp((x @ w).at[2].add(1.0)) @ w, 2, None),  # a scatter too
-        # One kernel makes what is made of the same value: the first of it waits for the second.
-        (attention, 4, None),
-        (alone, 2, None),
-        # Nothing is fused through a barrier: a sum in front is in memory, its parts are not.
-        (functools.partial(summed, barrier=lambda x: x), 4, None),
-        (summed, 3, None),
-    ],
-)
+# fmt: off
+MATRICES = [  # that are made and in memory at the worst instant, by XLA for GPUs and without habits
+    # A fused result is written over what it is made of if nobody needs that.
+    (lambda x, w: jnp.tanh(x @ w) @ w @ w, 2, 3),
+    (read_again, 3, 3),
+    (lambda x, w: jnp.exp((x @ w).at[2].add(1.0)) @ w, 2, None),  # a scatter too
+    # One kernel makes what is made of the same value: the first of it waits for the second.
+    (attention, 4, None), (functools.partial(attention, scored=False), 2, None),
+    # Nothing is fused through a barrier: a sum in front is in memory, its parts are not.
+    (functools.partial(summed, barrier=lambda x: x), 4, None), (summed, 3, None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("fn", "on_gpus", "without"), MATRICES)
 def test_matrices_in_memory(fn, on_gpus, without):
-    assert most(fn, True) == on_gpus
-    assert without is None or most(fn, False) == without
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    flat = flatten(jax.make_jaxpr(fn)(x, x))
+    end = len(flat.operations)
+    for of_gpus, want in (True, on_gpus), (False, without):
+        spans = spans_of(flat.operations, set(flat.outputs), end, of_gpus)
+        spans = [s for s in spans if s.value.bytes == 4 * 8 * 8]
+        most = max(sum(s.start <= at <= s.stop for s in spans) for at in range(2 * end + 1))
+        assert want in (None, most)
 
 
 # Traces: calls written out, loops and branches kept as bodies.
@@ -244,15 +230,10 @@ def test_loops_and_branches_are_bodies_of_which_literals_are_no_inputs():
     sums = lambda x: jax.lax.scan(lambda h, row: (h + jnp.sum(row), None), 0.0, x)[0]  # noqa: E731
     (loop,) = flat_of(sums, jnp.ones((5, 3))).operations
     assert [theirs.shape for _, theirs in loop.bodies[0].given] == [(5, 3)]
-
-
-def test_the_backward_pass_is_marked():
-    def f(x, w):
-        return jnp.sum(jnp.sin(x @ w))
-
-    flat = flat_of(jax.grad(f, 1), jnp.ones((2, 3)), jnp.ones((3, 4)))
+    sines = lambda x, w: jnp.sum(jnp.sin(x @ w))  # noqa: E731
+    flat = flat_of(jax.grad(sines, 1), jnp.ones((2, 3)), jnp.ones((3, 4)))
     found = {back: {o.name for o in flat.operations if o.backward == back} for back in (0, 1)}
-    assert {"dot_general", "cos"} <= found[0] and "dot_general" in found[1]
+    assert {"dot_general", "cos"} <= found[0] and "dot_general" in found[1], "it is marked"
 
 
 def test_the_part_of_one_device_is_found_under_calls():
@@ -267,20 +248,17 @@ def test_the_part_of_one_device_is_found_under_calls():
 
 def test_arrays_that_a_loss_closes_over_are_no_parameters():
     """shard_map puts them before its inputs; the terms of the parameters stay what they were."""
-    mask = jnp.arange(16.0)
 
-    def planned(closed):
-        def loss(params, x):
-            y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
-            return jnp.mean((y * mask if closed else y) ** 2)
+    def planned(mask):
+        class Masked(networks.Network):
+            def loss(self, params, x):
+                return jnp.mean(jnp.square(networks.scanned(x, params["layers"]) * mask()))
 
-        zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="block")
-        params = zero.abstract(lambda: {"w": jnp.zeros((6, 16, 16))})
-        batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-        terms = zero.plan(loss, optax.sgd(0.1), params, batch).predicted.terms
-        return [terms[name] for name in ("copy", "saved", "gradients")]
+        found = Masked(**vars(LONG)).forecast(3).terms
+        return [found[name] for name in ("copy", "saved", "gradients")]
 
-    assert planned(True) == planned(False)
+    closed = jnp.arange(64.0)
+    assert planned(lambda: closed) == planned(lambda: jnp.arange(64.0))
 
 
 # A split over a model axis of 4: of x before, of the result after.
@@ -326,9 +304,7 @@ def test_a_split_spreads(fn, dim, want):
 
 
 def test_a_loop_that_starts_whole_and_becomes_split_is_split():
-    def grow(w):
-        return jax.lax.scan(lambda c, x: (c + x, None), jnp.zeros(8), w)[0]
-
+    grow = lambda w: jax.lax.scan(lambda c, x: (c + x, None), jnp.zeros(8), w)[0]  # noqa: E731
     flat = flatten(jax.make_jaxpr(grow)(ONES((3, 8))), [1], M)
     assert flat.results[0].split == 0
     (loop,) = [o for o in flat.operations if o.name == "scan"]
@@ -337,21 +313,14 @@ def test_a_loop_that_starts_whole_and_becomes_split_is_split():
 
 def test_parts_that_are_manual_over_model_see_pieces_and_constraints_split():
     mesh, spec = zero_jax.abstract_mesh(2, model=M), PartitionSpec(None, "model")
-
-    def product(piece):
-        return jnp.sin(piece @ ONES((2, 2)))
-
-    def f(x):
-        return jax.shard_map(
-            product, in_specs=spec, out_specs=spec, axis_names={"model"}, check_vma=False
-        )(x)
-
+    options = {"axis_names": {"model"}, "check_vma": False}
+    product = lambda piece: jnp.sin(piece @ ONES((2, 2)))  # noqa: E731
     with jax.sharding.use_abstract_mesh(mesh):
-        flat = flatten(jax.make_jaxpr(f)(ONES((6, 8))), [None], M)
+        mapped = jax.shard_map(product, in_specs=spec, out_specs=spec, **options)
+        flat = flatten(jax.make_jaxpr(lambda x: mapped(x))(ONES((6, 8))), [None], M)
     (dot,) = [o for o in flat.operations if o.name == "dot_general"]
     assert dot.outputs[0].shape == (6, 2)
     assert (flat.inputs[0].split, flat.results[0].split) == (1, 1), "what is handed in pieces too"
-
     sharding = NamedSharding(mesh, spec)
     constrained = lambda x: jax.lax.with_sharding_constraint(x, sharding)  # noqa: E731
     assert spread(jax.make_jaxpr(constrained)(ONES((6, 8))).eqns[0], [0]) == [1]

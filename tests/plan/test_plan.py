@@ -43,10 +43,11 @@ PSI, LAYER = gpt.num_params(gpt.preset("7.5b")), 12 * 4096**2 + 13 * 4096
 HIDDEN = 4 * 1024 * 4096 * 2  # bytes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def planned_once():
-    """Plans of a case are made once, whatever limit they are compared with; no curves are."""
-    planned = functools.cache(Case.plan)
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """What a script gets from the call that the documentation shows, without --compile. Plans of a
+    case are made once, whatever limit they are compared with; no curves are."""
+    planned, path = functools.cache(Case.plan), tmp_path_factory.mktemp("plan") / "plan.json"
 
     def plan(self, stage, **options):
         zero = dataclasses.replace(self.zero, memory_limit=None)
@@ -55,17 +56,10 @@ def planned_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Case, "plan", plan)
         patch.setattr(Case, "states", lambda self, n, stage: (16 - 4 * stage) * PSI // n)
-        yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """What a script gets from the call that the documentation shows, without --compile."""
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
-    picture = path.with_suffix(".png")
-    assert command.main([*SCRIPT, "--json", str(path), "--plot", str(picture)]) == 0
-    assert picture.stat().st_size > 10_000
-    return json.loads(path.read_text())
+        picture = path.with_suffix(".png")
+        assert command.main([*SCRIPT, "--json", str(path), "--plot", str(picture)]) == 0
+        assert picture.stat().st_size > 10_000
+        yield json.loads(path.read_text())
 
 
 def test_terms_follow_their_formulas_and_sum_up(data):
@@ -96,33 +90,25 @@ def test_terms_follow_their_formulas_and_sum_up(data):
     assert layers <= stages[3]["gradients"] <= layers + 4 * 50304 * 4096 + 2 * LAYER
 
 
-@pytest.mark.parametrize(
-    ("limit", "fit", "advice"),
-    [
-        ("80", 3, "take --stage 3: the shortest step of those that fit. "),
+def test_the_command_says_which_stages_fit_and_which_to_take(data, capsys, monkeypatch, tmp_path):
+    """Stages are compared by estimated seconds, not by elements sent: stage 2 sends less."""
+    for limit, fit, advice in [
         ("15", 1, "take --stage 3: no other fits. "),
         ("0.1", 0, "none fits: "),
-    ],
-)
-def test_the_command_says_which_stages_fit_and_which_to_take(capsys, limit, fit, advice):
-    """The model is compared by estimated seconds, not by elements sent: stage 2 sends less."""
-    assert command.main([*SCRIPT, "--memory-limit", limit]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (said,) = (x for x in lines if x.startswith("in ") and " fit" in x)
-    assert said.count("does not fit") == 4 - fit and said.count(" fits") == fit
-    took = lines[-1]
-    assert took.startswith(advice), took
-    if limit == "80":  # 4 x 1024 tokens at 4 passes, and 7.456e9 parameters over the 400 GB/s
-        products = 4096 * gpt.flops_per_token(gpt.preset("7.5b", seq=1024), 1024) / 989.4e12
-        exposed = 7.456e9 * 2 * 63 / 64 / 400e9
-        least, *others = (float(x) for x in re.findall(r"([0-9.]+) s\b", took))
-        assert least == pytest.approx(products * 4 / 3, rel=0.02)
-        assert others == pytest.approx([products * 4 / 3 + exposed] * 2, rel=0.02)
-
-
-def test_no_advice_for_a_device_without_figures_and_no_picture_without_matplotlib(
-    capsys, monkeypatch, tmp_path
-):
+        ("80", 3, "take --stage 3: the shortest step of those that fit. "),
+    ]:
+        assert command.main([*SCRIPT, "--memory-limit", limit]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (said,) = (x for x in lines if x.startswith("in ") and " fit" in x)
+        assert said.count("does not fit") == 4 - fit and said.count(" fits") == fit
+        assert lines[-1].startswith(advice), lines[-1]
+    # 4 x 1024 tokens at 4 passes, and 7.456e9 parameters over the 400 GB/s
+    products = 4096 * gpt.flops_per_token(gpt.preset("7.5b", seq=1024), 1024) / 989.4e12
+    exposed = 7.456e9 * 2 * 63 / 64 / 400e9
+    least, *others = (float(x) for x in re.findall(r"([0-9.]+) s\b", lines[-1]))
+    assert least == pytest.approx(products * 4 / 3, rel=0.02)
+    assert others == pytest.approx([products * 4 / 3 + exposed] * 2, rel=0.02)
+    # No advice for a device without figures, and no picture without matplotlib.
     assert command.main([*SCRIPT, "--target", "cpu"]) == 0
     assert "take --stage" not in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -146,14 +132,12 @@ def test_the_options_of_a_zero_reach_it_from_both_command_lines():
 NET = Network(L=3, D=16, B=1, T=8)
 
 
-def with_statistics(params, batch, stats, key):
-    noise = jax.random.normal(key, ())
-    return NET.loss(params, batch) + noise, {"mean": 0.9 * stats["mean"] + jnp.mean(batch)}
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
-    """The loss has statistics and a key."""
+    def with_statistics(params, batch, stats, key):
+        noise = jax.random.normal(key, ())
+        return NET.loss(params, batch) + noise, {"mean": 0.9 * stats["mean"] + jnp.mean(batch)}
+
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage)
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch, stats = jnp.ones((8, 8, 16)), {"mean": jnp.zeros(())}
@@ -252,7 +236,7 @@ def test_at_rest_equals_the_bytes_of_the_arrays(n, stage):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_terms_and_words_are_those_of_the_paper(k):
+def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     """bf16, Adam, biases replicated nowhere; stage 3 gathers one layer."""
     shapes = jax.eval_shape(lambda: {"w": jnp.zeros((6, 64, 64)), "b": jnp.zeros((6, 64))})
     psi, n, layer, tx = 6 * 64 * 65, 8, 64 * 65, optax.adam(1e-3)
@@ -266,12 +250,9 @@ def test_terms_and_words_are_those_of_the_paper(k):
     totals = [x.total for x in found]
     assert totals == sorted(totals, reverse=True) and totals[3] < totals[0] / 4
     assert [memory.words_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
-
-
-def test_frozen_leaves_have_neither_state_nor_gradients():
-    shapes, tx = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, optax.adam(1e-3)
     free, frozen = (
         memory.estimate(shapes, shards=1, stage=0, tx=tx, frozen=f) for f in (None, "w")
     )
-    assert free.state - frozen.state == 2 * 4 * 64
-    assert (free.gradients, frozen.gradients) == (4 * 64, 0)
+    assert free.state - frozen.state == 2 * 4 * 6 * 64 * 64, "nothing for what is frozen"
+    assert (free.gradients, frozen.gradients) == (4 * psi, 4 * 6 * 64)
+    assert memory.words_per_param(3, k, trained=0.5) == 2.5 * k
