@@ -96,21 +96,6 @@ def cluster(folder):
             process.wait(timeout=30)
 
 
-def script_of_the_docs(tasks, command):
-    """Returns the batch script of docs/checkpoints.md for two nodes and no GPUs."""
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
-    (script,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
-    changes = [
-        (r"--nodes=2-8 --ntasks-per-node=8 --gpus-per-node=8", f"--nodes=2 -n {tasks}"),
-        (r"srun python train.py .*", f"srun {command}"),
-        (r"export JAX_COMPILATION_CACHE_DIR.*\n", ""),  # of GPU programs, and on a shared disk
-    ]
-    for old, new in changes:
-        script, count = re.subn(old, new, script)
-        assert count == 1, old
-    return script
-
-
 def last_step():
     try:
         return max(line["step"] for line in metrics("out"))
@@ -136,7 +121,17 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
     assert shutil.which("slurmctld"), "install slurm-wlm"
     own = ["--out", str(folder / "out"), "--data", str(folder / "text.txt"), *ARGS]
     command = [sys.executable, str(ROOT / "train.py"), *own, "--devices", str(tasks)]
-    (folder / "job.sh").write_text(script_of_the_docs(tasks, " ".join(command)))
+    # The batch script of the docs, for two nodes and no GPUs.
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    (script,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
+    for old, new in [
+        (r"--nodes=2-8 --ntasks-per-node=8 --gpus-per-node=8", f"--nodes=2 -n {tasks}"),
+        (r"srun python train.py .*", f"srun {' '.join(command)}"),
+        (r"export JAX_COMPILATION_CACHE_DIR.*\n", ""),  # of GPU programs, and on a shared disk
+    ]:
+        script, count = re.subn(old, new, script)
+        assert count == 1, old
+    (folder / "job.sh").write_text(script)
     log = folder / "job.log"
     short = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with short as name, cluster(Path(name)) as run:

@@ -18,11 +18,7 @@ from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import STATES, Candidate, combinations
 from zero_jax.plan.tables import gigabytes
 
-TX = optax.adamw(1e-3)
-
-
-def ignore(_):
-    pass
+TX, ignore = optax.adamw(1e-3), [].append
 
 
 # With few rows parameters, not activations, fill the memory.
@@ -223,11 +219,8 @@ def test_steps_of_stages_and_of_micro_batches_are_compared_by_seconds_and_then_b
     fits = lambda c: c.stage == 3 and (c.remat == "block" or c.micro_batches > 1)  # noqa: E731
     plan = planner(lambda c: 1.0 if c.remat == "none" else 1.2, lambda c: 100 if fits(c) else 200)
     assert chosen(combinations(2), plan) == Candidate(3, 2, "none")
-
-
-def test_what_no_program_that_fits_can_be_slower_than_is_not_compiled():
-    """Where all fit, those of the fewest micro-batches of each stage are compiled, and of these as
-    many policies as steps get shorter."""
+    # Where all fit, those of the fewest micro-batches of each stage are compiled, and of these as
+    # many policies as steps get shorter.
     seen, said, tried = [], [], combinations(4)
     search(tried, planner(1.0, seen=seen), 100, said.append)
     found = [c for c, compile in seen if compile]
@@ -237,7 +230,6 @@ def test_what_no_program_that_fits_can_be_slower_than_is_not_compiled():
 
 
 # Host memory.
-
 TIERS = combinations(1, remat="block", places=("host",), states=STATES)
 
 
@@ -248,16 +240,6 @@ def only_stage_3(candidate):
 def in_host(candidate):
     states = {"none": 0, "optimizer": 800, "optimizer,params": 1200}[str(candidate.offload)]
     return states + (300 if "host" in candidate.remat else 0)
-
-
-def test_seconds_of_the_link_to_host_memory_count():
-    for link, want in (0.05, Candidate(2, 1, "block", STATES[1])), (0.5, Candidate(3, 1, "block")):
-        plan = planner(
-            lambda c: 0.9 if c.stage == 2 else 1.0,
-            lambda c: 100 if c.stage == 3 or c.uses_host else 200,
-            link=lambda c, link=link: link if c.uses_host else 0.0,
-        )
-        assert chosen(combinations(1, remat="block", states=STATES[:2]), plan) == want
 
 
 def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
@@ -276,6 +258,14 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     chosen(TIERS, planner(host=in_host, seen=seen))
     first = [c for c, compile in seen if not compile]
     assert first == [Candidate(2, 1, "block")], "none is planned before its turn can come"
+    # Seconds of the link count too.
+    for link, want in (0.05, Candidate(2, 1, "block", STATES[1])), (0.5, Candidate(3, 1, "block")):
+        plan = planner(
+            lambda c: 0.9 if c.stage == 2 else 1.0,
+            lambda c: 100 if c.stage == 3 or c.uses_host else 200,
+            link=lambda c, link=link: link if c.uses_host else 0.0,
+        )
+        assert chosen(combinations(1, remat="block", states=STATES[:2]), plan) == want
 
 
 def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_left_out():

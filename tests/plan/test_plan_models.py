@@ -3,7 +3,6 @@
 Bytes and words are by hand, or those of programs for H100.
 """
 
-import collections
 import dataclasses
 import functools
 import json
@@ -29,57 +28,24 @@ from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding import cuts
 
-# Adapters of rank 16 beside a base in nf4, of 4.25 bits a parameter of a matrix; the rest in bf16.
-
-
-def sizes(config):
-    """Parameters in matrices of layers, in the rest, and in adapters."""
-    pairs = [shape for shape in decoder_config.layer_shapes(config).values() if len(shape) == 2]
-    matrices = config.layers * sum(a * b for a, b in pairs)
-    adapters = config.layers * 16 * sum(a + b for a, b in pairs)
-    return matrices, families.num_params(config) - matrices, adapters
-
-
-def stored(config, devices):
-    """Bytes of the frozen base, and of adapters with Adam's two moments, on one device."""
-    matrices, rest, adapters = sizes(config)
-    return (4.25 / 8 * matrices + 2 * rest + 12 * adapters) / devices
-
 
 def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_gradients(tmp_path):
     config = families.preset("qwen3-0.6b", layers=2, width=64, hidden=128, vocab=256)
     (tmp_path / "config.json").write_text(json.dumps(hf.json_of(config, "bfloat16")))
     assert folder_config.config(tmp_path) == config
+    # Adapters of rank 16 beside a base in nf4, of 4.25 bits a parameter of a matrix, the rest in
+    # bf16; Adam's two moments of adapters alone.
+    pairs = [shape for shape in decoder_config.layer_shapes(config).values() if len(shape) == 2]
+    matrices = config.layers * sum(a * b for a, b in pairs)
+    adapters = config.layers * 16 * sum(a + b for a, b in pairs)
+    stored = 4.25 / 8 * matrices + 2 * (families.num_params(config) - matrices) + 12 * adapters
     lora = ["--lora", 16, "--base", "nf4"]
     plan = case("--hf", tmp_path, "--devices", 4, "--seq", 64, *lora).plan(3)
     batch = 65 * 4
-    assert plan.predicted.argument_bytes - batch == pytest.approx(stored(config, 4), rel=3e-2)
-    matrices, _, adapters = sizes(config)
+    assert plan.predicted.argument_bytes - batch == pytest.approx(stored / 4, rel=3e-2)
     whole, adapted = TextModel(config), TextModel(config, Lora())
     less = whole.flops_per_token(64) - adapted.flops_per_token(64)
     assert less == 2 * (matrices + config.vocab * config.width) - 6 * adapters
-
-
-@pytest.mark.compile
-def test_qlora_of_70b_on_8_h100_holds_no_matrix_whole():
-    lora = ["--lora", 16, "--base", "nf4"]
-    plan = case("--model", "llama-3.1-70b", "--devices", 8, *lora).plan(3, target="h100")
-    compiled = plan.compiled
-    assert compiled.argument_bytes == plan.predicted.argument_bytes
-    assert compiled.alias_bytes == plan.predicted.alias_bytes
-    assert compiled.total_bytes < 13e9
-    config = families.preset("llama-3.1-70b")
-    # Vectors that are too small to be partitioned are replicated.
-    assert compiled.argument_bytes == pytest.approx(stored(config, 8), rel=1e-3)
-    matrices, rest, adapters = sizes(config)
-    sent = collections.Counter()
-    for one in compiled.collectives:
-        sent[one.kind] += one.bytes * one.runs
-    # Twice what layers multiply with, once the head, which nothing is learned of; of the embedding
-    # rows are looked up; of gradients the adapters' alone, in fp32.
-    assert sent["reduce-scatter"] == pytest.approx(4 * adapters, rel=1e-3)
-    wanted = 2 * (4.25 / 8 * matrices + 2 * adapters) + 2 * (rest - config.vocab * config.width)
-    assert sent["all-gather"] == pytest.approx(wanted, rel=1e-3)
 
 
 # Partitioned experts.
@@ -183,15 +149,11 @@ def test_what_is_not_partitioned_along_its_first_dim_is_turned():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("remat", "most_bytes", "most_seconds"), [("dots", 33.8e9, 0.56), ("block", 14.2e9, 0.70)]
-)
-def test_mixtral_on_64(remat, most_bytes, most_seconds, tmp_path, every_pass):
+def test_mixtral_on_64(tmp_path, every_pass):
     args = ["--model", "mixtral-8x7b", "--devices", 64, "--batch-per-device", 4, "--reduce", "bf16"]
-    of = case(*args, "--experts", 8, "--capacity", 1.0, "--remat", remat)
-    told = {"latencies": tmp_path / "step.pbtxt"} if remat == "dots" else {}
-    plan = of.plan(3, target="h100", **told)
-    assert plan.compiled.total_bytes <= most_bytes
-    assert plan.time.seconds <= most_seconds
-    assert plan.words_per_param < 0.61
-    assert abs(plan.error) < 0.05
+    for remat, most_bytes, most_seconds in ("dots", 33.8e9, 0.56), ("block", 14.2e9, 0.70):
+        told = {"latencies": tmp_path / "step.pbtxt"} if remat == "dots" else {}
+        of = case(*args, "--experts", 8, "--capacity", 1.0, "--remat", remat)
+        plan = of.plan(3, target="h100", **told)
+        assert plan.compiled.total_bytes <= most_bytes and plan.time.seconds <= most_seconds
+        assert plan.words_per_param < 0.61 and abs(plan.error) < 0.05

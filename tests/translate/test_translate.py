@@ -11,8 +11,8 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -28,65 +28,60 @@ from zero_jax.translate.command import main, translate
 
 DATA, ROOT = pathlib.Path(__file__).parent / "data", pathlib.Path(__file__).parents[2]
 BF16 = {"precision": "bf16", "reduce": "bf16"}  # FSDP and DeepSpeed reduce gradients in it
-HYSTERESIS = "fp16.hysteresis"  # DeepSpeed waits for two overflows
-FP16 = {"precision": "fp16", "unsupported": [HYSTERESIS]}
+FP16 = {"precision": "fp16", "unsupported": ["fp16.hysteresis"]}  # DeepSpeed waits for two
 CP, SP = (f"parallelism_config.parallelism_config_{name}_size" for name in ("cp", "sp"))
 SEQUENCE = "seq_parallel_communication_data_type"
+FIRST, BOTH = {"offload": "optimizer"}, {"offload": "optimizer,params"}
 
 # fmt: off
 EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums in fp32
   "accelerate": {
-    "trl_multi_gpu.yaml": (0, 8, {"precision": "bf16"}),
-    "accelerate_multi_node.yaml": (0, 8, {}),
+    "trl_multi_gpu.yaml": (0, 8, {"precision": "bf16"}), "accelerate_multi_node.yaml": (0, 8, {}),
     "trl_deepspeed_zero1.yaml": (1, 8, BF16), "trl_deepspeed_zero2.yaml": (2, 8, BF16),
     "trl_deepspeed_zero3.yaml": (3, 8, BF16), "accelerate_fsdp.yaml": (3, 2, BF16),
     "trl_fsdp1.yaml": (3, 8, BF16), "trl_fsdp2.yaml": (3, 8, BF16),
-    "accelerate_tp_hsdp.yaml": (3, 8, {**BF16, "mesh": {"replica": 2, "data": 2, "model": 2}}),
-    "trl_context_parallel_2gpu.yaml": (3, 2, {**BF16, "remat": "block", "unsupported": [CP]}),
-    "trl_alst_ulysses_4gpu.yaml": (3, 4, {**BF16, "unsupported": [SP]}),
+    "accelerate_tp_hsdp.yaml": (3, 8, dict(BF16, mesh={"replica": 2, "data": 2, "model": 2})),
+    "trl_context_parallel_2gpu.yaml": (3, 2, dict(BF16, remat="block", unsupported=[CP])),
+    "trl_alst_ulysses_4gpu.yaml": (3, 4, dict(BF16, unsupported=[SP])),
     "sp-alst.accelerate-config.yml": (
-        3, 4, {**BF16, "batch": 4 * 8, "unsupported": [f"sp-alst.ds-config.json: {SEQUENCE}"]}),
-    "sp-alst.ds-config.json": (3, 4, {**BF16, "batch": 32, "unsupported": [SEQUENCE]}),
+        3, 4, dict(BF16, batch=4 * 8, unsupported=[f"sp-alst.ds-config.json: {SEQUENCE}"])),
+    "sp-alst.ds-config.json": (3, 4, dict(BF16, batch=32, unsupported=[SEQUENCE])),
     "accelerate_fp8.yaml": (
-        0, 2, {"precision": "bf16", "unsupported": ["mixed_precision", "fp8_config.*"]}),
-    "accelerate_invalid_keys.yaml": (0, 1, {"unknown": ["invalid_key", "another_invalid_key"]}),
+        0, 2, dict(precision="bf16", unsupported=["mixed_precision", "fp8_config.*"])),
+    "accelerate_invalid_keys.yaml": (0, 1, dict(unknown=["invalid_key", "another_invalid_key"])),
   },
   "deepspeed": {  # 8 rows a device, 5e-5, no decay and a norm of 1 are the Trainer's
-    "accelerate_zero1.json": (1, 8, {
-        **FP16, "batch": 64, "scale": (2.0**16, 1000),
-        "train": {"optimizer": "adamw", "lr": 5e-5, "clip": 1.0}}),
-    "accelerate_zero3_offload.json": (3, 8, {**FP16, "batch": 64, "offload": "optimizer,params"}),
-    "accelerate_tests_zero2.json": (
-        2, 8, {"batch": 64, "offload": "optimizer", "train": {"weight_decay": 0.0}}),
+    "accelerate_zero1.json": (1, 8, dict(FP16, batch=64, scale=(2.0**16, 1000), train=dict(
+        optimizer="adamw", lr=5e-5, clip=1.0))),
+    "accelerate_zero3_offload.json": (3, 8, dict(FP16, batch=64, **BOTH)),
+    "accelerate_tests_zero2.json": (2, 8, dict(FIRST, batch=64, train={"weight_decay": 0.0})),
     "transformers_zero2.json": (
-        2, 4, {"batch": 32, "offload": "optimizer", "train": {"optimizer": "adamw", "lr": 5e-5}}),
-    "transformers_zero3.json": (3, 8, {"batch": 64, "offload": "optimizer,params"}),
-    "transformers_zero3_2021.json": (3, 8, {  # without gradient_clipping there is none
-        **FP16, "offload": "optimizer,params",
-        "train": {"clip": 0, "lr": 3e-5, "weight_decay": 3e-7}}),
-    "axolotl_zero1_torch_compile.json": (1, 8, {"batch": 64}),
-    "axolotl_zero2.json": (2, 8, {"batch": 64, "offload": "optimizer"}),
+        2, 4, dict(FIRST, batch=32, train=dict(optimizer="adamw", lr=5e-5))),
+    "transformers_zero3.json": (3, 8, dict(BOTH, batch=64)),
+    "transformers_zero3_2021.json": (  # without gradient_clipping there is none
+        3, 8, dict(FP16, **BOTH, train=dict(clip=0, lr=3e-5, weight_decay=3e-7))),
+    "axolotl_zero1_torch_compile.json": (1, 8, dict(batch=64)),
+    "axolotl_zero2.json": (2, 8, dict(FIRST, batch=64)),
     # DeepSpeed moves the 2Ψ/N of bf16; the 12Ψ/N of fp32 stay on the device there, as here.
-    "axolotl_zero3_bf16_cpuoffload_params.json": (3, 8, {**BF16, "batch": 64}),
+    "axolotl_zero3_bf16_cpuoffload_params.json": (3, 8, dict(BF16, batch=64)),
     # Activations are sharded over a model axis, which the file does not have.
-    "deepspeed_gpt2_zero2_gas3.json": (2, 8, {
-        "precision": "fp16", "micro_batches": 3, "batch": 8 * 3 * 8, "remat": "block",
-        "unsupported": [HYSTERESIS, "activation_checkpointing.partition_activations"]}),
-    "deepspeed_gpt2_zero2_offload.json": (2, 4, {**FP16, "batch": 4, "offload": "optimizer"}),
+    "deepspeed_gpt2_zero2_gas3.json": (2, 8, dict(
+        precision="fp16", micro_batches=3, batch=8 * 3 * 8, remat="block", unsupported=[
+            "fp16.hysteresis", "activation_checkpointing.partition_activations"])),
+    "deepspeed_gpt2_zero2_offload.json": (2, 4, dict(FP16, **FIRST, batch=4)),
     "deepspeed_torch_compile_z3.json": (
-        3, 8, {**BF16, "batch": 8, "train": {"optimizer": "adamw", "lr": 1e-3, "clip": 1.0}}),
-    "examples_bert_lamb.json": (0, 64, {
-        "precision": "fp16", "micro_batches": 65536 // 64 // 64, "batch": 65536,
-        "unsupported": ["sparse_attention.*", *(
-            f"optimizer.params.{name}" for name in ("bias_correction", "max_coeff", "min_coeff"))],
-        "train": {"optimizer": "lamb", "lr": 0.011, "weight_decay": 0.01}}),
-    "examples_bert_01adam.json": (0, 64, {
-        "precision": "fp16", "micro_batches": 4, "batch": 4096, "unsupported": ["optimizer.type", *(
+        3, 8, dict(BF16, batch=8, train=dict(optimizer="adamw", lr=1e-3, clip=1.0))),
+    "examples_bert_lamb.json": (0, 64, dict(
+        precision="fp16", micro_batches=65536 // 64 // 64, batch=65536,
+        train=dict(optimizer="lamb", lr=0.011, weight_decay=0.01), unsupported=["sparse_attention.*",
+            "optimizer.params.bias_correction", "optimizer.params.m[ai][xn]_coeff"])),
+    "examples_bert_01adam.json": (0, 64, dict(
+        precision="fp16", micro_batches=4, batch=4096, unsupported=["optimizer.type", *(
             f"optimizer.params.{name}" for name in (
-                "bias_correction", "var_freeze_step", "local_step_scaler", "comm_backend_name"))]}),
-    "examples_imagenet_z1.json": (1, 8, {"precision": "fp16", "batch": 256, "train": {"clip": 0}}),
+                "bias_correction", "var_freeze_step", "local_step_scaler", "comm_backend_name"))])),
+    "examples_imagenet_z1.json": (1, 8, dict(precision="fp16", batch=256, train={"clip": 0})),
     "examples_gpt2_w8a8.json": (
-        0, 2, {"precision": "fp16", "batch": 8, "unsupported": ["compression_training.*"]}),
+        0, 2, dict(precision="fp16", batch=8, unsupported=["compression_training.*"])),
   },
 }
 # fmt: on
@@ -168,10 +163,10 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
         assert losses[0] == 49.0 and losses[-1] < losses[0], "the printed lines train"
 
 
-SIZED = "distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n" + "\n".join(
-    f"  parallelism_config_{name}_size: {size}"
-    for name, size in {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "cp": 2}.items()
-)
+SIZED = """distributed_type: FSDP
+num_processes: 8
+parallelism_config: {parallelism_config_dp_replicate_size: 1, parallelism_config_dp_shard_size: 2,
+  parallelism_config_tp_size: 2, parallelism_config_cp_size: 2}"""
 
 
 def deepspeed(devices=None, **settings):
@@ -193,60 +188,45 @@ def row(found, key):
 
 
 # fmt: off
+BFLOAT = ("bf16", "bfloat16")
 NVME = {"device": "nvme", "nvme_path": '/a b/"c"'}
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": 1}
 RECOMPUTED = {"partition_activations": True, "cpu_checkpointing": True}
 SETTINGS = [
     # A batch is rows x micro-batches x devices; "auto" is 8 rows, or what the two others leave.
-    (4, sized(256, 8, None), {"batch": 256, "micro_batches": 8}),
-    (4, sized(None, 8, 3), {"batch": 96, "micro_batches": 3}),
-    (None, sized(256, None, 4), {"batch": 256, "micro_batches": 4}),
-    (8, sized(256, 4, "auto"), {"batch": 256, "micro_batches": 8}),
-    (4, sized("auto", "auto", "auto"), {"batch": 32, "micro_batches": 1}),
-    (None, sized(256, 8, None), {"batch": 256, "micro_batches": "32 // D"}),
-    (None, sized(None, 8, 3), {"batch": "24 * D", "micro_batches": 3}),
+    *((n, sized(*sizes), {"batch": batch, "micro_batches": k}) for n, sizes, batch, k in [
+        (4, (256, 8, None), 256, 8), (4, (None, 8, 3), 96, 3), (None, (256, None, 4), 256, 4),
+        (8, (256, 4, "auto"), 256, 8), (4, ("auto", "auto", "auto"), 32, 1),
+        (None, (256, 8, None), 256, "32 // D"), (None, (None, 8, 3), "24 * D", 3)]),
     # Gradients are reduced in the data type of the communication.
-    (8, {"bf16": {"enabled": True}}, {"compute": "bf16", "reduce": "bf16"}),
-    (8, {"bfloat16": {"enabled": True}}, {"compute": "bf16", "reduce": "bf16"}),
+    *((8, {x: {"enabled": True}}, dict(compute="bf16", reduce="bf16")) for x in BFLOAT),
     (8, {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
-     {"compute": "bf16", "reduce": "fp32"}),
+     dict(compute="bf16", reduce="fp32")),
     (8, {"fp16": {"enabled": True, "loss_scale": 128}},
-     {"compute": "fp16", "reduce": "fp32", "initial_scale": 128.0, "growth_interval": 1000}),
-    (8, {"zero_optimization": True}, {"stage": 1}),
+     dict(compute="fp16", reduce="fp32", initial_scale=128.0, growth_interval=1000)),
+    (8, {"zero_optimization": True}, dict(stage=1)),
     (8, zero(stage=3, zero_hpz_partition_size=4, **QUANTIZED),
-     {"replica": 2, "hierarchical": True, "gather": "int8", "scatter": "int4"}),
-    (None, zero(stage=3, zero_hpz_partition_size=4), {"replica": "len(jax.devices()) // 4"}),
-    (8, zero(stage=3, mics_shard_size=2), {"replica": 4, "hierarchical": False}),
-    (8, zero(stage=2, cpu_offload=True), {"offload": "optimizer"}),
-    (8, zero(stage=3, offload_param={"device": "cpu"}), {"offload": None}),
+     dict(replica=2, hierarchical=True, gather="int8", scatter="int4")),
+    (None, zero(stage=3, zero_hpz_partition_size=4), dict(replica="len(jax.devices()) // 4")),
+    (8, zero(stage=3, mics_shard_size=2), dict(replica=4, hierarchical=False)),
+    (8, zero(stage=2, cpu_offload=True), dict(offload="optimizer")),
+    (8, zero(stage=3, offload_param={"device": "cpu"}), dict(offload=None)),
     (8, zero(stage=3, offload_optimizer=NVME, offload_param=NVME),
-     {"offload": 'optimizer,params:nvme=/a b/"c"'}),
+     dict(offload='optimizer,params:nvme=/a b/"c"')),
     # Activations are sharded over a model axis, where there is one.
     (8, {"activation_checkpointing": RECOMPUTED, "tensor_parallel": {"autotp_size": 2}},
-     {"remat": "block@partitioned+host", "model": 2}),
-    (8, {"activation_checkpointing": RECOMPUTED}, {"remat": "block@host"}),
-]
-STRATEGIES = [
-    ({"sharding_strategy": "SHARD_GRAD_OP"}, 1, 2, {"data": 8}),
-    ({"sharding_strategy": 1}, 1, 3, {"data": 8}),
-    ({"sharding_strategy": "NO_SHARD"}, 1, 0, {"data": 8}),
-    ({"sharding_strategy": "HYBRID_SHARD"}, 2, 3, {"replica": 2, "data": 4}),
-    ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, 2, 2, {"replica": 2, "data": 4}),
-    ({"reshard_after_forward": "FULL_SHARD"}, 2, 3, {"data": 8}),
-    ({"version": 2, "reshard_after_forward": "true"}, 2, 3, {"data": 8}),
-    ({"version": 2, "reshard_after_forward": 0}, 1, 2, {"data": 8}),
+     dict(remat="block@partitioned+host", model=2)),
+    (8, {"activation_checkpointing": RECOMPUTED}, dict(remat="block@host")),
 ]
 PARAMS = {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.5, "momentum": 0.5}
-OPTIMIZERS = [
-    # The first update, divided by -lr, of a weight of 2 at a gradient of 1.
-    ("AdamW", {}, 1 / (1 + 1e-6) + 0.5 * 2, "adamw"),
-    ("Adam", {}, 1 / (1 + 1e-6) + 0.5 * 2, "adamw"),
-    ("OneBitAdam", {}, 1 / (1 + 1e-6) + 0.5 * 2, "adamw"),
+ADAM = 1 / (1 + 1e-6)
+OPTIMIZERS = [  # the first update, divided by -lr, of a weight of 2 at a gradient of 1
+    ("AdamW", {}, ADAM + 0.5 * 2, "adamw"), ("Adam", {}, ADAM + 0.5 * 2, "adamw"),
+    ("OneBitAdam", {}, ADAM + 0.5 * 2, "adamw"),
+    ("Adam", {"torch_adam": True, "weight_decay": None}, ADAM + 0.01 * 2, "adamw"),
     ("Adam", {"adam_w_mode": False}, 2 / (2 + 1e-6), None),  # at a gradient of 1 + 0.5 * 2
-    ("Adam", {"torch_adam": True, "weight_decay": None}, 1 / (1 + 1e-6) + 0.01 * 2, "adamw"),
     ("Lamb", {}, 2.0, "lamb"),  # with a trust ratio of 2 / norm of the update
-    ("Lion", {}, 1 + 0.5 * 2, "lion"),
-    ("SGD", {}, 1 + 0.5 * 2, "sgd"),
+    ("Lion", {}, 1 + 0.5 * 2, "lion"), ("SGD", {}, 1 + 0.5 * 2, "sgd"),
     ("Adagrad", {}, 2 / (2 + 1e-6), None),
 ]
 # fmt: on
@@ -262,18 +242,25 @@ def test_settings_of_deepspeed_become_arguments(devices, settings, expected):
         assert getattr(train(made), name) == expected[name]
     if "micro_batches" in expected:
         assert zero.micro_batches == eval(str(expected["micro_batches"]), {"D": zero.mesh.size})
-    assert ("--devices N" in command.train(made)) == any(
-        isinstance(made[n], str) for n in ("batch", "micro_batches", "replica")
-    )
+    unknown = any(isinstance(made[name], str) for name in ("batch", "micro_batches", "replica"))
+    assert ("--devices N" in command.train(made)) == unknown
 
 
 def test_strategies_of_fsdp_are_stages_and_replicas():
-    for settings, hosts, stage, mesh in STRATEGIES:
-        lines = [f"  fsdp_{name}: {value}" for name, value in settings.items()]
-        head = ["distributed_type: FSDP", f"num_machines: {hosts}", "fsdp_config:"]
-        text = "\n".join([*head, "  fsdp_offload_params: 'yes'", *lines])
-        made = run(translate(text, "a.yaml", 8)[0])["zero"]
-        assert (made.stage, dict(made.mesh.shape)) == (stage, mesh), settings
+    hybrid, plain = {"replica": 2, "data": 4}, {"data": 8}
+    for lines, hosts, stage, mesh in [
+        ("sharding_strategy: SHARD_GRAD_OP", 1, 2, plain),
+        ("sharding_strategy: 1", 1, 3, plain),
+        ("sharding_strategy: NO_SHARD", 1, 0, plain),
+        ("sharding_strategy: HYBRID_SHARD", 2, 3, hybrid),
+        ("sharding_strategy: HYBRID_SHARD_ZERO2", 2, 2, hybrid),
+        ("reshard_after_forward: FULL_SHARD", 2, 3, plain),
+        ("reshard_after_forward: true\n  fsdp_version: 2", 2, 3, plain),
+        ("reshard_after_forward: 0\n  fsdp_version: 2", 1, 2, plain),
+    ]:
+        text = f"distributed_type: FSDP\nnum_machines: {hosts}\nfsdp_config:\n  fsdp_{lines}"
+        made = run(translate(f"{text}\n  fsdp_offload_params: 'yes'", "a.yaml", 8)[0])["zero"]
+        assert (made.stage, dict(made.mesh.shape)) == (stage, mesh), lines
         assert str(made.offload) == "optimizer,params"
     made, _ = translate(SIZED, "a.yaml")
     assert (made["devices"], made["model"], made["replica"]) == (8, 2, 1)
@@ -295,12 +282,15 @@ def test_the_first_update_of_an_optimizer_is_that_of_its_formula(name, more, exp
 def test_rates_are_those_of_deepspeeds_lr_schedules(warmup, kind, shape):
     cosine, total, up = kind == "WarmupCosineLR", 40, max(2, warmup)
     low, high = (0.2 * 1e-2, 1e-2) if cosine else (1e-4, 1e-3)
+    params = {"warmup_num_steps": warmup, "warmup_type": shape}
     bounds = {"warmup_min_lr": low, "warmup_max_lr": high}
-    params = {"warmup_min_ratio": 0.2} if cosine else bounds
-    params |= {"warmup_num_steps": warmup, "warmup_type": shape}
+    params |= {"warmup_min_ratio": 0.2} if cosine else bounds
     params |= {"total_num_steps": total} if kind != "WarmupLR" else {}
-    optimizer = {"type": "Adam", "params": {"lr": 1e-2}}
-    lr = run(deepspeed(optimizer=optimizer, scheduler={"type": kind, "params": params})[0])["lr"]
+    optimizer, scheduler = (
+        {"type": "Adam", "params": {"lr": 1e-2}},
+        {"type": kind, "params": params},
+    )
+    lr = run(deepspeed(optimizer=optimizer, scheduler=scheduler)[0])["lr"]
     step = np.arange(45)
     share = np.log(step + 1) / np.log(up) if shape == "log" else step / up
     turn = np.pi * (step - up + 1) / (total - up)
@@ -358,26 +348,22 @@ ERRORS = {
         ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print"),
         ('{"colour": "red"}', "docs/coming-from.md"),
         (json.dumps(sized(256, 8, 4)), "`train_batch_size` 256"),
-        ('{"train_batch_size": 0}', "`train_batch_size`"),
-        (json.dumps(zero(stage=4)), "`zero_optimization.stage`"),
+        ('{"train_batch_size": 0}', "`train_batch_size`"), (json.dumps(zero(stage=4)), ".stage`"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "`bf16.enabled`"),
-        ('{"gradient_clipping": 1e999}', "`gradient_clipping`"),
-        ('{"gradient_clipping": -1}', "`gradient_clipping`"),
+        *((f'{{"gradient_clipping": {x}}}', "`gradient_clipping`") for x in ("1e999", "-1")),
         ('{"optimizer": {"type": "Adam", "params": {"lr": [1]}}}', "params.lr`"),
         ('{"optimizer": {"type": "Adam", "params": {"betas": [null, 1]}}}', "betas`"),
         ('{"fp16": {"enabled": true, "initial_scale_power": 5000}}', "`fp16.loss_scale`"),
         ('{"scheduler": {"type": "WarmupDecayLR"}}', "total_num_steps`"),
-        ('{"a": ' * 3000 + "1" + "}" * 3000, "nested"),
-        ('{"train_batch_size": 8' + " " * 1_000_000 + "}", "`FILE`"),
+        ('{"a": ' * 3000 + "1" + "}" * 3000, "nested"), ("{" + " " * 1_000_000 + "}", "`FILE`"),
     ],
     "a.yaml": [
         ("distributed_type: FSDP\nuse_cpu: no\nuse_cpu: yes", "use_cpu"),
         ("distributed_type: FSDP\nfsdp_config:\n  a: 1\n  a: 2", " a "),
         (SIZED, "8 devices, not 4"),
-        (SIZED + "\n  parallelism_config_sp_size: x", "`parallelism_config` is x"),
+        (SIZED[:-1] + ", parallelism_config_sp_size: x}", "`parallelism_config` is x"),
         ("distributed_type: FSDP\nfsdp_config: !!map [a]", "no DeepSpeed JSON"),
-        ("distributed_type: [", "docs/coming-from.md"),
-        ("distributed_type: MAYBE", "`distributed_type`"),
+        ("distributed_type: MAYBE", "`distributed_type`"), ("distributed_type: [", "docs/com"),
         ("distributed_type: NO\nmixed_precision: int4", "`mixed_precision`"),
         ("distributed_type: NO\na: &a {b: *a}", "nested"),
         ("distributed_type: NO\na0: &a0 {x: 1, y: 2}\n" + "\n".join(
@@ -391,33 +377,28 @@ ERRORS = {
 # fmt: on
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_no_configuration_is_an_error_in_one_line(name, tmp_path, capsys):
-    path = tmp_path / name
-    for text, said in ERRORS[name]:
+def test_no_configuration_is_an_error_in_one_line(tmp_path, capsys):
+    for name, text, said in [(name, *row) for name in ERRORS for row in ERRORS[name]]:
+        path = tmp_path / name
         path.write_bytes(text.encode(errors="surrogateescape"))
         assert main([str(path), "--devices=4"]) == 2
         out, error = capsys.readouterr()
         assert out == "" and error.count("\n") == 1 and error.startswith("error: ")
         assert said in error and str(path) in error, text[:80]
-
-
-def test_a_path_that_is_no_regular_file_is_an_error_too(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for named in (str(tmp_path / "pipe"), "/dev/zero", "nowhere.json", "."):
         assert main([named]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and re.fullmatch(f"error: .* \\({named}\\)\n", printed.err)
+        out, error = capsys.readouterr()
+        assert out == "" and re.fullmatch(f"error: .* \\({named}\\)\n", error)
 
 
 @pytest.mark.parametrize("filler", ["", "# ours\n", "/* c */" * 200, "// c\n" * 200])
-def test_comments_and_trailing_commas_are_read_as_deepspeed_does(filler, monkeypatch, capsys):
-    """The time is linear in the comments after a comma."""
+def test_comments_trailing_commas_and_merged_blocks_are_read(filler, monkeypatch, capsys):
+    """As DeepSpeed does. The time is linear in the comments after a comma."""
     plain = {**zero(stage=2), "train_batch_size": 8}
     plain["wandb"] = {"a": "https://x/*y*/ #,]", "b": [1, 2], "c": "\\"}
-    lines = ['{ // ZeRO-2 for the "small" machine']
-    lines += ['"zero_optimization": {"stage": 2, %s\n},  # offload later' % filler]  # noqa: UP031
-    lines += ["/* two", "   lines, */"]
+    lines = ['{ // ZeRO-2 for the "small" machine', '"zero_optimization": {"stage": 2, ' + filler]
+    lines += ["},  # offload later", "/* two", "   lines, */"]
     lines += ['"wandb": {"a": "https://x/*y*/ #,]", "b": [1, 2,], "c": "\\\\"},']
     lines += ['"train_batch_size": 8, // a comma before the end', "}", ""]
     text = filler + "\n".join(lines)
@@ -425,9 +406,7 @@ def test_comments_and_trailing_commas_are_read_as_deepspeed_does(filler, monkeyp
     assert made == deepspeed(**plain)[0] and sorted(rows) == sorted(deepspeed(**plain)[1])
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["-"]) == 0 and "stage=2" in capsys.readouterr().out
-
-
-def test_a_merged_yaml_block_may_replace_a_key():
+    # A merged block of a YAML may replace a key.
     text = "a: &a {use_cpu: no}\nb: {c: {d: &b {<<: *a, use_cpu: yes}}}\nx: {<<: *b}\n"
     values = command.load(text + "distributed_type: FSDP", "a.yaml")
     assert values["b.c.d.use_cpu"] is values["x.use_cpu"] is True
@@ -439,11 +418,13 @@ def test_translation_does_not_import_jax():
         assert not {name.split(".")[0] for name in found} & {"jax", "flax", "optax"}, path
 
 
-def test_the_page_shows_what_the_command_prints():
-    page = (ROOT / "docs/coming-from.md").read_text()
+def test_the_page_shows_what_the_command_prints(monkeypatch, capsys):
     pattern = r"```sh\npython -m (zero_jax\.translate .*?)\n```\n\n```text\n(.*?)```"
+    page = (ROOT / "docs/coming-from.md").read_text()
     line, output = re.search(pattern, page, re.S).groups()
-    words = [sys.executable, "-m", *line.split()]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.stdout, done.returncode) == (output, 0), done.stderr
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", line.split())
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("zero_jax.translate", run_name="__main__")
+    assert capsys.readouterr().out == output
     compile(output, "printed", "exec")
