@@ -73,12 +73,12 @@ EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums
         3, 8, dict(BF16, batch=8, train=dict(optimizer="adamw", lr=1e-3, clip=1.0))),
     "examples_bert_lamb.json": (0, 64, dict(
         precision="fp16", micro_batches=65536 // 64 // 64, batch=65536,
-        train=dict(optimizer="lamb", lr=0.011, weight_decay=0.01), unsupported=["sparse_attention.*",
-            "optimizer.params.bias_correction", "optimizer.params.m[ai][xn]_coeff"])),
+        train=dict(optimizer="lamb", lr=0.011, weight_decay=0.01), unsupported=[
+            "sparse_attention.*", "*.bias_correction", "*.max_coeff", "*.min_coeff"])),
     "examples_bert_01adam.json": (0, 64, dict(
-        precision="fp16", micro_batches=4, batch=4096, unsupported=["optimizer.type", *(
-            f"optimizer.params.{name}" for name in (
-                "bias_correction", "var_freeze_step", "local_step_scaler", "comm_backend_name"))])),
+        precision="fp16", micro_batches=4, batch=4096, unsupported=[
+            "optimizer.type", "*.bias_correction", "*.var_freeze_step", "*.local_step_scaler",
+            "*.comm_backend_name"])),
     "examples_imagenet_z1.json": (1, 8, dict(precision="fp16", batch=256, train={"clip": 0})),
     "examples_gpt2_w8a8.json": (
         0, 2, dict(precision="fp16", batch=8, unsupported=["compression_training.*"])),
@@ -378,7 +378,7 @@ ERRORS = {
 
 
 def test_no_configuration_is_an_error_in_one_line(tmp_path, capsys):
-    for name, text, said in [(name, *row) for name in ERRORS for row in ERRORS[name]]:
+    for name, text, said in [(file, *row) for file in ERRORS for row in ERRORS[file]]:
         path = tmp_path / name
         path.write_bytes(text.encode(errors="surrogateescape"))
         assert main([str(path), "--devices=4"]) == 2
