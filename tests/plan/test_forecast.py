@@ -1,5 +1,8 @@
-"""The forecast of a step's temporaries: scanned networks whose terms are known in closed form, and
-traces as it reads them: calls written out, loops kept, splits over `model` spread."""
+"""The forecast of a step's temporaries: scanned networks whose terms are known in closed form.
+
+And what it reads: traces, with calls written out, loops kept and splits over `model` spread, and
+the updates of optimizers.
+"""
 
 import dataclasses
 import functools
@@ -8,16 +11,20 @@ import re
 import jax
 import jax.numpy as jnp
 import networks
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from networks import AHEAD, LONG, ON_GPUS, WIDE, N
 
 import zero_jax
 from zero_jax.hlo import auditor
+from zero_jax.models import optimizers
+from zero_jax.plan import update_forecast
 from zero_jax.plan.flat_trace import device_part, flatten, spread
 from zero_jax.plan.forecast import NO_HABITS
 from zero_jax.plan.forecast import forecast as forecast_of
 from zero_jax.plan.lifespans import spans_of
+from zero_jax.plan.update_forecast import Update
 
 
 @functools.cache
@@ -115,14 +122,6 @@ def test_while_the_loss_ends_the_last_layer_is_gathered_again():
     without, ahead = (forecast(whole, 3, habits=habits) for habits in (ON_GPUS, AHEAD))
     assert without.terms["gradients"] + without.terms["work"] >= 4 * 64 * 5000, "that of the head"
     assert ahead.bytes - without.bytes == 4 * whole.layer
-
-
-def test_at_the_end_of_a_layer_its_gradients_wait_beside_those_of_the_one_before():
-    """In the reduce dtype; of the weights only the next layer's are still there."""
-    net = networks.Twins(L=4, D=256, B=1, T=4, dtype="bf16")
-    ahead, found = terms(net, 3, habits=AHEAD), terms(net, 3, habits=ON_GPUS)
-    assert (ahead["copy"], ahead["buffers"]) == (2 * net.layer, 2 * 4 * net.layer)
-    assert found["buffers"] == 4 * net.layer, "that loop does not run into the next turn"
 
 
 @pytest.mark.parametrize(("L", "V"), [(6, 5000), (64, 5000), (64, 100)])
@@ -245,21 +244,6 @@ def test_the_part_of_one_device_is_found_under_calls():
         forecast_of(jax.make_jaxpr(jax.jit(jnp.sin))(jnp.ones(3)), 1)
 
 
-def test_arrays_that_a_loss_closes_over_are_no_parameters():
-    """shard_map puts them before its inputs; the terms of the parameters stay what they were."""
-
-    def planned(masked):
-        loss = lambda p, x: jnp.mean(masked(networks.scanned(x, p["layers"])) ** 2)  # noqa: E731
-        zero = zero_jax.Zero(zero_jax.abstract_mesh(4), 3, remat="block")
-        params = zero.abstract(networks.Network(L=6, D=16, B=2, T=1).make)
-        batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-        terms = zero.plan(loss, networks.TX, params, batch).predicted.terms
-        return [terms[name] for name in ("copy", "saved", "gradients")]
-
-    mask = jnp.arange(16.0)
-    assert planned(lambda y: y * mask) == planned(lambda y: y)
-
-
 # A split over a model axis of 4: of x before, of the result after.
 M, SHAPE, ONES = 4, (2, 8, 12, 16), jnp.ones
 # fmt: off
@@ -306,3 +290,50 @@ def test_parts_that_are_manual_over_model_see_pieces_and_constraints_split():
     sharding = NamedSharding(mesh, spec)
     constrained = lambda x: jax.lax.with_sharding_constraint(x, sharding)  # noqa: E731
     assert spread(jax.make_jaxpr(constrained)(ONES((6, 8))).eqns[0], [0]) == [1]
+
+
+# Updates that multiply partitioned matrices: memory and communication, from their trace.
+L, A, B = 3, 64, 128
+
+
+def make():
+    return {"up": jnp.zeros((L, A, B)), "down": jnp.zeros((L, B, A)), "bias": jnp.zeros((L, B))}
+
+
+def update(tx, stage=3):
+    tx = optimizers.make(tx, optax.constant_schedule(1e-3)) if isinstance(tx, str) else tx
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage)
+    return zero, tx, update_forecast.forecast(zero.settings, tx, jax.eval_shape(make))
+
+
+def test_updates_that_exchange_no_matrices():
+    for name in set(optimizers.RATES) - {"muon"}:
+        assert update(name)[2] == Update(), name
+    assert update("muon", 0)[2] == Update(), "nothing is partitioned"
+    with_loss = optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau())
+    assert update(with_loss)[2] == Update()
+    norm = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / rms(g), grads))
+    rms = lambda g: jnp.sqrt(jnp.tensordot(g, g, g.ndim))  # noqa: E731
+    # Products of vectors are sums over devices: two elements for each of three numbers.
+    assert update(norm)[2] == Update(words=2 * 3)
+
+
+def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
+    """Six matrices for eight devices: one each at most, for which every device has a row."""
+    zero, tx, found = update("muon")
+    assert found.words == 2 * A * B
+    rows, matrix = 4 * A * B, 4 * A * B
+    assert 2 * rows + matrix < found.held < 2 * rows + 6 * matrix
+    (one,) = update_forecast.exchanges(zero.settings, tx, jax.eval_shape(make))
+    assert [sum(kind.counts) for kind in one.kinds] == [L, L]
+    assert max(map(sum, zip(*(kind.counts for kind in one.kinds), strict=True))) == 1
+
+    def loss(params, x):
+        layer = lambda h, w: (h + jnp.tanh(h @ w["up"] + w["bias"]) @ w["down"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    shape = jax.ShapeDtypeStruct((8, 4, A), jnp.float32)
+    plan = zero.plan(loss, tx, zero.abstract(make), shape, compile=True)
+    assert plan.update_words == 2 * A * B
+    predicted = dataclasses.replace(plan, compiled=None).words_per_param
+    assert abs(plan.words_per_param / predicted - 1) < 0.02

@@ -138,7 +138,7 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
         noise = jax.random.normal(key, ())
         return NET.loss(params, batch) + noise, {"mean": 0.9 * stats["mean"] + jnp.mean(batch)}
 
-    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage)
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, precision="bf16")
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch, stats = jnp.ones((8, 8, 16)), {"mean": jnp.zeros(())}
     args = (with_statistics, TX, zero.abstract(NET.make), batch, stats, key)
@@ -148,6 +148,8 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
     assert found.total_bytes == found.compiled.total_bytes
     assert json.dumps(found.as_dict())
     assert found.words_per_param == pytest.approx((2, 2, 2, 3)[stage], rel=0.02)  # and scalars
+    # Parameters in bf16, gradients in fp32: all-reduced, or gathered and scattered.
+    assert found.sent_bytes == (2 * 4, 2 + 4, 2 + 4, 2 * 2 + 4)[stage] * NET.psi
     zero_jax.assert_communication(found.compiled, found.words_per_param, num_params=NET.psi)
     again = zero.plan(*args, has_aux=True)
     assert again.compiled is None and again.predicted == found.predicted
@@ -158,29 +160,14 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
         assert "compiled" not in printed and "Largest temporaries" in str(found)
 
 
-def test_bytes_sent_are_those_of_parameters_and_gradients_and_a_plan_takes_no_memory():
-    before, size = len(jax.live_arrays()), 25600  # parameters of 2.6 GB
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, precision=zero_jax.Precision("bf16"))
-    params = zero.abstract(lambda: {"w": jnp.ones((size, size))})
-    rows = jax.ShapeDtypeStruct((16, size), jnp.float32)
-
-    def loss(params, x):
-        return jnp.mean((x @ params["w"]) ** 2)
-
-    plans = [zero.at_stage(stage).plan(loss, TX, params, rows) for stage in range(4)]
-    psi = size * size  # parameters in bf16, gradients in fp32: all-reduced, or gathered + scattered
-    sent = [plan.sent_bytes for plan in plans]
-    assert sent == [2 * 4 * psi, (2 + 4) * psi, (2 + 4) * psi, (2 * 2 + 4) * psi]
-    assert plans[3].predicted.parameters == 4 * psi // 8
-    assert len(jax.live_arrays()) <= before + 2
-
-
 def test_what_is_in_host_memory_streams_in_two_pieces_and_crosses_twice():
     net = Network(L=3, D=64, B=1, T=8)
     offload = tiers.Offload("host", "host", piece_bytes=4096)
     zero = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, offload=offload)
     batch = jax.ShapeDtypeStruct((8, 8, 64), jnp.float32)
+    before = len(jax.live_arrays())
     found = zero.plan(net.loss, TX, zero.abstract(net.make), batch)
+    assert len(jax.live_arrays()) <= before + 2, "a plan takes no memory"
     masters = 4 * net.psi // 8
     assert found.predicted.host == 3 * masters
     streams = found.predicted.temporaries
@@ -216,23 +203,17 @@ def test_the_stage_with_the_least_estimate_has_the_shortest_compiled_step():
     assert len(ratios) > 50 and 1.1 < min(ratios) and max(ratios) < 3.5
 
 
-# Closed forms.
-
-
-@pytest.mark.parametrize(("n", "stage"), [(3, 1), (8, 3), (8, 0)])
+@pytest.mark.parametrize(("n", "stage"), [(3, 1), (8, 3)])
 def test_at_rest_equals_the_bytes_of_the_arrays(n, stage):
     tx = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.ema(0.9))
-    zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), stage=stage)
+    zero, shapes = (
+        zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), stage),
+        zoo_params(2),
+    )
     params = zero.init(lambda: zoo_params(2))
     state = zero.optimizer(tx).init(params)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((params, state)))
-    shapes = jax.eval_shape(lambda: zoo_params(2))
-    found = memory.estimate(shapes, shards=n, stage=stage, tx=tx).at_rest
-    assert found == held
-    if stage == 0:
-        leaves = jax.tree.leaves((shapes, jax.eval_shape(tx.init, shapes)))
-        guard = found - sum(x.size * x.dtype.itemsize for x in leaves)
-        assert guard == 16, "four scalars of the guard beside all that optax has"
+    assert memory.estimate(shapes, shards=n, stage=stage, tx=tx).at_rest == held
 
 
 @pytest.mark.parametrize("k", [1, 4])
