@@ -31,21 +31,14 @@ STEPS = 40
 ARGS = [*RUN, *f"--warmup 2 --steps {STEPS} --checkpoint-every 3 --dead-after 5".split()]
 # JAX looks for the coordinator on the first node, so that has to be a name of this machine.
 NODES = (socket.gethostname(), "zz-second")
-# fmt: off
-SETTINGS = {  # of slurm.conf
-    "ClusterName": "here", "SlurmctldHost": "localhost(127.0.0.1)", "AuthType": "auth/none",
-    "CredType": "cred/none", "AuthInfo": "cred_expire=5", "MpiDefault": "none",
-    "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/none",
-    "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core",
-    "SlurmdParameters": "config_overrides", "JobAcctGatherType": "jobacct_gather/none",
-    "AccountingStorageType": "accounting_storage/none", "ReturnToService": 2, "KillWait": 5,
-}
-PATHS = {  # below the folder
-    "SlurmctldPidFile": "slurmctld.pid", "SlurmdPidFile": "slurmd.%n.pid",
-    "SlurmdSpoolDir": "spool.%n", "StateSaveLocation": "state",
-    "SlurmctldLogFile": "slurmctld.log", "SlurmdLogFile": "slurmd.%n.log",
-}
-# fmt: on
+CONF = """ClusterName=here SlurmctldHost=localhost(127.0.0.1) AuthType=auth/none CredType=cred/none
+AuthInfo=cred_expire=5 MpiDefault=none ProctrackType=proctrack/linuxproc TaskPlugin=task/none
+SelectType=select/cons_tres SelectTypeParameters=CR_Core SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none AccountingStorageType=accounting_storage/none
+ReturnToService=2 KillWait=5 SlurmUser={user} SlurmdUser={user} SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log SlurmdLogFile={folder}/slurmd.%n.log"""  # a line each
 
 
 def wait(until, folder, seconds=240):
@@ -64,10 +57,8 @@ def cluster(folder):
     """
     environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf", "JAX_PLATFORMS": "cpu"}
     ports, user = [free_address().rpartition(":")[2] for _ in range(3)], getpass.getuser()
-    settings = SETTINGS | {"SlurmUser": user, "SlurmdUser": user, "SlurmctldPort": ports[0]}
-    settings |= {key: folder / name for key, name in PATHS.items()}
-    lines = [f"{key}={value}" for key, value in settings.items()]
-    for node, port in zip(NODES, ports[1:], strict=True):
+    lines = CONF.format(folder=folder, user=user, port=ports.pop()).split()
+    for node, port in zip(NODES, ports, strict=True):
         at = f"NodeHostname={NODES[0]} NodeAddr=127.0.0.1 Port={port} CPUs=8"
         lines.append(f"NodeName={node} {at}")
     lines += ["PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP", ""]
@@ -160,9 +151,8 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
 @pytest.mark.parametrize("tasks", [2, 4])
 def test_a_run_by_mpirun_with_a_killed_task_resumes(folder, tasks):
     assert shutil.which("mpirun"), "install openmpi-bin"
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(tasks)]
-    command += [sys.executable, str(ROOT / "train.py"), *ARGS, "--out", "out"]
-    command += ["--devices", str(tasks)]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(tasks), sys.executable]
+    command += [str(ROOT / "train.py"), *ARGS, "--out", "out", "--devices", str(tasks)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options["env"] = {**os.environ, "JAX_PLATFORMS": "cpu"}
     first = subprocess.Popen(command, **options)

@@ -94,11 +94,10 @@ def simulate(orders, times):
 
 
 def needs(device, now, devices):
-    kind, row = now
-    if kind == "F":
+    if now[0] == "F":
         return [(device - 1, now)] if device else []
-    own = [(device, ("F" if kind == "B" else "B", row))]
-    return own + [(device + 1, now)] * (kind == "B" and device + 1 < devices)
+    own = [(device, ("F" if now[0] == "B" else "B", now[1]))]
+    return own + [(device + 1, now)] * (now[0] == "B" and device + 1 < devices)
 
 
 def zb_h1(p, m, device, kinds):

@@ -162,21 +162,17 @@ def planner(seconds=None, size=100, host=0, link=0.0, seen=None, least=100):
     host memory, over the link, as predicted (`least`). `seen` gets (candidate, compile)."""
 
     def plan(candidate, compile):
-        if seen is not None:
-            seen.append((candidate, compile))
-        held, took, total, crossing = (
-            x(candidate) if callable(x) else x for x in (host, seconds, size, link)
-        )
+        (seen if seen is not None else []).append((candidate, compile))
+        values = [x(candidate) if callable(x) else x for x in (host, seconds, size, link)]
+        held, took, total, crossing = values
         if isinstance(held, Exception):
             raise held
-        return types.SimpleNamespace(
-            total_bytes=total if compile or least is None else least,
-            predicted=types.SimpleNamespace(host=held, terms={}, alias_bytes=0),
-            host_words_per_param=held / 1000,
-            host_seconds=crossing,
-            axes={"data": 1},
-            time=types.SimpleNamespace(seconds=took) if compile and took else None,
-        )
+        found = types.SimpleNamespace(host_seconds=crossing, axes={"data": 1})
+        found.total_bytes = total if compile or least is None else least
+        found.predicted = types.SimpleNamespace(host=held, terms={}, alias_bytes=0)
+        found.host_words_per_param = held / 1000
+        found.time = types.SimpleNamespace(seconds=took) if compile and took else None
+        return found
 
     return plan
 
@@ -276,8 +272,9 @@ def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_l
     choice = search(only, planner(host=in_host), 100, ignore, host_limit=800)
     assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, taken"
     refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
-    said = []
-    assert search(TIERS, planner(size=only_stage_3, host=refuse, least=None), 100, said.append)
+    plan, said = planner(size=only_stage_3, host=refuse, least=None), []
+    found = search(TIERS, plan, 100, said.append).chosen.candidate
+    assert found == Candidate(3, 1, "block")
     assert "left out stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
 
 

@@ -1,17 +1,11 @@
-"""Plans of folders, of adapters beside a frozen base, and of partitioned experts.
-
-Bytes and words are by hand, or those of programs for H100.
-"""
+"""Plans of folders, of adapters beside a frozen base, and of partitioned experts."""
 
 import dataclasses
 import functools
 import json
 
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
 from test_plan import case
 
 import zero_jax
@@ -56,19 +50,10 @@ CONFIG = decoder.DecoderConfig(**SMALL, mixture=decoder.Mixture(4, 2, capacity=1
 
 def test_bytes_and_words_are_those_of_the_program():
     """Two groups of two devices at stage 3."""
-
-    def make():
-        return nnx.state(decoder.Decoder(CONFIG, nnx.Rngs(0)), nnx.Param)
-
-    def loss(params, rows):
-        graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(CONFIG, nnx.Rngs(0))))
-        pair, routed = decoder.routed_loss(nnx.merge(graph, params), rows)
-        return zero_jax.Weighted(*pair), routed
-
-    zero = zero_jax.Zero(zero_jax.make_mesh(experts=2, devices=jax.devices()[:4]), 3, remat="block")
-    rows, tx = jax.ShapeDtypeStruct((8, 17), jnp.int32), optax.adamw(1e-3)
-    plan = zero.plan(loss, tx, zero.abstract(make), rows, has_aux=True, compile=True)
-    closed = memory.estimate(jax.eval_shape(make), shards=4, stage=3, tx=tx, experts=2)
+    mesh = zero_jax.make_mesh(experts=2, devices=jax.devices()[:4])
+    of = Case(CONFIG, zero_jax.Zero(mesh, 3, remat="block"), "adamw", 8, 16)
+    plan, shapes = of.plan(3, compile=True), jax.eval_shape(of.make)
+    closed = memory.estimate(shapes, shards=4, stage=3, tx=of.tx, experts=2)
     assert plan.compiled.argument_bytes == closed.at_rest + 8 // 4 * 17 * 4
     # Tokens go there and back, forward twice and backward.
     room, D = CONFIG.mixture.room(16), CONFIG.width

@@ -34,8 +34,8 @@ def planned(model, devices, bucket, stage=3):
 def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(tmp_path):
     known = compiled_for_h100(tmp_path, *SCRIPT, "--stage", "2")
     compiled, predicted = known["compiled"], known["predicted"]
-    for name in ("argument_bytes", "alias_bytes"):
-        assert compiled[name] == predicted[name]
+    assert compiled["argument_bytes"] == predicted["argument_bytes"]
+    assert compiled["alias_bytes"] == predicted["alias_bytes"]
     held = compiled["argument_bytes"] + compiled["temp_bytes"] + compiled["output_bytes"]
     assert compiled["total_bytes"] == held - compiled["alias_bytes"]
     assert predicted["total_bytes"] == pytest.approx(compiled["total_bytes"], rel=0.1)
@@ -53,10 +53,9 @@ def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(tmp_path):
 @pytest.mark.parametrize(("model", "devices", "bucket", "most"), [("7.5b", 64, 2**30, 4.95e9)])
 def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass):
     found = planned(model, devices, bucket)
-    assert found.compiled.total_bytes < most
+    assert found.compiled.total_bytes < most and abs(found.error) < 0.05
     assert found.compiled.hidden(layers_only=True).fraction >= 0.99
     assert found.compiled.hidden().fraction >= 0.95
-    assert abs(found.error) < 0.05
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.words_per_param == pytest.approx(3, rel=0.01)
     sources = [t.source for t in found.compiled.peak.temporaries[:10]]
@@ -97,26 +96,26 @@ def test_the_fastest_mesh_is_recommended(capsys):
     assert said.count("fastest that fits") == 1 and "take model=" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("mp", "stage", "factor", "more"),
-    [
-        (2, 3, 3, ["--remat", "block@partitioned"]),
-        (8, 1, 2, []),
-        (8, 3, 3, ["--sequence-parallel"]),
-        (8, 3, 3, []),
-    ],
-)
-def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, factor, more):
+PARALLEL = [
+    (2, 3, "--remat block@partitioned"),
+    (8, 1, ""),
+    (8, 3, "--sequence-parallel"),
+    (8, 3, ""),
+]
+
+
+@pytest.mark.parametrize(("mp", "stage", "more"), PARALLEL)
+def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, more):
     """7.5B, 36 layers of 4096 on 8 hosts of 8, N = 8, MP = 8, 4 rows of 1024 tokens."""
-    args = ["--model", "7.5b", "--devices", 64, "--model-parallel", mp, "--stage", stage, *more]
-    args += ["--batch-per-device", 4, "--reduce", "bf16"]
+    args = ["--model", "7.5b", "--devices", 64, "--model-parallel", mp, "--stage", stage]
+    args += ["--batch-per-device", 4, "--reduce", "bf16", *more.split()]
     found = case(*args).plan(stage, target="h100")
     assert found.predicted.argument_bytes == found.compiled.argument_bytes
     assert found.predicted.alias_bytes == found.compiled.alias_bytes
     assert abs(found.error) < 0.06
     # Along data, for its part of the model. What is replicated on the model axis is a part in 1,300
     # of the model, but MP times that of Ψ / MP.
-    assert found.words_per_param == pytest.approx(factor, rel=0.007)
+    assert found.words_per_param == pytest.approx({1: 2, 3: 3}[stage], rel=0.007)
     if mp == 8 and stage == 3:  # one part in N times MP, but of biases, norms and positions
         whole = 36 * 13 * 4096 + 1024 * 4096 + 2 * 4096
         split = gpt.num_params(gpt.preset("7.5b")) - whole
@@ -125,8 +124,8 @@ def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, factor,
         assert found.compiled.argument_bytes == want
     saved = 2 * 36 * 4 * 1024 * 4096  # a residual stream a layer, in bf16
     temporaries = [t.bytes for t in found.compiled.peak.temporaries]
-    assert (saved in temporaries) == (more == [])
-    assert (saved // mp in temporaries) == (more != [])
+    assert (saved in temporaries) == (more == "")
+    assert (saved // mp in temporaries) == (more != "")
 
 
 def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks():
@@ -141,12 +140,9 @@ def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks(
         model = Case(config, dataclasses.replace(auto, **candidate.settings), "adamw", 4 * n)
         return model.plan(candidate.stage, target="h100" if compile else None)
 
-    def seconds(c):
-        return plan(c, True).time.seconds + 2 * plan(c, True).compiled.host_bytes / 64e9  # PCIe 5
-
-    def held(c):
-        return plan(c, True).total_bytes
-
+    link = lambda c: 2 * plan(c, True).compiled.host_bytes / 64e9  # noqa: E731, PCIe 5
+    seconds = lambda c: plan(c, True).time.seconds + link(c)  # noqa: E731
+    held = lambda c: plan(c, True).total_bytes  # noqa: E731
     remat, tiers = ("block", "block@host"), ("none", "optimizer,params")
     tried = [c for c in of_zero(auto, 1, "h100", born=False) if c.stage > 1 and c.remat in remat]
     tried = [c for c in tried if str(c.offload) in tiers]

@@ -1,8 +1,7 @@
 """Translations of real configurations and of single settings, beside expectations by hand.
 
 These come from DeepSpeed's documentation and `engine.py`, accelerate's guides, and for "auto" the
-defaults of transformers' `TrainingArguments`. The printed lines make a `Zero` on eight simulated
-devices, and train.py parses its printed line.
+defaults of transformers' `TrainingArguments`.
 """
 
 import fnmatch
@@ -286,11 +285,9 @@ def test_rates_are_those_of_deepspeeds_lr_schedules(warmup, kind, shape):
     bounds = {"warmup_min_lr": low, "warmup_max_lr": high}
     params |= {"warmup_min_ratio": 0.2} if cosine else bounds
     params |= {"total_num_steps": total} if kind != "WarmupLR" else {}
-    optimizer, scheduler = (
-        {"type": "Adam", "params": {"lr": 1e-2}},
-        {"type": kind, "params": params},
-    )
-    lr = run(deepspeed(optimizer=optimizer, scheduler=scheduler)[0])["lr"]
+    adam = {"type": "Adam", "params": {"lr": 1e-2}}
+    made, _ = deepspeed(optimizer=adam, scheduler={"type": kind, "params": params})
+    lr = run(made)["lr"]
     step = np.arange(45)
     share = np.log(step + 1) / np.log(up) if shape == "log" else step / up
     turn = np.pi * (step - up + 1) / (total - up)
