@@ -66,9 +66,6 @@ def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(
     assert gigabytes(least) in str(error.value)
 
 
-# A step of stage="auto", and what is asked of a `Zero`.
-
-
 def one_product(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
@@ -83,12 +80,9 @@ def auto(limit=1e9, mesh=None, **settings):
 
 def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
     batch = jnp.cos(jnp.arange(64.0)).reshape(8, 8)
-    steps, args = [], []
-    for zero in (auto(), zero_jax.Zero(zero_jax.make_mesh(), 2)):
-        params = zero.init(make)
-        args.append((params, zero.optimizer(TX).init(params), batch))
-        steps.append(zero.train_step(one_product, TX))
-    step, plain = steps
+    zeros = auto(), zero_jax.Zero(zero_jax.make_mesh(), 2)
+    step, plain = (zero.train_step(one_product, TX) for zero in zeros)
+    args = [(p := zero.init(make), zero.optimizer(TX).init(p), batch) for zero in zeros]
     with pytest.raises(AttributeError):
         step.settings  # noqa: B018
     after = step(*args[0])
@@ -152,9 +146,6 @@ def test_micro_batches_and_remat_are_the_least_that_may_be_chosen_and_costs_the_
     # Of a frozen model nothing is summed, so that more micro-batches cost less than remat.
     plain, dots = Candidate(2, 2, "none"), Candidate(2, 1, "dots")
     assert dots.cost() < plain.cost() and plain.cost(trained=0.0) < dots.cost(trained=0.0)
-
-
-# The search, among programs of known seconds and bytes.
 
 
 def planner(seconds=None, size=100, host=0, link=0.0, seen=None, least=100):
@@ -225,17 +216,11 @@ def test_steps_of_stages_and_of_micro_batches_are_compared_by_seconds_and_then_b
     assert f"not compiled: {len(tried) - 6} others" in said[-1]
 
 
-# Host memory.
+# Host memory: only stage 3 without it fits.
 TIERS = combinations(1, remat="block", places=("host",), states=STATES)
-
-
-def only_stage_3(candidate):
-    return 100 if candidate.stage == 3 and not candidate.uses_host else 200
-
-
-def in_host(candidate):
-    states = {"none": 0, "optimizer": 800, "optimizer,params": 1200}[str(candidate.offload)]
-    return states + (300 if "host" in candidate.remat else 0)
+only_stage_3 = lambda c: 100 if c.stage == 3 and not c.uses_host else 200  # noqa: E731
+states_in_host = {"none": 0, "optimizer": 800, "optimizer,params": 1200}
+in_host = lambda c: states_in_host[str(c.offload)] + 300 * ("host" in c.remat)  # noqa: E731
 
 
 def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():

@@ -110,8 +110,8 @@ def test_from_there_on_gathering_sends_as_many_words():
 def test_what_is_not_partitioned_along_its_first_dim_is_turned():
     """Experts of a layer (4, 32, 48) along their width over 16 devices; XLA for GPUs."""
     zero = zero_jax.Zero(zero_jax.abstract_mesh(16), 3, remat="block")
-    terms = Case(CONFIG, zero, "adamw", 16, 16).plan(3).predicted.temporaries
-    assert terms["turned"] == 4 * CONFIG.layers * 3 * (4 * 32 * 48) // 16
+    found = Case(CONFIG, zero, "adamw", 16, 16).plan(3).predicted
+    assert found.temporaries["turned"] == 4 * CONFIG.layers * 3 * (4 * 32 * 48) // 16
 
     def turned(*shapes, **more):
         found = [cuts.split(shape, 16, first=1, **more) for shape in shapes]
@@ -131,14 +131,3 @@ def test_what_is_not_partitioned_along_its_first_dim_is_turned():
         values = [flat_program.Value(shape, "bfloat16", 2) for shape in (whole, part)]
         one = flat_program.Operation(name, values[:1], values[1:], [], [], True, "")
         assert under_way.is_turned(one) == want
-
-
-@pytest.mark.compile
-def test_mixtral_on_64(tmp_path, every_pass):
-    args = ["--model", "mixtral-8x7b", "--devices", 64, "--batch-per-device", 4, "--reduce", "bf16"]
-    for remat, most_bytes, most_seconds in ("dots", 33.8e9, 0.56), ("block", 14.2e9, 0.70):
-        told = {"latencies": tmp_path / "step.pbtxt"} if remat == "dots" else {}
-        of = case(*args, "--experts", 8, "--capacity", 1.0, "--remat", remat)
-        plan = of.plan(3, target="h100", **told)
-        assert plan.compiled.total_bytes <= most_bytes and plan.time.seconds <= most_seconds
-        assert plan.words_per_param < 0.61 and abs(plan.error) < 0.05

@@ -35,12 +35,10 @@ ROWS = {  # arguments of the command, and words of its message
         ("--latencies none/step.pbtxt --compile", "folder none"),
         ("--latencies step.pbtxt --compile --target cpu", "cpu h100"),
         ("--capacity nan", "--capacity nan 0"), ("--memory-limit -1", "--memory-limit -1 0"),
-        ("--devices 0", "--devices 0 1"), ("--replica 0", "--replica 0 1"),
-        ("--experts 0", "--experts 0 1"), ("--micro-batches 0", "--micro-batches 0 1"),
-        ("--vocab 0", "--vocab 0 1"), ("--bucket-bytes 0", "--bucket-bytes 0 1"),
-        ("--model-parallel -1", "--model-parallel -1 1"), ("--lora -1", "--lora -1 1"),
-        ("--batch-per-device -1", "--batch-per-device -1 1"),
-        *((f"{flag} {HUGE}", f"{flag} {HUGE} 1") for flag in ("--devices", "--seq")),
+        *((x, f"{x} 1") for x in (  # numbers out of range
+            "--devices 0", "--replica 0", "--experts 0", "--micro-batches 0", "--vocab 0",
+            "--lora -1", "--bucket-bytes 0", "--model-parallel -1", "--batch-per-device -1",
+            f"--devices {HUGE}", f"--seq {HUGE}")),
     ],
     "meshes --model nano": [
         ("--latencies step.pbtxt", "--latencies meshes"),

@@ -5,7 +5,7 @@ import functools
 import json
 
 import pytest
-from test_plan import SCRIPT, case
+from test_plan import case
 
 import zero_jax
 from zero_jax.commands import plan as command
@@ -15,38 +15,13 @@ from zero_jax.plan.candidates import of_zero
 from zero_jax.plan.case import Case
 
 pytestmark = pytest.mark.compile
+BF16 = zero_jax.Precision("bf16", reduce="bf16")
 
 
-def compiled_for_h100(tmp_path, *args):
-    path = tmp_path / "plan.json"
-    assert command.main([*args, "--target", "h100", "--compile", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
-
-
-@functools.cache
-def planned(model, devices, bucket, stage=3):
-    precision = zero_jax.Precision("bf16", reduce="bf16")
-    options = {"precision": precision, "remat": "block", "bucket_bytes": bucket}
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(devices), stage, **options)
-    return Case(families.preset(model), zero, "adamw", 4 * devices, 1024).plan(stage, target="h100")
-
-
-def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(tmp_path):
-    known = compiled_for_h100(tmp_path, *SCRIPT, "--stage", "2")
-    compiled, predicted = known["compiled"], known["predicted"]
-    assert compiled["argument_bytes"] == predicted["argument_bytes"]
-    assert compiled["alias_bytes"] == predicted["alias_bytes"]
-    held = compiled["argument_bytes"] + compiled["temp_bytes"] + compiled["output_bytes"]
-    assert compiled["total_bytes"] == held - compiled["alias_bytes"]
-    assert predicted["total_bytes"] == pytest.approx(compiled["total_bytes"], rel=0.1)
-    assert known["words_per_param"] == pytest.approx(2, rel=0.01)
-    assert 0.5 < known["hidden_fraction"]["layer_loop"] <= 1
-    # XLA shares a few buffers in ways that the text does not tell: the live set reads up to 2.4 %
-    # above the arena at stage 2 with jax 0.12.
-    assert 0.97 < compiled["fragmentation"] < 1.2
-    assert {c["axis"] for c in known["collectives"]} == {"data"}
-    flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
-    assert 1.1 * flops < known["flops"] < 4 / 3 * flops  # one forward more, less what it needn't
+def planned(model, devices, bucket):
+    options = {"precision": BF16, "remat": "block", "bucket_bytes": bucket}
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(devices), 3, **options)
+    return Case(families.preset(model), zero, "adamw", 4 * devices, 1024).plan(3, target="h100")
 
 
 # Less than GSPMD's programs (docs/performance.md): 4.99 and 8.13 GB, whichever compiler.
@@ -58,6 +33,12 @@ def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass
     assert found.compiled.hidden().fraction >= 0.95
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.words_per_param == pytest.approx(3, rel=0.01)
+    # XLA shares a few buffers in ways that the text does not tell.
+    assert 0.97 < found.compiled.as_dict()["fragmentation"] < 1.2
+    flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
+    assert (
+        1.1 * flops < found.compiled.flops < 4 / 3 * flops
+    )  # one forward more, less what it needn't
     sources = [t.source for t in found.compiled.peak.temporaries[:10]]
     assert any(source.startswith("models/") for source in sources), sources
 
@@ -70,23 +51,14 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     assert known.compiled.hidden(layers_only=True).fraction >= 0.99
     assert abs(known.error) < 0.03
     args = ["--model", "llama-3.1-8b", "--devices", "64", "--batch-per-device", "4", "--reduce"]
-    found = compiled_for_h100(tmp_path, *args, "bf16", "--remat", "block", "--latencies", str(path))
+    args += ["bf16", "--remat", "block", "--latencies", str(path), "--target", "h100", "--compile"]
+    assert command.main([*args, "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
     assert found["covered_fraction"] >= 0.95 > known.time.covered
     assert found["step_time"]["seconds"] < known.time.seconds
     assert found["compiled"]["total_bytes"] < 7.3e9
     lines = path.read_text().splitlines()
     assert all(line.startswith('costs { name: "') for line in lines) and len(lines) > 500
-
-
-@pytest.mark.parametrize(("model", "stage"), [("1.5b", 1), ("7.5b", 3), ("128b", 1), ("128b", 3)])
-def test_the_largest_buffer_is_the_same_whatever_the_models_size(model, stage):
-    bucket = 2**27
-    found = planned(model, 64, bucket, stage)
-    assert abs(found.error) < 0.1
-    # A piece ends where a whole number of every device's elements does.
-    assert bucket - 64 * 4 < max(c.bytes for c in found.compiled.collectives) <= bucket
-    if (model, stage) == ("7.5b", 3):
-        assert found.compiled.total_bytes < 4.6e9, "GSPMD's: 4.99 GB"
 
 
 def test_the_fastest_mesh_is_recommended(capsys):
@@ -132,8 +104,7 @@ def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks(
     """The shortest modelled step with the link to host memory; of those within 1 % the smallest."""
     # Wide layers, so that states are larger than the pieces they stream in.
     config, n = gpt.GPTConfig(layers=4, width=4096, heads=32, vocab=256, seq=512), 16
-    auto = zero_jax.Zero(zero_jax.abstract_mesh(n), "auto", remat="block")
-    auto = dataclasses.replace(auto, precision=zero_jax.Precision("bf16", reduce="bf16"))
+    auto = zero_jax.Zero(zero_jax.abstract_mesh(n), "auto", precision=BF16, remat="block")
 
     @functools.cache
     def plan(candidate, compile):
