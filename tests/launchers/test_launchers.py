@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import RUN, curve, finish, folder, metrics, start
+from small_runs import RUN, curve, finish, folder, metrics, start, wait_for
 
 from training.supervise import free_address
 
@@ -51,16 +51,12 @@ def wait(until, folder, seconds=240):
 
 @contextlib.contextmanager
 def cluster(folder):
-    """Starts a slurmctld and two slurmd; yields a function that runs one of SLURM's commands.
-
-    The folder's path has to be short: sockets in it may have 108 characters.
-    """
+    """Starts SLURM in a folder with a short path; yields a function that runs its commands."""
     environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf", "JAX_PLATFORMS": "cpu"}
     ports, user = [free_address().rpartition(":")[2] for _ in range(3)], getpass.getuser()
     lines = CONF.format(folder=folder, user=user, port=ports.pop()).split()
-    for node, port in zip(NODES, ports, strict=True):
-        at = f"NodeHostname={NODES[0]} NodeAddr=127.0.0.1 Port={port} CPUs=8"
-        lines.append(f"NodeName={node} {at}")
+    at = f"NodeHostname={NODES[0]} NodeAddr=127.0.0.1 CPUs=8"
+    lines += [f"NodeName={node} {at} Port={x}" for node, x in zip(NODES, ports, strict=True)]
     lines += ["PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP", ""]
     (folder / "slurm.conf").write_text("\n".join(lines))
     (folder / "state").mkdir()
@@ -156,8 +152,7 @@ def test_a_run_by_mpirun_with_a_killed_task_resumes(folder, tasks):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options["env"] = {**os.environ, "JAX_PLATFORMS": "cpu"}
     first = subprocess.Popen(command, **options)
-    wait(lambda: last_step() >= 8 or first.poll() is not None, folder)
-    assert first.poll() is None, first.communicate()[0]
+    wait_for(lambda: last_step() >= 8, first, 240)
     kill(1)
     text, _ = first.communicate(timeout=120)
     assert first.returncode != 0, text

@@ -76,10 +76,8 @@ def test_60b_scales_superlinearly_from_64_to_400_devices():
 
 
 def simulate(orders, times):
-    """Runs each device's passes, as early as possible; returns idle time and most rows in flight.
-
-    A pass is (kind, micro-batch). F needs the previous stage, B its F and the next stage, W its B.
-    """
+    """Runs passes (kind, micro-batch) as early as possible: idle time and most rows in flight. F
+    needs the previous stage, B its F and the next stage, W its B."""
     ends, left = [{} for _ in orders], [[*order] for order in orders]
     for _ in range(sum(map(len, left))):
         for device, order in enumerate(left):

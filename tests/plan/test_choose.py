@@ -21,16 +21,13 @@ from zero_jax.plan.tables import gigabytes
 TX, ignore = optax.adamw(1e-3), [].append
 
 
-# With few rows parameters, not activations, fill the memory.
+# Devices, rows on each, tokens, what is frozen, and the part of the parameters that is not. With
+# few rows parameters, not activations, fill the memory.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "rows", "tokens", "frozen", "trained"),
-    [(3, 1, 512, None, 1.0), (4, 2, 1, "up", 0.5)],
-)
-def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(
-    devices, rows, tokens, frozen, trained
-):
+@pytest.mark.parametrize("case", [(3, 1, 512, None, 1.0), (4, 2, 1, "up", 0.5)])
+def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(case):
     """By words, then FLOPs of the compiled program, then the stated order."""
+    devices, rows, tokens, frozen, trained = case
     mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
     batch = jax.ShapeDtypeStruct((rows * devices, tokens, 96), jnp.float32)
 
@@ -149,8 +146,7 @@ def test_micro_batches_and_remat_are_the_least_that_may_be_chosen_and_costs_the_
 
 
 def planner(seconds=None, size=100, host=0, link=0.0, seen=None, least=100):
-    """Plans whose programs take these seconds and bytes, the same for all or not: on the device, in
-    host memory, over the link, as predicted (`least`). `seen` gets (candidate, compile)."""
+    """Plans of these seconds and bytes, the same for all or not; `least` bytes are predicted."""
 
     def plan(candidate, compile):
         (seen if seen is not None else []).append((candidate, compile))
@@ -184,7 +180,6 @@ def chosen(tried, plan, **options):
     ],
 )
 def test_a_policy_that_recomputes_more_is_taken_if_it_is_quicker(seconds, sizes, want, verdicts):
-    """Saved activations have to be written and read."""
     tried = [c for c in combinations(1) if c.stage == 2 and c.remat != "block_sqrt"]
     of = lambda row: lambda c: dict(zip(("none", "dots", "block"), row, strict=True))[c.remat]  # noqa: E731
     said = []
@@ -235,8 +230,7 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     assert {("block@host", "none"), ("block", "optimizer")} <= before
     assert ("block", "optimizer,params") not in before, "1.2 words are more than stage 3's one"
     assert choice.chosen.candidate == Candidate(3, 1, "block")
-    seen = []
-    chosen(TIERS, planner(host=in_host, seen=seen))
+    chosen(TIERS, planner(host=in_host, seen=(seen := [])))
     first = [c for c, compile in seen if not compile]
     assert first == [Candidate(2, 1, "block")], "none is planned before its turn can come"
     # Seconds of the link count too.

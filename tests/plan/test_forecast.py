@@ -1,8 +1,5 @@
-"""The forecast of a step's temporaries: scanned networks whose terms are known in closed form.
-
-And what it reads: traces, with calls written out, loops kept and splits over `model` spread, and
-the updates of optimizers.
-"""
+"""The forecast of a step's temporaries: scanned networks whose terms are known in closed form; of
+traces as it reads them; and of updates."""
 
 import dataclasses
 import functools
@@ -43,10 +40,8 @@ def test_terms_of_a_step_with_remat(stage, dtype):
     found = terms(net, stage)
     # The input of every layer, and the output of the last, of which the loss is the mean square.
     assert found["saved"] == net.L * net.carry + net.carry
-    if stage == 3:
-        assert found["copy"] <= net.width * net.layer
-    else:
-        assert found["copy"] == (0 if (stage, dtype) == (0, "fp32") else net.width * net.psi)
+    copy = 0 if (stage, dtype) == (0, "fp32") else net.width * net.psi
+    assert found["copy"] <= net.width * net.layer if stage == 3 else found["copy"] == copy
     # One layer's gradients in the reduce dtype, fp32 by default.
     assert found["buffers"] == (4 * net.layer if stage else 0)
     assert found["loss"] == 0
@@ -116,9 +111,8 @@ def test_logits_are_the_loss_and_while_it_ends_the_last_layer_is_gathered_again(
 
 @pytest.mark.parametrize(("L", "V"), [(6, 5000), (64, 5000), (64, 100)])
 def test_the_first_layers_gradients_are_under_way_while_the_embeddings_is_cast(L, V):
-    """It is there in bf16 and in fp32 then, and so is the larger of what layers kept and of another
-    layer's gradients. Where its copy in bf16 is smaller than either, the worst instant is when it
-    is sent, and both are there."""
+    """In bf16 and fp32, beside the larger of what layers kept and another layer's gradients. Where
+    its copy in bf16 is smaller than either, the worst instant is when it is sent, beside both."""
     net = networks.Embedded(L=L, D=64, B=2, T=2, V=V, dtype="bf16")
     found = terms(net, 3, habits=AHEAD)
     layer, saved, shards = 4 * net.layer, L * net.carry, 4 * L * net.layer // N
@@ -182,14 +176,10 @@ def test_matrices_in_memory(fn, on_gpus, without):
     flat = flatten(jax.make_jaxpr(fn)(x, x))
     end = len(flat.operations)
     for of_gpus, want in (True, on_gpus), (False, without):
-        spans = spans_of(flat.operations, set(flat.outputs), end, of_gpus)
-        spans = [s for s in spans if s.value.bytes == 4 * 8 * 8]
+        every = spans_of(flat.operations, set(flat.outputs), end, of_gpus)
+        spans = [s for s in every if s.value.bytes == 4 * 8 * 8]
         most = max(sum(s.start <= at <= s.stop for s in spans) for at in range(2 * end + 1))
         assert want in (None, most)
-
-
-def flat_of(f, *args):
-    return flatten(jax.make_jaxpr(f)(*args))
 
 
 def names(flat):
@@ -202,7 +192,7 @@ def test_loops_and_branches_are_bodies_of_which_literals_are_no_inputs():
         _ = jnp.sin(jnp.cos(x))  # nobody reads it
         return jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jnp.cos(jnp.exp(x)) + 2.0, h)
 
-    flat = flat_of(f, jnp.ones((5, 3, 3)), jnp.ones((2, 3)))
+    flat = flatten(jax.make_jaxpr(f)(jnp.ones((5, 3, 3)), jnp.ones((2, 3))))
     loop, branch = flat.operations[0], flat.operations[-1]
     assert (loop.name, branch.name) == ("scan", "cond") and "sin" not in names(flat)
     assert names(loop.bodies[0].flat) == ["dot_general", "add"]
@@ -214,10 +204,10 @@ def test_loops_and_branches_are_bodies_of_which_literals_are_no_inputs():
     adds = [o for body in branch.bodies for o in body.flat.operations if o.name == "add"]
     assert [len(o.inputs) for o in adds] == [1], "a literal is no value"
     sums = lambda x: jax.lax.scan(lambda h, row: (h + jnp.sum(row), None), 0.0, x)[0]  # noqa: E731
-    (loop,) = flat_of(sums, jnp.ones((5, 3))).operations
+    (loop,) = flatten(jax.make_jaxpr(sums)(jnp.ones((5, 3)))).operations
     assert [theirs.shape for _, theirs in loop.bodies[0].given] == [(5, 3)]
     sines = lambda x, w: jnp.sum(jnp.sin(x @ w))  # noqa: E731
-    flat = flat_of(jax.grad(sines, 1), jnp.ones((2, 3)), jnp.ones((3, 4)))
+    flat = flatten(jax.make_jaxpr(jax.grad(sines, 1))(jnp.ones((2, 3)), jnp.ones((3, 4))))
     found = {back: {o.name for o in flat.operations if o.backward == back} for back in (0, 1)}
     assert {"dot_general", "cos"} <= found[0] and "dot_general" in found[1], "it is marked"
 

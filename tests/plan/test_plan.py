@@ -26,10 +26,8 @@ from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPT = [
-    *("--model", "7.5b", "--stage", "3", "--devices", "64", "--batch-per-device", "4"),
-    *("--seq", "1024", "--reduce", "bf16", "--target", "h100"),
-]
+SCRIPT = ["--model", "7.5b", "--stage", "3", "--devices", "64", "--batch-per-device", "4"]
+SCRIPT += ["--seq", "1024", "--reduce", "bf16", "--target", "h100"]
 
 
 def case(*args):
@@ -44,8 +42,7 @@ HIDDEN = 4 * 1024 * 4096 * 2  # bytes
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """What a script gets from the call that the documentation shows, without --compile. Plans of a
-    case are made once, whatever limit they are compared with; no curves are."""
+    """What a script gets. Plans are made once, whatever limit they are compared with; no curves."""
     planned, path = functools.cache(Case.plan), tmp_path_factory.mktemp("plan") / "plan.json"
 
     def plan(self, stage, **options):

@@ -84,14 +84,12 @@ def test_the_command_says_from_how_many_tokens_on_experts_are_better_gathered(ca
     assert "experts" not in many.zero.mesh.shape
 
 
-EXPERTS = 32 * 8 * 3 * 4096 * 14336  # parameters of Mixtral's, 45.1e9
-MIXTRAL = families.with_capacity(families.preset("mixtral-8x7b"), 1.0)
-
-
 def test_from_there_on_gathering_sends_as_many_words():
     """By hand: three products of 4096 x 14336 each; of what is sent 7 / 8 leave a device."""
-    tokens = expert_words.even(MIXTRAL, 8, 8, "block")
-    assert 3 * EXPERTS * 7 / 8 == pytest.approx(6 * 32 * tokens * 2 * 4096 * 7 / 8)
+    mixtral = families.with_capacity(families.preset("mixtral-8x7b"), 1.0)
+    parameters = 32 * 8 * 3 * 4096 * 14336  # of experts, 45.1e9
+    tokens = expert_words.even(mixtral, 8, 8, "block")
+    assert 3 * parameters * 7 / 8 == pytest.approx(6 * 32 * tokens * 2 * 4096 * 7 / 8)
     assert expert_words.groups(families.preset("qwen3-8b"), 64, 1, "block") == 1
     # Qwen3's eight choices of 128 at capacity 1.25: tokens are gathered in 8 groups on a host.
     config = families.with_capacity(families.preset("qwen3-30b-a3b"), 1.25)
@@ -100,10 +98,10 @@ def test_from_there_on_gathering_sends_as_many_words():
     assert 3 * experts == pytest.approx(5 * config.layers * tokens * 8 * config.width)
     # Between hosts, in seconds: a ring of 64 has eight cards of 50 GB/s a host, and a group a host.
     h100 = targets.target("h100")
-    tokens = expert_words.even(MIXTRAL, 8, 64, "block", h100)
-    own, rows = 3 * EXPERTS / 8 * 7 / 8 / 450e9, 6 * 32 * tokens * 2 * 4096 * 7 / 8 / 50e9
-    assert 3 * EXPERTS * 63 / 64 / 400e9 == pytest.approx(own + rows)
-    at = functools.partial(expert_words.groups, MIXTRAL, 64, remat="block", target=h100)
+    tokens = expert_words.even(mixtral, 8, 64, "block", h100)
+    own, rows = 3 * parameters / 8 * 7 / 8 / 450e9, 6 * 32 * tokens * 2 * 4096 * 7 / 8 / 50e9
+    assert 3 * parameters * 63 / 64 / 400e9 == pytest.approx(own + rows)
+    at = functools.partial(expert_words.groups, mixtral, 64, remat="block", target=h100)
     assert (at(tokens=int(tokens) - 1), at(tokens=int(tokens) + 1)) == (8, 1)
 
 

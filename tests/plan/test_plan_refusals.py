@@ -14,8 +14,6 @@ from zero_jax.hlo import prove
 from zero_jax.translate import command as translate
 
 HUGE = "99999999999999999999"
-DENSE, EXPERTS = "--model llama-3.1-8b", "--model mixtral-8x7b"
-LORA = f"{DENSE} --devices 8 --lora 16"
 # fmt: off
 ROWS = {  # arguments of the command, and words of its message
     "--model nano": [
@@ -40,17 +38,17 @@ ROWS = {  # arguments of the command, and words of its message
             "--lora -1", "--bucket-bytes 0", "--model-parallel -1", "--batch-per-device -1",
             f"--devices {HUGE}", f"--seq {HUGE}")),
     ],
-    "meshes --model nano": [
-        ("--latencies step.pbtxt", "--latencies meshes"),
-        ("--devices 4 --model-parallel 2", "--model-parallel meshes"),
-        ("--devices 4 --target cpu --memory-limit 1", "--target cpu h100"),
-    ],
-    DENSE: [("--base nf4", "--base nf4 --lora"), ("--lora-alpha 2", "--lora-alpha 2 --lora")],
-    LORA: [("--lora-targets attn/qq", "attn/qq"), ("--lora-targets attn/q,", "pattern"),
-           ("--lora-alpha inf", "--lora-alpha inf 0")],
-    EXPERTS: [("--experts 3 --devices 6", "experts=2 4 8"),
-              ("--devices 8 --experts 3", "--devices 8 experts 3"),
-              ("--devices 8 --capacity 0", "capacity 0")],
+    "meshes --model nano --devices 4": [
+        ("--latencies step.pbtxt", "--latencies meshes"), ("--target cpu", "--target cpu h100"),
+        ("--model-parallel 2", "--model-parallel meshes")],
+    "--model llama-3.1-8b": [
+        ("--base nf4", "--base nf4 --lora"), ("--lora-alpha 2", "--lora-alpha 2 --lora")],
+    "--model llama-3.1-8b --devices 8 --lora 16": [
+        ("--lora-targets attn/qq", "attn/qq"), ("--lora-targets attn/q,", "pattern"),
+        ("--lora-alpha inf", "--lora-alpha inf 0")],
+    "--model mixtral-8x7b": [
+        ("--experts 3 --devices 6", "experts=2 4 8"), ("--devices 8 --capacity 0", "capacity 0"),
+        ("--devices 8 --experts 3", "--devices 8 experts 3")],
     "": [("--model 7b", "'7b' 7.5b"), ("--model llama-3.1-8", "'llama-3.1-8b'"),
          ("--model qwen3-8b --seq 50000", "50000 40960"), ("--hf nowhere", "nowhere/config.json"),
          ("--model qwen3-4b --devices 8 --experts 2", "experts"), ("meshes --seq -1", "--seq -1 1"),
