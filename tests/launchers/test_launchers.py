@@ -1,7 +1,4 @@
-"""Runs under SLURM (the batch script of the docs) and mpirun resume after a task is killed.
-
-They need Debian's slurm-wlm and openmpi-bin, and run with -m launchers.
-"""
+"""Runs under SLURM and mpirun resume after a task is killed: needs slurm-wlm and openmpi-bin."""
 
 import contextlib
 import getpass

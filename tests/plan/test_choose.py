@@ -93,14 +93,10 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
 
 
 def test_arrays_stay_where_they_are_and_the_trained_part_is_counted(monkeypatch):
-    asked = []
-
-    def looked_at(tried, plan, *more):
-        planned = plan(Candidate(2, 1, "none"), False)  # a prediction has no topology
-        asked.append((more[-1], planned.compiled))
-
+    asked, plain = [], Candidate(2, 1, "none")  # whose prediction has no topology
+    look = lambda tried, plan, *more: asked.append((more[-1], plan(plain, False).compiled))  # noqa: E731
     monkeypatch.setattr(candidates, "of_zero", lambda *args: asked.append(args[-1]) or [])
-    monkeypatch.setattr("zero_jax.plan.auto.search", looked_at)
+    monkeypatch.setattr("zero_jax.plan.auto.search", look)
     zero, rows = auto(frozen="base"), jax.ShapeDtypeStruct((8, 8), jnp.float32)
     more = lambda: make() | {"base": jnp.zeros((8, 64))}  # noqa: E731
     for params in (zero.abstract(more), zero.init(more)):
@@ -252,8 +248,7 @@ def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_l
     assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, taken"
     refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
     plan, said = planner(size=only_stage_3, host=refuse, least=None), []
-    found = search(TIERS, plan, 100, said.append).chosen.candidate
-    assert found == Candidate(3, 1, "block")
+    assert search(TIERS, plan, 100, said.append).chosen.candidate == Candidate(3, 1, "block")
     assert "left out stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
 
 

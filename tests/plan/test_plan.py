@@ -211,9 +211,8 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     totals = [x.total for x in found]
     assert totals == sorted(totals, reverse=True) and totals[3] < totals[0] / 4
     assert [memory.words_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
-    free, frozen = (
-        memory.estimate(shapes, shards=1, stage=0, tx=tx, frozen=f) for f in (None, "w")
-    )
+    settings = {"shards": 1, "stage": 0, "tx": tx}
+    free, frozen = (memory.estimate(shapes, **settings, frozen=x) for x in (None, "w"))
     assert free.state - frozen.state == 2 * 4 * 6 * 64 * 64, "nothing for what is frozen"
     assert (free.gradients, frozen.gradients) == (4 * psi, 4 * 6 * 64)
     assert memory.words_per_param(3, k, trained=0.5) == 2.5 * k

@@ -33,10 +33,9 @@ def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_grad
     matrices = config.layers * sum(a * b for a, b in pairs)
     adapters = config.layers * 16 * sum(a + b for a, b in pairs)
     stored = 4.25 / 8 * matrices + 2 * (families.num_params(config) - matrices) + 12 * adapters
-    lora = ["--lora", 16, "--base", "nf4"]
-    plan = case("--hf", tmp_path, "--devices", 4, "--seq", 64, *lora).plan(3)
+    of = case("--hf", tmp_path, "--devices", 4, "--seq", 64, "--lora", 16, "--base", "nf4")
     batch = 65 * 4
-    assert plan.predicted.argument_bytes - batch == pytest.approx(stored / 4, rel=3e-2)
+    assert of.plan(3).predicted.argument_bytes - batch == pytest.approx(stored / 4, rel=3e-2)
     whole, adapted = TextModel(config), TextModel(config, Lora())
     less = whole.flops_per_token(64) - adapted.flops_per_token(64)
     assert less == 2 * (matrices + config.vocab * config.width) - 6 * adapters
@@ -77,8 +76,8 @@ def test_the_command_says_from_how_many_tokens_on_experts_are_better_gathered(ca
         assert command.main([*mixtral, "--batch-per-device", "4", *args]) == 0
         said = capsys.readouterr().out
         assert f"{words} tokens of a device and micro-batch, of which there are 4,096" in said
-    args = ["--model", "nano-experts", "--devices", 8, "--auto", "--seq"]
-    assert case(*args, 64).zero.mesh.shape["experts"] == 8, "--auto takes the groups"
+    nano = case("--model", "nano-experts", "--devices", 8, "--auto", "--seq", 64)
+    assert nano.zero.mesh.shape["experts"] == 8, "--auto takes the groups"
     few, many = (case(*mixtral, "--auto", "--batch-per-device", rows) for rows in (10, 11))
     assert few.zero.mesh.shape["experts"] == 8, "10,240 tokens are fewer than 10,901"
     assert "experts" not in many.zero.mesh.shape
