@@ -100,7 +100,7 @@ def test_arrays_stay_where_they_are_and_the_trained_part_is_counted(monkeypatch)
     zero, rows = auto(frozen="base"), jax.ShapeDtypeStruct((8, 8), jnp.float32)
     more = lambda: make() | {"base": jnp.zeros((8, 64))}  # noqa: E731
     for params in (zero.abstract(more), zero.init(more)):
-        zero.choice(one_product, TX, params, rows, target="h100", topology="2x1x4")
+        zero.choice(one_product, TX, params, rows, target="h100", topology="2x1x4", report=ignore)
     assert asked == [False, (1 / 9, None), True, (1 / 9, None)]
 
 
@@ -246,6 +246,8 @@ def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_l
     assert "800 B in host memory: too much" in said[0] and "799 B" in said[0]
     choice = search(only, planner(host=in_host), 100, ignore, host_limit=800)
     assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, taken"
+    with pytest.raises(ValueError, match="there is no candidate"):
+        search([], planner(), 100, ignore)
     refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
     plan, said = planner(size=only_stage_3, host=refuse, least=None), []
     assert search(TIERS, plan, 100, said.append).chosen.candidate == Candidate(3, 1, "block")

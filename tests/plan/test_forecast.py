@@ -1,5 +1,4 @@
-"""The forecast of a step's temporaries: scanned networks whose terms are known in closed form; of
-traces as it reads them; and of updates."""
+"""Forecasts of a step's temporaries, for networks known in closed form, and of its update."""
 
 import dataclasses
 import functools

@@ -1,5 +1,4 @@
-"""python -m zero_jax.plan and Zero.plan: predictions beside closed forms, pictures and advice;
-closed forms of memory and communication, beside arrays and formulas by hand."""
+"""python -m zero_jax.plan, Zero.plan and closed forms: predictions, pictures and advice."""
 
 import dataclasses
 import functools
