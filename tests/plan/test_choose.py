@@ -1,4 +1,4 @@
-"""stage="auto": which candidates are tried, in which order, and which is chosen."""
+"""stage="auto": which candidates are tried, in which order, and which is chosen; and which mesh."""
 
 import functools
 import itertools
@@ -8,107 +8,59 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from problems import assert_bitwise
 
 import zero_jax
 from zero_jax.hlo import targets
 from zero_jax.offload.piecewise import CannotStream
-from zero_jax.plan import candidates
+from zero_jax.plan import candidates, meshes
 from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import STATES, Candidate, combinations
 from zero_jax.plan.tables import gigabytes
 
-TX = optax.adamw(1e-3)
-
-
-def ignore(_):
-    pass
-
-
-# Small models, whose candidates are all compiled.
-
-
-def mlp(params, x):
-    def layer(x, w):
-        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
-
-
-def make_mlp():
-    return {"up": jnp.zeros((6, 96, 384)), "down": jnp.zeros((6, 384, 96))}
+TX, ignore = optax.adamw(1e-3), [].append
 
 
 # Devices, rows on each, tokens, what is frozen, and the part of the parameters that is not. With
 # few rows parameters, not activations, fill the memory.
-CASES = {
-    "on 3": (3, 1, 512, None, 1.0),
-    "on 4": (4, 2, 1, None, 1.0),
-    "on 4, half frozen": (4, 2, 1, "up", 0.5),
-}
-
-
-@functools.cache
-def compiled(name):
-    """The case as a planner that compiles each candidate once, and all of its candidates."""
-    devices, rows, tokens, frozen, _ = CASES[name]
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(3, 1, 512, None, 1.0), (4, 2, 1, "up", 0.5)])
+def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(case):
+    """By words, then FLOPs of the compiled program, then the stated order."""
+    devices, rows, tokens, frozen, trained = case
     mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
     batch = jax.ShapeDtypeStruct((rows * devices, tokens, 96), jnp.float32)
+
+    def mlp(params, x):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
     @functools.cache
     def plan(candidate, compile):
         zero = zero_jax.Zero(mesh, frozen=frozen, **candidate.settings)
-        return zero.plan(mlp, TX, zero.abstract(make_mlp), batch, compile=compile)
-
-    return plan, combinations(rows)
-
-
-def cheapest_that_fits(plan, tried, limit, trained):
-    """The exhaustive search: words, then FLOPs of the compiled program, then the stated order."""
-    order = {"none": 0, "dots": 1, "block": 2, "block_sqrt": 3}
+        make = lambda: {"up": jnp.zeros((6, 96, 384)), "down": jnp.zeros((6, 384, 96))}  # noqa: E731
+        return zero.plan(mlp, TX, zero.abstract(make), batch, compile=compile)
 
     def cost(c):
         gathers = (3 if c.remat == "block_sqrt" else 2) * c.micro_batches if c.stage == 3 else 1
         words = gathers + trained * (1 if c.stage == 1 else c.micro_batches)
-        return words, order[c.remat], c.micro_batches, -c.stage
+        order = ("none", "dots", "block", "block_sqrt").index(c.remat)
+        return words, order, c.micro_batches, -c.stage
 
-    return min((c for c in tried if plan(c, True).total_bytes <= limit), key=cost)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(name):
-    (plan, tried), trained = compiled(name), CASES[name][-1]
+    tried, picked, said = combinations(rows), set(), []
     limits = sorted({plan(c, True).total_bytes for c in tried})  # each lets one more in
-    picked, said = [], []
     for limit in limits:
         choice = search(tried, plan, limit, said.append, trained=trained)
-        assert choice.chosen.candidate == cheapest_that_fits(plan, tried, limit, trained)
+        fitting = [c for c in tried if plan(c, True).total_bytes <= limit]
+        assert choice.chosen.candidate == min(fitting, key=cost)
         assert choice.chosen.plan.compiled.total_bytes <= limit
-        picked.append(choice.chosen.candidate)
-    assert len(limits) >= 8 and len(set(picked)) >= 3, "or this could hardly fail"
+        picked.add(choice.chosen.candidate)
+    assert len(limits) >= 8 and len(picked) >= 3, "or this could hardly fail"
     assert "too much" in said[0] and "taken" in said[0]
-
-
-@pytest.mark.slow
-def test_a_limit_that_nothing_fits_under_names_the_smallest_and_what_would_help():
-    plan, tried = compiled("on 4")
     least = min(plan(c, False).total_bytes for c in tried)
-    with pytest.raises(ValueError, match="stage 3") as error:
+    with pytest.raises(ValueError, match="stage 3.*devices") as error:
         search(tried, plan, least / 4, ignore)
-    assert "devices" in str(error.value) and gigabytes(least) in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "k"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
-def test_what_is_frozen_is_gathered_and_not_summed(stage, k):
-    plan, _ = compiled("on 4, half frozen")
-    candidate = Candidate(stage, k, "none")
-    predicted, found = (plan(candidate, compile).words_per_param for compile in (False, True))
-    assert predicted == 0.5 * {0: 2, 1: 3, 2: 2 + k, 3: 5 * k}[stage]
-    assert found == pytest.approx(predicted, rel=1e-3), "the loss is summed too"
-
-
-# A step of stage="auto", and what is asked of a `Zero`.
+    assert gigabytes(least) in str(error.value)
 
 
 def one_product(params, x):
@@ -119,21 +71,15 @@ def make():
     return {"w": jnp.sin(jnp.arange(64.0)).reshape(8, 8)}
 
 
-ROWS = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-
-
 def auto(limit=1e9, mesh=None, **settings):
     return zero_jax.Zero(mesh or zero_jax.make_mesh(), "auto", memory_limit=limit, **settings)
 
 
 def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
     batch = jnp.cos(jnp.arange(64.0)).reshape(8, 8)
-    steps, args = [], []
-    for zero in (auto(), zero_jax.Zero(zero_jax.make_mesh(), 2)):
-        params = zero.init(make)
-        args.append((params, zero.optimizer(TX).init(params), batch))
-        steps.append(zero.train_step(one_product, TX))
-    step, plain = steps
+    zeros = auto(), zero_jax.Zero(zero_jax.make_mesh(), 2)
+    step, plain = (zero.train_step(one_product, TX) for zero in zeros)
+    args = [(p := zero.init(make), zero.optimizer(TX).init(p), batch) for zero in zeros]
     with pytest.raises(AttributeError):
         step.settings  # noqa: B018
     after = step(*args[0])
@@ -143,63 +89,41 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
     assert str(step.trace(*args[1]).jaxpr) == str(plain.trace(*args[1]).jaxpr)
     assert step.lower(*args[1]).as_text() == plain.lower(*args[1]).as_text()
     assert step.first_bad_leaf(*args[1]) is None
-    want = plain(*args[1])
-    for mine, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True):
-        assert jnp.array_equal(mine, theirs)
+    assert_bitwise(after, plain(*args[1]))
 
 
-def test_a_frozen_base_makes_what_sums_more_often_cheap(monkeypatch):
-    shapes, seen = {"base": jnp.zeros((4, 64)), "lora": jnp.zeros((4, 1))}, {}
-    zero = auto(mesh=zero_jax.abstract_mesh(4), frozen="base")
-
-    def looked_at(tried, plan, *given):
-        seen["trained"], seen["plan"] = given[-1], plan(tried[0], False)
-
-    def loss(params, x):
-        return jnp.mean((x @ (params["base"] + params["lora"])) ** 2)
-
-    monkeypatch.setattr("zero_jax.plan.auto.search", looked_at)
-    batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    params = zero.abstract(lambda: shapes)
-    zero.choice(loss, TX, params, batch, target="h100", topology="2x1x2")
-    assert seen["trained"] == 1 / 65
-    assert seen["plan"].compiled is None, "a prediction has no topology"
-    plain, dots = Candidate(2, 2, "none"), Candidate(2, 1, "dots")
-    assert dots.cost() < plain.cost()
-    assert plain.cost(trained=0.0) < dots.cost(trained=0.0)
-
-
-def test_parameters_that_are_arrays_stay_where_they_are(monkeypatch):
-    asked = []
+def test_arrays_stay_where_they_are_and_the_trained_part_is_counted(monkeypatch):
+    asked, plain = [], Candidate(2, 1, "none")  # whose prediction has no topology
+    look = lambda tried, plan, *more: asked.append((more[-1], plan(plain, False).compiled))  # noqa: E731
     monkeypatch.setattr(candidates, "of_zero", lambda *args: asked.append(args[-1]) or [])
-    for params in (auto().abstract(make), auto().init(make)):
-        with pytest.raises(ValueError, match="candidate"):
-            auto().choice(one_product, TX, params, ROWS, report=ignore)
-    assert asked == [False, True]
-
-
-def candidates_of(target="h100", born=False, mesh=None, **settings):
-    zero = auto(mesh=mesh or zero_jax.abstract_mesh(8), **settings)
-    return candidates.of_zero(zero, 1, target, born=born)
-
-
-def places(found):
-    return {c.remat.partition("@")[2] for c in found}
+    monkeypatch.setattr("zero_jax.plan.auto.search", look)
+    zero, rows = auto(frozen="base"), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    more = lambda: make() | {"base": jnp.zeros((8, 64))}  # noqa: E731
+    for params in (zero.abstract(more), zero.init(more)):
+        zero.choice(one_product, TX, params, rows, target="h100", topology="2x1x4", report=ignore)
+    assert asked == [False, (1 / 9, None), True, (1 / 9, None)]
 
 
 def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
+    def found(target="h100", born=False, mesh=None, **settings):
+        zero = auto(mesh=mesh or zero_jax.abstract_mesh(8), **settings)
+        return candidates.of_zero(zero, 1, target, born=born)
+
+    def places(**settings):
+        mesh = zero_jax.abstract_mesh(4, model=2)
+        return {c.remat.partition("@")[2] for c in found(mesh=mesh, **settings)}
+
     limit = candidates.device_limit(auto(None, zero_jax.abstract_mesh(8)), "h100")
     assert limit == int(0.92 * targets.target("h100").memory_bytes)
-    tiers = {(c.remat, str(c.offload)) for c in candidates_of()}
+    tiers = {(c.remat, str(c.offload)) for c in found()}
     assert {("block@host", "optimizer,params"), ("none", "optimizer")} <= tiers
     for target, mesh in (("cpu", None), ("v5p", None), (None, zero_jax.make_mesh())):
-        assert not any(c.uses_host for c in candidates_of(target, mesh=mesh)), target
-    born = candidates_of(born=True)
+        assert not any(c.uses_host for c in found(target, mesh=mesh)), target
+    born = found(born=True)
     assert not any(c.offload.states for c in born) and any(c.uses_host for c in born)
-    assert {str(c.offload) for c in candidates_of(offload="optimizer")} == {"optimizer"}
-    split = zero_jax.abstract_mesh(4, model=2)
-    assert places(candidates_of(mesh=split)) == {"", "host", "partitioned", "partitioned+host"}
-    assert places(candidates_of(mesh=split, sequence_parallel=True)) == {"", "host"}
+    assert {str(c.offload) for c in found(offload="optimizer")} == {"optimizer"}
+    assert places() == {"", "host", "partitioned", "partitioned+host"}
+    assert places(sequence_parallel=True) == {"", "host"}
 
 
 def test_micro_batches_and_remat_are_the_least_that_may_be_chosen_and_costs_the_papers():
@@ -212,38 +136,26 @@ def test_micro_batches_and_remat_are_the_least_that_may_be_chosen_and_costs_the_
     for stage, k in set(itertools.product((1, 2, 3), (1, 2, 4))) - {(1, 1)}:
         for remat, runs in (("none", 3), ("block", 3), ("block_sqrt", 4)):
             assert words[stage, k, remat] == {1: 2, 2: 1 + k, 3: runs * k}[stage]
-
-
-# The search, among programs of known seconds and bytes.
-
-
-def value(of, candidate):
-    return of(candidate) if callable(of) else of
+    # Of a frozen model nothing is summed, so that more micro-batches cost less than remat.
+    plain, dots = Candidate(2, 2, "none"), Candidate(2, 1, "dots")
+    assert dots.cost() < plain.cost() and plain.cost(trained=0.0) < dots.cost(trained=0.0)
 
 
 def planner(seconds=None, size=100, host=0, link=0.0, seen=None, least=100):
-    """Plans whose programs take these seconds and hold these bytes, the same for all or not.
-
-    Args:
-      link: seconds of the link to host memory.
-      seen: gets (candidate, compile) of each call.
-      least: bytes that are predicted.
-    """
+    """Plans of these seconds and bytes, the same for all or not; `least` bytes are predicted."""
 
     def plan(candidate, compile):
-        if seen is not None:
-            seen.append((candidate, compile))
-        held, took = value(host, candidate), value(seconds, candidate)
+        (seen if seen is not None else []).append((candidate, compile))
+        values = [x(candidate) if callable(x) else x for x in (host, seconds, size, link)]
+        held, took, total, crossing = values
         if isinstance(held, Exception):
             raise held
-        return types.SimpleNamespace(
-            total_bytes=value(size if compile or least is None else least, candidate),
-            predicted=types.SimpleNamespace(host=held, terms={}, alias_bytes=0),
-            host_words_per_param=held / 1000,
-            host_seconds=value(link, candidate),
-            axes={"data": 1},
-            time=types.SimpleNamespace(seconds=took) if compile and took else None,
-        )
+        found = types.SimpleNamespace(host_seconds=crossing, axes={"data": 1})
+        found.total_bytes = total if compile or least is None else least
+        found.predicted = types.SimpleNamespace(host=held, terms={}, alias_bytes=0)
+        found.host_words_per_param = held / 1000
+        found.time = types.SimpleNamespace(seconds=took) if compile and took else None
+        return found
 
     return plan
 
@@ -252,49 +164,41 @@ def chosen(tried, plan, **options):
     return search(tried, plan, 100, ignore, **options).chosen.candidate
 
 
-# Seconds and whether it fits, of none, dots and block; in every row one is chosen.
+# Seconds and bytes of none, dots and block under a limit of 100; in every row one is chosen.
 @pytest.mark.parametrize(
-    ("seconds", "fits", "want", "verdicts"),
+    ("seconds", "sizes", "want", "verdicts"),
     [
-        ((3, 1, 2), (1, 1, 1), "dots", ["slower, 3 s", "taken, 1 s", "slower, 2 s"]),
-        ((1, 2, 0), (1, 1, 1), "none", ["taken, 1 s", "slower, 2 s"]),
-        ((3, 2, 1), (1, 1, 1), "block", ["slower, 3 s", "slower, 2 s", "taken, 1 s"]),
-        ((3, 2, 1), (0, 1, 1), "block", ["too much", "slower, 2 s", "taken, 1 s"]),
-        ((3, 2, 1), (1, 1, 0), "dots", ["slower, 3 s", "taken, 2 s", "too much"]),
-        ((None,) * 3, (1, 1, 1), "none", ["fits, taken"]),
+        ((3, 1, 2), (100,) * 3, "dots", ["slower, 3 s", "taken, 1 s", "slower, 2 s"]),
+        ((1, 2, 0), (100,) * 3, "none", ["taken, 1 s", "slower, 2 s"]),
+        ((3, 2, 1), (200, 100, 100), "block", ["too much", "slower, 2 s", "taken, 1 s"]),
+        ((3, 2, 1), (100, 100, 200), "dots", ["slower, 3 s", "taken, 2 s", "too much"]),
+        ((None,) * 3, (100,) * 3, "none", ["fits, taken"]),
     ],
 )
-def test_a_policy_that_recomputes_more_is_taken_where_its_step_is_shorter(
-    seconds, fits, want, verdicts
-):
-    """Saved activations have to be written and read."""
+def test_a_policy_that_recomputes_more_is_taken_if_it_is_quicker(seconds, sizes, want, verdicts):
     tried = [c for c in combinations(1) if c.stage == 2 and c.remat != "block_sqrt"]
-    at = lambda c: ("none", "dots", "block").index(c.remat)  # noqa: E731
+    of = lambda row: lambda c: dict(zip(("none", "dots", "block"), row, strict=True))[c.remat]  # noqa: E731
     said = []
-    plan = planner(lambda c: seconds[at(c)], lambda c: 100 if fits[at(c)] else 200)
-    choice = search(tried, plan, 100, said.append)
+    choice = search(tried, planner(of(seconds), of(sizes)), 100, said.append)
     assert choice.chosen.candidate.remat == want and f"remat {want}" in said[-1].split("\n")[0]
     for found, wanted in zip(choice.considered, verdicts, strict=True):
         assert wanted in found.verdict
 
 
-@pytest.mark.parametrize(
-    ("seconds", "sizes", "want"),
-    [
-        ({2: 0.430, 3: 0.363}, {2: 29, 3: 15}, 3),  # 7.5b on 64 H100, docs/proof.json
-        ({2: 0.170, 3: 0.176}, {2: 18, 3: 3}, 2),  # the same with one row
-        ({2: 0.314, 3: 0.316}, {2: 6, 3: 3}, 3),  # as quick, and smaller
-        ({2: 0.314, 3: 0.363}, {2: 101, 3: 3}, 3),  # stage 2 does not fit
-    ],
-)
-def test_stages_are_compared_by_modelled_seconds_and_then_by_memory(seconds, sizes, want):
-    plan = planner(lambda c: seconds[c.stage], lambda c: sizes[c.stage])
-    assert chosen(combinations(1, remat="block_sqrt"), plan).stage == want
-
-
-def test_what_no_program_that_fits_can_be_slower_than_is_not_compiled():
-    """Where all fit, those of the fewest micro-batches of each stage are compiled, and of these as
-    many policies as steps get shorter."""
+def test_steps_of_stages_and_of_micro_batches_are_compared_by_seconds_and_then_by_memory():
+    for seconds, sizes, want in [
+        ((0.170, 0.176), (18, 3), 2),
+        ((0.314, 0.316), (6, 3), 3),  # as quick, and smaller
+        ((0.314, 0.363), (101, 3), 3),  # stage 2 does not fit
+    ]:
+        plan = planner(lambda c, s=seconds: s[c.stage - 2], lambda c, s=sizes: s[c.stage - 2])
+        assert chosen(combinations(1, remat="block_sqrt"), plan).stage == want
+    # One micro-batch fits with recomputation alone; two without it are quicker.
+    fits = lambda c: c.stage == 3 and (c.remat == "block" or c.micro_batches > 1)  # noqa: E731
+    plan = planner(lambda c: 1.0 if c.remat == "none" else 1.2, lambda c: 100 if fits(c) else 200)
+    assert chosen(combinations(2), plan) == Candidate(3, 2, "none")
+    # Where all fit, those of the fewest micro-batches of each stage are compiled, and of these as
+    # many policies as steps get shorter.
     seen, said, tried = [], [], combinations(4)
     search(tried, planner(1.0, seen=seen), 100, said.append)
     found = [c for c, compile in seen if compile]
@@ -303,39 +207,11 @@ def test_what_no_program_that_fits_can_be_slower_than_is_not_compiled():
     assert f"not compiled: {len(tried) - 6} others" in said[-1]
 
 
-def test_more_micro_batches_are_tried_for_less_recomputation():
-    """One micro-batch fits with recomputation alone; two without it are quicker."""
-    fits = lambda c: c.stage == 3 and (c.remat == "block" or c.micro_batches > 1)  # noqa: E731
-    plan = planner(lambda c: 1.0 if c.remat == "none" else 1.2, lambda c: 100 if fits(c) else 200)
-    assert chosen(combinations(2), plan) == Candidate(3, 2, "none")
-
-
-# Host memory.
-
+# Host memory: only stage 3 without it fits.
 TIERS = combinations(1, remat="block", places=("host",), states=STATES)
-
-
-def only_stage_3(candidate):
-    return 100 if candidate.stage == 3 and not candidate.uses_host else 200
-
-
-def in_host(candidate):
-    states = {"none": 0, "optimizer": 800, "optimizer,params": 1200}[str(candidate.offload)]
-    return states + (300 if "host" in candidate.remat else 0)
-
-
-@pytest.mark.parametrize(
-    ("link", "want"),
-    [(0.05, Candidate(2, 1, "block", STATES[1])), (0.5, Candidate(3, 1, "block"))],
-)
-def test_seconds_of_the_link_to_host_memory_count(link, want):
-    tried = combinations(1, remat="block", states=STATES[:2])
-    plan = planner(
-        lambda c: 0.9 if c.stage == 2 else 1.0,
-        lambda c: 100 if c.stage == 3 or c.uses_host else 200,
-        link=lambda c: link if c.uses_host else 0.0,
-    )
-    assert chosen(tried, plan) == want
+only_stage_3 = lambda c: 100 if c.stage == 3 and not c.uses_host else 200  # noqa: E731
+states_in_host = {"none": 0, "optimizer": 800, "optimizer,params": 1200}
+in_host = lambda c: states_in_host[str(c.offload)] + 300 * ("host" in c.remat)  # noqa: E731
 
 
 def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
@@ -350,26 +226,63 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     assert {("block@host", "none"), ("block", "optimizer")} <= before
     assert ("block", "optimizer,params") not in before, "1.2 words are more than stage 3's one"
     assert choice.chosen.candidate == Candidate(3, 1, "block")
+    chosen(TIERS, planner(host=in_host, seen=(seen := [])))
+    first = [c for c, compile in seen if not compile]
+    assert first == [Candidate(2, 1, "block")], "none is planned before its turn can come"
+    # Seconds of the link count too.
+    for link, want in (0.05, Candidate(2, 1, "block", STATES[1])), (0.5, Candidate(3, 1, "block")):
+        plan = planner(
+            lambda c: 0.9 if c.stage == 2 else 1.0,
+            lambda c: 100 if c.stage == 3 or c.uses_host else 200,
+            link=lambda c, link=link: link if c.uses_host else 0.0,
+        )
+        assert chosen(combinations(1, remat="block", states=STATES[:2]), plan) == want
 
 
-def test_candidates_are_planned_no_earlier_than_their_turn_can_come():
-    seen = []
-    chosen(TIERS, planner(host=in_host, seen=seen))
-    assert [c for c, compile in seen if not compile] == [Candidate(2, 1, "block")]
-
-
-def test_more_host_memory_than_there_is_is_too_much():
+def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_left_out():
     said, only = [], [Candidate(2, 1, "block", STATES[1])]
     with pytest.raises(ValueError, match="100 B"):
         search(only, planner(host=in_host), 100, said.append, host_limit=799)
     assert "800 B in host memory: too much" in said[0] and "799 B" in said[0]
     choice = search(only, planner(host=in_host), 100, ignore, host_limit=800)
     assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, taken"
-
-
-def test_an_optimizer_that_can_not_stream_leaves_its_tiers_out():
+    with pytest.raises(ValueError, match="there is no candidate"):
+        search([], planner(), 100, ignore)
     refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
-    said = []
-    choice = search(TIERS, planner(size=only_stage_3, host=refuse, least=None), 100, said.append)
-    assert choice.chosen.candidate == Candidate(3, 1, "block")
+    plan, said = planner(size=only_stage_3, host=refuse, least=None), []
+    assert search(TIERS, plan, 100, said.append).chosen.candidate == Candidate(3, 1, "block")
     assert "left out stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
+
+
+# Meshes for 64 devices and 100 bytes: of those that fit, the fastest on a roofline. Far above the
+# limit nothing is compiled.
+@pytest.mark.parametrize(
+    ("sizes", "compiled", "why", "fastest"),
+    [
+        ((180, 120, 90, 70), [2, 4, 8], ["does not fit, as predicted", "does not fit", "", ""], 3),
+        ((200,) * 4, [], ["does not fit, as predicted"] * 4, None),
+    ],
+)
+def test_the_fastest_mesh_of_those_that_fit_is_named(sizes, compiled, why, fastest):
+    asked = []
+
+    def plan(mp, compile):
+        if mp == 16:
+            raise ValueError("12 heads do not divide by 16")
+        asked.extend([mp] * compile)
+        taken = {1: 1.0, 2: 2.0, 4: 4.0, 8: 3.0}[mp]
+        time = types.SimpleNamespace(seconds=taken, exposed_seconds=taken / 4, covered=0.5)
+        more = {"total_bytes": sizes[mp.bit_length() - 1], "axes": {"data": 64 // mp}}
+        more |= {"countable": True, "words_per_param": 3.0, "time": time if compile else None}
+        return types.SimpleNamespace(**more)
+
+    rows = list(meshes.compare(meshes.splits(64), plan, 100))
+    assert asked == compiled
+    assert [row.why for row in rows] == [*why, "12 heads do not divide by 16"]
+    assert meshes.fastest(rows) is (rows[fastest] if fastest else None)
+    said = meshes.format_meshes(rows)
+    if fastest:
+        assert "fastest that fits" in said.splitlines()[4]
+        assert "25%" in said and said.endswith("take model=8")
+    else:
+        assert "none fits" in said

@@ -1,64 +1,44 @@
-"""Plans whose programs are compiled for GPUs that are not there."""
+"""Plans whose programs are compiled for H100 ahead of time, with and without a model axis."""
 
+import dataclasses
 import functools
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
-from networks import TX
-from test_plan import SCRIPT
+from test_plan import case
 
 import zero_jax
 from zero_jax.commands import plan as command
 from zero_jax.models import families, gpt
+from zero_jax.plan.auto import search
+from zero_jax.plan.candidates import of_zero
 from zero_jax.plan.case import Case
 
 pytestmark = pytest.mark.compile
+BF16 = zero_jax.Precision("bf16", reduce="bf16")
 
 
-def compiled_for_h100(tmp_path, *args):
-    path = tmp_path / "plan.json"
-    assert command.main([*args, "--target", "h100", "--compile", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
-
-
-@functools.cache
-def planned(model, devices, bucket, stage=3):
-    precision = zero_jax.Precision("bf16", reduce="bf16")
-    options = {"precision": precision, "remat": "block", "bucket_bytes": bucket}
-    zero = zero_jax.Zero(zero_jax.abstract_mesh(devices), stage, **options)
-    return Case(families.preset(model), zero, "adamw", 4 * devices, 1024).plan(stage, target="h100")
-
-
-def test_7_5b_on_64_h100_holds_and_sends_what_was_predicted(tmp_path):
-    known = compiled_for_h100(tmp_path, *SCRIPT, "--stage", "2")
-    compiled, predicted = known["compiled"], known["predicted"]
-    for name in ("argument_bytes", "alias_bytes"):
-        assert compiled[name] == predicted[name]
-    held = compiled["argument_bytes"] + compiled["temp_bytes"] + compiled["output_bytes"]
-    assert compiled["total_bytes"] == held - compiled["alias_bytes"]
-    assert predicted["total_bytes"] == pytest.approx(compiled["total_bytes"], rel=0.1)
-    assert known["words_per_param"] == pytest.approx(2, rel=0.01)
-    assert 0.5 < known["hidden_fraction"]["layer_loop"] <= 1
-    # XLA shares a few buffers in ways that the text does not tell: the live set reads up to 2.4 %
-    # above the arena at stage 2 with jax 0.12.
-    assert 0.97 < compiled["fragmentation"] < 1.2
-    assert {c["axis"] for c in known["collectives"]} == {"data"}
-    flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
-    assert 1.1 * flops < known["flops"] < 4 / 3 * flops  # one forward more, less what it needn't
+def planned(model, devices, bucket):
+    options = {"precision": BF16, "remat": "block", "bucket_bytes": bucket}
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(devices), 3, **options)
+    return Case(families.preset(model), zero, "adamw", 4 * devices, 1024).plan(3, target="h100")
 
 
 # Less than GSPMD's programs (docs/performance.md): 4.99 and 8.13 GB, whichever compiler.
 @pytest.mark.parametrize(("model", "devices", "bucket", "most"), [("7.5b", 64, 2**30, 4.95e9)])
 def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass):
     found = planned(model, devices, bucket)
-    assert found.compiled.total_bytes < most
+    assert found.compiled.total_bytes < most and abs(found.error) < 0.05
     assert found.compiled.hidden(layers_only=True).fraction >= 0.99
     assert found.compiled.hidden().fraction >= 0.95
-    assert abs(found.error) < 0.05
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.words_per_param == pytest.approx(3, rel=0.01)
+    # XLA shares a few buffers in ways that the text does not tell.
+    assert 0.97 < found.compiled.as_dict()["fragmentation"] < 1.2
+    flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
+    assert (
+        1.1 * flops < found.compiled.flops < 4 / 3 * flops
+    )  # one forward more, less what it needn't
     sources = [t.source for t in found.compiled.peak.temporaries[:10]]
     assert any(source.startswith("models/") for source in sources), sources
 
@@ -71,7 +51,9 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     assert known.compiled.hidden(layers_only=True).fraction >= 0.99
     assert abs(known.error) < 0.03
     args = ["--model", "llama-3.1-8b", "--devices", "64", "--batch-per-device", "4", "--reduce"]
-    found = compiled_for_h100(tmp_path, *args, "bf16", "--remat", "block", "--latencies", str(path))
+    args += ["bf16", "--remat", "block", "--latencies", str(path), "--target", "h100", "--compile"]
+    assert command.main([*args, "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
     assert found["covered_fraction"] >= 0.95 > known.time.covered
     assert found["step_time"]["seconds"] < known.time.seconds
     assert found["compiled"]["total_bytes"] < 7.3e9
@@ -79,74 +61,67 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     assert all(line.startswith('costs { name: "') for line in lines) and len(lines) > 500
 
 
-def test_the_defaults_of_the_command_are_predicted(tmp_path):
-    """One row a device, gradients summed in fp32: where the loss is in one piece the embedding is
-    no longer there when its gradient is. XLA's arena is 3 % larger than what lives in it at once,
-    which is not predicted: -3.5 %."""
-    found = compiled_for_h100(tmp_path, "--model", "llama-3.1-8b", "--devices", "64")
-    assert found["compiled"]["total_bytes"] < 5.8e9
-    assert abs(found["error"]) < 0.05
+def test_the_fastest_mesh_is_recommended(capsys):
+    args = ["--model", "nano", "--devices", "4", "--batch-per-device", "2", "--seq", "64"]
+    assert command.main(["meshes", *args, "--reduce", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("fastest that fits") == 1 and "take model=" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("model", "stage"), [("1.5b", 1), ("7.5b", 3), ("128b", 1), ("128b", 3)])
-def test_the_largest_buffer_is_the_same_whatever_the_models_size(model, stage):
-    bucket = 2**27
-    found = planned(model, 64, bucket, stage)
-    assert abs(found.error) < 0.1
-    # A piece ends where a whole number of every device's elements does.
-    assert bucket - 64 * 4 < max(c.bytes for c in found.compiled.collectives) <= bucket
-    if (model, stage) == ("7.5b", 3):
-        assert found.compiled.total_bytes < 4.6e9, "GSPMD's: 4.99 GB"
+PARALLEL = [
+    (2, 3, "--remat block@partitioned"),
+    (8, 1, ""),
+    (8, 3, "--sequence-parallel"),
+    (8, 3, ""),
+]
 
 
-def test_a_trillion_parameters_fit_on_1024_h100_by_data_parallelism_alone(tmp_path, capsys):
-    """Leaves of 5 GB are sent in pieces of 1 GiB."""
-    args = ["--model", "1t", "--devices", "1024", "--batch-per-device", "1", "--reduce", "bf16"]
-    known = compiled_for_h100(tmp_path, *args)
-    assert known["compiled"]["total_bytes"] < 80e9
-    assert known["words_per_param"] == pytest.approx(3, rel=0.01)
-    assert abs(known["error"]) < 0.1
-    printed = capsys.readouterr().out
-    assert "fits in 78.15 GB" in printed and "Largest temporaries" in printed
+@pytest.mark.parametrize(("mp", "stage", "more"), PARALLEL)
+def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, more):
+    """7.5B, 36 layers of 4096 on 8 hosts of 8, N = 8, MP = 8, 4 rows of 1024 tokens."""
+    args = ["--model", "7.5b", "--devices", 64, "--model-parallel", mp, "--stage", stage]
+    args += ["--batch-per-device", 4, "--reduce", "bf16", *more.split()]
+    found = case(*args).plan(stage, target="h100")
+    assert found.predicted.argument_bytes == found.compiled.argument_bytes
+    assert found.predicted.alias_bytes == found.compiled.alias_bytes
+    assert abs(found.error) < 0.06
+    # Along data, for its part of the model. What is replicated on the model axis is a part in 1,300
+    # of the model, but MP times that of Ψ / MP.
+    assert found.words_per_param == pytest.approx({1: 2, 3: 3}[stage], rel=0.007)
+    if mp == 8 and stage == 3:  # one part in N times MP, but of biases, norms and positions
+        whole = 36 * 13 * 4096 + 1024 * 4096 + 2 * 4096
+        split = gpt.num_params(gpt.preset("7.5b")) - whole
+        scalars, rows = 16 + 4 + 4, 4 * 1025 * 4  # the guard, Adam's count, its schedule's
+        want = 12 * (split // 64 + whole // 8) + scalars + rows
+        assert found.compiled.argument_bytes == want
+    saved = 2 * 36 * 4 * 1024 * 4096  # a residual stream a layer, in bf16
+    temporaries = [t.bytes for t in found.compiled.peak.temporaries]
+    assert (saved in temporaries) == (more == "")
+    assert (saved // mp in temporaries) == (more != "")
 
 
-def test_auto_on_h100_proves_its_choice_and_says_what_it_dropped(tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    args = ["--model", "1.5b", "--devices", "8", "--memory-limit", "10", "--auto"]
-    assert command.main([*args, "--json", str(path)]) == 0
-    known, printed = json.loads(path.read_text()), capsys.readouterr().out
-    assert known["compiled"]["total_bytes"] <= 10e9
-    assert "too much" in printed and "fits, taken" in printed
-    assert (known["stage"], known["remat"]) == (3, "none")
+def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks():
+    """The shortest modelled step with the link to host memory; of those within 1 % the smallest."""
+    # Wide layers, so that states are larger than the pieces they stream in.
+    config, n = gpt.GPTConfig(layers=4, width=4096, heads=32, vocab=256, seq=512), 16
+    auto = zero_jax.Zero(zero_jax.abstract_mesh(n), "auto", precision=BF16, remat="block")
 
+    @functools.cache
+    def plan(candidate, compile):
+        model = Case(config, dataclasses.replace(auto, **candidate.settings), "adamw", 4 * n)
+        return model.plan(candidate.stage, target="h100" if compile else None)
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_micro_batches_of_layers_that_are_not_scanned_hold_what_was_predicted(remat):
-    """And not all layers at once: 8 of width 2048, each gathered twice for each micro-batch.
-
-    A key and statistics are arguments beside the batch.
-    """
-    layers, width, k = 8, 2048, 2
-
-    def loss(params, x, stats, key):
-        for layer in params:
-            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-        stats = {"mean": 0.9 * stats["mean"] + jnp.mean(x, dtype=jnp.float32)}
-        return jnp.mean(x.astype(jnp.float32) ** 2) + jax.random.normal(key, ()), stats
-
-    def make():
-        one = {name: jnp.ones((width, width)) for name in ("up", "down")}
-        return [one] * layers
-
-    mesh = zero_jax.abstract_mesh(8)
-    zero = zero_jax.Zero(mesh, 3, micro_batches=k, remat=remat, precision="bf16")
-    batch = jax.ShapeDtypeStruct((8 * 512, width), jnp.bfloat16)
-    extras = {"mean": jnp.zeros(())}, jax.eval_shape(lambda: jax.random.key(0))
-    args = (loss, TX, zero.abstract(make), batch, *extras)
-    plan = zero.plan(*args, has_aux=True, target="h100")
-    assert plan.compiled.argument_bytes == plan.predicted.argument_bytes
-    whole = 2 * plan.num_params  # gathered, which all at once are beside gradients and saved values
-    assert plan.compiled.temp_bytes < 1.25 * whole
-    assert abs(plan.error) < {"none": 0.3, "block": 0.1}[remat], plan.error
-    # What the backward pass begins with need not be gathered again.
-    assert 3 * k - 0.2 < plan.words_per_param < 3 * k + 0.01
+    link = lambda c: 2 * plan(c, True).compiled.host_bytes / 64e9  # noqa: E731, PCIe 5
+    seconds = lambda c: plan(c, True).time.seconds + link(c)  # noqa: E731
+    held = lambda c: plan(c, True).total_bytes  # noqa: E731
+    tried = [c for c in of_zero(auto, 1, "h100", born=False) if c.remat in ("block", "block@host")]
+    tried = [c for c in tried if c.stage > 1 and str(c.offload) != "optimizer"]
+    limits, picked = sorted(set(map(held, tried))), set()
+    for limit in limits:
+        choice = search(tried, plan, limit, report=lambda _: None)
+        fitting = [c for c in tried if held(c) <= limit]
+        short = [c for c in fitting if seconds(c) <= 1.01 * min(map(seconds, fitting))]
+        assert choice.chosen.candidate == min(short, key=held)
+        picked.add(choice.chosen.candidate)
+    assert len(tried) == len(limits) == 8 and len(picked) >= 4
+    assert any(c.offload.states for c in picked) and any("host" in c.remat for c in picked)
