@@ -4,12 +4,13 @@ import runpy
 import shutil
 import sys
 
+import exchange
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange import zero_on
 from test_checkpoint_faults import files_of
-from test_checkpoints import zero_on
 
 from zero_jax.checkpoint import arrays
 from zero_jax.checkpoint.checkpoints import Checkpoints
@@ -17,13 +18,11 @@ from zero_jax.commands.checkpoint import main
 
 
 def save(folder, *steps, value=1.0):
-    """Saves a tree with arrays over three devices."""
     own = zero_on(3).shard({"w": np.arange(21.0, dtype=np.float32).reshape(7, 3)})
     params = {"w": jnp.arange(21.0).reshape(7, 3) * value, "b": jnp.ones(3, jnp.bfloat16)}
     tree = {"params": params, "n": 3, "key": jax.random.key(0), "none": jnp.zeros((0, 2))}
-    with Checkpoints(folder) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, tree | {"sharded": own}, config={"width": 3})
+    for step in steps:
+        exchange.save(folder, tree | {"sharded": own}, {"width": 3}, step)
     return folder
 
 
@@ -44,7 +43,7 @@ def chunk_of(folder, name):
     return next(p for p in files_of(folder / "12" / "state" / entry.folder) if "c" in p.parts)
 
 
-def test_inspect_shows_steps_and_the_tree(two, run):
+def test_inspect_shows_steps_and_the_tree_and_names_steps_that_do_not_exist(two, run):
     code, said = run("inspect", two)
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert code == 0
@@ -53,6 +52,11 @@ def test_inspect_shows_steps_and_the_tree(two, run):
     assert f"key key<{jax.random.key_impl(jax.random.key(0))}> (2,)" in lines  # its words
     assert '{"width": 3}' in said and f"jax {jax.__version__}" in said and "zero_jax" in said
     assert run("inspect", two, "--step", 1)[0] == 0
+    code, said = run("inspect", two, "--step", 2)
+    assert code == 2 and "step 2" in said and "1, 12" in said
+    for command in ("verify", "inspect"):
+        code, said = run(command, two / "none")
+        assert code == 2 and str(two / "none") in said and not (two / "none").exists()
 
 
 def test_verify_names_every_damaged_array(two, run, capsys, monkeypatch):
@@ -73,18 +77,9 @@ def test_verify_names_every_damaged_array(two, run, capsys, monkeypatch):
     assert "step 12" not in capsys.readouterr().out
 
 
-def test_checkpoints_that_do_not_exist_are_errors(two, run):
-    code, said = run("inspect", two, "--step", 2)
-    assert code == 2 and "step 2" in said and "1, 12" in said
-    for command in ("verify", "inspect"):
-        code, said = run(command, two / "none")
-        assert code == 2 and str(two / "none") in said and not (two / "none").exists()
-
-
 def test_verify_holds_one_chunk_at_a_time(tmp_path, run, monkeypatch):
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 1 << 12)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": np.arange(50 * 33 * 7, dtype=np.float32).reshape(50, 33, 7)})
+    exchange.save(tmp_path, {"w": np.arange(50 * 33 * 7, dtype=np.float32).reshape(50, 33, 7)})
     parts, read = [], arrays.Array.read
     monkeypatch.setattr(arrays.Array, "read", lambda *args: parts.append(read(*args)) or parts[-1])
     assert run("verify", tmp_path)[0] == 0

@@ -1,8 +1,8 @@
 """Processes that die, stop or fail: noticed, named, and restarted."""
 
 import os
+import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -39,24 +39,17 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, numb
     assert f"process {rank} (pid {gone.pid} on" in error and said in error, error
     assert "at step" in error
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
-    # Other machines cannot reach a run on one machine; the last form is the first, in IPv6.
-    own = ("127.", "::1", "::ffff:127.")
-    assert addresses and all(address.startswith(own) for address in addresses), addresses
+    # Other machines cannot reach a run on one machine: 127.0.0.0/8, also in IPv6, or ::1.
+    own = "(0{16}FFFF0000)?[0-9A-F]{6}7F|0{24}01000000"
+    assert addresses and all(re.fullmatch(own, address) for address in addresses), addresses
 
 
 def listening(pid):
-    """Addresses at which a process listens."""
+    """Addresses at which a process listens, in hexadecimal; each 32 bits begin with the last."""
     links = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()]
-    own = {link[8:-1] for link in links if link.startswith("socket:[")}
-    found = []
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in own:
-                address = bytes.fromhex(words[1].partition(":")[0])
-                parts = [address[i : i + 4][::-1] for i in range(0, len(address), 4)]
-                found.append(socket.inet_ntop(family, b"".join(parts)))
-    return found
+    known = "".join(Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for line in known.splitlines() if "local_address" not in line]
+    return [r[1].partition(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in links]
 
 
 def test_processes_that_cannot_join_exit_with_a_code_of_their_own(folder):
@@ -112,11 +105,9 @@ def wait_until(condition, seconds):
 
 
 # The table of docs/launchers.md: process, signal, exit code (None: it is started again).
-CASES = [
-    *(("supervisor", signal.SIGKILL, -signal.SIGKILL), ("supervisor", signal.SIGHUP, 75)),
-    *(("process 0", signal.SIGKILL, None), ("process 0", signal.SIGHUP, 75)),
-    *(("process 1", signal.SIGKILL, None), ("process 1", signal.SIGHUP, 75)),
-]
+CASES = [(who, signal.SIGHUP, 75) for who in ("supervisor", "process 0", "process 1")]
+CASES += [("supervisor", signal.SIGKILL, -signal.SIGKILL)]
+CASES += [(f"process {rank}", signal.SIGKILL, None) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("who", "number", "code"), CASES)

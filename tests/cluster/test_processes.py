@@ -1,5 +1,6 @@
 """Processes that launchers start: environment variables, GPUs, mutual TLS, the same gradients."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,11 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import zero_jax
 from training.supervise import free_address
-from zero_jax.cluster import processes, roll
+from zero_jax.cluster import agreement, processes, roll
 from zero_jax.cluster.launchers import launched_processes
+from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.releases import MUTUAL_TLS
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS": "4"}
@@ -99,7 +102,43 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
             jax.config.update(name, value)
 
 
-# Several processes.
+def agree(**settings):
+    """Three processes compare settings; the last one has another `seed`."""
+
+    def gathered(mine):
+        other = np.frombuffer(json.dumps({"seed": "7"}).encode(), np.uint8)
+        return np.stack([mine, mine, np.pad(other, (0, mine.size - other.size))])
+
+    def call(folder, monkeypatch):
+        monkeypatch.setattr(jax, "process_count", lambda: 3)
+        monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+        agreement.check_agreement(settings)
+
+    return call
+
+
+def initialize(*args, **more):
+    return lambda folder, _: zero_jax.initialize(*args, **more)
+
+
+# fmt: off
+REFUSALS = [
+    *((f"coordinator='{at}'", initialize(at, 2, 0))
+      for at in ("10.0.0.1", "10.0.0.1:", ":80", "host:0", "host:99999", "h:a")),
+    ("num_processes=None", initialize("h:1", process_id=0)),
+    ("process_id=2 of num_processes=2", initialize("h:1", 2, 2)),
+    ("wait_seconds=0", initialize("h:1", 2, 1, wait_seconds=0)),
+    ("settings take 700", agree(long_name="x" * 70_000)),
+    ("seed.*'1'.*process 2.*'7'", agree(seed=1)),
+    *((f"{name}={value}", lambda folder, _, given={name: value}: Watchdog(folder, **given))
+      for name, value in (("dead_after", 0), ("slow_factor", -1), ("slow_after", 0)))]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "call"), REFUSALS)
+def test_an_unsupported_argument_is_named(tmp_path, monkeypatch, name, call):
+    with pytest.raises(ValueError, match=name):
+        call(tmp_path, monkeypatch)
 
 
 def outputs(commands, environments):
@@ -144,16 +183,9 @@ def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
 
     def join(second, seconds):
         at = free_address()
-        environments = [
-            dict(
-                zip(
-                    FILES,
-                    (f"{tmp_path}/{x}" for x in ("ca.pem", f"{own}.pem", f"{own}.key")),
-                    strict=True,
-                )
-            )
-            for own in ("first", second)
-        ]
+        named = [("ca.pem", f"{own}.pem", f"{own}.key") for own in ("first", second)]
+        files = [[f"{tmp_path}/{name}" for name in names] for names in named]
+        environments = [dict(zip(FILES, paths, strict=True)) for paths in files]
         return outputs([["-c", JOIN, at, rank, seconds] for rank in "01"], environments)
 
     for name, ca in (("ca", "ca"), ("first", "ca"), ("second", "ca"), ("other", "other")):

@@ -33,11 +33,6 @@ def called(ranks, count, wait=10.0, settings=None, counts=None, meanwhile=lambda
     return [results[key] for key in range(len(ranks))]
 
 
-def left(rolls):
-    for own in rolls:
-        own.leave()
-
-
 def connected(at):
     """A connection to process 0, as soon as it listens."""
     for _ in range(500):
@@ -48,22 +43,25 @@ def connected(at):
     raise AssertionError("nobody listens")
 
 
-def test_all_that_come_are_joined_and_the_port_is_free_afterwards():
+def test_all_that_come_are_joined_and_the_port_is_free_afterwards_or_named():
     """JAX listens there next. A socket at which a thread still waits would keep it."""
     for count in (4, *[2] * 10):
         ports = []
         found = called(range(count), count, meanwhile=ports.append)
         assert [own.rank for own in found] == list(range(count))
         with socket.create_server(ports[0]):
-            left(found)
+            for own in found:
+                own.leave()
+            with pytest.raises(CannotJoin, match=f"{ports[0][1]} of 127.0.0.1"):
+                roll.call(ports[0], 0, 2, 5.0, {})
 
 
 # fmt: off
 ERRORS = [
     ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
     ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
-    ([0, 1, 1], 3, {}, CannotJoin, "process 1 came twice"),
-    ([0, 1], 2, {"counts": {1: 3}}, CannotJoin, "1 of 3"),
+    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
+    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
     ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
     (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'"),
 ]
@@ -81,10 +79,13 @@ def test_an_error_of_one_process_is_named_to_all(ranks, count, more, error, name
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_a_process_that_is_gone_before_all_are_there_may_come_again(order):
+def test_strangers_are_ignored_and_a_process_that_is_gone_early_may_come_again(order):
     """The other comes before it or after: it does not count meanwhile."""
 
     def meanwhile(at):
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"rank": "1"}\n', b"\xff\n", b""):
+            with connected(at) as stranger:
+                stranger.sendall(said)
         with connected(at) as lost:
             lost.sendall(b'{"rank": 1, "count": 3, "name": "process 1", "settings": {}}\n')
             time.sleep(0.3)
@@ -99,38 +100,19 @@ def test_a_process_that_is_gone_before_all_are_there_may_come_again(order):
     for thread in threads:
         thread.join()
     assert sorted(own.rank for own in found + more) == [0, 1, 2]
-    left(found + more)
+    for own in found + more:
+        own.leave()
 
 
-def test_strangers_are_ignored():
-    def strangers(at):
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"rank": "1"}\n', b"\xff\n", b""):
-            with connected(at) as stranger:
-                stranger.sendall(said)
-        found.append(roll.call(at, 1, 2, 10.0, {"seed": 0}))
-
-    found = []
-    found += called([0], 2, meanwhile=strangers)
-    assert sorted(own.rank for own in found) == [0, 1]
-    left(found)
+# fmt: off
+HOSTS = [
+    ("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1", "127.0.0.1"),
+    ("node7", "127.0.1.1", None),  # Debian's /etc/hosts: its own name, for itself alone
+    ("gateway", "192.0.2.1", None)]
+# fmt: on
 
 
-def test_a_port_that_is_taken_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(CannotJoin, match=f"{port} of 127.0.0.1"):
-            roll.call(("127.0.0.1", port), 0, 2, 5.0, {})
-
-
-@pytest.mark.parametrize(
-    ("host", "known", "own"),
-    [
-        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
-        ("localhost", "127.0.0.1", "127.0.0.1"),
-        ("node7", "127.0.1.1", None),  # Debian's /etc/hosts: its own name, for itself alone
-        ("gateway", "192.0.2.1", None),
-    ],
-)
+@pytest.mark.parametrize(("host", "known", "own"), HOSTS)
 def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys, host, known, own):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known, 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
@@ -141,33 +123,25 @@ def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys, host, kno
 
 @pytest.mark.parametrize(("gone", "error"), [(0, None), (2, ValueError("not caught"))])
 def test_a_process_that_is_gone_is_named_to_all_others_at_once(monkeypatch, gone, error):
-    found, told = called([0, 1, 2], 3), {}
+    """Not one that leaves."""
+    found, told = called([0, 1, 2, 3], 4), {}
     for own in found:
         own.on_loss = lambda why, rank=own.rank: told.setdefault(rank, why)
+    found.pop()._at_exit()
     if error is not None:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "last_value", error, raising=False)
             found[gone]._at_exit()  # does not count as leaving
+    time.sleep(0.3)
+    assert told == {}
     found[gone].drop()  # as a kernel does for a process that has ended
     end = time.monotonic() + 10
     while len(told.keys() - {gone}) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     others = [why for rank, why in told.items() if rank != gone]
     assert len(others) == 2 and all(f"process {gone} (pid" in why for why in others), told
-    left(found)
-
-
-def test_a_process_that_leaves_is_not_missed():
-    found, told = called([0, 1, 2], 3), []
     for own in found:
-        own.on_loss = told.append
-    found[2]._at_exit()
-    left(found[1:])
-    for own in found[1:]:
-        own.drop()
-    time.sleep(0.3)
-    assert told == []  # process 0 among them, which is still there
-    left(found)
+        own.leave()
 
 
 def test_settings_of_jax_are_those_that_change_numbers():
