@@ -31,14 +31,16 @@ def opened(folder):
     ).eval()
 
 
-def merged_logits(model, params):
+def merged_logits(model, base, lora):
+    params = {"base": jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), base), "lora": lora}
     merged = jax.jit(model.adapted.merged)(params)
     return merged, np.asarray(jax.jit(lambda p: model.model(p)(jnp.asarray(tokens())))(merged))
 
 
-@pytest.mark.parametrize(
-    ("family", "base"), [*((family, "fp32") for family in FAMILIES), ("llama", "nf4")]
-)
+CASES = [*((family, "fp32") for family in FAMILIES), ("llama", "nf4")]
+
+
+@pytest.mark.parametrize(("family", "base"), CASES)
 def test_peft_loads_our_adapters_and_gives_our_logits(folders, family, base, tmp_path):
     """PEFT gets a quantised base as it opens, so that the error of the base is in both."""
     folder = folders[family]
@@ -49,12 +51,11 @@ def test_peft_loads_our_adapters_and_gives_our_logits(folders, family, base, tmp
     rng, new = np.random.default_rng(1), jax.eval_shape(model.make)["lora"]
     lora = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 10, new)
     peft.save_adapter(lora, model.lora, config, tmp_path / "ours", str(folder))
-    held = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), held)
-    _, ours = merged_logits(model, {"base": held, "lora": lora})
+    _, ours = merged_logits(model, held, lora)
     plain, own = opened(folder), folder
     if base != "fp32":
         zeros = jax.tree.map(jnp.zeros_like, lora)
-        save(tmp_path / "run", merged_logits(model, {"base": held, "lora": zeros})[0])
+        save(tmp_path / "run", merged_logits(model, held, zeros)[0])
         own = tmp_path / "opened"
         interchange.export(tmp_path / "run", own, like=folder)
     adapted = their_peft.PeftModel.from_pretrained(opened(own), str(tmp_path / "ours")).eval()
@@ -66,22 +67,18 @@ def test_peft_loads_our_adapters_and_gives_our_logits(folders, family, base, tmp
 def test_we_load_peft_adapters_and_give_their_logits(folders, family, tmp_path):
     folder = folders[family]
     config = interchange.config(folder)
-    settings = their_peft.LoraConfig(
-        r=3, lora_alpha=5, target_modules=MODULES, task_type="CAUSAL_LM"
-    )
+    how = {"target_modules": MODULES, "task_type": "CAUSAL_LM"}
+    settings = their_peft.LoraConfig(r=3, lora_alpha=5, **how)
     adapted = their_peft.get_peft_model(opened(folder), settings).eval()
     torch.manual_seed(1)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(tmp_path / "theirs")
-    lora = peft.adapter_config(tmp_path / "theirs")
+    lora, zero = peft.adapter_config(tmp_path / "theirs"), zero_on(8)
     model = TextModel(config, Lora(lora.rank, lora.alpha, base="fp32"))
-    zero = zero_on(8)
-    full = zero.full(interchange.load(folder, zero.abstract(model.own)))
-    given = peft.load_adapter(tmp_path / "theirs", config)
-    base = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), full)
-    _, ours = merged_logits(model, {"base": base, "lora": given})
+    base = zero.full(interchange.load(folder, zero.abstract(model.own)))
+    _, ours = merged_logits(model, base, peft.load_adapter(tmp_path / "theirs", config))
     np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4, rtol=1e-4)
     peft.merge(folder, tmp_path / "theirs", tmp_path / "merged")
     merged = their_logits(opened(tmp_path / "merged"))
