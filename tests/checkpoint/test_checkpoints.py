@@ -22,7 +22,7 @@ from zero_jax.checkpoint.writer import Handler
 # eps and ULPS as in test_parity.
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 ULPS = 256
-SMALL, ZOO = small_problem(), zoo_problem(2)
+SMALL = small_problem()
 EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
 
 
@@ -49,47 +49,31 @@ def filled(made, tx=ADAMW):
 
 
 MASTERS = "optimizer,params"
-# Devices on `data`, stage, devices on `model`, offload: each restores the checkpoint before.
+# Devices on `data`, stage, devices on `model`, offload: each restores the checkpoint before. The
+# states of Adafactor and Muon have other shapes than the parameters.
 # fmt: off
 PLACES = {
     "zoo": [(8, 2, 1, None), (3, 3, 1, MASTERS), (1, 0, 1, None), (5, 1, 1, "optimizer"),
             (4, 3, 1, None)],
-    "even gpt": [(2, 0, 2, None), (1, 1, 2, None), (2, 3, 4, None), (4, 2, 2, MASTERS)]}
+    "even gpt": [(2, 0, 2, None), (1, 1, 2, None), (2, 3, 4, None), (4, 2, 2, MASTERS)],
+    "adafactor": [(3, 3, 1, None), (2, 1, 1, None)], "muon": [(3, 3, 1, None), (2, 1, 1, None)]}
 # fmt: on
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_bits_are_the_same_on_any_mesh_and_stage(tmp_path, name):
-    made = ZOO if name == "zoo" else gpt_problem(EVEN_GPT)
-    want, more = filled(made), {"config": {"a": 1}, "extra": {"sample": 240}}
+    made = gpt_problem(EVEN_GPT) if name == "even gpt" else zoo_problem(2, empty=name != "muon")
+    tx, more = OPTIMIZERS.get(name, ADAMW), {"config": {"a": 1}, "extra": {"sample": 240}}
+    want = filled(made, tx)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(0, want, **more)
         for step, (n, stage, model, offload) in enumerate(PLACES[name], 1):
-            back = checkpoints.restore(like(zero_on(n, stage, model, offload=offload), made))
+            back = checkpoints.restore(like(zero_on(n, stage, model, offload=offload), made, tx))
             assert (back.step, back.config, back.extra) == (step - 1, *more.values())
             assert_bitwise(back.tree, want)
             checkpoints.save(step, back.tree, **more)
     manifest = Handler().restore(tmp_path / str(step) / "state")  # as Orbax alone reads it
     assert manifest.step == step and manifest.arrays.keys() == whole(want).keys()
-
-
-def test_the_next_step_is_that_of_the_run_that_never_stopped(tmp_path):
-    zero, elsewhere = zero_on(4), zero_on(3, 2, offload="optimizer")
-    tx, params = zero.optimizer(ADAMW), zero.shard(SMALL.start)
-    state, step = tx.init(params), zero.train_step(SMALL.loss, tx)
-    params, state, _ = step(params, state, SMALL.batch)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, (params, state))
-        there = checkpoints.restore(like(elsewhere, SMALL)).tree
-        checkpoints.save(2, there)
-        back = checkpoints.restore((params, state)).tree
-    params, state, metrics = step(params, state, SMALL.batch)
-    again = step(*back, SMALL.batch)
-    assert_bitwise(again[:2], (params, state))
-    assert again[2].loss == metrics.loss
-    other = elsewhere.train_step(SMALL.loss, elsewhere.optimizer(ADAMW))(*there, SMALL.batch)
-    np.testing.assert_allclose(other[2].loss, metrics.loss, rtol=ULPS * 2**-23)
-    assert ulps(elsewhere.full(other[0]), zero.full(params)) <= ULPS
 
 
 def test_a_state_in_files_is_saved_and_restored(tmp_path):
@@ -109,18 +93,6 @@ def test_a_state_in_files_is_saved_and_restored(tmp_path):
     stepped = plain.train_step(SMALL.loss, plain.optimizer(ADAMW))(*back, SMALL.batch)
     assert ulps(plain.full(stepped[0]), filed.full(there[0])) <= ULPS
     tx.resume(there[0])
-
-
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-def test_states_of_other_shapes_than_the_parameters_are_restored(tmp_path, optimizer):
-    made = ZOO if optimizer == "adafactor" else zoo_problem(2, empty=False)
-    tx = OPTIMIZERS[optimizer]
-    want = filled(made, tx)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, want)
-        for step, zero in enumerate((zero_on(3), zero_on(2, 1)), 1):
-            checkpoints.save(step, checkpoints.restore(like(zero, made, tx)).tree)
-        assert_bitwise(checkpoints.restore(want).tree, want)
 
 
 def test_numbers_keys_and_other_dtypes_are_restored(tmp_path):
