@@ -10,7 +10,6 @@ import pytest
 from test_resume import RUN, curve, last_loss, trained_until, wait_for
 from test_train import finish, folder, metrics, start, start_many
 
-from training.supervise import free_address
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.cluster.watchdog import ENDED
 
@@ -52,38 +51,23 @@ def listening(pid):
     return [r[1].partition(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in links]
 
 
-def test_processes_that_cannot_join_exit_with_a_code_of_their_own(folder):
-    group = [*MANY, "--coordinator", free_address(), "--num-processes"]
-    missing = [*group, "3", "--devices", "3", "--join-seconds", "3", "--process-id"]
-    for code, _, error in finish([start(*missing, rank) for rank in ("0", "2")]):
-        assert code == 69 and "process 1 of 3" in error and "Traceback" not in error, error
-    other = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
-    group = [*MANY, "--coordinator", free_address(), "--num-processes", "2", "--process-id"]
-    for code, _, error in finish([start(*group, "0"), start(*group, "1", environment=other)]):
-        assert code == 2 and "jax_default_prng_impl: process 0 has 'threefry2x32'" in error, error
-
-
-@pytest.mark.parametrize(("rank", "full"), [(0, False), (1, True)])
-def test_an_error_of_one_process_alone_ends_the_run(folder, rank, full):
-    """Also where stderr is on a disk that is full."""
+@pytest.mark.parametrize(
+    ("rank", "where", "full"), [(0, "step", False), (1, "step", True), (1, "save", False)]
+)
+def test_an_error_of_one_process_ends_the_run(folder, rank, where, full):
+    """Also where stderr is on a disk that is full; a save fails in all processes."""
     with open("/dev/full", "w") as device:
         how = {"stderr": device} if full else {}
-        running = start_many(2, LONG, script=[FAILING, str(rank), "step"], **how)
+        running = start_many(2, LONG, script=[FAILING, str(rank), where], **how)
         results = finish(running, seconds=200)
-    assert [code for code, _, _ in results] == [ENDED] * 2, results
-    for _, _, error in () if full else results:
-        assert f"process {rank} (pid {running[rank].pid} on" in error, error
-        assert "this host's disk is gone" in error, error
-
-
-def test_a_save_that_fails_in_one_process_fails_in_all(folder):
-    running = start_many(2, [*LONG, "--keep", "1"], script=[FAILING, "1", "save"])
-    results = finish(running, seconds=200)
-    assert [code for code, _, _ in results] == [2, 2], results
-    errors = [error for _, _, error in results]
-    assert "this host's disk is gone" in errors[1] and "error" in errors[0], errors
-    with Checkpoints("out/checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.steps == [5]
+    assert [code for code, _, _ in results] == [ENDED if where == "step" else 2] * 2, results
+    for own, (_, _, error) in enumerate(() if full else results):
+        said = "this host's disk is gone" if where == "step" or own == rank else "error"
+        assert said in error, error
+        assert f"process {rank} (pid {running[rank].pid} on" in error or where == "save", error
+    if where == "save":
+        with Checkpoints("out/checkpoints", read_only=True) as checkpoints:
+            assert checkpoints.steps == [5]
 
 
 def children(pid):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import ATOL, GPTS, loaded, logits, noisy, save, zero_on
+from exchange import ATOL, GPTS, loaded, logits, noisy, save
 from gpt2_models import by_transformers, their_config, their_logits, their_model, tokens_of
 from problems import whole
 from test_folder_refusals import written
@@ -44,26 +44,6 @@ def test_half_precision_is_exported_as_it_is(tmp_path, dtype):
     assert str(model.dtype) == f"torch.{dtype}"
     want = logits(ODD, jax.tree.map(lambda x: x.astype(jnp.float32), params), tokens_of(ODD))
     np.testing.assert_allclose(their_logits(model.float(), ODD), want, atol=ATOL, rtol=ATOL)
-
-
-# One file or parts; with a head or the model below it alone; both names of our GELU.
-# fmt: off
-SAVED = [
-    ("odd", "5GB", True, "gelu_new"), ("even", "3KB", True, "gelu_pytorch_tanh"),
-    ("one head", "3KB", False, "gelu_pytorch_tanh"),
-    ("as many heads as columns", "5GB", False, "gelu_new")]
-# fmt: on
-
-
-@pytest.mark.parametrize(("name", "size", "part", "activation"), SAVED)
-def test_a_model_by_transformers_comes_in_with_its_logits(tmp_path, name, size, part, activation):
-    config = GPTS[name]
-    model = their_model(config, activation_function=activation, n_inner=4 * config.width)
-    (model.transformer if part else model).save_pretrained(tmp_path, max_shard_size=size)
-    found, params = loaded(tmp_path, 3)
-    assert found == config
-    got = logits(config, zero_on(3).full(params), tokens_of(config))
-    np.testing.assert_allclose(got, their_logits(model, config), atol=ATOL, rtol=ATOL)
 
 
 def test_old_buffers_and_the_tied_head_are_left_out(tmp_path):
