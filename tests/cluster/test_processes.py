@@ -1,5 +1,6 @@
 """Processes that launchers start: variables, GPUs, mutual TLS, the roll call, gradients."""
 
+import itertools
 import json
 import os
 import socket
@@ -34,27 +35,25 @@ FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
 ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("name", [*SLURM, *OMPI])
-def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, name):
+LAUNCHERS = [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
+
+
+@pytest.mark.parametrize(("rank", "known"), LAUNCHERS)
+def test_variables_of_a_launcher_are_read_and_one_that_is_no_number_is_named(
+    monkeypatch, rank, known
+):
     """Before any process waits for others, also where the arguments are given."""
-    for known, text in (SLURM if name in SLURM else OMPI).items():
-        monkeypatch.setenv(known, text)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
-    for value in ("abc", "-1", "", "1.5", "²", "9" * 30):
-        monkeypatch.setenv(name, value)
-        for args in ((), ("127.0.0.1:1", 2, 1)):
-            with pytest.raises(ValueError, match=f"{name}="):
-                zero_jax.initialize(*args)
-
-
-@pytest.mark.parametrize(
-    ("rank", "known"), [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
-)
-def test_ranks_and_numbers_of_processes_are_read(monkeypatch, rank, known):
     assert launched_processes() == 1
     for name, text in known.items():
         monkeypatch.setenv(name, text)
     assert launched_processes() == 4
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
+    for name, value in itertools.product(known, ("abc", "-1", "", "1.5", "²", "9" * 30)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            for args in ((), ("127.0.0.1:1", 2, 1)):
+                with pytest.raises(ValueError, match=f"{name}="):
+                    zero_jax.initialize(*args)
     monkeypatch.setenv(rank, "4")
     with pytest.raises(ValueError, match=f"{rank}=4 of .*=4"):
         zero_jax.initialize()
@@ -66,8 +65,7 @@ OWN = [  # environment, GPUs of this process
     (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
-    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
-]
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
 # fmt: on
 
 
@@ -196,8 +194,7 @@ ERRORS = [
     ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
     ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
     ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
-    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'"),
-]
+    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
 # fmt: on
 
 

@@ -12,7 +12,7 @@ from test_train import folder
 from training import main as program
 from training import orphans
 from training.stop import handled
-from training.supervise import outcome, supervise
+from training.supervise import free_address, outcome, supervise
 
 __all__ = ["folder"]  # a fixture
 
@@ -89,3 +89,9 @@ def test_unsupported_flags_are_named(folder, capsys, monkeypatch, flag):
     given = [] if flag == "--out" else ["--out", "out", *flag.split()]
     assert program.main(given + ["--supervise", "2"] * ("--supervise" not in given)) == 2
     assert flag in capsys.readouterr().err
+
+
+def test_a_process_that_cannot_join_exits_with_a_code_of_its_own(folder, capsys):
+    group = ["--coordinator", free_address(), "--num-processes", "2", "--process-id", "1"]
+    assert program.main(["--out", "out", *group, "--join-seconds", "1"]) == 69
+    assert "process 1 did not find process 0" in capsys.readouterr().err

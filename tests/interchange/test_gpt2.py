@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import unittest.mock
 
 import jax
 import numpy as np
@@ -191,24 +192,16 @@ def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch)
     with pytest.raises(Damaged, match="0003"):
         interchange.export(folder, out)
     chunk.write_bytes(good)
-    read = arrays.Array.read
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    read, full = arrays.Array.read, OSError(28, "No space left on device")
     for owner, name, broken, error in (
         (arrays.Array, "read", lambda *a: read(*a) + np.float32(1), Damaged),
-        (os, "posix_fallocate", full, OSError),
+        (os, "posix_fallocate", unittest.mock.Mock(side_effect=full), OSError),
     ):
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(owner, name, broken)
-            with pytest.raises(error):
-                interchange.export(folder, out)
+            interchange.export(folder, out)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
     interchange.export(folder, out)
-
-
-def test_without_safetensors_the_error_names_it(exported, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match="pip install safetensors"):
-        interchange.load(exported("odd")[2], abstract(ODD))
+        interchange.load(out, abstract(ODD))
