@@ -297,9 +297,10 @@ def test_one_bit_on_one_device_is_found_and_named(stage, replica):
     params = zero.shard({"w": np.ones((24, 5), np.float32), "b": np.ones(3, np.float32)})
     state, old = zero.optimizer(optax.adam(1e-3)).init(params), params["w"]
     every, found = len(jax.tree.leaves((params, state))), check_replicas((params, state))
-    parts = [np.array(shard.data) for shard in old.addressable_shards]
+    shards = old.addressable_shards
+    parts = [np.array(shard.data) for shard in shards]
     parts[5].reshape(-1).view(np.uint32)[0] ^= 1
-    placed = [jax.device_put(x, s.device) for x, s in zip(parts, old.addressable_shards)]  # noqa: B905
+    placed = [jax.device_put(x, s.device) for x, s in zip(parts, shards, strict=True)]
     changed = jax.make_array_from_single_device_arrays(old.shape, old.sharding, placed)
     if (stage, replica) == (3, 1):  # the matrices have no replicas
         assert 0 < found <= every - 3 == check_replicas((params | {"w": changed}, state))
