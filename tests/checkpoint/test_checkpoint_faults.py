@@ -1,17 +1,17 @@
-"""Damaged and forged checkpoints, disks that fail, runs that are killed."""
+"""Checksums, damaged and forged checkpoints, disks that fail, runs that are killed."""
 
-import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import re
-import signal
-import subprocess
+import runpy
+import shutil
 import sys
-import time
 
+import exchange
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +20,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zero_jax
-from zero_jax.checkpoint import arrays, inspection, retention, writer
+from zero_jax.checkpoint import arrays, checksum, inspection, retention, writer
 from zero_jax.checkpoint.arrays import Array, Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.checkpoint.replicas import ReplicasDiffer, check_replicas
+from zero_jax.commands.checkpoint import main
 
-ROOT = pathlib.Path(__file__).parents[2]
-ENV = {**os.environ, "JAX_PLATFORMS": "cpu"}
 TREE = {"w": jnp.arange(12.0).reshape(3, 4), "v": jnp.arange(5.0)}
 
 
@@ -91,10 +91,10 @@ def test_a_chunk_that_is_larger_than_it_can_be_is_not_read(tmp_path):
             restored(tmp_path, tree)
 
 
-OTHERS = ["seal.json", "_CHECKPOINT_METADATA"]
+PIPES = ["state/arrays/0000/c/0", "state/manifest.json", "seal.json", "_CHECKPOINT_METADATA"]
 
 
-@pytest.mark.parametrize("name", ["state/arrays/0000/c/0", "state/manifest.json", *OTHERS])
+@pytest.mark.parametrize("name", PIPES)
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, name, sealed):
     path = saved / "1" / name
@@ -103,7 +103,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, name, sealed):
     if not sealed:
         (saved / "1" / "seal.json").unlink()
     assert inspection.glance(1, saved / "1").nbytes > 0
-    if name in OTHERS and not sealed:
+    if not sealed and "state" not in name:
         assert restored(saved).step == 1
         return
     assert inspection.damage(saved / "1")
@@ -165,9 +165,6 @@ def test_the_array_on_the_device_is_compared_with_the_checksum(saved, monkeypatc
         restored(saved)
 
 
-# Disks and processes that fail.
-
-
 def test_an_error_of_the_system_is_raised_with_its_file(tmp_path):
     (tmp_path / "a").write_text("a file where a folder should be")
     with pytest.raises(NotADirectoryError) as told:
@@ -191,16 +188,15 @@ def lose_part(folder, args, write=writer.write_part):
         part.unlink()
 
 
-@pytest.mark.parametrize(
-    ("where", "faults", "said"),
-    [
-        (Array, {"write": on_fire}, "on fire"),
-        (writer, {"write_part": lose_part}, "0 of 1"),
-        # Orbax says that a save is in progress when processes can't agree that it ended.
-        (ocp.CheckpointManager,
-         {"wait_until_finished": on_fire, "is_saving_in_progress": lambda _: True}, "on fire"),
-    ],
-)  # fmt: skip
+# fmt: off
+FAULTS = [  # Orbax says that a save is in progress when processes can't agree that it ended.
+    (Array, {"write": on_fire}, "on fire"), (writer, {"write_part": lose_part}, "0 of 1"),
+    (ocp.CheckpointManager,
+     {"wait_until_finished": on_fire, "is_saving_in_progress": lambda _: True}, "on fire")]
+# fmt: on
+
+
+@pytest.mark.parametrize(("where", "faults", "said"), FAULTS)
 def test_a_save_that_fails_leaves_the_one_before(saved, monkeypatch, where, faults, said):
     with Checkpoints(saved) as checkpoints:
         with monkeypatch.context() as patch:
@@ -224,58 +220,6 @@ def test_checksums_of_processes_are_added(saved, monkeypatch):
     assert (found["w"].checksum, found["v"].checksum) == (4, 7)
 
 
-HOLD = """
-import sys
-from zero_jax.checkpoint.checkpoints import Checkpoints
-held = Checkpoints(sys.argv[1])
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_run_raises_until_the_first_is_killed(tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, **pipes, env=ENV, cwd=ROOT) as first:
-        assert first.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=f"{tmp_path}.*process {first.pid}"):
-            Checkpoints(tmp_path)
-        Checkpoints(tmp_path, read_only=True).close()
-        first.kill()
-    Checkpoints(tmp_path).close()
-
-
-# Retention.
-
-
-def test_the_latest_and_every_kth_are_kept(tmp_path):
-    with Checkpoints(tmp_path, keep=2, keep_every=4) as checkpoints:
-        for step in range(1, 9):
-            checkpoints.save(step, {"w": jnp.full(3, step)})
-        assert checkpoints.steps == [4, 7, 8]
-        assert float(checkpoints.restore({"w": jnp.ones(3, int)}, 7).tree["w"][0]) == 7
-
-
-def test_killed_while_deleting_it_leaves_whole_checkpoints(tmp_path):
-    counts = ["0", "4", "8"]  # of files that are deleted before it is killed
-    command = [sys.executable, str(ROOT / "tests" / "deleting_run.py"), str(tmp_path), *counts]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True)
-    assert done.stdout.split() == [str(-signal.SIGKILL)] * len(counts), done.stdout + done.stderr
-    like = {name: jnp.zeros(3, int) for name in ("a", "b", "c")}
-    for folder in (tmp_path / count for count in counts):
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            assert len(checkpoints.steps) >= 2
-            for step in checkpoints.steps:
-                tree = checkpoints.restore(like, step).tree
-                assert all(np.all(np.asarray(x) == step) for x in tree.values())
-        # The next run finishes deleting, and can save and discard the same steps again.
-        with Checkpoints(folder, keep=2) as checkpoints:
-            for step in range(checkpoints.latest + 1, 8):
-                checkpoints.save(step, like)
-            assert checkpoints.steps == [6, 7]
-        assert not list((folder / retention.FOLDER).iterdir())
-
-
 def test_later_checkpoints_are_set_aside_once(tmp_path):
     for name in ("3", "5", "12", "notes"):
         (tmp_path / name).mkdir()
@@ -284,26 +228,225 @@ def test_later_checkpoints_are_set_aside_once(tmp_path):
     assert retention.set_aside(tmp_path, 3) is None and (tmp_path / "4").exists()
 
 
-def test_discarded_steps_are_deleted_and_failures_reported_once(tmp_path, monkeypatch, capsys):
-    folder, rmdir = tmp_path / retention.FOLDER, os.rmdir
-    for name in ("1/a", "1/b", "2/a"):
-        (folder / name).mkdir(parents=True)
+@pytest.mark.parametrize("count", [0, 4, 8])
+def test_a_run_that_stops_deleting_leaves_whole_checkpoints(tmp_path, monkeypatch, capsys, count):
+    """It deletes so many files and no more, as where it is killed, and reports each step once."""
+    left, like = [count], {name: jnp.zeros(3, int) for name in ("a", "b", "c")}
 
-    def fails(path, **kwargs):
-        if pathlib.Path(path).name == "a" and ("1." in str(path) or "dir_fd" in kwargs):
-            raise PermissionError(13, "not yours", str(path))
-        rmdir(path, **kwargs)
+    def stops(delete):
+        def deletes(path, **kwargs):
+            if "dir_fd" in kwargs or str(path).startswith(f"{tmp_path}/1/"):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise PermissionError(13, "ended", str(path))
+            delete(path, **kwargs)
+
+        return deletes
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", fails)
         patch.setattr(retention, "_INTERVAL", 0.01)
-        with contextlib.closing(retention.Sweeper(tmp_path)):
-            time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all(retention.FOLDER in line for line in lines)
-    assert not list(folder.glob("*/b"))
-    # The next run deletes them, and a step of the same number that it discards itself.
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, TREE)
-    assert not list(folder.iterdir())
+        for name in ("unlink", "remove"):
+            patch.setattr(os, name, stops(getattr(os, name)))
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            for step in range(1, 5):
+                checkpoints.save(step, {name: jnp.full(3, step) for name in like})
+    said = [line for line in capsys.readouterr().err.splitlines() if retention.FOLDER in line]
+    assert len(said) == 2 and left[0] < 0
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert len(checkpoints.steps) >= 2
+        for step in checkpoints.steps:
+            tree = checkpoints.restore(like, step).tree
+            assert all(np.all(np.asarray(x) == step) for x in tree.values())
+    # The next run finishes deleting, and can save and discard the same steps again.
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in range(checkpoints.latest + 1, 8):
+            checkpoints.save(step, like)
+        assert checkpoints.steps == [6, 7]
+    assert not list((tmp_path / retention.FOLDER).iterdir())
+
+
+# Checksums, replicas that are compared by them, chunks.
+
+
+@pytest.mark.parametrize("slab", [1, 5, 1 << 20])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+def test_the_checksum_is_that_of_all_elements(dtype, slab, monkeypatch):
+    """The same sum in Python's integers."""
+    monkeypatch.setattr(checksum, "_SLAB", slab)
+    for shape in [(), (0,), (1,), (37,), (1, 37), (3, 0), (7, 5), (2, 3, 1, 9)]:
+        piece = np.asarray(np.random.default_rng(0).integers(0, 200, shape)).astype(dtype)
+        starts, total = tuple(range(3, 3 + len(shape))), 0
+        for index in np.ndindex(shape):
+            term = int(checksum.words(piece)[index])
+            for dim, (start, at) in enumerate(zip(starts, index, strict=True)):
+                term *= int(checksum.factors(dim, start + at, 1)[0])
+            total += term
+        assert checksum.checksum(piece, starts) == total % checksum.MODULUS
+
+
+def test_an_element_that_moves_or_changes_changes_the_checksum():
+    piece = np.arange(12, dtype=np.float32).reshape(3, 4)
+    others = [np.where(np.arange(12).reshape(3, 4) == at, -piece - 1, piece) for at in range(12)]
+    sums = {checksum.checksum(each, (0, 0)) for each in (piece, piece[::-1].copy(), *others)}
+    assert len(sums | {checksum.checksum(piece, (0, 1))}) == 3 + piece.size
+
+
+@pytest.mark.parametrize(("stage", "replica"), [(0, 1), (1, 2), (3, 1), (3, 2)])
+def test_one_bit_on_one_device_is_found_and_named(stage, replica):
+    zero = zero_jax.Zero(zero_jax.make_mesh(replica=replica), stage)
+    params = zero.shard({"w": np.ones((24, 5), np.float32), "b": np.ones(3, np.float32)})
+    state, old = zero.optimizer(optax.adam(1e-3)).init(params), params["w"]
+    every, found = len(jax.tree.leaves((params, state))), check_replicas((params, state))
+    shards = old.addressable_shards
+    parts = [np.array(shard.data) for shard in shards]
+    parts[5].reshape(-1).view(np.uint32)[0] ^= 1
+    placed = [jax.device_put(x, s.device) for x, s in zip(parts, shards, strict=True)]
+    changed = jax.make_array_from_single_device_arrays(old.shape, old.sharding, placed)
+    if (stage, replica) == (3, 1):  # the matrices have no replicas
+        assert 0 < found <= every - 3 == check_replicas((params | {"w": changed}, state))
+        return
+    assert found == every
+    with pytest.raises(ReplicasDiffer, match=r"w.*\b5\b") as error:
+        check_replicas((params | {"w": changed}, state))
+    if stage == 0:
+        assert "[5]" in str(error.value) and "[0, 1, 2, 3, 4, 6, 7]" in str(error.value)
+
+
+def test_chunks_are_even_parts_of_a_shard():
+    shapes = [(36, 4096, 4096), (50304, 4096), (101,), (3, 50021, 999), (1 << 28,), (7, 5)]
+    for shape, shards in itertools.product(shapes, [1, 2, 3, 8]):
+        split = int(np.argmax(shape))
+        held = [-(-n // shards) if d == split else n for d, n in enumerate(shape)]
+        chunk = arrays.chunk_shape(shape, held, 4)
+        assert all(c <= h for c, h in zip(chunk, held, strict=True))
+        assert shards == 1 or held[split] % chunk[split] == 0, "or two processes write one chunk"
+        assert np.prod(chunk) * 4 <= 1.2 * arrays.CHUNK_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 80])
+def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path, count):
+    """`save` holds a state of 400 MiB once more, `restore` makes it and one leaf beside it.
+
+    The rest is threads, code and memory that the allocator keeps.
+    """
+
+    def most(call):
+        """MiB that this process holds at most during a call, beside what it held before."""
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is held
+        before = peak()
+        kept = call(), checkpoints.wait()
+        return peak() - before, kept
+
+    def peak():
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return int(next(x for x in lines if x.startswith("VmHWM")).split()[1]) / 2**10
+
+    names = [f"w{i}" for i in range(count)]
+    like = jax.ShapeDtypeStruct(
+        ((400 << 18) // count,),
+        jnp.float32,
+        sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"small": jnp.ones(3)})
+        checkpoints.restore({"small": jnp.ones(3)})
+        tree = jax.block_until_ready({name: jnp.ones(like.shape) for name in names})
+        assert 390 < most(lambda: checkpoints.save(2, tree))[0] < 400 + 150
+        if count > 1:
+            assert (
+                390 < most(lambda: checkpoints.restore(dict.fromkeys(names, like)))[0] < 400 + 150
+            )
+
+
+# `python -m zero_jax.checkpoint`: `inspect` and `verify`.
+
+
+def save(folder, *steps, value=1.0):
+    own = exchange.zero_on(3).shard({"w": np.arange(21.0, dtype=np.float32).reshape(7, 3)})
+    params = {"w": jnp.arange(21.0).reshape(7, 3) * value, "b": jnp.ones(3, jnp.bfloat16)}
+    tree = {"params": params, "n": 3, "key": jax.random.key(0), "none": jnp.zeros((0, 2))}
+    for step in steps:
+        exchange.save(folder, tree | {"sharded": own}, {"width": 3}, step)
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path):
+    return save(tmp_path / "run", 1, 12)
+
+
+@pytest.fixture
+def run(capsys):
+    """Returns the exit code and the output."""
+    return lambda *args: (main([str(arg) for arg in args]), "".join(capsys.readouterr()))
+
+
+def chunk_of(folder, name):
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        entry = checkpoints.manifest(12).arrays[name]
+    return next(p for p in files_of(folder / "12" / "state" / entry.folder) if "c" in p.parts)
+
+
+def test_inspect_shows_steps_and_the_tree_and_names_steps_that_do_not_exist(two, run):
+    code, said = run("inspect", two)
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert code == 0
+    assert all(any(line.startswith(f"step {n} ") for line in lines) for n in (1, 12))
+    assert {"params/w float32 (7, 3)", "params/b bfloat16 (3,)", "none float32 (0, 2)"} <= {*lines}
+    assert f"key key<{jax.random.key_impl(jax.random.key(0))}> (2,)" in lines  # its words
+    assert '{"width": 3}' in said and f"jax {jax.__version__}" in said and "zero_jax" in said
+    assert run("inspect", two, "--step", 1)[0] == 0
+    code, said = run("inspect", two, "--step", 2)
+    assert code == 2 and "step 2" in said and "1, 12" in said
+    for command in ("verify", "inspect"):
+        code, said = run(command, two / "none")
+        assert code == 2 and str(two / "none") in said and not (two / "none").exists()
+
+
+def test_verify_names_every_damaged_array(two, run, capsys, monkeypatch):
+    code, said = run("verify", two)
+    assert code == 0 and "step 1: " in said and "step 12: " in said
+    path = chunk_of(two, "params/b")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    # Each chunk of the other array is right, and together they are wrong.
+    other = save(two.parent / "other", 12, value=2.0)
+    shutil.copy(chunk_of(other, "params/w"), chunk_of(two, "params/w"))
+    code, said = run("verify", two)
+    lines = {line.split()[1]: line for line in said.splitlines() if line[:4] == "step"}
+    assert code == 1 and "DAMAGED" in lines["12:"] and "DAMAGED" not in lines["1:"]
+    assert "params/w: its checksum" in said and "params/b" in said and "sharded" not in said
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", str(two), "--step", "1"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("zero_jax.checkpoint", run_name="__main__")
+    assert "step 12" not in capsys.readouterr().out
+
+
+def test_verify_holds_one_chunk_at_a_time(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 1 << 12)
+    exchange.save(tmp_path, {"w": np.arange(50 * 33 * 7, dtype=np.float32).reshape(50, 33, 7)})
+    parts, read = [], arrays.Array.read
+    monkeypatch.setattr(arrays.Array, "read", lambda *args: parts.append(read(*args)) or parts[-1])
+    assert run("verify", tmp_path)[0] == 0
+    sizes = [part.nbytes for part in parts]
+    assert sum(sizes) == 4 * 50 * 33 * 7 and max(sizes) <= 1 << 12 and len(sizes) > 4
+
+
+def test_inspect_notices_missing_files_without_reading_arrays(two, run, monkeypatch):
+    monkeypatch.setattr(arrays.Array, "read", None)
+    path = chunk_of(two, "params/w")
+    good = path.read_bytes()
+    for change in (lambda: path.write_bytes(good[:-1]), path.unlink):
+        change()
+        code, said = run("inspect", two)
+        assert code == 1 and "NOT WHOLE" in said and "params/w" in said
+    path.write_bytes(good)
+    (two / "12" / "seal.json").unlink()
+    (two / "13.orbax-checkpoint-tmp").mkdir()
+    code, said = run("inspect", two)
+    assert code == 0 and "seal" in said and "13.orbax-checkpoint-tmp" in said
+    monkeypatch.undo()
+    (two / "12" / "state" / "manifest.json").unlink()
+    for command in ("verify", "inspect"):
+        code, said = run(command, two)
+        assert code == 1 and "manifest.json" in said

@@ -1,7 +1,10 @@
-"""Checkpoints are bitwise equal on any mesh and stage, with any optimizer."""
+"""Checkpoints are bitwise equal on any mesh and stage; errors name unsupported arguments."""
 
 import dataclasses
-import functools
+import errno
+import fcntl
+import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +12,18 @@ import numpy as np
 import optax
 import pytest
 from nvme_run import small_problem
-from problems import ODD_GPT, Problem, assert_bitwise, gpt_problem, ulps, whole, zoo_problem
+from problems import ODD_GPT, assert_bitwise, gpt_problem, ulps, whole, zoo_problem
 from test_parity import OPTIMIZERS
 
 import zero_jax
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.writer import Handler
 
-# eps: as in test_parity, so that no rounding error becomes a full step.
+# eps and ULPS as in test_parity.
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-# Sums over other devices have another order: as in test_parity.
 ULPS = 256
+SMALL = small_problem()
 EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
-
-
-@functools.cache
-def problem(name: str) -> Problem:
-    makers = {"zoo": lambda: zoo_problem(2), "no empty": lambda: zoo_problem(2, empty=False)}
-    makers |= {"small": small_problem, "even gpt": lambda: gpt_problem(EVEN_GPT)}
-    return makers[name]()
 
 
 def zero_on(n, stage=3, model=1, **settings):
@@ -53,25 +49,26 @@ def filled(made, tx=ADAMW):
 
 
 MASTERS = "optimizer,params"
-# Devices on `data`, stage, devices on `model`, offload: each restores the checkpoint before.
+# Devices on `data`, stage, devices on `model`, offload: each restores the checkpoint before. The
+# states of Adafactor and Muon have other shapes than the parameters.
 # fmt: off
 PLACES = {
     "zoo": [(8, 2, 1, None), (3, 3, 1, MASTERS), (1, 0, 1, None), (5, 1, 1, "optimizer"),
             (4, 3, 1, None)],
     "even gpt": [(2, 0, 2, None), (1, 1, 2, None), (2, 3, 4, None), (4, 2, 2, MASTERS)],
-}
+    "adafactor": [(3, 3, 1, None), (2, 1, 1, None)], "muon": [(3, 3, 1, None), (2, 1, 1, None)]}
 # fmt: on
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_bits_are_the_same_on_any_mesh_and_stage(tmp_path, name):
-    want = filled(problem(name))
-    more = {"config": {"a": 1}, "extra": {"sample": 240}}
+    made = gpt_problem(EVEN_GPT) if name == "even gpt" else zoo_problem(2, empty=name != "muon")
+    tx, more = OPTIMIZERS.get(name, ADAMW), {"config": {"a": 1}, "extra": {"sample": 240}}
+    want = filled(made, tx)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(0, want, **more)
         for step, (n, stage, model, offload) in enumerate(PLACES[name], 1):
-            zero = zero_on(n, stage, model, offload=offload)
-            back = checkpoints.restore(like(zero, problem(name)))
+            back = checkpoints.restore(like(zero_on(n, stage, model, offload=offload), made, tx))
             assert (back.step, back.config, back.extra) == (step - 1, *more.values())
             assert_bitwise(back.tree, want)
             checkpoints.save(step, back.tree, **more)
@@ -79,66 +76,23 @@ def test_bits_are_the_same_on_any_mesh_and_stage(tmp_path, name):
     assert manifest.step == step and manifest.arrays.keys() == whole(want).keys()
 
 
-def test_the_next_step_is_that_of_the_run_that_never_stopped(tmp_path):
-    made = problem("small")
-    zero = zero_on(4)
-    tx = zero.optimizer(ADAMW)
-    params = zero.shard(made.start)
-    state, step = tx.init(params), zero.train_step(made.loss, tx)
-    params, state, _ = step(params, state, made.batch)
-    elsewhere = zero_on(3, 2, offload="optimizer")
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, (params, state))
-        there = checkpoints.restore(like(elsewhere, made)).tree
-        checkpoints.save(2, there)
-        back = checkpoints.restore((params, state)).tree
-    params, state, metrics = step(params, state, made.batch)
-    again = step(*back, made.batch)
-    assert_bitwise(again[:2], (params, state))
-    assert again[2].loss == metrics.loss
-    other = elsewhere.train_step(made.loss, elsewhere.optimizer(ADAMW))(*there, made.batch)
-    np.testing.assert_allclose(other[2].loss, metrics.loss, rtol=ULPS * 2**-23)
-    assert ulps(elsewhere.full(other[0]), zero.full(params)) <= ULPS
-
-
 def test_a_state_in_files_is_saved_and_restored(tmp_path):
-    made = problem("small")
-    want = filled(made)
     filed = zero_on(4, offload=f"{MASTERS}:nvme={tmp_path / 'nvme'}")
-    tx = filed.optimizer(ADAMW)
-    params = filed.init(made.make)
+    tx, params, want = filed.optimizer(ADAMW), filed.init(SMALL.make), filled(SMALL)
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, want)
         there = checkpoints.restore((params, tx.init(params))).tree
         assert_bitwise(there, want)
         with pytest.raises(ValueError, match="nvme"):
             tx.resume(there[0])  # the files no longer hold the state that was committed
-        there = filed.train_step(made.loss, tx)(*there, made.batch)[:2]
+        there = filed.train_step(SMALL.loss, tx)(*there, SMALL.batch)[:2]
         checkpoints.save(2, there)
         plain = zero_on(3, 1)
-        back = checkpoints.restore(like(plain, made)).tree
-        assert_bitwise(back, there)
-        back = checkpoints.restore(like(plain, made), 1).tree
-    stepped = plain.train_step(made.loss, plain.optimizer(ADAMW))(*back, made.batch)
+        assert_bitwise(checkpoints.restore(like(plain, SMALL)).tree, there)
+        back = checkpoints.restore(like(plain, SMALL), 1).tree
+    stepped = plain.train_step(SMALL.loss, plain.optimizer(ADAMW))(*back, SMALL.batch)
     assert ulps(plain.full(stepped[0]), filed.full(there[0])) <= ULPS
     tx.resume(there[0])
-
-
-# Their states have other shapes than the parameters, or are of several transformations.
-MORE = ("MultiSteps of lamb", "masks on path and ndim")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
-
-
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon", *SLOW])
-def test_the_state_of_an_optimizer_is_restored(tmp_path, optimizer):
-    tx = OPTIMIZERS[optimizer]
-    made = problem("no empty" if optimizer == "muon" else "zoo")
-    want = filled(made, tx)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, want)
-        for step, zero in enumerate((zero_on(3), zero_on(2, 1)), 1):
-            checkpoints.save(step, checkpoints.restore(like(zero, made, tx)).tree)
-        assert_bitwise(checkpoints.restore(want).tree, want)
 
 
 def test_numbers_keys_and_other_dtypes_are_restored(tmp_path):
@@ -182,14 +136,85 @@ def test_an_array_is_saved_as_it_was_when_save_was_called(tmp_path):
     assert float(jnp.abs(back).max()) == 0.0
 
 
-def test_paths_with_two_dots_links_and_other_folders(tmp_path, monkeypatch):
+def test_paths_with_two_dots_and_links_and_what_is_kept(tmp_path, monkeypatch):
+    """The latest two and every fourth; other folders are no checkpoints."""
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     for name in ("²", "١٢", "notes"):
         (tmp_path / "ck" / name / "state").mkdir(parents=True)
         (tmp_path / "ck" / name / "state" / "manifest.json").write_text("{}")
-    with Checkpoints("../link/../ck") as checkpoints:
-        checkpoints.save(1, {"w": jnp.arange(6.0)})
-        assert checkpoints.directory == tmp_path / "ck" and checkpoints.steps == [1]
-        assert checkpoints.restore({"w": jnp.zeros(6)}).tree["w"].sum() == 15
+    with Checkpoints("../link/../ck", keep=2, keep_every=4) as checkpoints:
+        for step in range(1, 9):
+            checkpoints.save(step, {"w": jnp.full(3, step)})
+        assert checkpoints.directory == tmp_path / "ck" and checkpoints.steps == [4, 7, 8]
+        assert float(checkpoints.restore({"w": jnp.ones(3, int)}, 7).tree["w"][0]) == 7
+
+
+TREE = {"weights": jnp.ones((4, 3)), "b": {"c": jnp.arange(5.0)}, "n": 3}
+BYTES = 4 * (12 + 5) + 8  # of TREE
+ABSTRACT = jax.ShapeDtypeStruct((2,), jnp.float32)
+NO_LOCKS = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def without_locks(c, m):
+    def flock(*_):
+        raise NO_LOCKS
+
+    m.setattr(fcntl, "flock", flock)
+    Checkpoints(c.directory / "other")
+
+
+def full_disk(blocks, files):
+    known = types.SimpleNamespace(f_bavail=blocks, f_frsize=4, f_files=10, f_favail=files)
+    return lambda c, m: (m.setattr(os, "statvfs", lambda _: known), c.save(6, TREE))
+
+
+def restoring(more, *args, **settings):
+    return lambda c, m: c.restore(TREE | more, *args, **settings)
+
+
+def saving(step, more):
+    return lambda c, m: c.save(step, TREE | more)
+
+
+NEW = {"new": jnp.ones(2)}
+# fmt: off
+REFUSALS = [  # c: checkpoints, m: monkeypatch
+    ("keep=0", ValueError, lambda c, m: Checkpoints(c.directory, keep=0)),
+    ("keep='3'", ValueError, lambda c, m: Checkpoints(c.directory, keep="3")),
+    ("keep_every=-1", ValueError, lambda c, m: Checkpoints(c.directory, keep_every=-1)),
+    ("file/inside", ValueError, lambda c, m: Checkpoints(c.directory / "file" / "inside")),
+    ("/test_.*process PID ", ValueError, lambda c, m: Checkpoints(c.directory)),
+    (NO_LOCKS.strerror, ValueError, without_locks),
+    ("read_only", ValueError, lambda c, m: Checkpoints(c.directory, read_only=True).save(6, TREE)),
+    *((f"step={step!r}", ValueError, saving(step, {})) for step in (-1, 301.5, "7")),
+    ("step 5", ValueError, saving(5, {})), ("step 4", ValueError, saving(jnp.int32(4), {})),
+    ("b/c", ValueError, saving(6, {"b/c": jnp.ones(2)})),
+    ("weights.*str", ValueError, saving(6, {"weights": "text"})),
+    ("weights.*str", ValueError, restoring({"weights": "text"})),
+    (rf"\b{BYTES - 4}\b.*\b{BYTES}\b", OSError, full_disk(BYTES // 4 - 1, 9)),
+    (r"\b2\b.*\b6\b", OSError, full_disk(BYTES // 4, 2)),
+    ("/none", ValueError,
+     lambda c, m: Checkpoints(c.directory / "none", read_only=True).restore(TREE)),
+    ("step 4.*5", ValueError, restoring({}, 4)),
+    ("manifest.json", ValueError, lambda c, m: Handler().restore(c.directory)),
+    ("new", ValueError, restoring(NEW)),
+    ("new", ValueError, restoring(NEW | {"weights": jnp.ones(2)}, may_differ="^w")),
+    ("new.*like", ValueError, restoring({"new": ABSTRACT}, may_differ=".")),
+    ("b/c", ValueError, restoring({"b": {}})),
+    (r"weights.*\[4, 3\].*\[3, 4\]", ValueError, restoring({"weights": jnp.ones((3, 4))})),
+    ("weights.*float32.*int32", ValueError, restoring({"weights": jnp.ones((4, 3), jnp.int32)}))]
+# fmt: on
+
+
+@pytest.mark.parametrize(("named", "error", "call"), REFUSALS)
+def test_an_unsupported_argument_is_named(tmp_path, monkeypatch, named, error, call):
+    (tmp_path / "file").write_text("")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, TREE)
+        with pytest.raises(error, match=named.replace("PID", str(os.getpid()))):
+            call(checkpoints, monkeypatch)
+        monkeypatch.undo()
+        assert checkpoints.steps == [5], "nothing was written"
+        checkpoints.restore(TREE)

@@ -1,8 +1,8 @@
 """Processes that die, stop or fail: noticed, named, and restarted."""
 
 import os
+import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import pytest
 from test_resume import RUN, curve, last_loss, trained_until, wait_for
 from test_train import finish, folder, metrics, start, start_many
 
-from training.supervise import free_address
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.cluster.watchdog import ENDED
 
@@ -39,58 +38,36 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, numb
     assert f"process {rank} (pid {gone.pid} on" in error and said in error, error
     assert "at step" in error
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
-    # Other machines cannot reach a run on one machine; the last form is the first, in IPv6.
-    own = ("127.", "::1", "::ffff:127.")
-    assert addresses and all(address.startswith(own) for address in addresses), addresses
+    # Other machines cannot reach a run on one machine: 127.0.0.0/8, also in IPv6, or ::1.
+    own = "(0{16}FFFF0000)?[0-9A-F]{6}7F|0{24}01000000"
+    assert addresses and all(re.fullmatch(own, address) for address in addresses), addresses
 
 
 def listening(pid):
-    """Addresses at which a process listens."""
+    """Addresses at which a process listens, in hexadecimal; each 32 bits begin with the last."""
     links = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()]
-    own = {link[8:-1] for link in links if link.startswith("socket:[")}
-    found = []
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in own:
-                address = bytes.fromhex(words[1].partition(":")[0])
-                parts = [address[i : i + 4][::-1] for i in range(0, len(address), 4)]
-                found.append(socket.inet_ntop(family, b"".join(parts)))
-    return found
+    known = "".join(Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for line in known.splitlines() if "local_address" not in line]
+    return [r[1].partition(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in links]
 
 
-def test_processes_that_cannot_join_exit_with_a_code_of_their_own(folder):
-    group = [*MANY, "--coordinator", free_address(), "--num-processes"]
-    missing = [*group, "3", "--devices", "3", "--join-seconds", "3", "--process-id"]
-    for code, _, error in finish([start(*missing, rank) for rank in ("0", "2")]):
-        assert code == 69 and "process 1 of 3" in error and "Traceback" not in error, error
-    other = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
-    group = [*MANY, "--coordinator", free_address(), "--num-processes", "2", "--process-id"]
-    for code, _, error in finish([start(*group, "0"), start(*group, "1", environment=other)]):
-        assert code == 2 and "jax_default_prng_impl: process 0 has 'threefry2x32'" in error, error
-
-
-@pytest.mark.parametrize(("rank", "full"), [(0, False), (1, True)])
-def test_an_error_of_one_process_alone_ends_the_run(folder, rank, full):
-    """Also where stderr is on a disk that is full."""
+@pytest.mark.parametrize(
+    ("rank", "where", "full"), [(0, "step", False), (1, "step", True), (1, "save", False)]
+)
+def test_an_error_of_one_process_ends_the_run(folder, rank, where, full):
+    """Also where stderr is on a disk that is full; a save fails in all processes."""
     with open("/dev/full", "w") as device:
         how = {"stderr": device} if full else {}
-        running = start_many(2, LONG, script=[FAILING, str(rank), "step"], **how)
+        running = start_many(2, LONG, script=[FAILING, str(rank), where], **how)
         results = finish(running, seconds=200)
-    assert [code for code, _, _ in results] == [ENDED] * 2, results
-    for _, _, error in () if full else results:
-        assert f"process {rank} (pid {running[rank].pid} on" in error, error
-        assert "this host's disk is gone" in error, error
-
-
-def test_a_save_that_fails_in_one_process_fails_in_all(folder):
-    running = start_many(2, [*LONG, "--keep", "1"], script=[FAILING, "1", "save"])
-    results = finish(running, seconds=200)
-    assert [code for code, _, _ in results] == [2, 2], results
-    errors = [error for _, _, error in results]
-    assert "this host's disk is gone" in errors[1] and "error" in errors[0], errors
-    with Checkpoints("out/checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.steps == [5]
+    assert [code for code, _, _ in results] == [ENDED if where == "step" else 2] * 2, results
+    for own, (_, _, error) in enumerate(() if full else results):
+        said = "this host's disk is gone" if where == "step" or own == rank else "error"
+        assert said in error, error
+        assert f"process {rank} (pid {running[rank].pid} on" in error or where == "save", error
+    if where == "save":
+        with Checkpoints("out/checkpoints", read_only=True) as checkpoints:
+            assert checkpoints.steps == [5]
 
 
 def children(pid):
@@ -112,11 +89,9 @@ def wait_until(condition, seconds):
 
 
 # The table of docs/launchers.md: process, signal, exit code (None: it is started again).
-CASES = [
-    *(("supervisor", signal.SIGKILL, -signal.SIGKILL), ("supervisor", signal.SIGHUP, 75)),
-    *(("process 0", signal.SIGKILL, None), ("process 0", signal.SIGHUP, 75)),
-    *(("process 1", signal.SIGKILL, None), ("process 1", signal.SIGHUP, 75)),
-]
+CASES = [(who, signal.SIGHUP, 75) for who in ("supervisor", "process 0", "process 1")]
+CASES += [("supervisor", signal.SIGKILL, -signal.SIGKILL)]
+CASES += [(f"process {rank}", signal.SIGKILL, None) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("who", "number", "code"), CASES)

@@ -1,18 +1,27 @@
-"""Processes that launchers start: environment variables, GPUs, mutual TLS, the same gradients."""
+"""Processes that launchers start: variables, GPUs, mutual TLS, the roll call, gradients."""
 
+import itertools
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import zero_jax
 from training.supervise import free_address
-from zero_jax.cluster import processes, roll
+from zero_jax.cluster import addresses, agreement, processes, roll
+from zero_jax.cluster.addresses import CannotJoin
+from zero_jax.cluster.agreement import settings_of_jax
 from zero_jax.cluster.launchers import launched_processes
+from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.releases import MUTUAL_TLS
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS": "4"}
@@ -26,27 +35,25 @@ FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
 ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("name", [*SLURM, *OMPI])
-def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, name):
+LAUNCHERS = [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
+
+
+@pytest.mark.parametrize(("rank", "known"), LAUNCHERS)
+def test_variables_of_a_launcher_are_read_and_one_that_is_no_number_is_named(
+    monkeypatch, rank, known
+):
     """Before any process waits for others, also where the arguments are given."""
-    for known, text in (SLURM if name in SLURM else OMPI).items():
-        monkeypatch.setenv(known, text)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
-    for value in ("abc", "-1", "", "1.5", "²", "9" * 30):
-        monkeypatch.setenv(name, value)
-        for args in ((), ("127.0.0.1:1", 2, 1)):
-            with pytest.raises(ValueError, match=f"{name}="):
-                zero_jax.initialize(*args)
-
-
-@pytest.mark.parametrize(
-    ("rank", "known"), [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
-)
-def test_ranks_and_numbers_of_processes_are_read(monkeypatch, rank, known):
     assert launched_processes() == 1
     for name, text in known.items():
         monkeypatch.setenv(name, text)
     assert launched_processes() == 4
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
+    for name, value in itertools.product(known, ("abc", "-1", "", "1.5", "²", "9" * 30)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            for args in ((), ("127.0.0.1:1", 2, 1)):
+                with pytest.raises(ValueError, match=f"{name}="):
+                    zero_jax.initialize(*args)
     monkeypatch.setenv(rank, "4")
     with pytest.raises(ValueError, match=f"{rank}=4 of .*=4"):
         zero_jax.initialize()
@@ -58,8 +65,7 @@ OWN = [  # environment, GPUs of this process
     (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
-    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None),
-]
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
 # fmt: on
 
 
@@ -99,7 +105,181 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
             jax.config.update(name, value)
 
 
-# Several processes.
+def agree(**settings):
+    """Three processes compare settings; the last one has another `seed`."""
+
+    def gathered(mine):
+        other = np.frombuffer(json.dumps({"seed": "7"}).encode(), np.uint8)
+        return np.stack([mine, mine, np.pad(other, (0, mine.size - other.size))])
+
+    def call(folder, monkeypatch):
+        monkeypatch.setattr(jax, "process_count", lambda: 3)
+        monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+        agreement.check_agreement(settings)
+
+    return call
+
+
+def initialize(*args, **more):
+    return lambda folder, _: zero_jax.initialize(*args, **more)
+
+
+# fmt: off
+REFUSALS = [
+    *((f"coordinator='{at}'", initialize(at, 2, 0))
+      for at in ("10.0.0.1", "10.0.0.1:", ":80", "host:0", "host:99999", "h:a")),
+    ("num_processes=None", initialize("h:1", process_id=0)),
+    ("process_id=2 of num_processes=2", initialize("h:1", 2, 2)),
+    ("wait_seconds=0", initialize("h:1", 2, 1, wait_seconds=0)),
+    ("settings take 700", agree(long_name="x" * 70_000)),
+    ("seed.*'1'.*process 2.*'7'", agree(seed=1)),
+    *((f"{name}={value}", lambda folder, _, given={name: value}: Watchdog(folder, **given))
+      for name, value in (("dead_after", 0), ("slow_factor", -1), ("slow_after", 0)))]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "call"), REFUSALS)
+def test_an_unsupported_argument_is_named(tmp_path, monkeypatch, name, call):
+    with pytest.raises(ValueError, match=name):
+        call(tmp_path, monkeypatch)
+
+
+def called(ranks, count, wait=10.0, settings=None, counts=None, meanwhile=lambda at: None):
+    """Calls the roll in threads, one for each rank; returns a `Roll` or an error of each."""
+    at, results = addresses.address_of(free_address()), {}
+
+    def one(key, rank):
+        try:
+            own = (settings or {}).get(rank, {"seed": 0})
+            results[key] = roll.call(at, rank, (counts or {}).get(rank, count), wait, own)
+        except (OSError, ValueError) as error:
+            results[key] = error
+
+    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    meanwhile(at)
+    for thread in threads:
+        thread.join()
+    return [results[key] for key in range(len(ranks))]
+
+
+def connected(at):
+    """A connection to process 0, as soon as it listens."""
+    for _ in range(500):
+        try:
+            return socket.create_connection(at)
+        except OSError:
+            time.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+def test_all_that_come_are_joined_and_the_port_is_free_afterwards_or_named():
+    """JAX listens there next. A socket at which a thread still waits would keep it."""
+    for count in (4, *[2] * 10):
+        ports = []
+        found = called(range(count), count, meanwhile=ports.append)
+        assert [own.rank for own in found] == list(range(count))
+        with socket.create_server(ports[0]):
+            for own in found:
+                own.leave()
+            with pytest.raises(CannotJoin, match=f"{ports[0][1]} of 127.0.0.1"):
+                roll.call(ports[0], 0, 2, 5.0, {})
+
+
+# fmt: off
+ERRORS = [
+    ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
+    ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
+    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
+    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
+    ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
+    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
+# fmt: on
+
+
+@pytest.mark.parametrize(("ranks", "count", "more", "error", "named"), ERRORS)
+def test_an_error_of_one_process_is_named_to_all(ranks, count, more, error, named):
+    began = time.monotonic()
+    for found in called(ranks, count, **more):
+        with pytest.raises(error, match=named):
+            raise found
+        assert isinstance(found, CannotJoin) == (error is CannotJoin)
+    assert len(ranks) < 24 or time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_strangers_are_ignored_and_a_process_that_is_gone_early_may_come_again(order):
+    """The other comes before it or after: it does not count meanwhile."""
+
+    def meanwhile(at):
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"rank": "1"}\n', b"\xff\n", b""):
+            with connected(at) as stranger:
+                stranger.sendall(said)
+        with connected(at) as lost:
+            lost.sendall(b'{"rank": 1, "count": 3, "name": "process 1", "settings": {}}\n')
+            time.sleep(0.3)
+        for rank in order:
+            one = threading.Thread(target=lambda r=rank: more.append(roll.call(at, r, 3, 20.0, {})))
+            threads.append(one)
+            one.start()
+            time.sleep(0.3)
+
+    more, threads = [], []
+    found = called([0], 3, 20.0, settings={0: {}}, meanwhile=meanwhile)
+    for thread in threads:
+        thread.join()
+    assert sorted(own.rank for own in found + more) == [0, 1, 2]
+    for own in found + more:
+        own.leave()
+
+
+# fmt: off
+HOSTS = [
+    ("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1", "127.0.0.1"),
+    ("node7", "127.0.1.1", None),  # Debian's /etc/hosts: its own name, for itself alone
+    ("gateway", "192.0.2.1", None)]
+# fmt: on
+
+
+@pytest.mark.parametrize(("host", "known", "own"), HOSTS)
+def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys, host, known, own):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known, 80))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    address, port = addresses.bind_address(host, 80)
+    assert port == 80 and address in ([own] if own else ["::", "0.0.0.0"])
+    assert (host in capsys.readouterr().err) == (own is None)
+
+
+@pytest.mark.parametrize(("gone", "error"), [(0, None), (2, ValueError("not caught"))])
+def test_a_process_that_is_gone_is_named_to_all_others_at_once(monkeypatch, gone, error):
+    """Not one that leaves."""
+    found, told = called([0, 1, 2, 3], 4), {}
+    for own in found:
+        own.on_loss = lambda why, rank=own.rank: told.setdefault(rank, why)
+    found.pop()._at_exit()
+    if error is not None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "last_value", error, raising=False)
+            found[gone]._at_exit()  # does not count as leaving
+    time.sleep(0.3)
+    assert told == {}
+    found[gone].drop()  # as a kernel does for a process that has ended
+    end = time.monotonic() + 10
+    while len(told.keys() - {gone}) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    others = [why for rank, why in told.items() if rank != gone]
+    assert len(others) == 2 and all(f"process {gone} (pid" in why for why in others), told
+    for own in found:
+        own.leave()
+
+
+def test_settings_of_jax_are_those_that_change_numbers():
+    known = settings_of_jax()
+    versions = {f"the version of {name}" for name in ("jax", "jaxlib", "zero_jax")}
+    config = {"jax_default_prng_impl", "jax_enable_x64", "jax_default_matmul_precision"}
+    assert versions | config <= known.keys()
+    assert not any("cache_dir" in name or "visible_devices" in name for name in known)
 
 
 def outputs(commands, environments):
@@ -144,16 +324,9 @@ def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
 
     def join(second, seconds):
         at = free_address()
-        environments = [
-            dict(
-                zip(
-                    FILES,
-                    (f"{tmp_path}/{x}" for x in ("ca.pem", f"{own}.pem", f"{own}.key")),
-                    strict=True,
-                )
-            )
-            for own in ("first", second)
-        ]
+        named = [("ca.pem", f"{own}.pem", f"{own}.key") for own in ("first", second)]
+        files = [[f"{tmp_path}/{name}" for name in names] for names in named]
+        environments = [dict(zip(FILES, paths, strict=True)) for paths in files]
         return outputs([["-c", JOIN, at, rank, seconds] for rank in "01"], environments)
 
     for name, ca in (("ca", "ca"), ("first", "ca"), ("second", "ca"), ("other", "other")):

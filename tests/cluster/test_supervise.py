@@ -12,7 +12,7 @@ from test_train import folder
 from training import main as program
 from training import orphans
 from training.stop import handled
-from training.supervise import outcome, supervise
+from training.supervise import free_address, outcome, supervise
 
 __all__ = ["folder"]  # a fixture
 
@@ -27,12 +27,12 @@ def test_nohup_keeps_its_meaning():
         signal.signal(signal.SIGHUP, before)
 
 
+ENDS = [("os.kill(os.getpid(), 9)", 2, 137)]
 # 1: not finite, 2: a wrong setting, 75: --max-hours or SIGTERM of a child, 130: Ctrl-C.
-@pytest.mark.parametrize(
-    ("ends", "restarts", "code"),
-    [("os.kill(os.getpid(), 9)", 2, 137)]
-    + [(f"raise SystemExit({n})", 0, n) for n in (1, 2, 75, 130)],
-)
+ENDS += [(f"raise SystemExit({n})", 0, n) for n in (1, 2, 75, 130)]
+
+
+@pytest.mark.parametrize(("ends", "restarts", "code"), ENDS)
 def test_a_run_that_crashed_is_restarted_and_one_that_ended_on_purpose_is_not(
     tmp_path, capfd, ends, restarts, code
 ):
@@ -44,15 +44,10 @@ def test_a_run_that_crashed_is_restarted_and_one_that_ended_on_purpose_is_not(
     assert capfd.readouterr().err.count("1 x -9") == restarts
 
 
-# fmt: off
-CODES = [([76, 2], 0, 2), ([76, 1], 0, 1), ([75, 130], 0, 130), ([76, 0], 75, 75),
-         ([-9, 76], 0, 76), ([-9, -6], 0, 137), ([-15, -15], 75, 75)]
-# fmt: on
-
-
-@pytest.mark.parametrize(("codes", "asked", "code"), CODES)
-def test_the_code_that_decides_on_a_restart_is_returned(codes, asked, code):
-    assert outcome(codes, asked) == code
+def test_the_code_that_decides_on_a_restart_is_returned():
+    codes = [[76, 2], [76, 1], [75, 130], [-9, 76], [-9, -6]]
+    assert [outcome(each) for each in codes] == [2, 1, 130, 76, 137]
+    assert [outcome(each, asked=75) for each in ([76, 0], [-15, -15])] == [75, 75]
 
 
 ORPHAN = """
@@ -83,19 +78,20 @@ def test_a_child_ends_with_its_supervisor_even_if_that_ended_first(tmp_path, whe
     assert (tmp_path / "alive").exists() == (when == "early")
 
 
-# fmt: off
-FLAGS = [
-    *(["--process-id", "0"], ["--num-processes", "2"], ["--coordinator", "127.0.0.1:7878"]),
-    *(["--supervise", "0"], ["--supervise", "1000000000"], ["--restarts", "-1"]),
-    *(["--dead-after", "nan"], ["--supervise", "2"], ["--out"]),
-]
-# fmt: on
+FLAGS = ["--process-id 0", "--num-processes 2", "--coordinator 127.0.0.1:7878", "--supervise 0"]
+FLAGS += ["--supervise 1000000000", "--restarts -1", "--dead-after nan", "--supervise 2", "--out"]
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_unsupported_flags_are_named(folder, capsys, monkeypatch, flag):
-    if flag == ["--supervise", "2"]:  # in each task of a launcher
+    if flag == "--supervise 2":  # in each task of a launcher
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    given = ["--supervise", "2"] if flag == ["--out"] else ["--out", "out", *flag]
+    given = [] if flag == "--out" else ["--out", "out", *flag.split()]
     assert program.main(given + ["--supervise", "2"] * ("--supervise" not in given)) == 2
-    assert " ".join(flag) in capsys.readouterr().err
+    assert flag in capsys.readouterr().err
+
+
+def test_a_process_that_cannot_join_exits_with_a_code_of_its_own(folder, capsys):
+    group = ["--coordinator", free_address(), "--num-processes", "2", "--process-id", "1"]
+    assert program.main(["--out", "out", *group, "--devices", "16", "--join-seconds", "1"]) == 69
+    assert "process 1 did not find process 0" in capsys.readouterr().err

@@ -42,7 +42,7 @@ FULL = {
         "rope_local_base_freq": 55.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
 }
 FULL = {family: {"model_type": family, **SIZES, **own} for family, own in FULL.items()}
-GPT2 = {
+FULL["gpt2"] = {
     "model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 3, "vocab_size": 30,
     "n_positions": 40, "n_inner": 96, "activation_function": "gelu_pytorch_tanh",
     "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
@@ -60,9 +60,9 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
 
 def differences(known):
-    """Names of what the two models compute with, and both values where they differ.
+    """Names and pairs of values that the two models compute with where they differ.
 
-    The message of our error instead; nothing where transformers refuses the config.
+    Or the message of our error; nothing where transformers refuses the config.
     """
     kind = known.get("model_type")
     try:
@@ -79,11 +79,10 @@ def differences(known):
     pairs = {ours: (getattr(their, name), getattr(our, ours)) for name, ours in NAMES.items()}
     pairs["tied"] = their.tie_word_embeddings, kind == "gpt2" or our.tied
     if kind == "gpt2":
-        hidden = 4 * their.n_embd if their.n_inner is None else their.n_inner
-        pairs["hidden"] = hidden, 4 * our.width
+        pairs["hidden"] = their.n_inner or 4 * their.n_embd, 4 * our.width
         pairs["eps"] = their.layer_norm_epsilon, 1e-5
         pairs["act"] = ACTIVATIONS[their.activation_function], "gelu"
-        return unequal(pairs)
+        return different(pairs)
     # Classes without a head_dim have modules that take it from the file, or derive it.
     head_dim = getattr(their, "head_dim", None) or their.hidden_size // heads
     window, ropes = getattr(their, "sliding_window", None), their.rope_parameters
@@ -95,20 +94,17 @@ def differences(known):
     hidden = their.moe_intermediate_size if kind == "qwen3_moe" else their.intermediate_size
     act = ACTIVATIONS[their.hidden_activation if gemma else their.hidden_act]
     scale = (their.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    # fmt: off
     pairs |= {
-        "kv_heads": (their.num_key_value_heads, our.kv_heads),
-        "head_dim": (head_dim, our.head_dim),
-        "hidden": (hidden, our.hidden),
-        "eps": (their.rms_norm_eps, our.eps),
-        "act": (act, our.activation),
-        "qkv_bias": (bias or kind == "qwen2", our.qkv_bias),
-        "out_bias": (bias, our.out_bias),
+        "kv_heads": (their.num_key_value_heads, our.kv_heads), "head_dim": (head_dim, our.head_dim),
+        "hidden": (hidden, our.hidden), "eps": (their.rms_norm_eps, our.eps),
+        "act": (act, our.activation), "qkv_bias": (bias or kind == "qwen2", our.qkv_bias),
+        "out_bias": (bias, our.out_bias), "slides": (slides, [*our.slides]),
         "mlp_bias": (kind == "llama" and their.mlp_bias, our.mlp_bias),
-        "slides": (slides, [*our.slides]),
         "window": (window if any(slides) else None, our.window),
         "rope": (rope(ropes["full_attention"] if gemma else ropes), astuple(our.rope)),
-        "scale": (scale, our.query_scale or our.head_dim**-0.5),
-    }
+        "scale": (scale, our.query_scale or our.head_dim**-0.5)}
+    # fmt: on
     if gemma:
         pairs["local rope"] = rope(ropes["sliding_attention"]), astuple(our.local_rope)
     if kind in ("mixtral", "qwen3_moe"):
@@ -117,14 +113,15 @@ def differences(known):
         pairs["chosen"] = their.num_experts_per_tok, own.chosen
         pairs["balance"] = their.router_aux_loss_coef, own.balance
         pairs["normalised"] = normalised, own.normalised
-    return unequal(pairs)
+    return different(pairs)
 
 
-def unequal(pairs):
-    def equal(a, b):
-        return np.isclose(a, b) if isinstance(a, float) else a == b
-
-    return {name: pair for name, pair in pairs.items() if not equal(*pair)}
+def different(pairs):
+    close = {
+        name: np.isclose(*x) if isinstance(x[0], float) else x[0] == x[1]
+        for name, x in pairs.items()
+    }
+    return {name: pair for name, pair in pairs.items() if not close[name]}
 
 
 def rope(given):
@@ -135,52 +132,34 @@ def rope(given):
     return given["rope_theta"], factor, stretched
 
 
-def without(known, key):
-    return {name: value for name, value in known.items() if name != key}
-
-
-FAMILIES = [*FULL, "gpt2"]
 # No release leaves these out, and an error names them.
 REQUIRED = ["num_hidden_layers", "hidden_size", "intermediate_size"]
 NOT_OF_GEMMA = ["num_attention_heads", "vocab_size"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_key_left_out_means_what_transformers_says(family):
-    known = GPT2 if family == "gpt2" else FULL[family]
+@pytest.mark.parametrize("family", FULL)
+def test_each_key_left_out_or_null_means_what_transformers_says(family):
+    """Or is an error that names it."""
+    known = FULL[family]
     assert differences(known) == {}, "nothing is left out"
     required = [*REQUIRED, *(NOT_OF_GEMMA if family != "gemma3_text" else [])]
     if family == "qwen3_moe":
         required.remove("intermediate_size")  # none of its layers has an MLP
     if family == "gpt2":
         required = ["n_layer", "n_embd", "n_head", "n_positions", "vocab_size"]
-    wrong = {}
     for key in [*known][1:]:
         # Their modules fail where layers slide and nothing says how far.
-        more = without(known, "layer_types") if key == "use_sliding_window" else known
-        found = differences(without(more, key))
-        if key in required:
-            assert isinstance(found, str) and key in found, f"{key} is left out: {found}"
-        elif found:
-            wrong[key] = found
-    assert wrong == {}
+        hidden = (key, "layer_types") if key == "use_sliding_window" else (key,)
+        found = differences({name: value for name, value in known.items() if name not in hidden})
+        assert key in found and isinstance(found, str) if key in required else not found, key
+        found = differences(known | {key: None})
+        named = "sliding_window" if key == "use_sliding_window" else key
+        assert not found or (isinstance(found, str) and named in found), key
     # The least that a file can say: every key that may be left out at once.
     bare = {key: known[key] for key in ("model_type", *required) if key in known}
     assert differences(bare) == {}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_that_is_null_means_what_transformers_says_or_is_an_error(family):
-    known = GPT2 if family == "gpt2" else FULL[family]
-    found = {key: differences(known | {key: None}) for key in [*known][1:]}
-    assert {key: said for key, said in found.items() if said and not isinstance(said, str)} == {}
-    others = {"use_sliding_window": "sliding_window"}
-    errors = {key: said for key, said in found.items() if isinstance(said, str)}
-    assert {key: said for key, said in errors.items() if others.get(key, key) not in said} == {}
-
-
-@pytest.mark.parametrize("family", FULL)
-def test_the_table_has_every_key_that_a_class_of_transformers_has(family):
+    if family == "gpt2":
+        return
     kind = type(transformers.AutoConfig.for_model(family))
     fields, shared = (
         {field.name for field in dataclasses.fields(of)}
@@ -191,7 +170,7 @@ def test_the_table_has_every_key_that_a_class_of_transformers_has(family):
     assert own <= {*hf_defaults.DEFAULTS[family]}, "a key nobody reads"
 
 
-def test_a_gemma_with_images_reads_its_text_as_their_class_does():
+def test_a_gemma_with_images_and_the_form_of_transformers_4_are_read_as_their_classes_do():
     # The files of google/gemma-3-4b-it and its larger kin have no more than this.
     text = {"hidden_size": 64, "intermediate_size": 96, "model_type": "gemma3_text"}
     text |= {"num_hidden_layers": 7, "sliding_window": 16}
@@ -199,10 +178,6 @@ def test_a_gemma_with_images_reads_its_text_as_their_class_does():
     assert differences(text) == {}
     assert hf.config_of({"model_type": "gemma3", "text_config": text}) == hf.config_of(text)
     assert hf.config_of(text).activation == "gelu"
-
-
-def test_the_form_of_transformers_4_is_read_too():
     old = {"type" if name == "rope_type" else name: value for name, value in LLAMA3.items()}
     config = hf.config_of(FULL["llama"] | {"rope_scaling": old})
-    assert config.rope == hf.config_of(FULL["llama"]).rope
     assert astuple(config.rope) == (777.0, 8.0, (64, 1.0, 4.0))

@@ -1,10 +1,12 @@
-"""Llama, Mistral, Qwen and Gemma from their own files: the same numbers, and back to the bit."""
+"""Llama, Mistral, Qwen and Gemma: their logits, gradients, training, and back to the bit."""
 
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import peft as their_peft
 import pytest
 import safetensors.numpy
 import torch
@@ -13,11 +15,19 @@ from exchange import built, loaded, logits, save, zero_on
 from families import FAMILIES, as_saved, their_logits, theirs, tokens
 from problems import assert_bitwise
 
+import zero_jax
+from training.packing import row_of
 from zero_jax import interchange
+from zero_jax.adapters.lora import Lora
+from zero_jax.interchange import peft
 from zero_jax.models import decoder_presets, generate, hf
 from zero_jax.plan.text_model import TextModel
 
-pytestmark = pytest.mark.interchange
+pytestmark = [
+    pytest.mark.interchange,
+    # PEFT asks transformers for a name that is on its way out.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
 
 
 def assert_their_logits(config, params, want):
@@ -33,12 +43,11 @@ def test_logits_and_greedy_text_are_theirs(folders, name):
     assert np.abs(want).max() > 1, "or nothing is compared"
     assert_their_logits(config, params, want)
     prompt = tokens(1, 5)
-    text = theirs(name).generate(
-        torch.from_numpy(prompt), max_new_tokens=20, do_sample=False, use_cache=False
-    )
+    how = {"max_new_tokens": 20, "do_sample": False, "use_cache": False}
+    text = theirs(name).generate(torch.from_numpy(prompt), **how)
     with jax.default_matmul_precision("highest"):
-        own = built(config, params)
-        got = generate.generate(own, jnp.asarray(prompt[0]), 20, jax.random.key(0), 0.0)
+        own, rows = built(config, params), jnp.asarray(prompt[0])
+        got = generate.generate(own, rows, 20, jax.random.key(0), 0.0)
     assert np.asarray(got).tolist() == text[0].tolist()
 
 
@@ -106,11 +115,10 @@ def test_the_text_of_a_model_with_images_is_read_and_the_rest_is_named(tmp_path,
     text = json.loads((folders["gemma3"] / "config.json").read_text())
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    files, tensors = folders["gemma3"].glob("*.safetensors"), {}
-    for file in files:
+    tensors = {"vision_tower.patches.weight": np.ones((2, 2), np.float32)}
+    for file in folders["gemma3"].glob("*.safetensors"):
         held = safetensors.numpy.load_file(file)
         tensors |= {f"language_model.{name}": value for name, value in held.items()}
-    tensors["vision_tower.patches.weight"] = np.ones((2, 2), np.float32)
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     said = []
     _, params = loaded(tmp_path, 2, report=said.append)
@@ -131,3 +139,110 @@ def test_files_are_read_as_transformers_reads_them(folders, tmp_path, left):
     want = their_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     np.testing.assert_allclose(their_logits(theirs("llama, tied")), want, atol=1e-4, rtol=1e-4)
     assert_their_logits(*loaded(tmp_path), want)
+
+
+def documents(step):
+    """Two documents for each of four rows, the second half of each is learned."""
+    rng = np.random.default_rng(step)
+
+    def one(longest):
+        size = rng.integers(4, longest)
+        return rng.integers(0, 97, size).astype(np.int32), np.arange(size) >= size // 2
+
+    return [[one(10), one(11)] for _ in range(4)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mistral"])
+def test_losses_of_ten_steps_of_adamw_are_those_of_pytorch(family, tmp_path):
+    """Ours has the documents side by side in rows, sharded over 4 devices; PyTorch one by one."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        FAMILIES[family](), attn_implementation="eager"
+    )
+    model.save_pretrained(tmp_path)
+    zero, (config, params) = zero_on(4), loaded(tmp_path, 4)
+    tx, loss = zero.optimizer(optax.adamw(1e-3, weight_decay=0.1)), TextModel(config).loss
+    opt_state, step, losses = tx.init(params), zero.train_step(loss, tx), []
+    optimizer, wanted = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    for number in range(10):
+        rows = [row_of(row, 20) for row in documents(number)]
+        batch = tuple(np.stack(part) for part in zip(*rows, strict=True))
+        batch = zero_jax.global_batch(zero.mesh, batch)
+        params, opt_state, metrics = step(params, opt_state, batch)
+        losses.append(float(metrics.loss))
+        total, count = 0.0, 0
+        for ids, mask in (document for row in documents(number) for document in row):
+            ids, mask = torch.tensor(ids, dtype=torch.long), torch.tensor(mask[1:])
+            logits = model(ids[None]).logits[0, :-1]
+            each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            total, count = total + each[mask].sum(), count + int(mask.sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        wanted.append(float(total.detach() / count))
+    np.testing.assert_allclose(losses, wanted, atol=1e-4)
+    assert losses[-1] != losses[0]
+
+
+ADAPTED = ["llama", "qwen2", "qwen3", "gemma3"]
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def opened(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def merged_logits(model, base, lora):
+    params = {"base": jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), base), "lora": lora}
+    merged = jax.jit(model.adapted.merged)(params)
+    return merged, np.asarray(jax.jit(lambda p: model.model(p)(jnp.asarray(tokens())))(merged))
+
+
+CASES = [*((family, "fp32") for family in ADAPTED), ("llama", "nf4")]
+
+
+@pytest.mark.parametrize(("family", "base"), CASES)
+def test_peft_loads_our_adapters_and_gives_our_logits(folders, family, base, tmp_path):
+    """PEFT gets a quantised base as it opens, so that the error of the base is in both."""
+    folder = folders[family]
+    config = interchange.config(folder)
+    model = TextModel(config, Lora(rank=3, alpha=5.0, base=base))
+    zero = zero_jax.Zero(zero_on(8).mesh, stage=3, frozen=model.frozen)
+    held = zero.full(interchange.load(folder, zero.abstract(model.make)["base"], rounded=True))
+    rng, new = np.random.default_rng(1), jax.eval_shape(model.make)["lora"]
+    lora = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 10, new)
+    peft.save_adapter(lora, model.lora, config, tmp_path / "ours", str(folder))
+    _, ours = merged_logits(model, held, lora)
+    plain, own = opened(folder), folder
+    if base != "fp32":
+        zeros = jax.tree.map(jnp.zeros_like, lora)
+        save(tmp_path / "run", merged_logits(model, held, zeros)[0])
+        own = tmp_path / "opened"
+        interchange.export(tmp_path / "run", own, like=folder)
+    adapted = their_peft.PeftModel.from_pretrained(opened(own), str(tmp_path / "ours")).eval()
+    np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4, rtol=1e-4)
+    assert abs(their_logits(plain) - ours).max() > 1e-2, "they change the model"
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_we_load_peft_adapters_and_give_their_logits(folders, family, tmp_path):
+    folder = folders[family]
+    config = interchange.config(folder)
+    how = {"target_modules": MODULES, "task_type": "CAUSAL_LM"}
+    settings = their_peft.LoraConfig(r=3, lora_alpha=5, **how)
+    adapted = their_peft.get_peft_model(opened(folder), settings).eval()
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "theirs")
+    lora, zero = peft.adapter_config(tmp_path / "theirs"), zero_on(8)
+    model = TextModel(config, Lora(lora.rank, lora.alpha, base="fp32"))
+    base = zero.full(interchange.load(folder, zero.abstract(model.own)))
+    _, ours = merged_logits(model, base, peft.load_adapter(tmp_path / "theirs", config))
+    np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4, rtol=1e-4)
+    peft.merge(folder, tmp_path / "theirs", tmp_path / "merged")
+    merged = their_logits(opened(tmp_path / "merged"))
+    np.testing.assert_allclose(merged, ours, atol=1e-4, rtol=1e-4)

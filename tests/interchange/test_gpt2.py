@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import unittest.mock
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.commands.checkpoint import main
 from zero_jax.interchange import safetensor_files
-from zero_jax.models import gpt, hf_gpt2
+from zero_jax.models import gpt
 
 ODD, EVEN = GPTS["odd"], GPTS["even"]
 
@@ -45,32 +46,17 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Names and shapes of the parts that are read from safetensors."""
-    found, read = [], safetensor_files.Folder.read
+    """Shapes of the parts that are read from a checkpoint or safetensors, the latter with names."""
+    found = []
+    for of in (arrays.Array, safetensor_files.Folder):
 
-    def reading(self, name, starts, stops):
-        part = read(self, name, starts, stops)
-        found.append((name, part.shape))
-        return part
+        def reading(*args, read=of.read):
+            part = read(*args)
+            found.append((str(args[1]), part.shape))
+            return part
 
-    monkeypatch.setattr(safetensor_files.Folder, "read", reading)
+        monkeypatch.setattr(of, "read", reading)
     return found
-
-
-def test_columns_of_qkv_are_ordered_by_head():
-    heads, H, kinds = 3, 2, range(3)
-    width = heads * H
-    ours = [[100 * kind + 10 * n + h for n in range(heads) for kind in kinds for h in range(H)]]
-    theirs = [[100 * kind + 10 * n + h for kind in kinds for n in range(heads) for h in range(H)]]
-    ours, theirs = np.array(ours), np.array(theirs)
-    assert np.array_equal(theirs[:, hf_gpt2.positions(heads, width)], ours)
-    assert np.array_equal(hf_gpt2.by_head(theirs, heads), ours)
-    for start in range(3 * width):
-        for stop in range(start + 1, 3 * width + 1):
-            columns = hf_gpt2.columns(start, stop, heads, width)
-            part = np.concatenate([theirs[0, a:b] for a, b in columns.ranges])
-            got = hf_gpt2.by_head(part, columns.heads)[columns.first : columns.last]
-            assert np.array_equal(got, ours[0, start:stop])
 
 
 # fmt: off
@@ -84,6 +70,7 @@ MESHES = [
 def test_imported_back_it_has_the_bits_that_were_exported(exported, reads, name, n, stage, model):
     (params, _, folder), config = exported(name), GPTS[name]
     like = abstract(config, n, stage, model)
+    reads.clear()
     assert interchange.config(folder) == config
     back = interchange.load(folder, like)
     assert_bitwise(back, params)
@@ -100,6 +87,7 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, reads, heads)
     """Columns split over devices in the midst of heads: the parts are rounded up to heads."""
     params = noisy(gpt.GPTConfig(layers=1, width=8, heads=heads, vocab=5, seq=3))
     interchange.export(save(tmp_path / "in", params, {"heads": heads}), tmp_path / "out")
+    reads.clear()
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     split, other = (jax.NamedSharding(mesh, jax.P(*dims)) for dims in ((None, None, "d"), ()))
 
@@ -133,22 +121,16 @@ def test_files_hold_at_most_what_is_allowed_or_one_tensor(exported, tmp_path, si
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, monkeypatch, n):
+def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, monkeypatch, reads, n):
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 600)
     params = zero_on(n).shard(noisy(EVEN))
     save(tmp_path / "in", params, {"heads": EVEN.heads})
     with Checkpoints(tmp_path / "in", read_only=True) as checkpoints:
         cut = checkpoints.manifest().arrays["blocks/attn/qkv/kernel"].chunk
     assert cut[-1] < 3 * EVEN.width if n == 4 else cut[1] < EVEN.width, "chunks of every dim"
-    sizes, read = [], arrays.Array.read
-
-    def reading(*args):
-        part = read(*args)
-        sizes.append(part.nbytes)
-        return part
-
-    monkeypatch.setattr(arrays.Array, "read", reading)
+    reads.clear()
     interchange.export(tmp_path / "in", tmp_path / "out")
+    sizes = [4 * int(np.prod(shape)) for _, shape in reads]
     assert max(sizes) <= 600 and sum(sizes) == 4 * gpt.num_params(EVEN)
     assert_bitwise(loaded(tmp_path / "out")[1], params)
 
@@ -176,21 +158,18 @@ def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, 
     full, new = tmp_path / "full", tmp_path / "new"
     full.mkdir()
     (full / "file").write_text("mine")
-    for args, words in (
-        (("export", folder, full), "not empty"),
-        (("export", folder, full / "file"), "not empty"),
-        (("export", folder, new, "--step", 4), "step 4"),
-        (("export", folder, new, "--prefix", "emma/"), "'emma/'"),
-        (("export", new, tmp_path / "out"), "checkpoint"),
-        (("export", folder, new, "--max-file-bytes", 0), "max_file_bytes=0"),
-        (("export", folder, new, "--max-file-bytes", "nan"), "max_file_bytes=nan"),
-        (("export", folder, new, "--max-file-bytes", "inf"), "max_file_bytes=inf"),
-        (("export", folder, new, "--heads", 0), "heads=0"),
-        (("export", folder, new, "--heads", 5), "heads=5"),
-        (("import", out, folder), str(folder)),
-        (("import", out, new, "--step", -1), "step=-1"),
-        (("import", full, new), "config.json"),
+    # fmt: off
+    for words, *args in (
+        ("not empty", "export", folder, full), ("not empty", "export", folder, full / "file"),
+        ("step 4", "export", folder, new, "--step", 4), ("checkpoint", "export", new, out / "x"),
+        ("'emma/'", "export", folder, new, "--prefix", "emma/"),
+        *((f"max_file_bytes={n}", "export", folder, new, "--max-file-bytes", n)
+          for n in (0, "nan", "inf")),
+        *((f"heads={n}", "export", folder, new, "--heads", n) for n in (0, 5)),
+        (str(folder), "import", out, folder), ("step=-1", "import", out, new, "--step", -1),
+        ("config.json", "import", full, new),
     ):
+        # fmt: on
         assert run(*args) == 2
         assert words in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "full"]
@@ -213,24 +192,16 @@ def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch)
     with pytest.raises(Damaged, match="0003"):
         interchange.export(folder, out)
     chunk.write_bytes(good)
-    read = arrays.Array.read
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    read, full = arrays.Array.read, OSError(28, "No space left on device")
     for owner, name, broken, error in (
         (arrays.Array, "read", lambda *a: read(*a) + np.float32(1), Damaged),
-        (os, "posix_fallocate", full, OSError),
+        (os, "posix_fallocate", unittest.mock.Mock(side_effect=full), OSError),
     ):
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(owner, name, broken)
-            with pytest.raises(error):
-                interchange.export(folder, out)
+            interchange.export(folder, out)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
     interchange.export(folder, out)
-
-
-def test_without_safetensors_the_error_names_it(exported, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match="pip install safetensors"):
-        interchange.load(exported("odd")[2], abstract(ODD))
+        interchange.load(out, abstract(ODD))

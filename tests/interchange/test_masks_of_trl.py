@@ -7,6 +7,7 @@ marks, give the masks of TRL's own preparation of a dataset in four kinds of tok
 
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import shutil
@@ -29,44 +30,38 @@ NAMES = ["llama3", "gemma3", "phi3", "phi3_5", "qwen3_instruct_2507", "qwen3_vl"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}
 
 
-def short(number, at, text):
-    return text(1 + (number + at) % 6)
+def conversations(count, words, awkward=False):
+    """Conversations of one to four turns, some with a system message.
 
-
-def awkward(number, at, text):
-    """Equal texts, texts with outer spaces, and of several lines."""
-    return ["yes", f" {text(2)}", f"{text(1)} \n"][number // 2] + text(at)
-
-
-def conversations(words, count, content):
-    """Conversations of one to four turns, some with a system message."""
+    Some awkward ones have equal texts, outer spaces or several lines.
+    """
     rng = np.random.default_rng(0)
 
     def text(size):
         return " ".join(rng.choice(words, size))
 
     for number in range(count):
-        system = [{"role": "system", "content": text(4)}] if number % 3 == 0 else []
-        turns = [
-            {"role": role, "content": content(number, at, text)}
-            for at in range(1 + number % 4)
-            for role in ("user", "assistant")
-        ]
-        yield system + turns
+        turns = [{"role": "system", "content": text(4)}] if number % 3 == 0 else []
+        for at, role in itertools.product(range(1 + number % 4), ("user", "assistant")):
+            before = ["yes", f" {text(2)}", f"{text(1)} \n"][number // 2] if awkward else ""
+            content = before + text(at if awkward else 1 + (number + at) % 6)
+            turns.append({"role": role, "content": content})
+        yield turns
 
 
 def of_bytes(folder, template):
     """A tokenizer of bytes, with the special tokens of all these templates."""
     folder.mkdir()
     byte_tokenizer.write(folder)
-    known = json.loads((folder / "tokenizer.json").read_text())
-    first = known["added_tokens"][0]
-    known["added_tokens"] += [
-        first | {"id": 253 + at, "content": text} for at, text in enumerate(TOKENS)
-    ]
-    (folder / "tokenizer.json").write_text(json.dumps(known, ensure_ascii=False))
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<bos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for file, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "bos_token")):
+        known = json.loads((folder / file).read_text())
+        ids = enumerate(TOKENS, 253)
+        known[key] = (
+            "<bos>"
+            if key == "bos_token"
+            else known[key] + [known[key][0] | {"id": at, "content": text} for at, text in ids]
+        )
+        (folder / file).write_text(json.dumps(known, ensure_ascii=False))
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer(folder)
 
@@ -78,7 +73,7 @@ def test_masks_are_those_of_trls_templates(name, tmp_path):
     found = {f.name: f.read_text() for f in files if f.parent.name == "chat_templates"}
     plain = of_bytes(tmp_path / "plain", found[f"{name}.jinja"])
     marked = of_bytes(tmp_path / "marked", found[f"{name}_training.jinja"])
-    for messages in conversations(WORDS, 20, short):
+    for messages in conversations(20, WORDS):
         ids, ours = plain.document({"messages": messages})
         their_ids, theirs = marked.document({"messages": messages})
         np.testing.assert_array_equal(ids, their_ids)
@@ -93,40 +88,31 @@ def test_masks_are_those_of_trls_templates(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Makes a tokenizer of a kind with a template; each kind is trained once."""
+    """Folders of tokenizers by kind: each is trained once."""
     folders = {kind: tmp_path_factory.mktemp("kind") / "own" for kind in subwords.KINDS}
     for kind, folder in folders.items():
         subwords.KINDS[kind](folder, "")
-
-    def made(kind, folder, template):
-        shutil.copytree(folders[kind], folder)
-        (folder / "chat_template.jinja").write_text(template)
-        return Tokenizer(folder)
-
-    return made
+    return folders
 
 
-@pytest.fixture(scope="module")
-def masks_of_trl():
+def masks_of_trl(own, messages, tools=None):
     """Tokens and mask as TRL's SFTTrainer prepares them with assistant_only_loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenize = importlib.import_module("trl.data_utils")._tokenize
-
-    def masks(own, messages, tools=None):
-        found = tokenize(own._own, messages, tools=tools, return_assistant_tokens_mask=True)
-        return np.asarray(found["input_ids"]), np.asarray(found["assistant_masks"], bool)
-
-    return masks
+    found = tokenize(own._own, messages, tools=tools, return_assistant_tokens_mask=True)
+    return np.asarray(found["input_ids"]), np.asarray(found["assistant_masks"], bool)
 
 
 @pytest.mark.parametrize("kind", subwords.KINDS)
 @pytest.mark.parametrize("name", subwords.TEMPLATES)
-def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, masks_of_trl, trained):
-    template = subwords.TEMPLATES[name]
-    marked = trained(kind, tmp_path / "marked", template)
-    plain = trained(kind, tmp_path / "plain", subwords.unmarked(template))
-    records = [{"messages": own} for own in conversations(subwords.WORDS, 6, awkward)]
+def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, trained):
+    template, tokenizers = subwords.TEMPLATES[name], []
+    for at, text in enumerate((template, subwords.unmarked(template))):
+        folder = shutil.copytree(trained[kind], tmp_path / str(at))
+        (folder / "chat_template.jinja").write_text(text)
+        tokenizers.append(Tokenizer(folder))
+    records = [{"messages": own} for own in conversations(6, subwords.WORDS, awkward=True)]
     if name == "qwen with tools":
         messages = [
             {"role": "user", "content": "is it so"},
@@ -136,26 +122,8 @@ def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, masks_of
         ]
         records.append({"messages": messages, "tools": [CALL]})
     for record in records:
-        wanted = masks_of_trl(marked, record["messages"], record.get("tools"))
+        wanted = masks_of_trl(tokenizers[0], record["messages"], record.get("tools"))
         assert wanted[1].any() and not wanted[1].all()
-        for own in (marked, plain):
+        for own in tokenizers:
             for found, want in zip(own.document(record), wanted, strict=True):
                 np.testing.assert_array_equal(found, want)
-
-
-@pytest.mark.parametrize(("name", "trim"), [("mistral", True), ("content alone", False)])
-def test_masks_where_those_of_transformers_lack_tokens(name, trim, tmp_path, masks_of_trl):
-    """transformers loses answers whose block begins with a space that is in no token's offsets
-    (Llama 3's trim them), and the last bytes of a block that ends with a character of several
-    tokens. The right text is the answers', with what the block has around them."""
-    mark = "{% generation %}{{ m.content }}{% endgeneration %}"
-    others = {"content alone": f"{{% for m in messages %}}{{{{ m.role }}}}: {mark}\n{{% endfor %}}"}
-    own = subwords.byte_level(tmp_path, (others | subwords.TEMPLATES)[name], trim=trim)
-    messages = [{"role": "user", "content": "is it"}, {"role": "assistant", "content": "so ✓"}]
-    messages = messages[name == "content alone" :]
-    theirs = masks_of_trl(own, messages)
-    ids, mask = own.document({"messages": messages})
-    np.testing.assert_array_equal(ids, theirs[0])
-    wanted = {"mistral": " so ✓</s>", "content alone": " so ✓"}[name]
-    assert own.decode(ids[mask]) == wanted
-    assert own.decode(ids[theirs[1]]) != wanted, "mended in transformers: compare the masks"
