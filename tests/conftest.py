@@ -38,15 +38,7 @@ SYSTEM = platform.system()
 
 # Modules that need PyTorch, which is an extra.
 FIXTURES = {"interchange": "gpt2_models", "compile": "compiled_once"}
-NEED_TORCH = (
-    "test_adapters_peers",
-    "test_export",
-    "test_finetune_peers",
-    "test_families",
-    "test_import",
-    "test_masks_of_trl",
-    "test_peers",
-)
+NEED_TORCH = ("test_export", "test_families", "test_masks_of_trl", "test_peers")
 
 
 def pytest_addoption(parser):
