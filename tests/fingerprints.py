@@ -16,10 +16,8 @@ with each release in the file. It stores no texts: to see a change, compare thos
 `normalised` removes what no device sees: names of Python functions, source lines, pytree paths.
 
 Each of the ten `features` meets each stage once and each remat policy once. Two features meet only
-in `combinations`, which has settings that some stages do not support. Two settings have no program
-of their own: states in files are updated outside the step, and `stage="auto"` runs the step of the
-stage that it chooses. CPU devices run the same programs without compiler options, except that
-arguments in host memory are not annotated.
+in `combinations`. States in files and `stage="auto"` have no program of their own. CPU devices run
+the same programs without compiler options, except that arguments in host memory are not annotated.
 """
 
 import argparse
@@ -65,15 +63,9 @@ PyTree = Any
 
 def make() -> PyTree:
     """Makes an embedding, layers whose parameters are stacked, and a head."""
-    return {
-        "embed": jnp.ones((VOCAB, WIDTH)),
-        "head": jnp.ones((WIDTH, VOCAB)),
-        "layers": {
-            "down": jnp.ones((LAYERS, 2 * WIDTH, WIDTH)),
-            "scale": jnp.ones((LAYERS, WIDTH)),
-            "up": jnp.ones((LAYERS, WIDTH, 2 * WIDTH)),
-        },
-    }
+    shapes = {"down": (2 * WIDTH, WIDTH), "scale": (WIDTH,), "up": (WIDTH, 2 * WIDTH)}
+    layers = {name: jnp.ones((LAYERS, *shape)) for name, shape in shapes.items()}
+    return {"embed": jnp.ones((VOCAB, WIDTH)), "head": jnp.ones((WIDTH, VOCAB)), "layers": layers}
 
 
 def layer(x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
@@ -92,9 +84,9 @@ def scanned(params: PyTree, tokens: jax.Array) -> zero_jax.Weighted:
 
 
 def make_unrolled() -> PyTree:
-    stacked = make()["layers"]
-    layers = [{name: x[i] for name, x in stacked.items()} for i in range(LAYERS)]
-    return make() | {"layers": layers}
+    params = make()
+    layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(LAYERS)]
+    return params | {"layers": layers}
 
 
 def unrolled(params: PyTree, tokens: jax.Array) -> zero_jax.Weighted:
@@ -130,10 +122,6 @@ def routed(params: PyTree, tokens: jax.Array) -> tuple[zero_jax.Weighted, jax.Ar
     return cross_entropy(params, x, tokens), weights_LxBxE.mean(0)
 
 
-def _dims_for_muon(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A training step: settings of `Zero`, mesh, model and optimizer."""
@@ -162,15 +150,19 @@ def features() -> dict[str, Case]:
     """Returns the cases that meet every stage."""
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32)
     lora = zero_jax.Lora(rank=2, base="nf4").adapt(scanned, jax.eval_shape(make), tokens)
-    columns, rows = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
+    specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model")}
+
+    def dims(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params)
+
     by_experts, by_model = zero_jax.abstract_mesh(2, experts=2), zero_jax.abstract_mesh(4, model=2)
     return {
         "scanned": Case(),
         "unrolled": Case(make=make_unrolled, loss=unrolled),
         "experts": Case({}, by_experts, make_routed, routed, has_aux=True),
-        "tensor parallel": Case({"model_specs": {"up": columns, "down": rows}}, by_model),
+        "tensor parallel": Case({"model_specs": specs}, by_model),
         "LoRA": Case({"frozen": lora.frozen}, make=lora.init(make), loss=lora.loss),
-        "Muon": Case(tx=muon(1e-3, muon_weight_dimension_numbers=_dims_for_muon)),
+        "Muon": Case(tx=muon(1e-3, muon_weight_dimension_numbers=dims)),
         "8-bit state": Case({"states": "8bit"}),
         "host offload": Case({"offload": zero_jax.Offload(True, True, piece_bytes=2**14)}),
         "accumulation": Case({"micro_batches": 2}),
@@ -191,14 +183,15 @@ def combinations() -> dict[str, Case]:
     mixture = decoder.Mixture(EXPERTS, 2, capacity=0.75, balance=0.02, z=0.001)
     sparse = decoder.DecoderConfig(**sizes, kv_heads=2, head_dim=8, hidden=64, mixture=mixture)
     block, replicas = {"stage": 3, "remat": "block"}, zero_jax.abstract_mesh(2, replica=2)
-    on_host = {"stage": 2, "remat": "block@partitioned+host"}
+    sequence, on_host = (
+        {**block, "sequence_parallel": True},
+        {"stage": 2, "remat": "block@partitioned+host"},
+    )
     return {
         "int8 gather and int4 scatter, stage 3": Case({**block, "precision": coded}),
         "buckets of 4 KiB, stage 3": Case({**block, "bucket_bytes": 4096}),
         "hierarchical, stage 3": Case({**block, "hierarchical": True}, replicas),
-        "GPT, sequence parallel, stage 3": of_model(
-            dense, {**block, "sequence_parallel": True}, data=2, model=2
-        ),
+        "GPT, sequence parallel, stage 3": of_model(dense, sequence, data=2, model=2),
         "GPT, activations in host memory, stage 2": of_model(dense, on_host, data=2, model=2),
         "decoder with experts, stage 3": of_model(sparse, block, data=2, experts=2),
     }
@@ -220,15 +213,11 @@ def normalised(text: str) -> str:
 
     Each private function and each mesh is named by a hash of its content, and written once, in the
     order of first use: neither names in Python nor JAX's caches of functions leave a trace.
-
-    Args:
-      text: of `jax.stages.Lowered.as_text()`, which has no source lines, and numbers values.
     """
     text = re.sub(r'jax\.result_info = "[^"]*"', 'jax.result_info = ""', text)
     text = re.sub(r"^module @\S+", "module @step", text)
     symbols = {symbol["name"]: symbol[0] for symbol in SYMBOL.finditer(text)}
-    names: dict[str, str] = {}
-    written: dict[str, str] = {}
+    names, written = dict[str, str](), dict[str, str]()
 
     def renamed(use: re.Match[str]) -> str:
         name = use[1]
@@ -261,7 +250,6 @@ def fingerprints(folder: pathlib.Path | None = None) -> dict[str, str]:
 
 
 def recorded() -> Any:
-    """Returns the `releases` and the `history` of the file."""
     return json.loads(RECORDED.read_text())
 
 

@@ -116,8 +116,18 @@ def test_every_kind_of_row_is_measured_at_toy_size(load, tmp_path, monkeypatch):
     assert rows["largest"]["ended_by"] == "device"
     assert rows["torch"] == {"case": kinds["torch"], "missing": gpu.TORCH}
     assert "most" in failed["error"] and "tokens_per_second" not in failed
+    without = gpu.alone({"kind": "train", "model": "nano", "rows": 2}, 60, "cuda")
+    assert "pip install" in without["error"]
+
+
+def test_a_row_sets_the_memory_of_a_gpu_and_names_the_error_that_ended_it(load, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    gpu = load("gpu")
+    found = gpu.environment()
+    # With both of its names set, JAX does not start on the GPU, warns and uses the CPU.
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found
+    assert found["XLA_CLIENT_MEM_FRACTION"] == "0.95"
+    assert int(found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 0
     assert gpu.last_error("W0 slow\nzero_jax.Wrong: no\n\n") == "zero_jax.Wrong: no"
     assert gpu.last_error("ValueError: no\nE1123 01:02 cuda.cc:1] late\n") == "ValueError: no"
     assert gpu.last_error("Killed\n") == "Killed" and not gpu.last_error("")
-    without = gpu.alone({"kind": "train", "model": "nano", "rows": 2}, 60, "cuda")
-    assert "pip install" in without["error"]

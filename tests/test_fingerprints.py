@@ -40,7 +40,7 @@ def normalised(fn):
     return text, fingerprints.normalised(text)
 
 
-def test_names_and_copies_of_functions_change_nothing():
+def test_names_and_copies_of_functions_change_nothing_and_a_cast_changes_the_name_in_its_calls():
     def twice(x):
         return x + x
 
@@ -60,8 +60,6 @@ def test_names_and_copies_of_functions_change_nothing():
     assert "twice" in text and "twice" not in wanted
     assert got == wanted
 
-
-def test_a_cast_in_a_function_changes_the_name_in_its_calls():
     def main_of(dtype):
         inner = jax.jit(lambda x: (x.astype(dtype) * 3).astype(x.dtype))
         return normalised(lambda x: inner(inner(x)))[1].partition("func.func public")[2]
