@@ -11,6 +11,7 @@ finishes is compared with one that was not disturbed.
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 # ruff: noqa: E402
 
 import jax
@@ -51,10 +52,7 @@ class Run:
         self.written = len(self.text())
         self.processes = self.start(count)
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
@@ -81,9 +79,9 @@ class Run:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
-    def end(self, processes: list[subprocess.Popen] | None = None) -> bool:
+    def end(self, processes: list[subprocess.Popen]) -> bool:
         """Waits until processes end by themselves; returns whether all succeeded."""
-        processes, limit = processes or self.processes, time.monotonic() + 60
+        limit = time.monotonic() + 60
         while any(process.poll() is None for process in processes):
             assert time.monotonic() < limit, f"still running: {self.text()[-9000:]}"
             time.sleep(0.02)
@@ -94,10 +92,9 @@ class Run:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         with Checkpoints(self.out / "checkpoints", read_only=True) as checkpoints:
             for step in checkpoints.steps:
-                like = {
-                    name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=device)
-                    for name, x in checkpoints.manifest(step).arrays.items()
-                }
+                arrays, like = checkpoints.manifest(step).arrays, {}
+                for name, x in arrays.items():
+                    like[name] = jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=device)
                 checkpoints.restore(like, step, say=lambda _: None)
             return len(checkpoints.steps), checkpoints.latest or 0
 
@@ -115,16 +112,14 @@ class Run:
         fault(rng)
         return f"{fault.__name__}, {activity}"
 
-    def all_killed(self, rng: random.Random) -> None:
-        for process in self.processes:
-            process.kill()
-        self.end()
+    def all_killed(self, _: random.Random) -> None:
+        self.close()
 
     def one_killed(self, rng: random.Random) -> None:
         rng.choice(self.processes).kill()
-        self.end()
+        self.end(self.processes)
 
-    def first_hangs(self, rng: random.Random) -> None:
+    def first_hangs(self, _: random.Random) -> None:
         """The others print its rank, and its pid if it has given a sign of life."""
         first, *others = self.processes
         first.send_signal(signal.SIGSTOP)
@@ -132,9 +127,9 @@ class Run:
         text = self.text()
         named = f"process 0 (pid {first.pid}" in text or "process 0 was not seen" in text
         assert named and {process.returncode for process in others} == {ENDED}, text[-3000:]
-        self.all_killed(rng)
+        self.close()
 
-    def started_twice(self, rng: random.Random) -> None:
+    def started_twice(self, _: random.Random) -> None:
         """The second start is an error while the first one is stopped and has its lock."""
         for process in self.processes:
             process.send_signal(signal.SIGSTOP)
@@ -144,14 +139,14 @@ class Run:
         self.end(second)
         assert second[0].returncode == WRONG and "another run writes" in self.text(before)
         assert signs and all(path.stat().st_mtime_ns == at for path, at in signs.items())
-        self.all_killed(rng)
+        self.close()
 
-    def disk_full(self, rng: random.Random) -> None:
+    def disk_full(self, _: random.Random) -> None:
         """The run ends with the reason, at its next checkpoint or line at the latest."""
         before, filler = len(self.text()), self.folder / "filler"
         subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], capture_output=True)
         try:
-            self.end()
+            self.end(self.processes)
         finally:
             filler.unlink()
         text = self.text(before)
@@ -159,27 +154,20 @@ class Run:
 
 
 def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
-    """Disturbs runs until there were `kills` faults and the disturbed run has finished.
+    """Disturbs runs of `counts` processes until there were `kills` faults and the last run is done.
 
-    Args:
-      kills: number of faults.
-      seed: of all random choices.
-      folder: to run in.
-      counts: numbers of processes.
-      full: whether the folder is a small file system, which may be filled.
-
-    Returns:
-      Counts of faults, and of finished runs, checkpoints and lost steps.
+    Returns counts of faults, and of finished runs, checkpoints and lost steps. `full`: the folder
+    is a small file system, which may be filled.
     """
     (folder / "text.txt").write_text(TEXT)
     rng, faults, found = random.Random(seed), collections.Counter(), collections.Counter()
-    with Run(folder, "undisturbed", 1) as run:
+    with contextlib.closing(Run(folder, "undisturbed", 1)) as run:
         run.processes[0].wait(timeout=600)
         want = run.losses()
     assert len(want) == STEPS
     ended = False
     while faults.total() < kills or not ended:
-        with Run(folder, f"run{found['finished']}", rng.choice(counts)) as run:
+        with contextlib.closing(Run(folder, f"run{found['finished']}", rng.choice(counts))) as run:
             # Starting takes some seconds, and a step milliseconds.
             wait = rng.uniform(1, 15) if faults.total() < kills else 600
             limit = time.monotonic() + wait
@@ -187,7 +175,7 @@ def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
                 time.sleep(0.02)
             ended = any(process.poll() is not None for process in run.processes)
             if ended:
-                assert run.end(), run.text()[-2000:]
+                assert run.end(run.processes), run.text()[-2000:]
                 got = run.losses()
                 assert got.keys() == want.keys()
                 assert max(abs(got[step] / want[step] - 1) for step in want) < 1e-4
@@ -208,8 +196,8 @@ def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("--kills", 50), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         # Not on the disk that is filled: JAX would keep a truncated entry.

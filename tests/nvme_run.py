@@ -6,13 +6,11 @@ A separate process, so that it can be killed in the middle of a step.
 """
 
 import os
-import pathlib
 import signal
 import sys
+from pathlib import Path
 
-HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-# ruff: noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import conftest  # noqa: F401  the same flags as in every test
 import jax
@@ -26,7 +24,6 @@ from zero_jax.offload.mapped_store import Store
 from zero_jax.offload.tiers import Offload
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-ROWS = 24
 
 
 def small_problem() -> Problem:
@@ -41,7 +38,7 @@ def small_problem() -> Problem:
         h = jnp.tanh(x @ params["w"] + params["b"])
         return jnp.mean((jnp.tanh(h @ params["up"]) * params["s"] - 0.5) ** 2)
 
-    return Problem(make, loss, jax.random.normal(keys[2], (ROWS, 13)))
+    return Problem(make, loss, jax.random.normal(keys[2], (24, 13)))
 
 
 def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> None:
@@ -55,13 +52,12 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     zero = zero_jax.Zero(mesh, stage=3, offload=offload)
     problem = small_problem()
     params, wrapped = zero.shard(problem.start), zero.optimizer(ADAMW)
-    begun = any(pathlib.Path(folder).glob("*/step.json"))
+    begun = any(Path(folder).glob("*/step.json"))
     params, state = wrapped.resume(params) if begun else (params, wrapped.init(params))
     step = zero.train_step(problem.loss, wrapped)
     _die_in(int(kill_in))
-    share = ROWS // jax.process_count()
-    first = jax.process_index() * share
-    batch = zero_jax.global_batch(mesh, np.asarray(problem.batch)[first : first + share])
+    own = np.split(np.asarray(problem.batch), jax.process_count())[jax.process_index()]
+    batch = zero_jax.global_batch(mesh, own)
     begin = state.inner.files.store.step
     for _ in range(begin, int(steps)):
         params, state, metrics = step(params, state, batch)
