@@ -11,16 +11,14 @@ gradients and aux must equal those of one device, and the elements sent those of
 import argparse
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import multiprocessing
-import os
 import sys
+from pathlib import Path
 from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:0] = [here, os.path.dirname(here)]
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     import conftest  # noqa: F401  eight simulated devices
 
 import fuzz_words
@@ -51,11 +49,7 @@ def _reference(loss: Any, compute: str) -> Any:
 
 
 def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
-    """Returns what is wrong, or None.
-
-    Raises:
-      Exception: zero_jax raises it.
-    """
+    """Returns what is wrong, or None."""
     options = dict(settings)
     data, replica, model = options.pop("mesh")
     specs = specs_of(case.params) if model > 1 else None
@@ -69,23 +63,18 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     stored = zero.shard(case.params)
     grad_fn = zero.value_and_grad(case.loss, has_aux=True)
     (value, aux), grads = grad_fn(stored, x)
-    (wanted, other), gradients = _reference(case.loss, options["precision"])(
-        start, x.reshape(parts, 2, FEATURES)
-    )
-    rounded = any(name in ROUNDS for names in case.ops for name in names)
-    loose = options["precision"] == "bf16" or rounded
-    if not _near(value, wanted, loose):
-        return f"loss {value} for {wanted}"
-    for name in other:
-        if not _near(aux[name], other[name], loose):
-            return f"aux {name}"
+    reference = _reference(case.loss, options["precision"])
+    (wanted, other), gradients = reference(start, x.reshape(parts, 2, FEATURES))
     frozen = options.get("frozen", lambda path: False)
-    leaves = zip(paths_of(case.params), jax.tree.leaves(case.params), strict=True)
-    trained = [is_float(w) and not frozen(path) for path, w in leaves]
-    pairs = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), trained, strict=True)
-    for at, (a, b, moves) in enumerate(pairs):
-        if moves and not _near(a, b, loose):
-            return f"gradient of leaf {at}: {np.ravel(a)[:4]} for {np.ravel(b)[:4]}"
+    paths, leaves = paths_of(case.params), jax.tree.leaves(case.params)
+    trained = [is_float(w) and not frozen(path) for path, w in zip(paths, leaves, strict=True)]
+    pairs = {"loss": (value, wanted), **{f"aux {k}": (aux[k], other[k]) for k in other}}
+    of_leaves = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), strict=True)
+    pairs |= {f"gradient of leaf {i}": pair for i, pair in enumerate(of_leaves) if trained[i]}
+    loose = options["precision"] == "bf16" or any(set(ROUNDS) & set(names) for names in case.ops)
+    for what, (got, want) in pairs.items():
+        if not _near(got, want, loose):
+            return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
     sent = fuzz_words.sent(grad_fn.lower(stored, x), dict(mesh.shape))
     known = fuzz_words.leaves_of(case, trained, jax.tree.leaves(stored))
     options = {name: options[name] for name in ("stage", "micro_batches", "remat")}
@@ -94,33 +83,19 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
 
 def _near(got: Any, want: Any, loose: bool) -> bool:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        return False
-    if not want.size:
-        return True
     # fp32 sums in another order; in bf16 three digits of the largest are right.
-    most = (5e-2 if loose else 2e-4) * (np.abs(want).max() + (0.1 if loose else 1e-2))
-    return bool(np.abs(got - want).max() <= most)
+    most = np.abs(want).max(initial=0) + (0.1 if loose else 1e-2)
+    return got.shape == want.shape and np.all(
+        np.abs(got - want) <= (5e-2 if loose else 2e-4) * most
+    )
 
 
-@dataclasses.dataclass
-class Report:
-    """Numbers of cases by (kind, name): outcomes, operations and settings; and what is wrong."""
+def run(trees: range, seed: int) -> tuple[collections.Counter, list[str]]:
+    """Runs the cases of these trees, which follow from their number and the seed alone.
 
-    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    faults: list[str] = dataclasses.field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.faults)} faults"]
-        for kind in dict.fromkeys(kind for kind, _ in self.counts):
-            own = sorted((str(name), n) for (k, name), n in self.counts.items() if k == kind)
-            lines.append(f"{kind}: " + ", ".join(f"{name} {n}".strip() for name, n in own))
-        return "\n".join(lines)
-
-
-def run(trees: range, seed: int) -> Report:
-    """Cases of these trees, which follow from their number and the seed alone."""
-    report = Report()
+    Returns numbers of cases by (kind, name): outcomes, operations and settings; and faults.
+    """
+    counts, faults = collections.Counter(), []
     for tree in trees:
         rng = np.random.default_rng([seed, tree])
         case = case_of(rng)
@@ -128,43 +103,42 @@ def run(trees: range, seed: int) -> Report:
             settings = settings_of(rng, first=turn == 0)
             remat = settings["remat"]
             remat = next((k for k, v in JAX_REMATS.items() if v is remat), remat)
-            report.counts.update(("operation", name) for names in case.ops for name in names)
-            size = settings["mesh"][0]
-            report.counts.update(
-                [("cases", ""), ("stage", settings["stage"]), ("remat", remat), ("N", size)]
-            )
+            counts.update(("operation", name) for names in case.ops for name in names)
+            own = {"cases": "", "stage": settings["stage"], "remat": remat}
+            counts.update((own | {"N": settings["mesh"][0]}).items())
             where = f"tree {tree} turn {turn} {settings} {case.ops}"
             try:
                 fault = check(case, settings, tree)
             except CannotGroup:  # a prime number of layers
                 fault = None if remat == "block_sqrt" else "cannot group layers"
-                report.counts.update([("refused", remat)])
+                counts["refused", remat] += 1
             except Exception as error:
                 fault = f"{type(error).__name__}: {str(error)[:300]}"
-            report.faults += [f"{where}: {fault}"] if fault else []
+            faults += [f"{where}: {fault}"] if fault else []
         jax.clear_caches()
-    return report
+    return counts, faults
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="the first tree")
+    defaults = {"cases": 200, "seed": 0, "jobs": 1, "first": 0}  # the first tree
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     last = args.first + -(-args.cases // SETTINGS_A_TREE)
     parts = [range(a, min(a + 5, last)) for a in range(args.first, last, 5)]
-    report = Report()
-    spawn = multiprocessing.get_context("spawn")
+    spawn, counts, faults = multiprocessing.get_context("spawn"), collections.Counter(), []
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
-        for done, part in enumerate(pool.map(run, parts, [args.seed] * len(parts)), 1):
-            report.counts.update(part.counts)
-            report.faults += part.faults
+        for done, found in enumerate(pool.map(run, parts, [args.seed] * len(parts)), 1):
+            counts += found[0]
+            faults += found[1]
             print(f"{done} of {len(parts)}", file=sys.stderr, flush=True)
-            print(*part.faults, sep="\n", end="\n" * bool(part.faults), flush=True)
-    print(report)
-    return 1 if report.faults else 0
+            print(*found[1], sep="\n", end="\n" * bool(found[1]), flush=True)
+    print(f"{len(faults)} faults")
+    for kind in dict.fromkeys(kind for kind, _ in counts):
+        own = sorted((str(name), n) for (k, name), n in counts.items() if k == kind)
+        print(f"{kind}: " + ", ".join(f"{name} {n}".strip() for name, n in own))
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Random trees of parameters, losses and settings for fuzz.py."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,12 +32,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A tree of parameters and a loss of it and of rows.
-
-    Attributes:
-      params: the tree.
-      ops: the names of the operations that read each leaf, in tree order.
-    """
+    """A tree of parameters and a loss of it and of rows; operations of each leaf, in tree order."""
 
     params: Any
     ops: Sequence[Sequence[str]]
@@ -68,26 +62,18 @@ def is_float(x: Any) -> bool:
 def leaf_of(rng: np.random.Generator) -> Any:
     shape = SHAPES[rng.integers(len(SHAPES))]
     kind = rng.choice(["float32"] * 7 + ["bfloat16", "int32", "bool"])
-    if kind == "int32":
-        return rng.integers(0, 5, shape).astype(np.int32)
-    if kind == "bool":
-        return rng.integers(0, 2, shape).astype(bool)
+    if kind in ("int32", "bool"):
+        return rng.integers(0, 2 if kind == "bool" else 5, shape).astype(kind)
     return jnp.asarray(rng.standard_normal(shape) * 0.5, kind)
 
 
 def tree_of(rng: np.random.Generator, leaves: list[Any]) -> Any:
     """The leaves in containers of one kind or another."""
     names = {f"p{i}": leaf for i, leaf in enumerate(leaves)}
-    match rng.integers(5):
-        case 0:
-            return names
-        case 1:
-            return [leaves[0], {"a": leaves[1:], "a/b": ()}]
-        case 2:
-            return Pair({"inner": tuple(leaves[:2])}, leaves[2:])
-        case 3:
-            return nnx.State({name: nnx.Param(leaf) for name, leaf in names.items()})
-    return {"a": leaves[0], "a/b": {"c": leaves[1:]}}
+    trees = [names, [leaves[0], {"a": leaves[1:], "a/b": ()}]]
+    trees += [Pair({"inner": tuple(leaves[:2])}, leaves[2:])]
+    trees += [nnx.State({name: nnx.Param(leaf) for name, leaf in names.items()})]
+    return [*trees, {"a": leaves[0], "a/b": {"c": leaves[1:]}}][rng.integers(5)]
 
 
 def case_of(rng: np.random.Generator) -> Case:
@@ -117,14 +103,11 @@ def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
         "precision": "bf16" if rng.random() < 0.15 else "fp32",
     }
     if rng.random() < 0.15:
-        found["frozen"] = functools.partial(_is_frozen, str(rng.integers(3)))
+        number = str(rng.integers(3))
+        found["frozen"] = lambda path: number in path
     if replica > 1 and found["stage"] == 3 and rng.random() < 0.5:
         found["hierarchical"] = True
     return found
-
-
-def _is_frozen(number: str, path: str) -> bool:
-    return number in path
 
 
 def paths_of(params: Any) -> list[str]:

@@ -53,22 +53,15 @@ def leaves_of(case: Case, trained: Sequence[bool], arrays: Sequence[jax.Array]) 
         dim = next((d for d, names in enumerate(axes) if "data" in names), None)
         hierarchical = dim is not None and "replica" in axes[dim]
         elements = array.size // (2 if ("model",) in axes else 1)
-        stored = (elements, dim, hierarchical)
-        found.append(Leaf(x.shape, case.ops[at], trained[at], at == case.first, *stored))
+        read = (x.shape, case.ops[at], trained[at], at == case.first)
+        found.append(Leaf(*read, elements, dim, hierarchical))
     return found
 
 
 def fault(
     found: np.ndarray, leaves: Sequence[Leaf], mesh: Mapping[str, int], **settings: Any
 ) -> str | None:
-    """How the elements that are sent differ from those that must be, or None.
-
-    Args:
-      found: those that are sent.
-      leaves: of the case.
-      mesh: sizes of its axes.
-      **settings: stage, micro_batches and remat.
-    """
+    """How the elements that are sent differ from those that must be, or None."""
     want = sum(_expected(leaf, mesh, **settings) for leaf in leaves)
     ok = np.all(0.99 * want <= found) and np.all(found <= 1.01 * want + SCALARS)
     return None if ok else f"elements {found} for {want}"
