@@ -49,16 +49,20 @@ FAMILIES = {
 # fmt: on
 
 
-@functools.cache
-def theirs(name):
+def with_noise(make):
     """A model none of whose parameters is zero or one, so that every bias and scale counts."""
     torch.manual_seed(0)
-    config = FAMILIES[name]()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
+
+
+@functools.cache
+def theirs(name):
+    make = transformers.AutoModelForCausalLM.from_config
+    return with_noise(lambda: make(FAMILIES[name](), attn_implementation="eager"))
 
 
 def tokens(rows=2, length=23):
