@@ -5,33 +5,263 @@
 A case is a tree (nested containers, NNX states, dataclasses; scalars, empty, primes, dims below N,
 ranks 0 to 4; fp32, bf16, integers, booleans), a loss that reads each leaf by two to five of the
 operations of fuzz_operations.py, and settings; the first settings of each tree are stage 3. Loss,
-gradients and aux must equal those of one device, and the elements sent those of fuzz_words.py.
+gradients and aux must equal those of one device, and the elements sent those of a closed form:
+
+A leaf of n stored elements sends n for a gather or a reduce-scatter, and 2·n for an all-reduce
+where it is not sharded. At stages 0 to 2 it is gathered once if it is read, and its gradient is
+reduced once, at stage 2 once a micro-batch. At stage 3 an operation gathers it, gathers it again if
+its backward pass reads it, and reduce-scatters its gradient; a layer does each once. Rules:
+docs/guide.md; the numbers of each operation: fuzz_operations.py.
 """
 
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import multiprocessing
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ in ("__main__", "__mp_main__"):
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     import conftest  # noqa: F401  eight simulated devices
 
-import fuzz_words
+import fuzz_operations as of
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_cases import JAX_REMATS, Case, case_of, is_float, paths_of, settings_of, specs_of
-from fuzz_operations import FEATURES, ROUNDS
+from flax import nnx
 
 import zero_jax
+from zero_jax.hlo import traffic
 from zero_jax.remat.layer_groups import CannotGroup
 
 SETTINGS_A_TREE = 4
+SHAPES = [(), (1,), (3,), (7,), (8,), (13,), (0,), (0, 4), (4, 4), (7, 4), (8, 4), (5, 3), (16, 8)]
+SHAPES += [(1, 1), (4, 64), (3, 4, 4), (6, 4, 4), (2, 7, 5), (8, 8, 8), (5, 2, 13), (64, 2, 2)]
+SHAPES += [(2, 3, 4, 5), (3, 3, 4, 8), (1, 1, 1, 1)]
+POLICIES = jax.checkpoint_policies
+REMATS = {name: name for name in ("none", "dots", "block", "block_sqrt", "block@host")}
+JAX_REMATS = {
+    "everything": POLICIES.everything_saveable,
+    "nothing": POLICIES.nothing_saveable,
+    "dots of JAX": POLICIES.dots_with_no_batch_dims_saveable,
+    "offload": POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A tree of parameters and a loss of it and of rows; operations of each leaf, in tree order."""
+
+    params: Any
+    ops: Sequence[Sequence[str]]
+
+    @property
+    def first(self) -> int:
+        """The first leaf of floats: the aux has rows that are made of it."""
+        return next(i for i, x in enumerate(jax.tree.leaves(self.params)) if is_float(x))
+
+    def loss(self, params: Any, x: Any) -> Any:
+        leaves, total, count = jax.tree.leaves(params), jnp.float32(0), 0
+        for w, names in zip(leaves, self.ops, strict=True):
+            for name in names:
+                fun = of.COUNTS[name] if name in of.COUNTS else of.wide(of.OPS[name])
+                value = jnp.tanh(fun(w, x).astype(jnp.float32))
+                # Of another shape each time: no two stretches are alike, and taken for layers.
+                count += 1
+                total += jnp.broadcast_to(value, (count,)).mean()
+        rows = jnp.tanh(x @ of.square(leaves[self.first]).astype(x.dtype))
+        return total, {"rows": rows, "mean": total, "count": jnp.int32(7), "stats": rows.mean(0)}
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def leaf_of(rng: np.random.Generator) -> Any:
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    kind = rng.choice(["float32"] * 7 + ["bfloat16", "int32", "bool"])
+    if kind in ("int32", "bool"):
+        return rng.integers(0, 2 if kind == "bool" else 5, shape).astype(kind)
+    return jnp.asarray(rng.standard_normal(shape) * 0.5, kind)
+
+
+def tree_of(rng: np.random.Generator, leaves: list[Any]) -> Any:
+    """The leaves in containers of one kind or another."""
+    names = {f"p{i}": leaf for i, leaf in enumerate(leaves)}
+    trees = [names, [leaves[0], {"a": leaves[1:], "a/b": ()}]]
+    trees += [Pair({"inner": tuple(leaves[:2])}, leaves[2:])]
+    trees += [nnx.State({name: nnx.Param(leaf) for name, leaf in names.items()})]
+    return [*trees, {"a": leaves[0], "a/b": {"c": leaves[1:]}}][rng.integers(5)]
+
+
+def case_of(rng: np.random.Generator) -> Case:
+    leaves = [leaf_of(rng) for _ in range(rng.integers(2, 5))]
+    if not any(map(is_float, leaves)):
+        leaves[0] = jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)
+    ops = []
+    for x in leaves:
+        known = list(of.OPS if is_float(x) else of.COUNTS)
+        count = min(len(known), rng.integers(2, 6))
+        ops.append([str(name) for name in rng.choice(known, count, replace=False)])
+    return Case(tree_of(rng, leaves), ops)
+
+
+def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
+    """Arguments of `Zero`, and the sizes of the mesh: data, replica, model."""
+    data = int(rng.integers(1, 9))
+    replica = 2 if data <= 4 and rng.random() < 0.2 else 1
+    model = 2 if data * replica <= 4 and rng.random() < 0.15 else 1
+    remats = JAX_REMATS if rng.random() < 0.25 else REMATS
+    found = {
+        "mesh": (data, replica, model),
+        "stage": 3 if first else int(rng.integers(4)),
+        "micro_batches": int(rng.integers(1, 3)),
+        "remat": remats[str(rng.choice(list(remats)))],
+        "bucket_bytes": 2**30 if rng.random() < 0.7 else 64,
+        "precision": "bf16" if rng.random() < 0.15 else "fp32",
+    }
+    if rng.random() < 0.15:
+        number = str(rng.integers(3))
+        found["frozen"] = lambda path: number in path
+    if replica > 1 and found["stage"] == 3 and rng.random() < 0.5:
+        found["hierarchical"] = True
+    return found
+
+
+def paths_of(params: Any) -> list[str]:
+    """The path of each leaf."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Param))
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+
+
+def specs_of(params: Any) -> dict[str, Any] | None:
+    """One leaf's spec for a model axis of two, or None if no leaf has an even dim."""
+    for name, x in zip(paths_of(params), jax.tree.leaves(params), strict=True):
+        if x.ndim > 1 and x.shape[-1] % 2 == 0 and x.size // x.shape[-1] >= 8:
+            return {f"^{name}$": jax.P(*[None] * (x.ndim - 1), "model")}
+    return None
+
+
+# The elements that a step must send, in closed form, and those that it sends.
+
+# XLA for CPUs drops barriers, and would then merge the two gathers of a leaf.
+OPTIONS = {
+    "xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,algsimp",
+    "xla_backend_optimization_level": 0,  # it does not run
+}
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+SCALARS = np.array([0, 0, 16])  # at most, of the loss, its weight and the aux
+
+
+def elements_sent(lowered: Any, mesh: Mapping[str, int]) -> np.ndarray:
+    """Elements that a program sends along the axes of the data, by kind."""
+    compiled = lowered.compile(compiler_options=OPTIONS)
+    found = [c for c in traffic.collectives(compiled, mesh) if c.axis != "model"]
+    return np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
+
+
+class Leaf(NamedTuple):
+    """A leaf: its shape and operations, whether it is trained and whether the aux has rows of it;
+    stored elements, the dim that is sharded over `data`, and whether that is so over `replica`."""
+
+    shape: tuple[int, ...]
+    ops: Sequence[str]
+    trained: bool
+    rows: bool
+    elements: int
+    dim: int | None
+    hierarchical: bool
+
+
+def leaves_of(case: Case, trained: Sequence[bool], arrays: Sequence[jax.Array]) -> list[Leaf]:
+    found = []
+    for at, (x, array) in enumerate(zip(jax.tree.leaves(case.params), arrays, strict=True)):
+        axes = [a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
+        dim = next((d for d, names in enumerate(axes) if "data" in names), None)
+        hierarchical = dim is not None and "replica" in axes[dim]
+        elements = array.size // (2 if ("model",) in axes else 1)
+        read = (x.shape, case.ops[at], trained[at], at == case.first)
+        found.append(Leaf(*read, elements, dim, hierarchical))
+    return found
+
+
+def wrong_elements(
+    found: np.ndarray, leaves: Sequence[Leaf], mesh: Mapping[str, int], **settings: Any
+) -> str | None:
+    """How the elements that are sent differ from those that must be, or None."""
+    want = sum(_expected(leaf, mesh, **settings) for leaf in leaves)
+    ok = np.all(0.99 * want <= found) and np.all(found <= 1.01 * want + SCALARS)
+    return None if ok else f"elements {found} for {want}"
+
+
+def _expected(
+    leaf: Leaf, mesh: Mapping[str, int], stage: int, micro_batches: int, remat: Any
+) -> np.ndarray:
+    """Elements that are gathered, reduce-scattered and twice those that are all-reduced."""
+    gathered = scattered = summed = 0
+    read = leaf.rows or any(of.GATHERS.get(name, 1) for name in leaf.ops)
+    if mesh["data"] > 1 and leaf.dim is None:
+        summed = 2 * leaf.elements * leaf.trained
+    elif mesh["data"] > 1 and stage < 3:
+        gathered = leaf.elements * read
+        scattered = leaf.elements * leaf.trained * (micro_batches if stage == 2 else 1)
+    elif mesh["data"] > 1:
+        pairs = [_operation(name, leaf, remat) for name in leaf.ops]
+        gathered = micro_batches * (sum(g for g, _ in pairs) + leaf.elements * leaf.rows)
+        scattered = micro_batches * sum(s for _, s in pairs)
+    if mesh.get("replica", 1) > 1:
+        shard = leaf.elements // (1 if leaf.dim is None else mesh["data"])
+        gathered += shard * leaf.hierarchical * read
+        scattered += shard * leaf.hierarchical * leaf.trained
+        summed += 2 * shard * (not leaf.hierarchical) * leaf.trained
+    return np.array([gathered, scattered, summed])
+
+
+def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
+    """Elements that an operation gathers and reduce-scatters in a micro-batch of stage 3."""
+    rows = leaf.shape[0]
+    if name in of.LOOPS:
+        gathers, again, scatters = _loop(name, leaf, remat)
+    elif (
+        name in of.UNROLLED
+    ):  # a row of a leaf that is sharded along rows is taken of the full leaf
+        again, gathers, scatters = 0, *[rows if leaf.dim == 0 else 1] * 2
+    else:
+        gathers, again, scatters = (
+            of.GATHERS.get(name, 1),
+            name in of.BACKWARD,
+            of.SCATTERS.get(name, 1),
+        )
+    elements = leaf.elements // (rows if name in of.ROWS and leaf.dim != 0 else 1)
+    return elements * (gathers + again * leaf.trained), elements * scatters * leaf.trained
+
+
+def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
+    """How often a loop over rows gathers each, gathers it again, and scatters its gradient."""
+    loop, keeps = of.LOOPS[name], remat in ("none", JAX_REMATS["everything"])
+    own_remat = name == "scan checkpoint"
+    if loop is None or leaf.dim == 0:  # read in each iteration, and gathered before the loop
+        return 1, not keeps or own_remat, 1
+    if remat == "none":
+        return loop.none, own_remat, loop.none
+    groups = any(leaf.shape[0] % size == 0 for size in range(2, leaf.shape[0]))
+    grouped = remat == "block_sqrt" and loop.carries and groups
+    return 1, (loop.everything if keeps else 1) + grouped, 1
+
+
+# Cases.
 
 
 @functools.lru_cache(maxsize=4)
@@ -42,7 +272,7 @@ def _reference(loss: Any, compute: str) -> Any:
         params = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, params)
         values, aux = jax.lax.map(lambda part: loss(params, part), parts)
         means = {k: jnp.mean(v, 0) if k in ("mean", "stats") else v for k, v in aux.items()}
-        rows = means["rows"].reshape(-1, FEATURES)
+        rows = means["rows"].reshape(-1, of.FEATURES)
         return jnp.mean(values), means | {"rows": rows, "count": means["count"][0]}
 
     return jax.jit(jax.value_and_grad(full, has_aux=True, allow_int=True))
@@ -58,27 +288,27 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
     zero = zero_jax.Zero(mesh, model_specs=specs, **options)
     parts = data * replica * options["micro_batches"]
-    x = np.random.default_rng(seed).standard_normal((2 * parts, FEATURES)).astype(np.float32)
+    x = np.random.default_rng(seed).standard_normal((2 * parts, of.FEATURES)).astype(np.float32)
     start = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32) if is_float(w) else w, case.params)
     stored = zero.shard(case.params)
     grad_fn = zero.value_and_grad(case.loss, has_aux=True)
     (value, aux), grads = grad_fn(stored, x)
     reference = _reference(case.loss, options["precision"])
-    (wanted, other), gradients = reference(start, x.reshape(parts, 2, FEATURES))
+    (wanted, other), gradients = reference(start, x.reshape(parts, 2, of.FEATURES))
     frozen = options.get("frozen", lambda path: False)
     paths, leaves = paths_of(case.params), jax.tree.leaves(case.params)
     trained = [is_float(w) and not frozen(path) for path, w in zip(paths, leaves, strict=True)]
     pairs = {"loss": (value, wanted), **{f"aux {k}": (aux[k], other[k]) for k in other}}
     of_leaves = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), strict=True)
     pairs |= {f"gradient of leaf {i}": pair for i, pair in enumerate(of_leaves) if trained[i]}
-    loose = options["precision"] == "bf16" or any(set(ROUNDS) & set(names) for names in case.ops)
+    loose = options["precision"] == "bf16" or any(set(of.ROUNDS) & set(names) for names in case.ops)
     for what, (got, want) in pairs.items():
         if not _near(got, want, loose):
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
-    sent = fuzz_words.sent(grad_fn.lower(stored, x), dict(mesh.shape))
-    known = fuzz_words.leaves_of(case, trained, jax.tree.leaves(stored))
+    sent = elements_sent(grad_fn.lower(stored, x), dict(mesh.shape))
+    known = leaves_of(case, trained, jax.tree.leaves(stored))
     options = {name: options[name] for name in ("stage", "micro_batches", "remat")}
-    return fuzz_words.fault(sent, known, mesh.shape, **options)
+    return wrong_elements(sent, known, mesh.shape, **options)
 
 
 def _near(got: Any, want: Any, loose: bool) -> bool:

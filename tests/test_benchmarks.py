@@ -1,4 +1,4 @@
-"""The programs that benchmarks compare train the same model."""
+"""Programs that benchmarks compare train the same model; the checks of a GPU run on the CPU."""
 
 import importlib.util
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import on_gpu
 import pytest
 
 import zero_jax
@@ -131,3 +132,21 @@ def test_a_row_sets_the_memory_of_a_gpu_and_names_the_error_that_ended_it(load, 
     assert gpu.last_error("W0 slow\nzero_jax.Wrong: no\n\n") == "zero_jax.Wrong: no"
     assert gpu.last_error("ValueError: no\nE1123 01:02 cuda.cc:1] late\n") == "ValueError: no"
     assert gpu.last_error("Killed\n") == "Killed" and not gpu.last_error("")
+
+
+def test_nan_has_not_passed():
+    differences = (1.0, 1.5, float("nan"))
+    assert [on_gpu.verdict("", x, 1.0)["passed"] for x in differences] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_one_check_leaves_the_others_in_the_file(tmp_path):
+    file = tmp_path / "found.json"
+    row = {"check": "blocks", "found": [{"what": "", "apart": 2, "limit": 1, "passed": False}]}
+    here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    file.write_text(json.dumps({**here, "checks": [row, {"check": "checkpoints", "error": "x"}]}))
+    assert on_gpu.main(["--json", str(file), "--only", "checkpoints", "options"]) == 1
+    known = {row["check"]: row for row in json.loads(file.read_text())["checks"]}
+    assert known.keys() == {"blocks", "checkpoints", "options"} and known["blocks"] == row
+    assert [f["passed"] for f in known["checkpoints"]["found"]] == [True]
+    assert on_gpu.main(["--json", str(file), "--only", "blocks"]) == 0

@@ -3,7 +3,7 @@
 import fuzz
 import numpy as np
 import pytest
-from fuzz_cases import JAX_REMATS, Case
+from fuzz import JAX_REMATS, Case
 from fuzz_operations import COUNTS, OPS
 
 SETTINGS = {"micro_batches": 1, "remat": "block", "bucket_bytes": 2**30, "precision": "fp32"}

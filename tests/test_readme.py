@@ -1,10 +1,15 @@
-"""The README and the pages of docs/: their Python runs, and the names and links in them exist."""
+"""The README and the pages of docs/: Python and commands run, and names and links in them exist.
+
+The commands of a page run from top to bottom in a copy of the repository, as a reader would, except
+those with a comment that says why not.
+"""
 
 import ast
 import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -36,6 +41,11 @@ PRINTS = {
     "docs/plan.md": ["'optimizer_state'"],
 }
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
+
+
+BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
+# Settings of these tests, which a reader does not have.
+OURS = ("XLA_FLAGS", "JAX_", "ZERO_JAX_CACHE", "PYTEST_", "PYTHONPATH")
 
 
 def text_of(page: str) -> str:
@@ -122,3 +132,59 @@ def test_links_lead_to_pages_and_titles_and_the_readme_to_every_page():
 def anchor_of(title: str) -> str:
     """Returns a title's anchor: letters, digits and hyphens, in lower case."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def commands(page, compiled):
+    """Returns the commands that run here and that `.ci/run` or the README's test does not run."""
+    done = (
+        {block for _, block in BLOCK.findall(text_of("README.md"))}
+        if page != "README.md"
+        else set()
+    )
+    found = [
+        block
+        for comment, block in BLOCK.findall(text_of(page))
+        if block not in done and not comment.startswith(("test", "run by .ci/run", "not run: "))
+    ]
+    return [b for b in found if ("--compile" in b or "plan meshes" in b) == compiled]
+
+
+def run_all(found, folder):
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    for name in filter(None, tracked):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    env["PATH"] = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
+    env["PYTHONPATH"] = str(folder)
+    for block in found:
+        shell = ["bash", "-euo", "pipefail", "-c", block]
+        ran = subprocess.run(shell, cwd=folder, env=env, capture_output=True, text=True)
+        assert ran.returncode == 0, f"{block}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, compiled=False)])
+def test_commands_run(page, tmp_path):
+    run_all(commands(page, compiled=False), tmp_path)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, compiled=True)])
+def test_commands_that_compile_for_gpus_run(page, tmp_path):
+    run_all(commands(page, compiled=True), tmp_path)
+
+
+def test_comments_say_why_a_block_is_not_run():
+    comments = {comment for page in PAGES for comment, _ in BLOCK.findall(text_of(page))}
+    skipped = {comment for comment in comments if comment.startswith("not run: ")}
+    assert skipped and all(re.match(r"not run: (needs|the test of this page) ", s) for s in skipped)
+    assert comments - skipped <= {"", "test", "run by .ci/run", "train", "finetune"}
+    # Nothing is installed into the environment of the tests.
+    found = [block for page in PAGES for both in (False, True) for block in commands(page, both)]
+    assert all("-m venv" in block for block in found if "pip install" in block)
+
+
+def test_a_failing_command_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match="false"):
+        run_all(["false | true\n"], tmp_path)
