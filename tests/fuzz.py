@@ -29,7 +29,7 @@ if __name__ in ("__main__", "__mp_main__"):
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     import conftest  # noqa: F401  eight simulated devices
 
-import fuzz_operations as of
+import fuzz_operations as ops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,12 +45,9 @@ SHAPES += [(1, 1), (4, 64), (3, 4, 4), (6, 4, 4), (2, 7, 5), (8, 8, 8), (5, 2, 1
 SHAPES += [(2, 3, 4, 5), (3, 3, 4, 8), (1, 1, 1, 1)]
 POLICIES = jax.checkpoint_policies
 REMATS = {name: name for name in ("none", "dots", "block", "block_sqrt", "block@host")}
-JAX_REMATS = {
-    "everything": POLICIES.everything_saveable,
-    "nothing": POLICIES.nothing_saveable,
-    "dots of JAX": POLICIES.dots_with_no_batch_dims_saveable,
-    "offload": POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
-}
+JAX_REMATS = {"everything": POLICIES.everything_saveable, "nothing": POLICIES.nothing_saveable}
+JAX_REMATS["dots of JAX"] = POLICIES.dots_with_no_batch_dims_saveable
+JAX_REMATS["offload"] = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +73,12 @@ class Case:
         leaves, total, count = jax.tree.leaves(params), jnp.float32(0), 0
         for w, names in zip(leaves, self.ops, strict=True):
             for name in names:
-                fun = of.COUNTS[name] if name in of.COUNTS else of.wide(of.OPS[name])
+                fun = ops.COUNTS[name] if name in ops.COUNTS else ops.wide(ops.OPS[name])
                 value = jnp.tanh(fun(w, x).astype(jnp.float32))
                 # Of another shape each time: no two stretches are alike, and taken for layers.
                 count += 1
                 total += jnp.broadcast_to(value, (count,)).mean()
-        rows = jnp.tanh(x @ of.square(leaves[self.first]).astype(x.dtype))
+        rows = jnp.tanh(x @ ops.square(leaves[self.first]).astype(x.dtype))
         return total, {"rows": rows, "mean": total, "count": jnp.int32(7), "stats": rows.mean(0)}
 
 
@@ -110,12 +107,12 @@ def case_of(rng: np.random.Generator) -> Case:
     leaves = [leaf_of(rng) for _ in range(rng.integers(2, 5))]
     if not any(map(is_float, leaves)):
         leaves[0] = jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)
-    ops = []
+    chosen = []
     for x in leaves:
-        known = list(of.OPS if is_float(x) else of.COUNTS)
+        known = list(ops.OPS if is_float(x) else ops.COUNTS)
         count = min(len(known), rng.integers(2, 6))
-        ops.append([str(name) for name in rng.choice(known, count, replace=False)])
-    return Case(tree_of(rng, leaves), ops)
+        chosen.append([str(name) for name in rng.choice(known, count, replace=False)])
+    return Case(tree_of(rng, leaves), chosen)
 
 
 def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
@@ -141,7 +138,6 @@ def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
 
 
 def paths_of(params: Any) -> list[str]:
-    """The path of each leaf."""
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Param))
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
 
@@ -154,13 +150,9 @@ def specs_of(params: Any) -> dict[str, Any] | None:
     return None
 
 
-# The elements that a step must send, in closed form, and those that it sends.
-
-# XLA for CPUs drops barriers, and would then merge the two gathers of a leaf.
-OPTIONS = {
-    "xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,algsimp",
-    "xla_backend_optimization_level": 0,  # it does not run
-}
+# XLA for CPUs drops barriers, and would then merge the two gathers of a leaf. It does not run.
+OPTIONS = {"xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,algsimp"}
+OPTIONS |= {"xla_backend_optimization_level": 0}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 SCALARS = np.array([0, 0, 16])  # at most, of the loss, its weight and the aux
 
@@ -173,16 +165,13 @@ def elements_sent(lowered: Any, mesh: Mapping[str, int]) -> np.ndarray:
 
 
 class Leaf(NamedTuple):
-    """A leaf: its shape and operations, whether it is trained and whether the aux has rows of it;
-    stored elements, the dim that is sharded over `data`, and whether that is so over `replica`."""
-
     shape: tuple[int, ...]
     ops: Sequence[str]
     trained: bool
-    rows: bool
-    elements: int
-    dim: int | None
-    hierarchical: bool
+    rows: bool  # the aux has rows of it
+    elements: int  # stored
+    dim: int | None  # that is sharded over `data`
+    hierarchical: bool  # and over `replica`
 
 
 def leaves_of(case: Case, trained: Sequence[bool], arrays: Sequence[jax.Array]) -> list[Leaf]:
@@ -192,26 +181,15 @@ def leaves_of(case: Case, trained: Sequence[bool], arrays: Sequence[jax.Array]) 
         dim = next((d for d, names in enumerate(axes) if "data" in names), None)
         hierarchical = dim is not None and "replica" in axes[dim]
         elements = array.size // (2 if ("model",) in axes else 1)
-        read = (x.shape, case.ops[at], trained[at], at == case.first)
+        read = x.shape, case.ops[at], trained[at], at == case.first
         found.append(Leaf(*read, elements, dim, hierarchical))
     return found
 
 
-def wrong_elements(
-    found: np.ndarray, leaves: Sequence[Leaf], mesh: Mapping[str, int], **settings: Any
-) -> str | None:
-    """How the elements that are sent differ from those that must be, or None."""
-    want = sum(_expected(leaf, mesh, **settings) for leaf in leaves)
-    ok = np.all(0.99 * want <= found) and np.all(found <= 1.01 * want + SCALARS)
-    return None if ok else f"elements {found} for {want}"
-
-
-def _expected(
-    leaf: Leaf, mesh: Mapping[str, int], stage: int, micro_batches: int, remat: Any
-) -> np.ndarray:
+def _expected(leaf, mesh, stage, micro_batches, remat) -> np.ndarray:
     """Elements that are gathered, reduce-scattered and twice those that are all-reduced."""
     gathered = scattered = summed = 0
-    read = leaf.rows or any(of.GATHERS.get(name, 1) for name in leaf.ops)
+    read = leaf.rows or any(ops.GATHERS.get(name, 1) for name in leaf.ops)
     if mesh["data"] > 1 and leaf.dim is None:
         summed = 2 * leaf.elements * leaf.trained
     elif mesh["data"] > 1 and stage < 3:
@@ -232,25 +210,20 @@ def _expected(
 def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
     """Elements that an operation gathers and reduce-scatters in a micro-batch of stage 3."""
     rows = leaf.shape[0]
-    if name in of.LOOPS:
+    if name in ops.LOOPS:
         gathers, again, scatters = _loop(name, leaf, remat)
-    elif (
-        name in of.UNROLLED
-    ):  # a row of a leaf that is sharded along rows is taken of the full leaf
+    elif name in ops.UNROLLED:  # a row of a leaf that is sharded along rows is of the full leaf
         again, gathers, scatters = 0, *[rows if leaf.dim == 0 else 1] * 2
     else:
-        gathers, again, scatters = (
-            of.GATHERS.get(name, 1),
-            name in of.BACKWARD,
-            of.SCATTERS.get(name, 1),
-        )
-    elements = leaf.elements // (rows if name in of.ROWS and leaf.dim != 0 else 1)
+        gathers, scatters = ops.GATHERS.get(name, 1), ops.SCATTERS.get(name, 1)
+        again = name in ops.BACKWARD
+    elements = leaf.elements // (rows if name in ops.ROWS and leaf.dim != 0 else 1)
     return elements * (gathers + again * leaf.trained), elements * scatters * leaf.trained
 
 
 def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
     """How often a loop over rows gathers each, gathers it again, and scatters its gradient."""
-    loop, keeps = of.LOOPS[name], remat in ("none", JAX_REMATS["everything"])
+    loop, keeps = ops.LOOPS[name], remat in ("none", JAX_REMATS["everything"])
     own_remat = name == "scan checkpoint"
     if loop is None or leaf.dim == 0:  # read in each iteration, and gathered before the loop
         return 1, not keeps or own_remat, 1
@@ -261,9 +234,6 @@ def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
     return 1, (loop.everything if keeps else 1) + grouped, 1
 
 
-# Cases.
-
-
 @functools.lru_cache(maxsize=4)
 def _reference(loss: Any, compute: str) -> Any:
     dtype = jnp.bfloat16 if compute == "bf16" else jnp.float32
@@ -272,7 +242,7 @@ def _reference(loss: Any, compute: str) -> Any:
         params = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, params)
         values, aux = jax.lax.map(lambda part: loss(params, part), parts)
         means = {k: jnp.mean(v, 0) if k in ("mean", "stats") else v for k, v in aux.items()}
-        rows = means["rows"].reshape(-1, of.FEATURES)
+        rows = means["rows"].reshape(-1, ops.FEATURES)
         return jnp.mean(values), means | {"rows": rows, "count": means["count"][0]}
 
     return jax.jit(jax.value_and_grad(full, has_aux=True, allow_int=True))
@@ -288,36 +258,39 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
     zero = zero_jax.Zero(mesh, model_specs=specs, **options)
     parts = data * replica * options["micro_batches"]
-    x = np.random.default_rng(seed).standard_normal((2 * parts, of.FEATURES)).astype(np.float32)
+    x = np.random.default_rng(seed).standard_normal((2 * parts, ops.FEATURES)).astype(np.float32)
     start = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32) if is_float(w) else w, case.params)
     stored = zero.shard(case.params)
     grad_fn = zero.value_and_grad(case.loss, has_aux=True)
     (value, aux), grads = grad_fn(stored, x)
     reference = _reference(case.loss, options["precision"])
-    (wanted, other), gradients = reference(start, x.reshape(parts, 2, of.FEATURES))
+    (wanted, other), gradients = reference(start, x.reshape(parts, 2, ops.FEATURES))
     frozen = options.get("frozen", lambda path: False)
     paths, leaves = paths_of(case.params), jax.tree.leaves(case.params)
     trained = [is_float(w) and not frozen(path) for path, w in zip(paths, leaves, strict=True)]
     pairs = {"loss": (value, wanted), **{f"aux {k}": (aux[k], other[k]) for k in other}}
     of_leaves = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), strict=True)
     pairs |= {f"gradient of leaf {i}": pair for i, pair in enumerate(of_leaves) if trained[i]}
-    loose = options["precision"] == "bf16" or any(set(of.ROUNDS) & set(names) for names in case.ops)
+    loose = options["precision"] == "bf16" or any(
+        set(ops.ROUNDS) & set(names) for names in case.ops
+    )
     for what, (got, want) in pairs.items():
         if not _near(got, want, loose):
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
     sent = elements_sent(grad_fn.lower(stored, x), dict(mesh.shape))
+    settled = mesh.shape, *(options[name] for name in ("stage", "micro_batches", "remat"))
     known = leaves_of(case, trained, jax.tree.leaves(stored))
-    options = {name: options[name] for name in ("stage", "micro_batches", "remat")}
-    return wrong_elements(sent, known, mesh.shape, **options)
+    want = sum(_expected(leaf, *settled) for leaf in known)
+    ok = np.all(0.99 * want <= sent) and np.all(sent <= 1.01 * want + SCALARS)
+    return None if ok else f"elements {sent} for {want}"
 
 
 def _near(got: Any, want: Any, loose: bool) -> bool:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     # fp32 sums in another order; in bf16 three digits of the largest are right.
-    most = np.abs(want).max(initial=0) + (0.1 if loose else 1e-2)
-    return got.shape == want.shape and np.all(
-        np.abs(got - want) <= (5e-2 if loose else 2e-4) * most
-    )
+    relative, absolute = (5e-2, 0.1) if loose else (2e-4, 1e-2)
+    most = relative * (np.abs(want).max(initial=0) + absolute)
+    return got.shape == want.shape and np.all(np.abs(got - want) <= most)
 
 
 def run(trees: range, seed: int) -> tuple[collections.Counter, list[str]]:

@@ -14,7 +14,7 @@ def test_a_quarter_of_the_programs_is_as_recorded():
     """One stage of each feature; `python tests/fingerprints.py`, in `.ci/run`, compares all."""
     releases = fingerprints.recorded()["releases"]
     if jax.__version__ not in RELEASES | releases.keys():
-        pytest.skip(fingerprints.how_to_record())
+        pytest.skip(fingerprints.HOW)
     found, known = {}, {}
     for i, (name, case) in enumerate(fingerprints.cases().items()):
         if (i + i // 4) % 4 == 0:
@@ -41,21 +41,20 @@ def normalised(fn):
 
 
 def test_names_and_copies_of_functions_change_nothing_and_a_cast_changes_the_name_in_its_calls():
+    @jax.jit
     def twice(x):
         return x + x
 
+    @jax.jit
     def doubled(x):
         return x + x
 
-    def one_function(x):
-        add = jax.jit(twice)
-        return {"sum": add(add(x)), "half": jax.jit(lambda y: y / 2)(x)}
+    def called(first, second, names):
+        out = jax.jit(lambda y: y / 2)
+        return normalised(lambda x: {names[0]: second(first(x)), names[1]: out(x)})
 
-    def another_name_for_each(y):
-        added = jax.jit(doubled)(jax.jit(twice)(y))
-        return {"sum ": added, "a half": jax.jit(lambda z: z / 2)(y)}
-
-    (text, wanted), (other_text, got) = map(normalised, (one_function, another_name_for_each))
+    text, wanted = called(twice, twice, ("sum", "half"))
+    other_text, got = called(twice, doubled, ("sum ", "a half"))
     assert text.count("func.func private") == 2 < other_text.count("func.func private")
     assert "twice" in text and "twice" not in wanted
     assert got == wanted

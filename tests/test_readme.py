@@ -41,8 +41,6 @@ PRINTS = {
     "docs/plan.md": ["'optimizer_state'"],
 }
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
-
-
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
 # Settings of these tests, which a reader does not have.
 OURS = ("XLA_FLAGS", "JAX_", "ZERO_JAX_CACHE", "PYTEST_", "PYTHONPATH")
@@ -56,13 +54,10 @@ def blocks_of(page: str, kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", text_of(page), re.DOTALL)
 
 
-def test_all_pages_with_python_are_run():
-    assert {page for page in PAGES if blocks_of(page, "python")} == {FIRST, *PRINTS}
+RUN = [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PRINTS]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW)) for p in PRINTS]
-)
+@pytest.mark.parametrize("page", RUN)
 def test_code_blocks_run(page, capsys):
     exec(compile("\n".join(blocks_of(page, "python")), page, "exec"), {"__name__": page})
     printed = capsys.readouterr().out
@@ -85,14 +80,13 @@ def test_messages_in_the_questions_are_those_of_the_code():
     def literal(node: ast.expr) -> str:
         """Returns a string as written, with dots in place of values."""
         if isinstance(node, ast.JoinedStr):
-            return "".join(
-                literal(v) if isinstance(v, ast.Constant) else "..." for v in node.values
-            )
-        return str(node.value)
+            return "".join(map(literal, node.values))
+        return str(node.value) if isinstance(node, ast.Constant) else "..."
 
     trees = [ast.parse(path.read_text()) for path in (ROOT / "zero_jax").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = [literal(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+    assert {page for page in PAGES if blocks_of(page, "python")} == {FIRST, *PRINTS}
     messages = re.findall(r'^## "(.*)"$', text_of("docs/faq.md"), re.MULTILINE)
     assert len(messages) >= 10
     for message in messages:
@@ -121,7 +115,9 @@ def test_links_lead_to_pages_and_titles_and_the_readme_to_every_page():
             linked[page].add(str(path.relative_to(ROOT)))
             if anchor:
                 titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-                assert anchor in map(anchor_of, titles), f"{page}: {target}#{anchor}"
+                # Letters, digits and hyphens, in lower case.
+                known = [re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in titles]
+                assert anchor in known, f"{page}: {target}#{anchor}"
     reached, waiting = set(), {"README.md"}
     while waiting:
         reached |= waiting
@@ -129,23 +125,11 @@ def test_links_lead_to_pages_and_titles_and_the_readme_to_every_page():
     assert reached >= {page for page in PAGES if not page.startswith("docs/reference/")}
 
 
-def anchor_of(title: str) -> str:
-    """Returns a title's anchor: letters, digits and hyphens, in lower case."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
 def commands(page, compiled):
     """Returns the commands that run here and that `.ci/run` or the README's test does not run."""
-    done = (
-        {block for _, block in BLOCK.findall(text_of("README.md"))}
-        if page != "README.md"
-        else set()
-    )
-    found = [
-        block
-        for comment, block in BLOCK.findall(text_of(page))
-        if block not in done and not comment.startswith(("test", "run by .ci/run", "not run: "))
-    ]
+    done = {block for _, block in BLOCK.findall(text_of("README.md")) if page != "README.md"}
+    found, left = BLOCK.findall(text_of(page)), ("test", "run by .ci/run", "not run: ")
+    found = [block for said, block in found if block not in done and not said.startswith(left)]
     return [b for b in found if ("--compile" in b or "plan meshes" in b) == compiled]
 
 
@@ -163,16 +147,15 @@ def run_all(found, folder):
         assert ran.returncode == 0, f"{block}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, compiled=False)])
-def test_commands_run(page, tmp_path):
-    run_all(commands(page, compiled=False), tmp_path)
+COMPILED = pytest.mark.slow, pytest.mark.compile
+COMMANDS = [(p, gpus) for p in PAGES for gpus in (False, True) if commands(p, gpus)]
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, compiled=True)])
-def test_commands_that_compile_for_gpus_run(page, tmp_path):
-    run_all(commands(page, compiled=True), tmp_path)
+@pytest.mark.parametrize(
+    ("page", "compiled"), [pytest.param(*row, marks=COMPILED[row[1]]) for row in COMMANDS]
+)
+def test_commands_run(page, compiled, tmp_path):
+    run_all(commands(page, compiled), tmp_path)
 
 
 def test_comments_say_why_a_block_is_not_run():
