@@ -57,7 +57,6 @@ def save(folder, tree, config=None, step=1):
 
 
 def built(config, params):
-    """The model with these parameters."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: families.build(config, nnx.Rngs(0))))
     return nnx.merge(graphdef, params)
 

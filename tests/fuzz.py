@@ -271,9 +271,8 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     pairs = {"loss": (value, wanted), **{f"aux {k}": (aux[k], other[k]) for k in other}}
     of_leaves = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), strict=True)
     pairs |= {f"gradient of leaf {i}": pair for i, pair in enumerate(of_leaves) if trained[i]}
-    loose = options["precision"] == "bf16" or any(
-        set(ops.ROUNDS) & set(names) for names in case.ops
-    )
+    rounded = any(set(names) & set(ops.ROUNDS) for names in case.ops)
+    loose = rounded or options["precision"] == "bf16"
     for what, (got, want) in pairs.items():
         if not _near(got, want, loose):
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"

@@ -186,7 +186,10 @@ class Copy:
             finally:
                 _write(path, source)
             took = time.monotonic() - began
-            if kind == "failed" and not self._passes(select, test):
+            if kind == "failed" and test not in self._passing:
+                if self._run(select, [test], LIMIT)[0] == "passed":
+                    self._passing.add(test)
+            if kind == "failed" and test not in self._passing:
                 known.setdefault("fail without the fault", []).append(test)
                 if others := [name for name in names if name != test]:
                     waiting.appendleft((select, others))
@@ -203,12 +206,6 @@ class Copy:
             if kind == "timed out" or spent > limit:
                 return {"result": "timed out"} | known
         return {"result": "missed"} | known
-
-    def _passes(self, select: str, name: str) -> bool:
-        """Returns whether a test passes without a fault."""
-        if name not in self._passing and self._run(select, [name], LIMIT)[0] == "passed":
-            self._passing.add(name)
-        return name in self._passing
 
     def _run(self, select: str, names: Sequence[str], limit: float, *more: str) -> tuple[str, str]:
         """Runs tests in this order; returns passed, failed, broken or timed out, and which."""
@@ -249,10 +246,10 @@ def _write(path: Path, source: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawTextHelpFormatter
-    add, files = parser.add_argument, {"action": "append", "default": [], "nargs": 2}
+    add, several = parser.add_argument, {"action": "append", "default": [], "nargs": 2}
     add("--coverage", nargs="+", help="files of `pytest --cov --cov-context=test`")
     known = "its --junitxml, and the -m that selects those tests; several, first the quicker ones"
-    add("--junit", **files, metavar=("FILE", "MARKERS"), help=known)
+    add("--junit", **several, metavar=("FILE", "MARKERS"), help=known)
     add("--out", type=Path, help="JSON of results, written as they come; those it has are kept")
     add("--only", action="append", help="name of a fault, which runs again; several")
     add("--jobs", type=int, default=1)

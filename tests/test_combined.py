@@ -39,7 +39,6 @@ def test_everything_together_equals_one_device(name, mesh, settings):
 
 
 def test_configurations_are_those_of_table_3_of_the_paper():
-    """Stage 1 or 2, then partitioned activations, then those on the host."""
     remat = "block", "block@partitioned", "block@partitioned+host"
     rows = {"c1": (1, 0), "c2": (1, 1), "c3": (2, 0), "c4": (2, 1), "c5": (2, 2)}
     rows["zero-100b"] = (2, 1)

@@ -57,7 +57,6 @@ def imports(path: Path) -> set[str]:
 
 
 def package(path: Path) -> str:
-    """Returns the package of a module, or a module outside of packages."""
     return path.relative_to(LIBRARY).with_suffix("").parts[0]
 
 
@@ -92,7 +91,7 @@ def test_packages_and_modules_import_each_other_in_no_circle():
         assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(graph)
 
 
-def test_imports_by_string_and_jaxprs_have_one_place():
+def test_imports_by_string_and_jaxprs_have_one_place_and_every_package_says_what_it_imports():
     for path in MODULES:
         text = path.read_text()
         # An import by string would be in no graph; `zero_jax NAME` runs modules that way.
@@ -100,24 +99,19 @@ def test_imports_by_string_and_jaxprs_have_one_place():
         assert path == LIBRARY / "__main__.py" or not any(call in text for call in calls), path
         # `equations.new_jaxpr` gives jaxprs the debug info that JAX requires.
         assert ("jex.Jaxpr(" in text) == (path.name == "equations.py"), path
-
-
-def test_every_package_says_what_it_may_import_and_hides_no_public_function():
     folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}
     assert folders == PACKAGES
     for name in folders:
         assert "mport" in (ast.get_docstring(tree(LIBRARY / name / "__init__.py")) or ""), name
+        # It hides no public function.
         assert isinstance(getattr(zero_jax, name, ast), type(ast)), name
 
 
-def test_models_import_nothing_from_the_library():
+def test_models_import_nothing_from_the_library_and_nothing_imports_private_jax():
     for path in (ROOT / "models").glob("*.py"):
         found = {i for i in imports(path) if i.startswith("zero_jax")}
         assert all(i.startswith("zero_jax.models.") for i in found), path
         assert "ZeRO" not in path.read_text(), path
-
-
-def test_nothing_is_imported_from_private_jax():
     private = re.compile(r"^ *(from|import) +(jax\._src|jaxlib|jax +import +_src)", re.MULTILINE)
     for folder in ("zero_jax", "models", "training", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
