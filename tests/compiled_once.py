@@ -1,9 +1,6 @@
 """Each program for simulated GPUs is compiled once, however many tests and processes ask for it.
 
-Compilers take half a minute and more, and tests of several files plan the same models. The key has
-all that a program depends on.
-
-XLA spends nearly all of that time on tiles of kernels that fuse norms and softmax. Without them a
+XLA spends nearly all of its time on tiles of kernels that fuse norms and softmax. Without them a
 program takes a seventh of the time, has the same collectives, and temporaries within 1 %
 (`tests/hlo/test_prove.py` compiles both ways); tests about kernels take the fixture `every_pass`.
 """

@@ -31,19 +31,9 @@ def head(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ jnp.linspace(-1, 1, FEATURES)) * jnp.cos(flat).mean())
 
 
-@jax.custom_vjp
-def _own_product(x, w):
-    return x @ w
-
-
+_own_product = jax.custom_vjp(lambda x, w: x @ w)
 _own_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, c: (c @ r[1].T, r[0].T @ c))
-
-
-@jax.custom_jvp
-def _own_tanh(w):
-    return jnp.tanh(w)
-
-
+_own_tanh = jax.custom_jvp(lambda w: jnp.tanh(w))
 _own_tanh.defjvp(lambda p, t: (jnp.tanh(p[0]), t[0] * (1 - jnp.tanh(p[0]) ** 2)))
 
 
@@ -92,18 +82,6 @@ def _scan_beside(w, x):
     return jnp.mean(lax.scan(body, (x, 2 * x), _first(w))[0][0])
 
 
-def _while_stopped(w, x):
-    def step(c):
-        return c + 1 + lax.stop_gradient(jnp.tanh(head(w, x)))
-
-    return lax.while_loop(lambda c: c < 3.0, step, 0.0) * 0.1 + head(w, x)
-
-
-def _dynamic_slice(w, x):
-    at = jnp.abs(x.sum()).astype(jnp.int32) % _first(w).shape[0]
-    return head(lax.dynamic_slice_in_dim(_first(w), at, 1), x)
-
-
 def wide(f):
     return lambda w, x: f(jnp.asarray(w).astype(jnp.float32), x)
 
@@ -146,7 +124,9 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "unrolled": _unrolled,
     "iterated": lambda w, x: sum(jnp.tanh(v.sum() * x.mean()) for v in _first(w)),
     "fori": lambda w, x: jnp.mean(lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ square(w)), x)),
-    "while stopped": _while_stopped,
+    "while stopped": lambda w, x: lax.while_loop(
+        lambda c: c < 3.0, lambda c: c + 1 + lax.stop_gradient(jnp.tanh(head(w, x))), 0.0
+    ) * 0.1 + head(w, x),
     "cond on top": lambda w, x: _cond(w, x, x.sum() > -1e9),
     "cond by device": lambda w, x: _cond(w, x, x.sum() > 0),
     "switch": lambda w, x: lax.switch(
@@ -192,7 +172,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "pad": lambda w, x: head(jnp.pad(w, 1) if w.ndim else w, x),
     "roll": lambda w, x: jnp.mean(x @ square(jnp.roll(w, 1))),
     "map": lambda w, x: jnp.mean(lax.map(lambda v: jnp.tanh(v.sum() * x.mean()), _first(w))),
-    "dynamic slice": _dynamic_slice,
+    "dynamic slice": lambda w, x: head(lax.dynamic_slice_in_dim(
+        _first(w), jnp.abs(x.sum()).astype(jnp.int32) % _first(w).shape[0], 1), x),
     "update": lambda w, x: head(_first(w).at[0].set(3.0), x),
     "half and back": lambda w, x: head(w.astype(jnp.bfloat16).astype(jnp.float32), x),
     "logsumexp": filled(lambda w, x: jax.nn.logsumexp(vector(w)) * jnp.mean(x)),

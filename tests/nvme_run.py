@@ -55,7 +55,15 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     begun = any(Path(folder).glob("*/step.json"))
     params, state = wrapped.resume(params) if begun else (params, wrapped.init(params))
     step = zero.train_step(problem.loss, wrapped)
-    _die_in(int(kill_in))
+    writes, write = [0], Store.write
+
+    def counted(self: Store, number: int, *args: object) -> None:
+        writes[0] += number == int(kill_in)
+        if writes[0] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, number, *args)
+
+    Store.write = counted
     own = np.split(np.asarray(problem.batch), jax.process_count())[jax.process_index()]
     batch = zero_jax.global_batch(mesh, own)
     begin = state.inner.files.store.step
@@ -64,18 +72,6 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     full = {k: np.asarray(x.addressable_data(0)) for k, x in zero.full(params).items()}
     if jax.process_index() == 0:
         np.savez(out, begin=begin, loss=jnp.asarray(metrics.loss), **full)
-
-
-def _die_in(step: int) -> None:
-    writes, write = [0], Store.write
-
-    def counted(self: Store, number: int, *args: object) -> None:
-        writes[0] += number == step
-        if writes[0] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, number, *args)
-
-    Store.write = counted
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ STEPS = 6
 ULPS = 256
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
+ONE = zero_jax.make_mesh(devices=jax.devices()[:1])
 GPT = gpt.GPTConfig(layers=4, width=128, heads=2, vocab=256, seq=128)
 BF16 = {"precision": zero_jax.Precision("bf16")}
 EIGHT_BITS = {"states": "8bit"}
@@ -60,10 +61,6 @@ COMPARED = {
     "states on the host": (GPT, EIGHT_BITS, [{**EIGHT_BITS, **LARGE_PIECES}], 2**14),
     "tiers": (ODD_GPT, {}, [STREAMED, {"offload": Offload(True, True, piece_bytes=4096)}], ULPS),
 }
-
-
-def on_one_device(**settings):
-    return zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), 3, **settings)
 
 
 def compared(config, reference, others, limit):
@@ -114,7 +111,7 @@ def offload_itself():
 
 
 def skipped():
-    zero = on_one_device()
+    zero = zero_jax.Zero(ONE, 3)
     params = zero.init(lambda: {"w": jnp.ones((64, 64))})
     tx, before = zero.optimizer(ADAM), zero.full(params)
     step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
@@ -130,23 +127,19 @@ def attention():
     for head, kv, window, documents in cases if jax.default_backend() == "gpu" else ():
         keys = zip(jax.random.split(jax.random.key(0), 4), (4, kv, kv, 4), strict=True)
         drawn = [jax.random.normal(key, (2, 512, n, head), jnp.float32) for key, n in keys]
-        q, k, v, weights = (x.astype(jnp.bfloat16) for x in drawn)
+        *qkv, weights = (x.astype(jnp.bfloat16) for x in drawn)
         rows = jnp.cumsum(jnp.arange(512) % 100 == 99)[None].repeat(2, 0) if documents else None
-        run = functools.partial(attended, weights, rows, window)
-        exact = run("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
-        cudnn, xla = (largest_error(run(own, q, k, v), exact) for own in ("cudnn", "xla"))
+
+        def objective(qkv, how, rows=rows, window=window, weights=weights):
+            out = attend(*qkv, rows, implementation=how, window=window)
+            return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum(), out
+
+        # Gradients of q, k and v, and the output.
+        run = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)
+        exact = run([x.astype(jnp.float32) for x in qkv], "xla")
+        cudnn, xla = (largest_error(run(qkv, own), exact) for own in ("cudnn", "xla"))
         name = f"cudnn, heads of {head}, {kv} of 4 keys, window {window}, documents {documents}"
         yield f"{name}: error beside twice XLA's", cudnn, 2 * xla + 1e-4
-
-
-def attended(weights, rows, window, implementation, *qkv):
-    """Returns the gradients of q, k and v, and the output."""
-
-    def objective(q, k, v):
-        out = attend(q, k, v, rows, implementation=implementation, window=window)
-        return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum(), out
-
-    return jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(*qkv)
 
 
 def largest_error(got, want):
@@ -169,7 +162,7 @@ def blocks():
 
 
 def checkpoints():
-    problem, zero = PROBLEMS["zoo"](), on_one_device()
+    problem, zero = PROBLEMS["zoo"](), zero_jax.Zero(ONE, 3)
     params, tx = zero.shard(problem.start), zero.optimizer(ADAM)
     params, state, _ = zero.train_step(problem.loss, tx)(params, tx.init(params), problem.batch)
     with tempfile.TemporaryDirectory() as folder, zero_jax.Checkpoints(folder) as store:
@@ -189,7 +182,7 @@ def options():
         yield f"{spellings[0][0]} is unknown", not compiler.first_known(spellings), 0
     given = compiler.options(2**30, 64, (2**26, 2**26))
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=given)
-    zero, problem = on_one_device(**BF16), gpt_problem(GPT)
+    zero, problem = zero_jax.Zero(ONE, 3, **BF16), gpt_problem(GPT)
     params, tx = zero.shard(problem.start), zero.optimizer(ADAM)
     lowered = zero.train_step(problem.loss, tx).lower(params, tx.init(params), problem.batch)
     yield "cuDNN's kernel: missing", "cudnn$fmha" not in lowered.compile().as_text(), 0
@@ -203,8 +196,7 @@ CHECKS |= {"options": options, "skipped": skipped}
 
 
 def verdict(name, apart, limit):
-    passed = bool(apart <= limit)  # False for NaN
-    return {"what": name, "apart": apart, "limit": limit, "passed": passed}
+    return {"what": name, "apart": apart, "limit": limit, "passed": bool(apart <= limit)}
 
 
 def in_process(check):
@@ -224,7 +216,6 @@ def in_process(check):
 def main(args=None) -> int:
     """Returns the number of checks that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, default=FILE)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--one", choices=CHECKS, help=argparse.SUPPRESS)

@@ -85,59 +85,53 @@ def statement(source: str, line: int) -> tuple[set[int], bool]:
     return set(range(first, last + 1)) if line <= last else {line}, inside
 
 
-class Coverage:
-    """The tests that run a line, of coverage files with a context for each test."""
+def contexts(files: Sequence[str], file: str, source: str) -> dict[int, set[str]]:
+    """Returns the names of the tests that run each line, of coverage files with contexts."""
+    found: dict[int, set[str]] = collections.defaultdict(set)
+    for data in map(coverage.CoverageData, files):
+        data.read()
+        for measured in data.measured_files():
+            if measured.endswith(f"/{file}"):
+                for at, names in data.contexts_by_lineno(measured).items():
+                    found[at].update(name.rpartition("|")[0] for name in names if name)
+    known = {getattr(node, "lineno", 1) for node in ast.walk(ast.parse(source))}
+    if unknown := {at for at in found if at > 0} - known:
+        line = f"line {min(unknown)} of the coverage file is no statement"
+        raise SystemExit(f"{file}: {line}: the coverage is of other code; measure it anew")
+    return found
 
-    def __init__(self, files: Sequence[str], tests: Tests):
-        self._data, self._tests = [coverage.CoverageData(file) for file in files], tests
-        for data in self._data:
-            data.read()
 
-    def chosen(self, fault: Fault, limit: float) -> list[Run]:
-        """Returns the runs of tests for a fault, in their order.
+def chosen(fault: Fault, files: Sequence[str], tests: Tests, limit: float) -> list[Run]:
+    """Returns the runs of tests for a fault, in their order.
 
-        Tests that run the line come first, the quickest at the front. The others in their files
-        follow: a fixture or a cache may hand them what the line has made in another test. A line
-        that runs at import, or in no test, has the tests of the package's folder. The list ends
-        where its tests take twice the limit.
-        """
-        source = (ROOT / fault.file).read_text()
-        line = source[: source.index(fault.old)].count("\n") + 1
-        (lines, inside), contexts = statement(source, line), self._contexts(fault.file, source)
-        lines = {line} if line in contexts else lines
-        running = {name for at in lines for name in contexts.get(at, ())} if inside else set()
-        running &= {name for own in self._tests.values() for name in own}
-        package = fault.file.removeprefix("zero_jax/").partition("/")[0]
-        folder = f"tests/{package}/" if (ROOT / "tests" / package).is_dir() else "tests/"
-        runs, left = list[Run](), 2 * limit
-        for select, seconds in self._tests.items():
-            own = running & seconds.keys()
-            files = {name.partition("::")[0] for name in own}
-            more = {name for name in seconds if name.partition("::")[0] in files} - own
-            if not running:
-                more = {name for name in seconds if name.startswith(folder)}
-            names = []
-            for name in sorted(own | more, key=lambda name: (name in more, seconds[name], name)):
-                left -= seconds[name]
-                if left > 0 or not names:
-                    names.append(name)
-            # Most faults are found by the first of many, and to collect all takes time too.
-            runs += [(select, part) for part in (names[:FIRST], names[FIRST:]) if part]
-        return runs
-
-    def _contexts(self, file: str, source: str) -> dict[int, set[str]]:
-        """Returns the names of the tests that run each line."""
-        found: dict[int, set[str]] = collections.defaultdict(set)
-        for data in self._data:
-            for measured in data.measured_files():
-                if measured.endswith(f"/{file}"):
-                    for at, names in data.contexts_by_lineno(measured).items():
-                        found[at].update(name.rpartition("|")[0] for name in names if name)
-        known = {getattr(node, "lineno", 1) for node in ast.walk(ast.parse(source))}
-        if unknown := {at for at in found if at > 0} - known:
-            line = f"line {min(unknown)} of the coverage file is no statement"
-            raise SystemExit(f"{file}: {line}: the coverage is of other code; measure it anew")
-        return found
+    Tests that run the line come first, the quickest at the front. The others in their files follow:
+    a fixture or a cache may hand them what the line has made in another test. A line that runs at
+    import, or in no test, has the tests of the package's folder. The list ends where its tests take
+    twice the limit.
+    """
+    source = (ROOT / fault.file).read_text()
+    line = source[: source.index(fault.old)].count("\n") + 1
+    (lines, inside), known = statement(source, line), contexts(files, fault.file, source)
+    lines = {line} if line in known else lines
+    running = {name for at in lines for name in known.get(at, ())} if inside else set()
+    running &= {name for own in tests.values() for name in own}
+    package = fault.file.removeprefix("zero_jax/").partition("/")[0]
+    folder = f"tests/{package}/" if (ROOT / "tests" / package).is_dir() else "tests/"
+    runs, left = list[Run](), 2 * limit
+    for select, seconds in tests.items():
+        own = running & seconds.keys()
+        paths = {name.partition("::")[0] for name in own}
+        more = {name for name in seconds if name.partition("::")[0] in paths} - own
+        if not running:
+            more = {name for name in seconds if name.startswith(folder)}
+        names = []
+        for name in sorted(own | more, key=lambda name: (name in more, seconds[name], name)):
+            left -= seconds[name]
+            if left > 0 or not names:
+                names.append(name)
+        # Most faults are found by the first of many, and to collect all takes time too.
+        runs += [(select, part) for part in (names[:FIRST], names[FIRST:]) if part]
+    return runs
 
 
 def durations(junit: Sequence[tuple[str, str]]) -> Tests:
@@ -173,7 +167,7 @@ class Copy:
             subprocess.run(command, cwd=folder, check=True)
 
     def judged(self, fault: Fault, runs: Sequence[Run], limit: float) -> dict[str, object]:
-        """Returns the result of a fault, of runs that `Coverage.chosen` returned."""
+        """Returns the result of a fault, of runs that `chosen` returned."""
         spent, known = 0.0, {"tests": sum(len(names) for _, names in runs)}
         path, waiting = self._folder / fault.file, collections.deque(runs)
         source = path.read_text()
@@ -186,10 +180,7 @@ class Copy:
             finally:
                 _write(path, source)
             took = time.monotonic() - began
-            if kind == "failed" and test not in self._passing:
-                if self._run(select, [test], LIMIT)[0] == "passed":
-                    self._passing.add(test)
-            if kind == "failed" and test not in self._passing:
+            if kind == "failed" and not self._passes(select, test):
                 known.setdefault("fail without the fault", []).append(test)
                 if others := [name for name in names if name != test]:
                     waiting.appendleft((select, others))
@@ -206,6 +197,12 @@ class Copy:
             if kind == "timed out" or spent > limit:
                 return {"result": "timed out"} | known
         return {"result": "missed"} | known
+
+    def _passes(self, select: str, name: str) -> bool:
+        """Returns whether a test passes without a fault."""
+        if name not in self._passing and self._run(select, [name], LIMIT)[0] == "passed":
+            self._passing.add(name)
+        return name in self._passing
 
     def _run(self, select: str, names: Sequence[str], limit: float, *more: str) -> tuple[str, str]:
         """Runs tests in this order; returns passed, failed, broken or timed out, and which."""
@@ -269,7 +266,7 @@ def main() -> None:
         return
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
     todo = [f for f in faults if (f.name in given.only if given.only else f.name not in results)]
-    tests, lock = Coverage(given.coverage, durations(given.junit)), threading.Lock()
+    tests, lock = durations(given.junit), threading.Lock()
     pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
     with tempfile.TemporaryDirectory() as folder, pool:
         copies = queue.SimpleQueue()
@@ -279,7 +276,8 @@ def main() -> None:
         def judge(fault: Fault) -> None:
             copy = copies.get()
             try:
-                result = copy.judged(fault, tests.chosen(fault, given.limit), given.limit)
+                runs = chosen(fault, given.coverage, tests, given.limit)
+                result = copy.judged(fault, runs, given.limit)
             finally:
                 copies.put(copy)
             with lock:

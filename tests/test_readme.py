@@ -7,17 +7,17 @@ those with a comment that says why not.
 import ast
 import importlib.util
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import zero_jax
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 # Pages that docs/conf.py writes during a build.
 GENERATED = {f"docs/{name}.md" for name in ("index", "contributing", "changelog", "examples")}
 DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")} - GENERATED
@@ -25,21 +25,19 @@ PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(DOCS))
 FIRST = "docs/first-steps.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 # Patterns that the output of each page's Python matches.
+# fmt: off
 PRINTS = {
-    "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"],
-    "docs/guide.md": ["'buffers'"],
-    "docs/offload.md": ["pinned_host", "step 3"],
+    "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"], "docs/guide.md": ["'buffers'"],
+    "docs/offload.md": ["pinned_host", "step 3"], "docs/plan.md": ["'optimizer_state'"],
     "docs/checkpoints.md": ["step 4: restored", "{'sample': 32}"],
     "docs/parallelism.md": ["'model'", "block@partitioned"],
-    "docs/nnx.md": [r" \(16, 1\)\n\Z"],
-    "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
+    "docs/nnx.md": [r" \(16, 1\)\n\Z"], "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
     "docs/states.md": [r"\Auint8\nfloat32\n\Z"],
     "docs/experts.md": [r"\Adropped [1-9]\d* of 4096\nas before True\n\Z"],
     "docs/models.md": [r"\Alinen (.*\n){9}annotated .*\n\Z"],
     "docs/does-not-fit.md": [r"stage 3 remat \w+\n\Z"],
-    "docs/interchange.md": ["'model-00001-of-00003.safetensors'"],
-    "docs/plan.md": ["'optimizer_state'"],
-}
+    "docs/interchange.md": ["'model-00001-of-00003.safetensors'"]}
+# fmt: on
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
 # Settings of these tests, which a reader does not have.
@@ -139,7 +137,7 @@ def run_all(found, folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
-    env["PATH"] = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     env["PYTHONPATH"] = str(folder)
     for block in found:
         shell = ["bash", "-euo", "pipefail", "-c", block]
