@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import multiprocessing
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,33 +86,27 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def leaf_of(rng: np.random.Generator) -> Any:
-    shape = SHAPES[rng.integers(len(SHAPES))]
-    kind = rng.choice(["float32"] * 7 + ["bfloat16", "int32", "bool"])
-    if kind in ("int32", "bool"):
-        return rng.integers(0, 2 if kind == "bool" else 5, shape).astype(kind)
-    return jnp.asarray(rng.standard_normal(shape) * 0.5, kind)
-
-
-def tree_of(rng: np.random.Generator, leaves: list[Any]) -> Any:
-    """The leaves in containers of one kind or another."""
-    names = {f"p{i}": leaf for i, leaf in enumerate(leaves)}
-    trees = [names, [leaves[0], {"a": leaves[1:], "a/b": ()}]]
-    trees += [Pair({"inner": tuple(leaves[:2])}, leaves[2:])]
-    trees += [nnx.State({name: nnx.Param(leaf) for name, leaf in names.items()})]
-    return [*trees, {"a": leaves[0], "a/b": {"c": leaves[1:]}}][rng.integers(5)]
-
-
 def case_of(rng: np.random.Generator) -> Case:
-    leaves = [leaf_of(rng) for _ in range(rng.integers(2, 5))]
+    leaves, chosen = [], []
+    for _ in range(rng.integers(2, 5)):
+        shape = SHAPES[rng.integers(len(SHAPES))]
+        kind = rng.choice(["float32"] * 7 + ["bfloat16", "int32", "bool"])
+        if kind in ("int32", "bool"):
+            leaves.append(rng.integers(0, 2 if kind == "bool" else 5, shape).astype(kind))
+        else:
+            leaves.append(jnp.asarray(rng.standard_normal(shape) * 0.5, kind))
     if not any(map(is_float, leaves)):
         leaves[0] = jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)
-    chosen = []
     for x in leaves:
         known = list(ops.OPS if is_float(x) else ops.COUNTS)
         count = min(len(known), rng.integers(2, 6))
         chosen.append([str(name) for name in rng.choice(known, count, replace=False)])
-    return Case(tree_of(rng, leaves), chosen)
+    names = {f"p{i}": leaf for i, leaf in enumerate(leaves)}
+    trees = [names, [leaves[0], {"a": leaves[1:], "a/b": ()}]]
+    trees += [Pair({"inner": tuple(leaves[:2])}, leaves[2:])]
+    trees += [nnx.State({name: nnx.Param(leaf) for name, leaf in names.items()})]
+    trees += [{"a": leaves[0], "a/b": {"c": leaves[1:]}}]
+    return Case(trees[rng.integers(5)], chosen)
 
 
 def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
@@ -155,13 +149,6 @@ OPTIONS = {"xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,algsi
 OPTIONS |= {"xla_backend_optimization_level": 0}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 SCALARS = np.array([0, 0, 16])  # at most, of the loss, its weight and the aux
-
-
-def elements_sent(lowered: Any, mesh: Mapping[str, int]) -> np.ndarray:
-    """Elements that a program sends along the axes of the data, by kind."""
-    compiled = lowered.compile(compiler_options=OPTIONS)
-    found = [c for c in traffic.collectives(compiled, mesh) if c.axis != "model"]
-    return np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
 
 
 class Leaf(NamedTuple):
@@ -276,7 +263,9 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     for what, (got, want) in pairs.items():
         if not _near(got, want, loose):
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
-    sent = elements_sent(grad_fn.lower(stored, x), dict(mesh.shape))
+    compiled = grad_fn.lower(stored, x).compile(compiler_options=OPTIONS)
+    found = [c for c in traffic.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
+    sent = np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
     settled = mesh.shape, *(options[name] for name in ("stage", "micro_batches", "remat"))
     known = leaves_of(case, trained, jax.tree.leaves(stored))
     want = sum(_expected(leaf, *settled) for leaf in known)

@@ -45,7 +45,6 @@ STEPS = 6
 ULPS = 256
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
-ONE = zero_jax.make_mesh(devices=jax.devices()[:1])
 GPT = gpt.GPTConfig(layers=4, width=128, heads=2, vocab=256, seq=128)
 BF16 = {"precision": zero_jax.Precision("bf16")}
 EIGHT_BITS = {"states": "8bit"}
@@ -61,6 +60,10 @@ COMPARED = {
     "states on the host": (GPT, EIGHT_BITS, [{**EIGHT_BITS, **LARGE_PIECES}], 2**14),
     "tiers": (ODD_GPT, {}, [STREAMED, {"offload": Offload(True, True, piece_bytes=4096)}], ULPS),
 }
+
+
+def on_one_device(**settings):
+    return zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), 3, **settings)
 
 
 def compared(config, reference, others, limit):
@@ -111,7 +114,7 @@ def offload_itself():
 
 
 def skipped():
-    zero = zero_jax.Zero(ONE, 3)
+    zero = on_one_device()
     params = zero.init(lambda: {"w": jnp.ones((64, 64))})
     tx, before = zero.optimizer(ADAM), zero.full(params)
     step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
@@ -162,7 +165,7 @@ def blocks():
 
 
 def checkpoints():
-    problem, zero = PROBLEMS["zoo"](), zero_jax.Zero(ONE, 3)
+    problem, zero = PROBLEMS["zoo"](), on_one_device()
     params, tx = zero.shard(problem.start), zero.optimizer(ADAM)
     params, state, _ = zero.train_step(problem.loss, tx)(params, tx.init(params), problem.batch)
     with tempfile.TemporaryDirectory() as folder, zero_jax.Checkpoints(folder) as store:
@@ -182,7 +185,7 @@ def options():
         yield f"{spellings[0][0]} is unknown", not compiler.first_known(spellings), 0
     given = compiler.options(2**30, 64, (2**26, 2**26))
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=given)
-    zero, problem = zero_jax.Zero(ONE, 3, **BF16), gpt_problem(GPT)
+    zero, problem = on_one_device(**BF16), gpt_problem(GPT)
     params, tx = zero.shard(problem.start), zero.optimizer(ADAM)
     lowered = zero.train_step(problem.loss, tx).lower(params, tx.init(params), problem.batch)
     yield "cuDNN's kernel: missing", "cudnn$fmha" not in lowered.compile().as_text(), 0

@@ -1,8 +1,9 @@
-"""Random losses on random trees (see fuzz.py)."""
+"""Random losses on random trees (fuzz.py), and runs that are killed at random (chaos.py)."""
 
 import fuzz
 import numpy as np
 import pytest
+from chaos import chaos
 from fuzz import JAX_REMATS, Case
 from fuzz_operations import COUNTS, OPS
 
@@ -36,3 +37,9 @@ def test_each_operation_equals_one_device_and_sends_what_it_must(tree):
 def test_random_losses_equal_one_device(tree):
     counts, faults = fuzz.run(range(tree, tree + 1), seed=1)
     assert counts["cases", ""] == fuzz.SETTINGS_A_TREE and not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+def test_killed_runs_have_the_losses_of_an_undisturbed_run(tmp_path):
+    faults, found = chaos(4, 0, tmp_path, counts=(1, 2))
+    assert faults.total() >= 4 and found["finished"] >= 1 and found["checkpoints"] > 0
