@@ -52,11 +52,6 @@ class Run:
         self.written = len(self.text())
         self.processes = self.start(count)
 
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
     def start(self, count: int) -> list[subprocess.Popen]:
         command = [sys.executable, str(ROOT / "train.py"), *SETTINGS.split()]
         command += ["--out", self.out.name, "--devices", str(count)]
@@ -112,8 +107,10 @@ class Run:
         fault(rng)
         return f"{fault.__name__}, {activity}"
 
-    def all_killed(self, _: random.Random) -> None:
-        self.close()
+    def all_killed(self, _: random.Random | None = None) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def one_killed(self, rng: random.Random) -> None:
         rng.choice(self.processes).kill()
@@ -127,7 +124,7 @@ class Run:
         text = self.text()
         named = f"process 0 (pid {first.pid}" in text or "process 0 was not seen" in text
         assert named and {process.returncode for process in others} == {ENDED}, text[-3000:]
-        self.close()
+        self.all_killed()
 
     def started_twice(self, _: random.Random) -> None:
         """The second start is an error while the first one is stopped and has its lock."""
@@ -139,7 +136,7 @@ class Run:
         self.end(second)
         assert second[0].returncode == WRONG and "another run writes" in self.text(before)
         assert signs and all(path.stat().st_mtime_ns == at for path, at in signs.items())
-        self.close()
+        self.all_killed()
 
     def disk_full(self, _: random.Random) -> None:
         """The run ends with the reason, at its next checkpoint or line at the latest."""
@@ -156,18 +153,20 @@ class Run:
 def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
     """Disturbs runs of `counts` processes until there were `kills` faults and the last run is done.
 
-    Returns counts of faults, and of finished runs, checkpoints and lost steps. `full`: the folder
-    is a small file system, which may be filled.
+    Returns counts of faults, and of finished runs, checkpoints and lost steps. If `full`, it fills
+    the folder, a small file system.
     """
     (folder / "text.txt").write_text(TEXT)
     rng, faults, found = random.Random(seed), collections.Counter(), collections.Counter()
-    with contextlib.closing(Run(folder, "undisturbed", 1)) as run:
-        run.processes[0].wait(timeout=600)
-        want = run.losses()
+    run = Run(folder, "undisturbed", 1)
+    run.processes[0].wait(timeout=600)
+    want = run.losses()
     assert len(want) == STEPS
     ended = False
     while faults.total() < kills or not ended:
-        with contextlib.closing(Run(folder, f"run{found['finished']}", rng.choice(counts))) as run:
+        with contextlib.ExitStack() as stack:
+            run = Run(folder, f"run{found['finished']}", rng.choice(counts))
+            stack.callback(run.all_killed)
             # Starting takes some seconds, and a step milliseconds.
             wait = rng.uniform(1, 15) if faults.total() < kills else 600
             limit = time.monotonic() + wait
@@ -196,8 +195,8 @@ def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("--kills", 50), ("--seed", 0)):
-        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         # Not on the disk that is filled: JAX would keep a truncated entry.

@@ -79,14 +79,13 @@ def as_saved(named, mixtral):
     found = {}
     own = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in named:
-        if mixtral:
-            name = name.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         stack, _, kind = name.rpartition(".")
         if not stack.endswith(".experts"):
             found[name] = array
             continue
-        parts = [array] if kind == "down_proj" else np.split(array, 2, 1)
-        names = own[2:] if kind == "down_proj" else own[:2]
-        for theirs, part in zip(names, parts, strict=True):
+        split = zip(own[:2], np.split(array, 2, 1), strict=True)
+        parts = {own[2]: array} if kind == "down_proj" else dict(split)
+        for theirs, part in parts.items():
             found |= {f"{stack}.{e}.{theirs}.weight": x for e, x in enumerate(part)}
     return found

@@ -42,10 +42,6 @@ def _first(w: Any) -> Any:
     return w if w.ndim and w.shape[0] else jnp.reshape(jnp.resize(w, (1,)), (1,)) + 0
 
 
-def _cond(w, x, predicate):
-    return lax.cond(predicate, lambda x: jnp.mean(x @ square(w)), lambda x: jnp.mean(x), x)
-
-
 def _scan_xs(w, x, wrap=lambda f: f, re=lambda w: w):
     def body(c, v):
         m = square(v).astype(c.dtype)
@@ -53,12 +49,6 @@ def _scan_xs(w, x, wrap=lambda f: f, re=lambda w: w):
 
     c, sums = lax.scan(wrap(body), x, re(_first(w)))
     return jnp.mean(c) + 0.1 * jnp.mean(sums)
-
-
-def _unrolled(w, x):
-    for i in range(_first(w).shape[0]):
-        x = x + jnp.tanh(x @ square(_first(w)[i]).astype(x.dtype))
-    return jnp.mean(x)
 
 
 def _scan_metric(w, x):
@@ -121,14 +111,18 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
         lax.scan(lambda c, _: (c + _scan_xs(w, x), None), 0.0, None, length=2)[0]),
     "scan metric": _scan_metric,
     "scan beside": _scan_beside,
-    "unrolled": _unrolled,
+    "unrolled": lambda w, x: jnp.mean(functools.reduce(
+        lambda x, i: x + jnp.tanh(x @ square(_first(w)[i]).astype(x.dtype)),
+        range(_first(w).shape[0]), x)),
     "iterated": lambda w, x: sum(jnp.tanh(v.sum() * x.mean()) for v in _first(w)),
     "fori": lambda w, x: jnp.mean(lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ square(w)), x)),
     "while stopped": lambda w, x: lax.while_loop(
         lambda c: c < 3.0, lambda c: c + 1 + lax.stop_gradient(jnp.tanh(head(w, x))), 0.0
     ) * 0.1 + head(w, x),
-    "cond on top": lambda w, x: _cond(w, x, x.sum() > -1e9),
-    "cond by device": lambda w, x: _cond(w, x, x.sum() > 0),
+    "cond on top": lambda w, x: lax.cond(
+        x.sum() > -1e9, lambda x: jnp.mean(x @ square(w)), lambda x: jnp.mean(x), x),
+    "cond by device": lambda w, x: lax.cond(
+        x.sum() > 0, lambda x: jnp.mean(x @ square(w)), lambda x: jnp.mean(x), x),
     "switch": lambda w, x: lax.switch(
         jnp.abs(x.sum()).astype(jnp.int32) % 3,
         [lambda: jnp.mean(x @ square(w)), lambda: head(w, x), lambda: jnp.mean(x)]),

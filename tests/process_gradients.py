@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import numpy as np
-from flax import nnx
+from problems import gpt_problem
 
 import zero_jax
 from zero_jax.models import gpt
@@ -23,22 +23,16 @@ ROWS = 8
 CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
-def loss(params, batch):
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))))
-    return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), *batch))
-
-
 def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 0) -> None:
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
     precision = zero_jax.Precision(scatter=None if scatter == "none" else scatter)
     zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=precision)
-    params = zero.init(lambda: nnx.state(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param))
-    index, parts = zero_jax.batch_share(zero.mesh)
+    problem, (index, parts) = gpt_problem(CONFIG), zero_jax.batch_share(zero.mesh)
     rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
-    batch = zero_jax.global_batch(zero.mesh, (rows[index].astype(np.int32),))
-    grad = jax.jit(zero.value_and_grad(loss))
+    batch = zero_jax.global_batch(zero.mesh, rows[index].astype(np.int32))
+    params, grad = zero.init(problem.make), jax.jit(zero.value_and_grad(problem.loss))
     for number in range(3):
         named = named_leaves(zero.full(grad(params, batch)[1]))
         if rank == 0:

@@ -124,14 +124,14 @@ def test_every_optimizer_is_exact(optimizer, stage, n):
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_in_bf16_the_stages_agree(name):
     """bf16 has 8 bits: one ulp is 2^-8; runs differ by summation order only."""
-    train = functools.partial(train_zero, precision=zero_jax.Precision("bf16", "bf16"))
-    first, *others = (train(problem(name), ADAM, STEPS, 4, stage=stage) for stage in range(4))
+    bf16, fp32 = zero_jax.Precision("bf16", "bf16"), plain(name, ADAM)
+    train = functools.partial(train_zero, problem(name), ADAM, STEPS, 4, precision=bf16)
+    (first, start, _), *others = (train(stage=stage) for stage in range(4))
     for losses, params, _ in others:
-        np.testing.assert_allclose(losses, first[0], rtol=2**-7)
-        assert ulps(params, first[1]) * np.finfo(np.float32).eps < 0.05
-    fp32 = plain(name, ADAM)
-    np.testing.assert_allclose(first[0], fp32[0], rtol=0.05)
-    assert ulps(first[1], fp32[1]) > ULPS, "bf16 equal to fp32: was anything cast?"
+        np.testing.assert_allclose(losses, first, rtol=2**-7)
+        assert ulps(params, start) * np.finfo(np.float32).eps < 0.05
+    np.testing.assert_allclose(first, fp32[0], rtol=0.05)
+    assert ulps(start, fp32[1]) > ULPS, "bf16 equal to fp32: was anything cast?"
 
 
 def test_same_seed_twice_is_bitwise_equal():
