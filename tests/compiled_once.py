@@ -1,8 +1,7 @@
 """Each program for simulated GPUs is compiled once, however many tests and processes ask for it.
 
-XLA spends nearly all of its time on tiles of kernels that fuse norms and softmax. Without them a
-program takes a seventh of the time, has the same collectives, and temporaries within 1 %
-(`tests/hlo/test_prove.py` compiles both ways); tests about kernels take the fixture `every_pass`.
+Without tiles of kernels that fuse norms and softmax a program takes a seventh of the time, has the
+same collectives, and temporaries within 1 % (`tests/hlo/test_prove.py` compiles both ways).
 """
 
 import hashlib

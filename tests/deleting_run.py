@@ -1,7 +1,6 @@
-"""Saves four checkpoints, keeps two, is killed while it deletes: `deleting_run.py DIR FILES...`.
+"""Saves four checkpoints, keeps two, is killed before it deletes one file more than the number.
 
-Each number of files has a process and a folder: it is killed before it deletes one file more.
-Prints how the processes ended.
+`deleting_run.py DIR FILES...` prints how the process of each number of files ended.
 """
 
 import os

@@ -6,12 +6,7 @@
 
 A fingerprint is the SHA-256 of a step's lowered StableHLO for CUDA devices, and that of the
 compiler options that the step passes to XLA for GPUs. `fingerprints.json` has one set per JAX
-release, and the history of records with their reasons, newest first. Record an intended change
-with each release in the file. To see a change, write the texts of two checkouts and `diff -ru`.
-
-Each of the ten features meets each stage once and each remat policy once. States in files and
-`stage="auto"` have no program of their own. CPU devices run the same programs without compiler
-options, except that arguments in host memory are not annotated.
+release, and the history of records with their reasons, newest first.
 """
 
 import argparse
@@ -193,11 +188,7 @@ def cases() -> dict[str, Case]:
 
 
 def normalised(text: str) -> str:
-    """Removes the names from a lowered program.
-
-    Each private function and each mesh is named by a hash of its content, and written once, in the
-    order of first use: neither names in Python nor JAX's caches of functions leave a trace.
-    """
+    """Names each private function and mesh by a hash of its content, in the order of first use."""
     text = re.sub(r'jax\.result_info = "[^"]*"', 'jax.result_info = ""', text)
     text = re.sub(r"^module @\S+", "module @step", text)
     symbols = {symbol["name"]: symbol[0] for symbol in SYMBOL.finditer(text)}

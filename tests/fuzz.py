@@ -2,16 +2,9 @@
 
     python tests/fuzz.py --cases 2000 --seed 0 --jobs 2
 
-A case is a tree (nested containers, NNX states, dataclasses; scalars, empty, primes, dims below N,
-ranks 0 to 4; fp32, bf16, integers, booleans), a loss that reads each leaf by two to five of the
-operations of fuzz_operations.py, and settings; the first settings of each tree are stage 3. Loss,
-gradients and aux must equal those of one device, and the elements sent those of a closed form:
-
-A leaf of n stored elements sends n for a gather or a reduce-scatter, and 2·n for an all-reduce
-where it is not sharded. At stages 0 to 2 it is gathered once if it is read, and its gradient is
-reduced once, at stage 2 once a micro-batch. At stage 3 an operation gathers it, gathers it again if
-its backward pass reads it, and reduce-scatters its gradient; a layer does each once. Rules:
-docs/guide.md; the numbers of each operation: fuzz_operations.py.
+A case is a tree, a loss that reads each leaf by two to five of the operations of fuzz_operations.py,
+and settings; the first settings of each tree are stage 3. Loss, gradients and aux must equal those
+of one device, and the elements sent those of a closed form, by the rules of docs/guide.md.
 """
 
 import argparse
@@ -282,10 +275,7 @@ def _near(got: Any, want: Any, loose: bool) -> bool:
 
 
 def run(trees: range, seed: int) -> tuple[collections.Counter, list[str]]:
-    """Runs the cases of these trees, which follow from their number and the seed alone.
-
-    Returns numbers of cases by (kind, name): outcomes, operations and settings; and faults.
-    """
+    """Returns counts of outcomes, operations and settings by (kind, name), and faults."""
     counts, faults = collections.Counter(), []
     for tree in trees:
         rng = np.random.default_rng([seed, tree])

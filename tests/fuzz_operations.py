@@ -209,15 +209,11 @@ class Loop(NamedTuple):
 
 
 # None: it reads the full leaf in each iteration.
-LOOPS: dict[str, Loop | None] = {
-    **dict.fromkeys(("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")),
-    "scan": Loop(3, True),
-    "scan cast": Loop(3, True),
-    "scan checkpoint": Loop(1, True),
-    "scan reverse": Loop(1, False),
-    "scan metric": Loop(1, False),
-    "scan beside": Loop(1, True),
-    "map": Loop(1, False, carries=False),
-}
+FULL = ("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")
+LOOPS: dict[str, Loop | None] = dict.fromkeys(FULL)
+LOOPS |= dict.fromkeys(("scan", "scan cast"), Loop(3, True))
+LOOPS |= dict.fromkeys(("scan checkpoint", "scan beside"), Loop(1, True))
+LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), Loop(1, False))
+LOOPS["map"] = Loop(1, False, carries=False)
 # These round cotangents to bf16.
 ROUNDS = ("scan cast", "half and back")

@@ -1,8 +1,6 @@
 """Trains with its optimizer state in files, from the start or from its last step.
 
-    python nvme_run.py FOLDER OUT STEPS KILL_IN_STEP [ADDRESS PROCESSES PROCESS]
-
-A separate process, so that it can be killed in the middle of a step.
+python nvme_run.py FOLDER OUT STEPS KILL_IN_STEP [ADDRESS PROCESSES PROCESS]
 """
 
 import os

@@ -4,9 +4,7 @@
     python tests/on_gpu.py --only remat    # one check; the others stay in the file
     python tests/on_gpu.py --json FILE     # on a CPU, to try the script itself
 
-Simulated CPU devices do not test XLA's GPU backend, its options, cuDNN's attention and pinned host
-memory. Each check runs in its own process, several at a time, and yields (name, difference, limit).
-fp32 matrix products are exact (`jax_default_matmul_precision`), not TF32.
+Each check runs in its own process, several at a time, and yields (name, difference, limit).
 """
 
 import argparse

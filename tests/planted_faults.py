@@ -2,13 +2,12 @@
 
 Applies each fault of planted_faults.txt to a copy of the repository, and runs the tests that run
 its line, the quickest first, up to the first failure or the time limit. Needs a coverage file and
-JUnit files of the same code (CONTRIBUTING.md has the command); not a part of CI.
+JUnit files of the same code; not a part of CI.
 
     python tests/planted_faults.py --coverage .coverage --junit junit.xml 'slow or not slow' \
         --out faults.json [--jobs 2] [--only NAME] [--compare BEFORE.json]
 
-A result is `found` by a test, `missed` (all of them pass), or `timed out`. A test that also fails
-without the fault is left out. A second run resumes: it keeps the results in `--out`.
+A test that also fails without the fault is left out. A second run keeps the results in `--out`.
 """
 
 import argparse
@@ -64,11 +63,7 @@ class Fault(NamedTuple):
 
 
 def table(text: str) -> list[Fault]:
-    """Reads faults of three lines each: name and file, `- old`, `+ new`; `#` begins a comment.
-
-    >>> table("cast zero_jax/a.py\\n- x.astype(f32)\\n+ x\\n")
-    [Fault(name='cast', file='zero_jax/a.py', old='x.astype(f32)', new='x')]
-    """
+    """Reads faults of three lines each: name and file, `- old`, `+ new`; `#` begins a comment."""
     rows = re.findall(r"^([\w-]+) (\S+)\n- (.*)\n\+ (.*)$", text, re.M)
     assert len({name for name, *_ in rows}) == len(rows) == text.count("\n- "), "not a table"
     return [Fault(*row) for row in rows]
@@ -104,10 +99,9 @@ def contexts(files: Sequence[str], file: str, source: str) -> dict[int, set[str]
 def chosen(fault: Fault, files: Sequence[str], tests: Tests, limit: float) -> list[Run]:
     """Returns the runs of tests for a fault, in their order.
 
-    Tests that run the line come first, the quickest at the front. The others in their files follow:
-    a fixture or a cache may hand them what the line has made in another test. A line that runs at
-    import, or in no test, has the tests of the package's folder. The list ends where its tests take
-    twice the limit.
+    Tests that run the line come first, the quickest at the front, then the others in their files: a
+    fixture or a cache may hand them what the line has made. A line that runs at import, or in no
+    test, has the tests of the package's folder.
     """
     source = (ROOT / fault.file).read_text()
     line = source[: source.index(fault.old)].count("\n") + 1

@@ -1,9 +1,6 @@
-"""Gradients of a GPT over all devices of some processes, as process 0 sees them.
+"""Gradients of a GPT by path, three times, as process 0 sees them, to OUT-0.npz to OUT-2.npz.
 
-    python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]
-
-SCATTER is a setting of `Precision`, or "none". Writes the gradients by path to OUT-0.npz and,
-computed again, OUT-1.npz and OUT-2.npz.
+python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]     # a `Precision` or "none"
 """
 
 import sys

@@ -1,9 +1,7 @@
 """Ten steps under Zero equal ten steps of plain optax on one device.
 
-fp32 tolerance: 256 ulps of a leaf's largest element after ten steps. Sums over devices are taken
-in another order, which moves a gradient by an ulp or two of its largest term, and ten steps and
-the optimizers' divisions amplify it. A wrong mean, norm or padding is off by 10^4 ulps or more:
-see `planted_faults.txt`.
+fp32 tolerance: 256 ulps of a leaf's largest element. Other orders of summation, ten steps and the
+optimizers' divisions amplify an ulp or two; a wrong mean, norm or padding is off by 10^4 or more.
 """
 
 import functools

@@ -1,8 +1,4 @@
-"""The README and the pages of docs/: Python and commands run, and names and links in them exist.
-
-The commands of a page run from top to bottom in a copy of the repository, as a reader would, except
-those with a comment that says why not.
-"""
+"""The README and the pages of docs/: Python and commands run, and names and links in them exist."""
 
 import ast
 import importlib.util
