@@ -9,6 +9,7 @@ themselves and print the reason. A run that finishes must equal one that was not
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -79,17 +80,6 @@ class Run:
             time.sleep(0.02)
         return not any(process.returncode for process in processes)
 
-    def check_all(self) -> tuple[int, int]:
-        """Reads every checkpoint to the bit; returns their number and the last one's step."""
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        with Checkpoints(self.out / "checkpoints", read_only=True) as checkpoints:
-            for step in checkpoints.steps:
-                arrays, like = checkpoints.manifest(step).arrays, {}
-                for name, x in arrays.items():
-                    like[name] = jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=device)
-                checkpoints.restore(like, step, say=lambda _: None)
-            return len(checkpoints.steps), checkpoints.latest or 0
-
     def disturb(self, rng: random.Random, full: bool) -> str:
         """Lets a random fault happen; returns its name and what the run did."""
         step, text = max(self.losses(), default=0), self.text(self.written)
@@ -153,6 +143,8 @@ def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
     Returns counts of faults, and of finished runs, checkpoints and lost steps.
     """
     (folder / "text.txt").write_text(TEXT)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    empty = functools.partial(jax.ShapeDtypeStruct, sharding=device)
     rng, faults, found = random.Random(seed), collections.Counter(), collections.Counter()
     run = Run(folder, "undisturbed", 1)
     run.processes[0].wait(timeout=600)
@@ -177,9 +169,13 @@ def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
             else:
                 faults[run.disturb(rng, full)] += 1
             if (run.out / "checkpoints").exists():
-                count, latest = run.check_all()
-                found["checkpoints"] += count
-                lost = max(run.losses(), default=0) - latest
+                with Checkpoints(run.out / "checkpoints", read_only=True) as checkpoints:
+                    for step in checkpoints.steps:  # to the bit
+                        arrays = checkpoints.manifest(step).arrays
+                        like = {n: empty(x.shape, jnp.dtype(x.dtype)) for n, x in arrays.items()}
+                        checkpoints.restore(like, step, say=lambda _: None)
+                    found["checkpoints"] += len(checkpoints.steps)
+                    lost = max(run.losses(), default=0) - (checkpoints.latest or 0)
                 # The last checkpoint may still have been on its way to the disk.
                 assert lost <= 3 * EVERY
                 found["most steps lost"] = max(lost, found["most steps lost"])

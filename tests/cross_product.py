@@ -6,10 +6,10 @@ The test suite has a part of this product. Prints the largest difference of each
 """
 
 import itertools
-import pathlib
 import sys
+from pathlib import Path
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent / "sharding")]
 
 import conftest  # noqa: F401  (eight devices, and a fast compiler)
 import jax.numpy as jnp

@@ -2,9 +2,9 @@
 
     python tests/fuzz.py --cases 2000 --seed 0 --jobs 2
 
-A case is a tree, a loss that reads each leaf by two to five of the operations of fuzz_operations.py,
-and settings; the first settings of each tree are stage 3. Loss, gradients and aux must equal those
-of one device, and the elements sent those of a closed form, by the rules of docs/guide.md.
+A case is a tree, a loss that reads each leaf by two to five operations of fuzz_operations.py, and
+settings; the first settings of each tree are stage 3. Loss, gradients and aux must equal those of
+one device, and the elements sent those of a closed form, by the rules of docs/guide.md.
 """
 
 import argparse

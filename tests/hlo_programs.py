@@ -27,9 +27,8 @@ def snippet(body, *computations, header="num_partitions=8"):
     parts = [f"HloModule m, is_scheduled=true, {header}\n", "%add (a: f32[], b: f32[]) -> f32[] {"]
     parts += ["  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"]
     parts += ["  ROOT %sum = f32[] add(%a, %b)\n}\n", *computations]
-    return "\n".join(
-        [*parts, "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"]
-    )
+    entry = "\n  ".join(["ENTRY %main (p: f32[]) -> f32[] {", *body])
+    return "\n".join([*parts, entry, "}\n"])
 
 
 def the_only(compiled):

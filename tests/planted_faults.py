@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import xml.etree.ElementTree
 from collections.abc import Sequence
@@ -260,26 +259,26 @@ def main() -> None:
         return
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
     todo = [f for f in faults if (f.name in given.only if given.only else f.name not in results)]
-    tests, lock = durations(given.junit), threading.Lock()
+    tests = durations(given.junit)
     pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
     with tempfile.TemporaryDirectory() as folder, pool:
         copies = queue.SimpleQueue()
         for job in range(given.jobs):
             copies.put(Copy(Path(folder, str(job))))
 
-        def judge(fault: Fault) -> None:
+        def judge(fault: Fault) -> tuple[str, dict[str, object]]:
             copy = copies.get()
             try:
                 runs = chosen(fault, given.coverage, tests, given.limit)
-                result = copy.judged(fault, runs, given.limit)
+                return fault.name, copy.judged(fault, runs, given.limit)
             finally:
                 copies.put(copy)
-            with lock:
-                results[fault.name] = result
-                given.out.write_text(json.dumps(results, indent=1) + "\n")
-                print(f"{fault.name}: {result}", flush=True)
 
-        list(pool.map(judge, todo))
+        for done in concurrent.futures.as_completed([pool.submit(judge, f) for f in todo]):
+            name, result = done.result()
+            results[name] = result
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {result}", flush=True)
     kinds = collections.Counter(results[f.name]["result"] for f in faults if f.name in results)
     share = f"{kinds['found']} of {kinds.total()} ({kinds['found'] / max(kinds.total(), 1):.1%})"
     others = f"missed {kinds['missed']}, timed out {kinds['timed out']}"

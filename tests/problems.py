@@ -22,17 +22,13 @@ ROWS = 120
 
 @dataclasses.dataclass
 class Problem:
-    """A model, a loss for one device and a batch.
-
-    `loss` takes (params, batch, *extras); with extras it returns (loss, new extras[0]).
-    `loss_on_mesh` is the same loss where the model has to name the mesh axis (batch norm).
-    """
+    """A model, a loss for one device and a batch."""
 
     make: Callable[[], Any]
-    loss: Callable[..., Any]
+    loss: Callable[..., Any]  # of (params, batch, *extras); with extras also returns new extras[0]
     batch: Any
     extras: tuple[Any, ...] = ()
-    loss_on_mesh: Callable[..., Any] | None = None
+    loss_on_mesh: Callable[..., Any] | None = None  # where the model names the mesh axis
 
     @functools.cached_property
     def start(self) -> Any:
