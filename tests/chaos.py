@@ -66,7 +66,6 @@ class Run:
         return self.log.read_text()[first:]
 
     def losses(self) -> dict[int, float]:
-        """Returns losses by step, of complete lines."""
         file = self.out / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -9,7 +9,8 @@ import itertools
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent / "sharding")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent / "sharding"))
 
 import conftest  # noqa: F401  (eight devices, and a fast compiler)
 import jax.numpy as jnp

@@ -53,7 +53,6 @@ HOW += f'and run python tests/fingerprints.py --record "JAX {jax.__version__}"'
 
 
 def make() -> PyTree:
-    """Makes an embedding, layers whose parameters are stacked, and a head."""
     shapes = {"down": (2 * WIDTH, WIDTH), "scale": (WIDTH,), "up": (WIDTH, 2 * WIDTH)}
     layers = {name: jnp.ones((LAYERS, *shape)) for name, shape in shapes.items()}
     return {"embed": jnp.ones((VOCAB, WIDTH)), "head": jnp.ones((WIDTH, VOCAB)), "layers": layers}
@@ -115,8 +114,6 @@ def routed(params: PyTree, tokens: jax.Array) -> tuple[zero_jax.Weighted, jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training step: settings of `Zero`, mesh, model and optimizer."""
-
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mesh: AbstractMesh = MESH
     make: Callable[[], PyTree] = make
@@ -125,7 +122,6 @@ class Case:
     has_aux: bool = False
 
     def lowered(self) -> tuple[str, str]:
-        """Returns the step's normalised StableHLO, and its compiler options as JSON."""
         zero = zero_jax.Zero(self.mesh, **{"precision": "bf16", **self.settings})
         placed = NamedSharding(self.mesh, PartitionSpec(zero.batch_axes))
         tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32, sharding=placed)
@@ -147,7 +143,6 @@ def of_model(config: Any, settings: Mapping[str, Any], **mesh: int) -> Case:
 
 
 def cases() -> dict[str, Case]:
-    """Returns all cases by name: features at every stage, and settings that some do not support."""
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32)
     lora = zero_jax.Lora(rank=2, base="nf4").adapt(scanned, jax.eval_shape(make), tokens)
     specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model")}
@@ -227,7 +222,6 @@ def recorded() -> Any:
 
 
 def differences(found: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Returns the part that differs, for each case that is not as recorded."""
     differing = {}
     for name in {**found, **known}:
         if name not in found or name not in known:
@@ -252,7 +246,6 @@ def record(found: Mapping[str, str], reason: str) -> list[str]:
 
 
 def compare() -> int:
-    """Prints the programs that differ from the record; returns the exit status, 1 if one does."""
     releases = recorded()["releases"]
     if jax.__version__ not in releases:
         print(HOW)

@@ -103,7 +103,6 @@ def case_of(rng: np.random.Generator) -> Case:
 
 
 def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
-    """Arguments of `Zero`, and the sizes of the mesh: data, replica, model."""
     data = int(rng.integers(1, 9))
     replica = 2 if data <= 4 and rng.random() < 0.2 else 1
     model = 2 if data * replica <= 4 and rng.random() < 0.15 else 1
@@ -188,7 +187,6 @@ def _expected(leaf, mesh, stage, micro_batches, remat) -> np.ndarray:
 
 
 def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
-    """Elements that an operation gathers and reduce-scatters in a micro-batch of stage 3."""
     rows = leaf.shape[0]
     if name in ops.LOOPS:
         gathers, again, scatters = _loop(name, leaf, remat)
@@ -202,16 +200,16 @@ def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
 
 
 def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
-    """How often a loop over rows gathers each, gathers it again, and scatters its gradient."""
     loop, keeps = ops.LOOPS[name], remat in ("none", JAX_REMATS["everything"])
     own_remat = name == "scan checkpoint"
     if loop is None or leaf.dim == 0:  # read in each iteration, and gathered before the loop
         return 1, not keeps or own_remat, 1
+    none, everything, carries = loop
     if remat == "none":
-        return loop.none, own_remat, loop.none
+        return none, own_remat, none
     groups = any(leaf.shape[0] % size == 0 for size in range(2, leaf.shape[0]))
-    grouped = remat == "block_sqrt" and loop.carries and groups
-    return 1, (loop.everything if keeps else 1) + grouped, 1
+    grouped = remat == "block_sqrt" and carries and groups
+    return 1, (everything if keeps else 1) + grouped, 1
 
 
 @functools.lru_cache(maxsize=4)
@@ -229,7 +227,6 @@ def _reference(loss: Any, compute: str) -> Any:
 
 
 def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
-    """Returns what is wrong, or None."""
     options = dict(settings)
     data, replica, model = options.pop("mesh")
     specs = specs_of(case.params) if model > 1 else None

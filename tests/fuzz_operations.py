@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ _own_tanh.defjvp(lambda p, t: (jnp.tanh(p[0]), t[0] * (1 - jnp.tanh(p[0]) ** 2))
 
 
 def _first(w: Any) -> Any:
-    """With a leading dim of at least one."""
     return w if w.ndim and w.shape[0] else jnp.reshape(jnp.resize(w, (1,)), (1,)) + 0
 
 
@@ -62,8 +61,6 @@ def _scan_metric(w, x):
 
 
 def _scan_beside(w, x):
-    """Data beside the activations, read by a loop that has no gradient."""
-
     def body(c, v):
         c, data = c
         turned = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, data))
@@ -200,20 +197,14 @@ ROWS = {"broadcast", "first row", "last row"}  # these read one row
 UNROLLED = {"unrolled", "iterated"}  # these read row by row
 
 
-class Loop(NamedTuple):
-    """A loop over rows."""
-
-    none: int  # operations that read a row: under `remat="none"` each gathers and scatters it
-    everything: bool  # whether it gathers rows again under JAX's `everything_saveable`
-    carries: bool = True  # so that layers form groups under `block_sqrt`
-
-
-# None: it reads the full leaf in each iteration.
+# Of a loop over rows: how many operations read a row, each of which gathers and scatters it under
+# `remat="none"`; whether it gathers rows again under JAX's `everything_saveable`; whether it has a
+# carry, so that layers form groups under `block_sqrt`. None: it reads the full leaf each time.
 FULL = ("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")
-LOOPS: dict[str, Loop | None] = dict.fromkeys(FULL)
-LOOPS |= dict.fromkeys(("scan", "scan cast"), Loop(3, True))
-LOOPS |= dict.fromkeys(("scan checkpoint", "scan beside"), Loop(1, True))
-LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), Loop(1, False))
-LOOPS["map"] = Loop(1, False, carries=False)
+LOOPS: dict[str, tuple[int, bool, bool] | None] = dict.fromkeys(FULL)
+LOOPS |= dict.fromkeys(("scan", "scan cast"), (3, True, True))
+LOOPS |= dict.fromkeys(("scan checkpoint", "scan beside"), (1, True, True))
+LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (1, False, True))
+LOOPS["map"] = (1, False, False)
 # These round cotangents to bf16.
 ROUNDS = ("scan cast", "half and back")

@@ -51,7 +51,6 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """By family: a folder in several files, as transformers saved it."""
     made = {name: tmp_path_factory.mktemp("theirs") for name in families.FAMILIES}
     for name, folder in made.items():
         families.theirs(name).save_pretrained(folder, max_shard_size="30KB")

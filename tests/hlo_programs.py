@@ -23,7 +23,6 @@ def compile_on_8(f, *arrays, **specs):
 
 
 def snippet(body, *computations, header="num_partitions=8"):
-    """An HLO module whose entry computation holds `body`."""
     parts = [f"HloModule m, is_scheduled=true, {header}\n", "%add (a: f32[], b: f32[]) -> f32[] {"]
     parts += ["  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"]
     parts += ["  ROOT %sum = f32[] add(%a, %b)\n}\n", *computations]

@@ -40,7 +40,6 @@ def small_problem() -> Problem:
 
 
 def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> None:
-    """Runs until so many steps are done in all, or dies in one of them."""
     if processes:
         address, count, index = processes
         jax.config.update("jax_num_cpu_devices", 4 // int(count))

@@ -151,7 +151,6 @@ def largest_error(got, want):
 
 
 def blocks():
-    """int8 and nf4 of frozen weights have the bits of NumPy."""
     x = np.random.default_rng(0).normal(size=(256, 96)).astype(np.float32)
     for kind in quantised.KINDS:
         ours = jax.jit(lambda x, kind=kind: quantised.quantise(x, kind, -2))(x)
@@ -215,7 +214,6 @@ def in_process(check):
 
 
 def main(args=None) -> int:
-    """Returns the number of checks that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=FILE)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))

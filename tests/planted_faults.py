@@ -42,15 +42,12 @@ Tests = dict[str, dict[str, float]]  # by the `-m` that selects them: seconds by
 
 
 class Fault(NamedTuple):
-    """One fault: the text `old`, which occurs once in the file, becomes `new`."""
-
     name: str
     file: str
     old: str
     new: str
 
     def problem(self) -> str:
-        """Returns why the fault can't be planted; "" if it can."""
         source = (ROOT / self.file).read_text() if (ROOT / self.file).exists() else ""
         if (count := source.count(self.old)) != 1:
             return f"{self.name} no longer applies: {self.file} has {self.old!r} {count} times"
@@ -80,7 +77,6 @@ def statement(source: str, line: int) -> tuple[set[int], bool]:
 
 
 def contexts(files: Sequence[str], file: str, source: str) -> dict[int, set[str]]:
-    """Returns the names of the tests that run each line, of coverage files with contexts."""
     found: dict[int, set[str]] = collections.defaultdict(set)
     for data in map(coverage.CoverageData, files):
         data.read()
@@ -128,7 +124,6 @@ def chosen(fault: Fault, files: Sequence[str], tests: Tests, limit: float) -> li
 
 
 def durations(junit: Sequence[tuple[str, str]]) -> Tests:
-    """Returns the seconds of the tests that passed, of JUnit files and what selects their tests."""
     found: Tests = collections.defaultdict(dict)
     for path, select in junit:
         for case in xml.etree.ElementTree.parse(path).iter("testcase"):
@@ -160,7 +155,6 @@ class Copy:
             subprocess.run(command, cwd=folder, check=True)
 
     def judged(self, fault: Fault, runs: Sequence[Run], limit: float) -> dict[str, object]:
-        """Returns the result of a fault, of runs that `chosen` returned."""
         spent, known = 0.0, {"tests": sum(len(names) for _, names in runs)}
         path, waiting = self._folder / fault.file, collections.deque(runs)
         source = path.read_text()
@@ -192,7 +186,6 @@ class Copy:
         return {"result": "missed"} | known
 
     def _passes(self, select: str, name: str) -> bool:
-        """Returns whether a test passes without a fault."""
         if name not in self._passing and self._run(select, [name], LIMIT)[0] == "passed":
             self._passing.add(name)
         return name in self._passing

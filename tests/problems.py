@@ -32,7 +32,6 @@ class Problem:
 
     @functools.cached_property
     def start(self) -> Any:
-        """The first parameters, as numpy arrays."""
         return jax.tree.map(np.asarray, jax.jit(self.make)())
 
     @property
@@ -75,8 +74,6 @@ def resnet_problem() -> Problem:
 
 
 def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
-    """The leaf shapes of `zoo_params`, without the empty leaf unless `empty`."""
-
     def make():
         return {k: v for k, v in zoo_params(tiny).items() if empty or k != "empty_0x4"}
 
@@ -156,7 +153,6 @@ def ulps(got, want) -> float:
 
 
 def whole(tree) -> dict[str, np.ndarray]:
-    """Returns each leaf as one unsharded array, by path; all devices are in this process."""
     found = {}
     for leaf in leaves.leaves(tree):
         out = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
@@ -174,7 +170,6 @@ def assert_bitwise(a, b):
 
 
 def equations_of(jaxpr):
-    """Yields the equations of a jaxpr and of all that they call."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jex.jaxprs_in_params(eqn.params):

@@ -21,7 +21,6 @@ SIZES = {"layers": 2, "width": 32, "heads": 2, "vocab": 96, "seq": 16}
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a script with its folder on the path."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
 

@@ -25,7 +25,6 @@ def test_a_quarter_of_the_programs_is_as_recorded():
 
 
 def normalised(fn):
-    """Returns the text that JAX prints, and the text that is hashed."""
     x = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     text = jax.jit(fn).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     return text, fingerprints.normalised(text)
@@ -51,10 +50,10 @@ def test_names_and_copies_of_functions_change_nothing():
     assert got == wanted
 
 
-def test_a_record_names_the_changes_and_the_reason(tmp_path, monkeypatch, capsys):
+def test_a_record_names_the_changes_and_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprints, "RECORDED", tmp_path / "fingerprints.json")
     fingerprints.RECORDED.write_text('{"releases": {"0.9.0": {}}, "history": []}')
-    assert fingerprints.compare() == 1 and fingerprints.HOW in capsys.readouterr().out
+    assert fingerprints.compare() == 1
     programs = {"same": "0 0", "cast": "1 0", "set": "2 0", "gone": "3 0"}
     fingerprints.record(programs, "first")
     now = {"same": "0 0", "cast": "9 0", "set": "2 9", "new": "4 0"}
@@ -62,7 +61,6 @@ def test_a_record_names_the_changes_and_the_reason(tmp_path, monkeypatch, capsys
     assert list(changed) == ["cast", "set", "new", "gone"]
     assert changed["cast"] == "program" and changed["set"] == "compiler options"
     assert fingerprints.record(now, "second") == list(changed)
-    assert fingerprints.record(now, "nothing changed") == []
     history = [(x["reason"], x["changed"]) for x in fingerprints.recorded()["history"]]
     assert history == [("second", list(changed)), ("first", ["all"])]
     assert fingerprints.recorded()["releases"][jax.__version__]["programs"] == now

@@ -40,7 +40,6 @@ def tree(path: Path) -> ast.Module:
 
 @functools.cache
 def imports(path: Path) -> set[str]:
-    """Returns dotted modules, and the names imported from them."""
     found = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):

@@ -47,7 +47,6 @@ OPTIMIZERS = {
 
 
 def few_leaves(empty: bool = True) -> Problem:
-    """Odd, even, small and tied leaves, a scalar and, if `empty`, a leaf without elements."""
     shapes = {"bias": (), "vector": (3,), "deep": (2, 13, 8), "tied": (7, 13), "none": (0, 4)}
     start = {name: 0.2 * jax.random.normal(jax.random.key(0), x) for name, x in shapes.items()}
     start = {name: leaf for name, leaf in start.items() if leaf.size or empty}

@@ -120,7 +120,6 @@ def test_links_lead_to_pages_and_titles_and_the_readme_to_every_page():
 
 
 def commands(page, compiled):
-    """Returns the commands that run here and that `.ci/run` or the README's test does not run."""
     done = {block for _, block in BLOCK.findall(text_of("README.md")) if page != "README.md"}
     found, left = BLOCK.findall(text_of(page)), ("test", "run by .ci/run", "not run: ")
     found = [block for said, block in found if block not in done and not said.startswith(left)]
