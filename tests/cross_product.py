@@ -2,7 +2,7 @@
 
     python tests/cross_product.py [gpt|linen ...]      # 264 trainings, some 15 minutes
 
-The test suite has a part of this product. Prints the largest difference of each mesh.
+Prints the largest difference of each mesh.
 """
 
 import itertools

@@ -12,9 +12,8 @@ from training.main import main
 from zero_jax.checkpoint.arrays import Array
 
 rank, where = int(sys.argv[1]), sys.argv[2]
-# The second is in the second checkpoint.
-cases = {"step": (zero_jax.TrainStep, "__call__", 5), "save": (Array, "write", 60)}
-place, name, after = cases[where]
+step, save = (zero_jax.TrainStep, "__call__", 5), (Array, "write", 60)  # in the second checkpoint
+place, name, after = {"step": step, "save": save}[where]
 works, calls = getattr(place, name), []
 
 

@@ -153,16 +153,12 @@ class Leaf(NamedTuple):
     hierarchical: bool  # and over `replica`
 
 
-def leaves_of(case: Case, trained: Sequence[bool], arrays: Sequence[jax.Array]) -> list[Leaf]:
-    found = []
-    for at, (x, array) in enumerate(zip(jax.tree.leaves(case.params), arrays, strict=True)):
-        axes = [a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
-        dim = next((d for d, names in enumerate(axes) if "data" in names), None)
-        hierarchical = dim is not None and "replica" in axes[dim]
-        elements = array.size // (2 if ("model",) in axes else 1)
-        read = x.shape, case.ops[at], trained[at], at == case.first
-        found.append(Leaf(*read, elements, dim, hierarchical))
-    return found
+def leaf_of(x: Any, array: jax.Array, names: Sequence[str], trained: bool, rows: bool) -> Leaf:
+    axes = [a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
+    dim = next((d for d, names in enumerate(axes) if "data" in names), None)
+    elements = array.size // (2 if ("model",) in axes else 1)
+    both = dim is not None and "replica" in axes[dim]
+    return Leaf(x.shape, names, trained, rows, elements, dim, both)
 
 
 def _expected(leaf, mesh, stage, micro_batches, remat) -> np.ndarray:
@@ -257,7 +253,8 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     found = [c for c in traffic.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
     sent = np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
     settled = mesh.shape, *(options[name] for name in ("stage", "micro_batches", "remat"))
-    known = leaves_of(case, trained, jax.tree.leaves(stored))
+    rows = [at == case.first for at in range(len(leaves))]
+    known = map(leaf_of, leaves, jax.tree.leaves(stored), case.ops, trained, rows)
     want = sum(_expected(leaf, *settled) for leaf in known)
     ok = np.all(0.99 * want <= sent) and np.all(sent <= 1.01 * want + SCALARS)
     return None if ok else f"elements {sent} for {want}"

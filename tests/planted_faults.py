@@ -15,6 +15,7 @@ import ast
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -144,7 +145,8 @@ class Copy:
     """A copy of the repository, in an empty folder, in which faults are planted and tests run."""
 
     def __init__(self, folder: Path):
-        self._folder, self._passing = folder, set[str]()
+        self._folder = folder
+        self._passes = functools.cache(lambda *run: self._run(*run, LIMIT)[0] == "passed")
         # Tests of the docs ask git which files there are.
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
@@ -167,7 +169,7 @@ class Copy:
             finally:
                 _write(path, source)
             took = time.monotonic() - began
-            if kind == "failed" and not self._passes(select, test):
+            if kind == "failed" and not self._passes(select, (test,)):
                 known.setdefault("fail without the fault", []).append(test)
                 if others := [name for name in names if name != test]:
                     waiting.appendleft((select, others))
@@ -184,11 +186,6 @@ class Copy:
             if kind == "timed out" or spent > limit:
                 return {"result": "timed out"} | known
         return {"result": "missed"} | known
-
-    def _passes(self, select: str, name: str) -> bool:
-        if name not in self._passing and self._run(select, [name], LIMIT)[0] == "passed":
-            self._passing.add(name)
-        return name in self._passing
 
     def _run(self, select: str, names: Sequence[str], limit: float, *more: str) -> tuple[str, str]:
         """Runs tests in this order; returns passed, failed, broken or timed out, and which."""

@@ -1,5 +1,6 @@
 """Programs that benchmarks compare train the same model; the checks of a GPU run on the CPU."""
 
+import functools
 import importlib
 import json
 import subprocess
@@ -23,11 +24,6 @@ SIZES = {"layers": 2, "width": 32, "heads": 2, "vocab": 96, "seq": 16}
 def load(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
-
-
-def run(*command):
-    command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER).stdout
 
 
 def small_case(remat):
@@ -65,14 +61,14 @@ def test_plain_data_parallelism_replicates_and_gspmd_shards(load):
 
 @pytest.mark.slow
 def test_stages_and_compilation_are_measured(tmp_path):
-    out = tmp_path / "stages.json"
-    sizes = ("--model", "nano", "--devices", "2", "--seq", "16", "--rounds", "1")
-    printed = run("stages.py", *sizes, "--json", out)
+    run = functools.partial(subprocess.check_output, text=True, cwd=FOLDER)
+    out, command = tmp_path / "stages.json", [sys.executable, "stages.py", "--model", "nano"]
+    printed = run([*command, "--devices", "2", "--seq", "16", "--rounds", "1", "--json", out])
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == ["data parallel", "gspmd", "gspmd held", *(f"stage {s}" for s in range(4))]
     assert rows["data parallel"]["ratio"] == 1 and all(f"| {name} |" in printed for name in rows)
     assert rows["stage 3"]["total_bytes"] < rows["data parallel"]["total_bytes"]
-    compiled = json.loads(run("compile.py", "--one", "1", "2").splitlines()[-1])
+    compiled = json.loads(run([sys.executable, "compile.py", "--one", "1", "2"]).splitlines()[-1])
     assert min(compiled.values()) > 0 and 1e8 < compiled["peak_bytes"] < 4e9
 
 

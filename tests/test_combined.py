@@ -15,8 +15,7 @@ from zero_jax.remat import policies
 
 PIECES = Offload(optimizer=True, params=True, piece_bytes=4096)
 RUNS = [("gpt", (2, 2), zero_jax.configuration("c5"))]
-# An unrolled model.
-RUNS += [("linen", (2, 2), {"stage": 2, "remat": "block@partitioned"})]
+RUNS += [("linen", (2, 2), {"stage": 2, "remat": "block@partitioned"})]  # unrolled
 RUNS += [("linen", (2, 2), {"stage": 3, "remat": "block_sqrt"})]
 SLOW = [("gpt", (2, 2), zero_jax.configuration(name)) for name in ("c1", "c2", "c3", "c4")] + [
     ("gpt", (2, 2), {"stage": 1, "remat": "block@partitioned", "offload": "optimizer"}),

@@ -58,9 +58,7 @@ def test_a_record_names_the_changes_and_the_reason(tmp_path, monkeypatch):
     fingerprints.record(programs, "first")
     now = {"same": "0 0", "cast": "9 0", "set": "2 9", "new": "4 0"}
     changed = fingerprints.differences(now, programs)
-    assert list(changed) == ["cast", "set", "new", "gone"]
-    assert changed["cast"] == "program" and changed["set"] == "compiler options"
-    assert fingerprints.record(now, "second") == list(changed)
+    assert [*changed.items()][:2] == [("cast", "program"), ("set", "compiler options")]
+    assert fingerprints.record(now, "second") == [*changed] == ["cast", "set", "new", "gone"]
     history = [(x["reason"], x["changed"]) for x in fingerprints.recorded()["history"]]
-    assert history == [("second", list(changed)), ("first", ["all"])]
-    assert fingerprints.recorded()["releases"][jax.__version__]["programs"] == now
+    assert history == [("second", [*changed]), ("first", ["all"])]

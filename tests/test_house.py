@@ -99,8 +99,7 @@ def test_imports_by_string_and_jaxprs_have_one_place_and_every_package_says_what
     assert folders == PACKAGES
     for name in folders:
         assert "mport" in (ast.get_docstring(tree(LIBRARY / name / "__init__.py")) or ""), name
-        # It hides no public function.
-        assert isinstance(getattr(zero_jax, name, ast), type(ast)), name
+        assert isinstance(getattr(zero_jax, name, ast), type(ast)), f"{name} hides a function"
 
 
 def test_models_import_nothing_from_the_library_and_nothing_imports_private_jax():

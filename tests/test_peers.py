@@ -19,7 +19,7 @@ SIZES = {"layers": 3, "width": 24, "heads": 4, "vocab": 50, "seq": 12}
 
 
 def test_the_model_of_the_peers_is_ours(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
     monkeypatch.setattr(sys, "argv", ["peer_torch.py", "ddp"])
     import peer_torch
 

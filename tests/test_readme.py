@@ -36,8 +36,7 @@ PRINTS = {
 # fmt: on
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
-# Settings of these tests, which a reader does not have.
-OURS = ("XLA_FLAGS", "JAX_", "ZERO_JAX_CACHE", "PYTEST_", "PYTHONPATH")
+OURS = ("XLA_FLAGS", "JAX_", "ZERO_JAX_CACHE", "PYTEST_", "PYTHONPATH")  # not of a reader
 
 
 def text_of(page: str) -> str:
