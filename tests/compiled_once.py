@@ -53,5 +53,4 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture
 def every_pass(monkeypatch):
-    """Compiles programs as XLA does by default."""
     monkeypatch.setattr(prove, "FLAGS", prove.FLAGS.removesuffix(WITHOUT))

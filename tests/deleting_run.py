@@ -17,7 +17,6 @@ from zero_jax import Checkpoints
 
 def main(folder, left):
     def watch(event, args):
-        """Sees every file of the first checkpoint that Python removes, also in threads."""
         nonlocal left
         if event == "os.remove" and (args[1] != -1 or str(args[0]).startswith(f"{folder}/1/")):
             left -= 1

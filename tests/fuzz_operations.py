@@ -18,7 +18,6 @@ def vector(w: Any) -> Any:
 
 
 def square(w: Any, n: int = FEATURES) -> Any:
-    """A matrix (n, n) of what there is."""
     flat = vector(w)
     return jnp.resize(flat, (n, n)) if flat.size else jnp.zeros((n, n), w.dtype)
 

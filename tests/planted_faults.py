@@ -223,7 +223,7 @@ def _write(path: Path, source: str) -> None:
         compiled.unlink()
 
 
-def arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawTextHelpFormatter
     add, several = parser.add_argument, {"action": "append", "default": [], "nargs": 2}
@@ -235,11 +235,7 @@ def arguments() -> argparse.Namespace:
     add("--jobs", type=int, default=1)
     add("--limit", type=float, default=LIMIT, help="seconds for a fault")
     add("--compare", help="JSON of an earlier run: an error if a fault it has found is not found")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given, faults = arguments(), table(TABLE.read_text())
+    given, faults = parser.parse_args(), table(TABLE.read_text())
     if problems := [said for fault in faults if (said := fault.problem())]:
         raise SystemExit("\n".join(problems))
     if unknown := set(given.only or ()) - {fault.name for fault in faults}:

@@ -16,8 +16,7 @@ import zero_jax
 from zero_jax.checkpoint import leaves
 from zero_jax.models import gpt, resnet
 
-# 120 rows: divisible by every N that is tested, times two micro-batches.
-ROWS = 120
+ROWS = 120  # divisible by every N that is tested, times two micro-batches
 
 
 @dataclasses.dataclass

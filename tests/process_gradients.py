@@ -16,7 +16,6 @@ import zero_jax
 from zero_jax.models import gpt
 from zero_jax.sharding.paths import named_leaves
 
-ROWS = 8
 CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
@@ -27,7 +26,7 @@ def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 
     precision = zero_jax.Precision(scatter=None if scatter == "none" else scatter)
     zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=precision)
     problem, (index, parts) = gpt_problem(CONFIG), zero_jax.batch_share(zero.mesh)
-    rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
+    rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, 8 // parts, 17))
     batch = zero_jax.global_batch(zero.mesh, rows[index].astype(np.int32))
     params, grad = zero.init(problem.make), jax.jit(zero.value_and_grad(problem.loss))
     for number in range(3):

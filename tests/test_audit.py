@@ -1,8 +1,4 @@
-"""The compiled step sends and holds what the paper says, counted in the executable.
-
-Elements per parameter come from the paper (section 7): 2 for stages 0 to 2, 3 for stage 3, and with
-k micro-batches 1 + k for stage 2 and 2k + k for stage 3.
-"""
+"""The compiled step sends and holds what the paper says (section 7), counted in the executable."""
 
 import functools
 
@@ -22,7 +18,7 @@ LAYERS, WIDTH = 8, 64
 KERNELS = LAYERS * 8 * WIDTH**2
 PSI = KERNELS + LAYERS * 4 * WIDTH
 
-# (all-gather, reduce-scatter, all-reduce) in elements per parameter.
+# (all-gather, reduce-scatter, all-reduce) in elements per parameter, with k micro-batches.
 ELEMENTS = [lambda _: (0, 0, 2), lambda _: (1, 1, 0), lambda k: (1, k, 0), lambda k: (2 * k, k, 0)]
 
 

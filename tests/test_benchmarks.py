@@ -26,15 +26,11 @@ def load(monkeypatch):
     return importlib.import_module
 
 
-def small_case(remat):
-    zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat=remat)
-    return zero, Case(gpt.GPTConfig(**SIZES), zero, "adamw", 16)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}, {"chunks": 4}])
 def test_gspmd_trains_as_zero_jax_does(load, how):
-    zero, case = small_case("block")
+    zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat="block")
+    case = Case(gpt.GPTConfig(**SIZES), zero, "adamw", 16)
     tokens = np.random.default_rng(0).integers(0, 96, case.batch.shape, np.int32)
     params, tx = zero.init(case.make), zero.optimizer(case.tx)
     train, state = zero.train_step(case.loss_fn, tx), tx.init(params)
@@ -52,7 +48,7 @@ def test_gspmd_trains_as_zero_jax_does(load, how):
 
 
 def test_plain_data_parallelism_replicates_and_gspmd_shards(load):
-    _, case = small_case("none")
+    case = Case(gpt.GPTConfig(**SIZES), zero_jax.Zero(zero_jax.make_mesh(), 3), "adamw", 16)
     for split in (False, True):
         _, (params, state, _) = load("gspmd").step_of(case, "none", split=split)
         leaves = jax.tree.leaves(params if split else (params, state))

@@ -1,7 +1,4 @@
-"""Tensor parallelism, remat, buckets, host memory and replicas together equal one device.
-
-Tolerances are those of test_model_axis.py, which has the problems: 1024 fp32 ulps after ten steps.
-"""
+"""Tensor parallelism, remat, buckets, host memory and replicas together equal one device."""
 
 import jax
 import jax.numpy as jnp

@@ -60,10 +60,7 @@ def package(path: Path) -> str:
 
 
 def used(path: Path) -> set[str]:
-    """Returns packages and modules of the library that a file imports, inside functions too.
-
-    `import zero_jax` and `from zero_jax import Zero` import `__init__`.
-    """
+    """Returns imported packages and modules of the library; `zero_jax.Zero` is of `__init__`."""
     parts = [name.split(".") for name in imports(path) if name.split(".")[0] == "zero_jax"]
     names = {part[1] if len(part) > 1 else "__init__" for part in parts}
     return {name if name in BELOW else "__init__" for name in names} - {package(path)}

@@ -24,9 +24,8 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
 TX = {"gpt": ADAM, "zoo": ADAM, "few": ADAM, "resnet": SGD, "weighted": SGD, "many": SGD}
-RATES = optax.linear_schedule(1e-2, 0.0, STEPS)
-ADAM_OF_RATES = optax.inject_hyperparams(optax.adam)(RATES, eps=1e-4)
-KINDS = {"matrix": ADAM_OF_RATES, "vector": optax.lion(1e-3)}
+RATED = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4)
+KINDS = {"matrix": RATED, "vector": optax.lion(1e-3)}
 # fmt: off
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),

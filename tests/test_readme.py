@@ -71,7 +71,6 @@ def test_the_first_steps_print_what_the_page_shows(tmp_path):
 
 def test_messages_in_the_questions_are_those_of_the_code():
     def literal(node: ast.expr) -> str:
-        """Returns a string as written, with dots in place of values."""
         if isinstance(node, ast.JoinedStr):
             return "".join(map(literal, node.values))
         return str(node.value) if isinstance(node, ast.Constant) else "..."
