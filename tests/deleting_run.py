@@ -1,6 +1,7 @@
-"""Saves four checkpoints, keeps two, is killed before it deletes one file more than the number.
+"""Saves four checkpoints, keeps two, is killed while it deletes: `deleting_run.py DIR FILES...`.
 
-`deleting_run.py DIR FILES...` prints how the process of each number of files ended.
+Each number of files has a process and a folder: it is killed before it deletes one file more.
+Prints how the processes ended.
 """
 
 import os
@@ -17,6 +18,7 @@ from zero_jax import Checkpoints
 
 def main(folder, left):
     def watch(event, args):
+        """Sees every file of the first checkpoint that Python removes, also in threads."""
         nonlocal left
         if event == "os.remove" and (args[1] != -1 or str(args[0]).startswith(f"{folder}/1/")):
             left -= 1
