@@ -2,15 +2,14 @@
 
     python tests/chaos.py --kills 50        # prints the counts of docs/checkpoints.md, 15 minutes
 
-A run starts in one, two or four processes. After a random time (in steps, in saves, in restores,
-while compiling) one process or all are killed, the first one hangs, the same run is started a
-second time, or the disk is full. The others must end by themselves and print the reason. Then every
-checkpoint is read, and the run is started again, often with another number of processes. A run that
-finishes is compared with one that was not disturbed.
+Each run starts in 1, 2 or 4 processes and ends by a random fault. The other processes must end by
+themselves and print the reason. A run that finishes must equal one that was not disturbed.
 """
 
 import argparse
 import collections
+import contextlib
+import functools
 import json
 import os
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 # ruff: noqa: E402
 
 import jax
@@ -51,14 +50,6 @@ class Run:
         self.written = len(self.text())
         self.processes = self.start(count)
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
     def start(self, count: int) -> list[subprocess.Popen]:
         command = [sys.executable, str(ROOT / "train.py"), *SETTINGS.split()]
         command += ["--out", self.out.name, "--devices", str(count)]
@@ -75,31 +66,18 @@ class Run:
         return self.log.read_text()[first:]
 
     def losses(self) -> dict[int, float]:
-        """Returns losses by step, of complete lines."""
         file = self.out / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
-    def end(self, processes: list[subprocess.Popen] | None = None) -> bool:
+    def end(self, processes: list[subprocess.Popen]) -> bool:
         """Waits until processes end by themselves; returns whether all succeeded."""
-        processes, limit = processes or self.processes, time.monotonic() + 60
+        limit = time.monotonic() + 60
         while any(process.poll() is None for process in processes):
             assert time.monotonic() < limit, f"still running: {self.text()[-9000:]}"
             time.sleep(0.02)
         return not any(process.returncode for process in processes)
-
-    def check_all(self) -> tuple[int, int]:
-        """Reads every checkpoint to the bit; returns their number and the last one's step."""
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        with Checkpoints(self.out / "checkpoints", read_only=True) as checkpoints:
-            for step in checkpoints.steps:
-                like = {
-                    name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=device)
-                    for name, x in checkpoints.manifest(step).arrays.items()
-                }
-                checkpoints.restore(like, step, say=lambda _: None)
-            return len(checkpoints.steps), checkpoints.latest or 0
 
     def disturb(self, rng: random.Random, full: bool) -> str:
         """Lets a random fault happen; returns its name and what the run did."""
@@ -115,16 +93,16 @@ class Run:
         fault(rng)
         return f"{fault.__name__}, {activity}"
 
-    def all_killed(self, rng: random.Random) -> None:
+    def all_killed(self, _: random.Random | None = None) -> None:
         for process in self.processes:
             process.kill()
-        self.end()
+            process.wait()
 
     def one_killed(self, rng: random.Random) -> None:
         rng.choice(self.processes).kill()
-        self.end()
+        self.end(self.processes)
 
-    def first_hangs(self, rng: random.Random) -> None:
+    def first_hangs(self, _: random.Random) -> None:
         """The others print its rank, and its pid if it has given a sign of life."""
         first, *others = self.processes
         first.send_signal(signal.SIGSTOP)
@@ -132,9 +110,9 @@ class Run:
         text = self.text()
         named = f"process 0 (pid {first.pid}" in text or "process 0 was not seen" in text
         assert named and {process.returncode for process in others} == {ENDED}, text[-3000:]
-        self.all_killed(rng)
+        self.all_killed()
 
-    def started_twice(self, rng: random.Random) -> None:
+    def started_twice(self, _: random.Random) -> None:
         """The second start is an error while the first one is stopped and has its lock."""
         for process in self.processes:
             process.send_signal(signal.SIGSTOP)
@@ -144,14 +122,14 @@ class Run:
         self.end(second)
         assert second[0].returncode == WRONG and "another run writes" in self.text(before)
         assert signs and all(path.stat().st_mtime_ns == at for path, at in signs.items())
-        self.all_killed(rng)
+        self.all_killed()
 
-    def disk_full(self, rng: random.Random) -> None:
+    def disk_full(self, _: random.Random) -> None:
         """The run ends with the reason, at its next checkpoint or line at the latest."""
         before, filler = len(self.text()), self.folder / "filler"
         subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], capture_output=True)
         try:
-            self.end()
+            self.end(self.processes)
         finally:
             filler.unlink()
         text = self.text(before)
@@ -159,27 +137,23 @@ class Run:
 
 
 def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
-    """Disturbs runs until there were `kills` faults and the disturbed run has finished.
+    """Disturbs runs until there were `kills` faults and the last run has finished.
 
-    Args:
-      kills: number of faults.
-      seed: of all random choices.
-      folder: to run in.
-      counts: numbers of processes.
-      full: whether the folder is a small file system, which may be filled.
-
-    Returns:
-      Counts of faults, and of finished runs, checkpoints and lost steps.
+    Returns counts of faults, and of finished runs, checkpoints and lost steps.
     """
     (folder / "text.txt").write_text(TEXT)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    empty = functools.partial(jax.ShapeDtypeStruct, sharding=device)
     rng, faults, found = random.Random(seed), collections.Counter(), collections.Counter()
-    with Run(folder, "undisturbed", 1) as run:
-        run.processes[0].wait(timeout=600)
-        want = run.losses()
+    run = Run(folder, "undisturbed", 1)
+    run.processes[0].wait(timeout=600)
+    want = run.losses()
     assert len(want) == STEPS
     ended = False
     while faults.total() < kills or not ended:
-        with Run(folder, f"run{found['finished']}", rng.choice(counts)) as run:
+        with contextlib.ExitStack() as stack:
+            run = Run(folder, f"run{found['finished']}", rng.choice(counts))
+            stack.callback(run.all_killed)
             # Starting takes some seconds, and a step milliseconds.
             wait = rng.uniform(1, 15) if faults.total() < kills else 600
             limit = time.monotonic() + wait
@@ -187,16 +161,20 @@ def chaos(kills: int, seed: int, folder: Path, counts=(1, 2, 4), full=False):
                 time.sleep(0.02)
             ended = any(process.poll() is not None for process in run.processes)
             if ended:
-                assert run.end(), run.text()[-2000:]
+                assert run.end(run.processes), run.text()[-2000:]
                 got = run.losses()
                 assert got.keys() == want.keys()
                 assert max(abs(got[step] / want[step] - 1) for step in want) < 1e-4
             else:
                 faults[run.disturb(rng, full)] += 1
             if (run.out / "checkpoints").exists():
-                count, latest = run.check_all()
-                found["checkpoints"] += count
-                lost = max(run.losses(), default=0) - latest
+                with Checkpoints(run.out / "checkpoints", read_only=True) as checkpoints:
+                    for step in checkpoints.steps:  # to the bit
+                        arrays = checkpoints.manifest(step).arrays
+                        like = {n: empty(x.shape, jnp.dtype(x.dtype)) for n, x in arrays.items()}
+                        checkpoints.restore(like, step, say=lambda _: None)
+                    found["checkpoints"] += len(checkpoints.steps)
+                    lost = max(run.losses(), default=0) - (checkpoints.latest or 0)
                 # The last checkpoint may still have been on its way to the disk.
                 assert lost <= 3 * EVERY
                 found["most steps lost"] = max(lost, found["most steps lost"])

@@ -1,11 +1,7 @@
 """Each program for simulated GPUs is compiled once, however many tests and processes ask for it.
 
-Compilers take half a minute and more, and tests of several files plan the same models. The key has
-all that a program depends on.
-
-XLA spends nearly all of that time on tiles of kernels that fuse norms and softmax. Without them a
-program takes a seventh of the time, has the same collectives, and temporaries within 1 %
-(`tests/hlo/test_prove.py` compiles both ways); tests about kernels take the fixture `every_pass`.
+Without tiles of kernels that fuse norms and softmax a program takes a seventh of the time, has the
+same collectives, and temporaries within 1 % (`tests/hlo/test_prove.py` compiles both ways).
 """
 
 import hashlib
@@ -21,7 +17,6 @@ import pytest
 from zero_jax.hlo import prove
 
 LOCATION = re.compile(r" loc\(.*?\)|^#loc.*$", re.MULTILINE)
-MADE = ("memory.json", "program.txt")
 WITHOUT = " --xla_disable_hlo_passes=triton-softmax-rewriter"
 
 
@@ -33,17 +28,21 @@ def compiled_once(tmp_path_factory):
     compile_in_child = prove._run_child
 
     def run_child(here, target, devices, timeout):
-        known = shared / f"program-{_digest(here)}"
+        exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
+        program = LOCATION.sub("", exported.mlir_module())  # without source lines
+        key = program.encode() + (here / "request.json").read_bytes() + prove.FLAGS.encode()
+        known = shared / f"program-{hashlib.sha256(key).hexdigest()[:32]}"
+        names = "memory.json", "program.txt"
         if not known.exists():
             compile_in_child(here, target, devices, timeout)
             own = Path(tempfile.mkdtemp(dir=shared))
-            for name in MADE:
+            for name in names:
                 shutil.copyfile(here / name, own / name)
             try:
                 own.rename(known)
             except OSError:  # another process was faster
                 shutil.rmtree(own)
-        for name in MADE:
+        for name in names:
             shutil.copyfile(known / name, here / name)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -54,13 +53,4 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture
 def every_pass(monkeypatch):
-    """Compiles programs as XLA does by default."""
     monkeypatch.setattr(prove, "FLAGS", prove.FLAGS.removesuffix(WITHOUT))
-
-
-def _digest(here: Path) -> str:
-    """Hashes the request and the program without source lines."""
-    exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
-    program = LOCATION.sub("", exported.mlir_module())
-    request = (here / "request.json").read_bytes()
-    return hashlib.sha256(program.encode() + request + prove.FLAGS.encode()).hexdigest()[:32]

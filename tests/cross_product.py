@@ -2,14 +2,15 @@
 
     python tests/cross_product.py [gpt|linen ...]      # 264 trainings, some 15 minutes
 
-The test suite has a part of this product. Prints the largest difference of each mesh.
+Prints the largest difference of each mesh.
 """
 
 import itertools
-import pathlib
 import sys
+from pathlib import Path
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent / "sharding"))
 
 import conftest  # noqa: F401  (eight devices, and a fast compiler)
 import jax.numpy as jnp

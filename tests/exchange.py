@@ -24,11 +24,6 @@ def make(config):
     return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
 
 
-@functools.cache
-def shapes(config):
-    return jax.eval_shape(lambda: make(config))
-
-
 def noisy(config, dtype=jnp.float32):
     """Initial parameters with noise: none is zero or one, so that every bias and scale counts."""
     rng, start = np.random.default_rng(0), jax.jit(make, static_argnums=0)(config)
@@ -45,7 +40,6 @@ def abstract(config, n=1, stage=3, model=1):
 
 
 def loaded(folder, n=1, stage=3, model=1, **settings):
-    """The config of a folder and its parameters, on n devices."""
     config = interchange.config(folder)
     return config, interchange.load(folder, abstract(config, n, stage, model), **settings)
 
@@ -57,7 +51,6 @@ def save(folder, tree, config=None, step=1):
 
 
 def built(config, params):
-    """The model with these parameters."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: families.build(config, nnx.Rngs(0))))
     return nnx.merge(graphdef, params)
 

@@ -49,16 +49,20 @@ FAMILIES = {
 # fmt: on
 
 
-@functools.cache
-def theirs(name):
+def with_noise(make):
     """A model none of whose parameters is zero or one, so that every bias and scale counts."""
     torch.manual_seed(0)
-    config = FAMILIES[name]()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
+
+
+@functools.cache
+def theirs(name):
+    make = transformers.AutoModelForCausalLM.from_config
+    return with_noise(lambda: make(FAMILIES[name](), attn_implementation="eager"))
 
 
 def tokens(rows=2, length=23):
@@ -75,14 +79,13 @@ def as_saved(named, mixtral):
     found = {}
     own = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in named:
-        if mixtral:
-            name = name.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         stack, _, kind = name.rpartition(".")
         if not stack.endswith(".experts"):
             found[name] = array
             continue
-        parts = [array] if kind == "down_proj" else np.split(array, 2, 1)
-        names = own[2:] if kind == "down_proj" else own[:2]
-        for theirs, part in zip(names, parts, strict=True):
+        split = zip(own[:2], np.split(array, 2, 1), strict=True)
+        parts = {own[2]: array} if kind == "down_proj" else dict(split)
+        for theirs, part in parts.items():
             found |= {f"{stack}.{e}.{theirs}.weight": x for e, x in enumerate(part)}
     return found

@@ -6,34 +6,21 @@
 
 A fingerprint is the SHA-256 of a step's lowered StableHLO for CUDA devices, and that of the
 compiler options that the step passes to XLA for GPUs. `fingerprints.json` has one set per JAX
-release, and the history of records with their reasons, newest first. Record an intended change
-with each release in the file. It stores no texts: to see a change, compare those of two checkouts.
-
-    (cd BEFORE && python tests/fingerprints.py --save /tmp/before)
-    (cd AFTER && python tests/fingerprints.py --save /tmp/after)
-    diff -ru /tmp/before /tmp/after
-
-`normalised` removes what no device sees: names of Python functions, source lines, pytree paths.
-
-Each of the ten `features` meets each stage once and each remat policy once. Two features meet only
-in `combinations`, which has settings that some stages do not support. Two settings have no program
-of their own: states in files are updated outside the step, and `stage="auto"` runs the step of the
-stage that it chooses. CPU devices run the same programs without compiler options, except that
-arguments in host memory are not annotated.
+release, and the history of records with their reasons, newest first.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +34,7 @@ from zero_jax.models import decoder, gpt
 from zero_jax.plan.text_model import TextModel
 from zero_jax.remat.policies import POLICIES
 
-RECORDED = pathlib.Path(__file__).with_name("fingerprints.json")
+RECORDED = Path(__file__).with_name("fingerprints.json")
 PACKAGES = {name: version(name) for name in ("flax", "optax")}  # that add operations to a program
 # A private function or a mesh in StableHLO, and each use of a name.
 NAME = r'[\w.$-]+|"[^"]+"'
@@ -61,19 +48,14 @@ MESH = zero_jax.abstract_mesh(4)
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 LAYERS, WIDTH, VOCAB, TOKENS, ROWS, EXPERTS = 4, 64, 128, 16, 16, 4
 PyTree = Any
+HOW = f"JAX {jax.__version__} has no recorded fingerprints. Check out the commit to compare with, "
+HOW += f'and run python tests/fingerprints.py --record "JAX {jax.__version__}"'
 
 
 def make() -> PyTree:
-    """Makes an embedding, layers whose parameters are stacked, and a head."""
-    return {
-        "embed": jnp.ones((VOCAB, WIDTH)),
-        "head": jnp.ones((WIDTH, VOCAB)),
-        "layers": {
-            "down": jnp.ones((LAYERS, 2 * WIDTH, WIDTH)),
-            "scale": jnp.ones((LAYERS, WIDTH)),
-            "up": jnp.ones((LAYERS, WIDTH, 2 * WIDTH)),
-        },
-    }
+    shapes = {"down": (2 * WIDTH, WIDTH), "scale": (WIDTH,), "up": (WIDTH, 2 * WIDTH)}
+    layers = {name: jnp.ones((LAYERS, *shape)) for name, shape in shapes.items()}
+    return {"embed": jnp.ones((VOCAB, WIDTH)), "head": jnp.ones((WIDTH, VOCAB)), "layers": layers}
 
 
 def layer(x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
@@ -92,9 +74,9 @@ def scanned(params: PyTree, tokens: jax.Array) -> zero_jax.Weighted:
 
 
 def make_unrolled() -> PyTree:
-    stacked = make()["layers"]
-    layers = [{name: x[i] for name, x in stacked.items()} for i in range(LAYERS)]
-    return make() | {"layers": layers}
+    params = make()
+    layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(LAYERS)]
+    return params | {"layers": layers}
 
 
 def unrolled(params: PyTree, tokens: jax.Array) -> zero_jax.Weighted:
@@ -130,14 +112,8 @@ def routed(params: PyTree, tokens: jax.Array) -> tuple[zero_jax.Weighted, jax.Ar
     return cross_entropy(params, x, tokens), weights_LxBxE.mean(0)
 
 
-def _dims_for_muon(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training step: settings of `Zero`, mesh, model and optimizer."""
-
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mesh: AbstractMesh = MESH
     make: Callable[[], PyTree] = make
@@ -146,7 +122,6 @@ class Case:
     has_aux: bool = False
 
     def lowered(self) -> tuple[str, str]:
-        """Returns the step's normalised StableHLO, and its compiler options as JSON."""
         zero = zero_jax.Zero(self.mesh, **{"precision": "bf16", **self.settings})
         placed = NamedSharding(self.mesh, PartitionSpec(zero.batch_axes))
         tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32, sharding=placed)
@@ -158,77 +133,61 @@ class Case:
         return normalised(program.as_text()), options
 
 
-def features() -> dict[str, Case]:
-    """Returns the cases that meet every stage."""
+def dims_for_muon(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params)
+
+
+def of_model(config: Any, settings: Mapping[str, Any], **mesh: int) -> Case:
+    model, mesh = TextModel(config), zero_jax.abstract_mesh(**mesh)
+    return Case(settings, mesh, model.make, model.trained_loss, has_aux=model.routes)
+
+
+def cases() -> dict[str, Case]:
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32)
     lora = zero_jax.Lora(rank=2, base="nf4").adapt(scanned, jax.eval_shape(make), tokens)
-    columns, rows = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
+    specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model")}
     by_experts, by_model = zero_jax.abstract_mesh(2, experts=2), zero_jax.abstract_mesh(4, model=2)
-    return {
+    features = {
         "scanned": Case(),
         "unrolled": Case(make=make_unrolled, loss=unrolled),
         "experts": Case({}, by_experts, make_routed, routed, has_aux=True),
-        "tensor parallel": Case({"model_specs": {"up": columns, "down": rows}}, by_model),
+        "tensor parallel": Case({"model_specs": specs}, by_model),
         "LoRA": Case({"frozen": lora.frozen}, make=lora.init(make), loss=lora.loss),
-        "Muon": Case(tx=muon(1e-3, muon_weight_dimension_numbers=_dims_for_muon)),
+        "Muon": Case(tx=muon(1e-3, muon_weight_dimension_numbers=dims_for_muon)),
         "8-bit state": Case({"states": "8bit"}),
         "host offload": Case({"offload": zero_jax.Offload(True, True, piece_bytes=2**14)}),
         "accumulation": Case({"micro_batches": 2}),
         "fp16": Case({"precision": "fp16"}),
     }
-
-
-def combinations() -> dict[str, Case]:
-    """Returns settings that some stages do not support, and transformers of `zero_jax.models`."""
-
-    def of_model(config: Any, settings: Mapping[str, Any], **mesh: int) -> Case:
-        model, mesh = TextModel(config), zero_jax.abstract_mesh(**mesh)
-        return Case(settings, mesh, model.make, model.trained_loss, has_aux=model.routes)
-
+    found = {}
+    for at, (name, case) in enumerate(features.items()):
+        for stage in range(4):
+            remat = POLICIES[(at + stage + 2) % 4]  # unrolled layers have "block" at stage 3
+            settings = {"stage": stage, "remat": remat, **case.settings}
+            found[f"{name}, stage {stage}"] = dataclasses.replace(case, settings=settings)
     coded = zero_jax.Precision("bf16", "bf16", gather="int8", scatter="int4")
     sizes = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": TOKENS, "loss_chunk": 16}
-    dense = gpt.GPTConfig(**sizes)
+    dense, block = gpt.GPTConfig(**sizes), {"stage": 3, "remat": "block"}
     mixture = decoder.Mixture(EXPERTS, 2, capacity=0.75, balance=0.02, z=0.001)
     sparse = decoder.DecoderConfig(**sizes, kv_heads=2, head_dim=8, hidden=64, mixture=mixture)
-    block, replicas = {"stage": 3, "remat": "block"}, zero_jax.abstract_mesh(2, replica=2)
+    replicas, sequence = zero_jax.abstract_mesh(2, replica=2), {**block, "sequence_parallel": True}
     on_host = {"stage": 2, "remat": "block@partitioned+host"}
-    return {
+    return found | {
         "int8 gather and int4 scatter, stage 3": Case({**block, "precision": coded}),
         "buckets of 4 KiB, stage 3": Case({**block, "bucket_bytes": 4096}),
         "hierarchical, stage 3": Case({**block, "hierarchical": True}, replicas),
-        "GPT, sequence parallel, stage 3": of_model(
-            dense, {**block, "sequence_parallel": True}, data=2, model=2
-        ),
+        "GPT, sequence parallel, stage 3": of_model(dense, sequence, data=2, model=2),
         "GPT, activations in host memory, stage 2": of_model(dense, on_host, data=2, model=2),
         "decoder with experts, stage 3": of_model(sparse, block, data=2, experts=2),
     }
 
 
-def cases() -> dict[str, Case]:
-    """Returns all cases by name."""
-    crossed = {}
-    for at, (name, case) in enumerate(features().items()):
-        for stage in range(4):
-            remat = POLICIES[(at + stage + 2) % 4]  # unrolled layers have "block" at stage 3
-            settings = {"stage": stage, "remat": remat, **case.settings}
-            crossed[f"{name}, stage {stage}"] = dataclasses.replace(case, settings=settings)
-    return crossed | combinations()
-
-
 def normalised(text: str) -> str:
-    """Removes the names from a lowered program.
-
-    Each private function and each mesh is named by a hash of its content, and written once, in the
-    order of first use: neither names in Python nor JAX's caches of functions leave a trace.
-
-    Args:
-      text: of `jax.stages.Lowered.as_text()`, which has no source lines, and numbers values.
-    """
+    """Names each private function and mesh by a hash of its content, in the order of first use."""
     text = re.sub(r'jax\.result_info = "[^"]*"', 'jax.result_info = ""', text)
     text = re.sub(r"^module @\S+", "module @step", text)
     symbols = {symbol["name"]: symbol[0] for symbol in SYMBOL.finditer(text)}
-    names: dict[str, str] = {}
-    written: dict[str, str] = {}
+    names, written = dict[str, str](), dict[str, str]()
 
     def renamed(use: re.Match[str]) -> str:
         name = use[1]
@@ -248,25 +207,21 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fingerprints(folder: pathlib.Path | None = None) -> dict[str, str]:
+def fingerprints(folder: Path | None = None) -> dict[str, str]:
     """Returns two hashes for each case, of program and options; writes the texts to `folder`."""
-    found = {}
-    for name, case in cases().items():
-        program, options = case.lowered()
-        found[name] = f"{sha256(program)} {sha256(options)}"
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+    found = {name: case.lowered() for name, case in cases().items()}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (program, options) in found.items():
             (folder / f"{name}.txt").write_text(f"{options}\n{program}")
-    return found
+    return {name: " ".join(map(sha256, texts)) for name, texts in found.items()}
 
 
 def recorded() -> Any:
-    """Returns the `releases` and the `history` of the file."""
     return json.loads(RECORDED.read_text())
 
 
 def differences(found: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Returns the part that differs, for each case that is not as recorded."""
     differing = {}
     for name in {**found, **known}:
         if name not in found or name not in known:
@@ -290,18 +245,10 @@ def record(found: Mapping[str, str], reason: str) -> list[str]:
     return changed
 
 
-def how_to_record() -> str:
-    return (
-        f"JAX {jax.__version__} has no recorded fingerprints. Check out the commit to compare "
-        f'with, and run python tests/fingerprints.py --record "JAX {jax.__version__}"'
-    )
-
-
 def compare() -> int:
-    """Prints the programs that differ from the record; returns the exit status, 1 if one does."""
     releases = recorded()["releases"]
     if jax.__version__ not in releases:
-        print(how_to_record())
+        print(HOW)
         return 1
     found, release = fingerprints(), releases[jax.__version__]
     differing = differences(found, release["programs"])
@@ -316,7 +263,7 @@ def compare() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", metavar="REASON", help="records all, with one line of reason")
-    parser.add_argument("--save", metavar="DIR", type=pathlib.Path, help="writes all texts")
+    parser.add_argument("--save", metavar="DIR", type=Path, help="writes all texts")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     if args.record is None and args.save is None:

@@ -2,10 +2,9 @@
 
     python tests/fuzz.py --cases 2000 --seed 0 --jobs 2
 
-A case is a tree (nested containers, NNX states, dataclasses; scalars, empty, primes, dims below N,
-ranks 0 to 4; fp32, bf16, integers, booleans), a loss that reads each leaf by two to five of the
-operations of fuzz_operations.py, and settings; the first settings of each tree are stage 3. Loss,
-gradients and aux must equal those of one device, and the elements sent those of fuzz_words.py.
+A case is a tree, a loss that reads each leaf by two to five operations of fuzz_operations.py, and
+settings; the first settings of each tree are stage 3. Loss, gradients and aux must equal those of
+one device, and the elements sent those of a closed form, by the rules of docs/guide.md.
 """
 
 import argparse
@@ -14,26 +13,199 @@ import concurrent.futures
 import dataclasses
 import functools
 import multiprocessing
-import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 if __name__ in ("__main__", "__mp_main__"):
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:0] = [here, os.path.dirname(here)]
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     import conftest  # noqa: F401  eight simulated devices
 
-import fuzz_words
+import fuzz_operations as ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_cases import JAX_REMATS, Case, case_of, is_float, paths_of, settings_of, specs_of
-from fuzz_operations import FEATURES, ROUNDS
+from flax import nnx
 
 import zero_jax
+from zero_jax.hlo import traffic
 from zero_jax.remat.layer_groups import CannotGroup
 
 SETTINGS_A_TREE = 4
+SHAPES = [(), (1,), (3,), (7,), (8,), (13,), (0,), (0, 4), (4, 4), (7, 4), (8, 4), (5, 3), (16, 8)]
+SHAPES += [(1, 1), (4, 64), (3, 4, 4), (6, 4, 4), (2, 7, 5), (8, 8, 8), (5, 2, 13), (64, 2, 2)]
+SHAPES += [(2, 3, 4, 5), (3, 3, 4, 8), (1, 1, 1, 1)]
+POLICIES = jax.checkpoint_policies
+REMATS = {name: name for name in ("none", "dots", "block", "block_sqrt", "block@host")}
+JAX_REMATS = {"everything": POLICIES.everything_saveable, "nothing": POLICIES.nothing_saveable}
+JAX_REMATS["dots of JAX"] = POLICIES.dots_with_no_batch_dims_saveable
+JAX_REMATS["offload"] = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A tree of parameters and a loss of it and of rows; operations of each leaf, in tree order."""
+
+    params: Any
+    ops: Sequence[Sequence[str]]
+
+    @property
+    def first(self) -> int:
+        """The first leaf of floats: the aux has rows that are made of it."""
+        return next(i for i, x in enumerate(jax.tree.leaves(self.params)) if is_float(x))
+
+    def loss(self, params: Any, x: Any) -> Any:
+        leaves, total, count = jax.tree.leaves(params), jnp.float32(0), 0
+        for w, names in zip(leaves, self.ops, strict=True):
+            for name in names:
+                fun = ops.COUNTS[name] if name in ops.COUNTS else ops.wide(ops.OPS[name])
+                value = jnp.tanh(fun(w, x).astype(jnp.float32))
+                # Of another shape each time: no two stretches are alike, and taken for layers.
+                count += 1
+                total += jnp.broadcast_to(value, (count,)).mean()
+        rows = jnp.tanh(x @ ops.square(leaves[self.first]).astype(x.dtype))
+        return total, {"rows": rows, "mean": total, "count": jnp.int32(7), "stats": rows.mean(0)}
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def case_of(rng: np.random.Generator) -> Case:
+    leaves, chosen = [], []
+    for _ in range(rng.integers(2, 5)):
+        shape = SHAPES[rng.integers(len(SHAPES))]
+        kind = rng.choice(["float32"] * 7 + ["bfloat16", "int32", "bool"])
+        if kind in ("int32", "bool"):
+            leaves.append(rng.integers(0, 2 if kind == "bool" else 5, shape).astype(kind))
+        else:
+            leaves.append(jnp.asarray(rng.standard_normal(shape) * 0.5, kind))
+    if not any(map(is_float, leaves)):
+        leaves[0] = jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)
+    for x in leaves:
+        known = list(ops.OPS if is_float(x) else ops.COUNTS)
+        count = min(len(known), rng.integers(2, 6))
+        chosen.append([str(name) for name in rng.choice(known, count, replace=False)])
+    names = {f"p{i}": leaf for i, leaf in enumerate(leaves)}
+    trees = [names, [leaves[0], {"a": leaves[1:], "a/b": ()}]]
+    trees += [Pair({"inner": tuple(leaves[:2])}, leaves[2:])]
+    trees += [nnx.State({name: nnx.Param(leaf) for name, leaf in names.items()})]
+    trees += [{"a": leaves[0], "a/b": {"c": leaves[1:]}}]
+    return Case(trees[rng.integers(5)], chosen)
+
+
+def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
+    data = int(rng.integers(1, 9))
+    replica = 2 if data <= 4 and rng.random() < 0.2 else 1
+    model = 2 if data * replica <= 4 and rng.random() < 0.15 else 1
+    remats = JAX_REMATS if rng.random() < 0.25 else REMATS
+    found = {
+        "mesh": (data, replica, model),
+        "stage": 3 if first else int(rng.integers(4)),
+        "micro_batches": int(rng.integers(1, 3)),
+        "remat": remats[str(rng.choice(list(remats)))],
+        "bucket_bytes": 2**30 if rng.random() < 0.7 else 64,
+        "precision": "bf16" if rng.random() < 0.15 else "fp32",
+    }
+    if rng.random() < 0.15:
+        number = str(rng.integers(3))
+        found["frozen"] = lambda path: number in path
+    if replica > 1 and found["stage"] == 3 and rng.random() < 0.5:
+        found["hierarchical"] = True
+    return found
+
+
+def paths_of(params: Any) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Param))
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+
+
+def specs_of(params: Any) -> dict[str, Any] | None:
+    """One leaf's spec for a model axis of two, or None if no leaf has an even dim."""
+    for name, x in zip(paths_of(params), jax.tree.leaves(params), strict=True):
+        if x.ndim > 1 and x.shape[-1] % 2 == 0 and x.size // x.shape[-1] >= 8:
+            return {f"^{name}$": jax.P(*[None] * (x.ndim - 1), "model")}
+    return None
+
+
+# XLA for CPUs drops barriers, and would then merge the two gathers of a leaf. It does not run.
+OPTIONS = {"xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,algsimp"}
+OPTIONS |= {"xla_backend_optimization_level": 0}
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+SCALARS = np.array([0, 0, 16])  # at most, of the loss, its weight and the aux
+
+
+class Leaf(NamedTuple):
+    shape: tuple[int, ...]
+    ops: Sequence[str]
+    trained: bool
+    rows: bool  # the aux has rows of it
+    elements: int  # stored
+    dim: int | None  # that is sharded over `data`
+    hierarchical: bool  # and over `replica`
+
+
+def leaf_of(x: Any, array: jax.Array, names: Sequence[str], trained: bool, rows: bool) -> Leaf:
+    axes = [a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
+    dim = next((d for d, names in enumerate(axes) if "data" in names), None)
+    elements = array.size // (2 if ("model",) in axes else 1)
+    both = dim is not None and "replica" in axes[dim]
+    return Leaf(x.shape, names, trained, rows, elements, dim, both)
+
+
+def _expected(leaf, mesh, stage, micro_batches, remat) -> np.ndarray:
+    """Elements that are gathered, reduce-scattered and twice those that are all-reduced."""
+    gathered = scattered = summed = 0
+    read = leaf.rows or any(ops.GATHERS.get(name, 1) for name in leaf.ops)
+    if mesh["data"] > 1 and leaf.dim is None:
+        summed = 2 * leaf.elements * leaf.trained
+    elif mesh["data"] > 1 and stage < 3:
+        gathered = leaf.elements * read
+        scattered = leaf.elements * leaf.trained * (micro_batches if stage == 2 else 1)
+    elif mesh["data"] > 1:
+        pairs = [_operation(name, leaf, remat) for name in leaf.ops]
+        gathered = micro_batches * (sum(g for g, _ in pairs) + leaf.elements * leaf.rows)
+        scattered = micro_batches * sum(s for _, s in pairs)
+    if mesh.get("replica", 1) > 1:
+        shard = leaf.elements // (1 if leaf.dim is None else mesh["data"])
+        gathered += shard * leaf.hierarchical * read
+        scattered += shard * leaf.hierarchical * leaf.trained
+        summed += 2 * shard * (not leaf.hierarchical) * leaf.trained
+    return np.array([gathered, scattered, summed])
+
+
+def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
+    rows = leaf.shape[0]
+    if name in ops.LOOPS:
+        gathers, again, scatters = _loop(name, leaf, remat)
+    elif name in ops.UNROLLED:  # a row of a leaf that is sharded along rows is of the full leaf
+        again, gathers, scatters = 0, *[rows if leaf.dim == 0 else 1] * 2
+    else:
+        gathers, scatters = ops.GATHERS.get(name, 1), ops.SCATTERS.get(name, 1)
+        again = name in ops.BACKWARD
+    elements = leaf.elements // (rows if name in ops.ROWS and leaf.dim != 0 else 1)
+    return elements * (gathers + again * leaf.trained), elements * scatters * leaf.trained
+
+
+def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
+    loop, keeps = ops.LOOPS[name], remat in ("none", JAX_REMATS["everything"])
+    own_remat = name == "scan checkpoint"
+    if loop is None or leaf.dim == 0:  # read in each iteration, and gathered before the loop
+        return 1, not keeps or own_remat, 1
+    none, everything, carries = loop
+    if remat == "none":
+        return none, own_remat, none
+    groups = any(leaf.shape[0] % size == 0 for size in range(2, leaf.shape[0]))
+    grouped = remat == "block_sqrt" and carries and groups
+    return 1, (everything if keeps else 1) + grouped, 1
 
 
 @functools.lru_cache(maxsize=4)
@@ -44,18 +216,13 @@ def _reference(loss: Any, compute: str) -> Any:
         params = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, params)
         values, aux = jax.lax.map(lambda part: loss(params, part), parts)
         means = {k: jnp.mean(v, 0) if k in ("mean", "stats") else v for k, v in aux.items()}
-        rows = means["rows"].reshape(-1, FEATURES)
+        rows = means["rows"].reshape(-1, ops.FEATURES)
         return jnp.mean(values), means | {"rows": rows, "count": means["count"][0]}
 
     return jax.jit(jax.value_and_grad(full, has_aux=True, allow_int=True))
 
 
 def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
-    """Returns what is wrong, or None.
-
-    Raises:
-      Exception: zero_jax raises it.
-    """
     options = dict(settings)
     data, replica, model = options.pop("mesh")
     specs = specs_of(case.params) if model > 1 else None
@@ -64,63 +231,46 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
     zero = zero_jax.Zero(mesh, model_specs=specs, **options)
     parts = data * replica * options["micro_batches"]
-    x = np.random.default_rng(seed).standard_normal((2 * parts, FEATURES)).astype(np.float32)
+    x = np.random.default_rng(seed).standard_normal((2 * parts, ops.FEATURES)).astype(np.float32)
     start = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32) if is_float(w) else w, case.params)
     stored = zero.shard(case.params)
     grad_fn = zero.value_and_grad(case.loss, has_aux=True)
     (value, aux), grads = grad_fn(stored, x)
-    (wanted, other), gradients = _reference(case.loss, options["precision"])(
-        start, x.reshape(parts, 2, FEATURES)
-    )
-    rounded = any(name in ROUNDS for names in case.ops for name in names)
-    loose = options["precision"] == "bf16" or rounded
-    if not _near(value, wanted, loose):
-        return f"loss {value} for {wanted}"
-    for name in other:
-        if not _near(aux[name], other[name], loose):
-            return f"aux {name}"
+    reference = _reference(case.loss, options["precision"])
+    (wanted, other), gradients = reference(start, x.reshape(parts, 2, ops.FEATURES))
     frozen = options.get("frozen", lambda path: False)
-    leaves = zip(paths_of(case.params), jax.tree.leaves(case.params), strict=True)
-    trained = [is_float(w) and not frozen(path) for path, w in leaves]
-    pairs = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), trained, strict=True)
-    for at, (a, b, moves) in enumerate(pairs):
-        if moves and not _near(a, b, loose):
-            return f"gradient of leaf {at}: {np.ravel(a)[:4]} for {np.ravel(b)[:4]}"
-    sent = fuzz_words.sent(grad_fn.lower(stored, x), dict(mesh.shape))
-    known = fuzz_words.leaves_of(case, trained, jax.tree.leaves(stored))
-    options = {name: options[name] for name in ("stage", "micro_batches", "remat")}
-    return fuzz_words.fault(sent, known, mesh.shape, **options)
+    paths, leaves = paths_of(case.params), jax.tree.leaves(case.params)
+    trained = [is_float(w) and not frozen(path) for path, w in zip(paths, leaves, strict=True)]
+    pairs = {"loss": (value, wanted), **{f"aux {k}": (aux[k], other[k]) for k in other}}
+    of_leaves = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), strict=True)
+    pairs |= {f"gradient of leaf {i}": pair for i, pair in enumerate(of_leaves) if trained[i]}
+    rounded = any(set(names) & set(ops.ROUNDS) for names in case.ops)
+    loose = rounded or options["precision"] == "bf16"
+    for what, (got, want) in pairs.items():
+        if not _near(got, want, loose):
+            return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
+    compiled = grad_fn.lower(stored, x).compile(compiler_options=OPTIONS)
+    found = [c for c in traffic.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
+    sent = np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
+    settled = mesh.shape, *(options[name] for name in ("stage", "micro_batches", "remat"))
+    rows = [at == case.first for at in range(len(leaves))]
+    known = map(leaf_of, leaves, jax.tree.leaves(stored), case.ops, trained, rows)
+    want = sum(_expected(leaf, *settled) for leaf in known)
+    ok = np.all(0.99 * want <= sent) and np.all(sent <= 1.01 * want + SCALARS)
+    return None if ok else f"elements {sent} for {want}"
 
 
 def _near(got: Any, want: Any, loose: bool) -> bool:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        return False
-    if not want.size:
-        return True
     # fp32 sums in another order; in bf16 three digits of the largest are right.
-    most = (5e-2 if loose else 2e-4) * (np.abs(want).max() + (0.1 if loose else 1e-2))
-    return bool(np.abs(got - want).max() <= most)
+    relative, absolute = (5e-2, 0.1) if loose else (2e-4, 1e-2)
+    most = relative * (np.abs(want).max(initial=0) + absolute)
+    return got.shape == want.shape and np.all(np.abs(got - want) <= most)
 
 
-@dataclasses.dataclass
-class Report:
-    """Numbers of cases by (kind, name): outcomes, operations and settings; and what is wrong."""
-
-    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    faults: list[str] = dataclasses.field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.faults)} faults"]
-        for kind in dict.fromkeys(kind for kind, _ in self.counts):
-            own = sorted((str(name), n) for (k, name), n in self.counts.items() if k == kind)
-            lines.append(f"{kind}: " + ", ".join(f"{name} {n}".strip() for name, n in own))
-        return "\n".join(lines)
-
-
-def run(trees: range, seed: int) -> Report:
-    """Cases of these trees, which follow from their number and the seed alone."""
-    report = Report()
+def run(trees: range, seed: int) -> tuple[collections.Counter, list[str]]:
+    """Returns counts of outcomes, operations and settings by (kind, name), and faults."""
+    counts, faults = collections.Counter(), []
     for tree in trees:
         rng = np.random.default_rng([seed, tree])
         case = case_of(rng)
@@ -128,43 +278,42 @@ def run(trees: range, seed: int) -> Report:
             settings = settings_of(rng, first=turn == 0)
             remat = settings["remat"]
             remat = next((k for k, v in JAX_REMATS.items() if v is remat), remat)
-            report.counts.update(("operation", name) for names in case.ops for name in names)
-            size = settings["mesh"][0]
-            report.counts.update(
-                [("cases", ""), ("stage", settings["stage"]), ("remat", remat), ("N", size)]
-            )
+            counts.update(("operation", name) for names in case.ops for name in names)
+            own = {"cases": "", "stage": settings["stage"], "remat": remat}
+            counts.update((own | {"N": settings["mesh"][0]}).items())
             where = f"tree {tree} turn {turn} {settings} {case.ops}"
             try:
                 fault = check(case, settings, tree)
             except CannotGroup:  # a prime number of layers
                 fault = None if remat == "block_sqrt" else "cannot group layers"
-                report.counts.update([("refused", remat)])
+                counts["refused", remat] += 1
             except Exception as error:
                 fault = f"{type(error).__name__}: {str(error)[:300]}"
-            report.faults += [f"{where}: {fault}"] if fault else []
+            faults += [f"{where}: {fault}"] if fault else []
         jax.clear_caches()
-    return report
+    return counts, faults
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="the first tree")
+    defaults = {"cases": 200, "seed": 0, "jobs": 1, "first": 0}  # the first tree
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     last = args.first + -(-args.cases // SETTINGS_A_TREE)
     parts = [range(a, min(a + 5, last)) for a in range(args.first, last, 5)]
-    report = Report()
-    spawn = multiprocessing.get_context("spawn")
+    spawn, counts, faults = multiprocessing.get_context("spawn"), collections.Counter(), []
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
-        for done, part in enumerate(pool.map(run, parts, [args.seed] * len(parts)), 1):
-            report.counts.update(part.counts)
-            report.faults += part.faults
+        for done, found in enumerate(pool.map(run, parts, [args.seed] * len(parts)), 1):
+            counts += found[0]
+            faults += found[1]
             print(f"{done} of {len(parts)}", file=sys.stderr, flush=True)
-            print(*part.faults, sep="\n", end="\n" * bool(part.faults), flush=True)
-    print(report)
-    return 1 if report.faults else 0
+            print(*found[1], sep="\n", end="\n" * bool(found[1]), flush=True)
+    print(f"{len(faults)} faults")
+    for kind in dict.fromkeys(kind for kind, _ in counts):
+        own = sorted((str(name), n) for (k, name), n in counts.items() if k == kind)
+        print(f"{kind}: " + ", ".join(f"{name} {n}".strip() for name, n in own))
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

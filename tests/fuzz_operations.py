@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ def vector(w: Any) -> Any:
 
 
 def square(w: Any, n: int = FEATURES) -> Any:
-    """A matrix (n, n) of what there is."""
     flat = vector(w)
     return jnp.resize(flat, (n, n)) if flat.size else jnp.zeros((n, n), w.dtype)
 
@@ -31,29 +30,14 @@ def head(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ jnp.linspace(-1, 1, FEATURES)) * jnp.cos(flat).mean())
 
 
-@jax.custom_vjp
-def _own_product(x, w):
-    return x @ w
-
-
+_own_product = jax.custom_vjp(lambda x, w: x @ w)
 _own_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, c: (c @ r[1].T, r[0].T @ c))
-
-
-@jax.custom_jvp
-def _own_tanh(w):
-    return jnp.tanh(w)
-
-
+_own_tanh = jax.custom_jvp(lambda w: jnp.tanh(w))
 _own_tanh.defjvp(lambda p, t: (jnp.tanh(p[0]), t[0] * (1 - jnp.tanh(p[0]) ** 2)))
 
 
 def _first(w: Any) -> Any:
-    """With a leading dim of at least one."""
     return w if w.ndim and w.shape[0] else jnp.reshape(jnp.resize(w, (1,)), (1,)) + 0
-
-
-def _cond(w, x, predicate):
-    return lax.cond(predicate, lambda x: jnp.mean(x @ square(w)), lambda x: jnp.mean(x), x)
 
 
 def _scan_xs(w, x, wrap=lambda f: f, re=lambda w: w):
@@ -63,16 +47,6 @@ def _scan_xs(w, x, wrap=lambda f: f, re=lambda w: w):
 
     c, sums = lax.scan(wrap(body), x, re(_first(w)))
     return jnp.mean(c) + 0.1 * jnp.mean(sums)
-
-
-def _unrolled(w, x):
-    for i in range(_first(w).shape[0]):
-        x = x + jnp.tanh(x @ square(_first(w)[i]).astype(x.dtype))
-    return jnp.mean(x)
-
-
-def _nested_scan(w, x):
-    return jnp.mean(lax.scan(lambda c, _: (c + _scan_xs(w, x), None), 0.0, None, length=2)[0])
 
 
 def _scan_metric(w, x):
@@ -86,8 +60,6 @@ def _scan_metric(w, x):
 
 
 def _scan_beside(w, x):
-    """Data beside the activations, read by a loop that has no gradient."""
-
     def body(c, v):
         c, data = c
         turned = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, data))
@@ -96,113 +68,88 @@ def _scan_beside(w, x):
     return jnp.mean(lax.scan(body, (x, 2 * x), _first(w))[0][0])
 
 
-def _vmapped(w, x):
-    norms = jax.vmap(lambda v: jnp.sqrt(1 + jnp.sum(v**2)), in_axes=w.ndim - 1)(w)
-    return jnp.max(norms) * jnp.mean(x)
-
-
-def _while_stopped(w, x):
-    def step(c):
-        return c + 1 + lax.stop_gradient(jnp.tanh(head(w, x)))
-
-    return lax.while_loop(lambda c: c < 3.0, step, 0.0) * 0.1 + head(w, x)
-
-
-def _dynamic_slice(w, x):
-    at = jnp.abs(x.sum()).astype(jnp.int32) % _first(w).shape[0]
-    return head(lax.dynamic_slice_in_dim(_first(w), at, 1), x)
-
-
 def wide(f):
     return lambda w, x: f(jnp.asarray(w).astype(jnp.float32), x)
-
-
-def ranked(f):
-    return lambda w, x: f(w, x) if w.ndim else head(w, x)
 
 
 def filled(f):
     return lambda w, x: f(w, x) if w.ndim and w.size else head(w, x)
 
 
+# fmt: off
 OPS: dict[str, Callable[[Any, Any], Any]] = {
     "penalty": lambda w, x: jnp.sum(w**2) * jnp.mean(x),
     "equals": lambda w, x: head(jnp.where(w == 0, 2.0, w), x),
     "differs": lambda w, x: head(jnp.where(w != 0, w, 1.0), x) + jnp.mean(x) * (w != 0).sum(),
     "transpose": lambda w, x: jnp.mean(x @ square(w.T)),
-    "flip": ranked(lambda w, x: jnp.mean(x @ square(jnp.flip(w)))),
-    "flip rows": ranked(lambda w, x: head((jnp.flip(w, 0).T * jnp.arange(w.shape[0])).T, x)),
+    "flip": lambda w, x: jnp.mean(x @ square(jnp.flip(w))) if w.ndim else head(w, x),
+    "flip rows": lambda w, x: head(
+        (jnp.flip(w, 0).T * jnp.arange(w.shape[0])).T if w.ndim else w, x),
     "broadcast": filled(lambda w, x: head(jnp.broadcast_to(w[:1], w.shape), x)),
     "strided": lambda w, x: head(vector(w)[::2], x),
     "first row": lambda w, x: head(_first(w)[0], x),
     "last row": lambda w, x: head(_first(w)[-1], x),
     "column": filled(lambda w, x: head(w[..., 0], x)),
-    "vmap norm": filled(_vmapped),
+    "vmap norm": filled(lambda w, x: jnp.max(jax.vmap(
+        lambda v: jnp.sqrt(1 + jnp.sum(v**2)), in_axes=w.ndim - 1)(w)) * jnp.mean(x)),
     "scan": _scan_xs,
     "scan swapped": lambda w, x: _scan_xs(jnp.swapaxes(w, 0, 1) if w.ndim > 1 else w, x),
     "scan flipped": functools.partial(_scan_xs, re=lambda w: jnp.flip(w, 0)),
     "scan cast": lambda w, x: _scan_xs(w.astype(jnp.bfloat16).astype(jnp.float32), x),
     "scan checkpoint": functools.partial(_scan_xs, wrap=jax.checkpoint),
     "scan reverse": lambda w, x: jnp.mean(
-        lax.scan(lambda c, v: (jnp.tanh(c + v.sum()), None), x, _first(w), reverse=True)[0]
-    ),
+        lax.scan(lambda c, v: (jnp.tanh(c + v.sum()), None), x, _first(w), reverse=True)[0]),
     "scan constant": lambda w, x: jnp.mean(
-        lax.scan(lambda c, _: (jnp.tanh(c @ square(w)), None), x, None, length=3)[0]
-    ),
+        lax.scan(lambda c, _: (jnp.tanh(c @ square(w)), None), x, None, length=3)[0]),
     "scan carry": lambda w, x: jnp.mean(
-        lax.scan(lambda c, v: (jnp.tanh(c + v), None), square(w), x)[0]
-    ),
-    "scan of scan": _nested_scan,
+        lax.scan(lambda c, v: (jnp.tanh(c + v), None), square(w), x)[0]),
+    "scan of scan": lambda w, x: jnp.mean(
+        lax.scan(lambda c, _: (c + _scan_xs(w, x), None), 0.0, None, length=2)[0]),
     "scan metric": _scan_metric,
     "scan beside": _scan_beside,
-    "unrolled": _unrolled,
+    "unrolled": lambda w, x: jnp.mean(functools.reduce(
+        lambda x, i: x + jnp.tanh(x @ square(_first(w)[i]).astype(x.dtype)),
+        range(_first(w).shape[0]), x)),
     "iterated": lambda w, x: sum(jnp.tanh(v.sum() * x.mean()) for v in _first(w)),
     "fori": lambda w, x: jnp.mean(lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ square(w)), x)),
-    "while stopped": _while_stopped,
-    "cond on top": lambda w, x: _cond(w, x, x.sum() > -1e9),
-    "cond by device": lambda w, x: _cond(w, x, x.sum() > 0),
+    "while stopped": lambda w, x: lax.while_loop(
+        lambda c: c < 3.0, lambda c: c + 1 + lax.stop_gradient(jnp.tanh(head(w, x))), 0.0
+    ) * 0.1 + head(w, x),
+    "cond on top": lambda w, x: lax.cond(
+        x.sum() > -1e9, lambda x: jnp.mean(x @ square(w)), lambda x: jnp.mean(x), x),
+    "cond by device": lambda w, x: lax.cond(
+        x.sum() > 0, lambda x: jnp.mean(x @ square(w)), lambda x: jnp.mean(x), x),
     "switch": lambda w, x: lax.switch(
         jnp.abs(x.sum()).astype(jnp.int32) % 3,
-        [lambda: jnp.mean(x @ square(w)), lambda: head(w, x), lambda: jnp.mean(x)],
-    ),
+        [lambda: jnp.mean(x @ square(w)), lambda: head(w, x), lambda: jnp.mean(x)]),
     "associative scan": filled(
-        lambda w, x: jnp.mean(jnp.tanh(lax.associative_scan(jnp.add, vector(w)))) * jnp.mean(x)
-    ),
+        lambda w, x: jnp.mean(jnp.tanh(lax.associative_scan(jnp.add, vector(w)))) * jnp.mean(x)),
     "custom_vjp": lambda w, x: jnp.mean(_own_product(x, square(w))),
     "custom_jvp": lambda w, x: head(_own_tanh(w), x),
     "checkpoint": lambda w, x: jax.checkpoint(
-        lambda w, x: jnp.mean(jnp.tanh(x @ square(w)) @ square(w))
-    )(w, x),
+        lambda w, x: jnp.mean(jnp.tanh(x @ square(w)) @ square(w)))(w, x),
     "checkpoint dots": lambda w, x: jax.checkpoint(
         lambda w, x: jnp.mean(jnp.sin(x @ square(w)) @ square(w).T),
-        policy=jax.checkpoint_policies.dots_saveable,
-    )(w, x),
+        policy=jax.checkpoint_policies.dots_saveable)(w, x),
     "checkpoint everything": lambda w, x: jax.checkpoint(
         lambda w, x: jnp.mean(jnp.sin(x @ square(w * 2))),
-        policy=jax.checkpoint_policies.everything_saveable,
-    )(w, x),
+        policy=jax.checkpoint_policies.everything_saveable)(w, x),
     "jit": lambda w, x: jax.jit(lambda w, x: jnp.mean(jax.jit(jnp.tanh)(x @ square(w))))(w, x),
     "inner grad": filled(
-        lambda w, x: jnp.mean(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ square(w)) ** 2))(w) ** 2)
-    ),
+        lambda w, x: jnp.mean(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ square(w)) ** 2))(w) ** 2)),
     "inner jvp": lambda w, x: jax.jvp(
-        lambda w: jnp.mean(jnp.tanh(x @ square(w))), (w,), (jnp.ones_like(w),)
-    )[1],
+        lambda w: jnp.mean(jnp.tanh(x @ square(w))), (w,), (jnp.ones_like(w),))[1],
     "einsum": lambda w, x: jnp.mean(jnp.einsum("bi,ij,bj->b", x, square(w), x)),
     "convolution": lambda w, x: jnp.mean(
-        lax.conv_general_dilated(x[None, None], square(w)[None, None], (1, 1), "SAME")
-    ),
+        lax.conv_general_dilated(x[None, None], square(w)[None, None], (1, 1), "SAME")),
     "segment sum": lambda w, x: jnp.mean(
-        jnp.tanh(jax.ops.segment_sum(vector(w), jnp.arange(w.size) % 3, 3)) * jnp.mean(x)
-    ),
+        jnp.tanh(jax.ops.segment_sum(vector(w), jnp.arange(w.size) % 3, 3)) * jnp.mean(x)),
     "take": lambda w, x: head(jnp.take(_first(w), jnp.array([0, 0]), axis=0), x),
     "rows by data": lambda w, x: jax.vmap(head, (0, 0))(
-        _first(w)[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % _first(w).shape[0]], x[:, None]
-    ).mean(),
+        _first(w)[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % _first(w).shape[0]], x[:, None]).mean(),
     "scatter": lambda w, x: head(jnp.zeros(7).at[jnp.arange(w.size) % 7].add(vector(w)), x),
     "ragged dot": lambda w, x: jnp.mean(
-        lax.ragged_dot(x, jnp.stack([square(w), 2 * square(w)]), jnp.array([1, x.shape[0] - 1]))
-    ),
+        lax.ragged_dot(x, jnp.stack([square(w), 2 * square(w)]), jnp.array([1, x.shape[0] - 1]))),
     "numpy left": lambda w, x: jnp.mean(np.ones((2, 4), np.float32) @ square(w)) * jnp.mean(x),
     "number left": lambda w, x: head(2.0 * w + 1, x),
     "weight norm": lambda w, x: jnp.mean(x @ (square(w) / jnp.sqrt(1e-3 + jnp.sum(w**2)))),
@@ -212,10 +159,11 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "top k": filled(lambda w, x: lax.top_k(vector(w), 1)[0].sum() * jnp.mean(x)),
     "concatenate": lambda w, x: head(jnp.concatenate([vector(w), vector(w) * 2, jnp.ones(1)]), x),
     "stack": lambda w, x: head(jnp.stack([w, -w, w * w]), x),
-    "pad": ranked(lambda w, x: head(jnp.pad(w, 1), x)),
+    "pad": lambda w, x: head(jnp.pad(w, 1) if w.ndim else w, x),
     "roll": lambda w, x: jnp.mean(x @ square(jnp.roll(w, 1))),
     "map": lambda w, x: jnp.mean(lax.map(lambda v: jnp.tanh(v.sum() * x.mean()), _first(w))),
-    "dynamic slice": _dynamic_slice,
+    "dynamic slice": lambda w, x: head(lax.dynamic_slice_in_dim(
+        _first(w), jnp.abs(x.sum()).astype(jnp.int32) % _first(w).shape[0], 1), x),
     "update": lambda w, x: head(_first(w).at[0].set(3.0), x),
     "half and back": lambda w, x: head(w.astype(jnp.bfloat16).astype(jnp.float32), x),
     "logsumexp": filled(lambda w, x: jax.nn.logsumexp(vector(w)) * jnp.mean(x)),
@@ -229,13 +177,11 @@ COUNTS: dict[str, Callable[[Any, Any], Any]] = {
     "index": filled(lambda m, x: jnp.mean(x[:, jnp.abs(vector(m).astype(jnp.int32)) % FEATURES])),
     # Means: the tanh of a large sum would hide what is wrong with it.
     "halves": filled(
-        lambda m, x: ((3 * jnp.ones_like(m.astype(jnp.int32))) // 2).mean() * jnp.mean(x)
-    ),
+        lambda m, x: ((3 * jnp.ones_like(m.astype(jnp.int32))) // 2).mean() * jnp.mean(x)),
     "full": filled(lambda m, x: jnp.full_like(m, 2.7).astype("float32").mean() * jnp.mean(x)),
     "by dtype": lambda m, x: jnp.mean(x) * jnp.dtype(m.dtype).itemsize,
 }
 # How often an operation gathers a leaf at stage 3 and reduce-scatters its gradient, if not once.
-# fmt: off
 GATHERS = {"equals": 2, "differs": 3, "while stopped": 2, "associative scan": 3, "ragged dot": 2,
            "weight norm": 2, "argmax": 2, "concatenate": 2, "stack": 3, "logsumexp": 2, "tied": 2,
            "halves": 0, "full": 0, "by dtype": 0}
@@ -250,30 +196,14 @@ ROWS = {"broadcast", "first row", "last row"}  # these read one row
 UNROLLED = {"unrolled", "iterated"}  # these read row by row
 
 
-class Loop(NamedTuple):
-    """A loop over rows.
-
-    Attributes:
-      none: how many operations read a row: under `remat="none"` each gathers and scatters it.
-      everything: whether it gathers rows again under JAX's `everything_saveable`.
-      carries: whether it has a carry, so that layers form groups under `block_sqrt`.
-    """
-
-    none: int
-    everything: bool
-    carries: bool = True
-
-
-# None: it reads the full leaf in each iteration.
-LOOPS: dict[str, Loop | None] = {
-    **dict.fromkeys(("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")),
-    "scan": Loop(3, True),
-    "scan cast": Loop(3, True),
-    "scan checkpoint": Loop(1, True),
-    "scan reverse": Loop(1, False),
-    "scan metric": Loop(1, False),
-    "scan beside": Loop(1, True),
-    "map": Loop(1, False, carries=False),
-}
+# Of a loop over rows: how many operations read a row, each of which gathers and scatters it under
+# `remat="none"`; whether it gathers rows again under JAX's `everything_saveable`; whether it has a
+# carry, so that layers form groups under `block_sqrt`. None: it reads the full leaf each time.
+FULL = ("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")
+LOOPS: dict[str, tuple[int, bool, bool] | None] = dict.fromkeys(FULL)
+LOOPS |= dict.fromkeys(("scan", "scan cast"), (3, True, True))
+LOOPS |= dict.fromkeys(("scan checkpoint", "scan beside"), (1, True, True))
+LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (1, False, True))
+LOOPS["map"] = (1, False, False)
 # These round cotangents to bf16.
 ROUNDS = ("scan cast", "half and back")

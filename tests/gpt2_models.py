@@ -1,16 +1,11 @@
 """Models of transformers' GPT-2 class beside ours, and fixtures with checkpoints and folders."""
 
-import os
-
-# No test may look for anything on the network.
-os.environ["HF_HUB_OFFLINE"] = "1"
-
+import families  # first: without the network
 import numpy as np
 import pytest
 import torch
 import transformers
 from exchange import GPTS, noisy, save, zero_on
-from families import FAMILIES, theirs
 
 from zero_jax.commands.checkpoint import main
 
@@ -24,21 +19,14 @@ def their_logits(model, config):
         return model.eval()(torch.from_numpy(tokens_of(config))).logits.float().numpy()
 
 
-# fmt: off
 def their_config(config, **others):
-    return transformers.GPT2Config(
-        vocab_size=config.vocab, n_positions=config.seq, n_embd=config.width,
-        n_layer=config.layers, n_head=config.heads, bos_token_id=None, eos_token_id=None, **others)
-# fmt: on
+    sizes = {"vocab_size": config.vocab, "n_positions": config.seq, "n_embd": config.width}
+    sizes |= {"n_layer": config.layers, "n_head": config.heads}
+    return transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **others)
 
 
 def their_model(config, **others):
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(their_config(config, **others))
-    with torch.no_grad():
-        for value in model.parameters():
-            value.add_(0.2 * torch.randn_like(value))
-    return model
+    return families.with_noise(lambda: transformers.GPT2LMHeadModel(their_config(config, **others)))
 
 
 def by_transformers(folder):
@@ -63,8 +51,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """By family: a folder in several files, as transformers saved it."""
-    made = {name: tmp_path_factory.mktemp("theirs") for name in FAMILIES}
+    made = {name: tmp_path_factory.mktemp("theirs") for name in families.FAMILIES}
     for name, folder in made.items():
-        theirs(name).save_pretrained(folder, max_shard_size="30KB")
+        families.theirs(name).save_pretrained(folder, max_shard_size="30KB")
     return made

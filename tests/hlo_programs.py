@@ -23,15 +23,11 @@ def compile_on_8(f, *arrays, **specs):
 
 
 def snippet(body, *computations, header="num_partitions=8"):
-    """An HLO module whose entry computation holds `body`."""
-    reduction = (
-        "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
-        "  %b = f32[] parameter(1)\n  ROOT %sum = f32[] add(%a, %b)\n}\n"
-    )
-    entry = "ENTRY %main (p: f32[]) -> f32[] {\n  " + "\n  ".join(body) + "\n}\n"
-    return f"HloModule m, is_scheduled=true, {header}\n\n{reduction}\n" + "\n".join(
-        [*computations, entry]
-    )
+    parts = [f"HloModule m, is_scheduled=true, {header}\n", "%add (a: f32[], b: f32[]) -> f32[] {"]
+    parts += ["  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"]
+    parts += ["  ROOT %sum = f32[] add(%a, %b)\n}\n", *computations]
+    entry = "\n  ".join(["ENTRY %main (p: f32[]) -> f32[] {", *body])
+    return "\n".join([*parts, entry, "}\n"])
 
 
 def the_only(compiled):

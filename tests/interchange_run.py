@@ -3,30 +3,23 @@
 python interchange_run.py FOLDER OUT ADDRESS PROCESSES PROCESS
 """
 
-import functools
-import pathlib
 import sys
+from pathlib import Path
 
-HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-# ruff: noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import conftest  # noqa: F401  the same flags as in every test
 import jax
 import numpy as np
-from flax import nnx
+from exchange import abstract
 
 import zero_jax
 from zero_jax.checkpoint import leaves
 from zero_jax.interchange import hugging_face, safetensor_files
-from zero_jax.models import gpt
 
 folder, out, address, count, index = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
 zero_jax.initialize(address, int(count), int(index))
-make = functools.partial(gpt.GPT, hugging_face.config(folder))
-zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
-like = zero.abstract(lambda: nnx.state(make(rngs=nnx.Rngs(0)), nnx.Param))
 sizes, read = [], safetensor_files.Folder.read
 
 
@@ -37,9 +30,7 @@ def counted(*args):
 
 
 safetensor_files.Folder.read = counted
-found = {
-    f"{leaf.name}@{','.join(map(str, starts))}": piece
-    for leaf in leaves.leaves(hugging_face.load(folder, like))
-    for starts, piece in leaf.pieces()
-}
+found = {}
+for leaf in leaves.leaves(hugging_face.load(folder, abstract(hugging_face.config(folder), 4))):
+    found |= {f"{leaf.name}@{','.join(map(str, at))}": piece for at, piece in leaf.pieces()}
 np.savez(out, read=sum(sizes), **found)

@@ -1,18 +1,14 @@
 """Trains with its optimizer state in files, from the start or from its last step.
 
-    python nvme_run.py FOLDER OUT STEPS KILL_IN_STEP [ADDRESS PROCESSES PROCESS]
-
-A separate process, so that it can be killed in the middle of a step.
+python nvme_run.py FOLDER OUT STEPS KILL_IN_STEP [ADDRESS PROCESSES PROCESS]
 """
 
 import os
-import pathlib
 import signal
 import sys
+from pathlib import Path
 
-HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-# ruff: noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import conftest  # noqa: F401  the same flags as in every test
 import jax
@@ -26,7 +22,6 @@ from zero_jax.offload.mapped_store import Store
 from zero_jax.offload.tiers import Offload
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-ROWS = 24
 
 
 def small_problem() -> Problem:
@@ -41,11 +36,10 @@ def small_problem() -> Problem:
         h = jnp.tanh(x @ params["w"] + params["b"])
         return jnp.mean((jnp.tanh(h @ params["up"]) * params["s"] - 0.5) ** 2)
 
-    return Problem(make, loss, jax.random.normal(keys[2], (ROWS, 13)))
+    return Problem(make, loss, jax.random.normal(keys[2], (24, 13)))
 
 
 def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> None:
-    """Runs until so many steps are done in all, or dies in one of them."""
     if processes:
         address, count, index = processes
         jax.config.update("jax_num_cpu_devices", 4 // int(count))
@@ -55,31 +49,26 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     zero = zero_jax.Zero(mesh, stage=3, offload=offload)
     problem = small_problem()
     params, wrapped = zero.shard(problem.start), zero.optimizer(ADAMW)
-    begun = any(pathlib.Path(folder).glob("*/step.json"))
+    begun = any(Path(folder).glob("*/step.json"))
     params, state = wrapped.resume(params) if begun else (params, wrapped.init(params))
     step = zero.train_step(problem.loss, wrapped)
-    _die_in(int(kill_in))
-    share = ROWS // jax.process_count()
-    first = jax.process_index() * share
-    batch = zero_jax.global_batch(mesh, np.asarray(problem.batch)[first : first + share])
+    writes, write = [0], Store.write
+
+    def counted(self: Store, number: int, *args: object) -> None:
+        writes[0] += number == int(kill_in)
+        if writes[0] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, number, *args)
+
+    Store.write = counted
+    own = np.split(np.asarray(problem.batch), jax.process_count())[jax.process_index()]
+    batch = zero_jax.global_batch(mesh, own)
     begin = state.inner.files.store.step
     for _ in range(begin, int(steps)):
         params, state, metrics = step(params, state, batch)
     full = {k: np.asarray(x.addressable_data(0)) for k, x in zero.full(params).items()}
     if jax.process_index() == 0:
         np.savez(out, begin=begin, loss=jnp.asarray(metrics.loss), **full)
-
-
-def _die_in(step: int) -> None:
-    writes, write = [0], Store.write
-
-    def counted(self: Store, number: int, *args: object) -> None:
-        writes[0] += number == step
-        if writes[0] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, number, *args)
-
-    Store.write = counted
 
 
 if __name__ == "__main__":

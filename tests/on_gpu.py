@@ -4,9 +4,7 @@
     python tests/on_gpu.py --only remat    # one check; the others stay in the file
     python tests/on_gpu.py --json FILE     # on a CPU, to try the script itself
 
-Simulated CPU devices do not test XLA's GPU backend, its options, cuDNN's attention and pinned host
-memory. Each check runs in its own process, several at a time, and yields (name, difference, limit).
-fp32 matrix products are exact (`jax_default_matmul_precision`), not TF32.
+Each check runs in its own process, several at a time, and yields (name, difference, limit).
 """
 
 import argparse
@@ -66,16 +64,14 @@ def on_one_device(**settings):
     return zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), 3, **settings)
 
 
-def train(config, steps=STEPS, attention="auto", **settings):
-    problem = gpt_problem(dataclasses.replace(config, attention=attention))
-    return train_zero(problem, ADAM, steps, 1, stage=3, **settings)
+def compared(config, reference, others, limit):
+    def train(steps=STEPS, attention="auto", **settings):
+        problem = gpt_problem(dataclasses.replace(config, attention=attention))
+        return train_zero(problem, ADAM, steps, 1, stage=3, **settings)
 
-
-def compared(check):
-    config, reference, others, limit = COMPARED[check]
-    want = train(config, **reference)
+    want = train(**reference)
     for settings in others:
-        got = train(config, **settings)
+        got = train(**settings)
         losses = float(np.max(np.abs(np.asarray(got[0]) / np.asarray(want[0]) - 1)))
         yield str(settings), losses if limit < 1 else ulps(got[1], want[1]), limit
         if "offload" in settings:
@@ -85,7 +81,6 @@ def compared(check):
 
 
 def plain(problem, tx, name, limit, **settings):
-    """Compares losses and parameters with plain optax."""
     losses, params = train_plain(problem, tx, STEPS)
     got = train_zero(problem, tx, STEPS, 1, **settings)
     np.testing.assert_allclose(got[0], losses, rtol=1e-4)
@@ -111,14 +106,12 @@ def state_files():
 
 
 def offload_itself():
-    """Runs the checks of `python -m zero_jax.offload --check`."""
     for outcome in offload_check.check(jax.local_devices()[0]):
         assert not outcome.error, outcome
         yield outcome.what, outcome.gap, offload_check.TOLERANCE
 
 
 def skipped():
-    """A step with infinite gradients is skipped, and changes no parameter."""
     zero = on_one_device()
     params = zero.init(lambda: {"w": jnp.ones((64, 64))})
     tx, before = zero.optimizer(ADAM), zero.full(params)
@@ -133,37 +126,31 @@ def attention():
     cases = [(64, 4, None, False), (128, 4, None, False), (128, 2, None, False)]
     cases += [(64, 4, 96, False), (96, 2, None, False), (64, 4, None, True), (128, 2, None, True)]
     for head, kv, window, documents in cases if jax.default_backend() == "gpu" else ():
-        q, k, v, weights = (
-            jax.random.normal(key, (2, 512, n, head), jnp.float32).astype(jnp.bfloat16)
-            for key, n in zip(jax.random.split(jax.random.key(0), 4), (4, kv, kv, 4), strict=True)
-        )
+        keys = zip(jax.random.split(jax.random.key(0), 4), (4, kv, kv, 4), strict=True)
+        drawn = [jax.random.normal(key, (2, 512, n, head), jnp.float32) for key, n in keys]
+        *qkv, weights = (x.astype(jnp.bfloat16) for x in drawn)
         rows = jnp.cumsum(jnp.arange(512) % 100 == 99)[None].repeat(2, 0) if documents else None
-        run = functools.partial(attended, weights, rows, window)
-        exact = run("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
-        cudnn, xla = (largest_error(run(own, q, k, v), exact) for own in ("cudnn", "xla"))
+
+        def objective(qkv, how, rows=rows, window=window, weights=weights):
+            out = attend(*qkv, rows, implementation=how, window=window)
+            return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum(), out
+
+        # Gradients of q, k and v, and the output.
+        run = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)
+        exact = run([x.astype(jnp.float32) for x in qkv], "xla")
+        cudnn, xla = (largest_error(run(qkv, own), exact) for own in ("cudnn", "xla"))
         name = f"cudnn, heads of {head}, {kv} of 4 keys, window {window}, documents {documents}"
         yield f"{name}: error beside twice XLA's", cudnn, 2 * xla + 1e-4
 
 
-def attended(weights, rows, window, implementation, *qkv):
-    """Returns the gradients of q, k and v, and the output."""
-
-    def objective(q, k, v):
-        out = attend(q, k, v, rows, implementation=implementation, window=window)
-        return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum(), out
-
-    return jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(*qkv)
-
-
 def largest_error(got, want):
     """Returns the largest ‖a - b‖ / ‖b‖ of two trees' leaves."""
-    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+    leaves = (jax.tree.map(lambda x: np.asarray(x, np.float64), tree) for tree in (got, want))
+    errors = jax.tree.map(lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b)), *leaves)
+    return max(jax.tree.leaves(errors))
 
 
 def blocks():
-    """int8 and nf4 of frozen weights have the bits of NumPy."""
     x = np.random.default_rng(0).normal(size=(256, 96)).astype(np.float32)
     for kind in quantised.KINDS:
         ours = jax.jit(lambda x, kind=kind: quantised.quantise(x, kind, -2))(x)
@@ -175,7 +162,6 @@ def blocks():
 
 
 def checkpoints():
-    """A restored checkpoint has the bits that were saved."""
     problem, zero = PROBLEMS["zoo"](), on_one_device()
     params, tx = zero.shard(problem.start), zero.optimizer(ADAM)
     params, state, _ = zero.train_step(problem.loss, tx)(params, tx.init(params), problem.batch)
@@ -202,23 +188,15 @@ def options():
     yield "cuDNN's kernel: missing", "cudnn$fmha" not in lowered.compile().as_text(), 0
 
 
-CHECKS = {
-    **{name: functools.partial(compared, name) for name in COMPARED},
-    "attention": attention,
-    **{f"stages of {name}": functools.partial(stages, name) for name in PROBLEMS},
-    "offload": offload_itself,
-    "optimizers": optimizers,
-    "files": state_files,
-    "blocks": blocks,
-    "checkpoints": checkpoints,
-    "options": options,
-    "skipped": skipped,
-}
+CHECKS = {name: functools.partial(compared, *check) for name, check in COMPARED.items()}
+CHECKS |= {f"stages of {name}": functools.partial(stages, name) for name in PROBLEMS}
+CHECKS |= {"attention": attention, "offload": offload_itself, "optimizers": optimizers}
+CHECKS |= {"files": state_files, "blocks": blocks, "checkpoints": checkpoints}
+CHECKS |= {"options": options, "skipped": skipped}
 
 
 def verdict(name, apart, limit):
-    passed = bool(apart <= limit)  # False for NaN
-    return {"what": name, "apart": apart, "limit": limit, "passed": passed}
+    return {"what": name, "apart": apart, "limit": limit, "passed": bool(apart <= limit)}
 
 
 def in_process(check):
@@ -236,9 +214,7 @@ def in_process(check):
 
 
 def main(args=None) -> int:
-    """Returns the number of checks that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, default=FILE)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--one", choices=CHECKS, help=argparse.SUPPRESS)

@@ -2,13 +2,12 @@
 
 Applies each fault of planted_faults.txt to a copy of the repository, and runs the tests that run
 its line, the quickest first, up to the first failure or the time limit. Needs a coverage file and
-JUnit files of the same code (CONTRIBUTING.md has the command); not a part of CI.
+JUnit files of the same code; not a part of CI.
 
     python tests/planted_faults.py --coverage .coverage --junit junit.xml 'slow or not slow' \
         --out faults.json [--jobs 2] [--only NAME] [--compare BEFORE.json]
 
-A result is `found` by a test, `missed` (all of them pass), or `timed out`. A test that also fails
-without the fault is left out. A second run resumes: it keeps the results in `--out`.
+A test that also fails without the fault is left out. A second run keeps the results in `--out`.
 """
 
 import argparse
@@ -16,9 +15,9 @@ import ast
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
-import pathlib
 import queue
 import re
 import shutil
@@ -26,17 +25,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import coverage
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TABLE = pathlib.Path(__file__).with_suffix(".txt")
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_suffix(".txt")
 LIMIT = 180.0  # seconds for a fault
 FIRST = 40  # tests that run before the others are collected
 Run = tuple[str, list[str]]  # the `-m` that selects the tests, and their names
@@ -44,125 +43,88 @@ Tests = dict[str, dict[str, float]]  # by the `-m` that selects them: seconds by
 
 
 class Fault(NamedTuple):
-    """One fault: the text `old`, which occurs once in the file, becomes `new`."""
-
     name: str
     file: str
     old: str
     new: str
 
-    def problem(self, folder: pathlib.Path) -> str:
-        """Returns why the fault can't be planted; "" if it can."""
-        path = folder / self.file
-        count = path.read_text().count(self.old) if path.exists() else 0
-        if count != 1:
-            where = f"{self.file} has {self.old!r} {count} times, not once"
-            return f"{self.name} no longer applies: {where}"
+    def problem(self) -> str:
+        source = (ROOT / self.file).read_text() if (ROOT / self.file).exists() else ""
+        if (count := source.count(self.old)) != 1:
+            return f"{self.name} no longer applies: {self.file} has {self.old!r} {count} times"
         try:
-            compile(self.applied(folder), self.file, "exec")
+            compile(source.replace(self.old, self.new), self.file, "exec")
         except SyntaxError as error:
             return f"{self.name} is no Python: {error}"
         return ""
 
-    def applied(self, folder: pathlib.Path) -> str:
-        """Returns the faulty source."""
-        return (folder / self.file).read_text().replace(self.old, self.new)
-
 
 def table(text: str) -> list[Fault]:
-    """Reads faults of three lines each: name and file, `- old`, `+ new`; `#` begins a comment.
-
-    >>> table("cast zero_jax/a.py\\n- x.astype(f32)\\n+ x\\n")
-    [Fault(name='cast', file='zero_jax/a.py', old='x.astype(f32)', new='x')]
-    """
-    faults = [
-        Fault(*found) for found in re.findall(r"^([\w-]+) (\S+)\n- (.*)\n\+ (.*)$", text, re.M)
-    ]
-    assert len({fault.name for fault in faults}) == len(faults) == text.count("\n- "), "not a table"
-    return faults
+    """Reads faults of three lines each: name and file, `- old`, `+ new`; `#` begins a comment."""
+    rows = re.findall(r"^([\w-]+) (\S+)\n- (.*)\n\+ (.*)$", text, re.M)
+    assert len({name for name, *_ in rows}) == len(rows) == text.count("\n- "), "not a table"
+    return [Fault(*row) for row in rows]
 
 
 def statement(source: str, line: int) -> tuple[set[int], bool]:
     """Returns the lines of the innermost statement around a line, and if it is in a function."""
-    inside, found = False, (line, line)
-    for node in ast.walk(ast.parse(source)):
-        first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
-        if not first <= line <= last:
-            continue
-        if isinstance(node, ast.FunctionDef):
-            inside |= line >= node.body[0].lineno
-        if isinstance(node, ast.stmt):  # the walk comes to inner ones later
-            body = getattr(node, "body", None)
-            found = first, last if not body else max(first, body[0].lineno - 1)
-            found = found if line <= found[1] else (line, line)
-    return set(range(found[0], found[1] + 1)), inside
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= line <= node.end_lineno]
+    inside = any(isinstance(x, ast.FunctionDef) and line >= x.body[0].lineno for x in around)
+    first, last = (around[-1].lineno, around[-1].end_lineno) if around else (line, line)
+    if body := getattr(around[-1], "body", None) if around else None:
+        last = max(first, body[0].lineno - 1)
+    return set(range(first, last + 1)) if line <= last else {line}, inside
 
 
-class Coverage:
-    """The tests that run a line, of coverage files with a context for each test."""
-
-    def __init__(self, files: Sequence[str], tests: Tests):
-        self._data = [coverage.CoverageData(file) for file in files]
-        for data in self._data:
-            data.read()
-        self._tests = tests
-
-    def chosen(self, fault: Fault, limit: float) -> list[Run]:
-        """Returns the runs of tests for a fault, in their order.
-
-        Tests that run the line come first, the quickest at the front. The others in their files
-        follow: a fixture or a cache may hand them what the line has made in another test. A line
-        that runs at import, or in no test, has the tests of the package's folder. The list ends
-        where its tests take twice the limit.
-        """
-        source = (ROOT / fault.file).read_text()
-        line = source[: source.index(fault.old)].count("\n") + 1
-        lines, inside = statement(source, line)
-        contexts = self._contexts(fault.file, source)
-        lines = {line} if line in contexts else lines
-        running = {name for at in lines for name in contexts.get(at, ())} if inside else set()
-        running &= {name for own in self._tests.values() for name in own}
-        package = fault.file.removeprefix("zero_jax/").partition("/")[0]
-        folder = f"tests/{package}/" if (ROOT / "tests" / package).is_dir() else "tests/"
-        runs, left = list[Run](), 2 * limit
-        for select, seconds in self._tests.items():
-            own = running & seconds.keys()
-            files = {name.partition("::")[0] for name in own}
-            more = {name for name in seconds if name.partition("::")[0] in files} - own
-            if not running:
-                more = {name for name in seconds if name.startswith(folder)}
-            names = []
-            for name in (*_sorted(own, seconds), *_sorted(more, seconds)):
-                left -= seconds[name]
-                if left > 0 or not names:
-                    names.append(name)
-            # Most faults are found by the first of many, and to collect all takes time too.
-            runs += [(select, part) for part in (names[:FIRST], names[FIRST:]) if part]
-        return runs
-
-    def _contexts(self, file: str, source: str) -> dict[int, set[str]]:
-        """Returns the names of the tests that run each line."""
-        found: dict[int, set[str]] = collections.defaultdict(set)
-        for data in self._data:
-            for measured in data.measured_files():
-                if measured.endswith(f"/{file}"):
-                    for at, names in data.contexts_by_lineno(measured).items():
-                        found[at].update(name.rpartition("|")[0] for name in names if name)
-        known = {getattr(node, "lineno", 1) for node in ast.walk(ast.parse(source))}
-        if unknown := {at for at in found if at > 0} - known:
-            raise SystemExit(
-                f"{file}: line {min(unknown)} of the coverage file is no statement: "
-                "the coverage is of other code; measure it anew"
-            )
-        return found
+def contexts(files: Sequence[str], file: str, source: str) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = collections.defaultdict(set)
+    for data in map(coverage.CoverageData, files):
+        data.read()
+        for measured in data.measured_files():
+            if measured.endswith(f"/{file}"):
+                for at, names in data.contexts_by_lineno(measured).items():
+                    found[at].update(name.rpartition("|")[0] for name in names if name)
+    known = {getattr(node, "lineno", 1) for node in ast.walk(ast.parse(source))}
+    if unknown := {at for at in found if at > 0} - known:
+        line = f"line {min(unknown)} of the coverage file is no statement"
+        raise SystemExit(f"{file}: {line}: the coverage is of other code; measure it anew")
+    return found
 
 
-def _sorted(names: set[str], seconds: dict[str, float]) -> list[str]:
-    return sorted(names, key=lambda name: (seconds[name], name))
+def chosen(fault: Fault, files: Sequence[str], tests: Tests, limit: float) -> list[Run]:
+    """Returns the runs of tests for a fault, in their order.
+
+    Tests that run the line come first, the quickest at the front, then the others in their files: a
+    fixture or a cache may hand them what the line has made. A line that runs at import, or in no
+    test, has the tests of the package's folder.
+    """
+    source = (ROOT / fault.file).read_text()
+    line = source[: source.index(fault.old)].count("\n") + 1
+    (lines, inside), known = statement(source, line), contexts(files, fault.file, source)
+    lines = {line} if line in known else lines
+    running = {name for at in lines for name in known.get(at, ())} if inside else set()
+    running &= {name for own in tests.values() for name in own}
+    package = fault.file.removeprefix("zero_jax/").partition("/")[0]
+    folder = f"tests/{package}/" if (ROOT / "tests" / package).is_dir() else "tests/"
+    runs, left = list[Run](), 2 * limit
+    for select, seconds in tests.items():
+        own = running & seconds.keys()
+        paths = {name.partition("::")[0] for name in own}
+        more = {name for name in seconds if name.partition("::")[0] in paths} - own
+        if not running:
+            more = {name for name in seconds if name.startswith(folder)}
+        names = []
+        for name in sorted(own | more, key=lambda name: (name in more, seconds[name], name)):
+            left -= seconds[name]
+            if left > 0 or not names:
+                names.append(name)
+        # Most faults are found by the first of many, and to collect all takes time too.
+        runs += [(select, part) for part in (names[:FIRST], names[FIRST:]) if part]
+    return runs
 
 
 def durations(junit: Sequence[tuple[str, str]]) -> Tests:
-    """Returns the seconds of the tests that passed, of JUnit files and what selects their tests."""
     found: Tests = collections.defaultdict(dict)
     for path, select in junit:
         for case in xml.etree.ElementTree.parse(path).iter("testcase"):
@@ -172,19 +134,6 @@ def durations(junit: Sequence[tuple[str, str]]) -> Tests:
     return found
 
 
-def copied(folder: pathlib.Path) -> pathlib.Path:
-    """Copies the repository; tests of the docs ask git which files there are."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
-    for name in filter(None, names):
-        if os.path.lexists(ROOT / name):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-    for command in (["git", "init", "--quiet"], ["git", "add", "--all"]):
-        subprocess.run(command, cwd=folder, check=True)
-    return folder
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs tests in the order in which they are named; this file is a plugin of these runs."""
@@ -192,101 +141,82 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.nodeid, len(order)))
 
 
-class Outcome(NamedTuple):
-    """How a run of tests ended: `kind` is passed, failed, broken or timed out; `test` failed."""
-
-    kind: str
-    test: str = ""
-
-
 class Copy:
     """A copy of the repository, in an empty folder, in which faults are planted and tests run."""
 
-    def __init__(self, folder: pathlib.Path):
-        self._folder = copied(folder)
-        self._passing = set[str]()
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._passes = functools.cache(lambda *run: self._run(*run, LIMIT)[0] == "passed")
+        # Tests of the docs ask git which files there are.
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+        for name in filter(lambda name: name and os.path.lexists(ROOT / name), names):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        for command in (["git", "init", "--quiet"], ["git", "add", "--all"]):
+            subprocess.run(command, cwd=folder, check=True)
 
     def judged(self, fault: Fault, runs: Sequence[Run], limit: float) -> dict[str, object]:
-        """Returns the result of a fault, of runs that `Coverage.chosen` returned."""
         spent, known = 0.0, {"tests": sum(len(names) for _, names in runs)}
-        waiting = collections.deque(runs)
+        path, waiting = self._folder / fault.file, collections.deque(runs)
+        source = path.read_text()
         while waiting:
             select, names = waiting.popleft()
             began = time.monotonic()
-            with self._planted(fault):
-                outcome = self._run(select, names, limit - spent)
+            try:
+                _write(path, source.replace(fault.old, fault.new))
+                kind, test = self._run(select, names, limit - spent)
+            finally:
+                _write(path, source)
             took = time.monotonic() - began
-            if outcome.kind == "failed" and not self._passes(select, outcome.test):
-                known.setdefault("fail without the fault", []).append(outcome.test)
-                if others := [name for name in names if name != outcome.test]:
+            if kind == "failed" and not self._passes(select, (test,)):
+                known.setdefault("fail without the fault", []).append(test)
+                if others := [name for name in names if name != test]:
                     waiting.appendleft((select, others))
                 continue
-            if outcome.kind == "broken":
-                there = self._run(select, names, LIMIT, "--collect-only")
-                if there.kind != "passed":
-                    raise SystemExit(
-                        f"tests are missing: the JUnit files are of others\n{there.test}"
-                    )
+            if kind == "broken":
+                collected, said = self._run(select, names, LIMIT, "--collect-only")
+                if collected != "passed":
+                    raise SystemExit(f"tests are missing: the JUnit file is of others\n{said}")
             spent += took
             known["seconds"] = round(spent, 1)
-            if outcome.kind in ("failed", "broken"):
-                by = outcome.test if outcome.kind == "failed" else "an import or a crash"
+            if kind in ("failed", "broken"):
+                by = test if kind == "failed" else "an import or a crash"
                 return {"result": "found", "by": by} | known
-            if outcome.kind == "timed out" or spent > limit:
+            if kind == "timed out" or spent > limit:
                 return {"result": "timed out"} | known
         return {"result": "missed"} | known
 
-    @contextlib.contextmanager
-    def _planted(self, fault: Fault) -> Iterator[None]:
-        path = self._folder / fault.file
-        source, faulty = path.read_text(), fault.applied(self._folder)
-        try:
-            _write(path, faulty)
-            yield
-        finally:
-            _write(path, source)
-
-    def _passes(self, select: str, name: str) -> bool:
-        """Returns whether a test passes without a fault."""
-        if name not in self._passing and self._run(select, [name], LIMIT).kind == "passed":
-            self._passing.add(name)
-        return name in self._passing
-
-    def _run(self, select: str, names: Sequence[str], limit: float, *more: str) -> Outcome:
-        """Runs tests in this order, up to the first failure."""
+    def _run(self, select: str, names: Sequence[str], limit: float, *more: str) -> tuple[str, str]:
+        """Runs tests in this order; returns passed, failed, broken or timed out, and which."""
         asked, said = (self._folder.with_suffix(kind) for kind in (".tests", ".said"))
         asked.write_text("".join(f"{name}\n" for name in names))
         options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "planted_faults"]
         command = [sys.executable, "-m", "pytest", *options, *more, "-m", select, f"@{asked}"]
         path = f"{self._folder}{os.pathsep}{self._folder / 'tests'}"
+        how = {"cwd": self._folder, "start_new_session": True}
+        how["env"] = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         with said.open("w") as file:  # no pipe: what a test leaves running would hold it open
-            run = subprocess.Popen(
-                command,
-                cwd=self._folder,
-                env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+            run = subprocess.Popen(command, stdout=file, stderr=file, **how)
         try:
             run.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            return Outcome("timed out")
+            return "timed out", ""
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
             run.wait()
         if run.returncode == 0:
-            return Outcome("passed")
+            return "passed", ""
         lines = said.read_text().splitlines()
         told = [line.partition(" ")[2] for line in lines if line[:6] in ("FAILED", "ERROR ")]
         failed = [name for name in names for one in told if one.startswith(name)]
         if failed:
-            return Outcome("failed", max(failed, key=len))
-        return Outcome("broken", "\n".join(lines[-9:]))
+            return "failed", max(failed, key=len)
+        return "broken", "\n".join(lines[-9:])
 
 
-def _write(path: pathlib.Path, source: str) -> None:
+def _write(path: Path, source: str) -> None:
     """Writes a source, and removes its bytecode: Python compares times by the second."""
     path.write_text(source)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
@@ -294,72 +224,54 @@ def _write(path: pathlib.Path, source: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawTextHelpFormatter
+    add, several = parser.add_argument, {"action": "append", "default": [], "nargs": 2}
     add("--coverage", nargs="+", help="files of `pytest --cov --cov-context=test`")
-    add(
-        "--junit",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("FILE", "MARKERS"),
-        help="its --junitxml, and the -m that selects those tests; several, first the quicker ones",
-    )
-    add("--out", help="JSON of results, written as they come; those that it has are kept")
+    known = "its --junitxml, and the -m that selects those tests; several, first the quicker ones"
+    add("--junit", **several, metavar=("FILE", "MARKERS"), help=known)
+    add("--out", type=Path, help="JSON of results, written as they come; those it has are kept")
     add("--only", action="append", help="name of a fault, which runs again; several")
     add("--jobs", type=int, default=1)
     add("--limit", type=float, default=LIMIT, help="seconds for a fault")
     add("--compare", help="JSON of an earlier run: an error if a fault it has found is not found")
-    given = parser.parse_args()
-    faults = table(TABLE.read_text())
-    if problems := [said for fault in faults if (said := fault.problem(ROOT))]:
+    given, faults = parser.parse_args(), table(TABLE.read_text())
+    if problems := [said for fault in faults if (said := fault.problem())]:
         raise SystemExit("\n".join(problems))
     if unknown := set(given.only or ()) - {fault.name for fault in faults}:
         raise SystemExit(f"--only: no fault is called {', '.join(sorted(unknown))}")
     print(f"{len(faults)} faults apply")
     if given.out is None:
         return
-    out = pathlib.Path(given.out)
-    results = json.loads(out.read_text()) if out.exists() else {}
+    results = json.loads(given.out.read_text()) if given.out.exists() else {}
     todo = [f for f in faults if (f.name in given.only if given.only else f.name not in results)]
-    tests = Coverage(given.coverage, durations(given.junit))
-    lock = threading.Lock()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(given.jobs) as pool,
-    ):
+    tests = durations(given.junit)
+    pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
+    with tempfile.TemporaryDirectory() as folder, pool:
         copies = queue.SimpleQueue()
         for job in range(given.jobs):
-            copies.put(Copy(pathlib.Path(folder, str(job))))
+            copies.put(Copy(Path(folder, str(job))))
 
-        def judge(fault: Fault) -> None:
+        def judge(fault: Fault) -> tuple[str, dict[str, object]]:
             copy = copies.get()
             try:
-                result = copy.judged(fault, tests.chosen(fault, given.limit), given.limit)
+                runs = chosen(fault, given.coverage, tests, given.limit)
+                return fault.name, copy.judged(fault, runs, given.limit)
             finally:
                 copies.put(copy)
-            with lock:
-                results[fault.name] = result
-                out.write_text(json.dumps(results, indent=1) + "\n")
-                print(f"{fault.name}: {result}", flush=True)
 
-        list(pool.map(judge, todo))
-    judged = [results[fault.name] for fault in faults if fault.name in results]
-    kinds = collections.Counter(own["result"] for own in judged)
-    print(
-        f"found {kinds['found']} of {len(judged)} ({kinds['found'] / max(len(judged), 1):.1%}), "
-        f"missed {kinds['missed']}, timed out {kinds['timed out']}; "
-        f"not judged {len(faults) - len(judged)}"
-    )
-    before = json.loads(pathlib.Path(given.compare).read_text()) if given.compare else {}
-    lost = [
-        name
-        for name, own in before.items()
-        if own["result"] == "found" and name in results and results[name]["result"] != "found"
-    ]
-    if lost:
+        for done in concurrent.futures.as_completed([pool.submit(judge, f) for f in todo]):
+            name, result = done.result()
+            results[name] = result
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {result}", flush=True)
+    kinds = collections.Counter(results[f.name]["result"] for f in faults if f.name in results)
+    share = f"{kinds['found']} of {kinds.total()} ({kinds['found'] / max(kinds.total(), 1):.1%})"
+    others = f"missed {kinds['missed']}, timed out {kinds['timed out']}"
+    print(f"found {share}, {others}; not judged {len(faults) - kinds.total()}")
+    before = json.loads(Path(given.compare).read_text()) if given.compare else {}
+    missed = {name for name, own in results.items() if own["result"] != "found"}
+    if lost := [name for name in before if before[name]["result"] == "found" and name in missed]:
         raise SystemExit(f"found before, and not now: {', '.join(lost)}")
 
 

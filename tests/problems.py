@@ -16,27 +16,21 @@ import zero_jax
 from zero_jax.checkpoint import leaves
 from zero_jax.models import gpt, resnet
 
-# 120 rows: divisible by every N that is tested, times two micro-batches.
-ROWS = 120
+ROWS = 120  # divisible by every N that is tested, times two micro-batches
 
 
 @dataclasses.dataclass
 class Problem:
-    """A model, a loss for one device and a batch.
-
-    `loss` takes (params, batch, *extras); with extras it returns (loss, new extras[0]).
-    `loss_on_mesh` is the same loss where the model has to name the mesh axis (batch norm).
-    """
+    """A model, a loss for one device and a batch."""
 
     make: Callable[[], Any]
-    loss: Callable[..., Any]
+    loss: Callable[..., Any]  # of (params, batch, *extras); with extras also returns new extras[0]
     batch: Any
     extras: tuple[Any, ...] = ()
-    loss_on_mesh: Callable[..., Any] | None = None
+    loss_on_mesh: Callable[..., Any] | None = None  # where the model names the mesh axis
 
     @functools.cached_property
     def start(self) -> Any:
-        """The first parameters, as numpy arrays."""
         return jax.tree.map(np.asarray, jax.jit(self.make)())
 
     @property
@@ -50,42 +44,35 @@ ODD_GPT = gpt.GPTConfig(layers=2, width=12, heads=2, vocab=17, seq=8, loss_chunk
 def gpt_problem(config: gpt.GPTConfig = ODD_GPT) -> Problem:
     """Two scanned layers, odd widths, a tied embedding with a prime number of rows."""
 
-    def model():
-        return gpt.GPT(config, rngs=nnx.Rngs(0))
+    model = functools.partial(gpt.GPT, config)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
 
-    graphdef, _ = nnx.split(nnx.eval_shape(model))
+    def loss(params, rows):
+        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), rows))
+
     tokens = jax.random.randint(jax.random.key(1), (ROWS, config.seq + 1), 0, config.vocab)
-    return Problem(
-        lambda: nnx.state(model(), nnx.Param),
-        lambda params, rows: zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), rows)),
-        tokens,
-    )
+    return Problem(lambda: nnx.state(model(rngs=nnx.Rngs(0)), nnx.Param), loss, tokens)
 
 
 def resnet_problem() -> Problem:
     """Convolutions and batch norm: mutable statistics, synchronised over the mesh."""
-
-    def with_axis(axis):
-        return resnet.ResNet(stages=(1,), width=5, classes=3, axis_name=axis)
-
+    model = functools.partial(resnet.ResNet, stages=(1,), width=5, classes=3)
     images = jax.random.normal(jax.random.key(1), (ROWS, 6, 6, 3))
-    labels = jax.random.randint(jax.random.key(2), (ROWS,), 0, 3)
+    batch = images, jax.random.randint(jax.random.key(2), (ROWS,), 0, 3)
 
     def make():
-        return with_axis(None).init(jax.random.key(0), images[:1], train=True)
+        return model(axis_name=None).init(jax.random.key(0), images[:1], train=True)
 
     def loss(axis, params, batch, stats):
-        value, new_stats = resnet.loss(with_axis(axis), params, stats, *batch)
+        value, new_stats = resnet.loss(model(axis_name=axis), params, stats, *batch)
         return zero_jax.Weighted(*value), new_stats
 
     plain, on_mesh = (functools.partial(loss, axis) for axis in (None, "data"))
     extras = (jax.jit(make)()["batch_stats"],)
-    return Problem(lambda: make()["params"], plain, (images, labels), extras, on_mesh)
+    return Problem(lambda: make()["params"], plain, batch, extras, on_mesh)
 
 
 def zoo_problem(tiny: int = 6, empty: bool = True) -> Problem:
-    """The leaf shapes of `zoo_params`, without the empty leaf unless `empty`."""
-
     def make():
         return {k: v for k, v in zoo_params(tiny).items() if empty or k != "empty_0x4"}
 
@@ -165,7 +152,6 @@ def ulps(got, want) -> float:
 
 
 def whole(tree) -> dict[str, np.ndarray]:
-    """Returns each leaf as one unsharded array, by path; all devices are in this process."""
     found = {}
     for leaf in leaves.leaves(tree):
         out = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
@@ -183,7 +169,6 @@ def assert_bitwise(a, b):
 
 
 def equations_of(jaxpr):
-    """Yields the equations of a jaxpr and of all that they call."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jex.jaxprs_in_params(eqn.params):

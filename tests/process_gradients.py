@@ -1,51 +1,39 @@
-"""Gradients of a GPT over all devices of some processes, as process 0 sees them.
+"""Gradients of a GPT by path, three times, as process 0 sees them, to OUT-0.npz to OUT-2.npz.
 
-    python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]
-
-SCATTER is a setting of `Precision`, or "none".
-
-A separate process: JAX joins processes when it starts.
+python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]     # a `Precision` or "none"
 """
 
-import pathlib
 import sys
+from pathlib import Path
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import numpy as np
-from flax import nnx
+from problems import gpt_problem
 
 import zero_jax
 from zero_jax.models import gpt
 from zero_jax.sharding.paths import named_leaves
 
-ROWS = 8
 CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
 def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 0) -> None:
-    """Writes the gradients by path to OUT-0.npz and, computed again, OUT-1.npz and OUT-2.npz."""
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
     precision = zero_jax.Precision(scatter=None if scatter == "none" else scatter)
     zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=precision)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))))
-    params = zero.init(lambda: nnx.state(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param))
-    index, parts = zero_jax.batch_share(zero.mesh)
-    rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, ROWS // parts, 17))
-    batch = zero_jax.global_batch(zero.mesh, (rows[index].astype(np.int32),))
-
-    def loss(params, tokens):
-        return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), tokens))
-
-    grad = jax.jit(zero.value_and_grad(lambda params, batch: loss(params, *batch)))
+    problem, (index, parts) = gpt_problem(CONFIG), zero_jax.batch_share(zero.mesh)
+    rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, 8 // parts, 17))
+    batch = zero_jax.global_batch(zero.mesh, rows[index].astype(np.int32))
+    params, grad = zero.init(problem.make), jax.jit(zero.value_and_grad(problem.loss))
     for number in range(3):
-        whole = zero.full(grad(params, batch)[1])
+        named = named_leaves(zero.full(grad(params, batch)[1]))
         if rank == 0:
-            named = {n: np.asarray(x.addressable_data(0)) for n, x in named_leaves(whole)}
-            np.savez(f"{out}-{number}.npz", **named)
+            full = {name: np.asarray(x.addressable_data(0)) for name, x in named}
+            np.savez(f"{out}-{number}.npz", **full)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The programs that benchmarks compare train the same model."""
+"""Programs that benchmarks compare train the same model; the checks of a GPU run on the CPU."""
 
-import importlib.util
+import functools
+import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import on_gpu
 import pytest
 
 import zero_jax
@@ -21,33 +22,15 @@ SIZES = {"layers": 2, "width": 32, "heads": 2, "vocab": 96, "seq": 16}
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a script with its folder on the path, as if it had been started."""
     monkeypatch.syspath_prepend(str(FOLDER))
-
-    def by_name(name):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return by_name
-
-
-def run(name, *args):
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, args)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-
-
-def small_case(remat):
-    zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat=remat)
-    return zero, Case(gpt.GPTConfig(**SIZES), zero, "adamw", 16)
+    return importlib.import_module
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"held": False}, {"split": False}, {"chunks": 4}])
 def test_gspmd_trains_as_zero_jax_does(load, how):
-    zero, case = small_case("block")
+    zero = zero_jax.Zero(zero_jax.make_mesh(), 3, remat="block")
+    case = Case(gpt.GPTConfig(**SIZES), zero, "adamw", 16)
     tokens = np.random.default_rng(0).integers(0, 96, case.batch.shape, np.int32)
     params, tx = zero.init(case.make), zero.optimizer(case.tx)
     train, state = zero.train_step(case.loss_fn, tx), tx.init(params)
@@ -65,7 +48,7 @@ def test_gspmd_trains_as_zero_jax_does(load, how):
 
 
 def test_plain_data_parallelism_replicates_and_gspmd_shards(load):
-    _, case = small_case("none")
+    case = Case(gpt.GPTConfig(**SIZES), zero_jax.Zero(zero_jax.make_mesh(), 3), "adamw", 16)
     for split in (False, True):
         _, (params, state, _) = load("gspmd").step_of(case, "none", split=split)
         leaves = jax.tree.leaves(params if split else (params, state))
@@ -74,14 +57,14 @@ def test_plain_data_parallelism_replicates_and_gspmd_shards(load):
 
 @pytest.mark.slow
 def test_stages_and_compilation_are_measured(tmp_path):
-    out = tmp_path / "stages.json"
-    sizes = ("--model", "nano", "--devices", 2, "--seq", 16, "--rounds", 1)
-    printed = run("stages", *sizes, "--json", out)
+    run = functools.partial(subprocess.check_output, text=True, cwd=FOLDER)
+    out, command = tmp_path / "stages.json", [sys.executable, "stages.py", "--model", "nano"]
+    printed = run([*command, "--devices", "2", "--seq", "16", "--rounds", "1", "--json", out])
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == ["data parallel", "gspmd", "gspmd held", *(f"stage {s}" for s in range(4))]
     assert rows["data parallel"]["ratio"] == 1 and all(f"| {name} |" in printed for name in rows)
     assert rows["stage 3"]["total_bytes"] < rows["data parallel"]["total_bytes"]
-    compiled = json.loads(run("compile", "--one", 1, 2).splitlines()[-1])
+    compiled = json.loads(run([sys.executable, "compile.py", "--one", "1", "2"]).splitlines()[-1])
     assert min(compiled.values()) > 0 and 1e8 < compiled["peak_bytes"] < 4e9
 
 
@@ -133,3 +116,18 @@ def test_a_row_sets_the_memory_of_a_gpu_and_names_the_error_that_ended_it(load, 
     assert gpu.last_error("W0 slow\nzero_jax.Wrong: no\n\n") == "zero_jax.Wrong: no"
     assert gpu.last_error("ValueError: no\nE1123 01:02 cuda.cc:1] late\n") == "ValueError: no"
     assert gpu.last_error("Killed\n") == "Killed" and not gpu.last_error("")
+
+
+@pytest.mark.slow
+def test_one_check_leaves_the_others_in_the_file(tmp_path):
+    file = tmp_path / "found.json"
+    row = {"check": "blocks", "found": [{"what": "", "apart": 2, "limit": 1, "passed": False}]}
+    here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    file.write_text(json.dumps({**here, "checks": [row, {"check": "checkpoints", "error": "x"}]}))
+    assert on_gpu.main(["--json", str(file), "--only", "checkpoints", "options"]) == 1
+    known = {row["check"]: row for row in json.loads(file.read_text())["checks"]}
+    assert known.keys() == {"blocks", "checkpoints", "options"} and known["blocks"] == row
+    assert [f["passed"] for f in known["checkpoints"]["found"]] == [True]
+    assert on_gpu.main(["--json", str(file), "--only", "blocks"]) == 0
+    differences = (1.0, 1.5, float("nan"))
+    assert [on_gpu.verdict("", x, 1.0)["passed"] for x in differences] == [True, False, False]

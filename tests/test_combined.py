@@ -1,7 +1,4 @@
-"""Tensor parallelism, remat, buckets, host memory and replicas together equal one device.
-
-Tolerances are those of test_model_axis.py, which has the problems: 1024 fp32 ulps after ten steps.
-"""
+"""Tensor parallelism, remat, buckets, host memory and replicas together equal one device."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +12,9 @@ from zero_jax.remat import policies
 
 PIECES = Offload(optimizer=True, params=True, piece_bytes=4096)
 RUNS = [("gpt", (2, 2), zero_jax.configuration("c5"))]
-RUNS += [
-    ("linen", (2, 2), {"stage": stage, "remat": remat})  # an unrolled model
-    for stage, remat in ((2, "block@partitioned"), (3, "block_sqrt"))
-]
+RUNS += [("linen", (2, 2), {"stage": 2, "remat": "block@partitioned"})]  # unrolled
+RUNS += [("linen", (2, 2), {"stage": 3, "remat": "block_sqrt"})]
 SLOW = [("gpt", (2, 2), zero_jax.configuration(name)) for name in ("c1", "c2", "c3", "c4")] + [
-    ("linen", (2, 2), {"stage": 3, "remat": "none"}),
-    ("linen", (2, 2), {"stage": 2, "remat": "block"}),
     ("gpt", (2, 2), {"stage": 1, "remat": "block@partitioned", "offload": "optimizer"}),
     ("gpt", (2, 4), {"stage": 3, "remat": "block_sqrt@partitioned", "bucket_bytes": 256}),
     ("gpt", (2, 4), {"stage": 3, "remat": "block@partitioned+host", "offload": PIECES}),
@@ -42,7 +35,6 @@ def test_everything_together_equals_one_device(name, mesh, settings):
 
 
 def test_configurations_are_those_of_table_3_of_the_paper():
-    """Stage 1 or 2, then partitioned activations, then those on the host."""
     remat = "block", "block@partitioned", "block@partitioned+host"
     rows = {"c1": (1, 0), "c2": (1, 1), "c3": (2, 0), "c4": (2, 1), "c5": (2, 2)}
     rows["zero-100b"] = (2, 1)
@@ -50,26 +42,15 @@ def test_configurations_are_those_of_table_3_of_the_paper():
     assert zero_jax.CONFIGURATIONS == want
 
 
-def test_each_device_stores_its_piece_of_both_axes_in_host_memory():
-    def shapes(**settings):
-        zero = zero_jax.Zero(mesh_of(2, 4), stage=3, **settings)
-        state = zero.optimizer(ADAM).init(zero.shard(problem("gpt").start))
-        return [x.addressable_shards[0].data.shape for x in jax.tree.leaves(state)]
-
-    assert shapes(offload=PIECES) == shapes()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", [None, PIECES], ids=["on the device", "in pieces"])
-def test_steps_hold_equal_bytes_and_delete_donated_states(offload):
-    zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", offload=offload)
+def test_steps_hold_equal_bytes_and_delete_donated_states():
+    zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", offload=PIECES)
     params = zero.shard(problem("gpt").start)
     state, step = zero.optimizer(ADAM).init(params), zero.train_step(problem("gpt").loss, ADAM)
     sizes = []
     for _ in range(20):
         before = jax.tree.leaves((params, state))
-        params, state, _ = step(params, state, problem("gpt").batch)
-        jax.block_until_ready((params, state))
+        params, state, _ = jax.block_until_ready(step(params, state, problem("gpt").batch))
         sizes.append(sum(x.nbytes for x in jax.live_arrays()))
         assert all(x.is_deleted() for x in before)
     assert len(set(sizes[2:])) == 1

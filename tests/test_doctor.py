@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import jax
-import pytest
 
 from zero_jax import __version__, doctor
 from zero_jax.engine import offload_check
@@ -30,11 +29,10 @@ def test_versions_devices_and_settings():
 
 
 def test_offload_is_checked(capsys, monkeypatch):
-    outcomes = [offload_check.Outcome("saved activations", 0.0)]
-    monkeypatch.setattr(offload_check, "check", lambda device: outcomes)
-    assert "passed: saved activations" in lines(capsys)[1]
-    outcomes[0] = offload_check.Outcome("saved activations", 0.5)
-    assert "FAILED: saved activations: off by 0.5" in lines(capsys, code=1)[1]
+    for error, said in ((0.0, "passed: saved"), (0.5, "FAILED: saved activations: off by 0.5")):
+        outcome = offload_check.Outcome("saved activations", error)
+        monkeypatch.setattr(offload_check, "check", lambda device, found=outcome: [found])
+        assert said in lines(capsys, code=int(error > 0))[1]
 
 
 def test_an_error_of_the_driver_is_one_line(capsys, monkeypatch):
@@ -47,11 +45,8 @@ def test_an_error_of_the_driver_is_one_line(capsys, monkeypatch):
     assert "three more" not in printed and "host" in found and "jaxlib" in found
 
 
-@pytest.mark.parametrize(
-    ("limit", "shown"),
-    [("max", "no limit"), (str(2**63 - 1), "no limit"), ("3000000000", "3.00 GB")],
-)
-def test_the_memory_limit_of_a_container(limit, shown, capsys, monkeypatch, tmp_path):
-    (tmp_path / "limit").write_text(limit + "\n")
+def test_the_memory_limit_of_a_container(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_CGROUPS", (str(tmp_path / "limit"),))
-    assert lines(capsys, "--quick")[0]["of"].endswith(shown)
+    for limit, shown in ((2**63 - 1, "no limit"), ("max", "no limit"), (3_000_000_000, "3.00 GB")):
+        (tmp_path / "limit").write_text(f"{limit}\n")
+        assert lines(capsys, "--quick")[0]["of"].endswith(shown)

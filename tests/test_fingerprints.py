@@ -1,7 +1,5 @@
 """Step programs are as recorded; fingerprints depend on operations, not on names."""
 
-import json
-
 import fingerprints
 import jax
 import jax.numpy as jnp
@@ -12,78 +10,55 @@ RELEASES = {"0.10.2", "0.12.0.1"}  # of JAX, in CI
 
 def test_a_quarter_of_the_programs_is_as_recorded():
     """One stage of each feature; `python tests/fingerprints.py`, in `.ci/run`, compares all."""
-    releases = fingerprints.recorded()["releases"]
-    if jax.__version__ not in RELEASES | releases.keys():
-        pytest.skip(fingerprints.how_to_record())
-    found, known = {}, {}
-    for i, (name, case) in enumerate(fingerprints.cases().items()):
-        if (i + i // 4) % 4 == 0:
-            found[name] = " ".join(map(fingerprints.sha256, case.lowered()))
-            known[name] = releases[jax.__version__]["programs"].get(name)
-    assert len(found) >= 10 and fingerprints.differences(found, known) == {}
-
-
-def test_all_programs_are_recorded_for_each_release_of_ci():
     releases, programs = fingerprints.recorded()["releases"], fingerprints.cases()
-    assert releases.keys() >= RELEASES
-    assert len(programs) >= 40
+    assert releases.keys() >= RELEASES and len(programs) >= 40
     for release in releases.values():
         assert release["programs"].keys() == programs.keys()
         texts = {fingerprint.split()[0] for fingerprint in release["programs"].values()}
         assert len(texts) == len(programs), "two programs are equal"
+    if jax.__version__ not in releases:
+        pytest.skip(fingerprints.HOW)
+    known = releases[jax.__version__]["programs"]
+    chosen = [name for i, name in enumerate(programs) if (i + i // 4) % 4 == 0]
+    found = {n: " ".join(map(fingerprints.sha256, programs[n].lowered())) for n in chosen}
+    assert len(found) >= 10 and found == {name: known[name] for name in chosen}
 
 
 def normalised(fn):
-    """Returns the text that JAX prints, and the text that is hashed."""
     x = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     text = jax.jit(fn).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     return text, fingerprints.normalised(text)
 
 
 def test_names_and_copies_of_functions_change_nothing():
+    @jax.jit
     def twice(x):
         return x + x
 
+    @jax.jit
     def doubled(x):
         return x + x
 
-    def one_function(x):
-        add = jax.jit(twice)
-        return {"sum": add(add(x)), "half": jax.jit(lambda y: y / 2)(x)}
+    def called(first, second, names):
+        out = jax.jit(lambda y: y / 2)
+        return normalised(lambda x: {names[0]: second(first(x)), names[1]: out(x)})
 
-    def another_name_for_each(y):
-        added = jax.jit(doubled)(jax.jit(twice)(y))
-        return {"sum ": added, "a half": jax.jit(lambda z: z / 2)(y)}
-
-    (text, wanted), (other_text, got) = map(normalised, (one_function, another_name_for_each))
+    text, wanted = called(twice, twice, ("sum", "half"))
+    other_text, got = called(twice, doubled, ("sum ", "a half"))
     assert text.count("func.func private") == 2 < other_text.count("func.func private")
     assert "twice" in text and "twice" not in wanted
     assert got == wanted
 
 
-def test_a_cast_in_a_function_changes_the_name_in_its_calls():
-    def main_of(dtype):
-        inner = jax.jit(lambda x: (x.astype(dtype) * 3).astype(x.dtype))
-        return normalised(lambda x: inner(inner(x)))[1].partition("func.func public")[2]
-
-    assert main_of(jnp.bfloat16).count("call @_") == main_of(jnp.float32).count("call @_") == 2
-    assert main_of(jnp.bfloat16) != main_of(jnp.float32)
-
-
-def test_a_record_names_the_changes_and_the_reason(tmp_path, monkeypatch, capsys):
+def test_a_record_names_the_changes_and_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprints, "RECORDED", tmp_path / "fingerprints.json")
     fingerprints.RECORDED.write_text('{"releases": {"0.9.0": {}}, "history": []}')
     assert fingerprints.compare() == 1
-    assert f'--record "JAX {jax.__version__}"' in capsys.readouterr().out
     programs = {"same": "0 0", "cast": "1 0", "set": "2 0", "gone": "3 0"}
     fingerprints.record(programs, "first")
     now = {"same": "0 0", "cast": "9 0", "set": "2 9", "new": "4 0"}
     changed = fingerprints.differences(now, programs)
-    assert list(changed) == ["cast", "set", "new", "gone"]
-    assert changed["cast"] == "program" and changed["set"] == "compiler options"
-    assert fingerprints.record(now, "second") == list(changed)
-    assert fingerprints.record(now, "nothing changed") == []
-    data = json.loads(fingerprints.RECORDED.read_text())
-    history = [(entry["reason"], entry["changed"]) for entry in data["history"]]
-    assert history == [("second", list(changed)), ("first", ["all"])]
-    assert data["releases"][jax.__version__]["programs"] == now
+    assert [*changed.items()][:2] == [("cast", "program"), ("set", "compiler options")]
+    assert fingerprints.record(now, "second") == [*changed] == ["cast", "set", "new", "gone"]
+    history = [(x["reason"], x["changed"]) for x in fingerprints.recorded()["history"]]
+    assert history == [("second", [*changed]), ("first", ["all"])]

@@ -1,16 +1,13 @@
-"""Random losses on random trees (see fuzz.py)."""
+"""Random losses on random trees (fuzz.py), and runs that are killed at random (chaos.py)."""
 
 import fuzz
 import numpy as np
 import pytest
-from fuzz_cases import JAX_REMATS, Case
+from chaos import chaos
+from fuzz import JAX_REMATS, Case
 from fuzz_operations import COUNTS, OPS
 
 SETTINGS = {"micro_batches": 1, "remat": "block", "bucket_bytes": 2**30, "precision": "fp32"}
-
-
-def drawn(shape, dtype=np.float32, seed=0):
-    return (np.random.default_rng(seed).standard_normal(shape) * 0.5).astype(dtype)
 
 
 # Five trees use each operation once; each value of a setting occurs.
@@ -27,8 +24,10 @@ TREES = [
 def test_each_operation_equals_one_device_and_sends_what_it_must(tree):
     names, counts = list(OPS)[tree :: len(TREES)], list(COUNTS)[tree::5]
     shapes = [[(6, 4, 4), (8, 4), (13,)], [(4, 8), (7, 4), (0, 4)], [(), (3, 4, 4), (8, 8, 8)]]
-    leaves = [drawn(shape, seed=at) for at, shape in enumerate(shapes[tree % 3])]
-    leaves += [drawn((4, 64)), np.arange(32, dtype=np.int32).reshape(8, 4) % 5]
+    rngs = map(np.random.default_rng, (0, 1, 2, 0))
+    drawn = [r.standard_normal(n) for r, n in zip(rngs, [*shapes[tree % 3], (4, 64)], strict=True)]
+    leaves = [(0.5 * np.asarray(x)).astype(np.float32) for x in drawn]
+    leaves += [np.arange(32, dtype=np.int32).reshape(8, 4) % 5]
     case = Case(leaves, [*(names[at::4] for at in range(4)), counts])
     assert fuzz.check(case, SETTINGS | TREES[tree], tree) is None
 
@@ -36,6 +35,11 @@ def test_each_operation_equals_one_device_and_sends_what_it_must(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", range(1000, 1010))
 def test_random_losses_equal_one_device(tree):
-    report = fuzz.run(range(tree, tree + 1), seed=1)
-    assert report.counts["cases", ""] == fuzz.SETTINGS_A_TREE
-    assert not report.faults, "\n".join(report.faults)
+    counts, faults = fuzz.run(range(tree, tree + 1), seed=1)
+    assert counts["cases", ""] == fuzz.SETTINGS_A_TREE and not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+def test_killed_runs_have_the_losses_of_an_undisturbed_run(tmp_path):
+    faults, found = chaos(4, 0, tmp_path, counts=(1, 2))
+    assert faults.total() >= 4 and found["finished"] >= 1 and found["checkpoints"] > 0

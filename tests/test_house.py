@@ -3,14 +3,12 @@
 import ast
 import functools
 import graphlib
-import pathlib
 import re
-
-import pytest
+from pathlib import Path
 
 import zero_jax
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
 # The imports that are allowed to each package and module, as its `__init__` says.
 BELOW = {name: set() for name in ("jaxpr", "cluster", "sharding", "models", "translate")}
@@ -36,13 +34,12 @@ ENTRIES = {path for path in MODULES if path.name == "__main__.py" and path.paren
 
 
 @functools.cache
-def tree(path: pathlib.Path) -> ast.Module:
+def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
 @functools.cache
-def imports(path: pathlib.Path) -> set[str]:
-    """Returns dotted modules, and the names imported from them."""
+def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -58,22 +55,19 @@ def imports(path: pathlib.Path) -> set[str]:
     return found
 
 
-def package(path: pathlib.Path) -> str:
-    parts = path.relative_to(LIBRARY).parts
-    return parts[0] if len(parts) > 1 else path.stem
+def package(path: Path) -> str:
+    return path.relative_to(LIBRARY).with_suffix("").parts[0]
 
 
-def used(path: pathlib.Path) -> set[str]:
-    """Returns packages and modules of the library that a file imports, inside functions too.
-
-    `import zero_jax` and `from zero_jax import Zero` import `__init__`.
-    """
+def used(path: Path) -> set[str]:
+    """Returns imported packages and modules of the library; `zero_jax.Zero` is of `__init__`."""
     parts = [name.split(".") for name in imports(path) if name.split(".")[0] == "zero_jax"]
     names = {part[1] if len(part) > 1 else "__init__" for part in parts}
     return {name if name in BELOW else "__init__" for name in names} - {package(path)}
 
 
-def test_packages_import_only_what_is_below_them():
+def test_packages_import_only_what_is_below_them_in_no_circle():
+    assert used(LIBRARY / "zero.py") > {"engine", "plan"} and used(LIBRARY / "doctor.py")
     for path in MODULES:
         above = used(path) - FACTS - BELOW[package(path)]
         assert above <= ({"commands"} if path in ENTRIES else set()), f"{path} imports {above}"
@@ -82,39 +76,15 @@ def test_packages_import_only_what_is_below_them():
         assert used(path) <= {"commands", "streams"}, path
         statements = tree(path).body
         assert all(isinstance(x, ast.Expr | ast.Import | ast.ImportFrom) for x in statements), path
-
-
-def test_packages_and_modules_import_each_other_in_no_circle():
-    packages = {name: set() for name in BELOW}
-    for path in set(MODULES) - ENTRIES:
-        packages[package(path)] |= used(path)
+    own = set(MODULES) - ENTRIES
+    packages = {name: set().union(*(used(p) for p in own if package(p) == name)) for name in BELOW}
     dotted = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in MODULES}
     modules = {name: imports(path) & set(dotted.values()) for path, name in dotted.items()}
     for graph in (BELOW, packages, modules):
         assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(graph)
 
 
-@pytest.mark.parametrize(
-    ("line", "above"),
-    [
-        ("from zero_jax.engine.step import TrainStep", {"engine"}),
-        ("import zero_jax.zero", {"zero"}),
-        ("from zero_jax import doctor", {"doctor"}),
-        ("import zero_jax", {"__init__"}),
-        ("from zero_jax.sharding import layout\nfrom zero_jax import Zero", {"__init__"}),
-        ("def later():\n    from zero_jax.plan import memory", {"plan"}),
-        ("from zero_jax import releases", set()),
-    ],
-)
-def test_an_import_upward_is_detected(line, above, tmp_path, monkeypatch):
-    monkeypatch.setattr("test_house.LIBRARY", tmp_path)
-    path = tmp_path / "checkpoint" / "command.py"
-    path.parent.mkdir()
-    path.write_text(line)
-    assert used(path) - FACTS - BELOW["checkpoint"] == above
-
-
-def test_imports_by_string_and_jaxprs_have_one_place():
+def test_imports_by_string_and_jaxprs_have_one_place_and_every_package_says_what_it_imports():
     for path in MODULES:
         text = path.read_text()
         # An import by string would be in no graph; `zero_jax NAME` runs modules that way.
@@ -122,24 +92,18 @@ def test_imports_by_string_and_jaxprs_have_one_place():
         assert path == LIBRARY / "__main__.py" or not any(call in text for call in calls), path
         # `equations.new_jaxpr` gives jaxprs the debug info that JAX requires.
         assert ("jex.Jaxpr(" in text) == (path.name == "equations.py"), path
-
-
-def test_every_package_says_what_it_may_import_and_hides_no_public_function():
     folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}
     assert folders == PACKAGES
     for name in folders:
         assert "mport" in (ast.get_docstring(tree(LIBRARY / name / "__init__.py")) or ""), name
-        assert isinstance(getattr(zero_jax, name, ast), type(ast)), name
+        assert isinstance(getattr(zero_jax, name, ast), type(ast)), f"{name} hides a function"
 
 
-def test_models_import_nothing_from_the_library():
+def test_models_import_nothing_from_the_library_and_nothing_imports_private_jax():
     for path in (ROOT / "models").glob("*.py"):
         found = {i for i in imports(path) if i.startswith("zero_jax")}
         assert all(i.startswith("zero_jax.models.") for i in found), path
         assert "ZeRO" not in path.read_text(), path
-
-
-def test_nothing_is_imported_from_private_jax():
     private = re.compile(r"^ *(from|import) +(jax\._src|jaxlib|jax +import +_src)", re.MULTILINE)
     for folder in ("zero_jax", "models", "training", "tests"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -1,9 +1,7 @@
 """Ten steps under Zero equal ten steps of plain optax on one device.
 
-fp32 tolerance: 256 ulps of a leaf's largest element after ten steps. Sums over devices are taken
-in another order, which moves a gradient by an ulp or two of its largest term, and ten steps and
-the optimizers' divisions amplify it. A wrong mean, norm or padding is off by 10^4 ulps or more:
-see `planted_faults.txt`.
+fp32 tolerance: 256 ulps of a leaf's largest element. Other orders of summation, ten steps and the
+optimizers' divisions amplify an ulp or two; a wrong mean, norm or padding is off by 10^4 or more.
 """
 
 import functools
@@ -21,48 +19,31 @@ import zero_jax
 STEPS = 10
 ULPS = 256
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 # eps: the gradient of an attention key's bias is zero but for rounding, and Adam would turn
 # that rounding into full steps. ReLU has a kink, which a rounding can cross: small steps there.
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
 TX = {"gpt": ADAM, "zoo": ADAM, "few": ADAM, "resnet": SGD, "weighted": SGD, "many": SGD}
-
-
-def by_rank(params):
-    return jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "vector", params)
-
-
-def is_matrix(params):
-    return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
-def is_not_vector(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "vector" not in str(path), params)
-
-
-RATES = optax.linear_schedule(1e-2, 0.0, STEPS)
-ADAM_OF_RATES = optax.inject_hyperparams(optax.adam)(RATES, eps=1e-4)
+RATED = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4)
+KINDS = {"matrix": RATED, "vector": optax.lion(1e-3)}
+# fmt: off
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "muon": optax.contrib.muon(1e-2),
     "MultiSteps of lamb": optax.MultiSteps(optax.lamb(1e-2, eps=1e-4), 3),
     "clip, lars, EMA": optax.chain(
-        optax.clip_by_global_norm(1e-2), optax.lars(1e-1), optax.ema(0.9)
-    ),
+        optax.clip_by_global_norm(1e-2), optax.lars(1e-1), optax.ema(0.9)),
     "multi_transform of a schedule and lion": optax.multi_transform(
-        {"matrix": ADAM_OF_RATES, "vector": optax.lion(1e-3)}, by_rank
-    ),
+        KINDS, functools.partial(jax.tree.map, lambda p: "matrix" if p.ndim > 1 else "vector")),
     "masks on path and ndim": optax.chain(
-        optax.masked(optax.clip(1e-3), is_not_vector),
-        optax.adamw(1e-2, eps=1e-4, weight_decay=0.1, mask=is_matrix),
-    ),
-}
+        optax.masked(optax.clip(1e-3), functools.partial(
+            jax.tree_util.tree_map_with_path, lambda path, _: "vector" not in str(path))),
+        optax.adamw(1e-2, eps=1e-4, weight_decay=0.1,
+                    mask=functools.partial(jax.tree.map, lambda p: p.ndim > 1)))}
+# fmt: on
 
 
 def few_leaves(empty: bool = True) -> Problem:
-    """Odd, even, small and tied leaves, a scalar and, if `empty`, a leaf without elements."""
     shapes = {"bias": (), "vector": (3,), "deep": (2, 13, 8), "tied": (7, 13), "none": (0, 4)}
     start = {name: 0.2 * jax.random.normal(jax.random.key(0), x) for name, x in shapes.items()}
     start = {name: leaf for name, leaf in start.items() if leaf.size or empty}
@@ -72,31 +53,27 @@ def few_leaves(empty: bool = True) -> Problem:
         hidden = jnp.tanh(hidden @ params["tied"] + params["vector"].sum())
         return jnp.mean(jnp.square(hidden @ params["deep"].sum(0) + params["bias"] - batch[1]))
 
-    return Problem(lambda: start, loss, problem("zoo").batch)
+    return Problem(lambda: start, loss, zoo_problem().batch)
 
 
-def many_leaves() -> Problem:
-    zoo = zoo_problem(tiny=200)
-    zoo.batch = jax.tree.map(lambda x: x[:112], zoo.batch)  # 120 rows have no factor 7
-    return zoo
-
-
-def weighted_loss(params, batch):
-    error = jnp.square(batch[0] @ params["w"]).sum(1)
-    return zero_jax.Weighted(jnp.sum(error * batch[1]), jnp.sum(batch[1]))
-
-
-def weighted_problem(loss=weighted_loss) -> Problem:
+def weighted_problem() -> Problem:
     """From 0 to 23 tokens a row: devices and micro-batches have very different weights."""
+
+    def loss(params, batch):
+        error = jnp.square(batch[0] @ params["w"]).sum(1)
+        return zero_jax.Weighted(jnp.sum(error * batch[1]), jnp.sum(batch[1]))
+
     batch = jax.random.normal(jax.random.key(1), (24, 5)), jnp.arange(24.0)
     return Problem(lambda: {"w": jnp.ones((5, 6))}, loss, batch)
 
 
+OWN = {"few": few_leaves, "few, none empty": lambda: few_leaves(empty=False)}
+OWN |= {"weighted": weighted_problem, "many": lambda: zoo_problem(tiny=200)}
+
+
 @functools.cache
 def problem(name: str) -> Problem:
-    own = {"few": few_leaves, "few, none empty": functools.partial(few_leaves, False)}
-    own |= {"weighted": weighted_problem, "many": many_leaves}
-    return {**PROBLEMS, **own}[name]()
+    return {**PROBLEMS, **OWN}[name]()
 
 
 @functools.cache
@@ -114,7 +91,7 @@ def assert_parity(name, tx, n, **settings):
 
 # Problem, N, stage, micro-batches and remat; with -m slow every N and stage.
 USUAL = [("gpt", 3, 3, 2, "block"), ("resnet", 8, 1, 1, "none"), ("few", 5, 2, 2, "none")]
-USUAL += [("few", 1, 3, 1, "none"), SLOW("many", 7, 3, 1, "none")]
+USUAL += [("few", 1, 3, 1, "none"), SLOW("many", 5, 3, 1, "none")]
 USUAL += [("weighted", 4, stage, k, "none") for stage, k in ((0, 1), (1, 3), (3, 2))]
 for name, n, stage in itertools.product(PROBLEMS, (1, 2, 3, 4, 5, 8), range(4)):
     # Batch norm sees one micro-batch; 120 rows are not divisible by two of them on 8 devices.
@@ -141,34 +118,18 @@ def test_every_optimizer_is_exact(optimizer, stage, n):
 @pytest.mark.parametrize("name", ["gpt", "zoo"])
 def test_in_bf16_the_stages_agree(name):
     """bf16 has 8 bits: one ulp is 2^-8; runs differ by summation order only."""
-    settings = {"precision": zero_jax.Precision("bf16", "bf16")}
-    first, *others = (
-        train_zero(problem(name), ADAM, STEPS, 4, stage=stage, **settings) for stage in range(4)
-    )
+    bf16, fp32 = zero_jax.Precision("bf16", "bf16"), plain(name, ADAM)
+    train = functools.partial(train_zero, problem(name), ADAM, STEPS, 4, precision=bf16)
+    (first, start, _), *others = (train(stage=stage) for stage in range(4))
     for losses, params, _ in others:
-        np.testing.assert_allclose(losses, first[0], rtol=2**-7)
-        assert ulps(params, first[1]) * np.finfo(np.float32).eps < 0.05
-    fp32 = plain(name, ADAM)
-    np.testing.assert_allclose(first[0], fp32[0], rtol=0.05)
-    assert ulps(first[1], fp32[1]) > ULPS, "bf16 equal to fp32: was anything cast?"
+        np.testing.assert_allclose(losses, first, rtol=2**-7)
+        assert ulps(params, start) * np.finfo(np.float32).eps < 0.05
+    np.testing.assert_allclose(first, fp32[0], rtol=0.05)
+    assert ulps(start, fp32[1]) > ULPS, "bf16 equal to fp32: was anything cast?"
 
 
 def test_same_seed_twice_is_bitwise_equal():
     runs = [train_zero(problem("few"), ADAM, 3, 5, stage=3)[1] for _ in range(2)]
     assert ulps(*runs) == 0
-
-
-def test_a_mean_over_devices_instead_of_rows_is_detected():
-    """Dividing each device's sum by its own weight is the classic averaging bug."""
-
-    def mean(params, batch):
-        total, weight = weighted_loss(params, batch)
-        return total / weight
-
-    wrong = train_zero(weighted_problem(mean), SGD, STEPS, 4, stage=3)
-    assert ulps(wrong[1], plain("weighted", SGD)[1]) > 100 * ULPS
-
-
-def test_the_rows_of_the_batch_differ():
-    """A run whose devices all see the same rows would pass a test with constant data."""
+    # A run whose devices all see the same rows would pass a test with constant data.
     assert len(np.unique(np.asarray(problem("gpt").batch), axis=0)) > ROWS // 2
