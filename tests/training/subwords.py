@@ -58,22 +58,13 @@ KINDS = {
 
 
 def _saved(made, folder, template, special, alphabet):
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=list(special),
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
+    options = {"special_tokens": list(special), "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **options)
     made.train_from_iterator(TEXT, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if isinstance(template, dict):
         config["chat_template"] = template
     elif template is not None:
@@ -112,6 +103,7 @@ _CALLS = (
     "{{ c.function.arguments | tojson }}{{ '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
 )
 _IM = "'<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n'"
+_BOS = "{{ bos_token }}"
 _IM_ASK = "'<|im_start|>assistant\\n'"
 _TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for t in tools %}{{ ' ' + t.function.name "
@@ -119,70 +111,48 @@ _TOOLS = (
 )
 # The formats of model families. What differs between them is kept: where spaces and line breaks
 # are, if the prompt is part of the text, how a turn ends.
+# fmt: off
 TEMPLATES = {
     "chatml": _template(_IM, _said(_IM_ASK, "{{ m.content + '<|im_end|>\\n' }}"), _IM_ASK),
     "llama 2": _template(
         "'<s>[INST] ' + m.content | trim + ' [/INST]'",
         _said("", "{{ ' ' + m.content | trim + ' </s>' }}"),
-        system="'<<SYS>>\\n' + m.content + '\\n<</SYS>>\\n\\n'",
-    ),
+        system="'<<SYS>>\\n' + m.content + '\\n<</SYS>>\\n\\n'"),
     "mistral": _template(
-        "'[INST] ' + m.content + ' [/INST]'",
-        _said("", "{{ ' ' + m.content + eos_token }}"),
-        first="{{ bos_token }}",
-    ),
+        "'[INST] ' + m.content + ' [/INST]'", _said("", "{{ ' ' + m.content + eos_token }}"),
+        first=_BOS),
     "llama 3": _template(
         "'<|head|>' + m.role + '<|tail|>\\n\\n' + m.content | trim + '<|eot|>'",
         _said("'<|head|>assistant<|tail|>\\n\\n'", "{{ m.content | trim + '<|eot|>' }}"),
-        "'<|head|>assistant<|tail|>\\n\\n'",
-        first="{{ bos_token }}",
-    ),
+        "'<|head|>assistant<|tail|>\\n\\n'", first=_BOS),
     "gemma": _template(
         "'<|head|>user\\n' + m.content | trim + '<|tail|>\\n'",
         _said("'<|head|>model\\n'", "{{ m.content | trim + '<|tail|>\\n' }}"),
-        "'<|head|>model\\n'",
-        first="{{ bos_token }}",
-    ),
+        "'<|head|>model\\n'", first=_BOS),
     "phi": _template(
         "'<|' + m.role + '|>\\n' + m.content + '<|eot|>\\n'",
-        _said("'<|assistant|>\\n'", "{{ m.content + '<|eot|>\\n' }}"),
-        "'<|assistant|>\\n'",
-        last="{% if not add_generation_prompt %}{% generation %}{{ eos_token }}{% endgeneration %}"
-        "{% endif %}",
-    ),
+        _said("'<|assistant|>\\n'", "{{ m.content + '<|eot|>\\n' }}"), "'<|assistant|>\\n'",
+        last="{% if not add_generation_prompt %}{% generation %}{{ eos_token }}"
+        "{% endgeneration %}{% endif %}"),
     "zephyr": _template(
         "'<|' + m.role + '|>\\n' + m.content + eos_token + '\\n'",
-        _said("'<|assistant|>\\n'", "{{ m.content + eos_token + '\\n' }}"),
-        "'<|assistant|>\\n'",
-    ),
+        _said("'<|assistant|>\\n'", "{{ m.content + eos_token + '\\n' }}"), "'<|assistant|>\\n'"),
     "alpaca": _template(
         "'### Instruction:\\n' + m.content + '\\n\\n'",
-        _said("'### Response:\\n'", "{{ m.content + '\\n\\n' }}"),
-        "'### Response:\\n'",
-    ),
+        _said("'### Response:\\n'", "{{ m.content + '\\n\\n' }}"), "'### Response:\\n'"),
     "vicuna": _template(
-        "'USER: ' + m.content",
-        _said("' ASSISTANT:'", "{{ ' ' + m.content + eos_token }}"),
-        "' ASSISTANT:'",
-        system="m.content + ' '",
-    ),
+        "'USER: ' + m.content", _said("' ASSISTANT:'", "{{ ' ' + m.content + eos_token }}"),
+        "' ASSISTANT:'", system="m.content + ' '"),
     "command": _template(
         "'<|head|><|' + m.role + '|>' + m.content | trim + '<|tail|>'",
         _said("'<|head|><|chatbot|>'", "{{ m.content | trim + '<|tail|>' }}"),
-        "'<|head|><|chatbot|>'",
-        first="{{ bos_token }}",
-    ),
+        "'<|head|><|chatbot|>'", first=_BOS),
     "deepseek": _template(
         "'<User>' + m.content",
         _said("'<Assistant>'", "{{ m.content.split('</think>')[-1] + eos_token }}"),
-        "'<Assistant><think>\\n'",
-        first="{{ bos_token }}",
-    ),
+        "'<Assistant><think>\\n'", first=_BOS),
     "qwen with tools": _template(
-        _IM,
-        _said(_IM_ASK, _CALLS),
-        _IM_ASK,
-        first=_TOOLS,
-        other="'<|im_start|>user\\n<result>' + m.content + '</result><|im_end|>\\n'",
-    ),
+        _IM, _said(_IM_ASK, _CALLS), _IM_ASK, first=_TOOLS,
+        other="'<|im_start|>user\\n<result>' + m.content + '</result><|im_end|>\\n'"),
 }
+# fmt: on
