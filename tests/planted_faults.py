@@ -97,7 +97,7 @@ def chosen(fault: Fault, files: Sequence[str], tests: Tests, limit: float) -> li
 
     Tests that run the line come first, the quickest at the front, then the others in their files: a
     fixture or a cache may hand them what the line has made. A line that runs at import, or in no
-    test, has the tests of the package's folder.
+    test, has the tests of the package's folder and those that belong to no package.
     """
     source = (ROOT / fault.file).read_text()
     line = source[: source.index(fault.old)].count("\n") + 1
@@ -113,7 +113,7 @@ def chosen(fault: Fault, files: Sequence[str], tests: Tests, limit: float) -> li
         paths = {name.partition("::")[0] for name in own}
         more = {name for name in seconds if name.partition("::")[0] in paths} - own
         if not running:
-            more = {name for name in seconds if name.startswith(folder)}
+            more = {name for name in seconds if name.startswith((folder, "tests/test_"))}
         names = []
         for name in sorted(own | more, key=lambda name: (name in more, seconds[name], name)):
             left -= seconds[name]
