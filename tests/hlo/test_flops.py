@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_lines import ARGUMENTS, FLOPS, computation, loop, product, program
+from hlo_lines import ARGUMENTS, FLOPS, computation, product, program
 from hlo_programs import compile_on_8
 
 from zero_jax.hlo import hlo_text
@@ -62,15 +62,6 @@ PROGRAMS = {
 def test_flops_of_programs_are_their_closed_form(name):
     f, shapes, want = PROGRAMS[name]
     assert flops_of(compile_on_8(f, *map(jnp.ones, shapes)).as_text()) == want
-
-
-def test_the_products_of_a_condition_count_once_more_than_the_trips_if_they_are_known():
-    parts = {"state": ARGUMENTS, "init": ARGUMENTS, "body": [], "condition": [product("d")]}
-    lines, texts = loop("w", **parts, trips=6)
-    assert flops_of(program(ARGUMENTS, *lines, computations=texts)) == (6 + 1) * FLOPS
-    lines, texts = loop("w", **parts, trips=None)
-    with pytest.raises(ValueError, match="trip count"):
-        flops_of(program(ARGUMENTS, *lines, computations=texts))
 
 
 # Spellings of the GPU compiler; of convolutions one set of labels, that of the forward one.

@@ -97,23 +97,6 @@ class OneProduct(Network):
         return jnp.mean(jnp.square(scanned(x, params["layers"]) @ params["head"]))
 
 
-class Twins(Network):
-    """A network with two matrices in a layer."""
-
-    @property
-    def layer(self):
-        return 2 * self.D * self.D
-
-    def make(self):
-        return {"layers": [jnp.zeros((self.L, self.D, self.D))] * 2}
-
-    def loss(self, params, x):
-        def layer(h, w):
-            return jnp.tanh(jnp.tanh(h @ w[0]) @ w[1]), None
-
-        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
-
-
 class Nested(Network):
     """A network with an MLP, and a loop over eight matrices, in a layer."""
 
