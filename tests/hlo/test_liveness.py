@@ -95,7 +95,7 @@ PEAKS = {  # lines after the argument %p, and the peak in units
     "GPUs sum in place": ([A, f"%b = {array()} all-reduce(%a), {REDUCE}, {SYNC}", OUT_B], 1),
 }
 
-H, H4 = {"h": array()}, {"h": array(4)}
+H, H4, STACK = {"h": array()}, {"h": array(4)}, {"stack": array(8)}
 MX, MG, OUT_H = make("x", "h"), make("g", "x"), make("out", "w_h")
 ZEROS = make("zeros", "p", units=8)
 BOTH = f"%out = ({array()}, {array(8)}) tuple(%w_h, %w_stack)"
@@ -107,7 +107,7 @@ def looped(*body, state=H, init=("a",), results=("g",), name="w"):
 
 # Layers that each write one unit of a stack of eight.
 UPDATE = fusion("more", "write", "stack", "x", "i", shape=array(8))
-STACKING = looped(MX, UPDATE, state=H | {"stack": array(8)}, init=("a", "zeros"), results=("x", "more"))
+STACKING = looped(MX, UPDATE, state=H | STACK, init=("a", "zeros"), results=("x", "more"))
 INNER, TEXTS = looped(make("x", "h", units=2), MG, name="v")
 OUTER, MORE = looped(make("y", "h", units=3), make("a", "h"), *INNER, make("g", "v_h", "y"))
 LOOPS = {  # lines before, the loop, lines after, the peak
