@@ -143,22 +143,19 @@ def test_the_part_of_one_device_is_found_under_calls():
 M, SHAPE, ONES = 4, (2, 8, 12, 16), jnp.ones
 # fmt: off
 RULES = [
-    (lambda x: jnp.tanh(x) * 2 + 1, 2, 2), (lambda x: x + ONES((2, 8, 1, 16)), 2, 2),
-    (lambda x: x.transpose(2, 0, 3, 1), 2, 0), (lambda x: x.reshape(2, 8, 12 * 16), 2, 2),
+    (lambda x: jnp.tanh(x) + ONES((2, 8, 1, 16)), 2, 2), (lambda x: x.transpose(2, 0, 3, 1), 2, 0),
     (lambda x: x.reshape(2, 8, 4, 3, 16), 2, 2), (lambda x: x.reshape(16, 12, 16), 2, 1),
     (lambda x: x.reshape(16, 12, 16), 1, None),  # the split dim is no longer in one piece
     (lambda x: x.sum((0, 3)), 2, 1), (lambda x: x.max(2), 2, None), (lambda x: x[:, :5], 2, 2),
     (lambda x: x[:, :, :5], 2, None), (lambda x: jnp.unstack(x, axis=1)[0], 2, 1),
-    (lambda x: x[:, 3], 2, 1), (lambda x: jnp.stack([x, x], axis=1), 2, 3),
-    (lambda x: jnp.concatenate([x, x], axis=0), 2, 2),
-    (lambda x: jnp.broadcast_to(x, (3, *SHAPE)), 2, 3), (lambda x: x @ ONES((16, 5)), 2, 2),
+    (lambda x: jnp.concatenate([x, x], axis=0), 2, 2), (lambda x: x @ ONES((16, 5)), 2, 2),
     (lambda x: x @ ONES((16, 5)), 3, None),  # summed over, then summed over devices
     (lambda x: ONES((5, 2)) @ x.reshape(2, -1), 1, 1),
     (lambda x: jnp.einsum("bhqk,bhkd->bhqd", x, ONES((2, 8, 16, 5))), 1, 1),
     (lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0], 2, 2),
     # A loop that starts whole and becomes split.
     (lambda x: jax.lax.scan(lambda c, row: (c + row, None), ONES(SHAPE[1:]), x)[0], 2, 1),
-    (lambda x: jax.lax.map(lambda row: row + 1, x), 2, 2), (lambda x: jax.jit(jnp.sin)(x), 2, 2),
+    (lambda x: jax.lax.map(jax.jit(lambda row: row + 1), x), 2, 2),
     (lambda x: x[jnp.array([0, 1, 0])], 0, None),  # rows of an embedding, summed over devices
 ]
 # fmt: on
