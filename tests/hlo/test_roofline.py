@@ -270,10 +270,8 @@ def test_kernels_take_the_longer_of_their_two_times_in_loops_too():
 
 def scattered(name, numbers, of):
     part, full = f"bf16[{numbers // 64}]", f"bf16[{numbers}]"
-    return [
-        f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {SUMS}",
-        f"%{name}.done = {part} reduce-scatter-done(%{name})",
-    ]
+    start = f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {SUMS}"
+    return start, f"%{name}.done = {part} reduce-scatter-done(%{name})"
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])

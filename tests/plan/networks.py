@@ -61,13 +61,8 @@ class Network:
 
     def step(self, stage, remat, micro_batches=1, mesh=None):
         """A step and its arguments, of which no array exists."""
-        zero = zero_jax.Zero(
-            mesh or zero_jax.make_mesh(),
-            stage=stage,
-            precision=self.dtype,
-            remat=remat,
-            micro_batches=micro_batches,
-        )
+        more = {"precision": self.dtype, "remat": remat, "micro_batches": micro_batches}
+        zero = zero_jax.Zero(mesh or zero_jax.make_mesh(), stage, **more)
         params = zero.abstract(self.make)
         shape, dtype = (N * self.B, self.T, self.D), {4: "float32", 2: "bfloat16"}[self.width]
         rows = NamedSharding(zero.mesh, PartitionSpec("data"))
