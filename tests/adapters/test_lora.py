@@ -149,22 +149,6 @@ def test_vectors_that_are_multiplied_are_no_matrices_and_casts_round_the_whole_s
     np.testing.assert_allclose(adapted.loss(given, x), loss(params, x), rtol=1e-6)
 
 
-def test_few_rows_are_not_packed_into_blocks_of_padding():
-    shapes = {"few": (8, 64, 16), "many": (64, 8, 16), "tiny": (8, 16)}
-
-    def loss(params, x):
-        made = [jnp.einsum("bnh,nhd->bd", x[n], params[n]) for n in ("few", "many")]
-        return sum(jnp.sum(y) for y in [*made, x["tiny"] @ params["tiny"]])
-
-    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    x = {name: jnp.ones((2, *shape[:-1])) for name, shape in shapes.items()}
-    base = Lora(rank=1, base="nf4").adapt(loss, params, x).rests(params)
-    for name in ("few", "many"):  # blocks along the dim that fills them
-        assert isinstance(base[name], Quantised)
-        assert sum(x.nbytes for x in jax.tree.leaves(base[name])) == 8 * 64 * 16 * 4.25 / 8
-    assert base["tiny"].dtype == jnp.bfloat16
-
-
 def test_a_stop_gradient_of_a_matrix_stops_that_of_its_adapter():
     params, x = {"w": jnp.ones((4, 4))}, jnp.ones((2, 4))
 

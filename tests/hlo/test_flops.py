@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_lines import ARGUMENTS, FLOPS, computation, loop, product, program
+from hlo_lines import ARGUMENTS, FLOPS, computation, product, program
 from hlo_programs import compile_on_8
 
 from zero_jax.hlo import hlo_text
@@ -64,15 +64,6 @@ def test_flops_of_programs_are_their_closed_form(name):
     assert flops_of(compile_on_8(f, *map(jnp.ones, shapes)).as_text()) == want
 
 
-def test_the_products_of_a_condition_count_once_more_than_the_trips_if_they_are_known():
-    parts = {"state": ARGUMENTS, "init": ARGUMENTS, "body": [], "condition": [product("d")]}
-    lines, texts = loop("w", **parts, trips=6)
-    assert flops_of(program(ARGUMENTS, *lines, computations=texts)) == (6 + 1) * FLOPS
-    lines, texts = loop("w", **parts, trips=None)
-    with pytest.raises(ValueError, match="trip count"):
-        flops_of(program(ARGUMENTS, *lines, computations=texts))
-
-
 # Spellings of the GPU compiler; of convolutions one set of labels, that of the forward one.
 
 CONTRACTS = '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]'
@@ -80,7 +71,7 @@ JSON = f'{{"gemm_backend_config":{{"beta":0,"dot_dimension_numbers":{{{CONTRACTS
 ESCAPED = '"' + JSON.replace('"', '\\"') + '"'
 RESULT = "f32[4,16]{1,0}"
 WITH_SPACE = "(f32[4,16]{1,0}, s8[33554432]{0})"  # a workspace, which is no part of the result
-STARTED = f"((f32[4,8]{{1,0}}, f32[8,16]{{1,0}}), {RESULT}, u32[])"
+UNDER_WAY = f"((f32[4,8]{{1,0}}, f32[8,16]{{1,0}}), {RESULT}, u32[])"
 SHAPES = {"x": "f32[2,10,12,8]{3,2,1,0}", "y": "f32[2,10,12,16]{3,2,1,0}"}
 SHAPES |= ARGUMENTS | {"kernel": "f32[16,3,5,8]{3,2,1,0}"}
 GEMM = computation("gemm", ARGUMENTS, product("d"))
@@ -93,22 +84,18 @@ def called(result, operands, target, more=""):
 
 
 def cublas(target, config, result=WITH_SPACE):
-    more = f", backend_config={config}" if config else ""
-    return called(result, "%a, %b", f"__cublas${target}", more)
+    return called(result, "%a, %b", f"__cublas${target}", f", backend_config={config}")
 
 
 def cudnn(target, result, operands):
     return "%c = " + called(f"({result}{{3,2,1,0}}, u8[9])", operands, target, f", {DIMS}")
 
 
-def started(how, calls):
-    return [
-        f"%s = {STARTED} {how}-start(%shard, %a, %b), calls=%gemm",
-        f"%u = {STARTED} {how}-update(%s){calls}",
-        f"%d = {RESULT} {how}-done(%u){calls}",
-    ]
-
-
+STARTED = [
+    f"%s = {UNDER_WAY} async-start(%shard, %a, %b), calls=%gemm",
+    f"%u = {UNDER_WAY} async-update(%s), calls=%gemm",
+    f"%d = {RESULT} async-done(%u), calls=%gemm",
+]
 OTHERS = [f"%o{n} = {called('f32[4,8]', '%a', 'mine')}" for n in range(2)] + [
     "%p = " + called("f32[4,8]", "%a", "__cudnn$fmhaSoftmax"),
     "%room = " + called("f32[4,8]", "", "AllocateBuffer"),
@@ -116,8 +103,7 @@ OTHERS = [f"%o{n} = {called('f32[4,8]', '%a', 'mine')}" for n in range(2)] + [
 # fmt: off
 SPELLINGS = {
     "fusions": ([f"%m = {FUSION}", f"%n = {FUSION}"], 2 * FLOPS),
-    "started": (started("async", ", calls=%gemm"), FLOPS),
-    "fusion started": (started("fusion", ""), FLOPS),
+    "started": (STARTED, FLOPS),
     "gemm": (["%c = " + cublas("gemm", JSON)], FLOPS),
     "lt": (["%c = " + cublas("lt$matmul", ESCAPED)], FLOPS),
     "on another stream": (
@@ -129,7 +115,7 @@ SPELLINGS = {
     "filter": ([cudnn("__cudnn$convBackwardFilter", "f32[16,3,5,8]", "%x, %y")], ONE_CONVOLUTION),
     "library calls": ([*OTHERS, product("d")], FLOPS),
     # What cannot be read is an error that names it.
-    "no config": (["%c = " + cublas("gemm", "", RESULT)], None),
+    "no config": (["%c = " + called(RESULT, "%a, %b", "__cublas$gemm")], None),
     "no such dim": ([product("c").replace("={1}", "={2}")], None),
     "no such labels": ([f"%c = {RESULT} convolution(%a, %b), dim_labels=b01f_01io->b01f"], None),
 }

@@ -114,9 +114,6 @@ def test_trip_count_spellings():
         assert [c.runs for c in found] == [runs, runs and runs + 1]
 
 
-# Which devices take part together, and along which axis, in every spelling of groups.
-
-
 # fmt: off
 GROUPS = [  # text, devices in each group, axis
     ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"), ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
@@ -127,7 +124,6 @@ GROUPS = [  # text, devices in each group, axis
     ("[2,4]<=[2,2,2]T(1,0,2)", 4, "replica+model"),
     ("mesh['replica'=2,'data'=2,'model'=2] {'model','replica'}", 4, "replica+model"),
     ("mesh['axis_0'=4,'axis_1'=2] device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", 2, "data"),
-    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", 2, "data"),
     ("mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2,'axis_1'}", 4, "replica+model"),
     ("mesh['node'=16,'gpu'=8] {'node','gpu'}", 128, None),
     ("mesh['data'=8,'model'=1] {'model'}", 1, None),
@@ -193,6 +189,7 @@ ASYNC = "((f32[32]), f32[4], u32[])"
 FULL, SCATTER = {"q": "f32[32]"}, "reduce-scatter(%q), replica_groups=[1,8]<=[8], dimensions={0}"
 START, DONE = gather("g")
 SYNC_START, SYNC_DONE = gather("g", more=SYNC)
+FUSED = "%x = f32[4,16] fusion(%shard, %a, %b), kind=kCustom, calls=%gemm"
 WIDE = "%full = f32[32] broadcast(%a), dimensions={}"
 # fmt: off
 CALLED = [
@@ -204,23 +201,15 @@ CALLED = [
 ]
 
 
-def fusion(name):
-    return f"%{name} = f32[4,16] fusion(%shard, %a, %b), kind=kCustom, calls=%gemm"
-
-
-def wrapped(called, calls):
-    return [WIDE, f"%s = {ASYNC} async-start(%full), calls=%{called}", product("x"),
-            f"%u = {ASYNC} async-update(%s){calls}", product("y"),
-            f"%v = {ASYNC} async-update(%u){calls}", f"%d = f32[4] async-done(%v){calls}",
-            product("z")]
-
-
+WRAPPED = [
+    WIDE, f"%s = {ASYNC} async-start(%full), calls=%outer", product("x"),
+    f"%u = {ASYNC} async-update(%s), calls=%outer", product("y"),
+    f"%v = {ASYNC} async-update(%u), calls=%outer", "%d = f32[4] async-done(%v), calls=%outer",
+    product("z")]
 OVERLAPS = {
-    "a product": ([START, product("y"), DONE], True, FLOPS),
-    "fused": ([START, fusion("y"), fusion("z"), DONE], True, 2 * FLOPS),
+    "products": ([START, FUSED, product("y"), DONE], True, 2 * FLOPS),
     "blocking": ([SYNC_START, product("y"), SYNC_DONE], False, 0),
-    "0.12": (wrapped("wrapped", ""), True, 2 * FLOPS),
-    "wrappers in wrappers": (wrapped("outer", ", calls=%outer"), True, 2 * FLOPS),
+    "wrappers in wrappers": (WRAPPED, True, 2 * FLOPS),
 }
 # fmt: on
 

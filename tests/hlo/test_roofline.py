@@ -38,9 +38,6 @@ def estimate(shapes, *lines, computations=(), aim=H100, model_flops=None):
     return roofline.step_time(*module(shapes, *lines, computations=computations), aim, model_flops)
 
 
-# Kernels.
-
-
 def test_each_kernel_takes_the_longer_of_its_two_times():
     assert FLOPS / PEAK > SIZE / MEMORY, "not bound by compute: the test shows nothing"
     t = estimate(XW, dot(), model_flops=FLOPS / 2)
@@ -74,7 +71,6 @@ CALLED = [computation(*given) for given in [
      "%ds = f32[1,64,4096]{2,1,0} dynamic-slice(%p, %at, %zero, %zero)",
      f"%c = {LAYER} convert(%ds)"),
     ("updated", ALL, *UPDATE),
-    ("read_again", ALL, *UPDATE, f"%n = {ROWS} negate(%u)"),
     ("also_summed", ALL, *UPDATE, "%init = f32[] constant(0)",
      "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%add",
      f"%t = {BOTH} tuple(%u, %r)"),
@@ -88,14 +84,12 @@ def fused(called, shape=ROWS, operands="%p, %row, %at"):
 
 
 TRAFFIC = {
-    "a copy": ({"p": ROWS}, [f"%c = {ROWS} copy(%p)"], 2 * 4 * 36 * 64),
     "a byte a pred": ({"p": "f32[512]"}, ["%c = pred[512] compare(%p, %p), direction=LT"],
                       (4 + 1) * 512),
     "to the side": (
         {"p": "f32[1000]"}, ["%s = (f32[1000], f32[1000], u32[]) copy-start(%p)",
                              "%d = f32[1000] copy-done(%s)"], 2 * 4 * 1000),
     "an update in place": (ALL, [fused("updated")], READ + 4 * 64),
-    "an update read again": (ALL, [fused("read_again")], WRITTEN + READ + WRITTEN),
     "an update summed": (ALL, [fused("also_summed", BOTH)], WRITTEN + READ + WRITTEN + 4 * 36),
     # The gradient of an embedding reads and writes the rows it changes, a lookup those it gathers.
     "a slice of a stack": (SLICED, [fused("layer", LAYER, "%p, %at")], 4 + 64 * 4096 * (4 + 2)),
@@ -114,8 +108,6 @@ def test_bytes_that_kernels_read_and_write(name):
     assert (t.flops, t.traffic_bytes) == (0, want)
     assert t.seconds == t.memory_seconds == pytest.approx(want / MEMORY)
 
-
-# Wires.
 
 SENT = 64 * 1000  # bf16 numbers of the full side of a collective that the device waits for
 SUMS = "replica_groups={}, dimensions={0}, to_apply=%add"
@@ -278,10 +270,8 @@ def test_kernels_take_the_longer_of_their_two_times_in_loops_too():
 
 def scattered(name, numbers, of):
     part, full = f"bf16[{numbers // 64}]", f"bf16[{numbers}]"
-    return [
-        f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {SUMS}",
-        f"%{name}.done = {part} reduce-scatter-done(%{name})",
-    ]
+    start = f"%{name} = (({full}), {part}) reduce-scatter-start(%{of}), {SUMS}"
+    return start, f"%{name}.done = {part} reduce-scatter-done(%{name})"
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])
@@ -308,8 +298,6 @@ def test_without_peaks_or_trip_counts_there_is_no_step_time():
         with pytest.raises(ValueError, match=words):
             estimate(XW, *lines, computations=texts, aim=aim)
 
-
-# Targets, and reports of a compiler process for absent devices.
 
 # fmt: off
 ENDS = [  # exit code, what is printed, runs, error

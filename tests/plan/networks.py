@@ -61,13 +61,8 @@ class Network:
 
     def step(self, stage, remat, micro_batches=1, mesh=None):
         """A step and its arguments, of which no array exists."""
-        zero = zero_jax.Zero(
-            mesh or zero_jax.make_mesh(),
-            stage=stage,
-            precision=self.dtype,
-            remat=remat,
-            micro_batches=micro_batches,
-        )
+        more = {"precision": self.dtype, "remat": remat, "micro_batches": micro_batches}
+        zero = zero_jax.Zero(mesh or zero_jax.make_mesh(), stage, **more)
         params = zero.abstract(self.make)
         shape, dtype = (N * self.B, self.T, self.D), {4: "float32", 2: "bfloat16"}[self.width]
         rows = NamedSharding(zero.mesh, PartitionSpec("data"))
@@ -95,23 +90,6 @@ class OneProduct(Network):
 
     def loss(self, params, x):
         return jnp.mean(jnp.square(scanned(x, params["layers"]) @ params["head"]))
-
-
-class Twins(Network):
-    """A network with two matrices in a layer."""
-
-    @property
-    def layer(self):
-        return 2 * self.D * self.D
-
-    def make(self):
-        return {"layers": [jnp.zeros((self.L, self.D, self.D))] * 2}
-
-    def loss(self, params, x):
-        def layer(h, w):
-            return jnp.tanh(jnp.tanh(h @ w[0]) @ w[1]), None
-
-        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
 
 
 class Nested(Network):

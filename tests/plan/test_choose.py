@@ -92,18 +92,6 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
     assert_bitwise(after, plain(*args[1]))
 
 
-def test_arrays_stay_where_they_are_and_the_trained_part_is_counted(monkeypatch):
-    asked, plain = [], Candidate(2, 1, "none")  # whose prediction has no topology
-    look = lambda tried, plan, *more: asked.append((more[-1], plan(plain, False).compiled))  # noqa: E731
-    monkeypatch.setattr(candidates, "of_zero", lambda *args: asked.append(args[-1]) or [])
-    monkeypatch.setattr("zero_jax.plan.auto.search", look)
-    zero, rows = auto(frozen="base"), jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    more = lambda: make() | {"base": jnp.zeros((8, 64))}  # noqa: E731
-    for params in (zero.abstract(more), zero.init(more)):
-        zero.choice(one_product, TX, params, rows, target="h100", topology="2x1x4", report=ignore)
-    assert asked == [False, (1 / 9, None), True, (1 / 9, None)]
-
-
 def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
     def found(target="h100", born=False, mesh=None, **settings):
         zero = auto(mesh=mesh or zero_jax.abstract_mesh(8), **settings)
@@ -141,16 +129,15 @@ def test_micro_batches_and_remat_are_the_least_that_may_be_chosen_and_costs_the_
     assert dots.cost() < plain.cost() and plain.cost(trained=0.0) < dots.cost(trained=0.0)
 
 
-def planner(seconds=None, size=100, host=0, link=0.0, seen=None, least=100):
+def planner(seconds=None, size=100, host=0, seen=None, least=100):
     """Plans of these seconds and bytes, the same for all or not; `least` bytes are predicted."""
 
     def plan(candidate, compile):
         (seen if seen is not None else []).append((candidate, compile))
-        values = [x(candidate) if callable(x) else x for x in (host, seconds, size, link)]
-        held, took, total, crossing = values
+        held, took, total = (x(candidate) if callable(x) else x for x in (host, seconds, size))
         if isinstance(held, Exception):
             raise held
-        found = types.SimpleNamespace(host_seconds=crossing, axes={"data": 1})
+        found = types.SimpleNamespace(host_seconds=0.0, axes={"data": 1})
         found.total_bytes = total if compile or least is None else least
         found.predicted = types.SimpleNamespace(host=held, terms={}, alias_bytes=0)
         found.host_words_per_param = held / 1000
@@ -229,14 +216,6 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     chosen(TIERS, planner(host=in_host, seen=(seen := [])))
     first = [c for c, compile in seen if not compile]
     assert first == [Candidate(2, 1, "block")], "none is planned before its turn can come"
-    # Seconds of the link count too.
-    for link, want in (0.05, Candidate(2, 1, "block", STATES[1])), (0.5, Candidate(3, 1, "block")):
-        plan = planner(
-            lambda c: 0.9 if c.stage == 2 else 1.0,
-            lambda c: 100 if c.stage == 3 or c.uses_host else 200,
-            link=lambda c, link=link: link if c.uses_host else 0.0,
-        )
-        assert chosen(combinations(1, remat="block", states=STATES[:2]), plan) == want
 
 
 def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_left_out():

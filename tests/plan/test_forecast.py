@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from zero_jax.plan import update_forecast
 from zero_jax.plan.flat_trace import device_part, flatten, spread
 from zero_jax.plan.forecast import NO_HABITS
 from zero_jax.plan.forecast import forecast as forecast_of
-from zero_jax.plan.lifespans import spans_of
 from zero_jax.plan.update_forecast import Update
 
 
@@ -80,10 +78,6 @@ def test_terms_are_all_that_is_held_and_near_the_compiled_program():
         sizes = [held.bytes for held in found.held]
         assert sum(found.terms.values()) == sum(sizes) == found.bytes
         assert sizes == sorted(sizes, reverse=True) and all(held.made_by for held in found.held)
-        for held in found.held:
-            dtype, dims = re.fullmatch(r"(\w+)\[([\d, ]*)\]", held.what).groups()
-            shape = map(int, re.findall(r"\d+", dims))
-            assert held.bytes == functools.reduce(int.__mul__, shape, jnp.dtype(dtype).itemsize)
         step, args = LONG.step(stage, "block")
         temp = auditor.audit(step.lower(*args).compile()).temp_bytes
         assert found.bytes == pytest.approx(temp, rel=0.1)
@@ -135,82 +129,12 @@ def test_a_loop_within_a_layer_that_gathers_nothing_runs_its_last_turn_itself():
     assert found - without == 4 * 16 * 32**2, "of more than two buckets one is gathered ahead"
 
 
-def read_again(x, w):
-    y = x @ w
-    return jnp.tanh(y) @ w + y
-
-
-def attention(x, w, scored=True):
-    scores = x @ w
-    return ((scores if scored else x) * (jnp.exp(scores) @ w @ w)) @ w
-
-
-def summed(x, w, barrier=jax.lax.optimization_barrier):
-    total = barrier(x @ w + w @ x)
-    return jnp.sin(total) @ w @ w @ w + total
-
-
-# fmt: off
-MATRICES = [  # that are made and in memory at the worst instant, by XLA for GPUs and without habits
-    # A fused result is written over what it is made of if nobody needs that.
-    (lambda x, w: jnp.tanh(x @ w) @ w @ w, 2, 3),
-    (read_again, 3, 3),
-    (lambda x, w: jnp.exp((x @ w).at[2].add(1.0)) @ w, 2, None),  # a scatter too
-    # One kernel makes what is made of the same value: the first of it waits for the second.
-    (attention, 4, None), (functools.partial(attention, scored=False), 2, None),
-    # Nothing is fused through a barrier: a sum in front is in memory, its parts are not.
-    (functools.partial(summed, barrier=lambda x: x), 4, None), (summed, 3, None),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("fn", "on_gpus", "without"), MATRICES)
-def test_matrices_in_memory(fn, on_gpus, without):
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    flat = flatten(jax.make_jaxpr(fn)(x, x))
-    end = len(flat.operations)
-    for of_gpus, want in (True, on_gpus), (False, without):
-        every = spans_of(flat.operations, set(flat.outputs), end, of_gpus)
-        spans = [s for s in every if s.value.bytes == 4 * 8 * 8]
-        most = max(sum(s.start <= at <= s.stop for s in spans) for at in range(2 * end + 1))
-        assert want in (None, most)
-
-
-def names(flat):
-    return [operation.name for operation in flat.operations]
-
-
-def test_loops_and_branches_are_bodies_of_which_literals_are_no_inputs():
-    def f(ws, x):
-        h = jax.lax.scan(lambda h, w: (jax.checkpoint(jnp.matmul)(h, w) + 0.0, None), x, ws)[0]
-        _ = jnp.sin(jnp.cos(x))  # nobody reads it
-        return jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jnp.cos(jnp.exp(x)) + 2.0, h)
-
-    flat = flatten(jax.make_jaxpr(f)(jnp.ones((5, 3, 3)), jnp.ones((2, 3))))
-    loop, branch = flat.operations[0], flat.operations[-1]
-    assert (loop.name, branch.name) == ("scan", "cond") and "sin" not in names(flat)
-    assert names(loop.bodies[0].flat) == ["dot_general", "add"]
-    shapes = {(mine.shape, theirs.shape) for mine, theirs in loop.bodies[0].given}
-    assert shapes == {((3, 3), (5, 3, 3)), ((2, 3), (2, 3))}
-    assert {theirs for _, theirs in loop.bodies[0].given} == set(flat.inputs)
-    assert sorted(names(body.flat) for body in branch.bodies) == [["exp", "cos", "add"], ["sin"]]
-    assert [[t.shape for _, t in body.given] for body in branch.bodies] == [[(2, 3)], [(2, 3)]]
-    adds = [o for body in branch.bodies for o in body.flat.operations if o.name == "add"]
-    assert [len(o.inputs) for o in adds] == [1], "a literal is no value"
-    sums = lambda x: jax.lax.scan(lambda h, row: (h + jnp.sum(row), None), 0.0, x)[0]  # noqa: E731
-    (loop,) = flatten(jax.make_jaxpr(sums)(jnp.ones((5, 3)))).operations
-    assert [theirs.shape for _, theirs in loop.bodies[0].given] == [(5, 3)]
-    sines = lambda x, w: jnp.sum(jnp.sin(x @ w))  # noqa: E731
-    flat = flatten(jax.make_jaxpr(jax.grad(sines, 1))(jnp.ones((2, 3)), jnp.ones((3, 4))))
-    found = {back: {o.name for o in flat.operations if o.backward == back} for back in (0, 1)}
-    assert {"dot_general", "cos"} <= found[0] and "dot_general" in found[1], "it is marked"
-
-
 def test_the_part_of_one_device_is_found_under_calls():
     spec = PartitionSpec("data")
     mapped = jax.shard_map(jnp.sin, mesh=zero_jax.make_mesh(), in_specs=spec, out_specs=spec)
     flat = flatten(device_part(jax.make_jaxpr(jax.jit(jax.jit(mapped)))(jnp.ones((16, 3)))))
-    assert (names(flat), [v.shape for v in flat.inputs]) == (["sin"], [(2, 3)])
+    assert [operation.name for operation in flat.operations] == ["sin"]
+    assert [value.shape for value in flat.inputs] == [(2, 3)]
     with pytest.raises(ValueError, match="shard_map"):
         forecast_of(jax.make_jaxpr(jax.jit(jnp.sin))(jnp.ones(3)), 1)
 
@@ -219,22 +143,19 @@ def test_the_part_of_one_device_is_found_under_calls():
 M, SHAPE, ONES = 4, (2, 8, 12, 16), jnp.ones
 # fmt: off
 RULES = [
-    (lambda x: jnp.tanh(x) * 2 + 1, 2, 2), (lambda x: x + ONES((2, 8, 1, 16)), 2, 2),
-    (lambda x: x.transpose(2, 0, 3, 1), 2, 0), (lambda x: x.reshape(2, 8, 12 * 16), 2, 2),
+    (lambda x: jnp.tanh(x) + ONES((2, 8, 1, 16)), 2, 2), (lambda x: x.transpose(2, 0, 3, 1), 2, 0),
     (lambda x: x.reshape(2, 8, 4, 3, 16), 2, 2), (lambda x: x.reshape(16, 12, 16), 2, 1),
     (lambda x: x.reshape(16, 12, 16), 1, None),  # the split dim is no longer in one piece
     (lambda x: x.sum((0, 3)), 2, 1), (lambda x: x.max(2), 2, None), (lambda x: x[:, :5], 2, 2),
     (lambda x: x[:, :, :5], 2, None), (lambda x: jnp.unstack(x, axis=1)[0], 2, 1),
-    (lambda x: x[:, 3], 2, 1), (lambda x: jnp.stack([x, x], axis=1), 2, 3),
-    (lambda x: jnp.concatenate([x, x], axis=0), 2, 2),
-    (lambda x: jnp.broadcast_to(x, (3, *SHAPE)), 2, 3), (lambda x: x @ ONES((16, 5)), 2, 2),
+    (lambda x: jnp.concatenate([x, x], axis=0), 2, 2), (lambda x: x @ ONES((16, 5)), 2, 2),
     (lambda x: x @ ONES((16, 5)), 3, None),  # summed over, then summed over devices
     (lambda x: ONES((5, 2)) @ x.reshape(2, -1), 1, 1),
     (lambda x: jnp.einsum("bhqk,bhkd->bhqd", x, ONES((2, 8, 16, 5))), 1, 1),
     (lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0], 2, 2),
     # A loop that starts whole and becomes split.
     (lambda x: jax.lax.scan(lambda c, row: (c + row, None), ONES(SHAPE[1:]), x)[0], 2, 1),
-    (lambda x: jax.lax.map(lambda row: row + 1, x), 2, 2), (lambda x: jax.jit(jnp.sin)(x), 2, 2),
+    (lambda x: jax.lax.map(jax.jit(lambda row: row + 1), x), 2, 2),
     (lambda x: x[jnp.array([0, 1, 0])], 0, None),  # rows of an embedding, summed over devices
 ]
 # fmt: on

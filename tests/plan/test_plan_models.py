@@ -1,6 +1,5 @@
 """Plans of folders, of adapters beside a frozen base, and of partitioned experts."""
 
-import dataclasses
 import functools
 import json
 
@@ -11,16 +10,13 @@ from test_plan import case
 import zero_jax
 from zero_jax.adapters.lora import Lora
 from zero_jax.commands import plan as command
-from zero_jax.engine import lifetimes
 from zero_jax.hlo import targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import decoder, decoder_config, families, hf
-from zero_jax.plan import expert_words, flat_program, memory, under_way
+from zero_jax.plan import expert_words, memory
 from zero_jax.plan.case import Case
-from zero_jax.plan.planning import turned_bytes
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.text_model import TextModel
-from zero_jax.sharding import cuts
 
 
 def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_gradients(tmp_path):
@@ -109,22 +105,3 @@ def test_what_is_not_partitioned_along_its_first_dim_is_turned():
     zero = zero_jax.Zero(zero_jax.abstract_mesh(16), 3, remat="block")
     found = Case(CONFIG, zero, "adamw", 16, 16).plan(3).predicted
     assert found.temporaries["turned"] == 4 * CONFIG.layers * 3 * (4 * 32 * 48) // 16
-
-    def turned(*shapes, **more):
-        found = [cuts.split(shape, 16, first=1, **more) for shape in shapes]
-        found = [dataclasses.replace(cut, stacked=True) for cut in found]
-        return turned_bytes([lifetimes.Leaf("x", cut, False, True, "", True) for cut in found])
-
-    groups = {"experts": -3, "expert_shards": 2}
-    assert turned((3, 64, 40)) == turned((3, 2, 64, 40), **groups) == 0
-    assert turned((3, 64, 40), (3, 8, 64, 40)) == 4 * 3 * 8 * 4 * 40
-    assert turned((3, 8, 64, 40), **groups) == 4 * 3 * 4 * 4 * 40
-    for name, whole, part, want in [
-        ("reduce_scatter", (8, 64, 40), (8, 4, 40), True),
-        ("reduce_scatter", (64, 40), (4, 40), False),
-        ("reduce_scatter", (1, 64, 40), (1, 4, 40), False),
-        ("all_gather", (8, 4, 40), (8, 64, 40), False),
-    ]:
-        values = [flat_program.Value(shape, "bfloat16", 2) for shape in (whole, part)]
-        one = flat_program.Operation(name, values[:1], values[1:], [], [], True, "")
-        assert under_way.is_turned(one) == want

@@ -36,9 +36,7 @@ def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass
     # XLA shares a few buffers in ways that the text does not tell.
     assert 0.97 < found.compiled.as_dict()["fragmentation"] < 1.2
     flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
-    assert (
-        1.1 * flops < found.compiled.flops < 4 / 3 * flops
-    )  # one forward more, less what it needn't
+    assert 1.1 * flops < found.compiled.flops < 4 / 3 * flops, "one more forward pass, in part"
     sources = [t.source for t in found.compiled.peak.temporaries[:10]]
     assert any(source.startswith("models/") for source in sources), sources
 
@@ -68,12 +66,8 @@ def test_the_fastest_mesh_is_recommended(capsys):
     assert said.count("fastest that fits") == 1 and "take model=" in said.splitlines()[-1]
 
 
-PARALLEL = [
-    (2, 3, "--remat block@partitioned"),
-    (8, 1, ""),
-    (8, 3, "--sequence-parallel"),
-    (8, 3, ""),
-]
+PARALLEL = [(8, 1, ""), (8, 3, ""), (8, 3, "--sequence-parallel")]
+PARALLEL += [(2, 3, "--remat block@partitioned")]
 
 
 @pytest.mark.parametrize(("mp", "stage", "more"), PARALLEL)
