@@ -101,7 +101,6 @@ def test_help_shows_every_setting_once_in_short_groups(capsys):
         assert said.endswith(f"\npython train.py {on}")
 
 
-# fmt: off
 COMMANDS = [  # and what is said
     ("--data nowhere.txt", "nowhere.txt"), ("--data empty.txt", "empty.txt"),
     ("--data ids.npy", "token 256|--vocab 300"), ("--seq 500", "4320|480|501|--seq"),
@@ -122,7 +121,7 @@ COMMANDS = [  # and what is said
     *((own, own) for own in (
         "--steps 0", "--steps 99999999999999999999", "--lr nan", "--join-seconds inf",
         "--mesh data=²", "--devices 2147483647", "--wandb zero")),
-]
+]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [
     (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
@@ -130,8 +129,7 @@ ERRORS = [
     (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
     (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
     (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("args", "words"), COMMANDS, ids=lambda x: x[:40])

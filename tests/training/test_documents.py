@@ -252,15 +252,13 @@ def test_evaluation_sees_every_target_once_in_order(count):
         assert len(part) == min(3, math.ceil((n - 1) / 5 / 4))
 
 
-# fmt: off
 REFUSED = [
     ({"batch": 10, "shard_count": 4}, "--batch 12 or 8"),
     ({"batch": 10, "shard_count": 4, "max_batches": None}, "--batch 12 or 8"),
     ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"batch": 0}, "batch=0"),
     ({"seq": 1000}, "--seq"), ({"seed": -1}, "seed=-1"), ({"max_batches": 0}, "max_batches=0"),
     ({"tokens": TOKENS[:1], "max_batches": None}, "at least 2 tokens"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def test_batches_that_can_not_be_are_refused():
@@ -339,15 +337,13 @@ def replaced(path, text):
     path.with_suffix(".new").rename(path)
 
 
-# fmt: off
 CHANGES = [
     (lambda path: os.truncate(path, 900), r"size [\d,]+ bytes, now 900"),
     (lambda path: path.write_text(""), "now 0"),
     (lambda path: overwritten(path, hellos(60, "adieu").encode()), "written 2"),
     (lambda path: replaced(path, hellos(60)[99:]), r"inode \d+, now \d+"),
     (lambda path: path.unlink(), "is gone"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), CHANGES)
@@ -456,12 +452,11 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path)
 
 RUN = vars(Config(lr=1e-3, warmup=2, steps=8, clip=1.0)) | {"hf_config": {"hidden_size": 32}}
 LORA = {**RUN, "lora": 4, "hf": "A"}
-# fmt: off
 OTHER = {
     "optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16",
     "gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5, "weight_decay": 0.0,
     "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
-}
+}  # fmt: skip
 OTHERWISE = [
     (LORA, RUN, "no --lora .*--lora 4"), (RUN, LORA, "--lora 4 .*no --lora"),
     (LORA, {**LORA, "hf": None}, "no --hf .*--hf A"),
@@ -469,8 +464,7 @@ OTHERWISE = [
     ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
      "--model 124m .*--model nano.*hidden_size 768, before 32"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free():

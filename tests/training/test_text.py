@@ -69,7 +69,6 @@ LINES, PARQUET = jsonl(PAIRS), pyarrow.parquet.ParquetWriter
 # With a column that is left out, and in another order.
 CSV = 'number,completion,prompt\r\n1, 4,2 + 2 =\r\n1,true,"007, ""NA""\nü"\r\n1, 4,2 + 2 =\n'
 CSV, TSV = CSV.encode(), CSV.replace(",", "\t").replace("7\t", "7,").encode()
-# fmt: off
 FORMATS = [
     ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES), ("a.csv a.CSV", CSV),
     ("a.csv", b"\xef\xbb\xbf" + CSV), ("a.tsv", TSV),
@@ -78,7 +77,7 @@ FORMATS = [
     ("a.jsonl.bz2", bz2.compress(LINES)), ("a.jl.xz", lzma.compress(LINES)),
     ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)),
     ("a.csv.gz", gzip.compress(CSV)),
-]
+]  # fmt: skip
 REFUSED = [
     ("a.csv", b"question,answer\nis it,so\n", "'question', 'answer'"),
     ("a.csv", b"prompt;completion\nis it;so\n", "'prompt;completion'"),
@@ -90,7 +89,7 @@ REFUSED = [
     ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz .*\.gz"),
     ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a.jsonl.gz .*\.gz"),
     ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"), ("a.jsonl", b"\n", "a.jsonl"),
-]
+]  # fmt: skip
 BAD_LINES = [
     (b"{", ""), (b"[1]", r"\[1\]"), (b'{"txt": "x"}', '"text"'), (b'{"text": 3}', '"text" is 3'),
     (b'{"messages": []}', '"messages"'), (b'{"messages": [{"content": "x"}]}', '"role"'),
@@ -99,7 +98,7 @@ BAD_LINES = [
     (b'{"text": "a \\ud83d"}', '"text"'), (b'{"prompt": "x"}', '"completion"'),
     (b'{"prompt": "x", "completion": []}', '"completion"'),
     (b"[" * 100_000, ""), (b"\xff\xfe", ""),
-]
+]  # fmt: skip
 FIELDS = [  # of messages, of the record, and what is said
     ({"weight": 0.5}, {}, '"weight" .* 0.5'), ({"train": "no"}, {}, '"train" .* "no"'),
     ({"train": True}, {}, '"train" of a user message'), ({"train_detail": []}, {}, "train_detail"),
@@ -112,8 +111,7 @@ FIELDS = [  # of messages, of the record, and what is said
       for call, said in (
         ({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
         ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def test_files_of_documents_are_known_by_their_name_and_refused_with_their_line(tmp_path):
@@ -209,12 +207,11 @@ def npy(array):
 
 MADE = Path(tempfile.gettempdir(), f"made-{os.getpid()}")
 EVIL = f"cos\nmkdir\n(V{MADE}\ntR.".encode()  # a pickle that calls os.mkdir
-# fmt: off
 TYPES = [
     ("t.bin", "<u2", {}), ("t.u32.bin", "<u4", {}), ("t.bin", "<u4", {"token_dtype": "uint32"}),
     ("t.u32.bin", "<u2", {"token_dtype": np.uint16}), ("t.npy", "uint16", {}),
     ("t.npy", "uint32", {}), ("t.npy", "int64", {}), ("t.npy", ">i4", {}),
-]
+]  # fmt: skip
 NO_TOKENS = [
     *((f"t.{kind}", b"", f"t.{kind}", {}) for kind in ("txt", "bin", "npy")),
     ("t.txt", b"abc\0d", "t.txt .*3", {}), ("t.pkl", pickle.dumps("letters"), "t.pkl", {}),
@@ -230,8 +227,7 @@ NO_TOKENS = [
     *((f"t.{kind}", b"abcd", f"token_dtype={dtype}", {"token_dtype": dtype})
       for kind, dtype in (("bin", "float32"), ("bin", "int8"), ("txt", "uint16"))),
     ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31}),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def test_token_files_are_read_as_their_type_and_other_files_are_refused(tmp_path, monkeypatch):

@@ -335,12 +335,10 @@ def test_processes_train_as_one_process_does(folder):
         )
 
 
-# fmt: off
 TROUBLE = [  # settings by process, folders by process, and what is said
     ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]), ({}, {1: "empty"}, ["text.txt"]),
     ({0: ["--out", "text.txt"]}, {}, ["text.txt"]), ({}, {1: "edited"}, ["checksum of the data"]),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -441,7 +439,6 @@ def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
         np.testing.assert_array_equal(one, other)  # every start makes the same
 
 
-# fmt: off
 EDITED = {  # folders by name: which files are edited, or left out
     "none": {"config.json": None},
     "broken": {"tokenizer.json": lambda known: {}, "tokenizer_config.json": None},
@@ -451,7 +448,7 @@ EDITED = {  # folders by name: which files are edited, or left out
         "vocab": known["model"]["vocab"] | {f"token{n}": 253 + n for n in range(100)}}}},
     "plain": {"chat_template.jinja": None},
     "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
-}
+}  # fmt: skip
 REFUSED = [
     ("--base nf4", "--base nf4"), ("--lora-targets q", "--lora-targets q"),
     ("--lora 0", "--lora 0"), ("--lora 2 --base nf5", "'nf5'"),
@@ -467,8 +464,7 @@ REFUSED = [
     ("--hf lama", "'lama'"), ("--hf bare", "chat.jsonl .*--tokenizer"), ("--hf big", "256 rows"),
     ("--hf plain", "plain has no chat template"), ("--tokenizer nowhere", "nowhere"),
     ("--tokenizer broken", "broken"), ("--hf layers", "config.json"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("more", "said"), REFUSED)
