@@ -465,7 +465,7 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
 
 
 def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
-    def checksum(name, value, files="a"):
+    def checksum(name, value, files=("model",)):
         (tmp_path / name).mkdir()
         for file in files:
             save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / f"{file}.safetensors")
