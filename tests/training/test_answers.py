@@ -46,7 +46,7 @@ def tokenizer_for(tmp_path_factory):
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
 DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
-# Write an empty answer without its end, and leave it out.
+# Templates that write an empty answer without its end, and that leave it out.
 OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
 SKIPPING = CHATML.replace("{% else %}", "{% else %}{% if m.content %}")
 SKIPPING = SKIPPING.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
@@ -84,16 +84,13 @@ def flagged(flag, off, on):
 # Answers to train on after a first one that is context, and empty in one of two conversations.
 AFTER = [chat("is it", first, "so", "positive", "so", "no") for first in ("", "yes")]
 AFTER = [{"prompt": messages[:3], "completion": messages[3:]} for messages in AFTER]
-KINDS = {
-    "mistral": ("byte-level", "metaspace", "trimmed"), "deepseek": ("no prefix", "byte-level"),
-    "vicuna": ("metaspace", "special", "trimmed"),
-}  # fmt: skip
 THREE = chat("is it so", "yes", "is it", "positive", "is it", "no")
+KINDS = ("byte-level", "metaspace", "no prefix", "trimmed")
 LEARNED = [  # template, conversation, and what is learned of it, in tokenizers of which kinds
     # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
-    *((subwords.TEMPLATES[x], THREE, "yes</s>positive</s>no</s>", *KINDS[x]) for x in KINDS),
-    (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>",
-     "special", "no prefix"),
+    (subwords.TEMPLATES["mistral"], THREE, "yes</s>positive</s>no</s>", *KINDS),
+    (subwords.TEMPLATES["vicuna"], THREE, "yes</s>positive</s>no</s>", *KINDS),
+    (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>"),
     (CHATML, chat("is it"), ""),
     (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
     (CHATML, [*chat("is it", "yes"), *chat("", " no", "so", "")[1:]], f"yes{END} no{END}{END}"),

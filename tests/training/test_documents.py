@@ -226,20 +226,17 @@ def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_samp
     assert first(1, start=10**15).shape[1] == 12, "samples before are not read"
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_evaluation_sees_every_target_once_in_order(count):
-    for n in (2, 9, 40, 41, 42, 97):
+def test_evaluation_sees_every_target_once_in_order():
+    for n, count in itertools.product((2, 9, 40, 41, 42, 97), (1, 4)):
         tokens = TOKENS[:n] + 1  # no real token is 0, so padding shows
         known = {"batch": 4, "seq": 5, "shard_count": count}
         shards = [list(data.eval_batches(tokens, **known, shard_index=i)) for i in range(count)]
-        targets = []
-        for parts in zip(*shards, strict=True):  # no process waits for one more batch
-            rows, mask = (np.concatenate(half) for half in zip(*parts, strict=True))
-            assert (rows.shape, mask.shape) == ((4, 6), (4, 5))
-            np.testing.assert_array_equal(rows[:, 1:] != 0, mask == 1)
-            np.testing.assert_array_equal(rows[:, 1:][mask == 1], rows[:, :-1][mask == 1] + 1)
-            targets += rows[:, 1:][mask == 1].tolist()
-        assert targets == tokens[1:].tolist()
+        parts = [part for parts in zip(*shards, strict=True) for part in parts]
+        rows, mask = map(np.concatenate, zip(*parts, strict=True))
+        assert (len(rows) % 4, rows.shape[1], mask.shape) == (0, 6, (len(rows), 5))
+        np.testing.assert_array_equal(rows[:, 1:] != 0, mask == 1)
+        np.testing.assert_array_equal(rows[:, 1:][mask == 1], tokens[1:])
+        np.testing.assert_array_equal(rows[:, :-1][mask == 1], tokens[:-1])
         part = list(data.eval_batches(tokens, **known, shard_index=0, max_batches=3))
         assert len(part) == min(3, math.ceil((n - 1) / 5 / 4))
 
