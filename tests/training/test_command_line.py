@@ -177,11 +177,10 @@ for _ in range(3):
 sys.stderr.write("done")
 """
 STDOUT = [
-    ('"$1" -c "$2" >&-', ""),
-    ('set -o pipefail; "$1" -c "$2" | head -1', ""),
+    ('"$1" -c "$2" >&-', ""), ('set -o pipefail; "$1" -c "$2" | head -1', ""),
     ('PYTHONIOENCODING=ascii "$1" -c "$2"', "3\\u03a8 elements"),
     ('LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 "$1" -c "$2"', "3"),
-]
+]  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 

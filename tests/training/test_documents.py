@@ -318,10 +318,9 @@ def replaced(path, text):
 
 CHANGES = [
     (lambda path: os.truncate(path, 900), r"size [\d,]+ bytes, now 900"),
-    (lambda path: path.write_text(""), "now 0"),
+    (lambda path: path.write_text(""), "now 0"), (lambda path: path.unlink(), "is gone"),
     (lambda path: overwritten(path, hellos(60, "adieu").encode()), "written 2"),
     (lambda path: replaced(path, hellos(60)[99:]), r"inode \d+, now \d+"),
-    (lambda path: path.unlink(), "is gone"),
 ]  # fmt: skip
 
 
@@ -429,10 +428,9 @@ OTHER = {
     "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
 }  # fmt: skip
 OTHERWISE = [
-    (LORA, RUN, "no --lora .*--lora 4"), (RUN, LORA, "--lora 4 .*no --lora"),
+    (LORA, RUN, "no --lora .*--lora 4"), (RUN, {**RUN, "clip": 0.0}, "--clip 0.0 .*--clip 1.0"),
+    (RUN, LORA, "--lora 4 .*no --lora"), ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
     (LORA, {**LORA, "hf": None}, "no --hf .*--hf A"),
-    (RUN, {**RUN, "clip": 0.0}, "--clip 0.0 .*--clip 1.0"),
-    ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
      "--model 124m .*--model nano.*hidden_size 768, before 32"),
 ]  # fmt: skip

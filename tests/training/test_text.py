@@ -68,25 +68,22 @@ LINES, PARQUET = jsonl(PAIRS), pyarrow.parquet.ParquetWriter
 CSV = 'number,completion,prompt\r\n1, 4,2 + 2 =\r\n1,true,"007, ""NA""\nü"\r\n1, 4,2 + 2 =\n'
 CSV, TSV = CSV.encode(), CSV.replace(",", "\t").replace("7\t", "7,").encode()
 FORMATS = [
-    ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES), ("a.csv a.CSV", CSV),
-    ("a.csv", b"\xef\xbb\xbf" + CSV), ("a.tsv", TSV),
-    ("a.parquet a.PARQUET", table(PARQUET)), ("a.arrow a.feather", table(pyarrow.ipc.new_file)),
-    ("a.arrow", table(pyarrow.ipc.new_stream)), ("a.jsonl.gz a.JSONL.GZ", gzip.compress(LINES)),
-    ("a.jsonl.bz2", bz2.compress(LINES)), ("a.jl.xz", lzma.compress(LINES)),
-    ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)),
+    ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES), ("a.jsonl.gz a.JSONL.GZ", gzip.compress(LINES)),
+    ("a.csv a.CSV", CSV), ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)),
+    ("a.csv", b"\xef\xbb\xbf" + CSV), ("a.jl.xz", lzma.compress(LINES)),
+    ("a.tsv", TSV), ("a.parquet a.PARQUET", table(PARQUET)), ("a.jsonl.bz2", bz2.compress(LINES)),
+    ("a.arrow a.feather", table(pyarrow.ipc.new_file)), ("a.arrow", table(pyarrow.ipc.new_stream)),
     ("a.csv.gz", gzip.compress(CSV)),
 ]  # fmt: skip
 REFUSED = [
     ("a.csv", b"question,answer\nis it,so\n", "'question', 'answer'"),
-    ("a.csv", b"prompt;completion\nis it;so\n", "'prompt;completion'"),
-    ("a.csv", b"prompt,completion\nis it,so,no\n", "a.csv"), ("a.csv", b"", "a.csv"),
-    ("a.csv", b"text\n", "a.csv"), ("a.csv", b"text\n\xff\xfe\n", "a.csv"),
-    ("a.csv", b'messages\n"[{}]"\n', 'row 1: "messages"'), ("a.arrow", b"no arrow", "Arrow"),
-    ("a.parquet", b"PAR1 and no more", "Parquet"),
-    ("a.parquet", table(PARQUET, [{"question": "x"}]), "'question'"),
-    ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz .*\.gz"),
-    ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a.jsonl.gz .*\.gz"),
-    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"), ("a.jsonl", b"\n", "a.jsonl"),
+    ("a.csv", b"prompt;completion\nis it;so\n", "'prompt;completion'"), ("a.csv", b"", "a.csv"),
+    ("a.csv", b"prompt,completion\nis it,so,no\n", "a.csv"), ("a.arrow", b"no arrow", "Arrow"),
+    ("a.csv", b"text\n", "a.csv"), ("a.parquet", table(PARQUET, [{"question": "x"}]), "'question'"),
+    ("a.csv", b"text\n\xff\xfe\n", "a.csv"), ("a.csv", b'messages\n"[{}]"\n', 'row 1: "messages"'),
+    ("a.parquet", b"PAR1 and no more", "Parquet"), ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz .*\.gz"),
+    ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a.jsonl.gz .*\.gz"), ("a.jsonl", b"\n", "a.jsonl"),
+    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"),
 ]  # fmt: skip
 BAD_LINES = [
     (b"{", ""), (b"[1]", r"\[1\]"), (b'{"txt": "x"}', '"text"'), (b'{"text": 3}', '"text" is 3'),
@@ -94,8 +91,7 @@ BAD_LINES = [
     (b'{"messages": [{"role": "usr", "content": "x"}]}', "'usr'"),
     (b'{"messages": [{"role": "user", "content": 3}]}', '"content" is 3'),
     (b'{"text": "a \\ud83d"}', '"text"'), (b'{"prompt": "x"}', '"completion"'),
-    (b'{"prompt": "x", "completion": []}', '"completion"'),
-    (b"[" * 100_000, ""), (b"\xff\xfe", ""),
+    (b'{"prompt": "x", "completion": []}', '"completion"'), (b"[" * 100_000, ""), (b"\xff\xfe", ""),
 ]  # fmt: skip
 FIELDS = [  # of messages, of the record, and what is said
     ({"weight": 0.5}, {}, '"weight" .* 0.5'), ({"train": "no"}, {}, '"train" .* "no"'),

@@ -438,20 +438,18 @@ EDITED = {  # folders by name: which files are edited, or left out
     "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
 }  # fmt: skip
 REFUSED = [
-    ("--base nf4", "--base nf4"), ("--lora-targets q", "--lora-targets q"),
-    ("--lora 0", "--lora 0"), ("--lora 2 --base nf5", "'nf5'"),
-    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--vocab 300", "--vocab 300"),
-    ("--seq 64", "--seq 64.* 32 tokens"), ("--loss-on user", "'user'"), ("--long wrap", "'wrap'"),
-    ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
-    ("--adapter x", "--adapter x.*--lora"), ("--lora 2 --adapter x", "x/adapter_config.json"),
-    ("--export small", "small"),
+    ("--base nf4", "--base nf4"), ("--vocab 300", "--vocab 300"), ("--hf layers", "config.json"),
+    ("--lora-targets q", "--lora-targets q"), ("--data text.txt=1,text.txt=2", "--data text.txt=1"),
+    ("--lora 0", "--lora 0"), ("--long wrap", "'wrap'"), ("--hf big", "256 rows"),
+    ("--lora 2 --base nf5", "'nf5'"), ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
+    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--hf bare", "chat.jsonl .*--tokenizer"),
+    ("--seq 64", "--seq 64.* 32 tokens"), ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
+    ("--loss-on user", "'user'"), ("--export small", "small"), ("--hf none", "config.json"),
+    ("--adapter x", "--adapter x.*--lora"), ("--tokenizer broken", "broken"),
+    ("--lora 2 --adapter x", "x/adapter_config.json"), ("--hf plain", "plain has no chat template"),
     ("--checkpoint-every 0 --export new", "--export.*--checkpoint-every 0"),
-    ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"),
-    ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
-    ("--data text.txt=1,text.txt=2", "--data text.txt=1"), ("--hf none", "config.json"),
-    ("--hf lama", "'lama'"), ("--hf bare", "chat.jsonl .*--tokenizer"), ("--hf big", "256 rows"),
-    ("--hf plain", "plain has no chat template"), ("--tokenizer nowhere", "nowhere"),
-    ("--tokenizer broken", "broken"), ("--hf layers", "config.json"),
+    ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"), ("--tokenizer nowhere", "nowhere"),
+    ("--hf lama", "'lama'"),
 ]  # fmt: skip
 
 
