@@ -91,7 +91,7 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     (subwords.TEMPLATES["mistral"], THREE, "yes</s>positive</s>no</s>", *KINDS),
     (subwords.TEMPLATES["vicuna"], THREE, "yes</s>positive</s>no</s>", *KINDS),
     (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>"),
-    (CHATML, chat("is it"), ""),
+    (CHATML, chat("is it"), ""), (CHATML, flagged("weight", 0, 0), ""),
     (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
     (CHATML, [*chat("is it", "yes"), *chat("", " no", "so", "")[1:]], f"yes{END} no{END}{END}"),
     # Equal turns: 2^60 tries would never end.
@@ -106,15 +106,11 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     # Answers of weight 0 are context.
     *((CHATML, flagged(*own), "positive" + END)
       for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
-    (CHATML, flagged("weight", 0, 0), ""),
     # An empty answer costs no other its own.
     *((OPEN, record, "positiveno") for record in AFTER),
     *((SKIPPING, record, f"positive{END}no{END}") for record in AFTER),
-    # Calls of tools without text.
-    *((BREAKING, [*chat("is it"), calling(x), *chat("is it", "so")],
-       f"<call>weather{END}so{END}") for x in (None, "")),
-    *((EXCLUSIVE, [*chat("is it"), calling(x), *chat("is it", "so")],
-       f"<call>weather{END}so{END}") for x in (None, "yes")),
+    *((own, [*chat("is it"), calling(x), *chat("is it", "so")], f"<call>weather{END}so{END}")
+      for own, x in ((BREAKING, None), (BREAKING, ""), (EXCLUSIVE, None), (EXCLUSIVE, "yes"))),
     # OpenAI's files have arguments as JSON text; some templates take an object and some a text.
     *((QWEN.replace("c.function.arguments | tojson", written),
        {"messages": [*chat("is it"), calling(call=CALL | {"arguments": given}),
@@ -237,8 +233,7 @@ def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_pat
     assert "\\x1b]0;owned\\x07" in shown and printable(shown) == shown
     assert printable("üß✓\n\t👨‍👩‍👧 سلام") == "üß✓\n\t👨‍👩‍👧 سلام"
     # Python code of a folder is never run: transformers asks on standard input if it may.
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     byte_tokenizer.write(tmp_path)
     own = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
@@ -250,4 +245,4 @@ def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="`auto_map`"):
         Tokenizer(tmp_path)
-    assert not asked and not (tmp_path / "EXECUTED").exists()
+    assert not (tmp_path / "EXECUTED").exists()

@@ -219,7 +219,6 @@ def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_samp
     assert not any(np.array_equal(a, b) for a, b in itertools.combinations(orders, 2))
     whole = first(25)  # 300 samples: three epochs
     parts = [first(14, shard_index=i, shard_count=count, start=132) for i in range(count)]
-    assert parts[0].shape[1] == 12 // count
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole[11:])
     other = first(80, batch=1, start=36)  # another size of batches
     np.testing.assert_array_equal(other[:, 0], whole.reshape(-1, 9)[36:116])
@@ -412,8 +411,7 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path)
         return corpus(tokenizer, (records(tmp_path / "a.jsonl", ["a", "b"]), 1.0)).contents
 
     first, other = contents(), contents(" ")
-    assert _changed_contents(contents(), first, DIR) == []
-    assert _changed_contents(first, {}, DIR) == [], "of a release without checksums"
+    assert _changed_contents(contents(), first, DIR) == _changed_contents(first, {}, DIR) == []
     (said,) = _changed_contents(other, first, DIR)
     assert all(x in said for x in ("--tokenizer", first["chat template"], other["chat template"]))
     with pytest.raises(ValueError, match=f"--tokenizer .*{DIR}"):

@@ -218,8 +218,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
 
 
 def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(folder):
-    settings = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
-    plan = load(Config(data="text.txt", **settings))
+    plan = load(parse([*runs.TINY, *runs.HERE, "--model", "nano-experts", "--capacity", "0.5"]))
     params = plan.model.make(jax.random.key(0))
     _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
     assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2
@@ -289,10 +288,9 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "auto", "--memory-limit", "1"]
-    chosen += ["--model", "nano-experts", "--compute", "bf16", "--reduce", "bf16", "--clip", "0"]
-    chosen += ["--steps", "14", "--profile"]
-    assert main([*runs.TINY, *runs.HERE, *chosen, "--out", "out"]) == 0
+    chosen = "--data ids.npy --vocab 300 --stage auto --memory-limit 1 --model nano-experts "
+    chosen += "--compute bf16 --reduce bf16 --clip 0 --steps 14 --profile --out out"
+    assert main([*runs.TINY, *runs.HERE, *chosen.split()]) == 0
     assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -301,8 +299,7 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
     assert not any(name.startswith("$") for name in names), "the host's own code is left out"
     out = capsys.readouterr().out
     assert re.search(r"chose stage \d, 1 micro-batches", out) and "nats per token" in out
-    known = json.loads(Path("out/config.json").read_text())
-    assert known["mesh"] == {"experts": 8, "data": 1}, "experts stay where that sends less"
+    assert read(Path("out")).config["mesh"] == {"experts": 8, "data": 1}, "which sends less"
     sample = json.loads(out.partition("sample:")[2])
     assert len(sample) == 16 + 8
     assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
@@ -360,12 +357,8 @@ def tune(first_run, folder, shared):
     return lambda *more: main([*TUNE, *more])
 
 
-def tensors_of(folder):
-    return load_file(Path(folder, "model.safetensors"))
-
-
 def change(name, value, place=(2, 3)):
-    tensors = {name: array.copy() for name, array in tensors_of("small").items()}
+    tensors = {name: array.copy() for name, array in load_file("small/model.safetensors").items()}
     tensors[name][place] = value
     save_file(tensors, "small/model.safetensors", metadata={"format": "pt"})
 
@@ -376,8 +369,8 @@ def check_exported(out, said, lora):
     generation = json.loads(Path(out, "generation_config.json").read_text())
     assert generation == {"eos_token_id": [end, 0], "bos_token_id": 1}
     assert (f"eos_token_id=[{end}, 0]" in said) == lora
-    after = tensors_of(out)
-    for name, before in tensors_of("small").items():
+    after = load_file(f"{out}/model.safetensors")
+    for name, before in load_file("small/model.safetensors").items():
         trained = not lora or re.search(r"_attn.weight|c_proj.w|c_fc.weight", name)
         assert (before != after[name]).any() == bool(trained) or "wpe" in name, name
 
@@ -507,16 +500,14 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
     said = capsys.readouterr().out.partition("before training: validation loss ")[2]
     end = re.search(r"\nvalidation loss ([\d.]+)", first)[1]
     assert float(said.split()[0]) == pytest.approx(float(end), abs=2e-4)
-    # Questions that can't be asked.
-    for words, message in (
+    shutil.rmtree("out/adapter")
+    for words, message in (  # questions that can't be asked
         (["small", ""], "question=''"), (["small", "x", "--length", "0"], "length=0"),
         (["whole", "x"], "config.json"), (["small", "x", "--adapter", "."], "adapter_config.json"),
+        (["out", "x"], "export .*out/checkpoints DIR"),
     ):  # fmt: skip
         assert ask.main(words) == 2
-        assert message in capsys.readouterr().err
-    shutil.rmtree("out/adapter")
-    assert ask.main(["out", "x"]) == 2
-    assert re.search("export .*out/checkpoints DIR", capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err)
     full = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": 0})
     monkeypatch.setattr(room.jax, "local_devices", lambda: [full])
     assert ask.main(["small", "x"]) == 2
