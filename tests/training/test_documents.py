@@ -380,10 +380,9 @@ def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path)
     known = Records(path)
     before = [known[at] for at in range(60)]
     for change in (
-        lambda: os.utime(path, ns=(0, 0)),
-        lambda: replaced(path, path.read_text()),
+        lambda: os.utime(path, ns=(0, 0)), lambda: replaced(path, path.read_text()),
         lambda: path.write_text(path.read_text() + "\n" + hellos(9)),
-    ):
+    ):  # fmt: skip
         change()
         assert [known[at] for at in range(len(known))] == before
     path.unlink()

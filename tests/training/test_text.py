@@ -257,9 +257,7 @@ def test_other_encodings_files_broken_links_and_rings_are_refused(tmp_path, monk
 @pytest.mark.parametrize(("chunk", "vocab"), [(1, 256), (7, 50_000)])  # dense and sparse counts
 def test_entropies_are_those_of_the_counts_of_any_chunks(monkeypatch, vocab, chunk):
     monkeypatch.setattr(entropy, "CHUNK", chunk)
-    assert unigram_entropy(np.array([0, 0, 1, 2]), vocab) == pytest.approx(
-        1.5 * math.log(2)
-    )  # bits
+    assert unigram_entropy(np.array([0, 0, 1, 2]), vocab) == pytest.approx(1.5 * math.log(2))
     assert bigram_entropy(np.array([0, 1] * 50), vocab) == 0
     # Pairs of 0 0 0 1 0: 00, 00, 01, 10. After 0 (3 of 4 times): 2/3 against 1/3; after 1: sure.
     expected = 3 / 4 * (2 / 3 * math.log(3 / 2) + 1 / 3 * math.log(3))

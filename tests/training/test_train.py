@@ -124,10 +124,8 @@ def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_
 ):
     Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
-    for args, former in (
-        *(("--seq 8", "--seq 32"), ("--seed 7", "--seed 0")),
-        *(("--data other.txt", "text.txt"), ("--optimizer lion", "--optimizer adamw")),
-    ):
+    changes = {"--seq 8": "--seq 32", "--seed 7": "--seed 0", "--data other.txt": "text.txt"}
+    for args, former in (changes | {"--optimizer lion": "--optimizer adamw"}).items():
         plan = load(parse([*OUT, *args.split()]))
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
