@@ -1,7 +1,6 @@
 """Learned tokens of conversations: subword tokenizers, tools, weights, ends, hostile templates."""
 
 import functools
-import itertools
 import json
 import resource
 import time
@@ -85,19 +84,16 @@ def flagged(flag, off, on):
 # Answers to train on after a first one that is context, and empty in one of two conversations.
 AFTER = [chat("is it", first, "so", "positive", "so", "no") for first in ("", "yes")]
 AFTER = [{"prompt": messages[:3], "completion": messages[3:]} for messages in AFTER]
-# fmt: off
-KINDS = {
-    "mistral": ("byte-level", "metaspace", "trimmed"), "deepseek": ("no prefix", "byte-level"),
-    "vicuna": ("metaspace", "special", "trimmed"),
-}
 THREE = chat("is it so", "yes", "is it", "positive", "is it", "no")
+KINDS = ("byte-level", "metaspace", "no prefix", "trimmed")
 LEARNED = [  # template, conversation, and what is learned of it, in tokenizers of which kinds
     # Llama 3's tokenizer trims offsets: transformers then loses every answer with a space.
-    *((subwords.TEMPLATES[x], THREE, "yes</s>positive</s>no</s>", *KINDS[x]) for x in KINDS),
-    (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>",
-     "special", "no prefix"),
-    (CHATML, chat("is it"), ""),
+    (subwords.TEMPLATES["mistral"], THREE, "yes</s>positive</s>no</s>", *KINDS),
+    (subwords.TEMPLATES["vicuna"], THREE, "yes</s>positive</s>no</s>", *KINDS),
+    (subwords.TEMPLATES["phi"], THREE, "yes<|eot|>\npositive<|eot|>\nno<|eot|>\n</s>"),
+    (CHATML, chat("is it"), ""), (CHATML, flagged("weight", 0, 0), ""),
     (CHATML, {"messages": chat("Hi", "Yo")[1:], "prompt": "Hi"}, "Yo" + END),
+    (CHATML, [*chat("is it", "yes"), *chat("", " no", "so", "")[1:]], f"yes{END} no{END}{END}"),
     # Equal turns: 2^60 tries would never end.
     *((PLAIN, [{"role": role, "content": x}, *THREE[1:2]] * 60, f"yes{END}" * 60)
       for role, x in (("user", "more"), ("tool", "ok"), ("user", ""))),
@@ -110,15 +106,11 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     # Answers of weight 0 are context.
     *((CHATML, flagged(*own), "positive" + END)
       for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
-    (CHATML, flagged("weight", 0, 0), ""),
     # An empty answer costs no other its own.
     *((OPEN, record, "positiveno") for record in AFTER),
     *((SKIPPING, record, f"positive{END}no{END}") for record in AFTER),
-    # Calls of tools without text.
-    *((BREAKING, [*chat("is it"), calling(x), *chat("is it", "so")],
-       f"<call>weather{END}so{END}") for x in (None, "")),
-    *((EXCLUSIVE, [*chat("is it"), calling(x), *chat("is it", "so")],
-       f"<call>weather{END}so{END}") for x in (None, "yes")),
+    *((own, [*chat("is it"), calling(x), *chat("is it", "so")], f"<call>weather{END}so{END}")
+      for own, x in ((BREAKING, None), (BREAKING, ""), (EXCLUSIVE, None), (EXCLUSIVE, "yes"))),
     # OpenAI's files have arguments as JSON text; some templates take an object and some a text.
     *((QWEN.replace("c.function.arguments | tojson", written),
        {"messages": [*chat("is it"), calling(call=CALL | {"arguments": given}),
@@ -127,15 +119,7 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
       for written in ("c.function.arguments | tojson", "c.function.arguments",
                       "'' + c.function.arguments")
       for given in (CALL["arguments"], ARGUMENTS)),
-]
-ORDERS = [
-    [("assistant", "yes"), ("assistant", " no"), ("user", "is it"), ("assistant", "so")],
-    [("user", "is it"), ("tool", "yes"), ("assistant", "no"), ("assistant", ""), ("user", "so")],
-    [("user", "is it"), ("assistant", "</s>"), ("user", "USER: so"), ("assistant", "\n")],
-    [("system", " s "), ("user", " Hi "), ("assistant", " Ho\n"), ("user", "a"), ("assistant", "")],
-    [("user", "a"), ("assistant", "a"), ("user", "a"), ("assistant", "a")],
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LEARNED)
@@ -149,30 +133,14 @@ def test_answers_are_learned_from_their_first_token_to_their_end(case, tokenizer
             assert said == wanted if exact else said.replace(" ", "") == wanted.replace(" ", "")
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama 2", "vicuna", "deepseek"])
-def test_templates_with_and_without_marks_give_the_same_mask(name, tokenizer_for):
-    template = subwords.TEMPLATES[name]
-    ways = [tokenizer_for(own, "byte-level") for own in (template, subwords.unmarked(template))]
-    for order, weight, loss_on in itertools.product(ORDERS, (0, 1), ("assistant", "all")):
-        turns = [{"role": role, "content": text} for role, text in order]
-        for turn in turns:
-            turn["weight"] = weight if turn["role"] == "assistant" else 1
-        marked, plain = (own.document({"messages": turns}, loss_on) for own in ways)
-        np.testing.assert_array_equal(marked, plain)
-        assert marked[1].any() == (weight == 1 or loss_on == "all")
-        assert marked[1].all() == (weight == 1 and loss_on == "all")
-
-
 def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     tokenizer = tokenizer_for("{% if shout is defined %}{{ shout }}: {% endif %}" + QWEN)
     messages = chat("is it", "yes")
-    known = [{"messages": messages, "tools": TOOLS}] * 2
-    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0), seq=127)
-    for ids in (
-        tokenizer.document({"messages": messages, "tools": json.dumps(TOOLS)})[0],
-        tokenizer.document({"prompt": messages[:1], "completion": messages[1:], "tools": TOOLS})[0],
-        data.prompt(127),  # of a sample
-    ):
+    known = {"messages": messages, "tools": TOOLS}
+    data = corpus(tokenizer, (records(tmp_path / "a.jsonl", [known] * 2), 1.0), seq=127)
+    pair = {"prompt": messages[:1], "completion": messages[1:], "tools": TOOLS}
+    ways = [tokenizer.document(x)[0] for x in (known | {"tools": json.dumps(TOOLS)}, pair)]
+    for ids in (*ways, data.prompt(127)):
         assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
     record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
     for _ in range(2):
@@ -182,15 +150,13 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     # Of several named templates "tool_use" is for conversations with tools.
     named = {"default": subwords.unmarked(QWEN), "tool_use": QWEN}
     tokenizer = subwords.byte_level(tmp_path / "named", named)
-    for tools in ({}, {"tools": TOOLS}):
-        assert learned(tokenizer, {"messages": chat("is it", "yes"), **tools}) == f"yes{END}"
+    assert learned(tokenizer, {"messages": messages}) == learned(tokenizer, known) == f"yes{END}"
     with pytest.raises(ValueError, match="chat template"):
         subwords.byte_level(tmp_path, {"rag": QWEN}).document({"messages": messages})
-    for template in (  # from which answers can not be told
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}",
-        # As of models of images: content in parts alone, and nothing for a text.
-        PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ "),
-    ):
+    upper = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}"
+    # As of models of images: content in parts alone, and nothing for a text.
+    parts = PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ ")
+    for template in (upper, parts):  # from which answers can not be told
         with pytest.raises(ValueError, match="--loss-on all"):
             tokenizer_for(template).document({"messages": messages})
         ids, mask = tokenizer_for(template).document({"messages": messages}, "all")
@@ -208,25 +174,23 @@ def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
     # A template may mark thoughts and text apart, and the end of the whole text.
     answer = "{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"
     thoughts = "{% generation %}{{ '<think>' + m.content + '</think>' }}{% endgeneration %}\n"
-    both = "{% if m.content == 'no' %}" + thoughts + "{% endif %}" + answer
-    for template, last, first in (
-        (CHATML.replace(answer, both), "positive<|im_end|>\n", "<think>no</think>no<|im_end|>\n"),
-        (subwords.TEMPLATES["phi"], "positive<|eot|>\n</s>", "no<|eot|>\n"),
-    ):
-        for weights, wanted in (((0, 1), last), ((1, 0), first)):
-            record = {"messages": flagged("weight", *weights)}
-            assert learned(tokenizer_for(template), record) == wanted
+    both = CHATML.replace(answer, "{% if m.content == 'no' %}" + thoughts + "{% endif %}" + answer)
+    for template, weights, wanted in (
+        (both, (0, 1), f"positive{END}"), (both, (1, 0), f"<think>no</think>no{END}"),
+        (subwords.TEMPLATES["phi"], (0, 1), "positive<|eot|>\n</s>"),
+        (subwords.TEMPLATES["phi"], (1, 0), "no<|eot|>\n"),
+    ):  # fmt: skip
+        record = {"messages": flagged("weight", *weights)}
+        assert learned(tokenizer_for(template), record) == wanted
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     tokenizer = subwords.metaspace(tmp_path, ends=ends)
     pairs = [("is it", " so"), ("is it", " so</s>"), ("<s>is it", " so</s>\n")]
-    texts = ["is it so", "<s>is it so</s>", "<s>is it so</s>\n"]
-    for record in (
-        *({"prompt": prompt, "completion": completion} for prompt, completion in pairs),
-        *({"text": text} for text in texts),
-    ):
+    cases = [{"text": prompt + completion} for prompt, completion in pairs]
+    cases += [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    for record in cases:
         ids, mask = tokenizer.document(record)
         assert (ids == 1).sum() == (ids == 2).sum() == 1, record
         assert ids[0] == 1 and mask[ids == 2].all()
@@ -234,17 +198,16 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
     # A question begins as the texts that were learned.
     ids = tokenizer.document({"text": "is it so"})[0]
     np.testing.assert_array_equal(tokenizer.asked("is it so"), ids[:-1])
-    known = [{"prompt": "is it", "completion": " so"}] * 2
-    prompt = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0)).prompt(31)
+    known = records(tmp_path / "a.jsonl", [cases[3]] * 2)
+    prompt = corpus(tokenizer, (known, 1.0)).prompt(31)
     np.testing.assert_array_equal(prompt, ids[: len(prompt)])
     assert prompt[0] == 1 and 2 not in prompt
 
 
 @pytest.mark.parametrize("limit", ["CPU", "memory"])
 def test_a_template_can_not_take_all_time_or_memory(limit, tmp_path, monkeypatch):
-    body = "{{ 'x' * 10**11 }}"
-    if limit == "CPU":
-        body = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
+    slow = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
+    body = slow if limit == "CPU" else "{{ 'x' * 10**11 }}"
     monkeypatch.setattr(templates, "SECONDS", 0)  # and one that every text has
     monkeypatch.setattr(templates, "TRIES", 2)
     tokenizer = subwords.byte_level(tmp_path, body)
@@ -270,8 +233,7 @@ def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_pat
     assert "\\x1b]0;owned\\x07" in shown and printable(shown) == shown
     assert printable("üß✓\n\t👨‍👩‍👧 سلام") == "üß✓\n\t👨‍👩‍👧 سلام"
     # Python code of a folder is never run: transformers asks on standard input if it may.
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     byte_tokenizer.write(tmp_path)
     own = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"], "AutoConfig": "evil.Evil"}}
@@ -283,4 +245,4 @@ def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="`auto_map`"):
         Tokenizer(tmp_path)
-    assert not asked and not (tmp_path / "EXECUTED").exists()
+    assert not (tmp_path / "EXECUTED").exists()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
-from small_runs import HERE, TINY, folder
+from small_runs import HERE, TINY, folder, start
 
 from training import main as program
 from training import show
@@ -37,10 +37,9 @@ def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
         for step in range(101, 201):
             show(step, loss=2.5, tokens_per_second=12345)
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 5
+    assert len(out) == 5 and all(line.isprintable() for line in out)
     assert out[0].startswith("step 120/200  loss 2.5000  12.3K tokens/s")
     assert out[-1].endswith("0:00:00 left")
-    assert all(line.isprintable() for line in out)
     screen = io.StringIO()  # and a bar on a terminal
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", screen)
@@ -62,8 +61,7 @@ def test_speed_and_numbers_are_rounded_and_full_parameters_need_room(monkeypatch
     numbers = (7.5e9 * 16, 7.5e9 * 16 / 64, 0, 512, 999.9)
     assert [human_bytes(n) for n in numbers] == ["120 GB", "1.88 GB", "0 B", "512 B", "1 kB"]
     counts = (999_499, 999_600, -1500, 1e18, 0, 0.25, math.nan, math.inf)
-    said = ["999K", "1M", "-1.5K", "1000000T", "0", "0.25", "nan", "inf"]
-    assert [human_count(n) for n in counts] == said
+    assert " ".join(map(human_count, counts)) == "999K 1M -1.5K 1000000T 0 0.25 nan inf"
     assert room_for(10**18, "sample", print), "CPUs do not count their memory"
     limits = ({"bytes_limit": 1000, "bytes_in_use": 400}, {"bytes_limit": 2000, "bytes_in_use": 0})
     devices = [SimpleNamespace(memory_stats=lambda stats=stats: stats) for stats in limits]
@@ -73,13 +71,11 @@ def test_speed_and_numbers_are_rounded_and_full_parameters_need_room(monkeypatch
 
 
 def test_help_shows_every_setting_once_in_short_groups(capsys):
-    def shown(*args):
+    for words in (["--stepz", "5"], ["--help"]):
         with pytest.raises(SystemExit):
-            parse(args)
-        caught = capsys.readouterr()
-        return caught.out + caught.err
-
-    text = shown("--help")
+            parse(words)
+        text = "".join(capsys.readouterr())
+        assert words[0] in text
     groups = re.split(r"^\W*(\w+) options\W*$", text, flags=re.MULTILINE)[1:]
     titles = "basic data device optimizer look checkpoint process adapter zero"
     assert groups[::2] == titles.split()
@@ -88,41 +84,37 @@ def test_help_shows_every_setting_once_in_short_groups(capsys):
     assert sorted(itertools.chain(*flags)) == names
     assert max(map(len, flags[:-1])) <= 8
     assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
-    assert "--stepz" in shown("--stepz", "5")
     config = parse(["--steps", "50", "--mesh", "data=2", "--no-debug", "--process-id", "1"])
     assert (config.steps, config.mesh, config.process_id) == (50, "data=2", 1)
     # The command that resumes has the flags that still hold.
-    for given, on in (
+    given = "--from_step=6 --no-fresh --steps 9 --coordinator h:1 --num-processes 4 --process-id=0"
+    for words, on in (
         ("--from-step 6 --lr 0.1 --out a b --fresh", "--lr 0.1 --out a b"),
-        ("--from_step=6 --no-fresh --steps 9", "--steps 9 --out runs/001"),
-        ("--coordinator h:1 --num-processes 4 --process-id=0", "--out runs/001"),
-    ):
-        said = Stopped(130, Path("runs/001"), 37).said(given.split())
+        (given, "--steps 9 --out runs/001"),
+    ):  # fmt: skip
+        said = Stopped(130, Path("runs/001"), 37).said(words.split())
         assert said.endswith(f"\npython train.py {on}")
 
 
-# fmt: off
 COMMANDS = [  # and what is said
-    ("--data nowhere.txt", "nowhere.txt"), ("--data empty.txt", "empty.txt"),
-    ("--data ids.npy", "token 256|--vocab 300"), ("--seq 500", "4320|480|501|--seq"),
-    ("--vocab 100", "[0, 100)|--vocab 120"), ("--steps 4 --profile", "--profile|--steps 4"),
-    ("--batch 12", "--batch 12|8 or 16"), ("--model nanno", "'nanno'|'nano'"),
-    ("--optimizer adam", "'adam'|'adamw'"), ("--compute bf61", "'bf61'|'bf16'"),
-    ("--reduce fp16", "'fp16'|bf16"), ("--stage 4", "stage=4"), ("--stage auto", "memory_limit="),
+    ("--data nowhere.txt", "nowhere.txt"), ("--batch 12", "--batch 12|8 or 16"),
+    ("--data empty.txt", "empty.txt"), ("--config c1 --remat dots", "--config c1|--stage|--remat"),
+    ("--data ids.npy", "token 256|--vocab 300"), ("--steps 4 --profile", "--profile|--steps 4"),
+    ("--seq 500", "4320|480|501|--seq"), ("--model nanno", "'nanno'|'nano'"), ("--out=", "--out"),
+    ("--vocab 100", "[0, 100)|--vocab 120"), ("--offload activations --remat none", "remat='none'"),
+    ("--optimizer adam", "'adam'|'adamw'"), ("--warmup 4", "--warmup 4|--steps 4"),
+    ("--compute bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="), ("--config c6", "'c6'"),
+    ("--reduce fp16", "'fp16'|bf16"), ("--remat partitioned", "--remat partitioned|--mesh model=2"),
+    ("--stage 4", "stage=4"),
     pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
-    ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"),
-    ("--warmup 4", "--warmup 4|--steps 4"), ("--out=", "--out"),
-    ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--mesh data=2,modle=4", "'modle=4'"),
-    ("--mesh data=2,model=2", "8 devices"), ("--sequence-parallel", "sequence_parallel"),
-    ("--config c6", "'c6'"), ("--config c1 --remat dots", "--config c1|--stage|--remat"),
-    ("--remat partitioned", "--remat partitioned|--mesh model=2"),
-    ("--offload activations --remat none", "remat='none'"), ("--process-id 0", "process_id=0"),
+    ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"), ("--process-id 0", "process_id=0"),
+    ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--sequence-parallel", "sequence_parallel"),
+    ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
     ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", "--devices 9"),
-    # The setting itself is said.
     *((own, own) for own in (
         "--steps 0", "--steps 99999999999999999999", "--lr nan", "--join-seconds inf",
         "--mesh data=²", "--devices 2147483647", "--wandb zero")),
-]
+]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [
     (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
@@ -130,8 +122,7 @@ ERRORS = [
     (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
     (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
     (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("args", "words"), COMMANDS, ids=lambda x: x[:40])
@@ -150,8 +141,7 @@ def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypa
 def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, said):
     monkeypatch.setattr(program, "run", unittest.mock.Mock(side_effect=raised))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    leave = unittest.mock.Mock(side_effect=lambda code: sys.exit(f"left with {code}"))
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", lambda code: sys.exit(f"left with {code}"))
     try:
         found = program.main(HERE)
     except SystemExit as left:
@@ -184,11 +174,10 @@ for _ in range(3):
 sys.stderr.write("done")
 """
 STDOUT = [
-    ('"$1" -c "$2" >&-', ""),
-    ('set -o pipefail; "$1" -c "$2" | head -1', ""),
+    ('"$1" -c "$2" >&-', ""), ('set -o pipefail; "$1" -c "$2" | head -1', ""),
     ('PYTHONIOENCODING=ascii "$1" -c "$2"', "3\\u03a8 elements"),
     ('LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 "$1" -c "$2"', "3"),
-]
+]  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
@@ -204,8 +193,7 @@ def test_the_first_signal_ends_a_run_between_steps(capfd):
 
 
 def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen([sys.executable, "-c", HANGS], env=ENVIRONMENT, **pipes)
+    run = start("-c", HANGS, script=(), environment=ENVIRONMENT)
     assert run.stdout.readline()
     run.send_signal(signal.SIGINT)
     assert "once more stops at once" in run.stderr.readline()
@@ -216,9 +204,9 @@ def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
         run.kill()
 
 
-@pytest.mark.parametrize(("how", "start"), STDOUT)
-def test_a_command_ends_with_its_own_exit_code_whatever_stdout_is(how, start):
+@pytest.mark.parametrize(("how", "words"), STDOUT)
+def test_a_command_ends_with_its_own_exit_code_whatever_stdout_is(how, words):
     command = ["bash", "-c", how, "bash", sys.executable, WRITE]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "done")
-    assert done.stdout.startswith(start)
+    assert done.stdout.startswith(words)

@@ -32,6 +32,7 @@ from training.config import Config, parse, resolve
 from training.main import main
 from training.plan import by_stage, load
 from training.run import routing
+from training.run_folder import read
 from training.saving import check_resume
 from training.show import human_bytes
 from training.stop import FAILED, GO_ON_LATER, Stop
@@ -66,12 +67,10 @@ def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_mode
     order = ["data 8", "Bytes per device on 8", "stage 0", "stage 3, this run", "at rest"]
     order += ["This run, predicted", "4 steps train on text", "step 2/4", "step 4/4"]
     order += ["nats per byte", "unigram", "bigram", "sample:", runs.TEXT[-240:][:16]]
-    places = [said.index(words) for words in order]
-    assert places == sorted(places)
+    assert order == sorted(order, key=said.index)
     out = home / "out"
-    config = json.loads((out / "config.json").read_text())
-    known = {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3}
-    known["psi"] = gpt.num_params(gpt.preset("nano", seq=32))
+    config, psi = read(out).config, gpt.num_params(gpt.preset("nano", seq=32))
+    known = {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3, "psi": psi}
     assert config | known == config
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
     step = "step loss grad_norm tokens_per_second skipped step_seconds learning_rate"
@@ -84,8 +83,7 @@ def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_mode
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
     manifest = Manifest.read(out / "checkpoints/4/state")
     assert (manifest.config["steps"], manifest.extra["sample"]) == (4, 32)
-    text = (out / "checkpoints/4/state/manifest.json").read_text()
-    assert str(home) not in text, "it can be moved"
+    assert str(home) not in (out / "checkpoints/4/state/manifest.json").read_text()
     assert {"tokenizer.json", "chat_template.jinja"} <= {x.name for x in home.glob("small/*")}
 
 
@@ -126,10 +124,8 @@ def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_
 ):
     Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
-    for args, former in (
-        *(("--seq 8", "--seq 32"), ("--seed 7", "--seed 0")),
-        *(("--data other.txt", "text.txt"), ("--optimizer lion", "--optimizer adamw")),
-    ):
+    changes = {"--seq 8": "--seq 32", "--seed 7": "--seed 0", "--data other.txt": "text.txt"}
+    for args, former in (changes | {"--optimizer lion": "--optimizer adamw"}).items():
         plan = load(parse([*OUT, *args.split()]))
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
@@ -139,7 +135,7 @@ def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_
     assert main(OUT) == 0
     said = capsys.readouterr().out
     assert "step 4: restored" in said and "nothing is left" in said
-    (said,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    (said,) = re.findall("^warning: .*", said, re.MULTILINE)
     assert "--data" in said and len(set(re.findall("[0-9a-f]{12}", said))) == 2
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", lambda *_, **__: float("nan"))
@@ -173,11 +169,10 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
     known = json.loads(Path("out/compiled.json").read_text())
     trainer = runs.shared_trainer(load(parse(OUT)))
     compiled = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile()
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text, memory, total = compiled.as_text(), compiled.memory_analysis(), known["total_bytes"]
     parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    assert known["total_bytes"] == pytest.approx(parts, rel=0.3)
-    said = f"XLA gives it {human_bytes(known['total_bytes'])}"
-    assert said in Path("out/report.html").read_text()
+    assert total == pytest.approx(parts, rel=0.3)
+    assert f"XLA gives it {human_bytes(total)}" in Path("out/report.html").read_text()
     for name in ("embed", "attention", "mlp", "loss", "zero_update"):
         assert f"/{name}" in text or f"({name})" in text, name
     for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):
@@ -193,15 +188,14 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
 
 
 def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
-    """The closed forms of `zero_jax.memory`, and the bytes of the first device."""
     trainer = runs.shared_trainer(load(parse(OUT)))
     step, shapes = trainer.predict(), trainer.shapes()
     stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
     known = noted.start(step, stages, {}, "byte")
     psi = sum(x.size for x in jax.tree.leaves(shapes))
+    settings = {"shards": 8, "tx": trainer.plain_tx, "window": step.window}
     for stage, terms in enumerate(known["stages"]):
-        settings = {"shards": 8, "stage": stage, "tx": trainer.plain_tx, "window": step.window}
-        assert terms == zero_jax.memory.estimate(shapes, **settings).terms
+        assert terms == zero_jax.memory.estimate(shapes, stage=stage, **settings).terms
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
     states = trainer.init()
@@ -213,19 +207,16 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     # The validation loss is the mean over every held-out token.
     graphdef, params = trainer.model.graphdef, trainer.zero.full(states[0])
     loss = jax.jit(lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows))
-    rest = trainer.plan.corpus.rest[:]
-    full = (rest.size - 1) // 32
-    rows = np.stack([rest[32 * at : 32 * at + 33] for at in range(full)])
-    sums = [loss(params, jnp.asarray(x, jnp.int32)) for x in (rows, rest[None, 32 * full :])]
-    assert sum(int(weight) for _, weight in sums) == rest.size - 1 != 32 * full
-    mean = sum(float(loss) for loss, _ in sums) / (rest.size - 1)
+    rest = jnp.asarray(trainer.plan.corpus.rest[:], jnp.int32)
+    rows = [rest[None, at : at + 33] for at in range(0, rest.size - 1, 32)]
+    totals, weights = zip(*(loss(params, row) for row in rows), strict=True)
+    assert sum(weights) == rest.size - 1 != 32 * len(rows)
     # Sums of the same fp32 losses in another order.
-    assert trainer.evaluate(states[0]) == pytest.approx(mean, rel=1e-5)
+    assert trainer.evaluate(states[0]) == pytest.approx(float(sum(totals) / sum(weights)), rel=1e-5)
 
 
 def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(folder):
-    settings = {"model": "nano-experts", "capacity": 0.5, "seq": 16, "batch": 8, "devices": 8}
-    plan = load(Config(data="text.txt", **settings))
+    plan = load(parse([*runs.TINY, *runs.HERE, "--model", "nano-experts", "--capacity", "0.5"]))
     params = plan.model.make(jax.random.key(0))
     _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
     assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2
@@ -248,14 +239,13 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
     # Decay is for kernels and embeddings.
     shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
     flags, sizes = jax.tree.leaves(decayed(shapes)), [x.size for x in jax.tree.leaves(shapes)]
-    d, layers, rows = 128, 4, 256 + 128
-    matrices = layers * 12 * d * d + rows * d
+    matrices = 4 * 12 * 128**2 + (256 + 128) * 128  # of four layers, of tokens and places
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
     # Of other steps than before both rates are said: half way of the cosine from 1 to 0.1, its end.
     config, before = Config(lr=1.0, warmup=2, steps=10), {"steps": 6, "lr": 1.0, "warmup": 2}
     said = optimizers.rescheduled(config, before, 6)
-    assert "--steps 10" in said and "--steps 6" in said and "is 0.55 instead of 0.1" in said
-    assert "--lr 0.182" in said, "at which the next step has the former rate"
+    words = "--steps 10", "--steps 6", "is 0.55 instead of 0.1", "--lr 0.182"
+    assert all(x in said for x in words), "at --lr 0.182 the next step has the former rate"
     assert optimizers.rescheduled(config, before, 1) is None
     assert optimizers.rescheduled(config, before | {"steps": 10}, 6) is None
     # The planned step has the same state and the same operations, at whatever rate.
@@ -272,7 +262,6 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
 
 @pytest.mark.slow
 def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, shared, monkeypatch):
-    """No batch comes twice."""
     seen, step = [], zero_jax.TrainStep.__call__
 
     def broken(self, params, opt_state, batch, *extras):
@@ -291,29 +280,25 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
 
 
 @pytest.mark.slow
-def test_a_stage_is_chosen_tokens_are_measured_and_three_steps_profiled(
-    folder, capsys, monkeypatch
-):
+def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypatch):
     calls, step = unittest.mock.Mock(), zero_jax.TrainStep.__call__
     calls.start.side_effect, calls.step.side_effect = jax.profiler.start_trace, step
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = ["--data", "ids.npy", "--vocab", "300", "--stage", "auto", "--memory-limit", "1"]
-    chosen += ["--model", "nano-experts", "--compute", "bf16", "--reduce", "bf16", "--clip", "0"]
-    chosen += ["--steps", "14", "--profile"]
-    assert main([*runs.TINY, *runs.HERE, *chosen, "--out", "out"]) == 0
+    chosen = "--data ids.npy --vocab 300 --stage auto --memory-limit 1 --model nano-experts "
+    chosen += "--compute bf16 --reduce bf16 --clip 0 --steps 14 --profile --out out"
+    assert main([*runs.TINY, *runs.HERE, *chosen.split()]) == 0
     assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    names = {event.get("name", "") for event in events}
+    names = [event.get("name", "") for event in events]
     assert any("gather" in name for name in names), "visible in a viewer"
     assert not any(name.startswith("$") for name in names), "the host's own code is left out"
     out = capsys.readouterr().out
     assert re.search(r"chose stage \d, 1 micro-batches", out) and "nats per token" in out
-    known = json.loads(Path("out/config.json").read_text())
-    assert known["mesh"] == {"experts": 8, "data": 1}, "experts stay where that sends less"
-    sample = json.loads(out[out.index("sample:") + len("sample:") :])
+    assert read(Path("out")).config["mesh"] == {"experts": 8, "data": 1}, "which sends less"
+    sample = json.loads(out.partition("sample:")[2])
     assert len(sample) == 16 + 8
     assert sample[:16] == list(range(16))  # the last tenth begins at a multiple of 300
 
@@ -327,20 +312,17 @@ def test_processes_train_as_one_process_does(folder):
     many += [(2, "--mesh replica=2,data=1,model=2 --config c5")]
     for at, (count, more) in enumerate(many):
         results = finish(start_many(count, [*runs.TINY, "--out", f"{at}", *more.split()]))
-        assert [code for code, _, _ in results] == [0] * count, results
-        assert ["validation loss" in out for _, out, _ in results] == [True] + [False] * (count - 1)
+        said = [(code, "validation loss" in out) for code, out, _ in results]
+        assert said == [(0, True)] + [(0, False)] * (count - 1), results
+        one, other = (metrics(out, "loss", "val_loss") for out in ("one", f"{at}"))
         # Sums over devices in another order; Adam would divide small numbers by small numbers.
-        np.testing.assert_allclose(
-            metrics(f"{at}", "loss", "val_loss"), metrics("one", "loss", "val_loss"), rtol=1e-5
-        )
+        np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
-# fmt: off
-TROUBLE = [  # settings by process, folders by process, and what is said
-    ({1: ["--stage", "1"]}, {}, ["stage", "'3'", "'1'"]), ({}, {1: "empty"}, ["text.txt"]),
-    ({0: ["--out", "text.txt"]}, {}, ["text.txt"]), ({}, {1: "edited"}, ["checksum of the data"]),
-]
-# fmt: on
+TROUBLE = [  # settings by process, the folder of process 1, and what is said
+    ({1: ["--stage", "1"]}, "", "stage.*'3'.*'1'"), ({}, "empty", "text.txt"),
+    ({0: ["--out", "text.txt"]}, "", "text.txt"), ({}, "edited", "checksum of the data"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -349,9 +331,9 @@ def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, else
     (folder / "empty").mkdir()
     (folder / "edited").mkdir()
     (folder / "edited" / "text.txt").write_text(runs.TEXT.lower())
-    folders = {rank: folder / name for rank, name in elsewhere.items()}
-    for code, _, error in finish(start_many(2, runs.TINY, own, folders), seconds=120):
-        assert code == 2 and all(word in error for word in words), error
+    processes = start_many(2, runs.TINY, own, {1: folder / elsewhere})
+    for code, _, error in finish(processes, seconds=120):
+        assert code == 2 and re.search(words, error, re.DOTALL), error
 
 
 TUNE = "--hf small --data chat.jsonl --steps 2 --seq 32 --batch 8 --devices 8 --optimizer sgd"
@@ -373,13 +355,8 @@ def tune(first_run, folder, shared):
     return lambda *more: main([*TUNE, *more])
 
 
-def tensors_of(folder):
-    return load_file(Path(folder, "model.safetensors"))
-
-
 def change(name, value, place=(2, 3)):
-    """Sets values of a tensor of the model."""
-    tensors = {name: array.copy() for name, array in tensors_of("small").items()}
+    tensors = {name: array.copy() for name, array in load_file("small/model.safetensors").items()}
     tensors[name][place] = value
     save_file(tensors, "small/model.safetensors", metadata={"format": "pt"})
 
@@ -390,8 +367,8 @@ def check_exported(out, said, lora):
     generation = json.loads(Path(out, "generation_config.json").read_text())
     assert generation == {"eos_token_id": [end, 0], "bos_token_id": 1}
     assert (f"eos_token_id=[{end}, 0]" in said) == lora
-    after = tensors_of(out)
-    for name, before in tensors_of("small").items():
+    after = load_file(f"{out}/model.safetensors")
+    for name, before in load_file("small/model.safetensors").items():
         trained = not lora or re.search(r"_attn.weight|c_proj.w|c_fc.weight", name)
         assert (before != after[name]).any() == bool(trained) or "wpe" in name, name
 
@@ -441,7 +418,6 @@ def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
         np.testing.assert_array_equal(one, other)  # every start makes the same
 
 
-# fmt: off
 EDITED = {  # folders by name: which files are edited, or left out
     "none": {"config.json": None},
     "broken": {"tokenizer.json": lambda known: {}, "tokenizer_config.json": None},
@@ -451,35 +427,30 @@ EDITED = {  # folders by name: which files are edited, or left out
         "vocab": known["model"]["vocab"] | {f"token{n}": 253 + n for n in range(100)}}}},
     "plain": {"chat_template.jinja": None},
     "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
-}
+}  # fmt: skip
 REFUSED = [
-    ("--base nf4", "--base nf4"), ("--lora-targets q", "--lora-targets q"),
-    ("--lora 0", "--lora 0"), ("--lora 2 --base nf5", "'nf5'"),
-    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--vocab 300", "--vocab 300"),
-    ("--seq 64", "--seq 64.* 32 tokens"), ("--loss-on user", "'user'"), ("--long wrap", "'wrap'"),
-    ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
-    ("--adapter x", "--adapter x.*--lora"), ("--lora 2 --adapter x", "x/adapter_config.json"),
-    ("--export small", "small"),
+    ("--base nf4", "--base nf4"), ("--vocab 300", "--vocab 300"), ("--hf layers", "config.json"),
+    ("--lora-targets q", "--lora-targets q"), ("--data text.txt=1,text.txt=2", "--data text.txt=1"),
+    ("--lora 0", "--lora 0"), ("--long wrap", "'wrap'"), ("--hf big", "256 rows"),
+    ("--lora 2 --base nf5", "'nf5'"), ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
+    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--hf bare", "chat.jsonl .*--tokenizer"),
+    ("--seq 64", "--seq 64.* 32 tokens"), ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
+    ("--loss-on user", "'user'"), ("--export small", "small"), ("--hf none", "config.json"),
+    ("--adapter x", "--adapter x.*--lora"), ("--tokenizer broken", "broken"),
+    ("--lora 2 --adapter x", "x/adapter_config.json"), ("--hf plain", "plain has no chat template"),
     ("--checkpoint-every 0 --export new", "--export.*--checkpoint-every 0"),
-    ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"),
-    ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
-    ("--data text.txt=1,text.txt=2", "--data text.txt=1"), ("--hf none", "config.json"),
-    ("--hf lama", "'lama'"), ("--hf bare", "chat.jsonl .*--tokenizer"), ("--hf big", "256 rows"),
-    ("--hf plain", "plain has no chat template"), ("--tokenizer nowhere", "nowhere"),
-    ("--tokenizer broken", "broken"), ("--hf layers", "config.json"),
-]
-# fmt: on
+    ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"), ("--tokenizer nowhere", "nowhere"),
+    ("--hf lama", "'lama'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("more", "said"), REFUSED)
 def test_settings_folders_and_data_that_do_not_fit_are_refused(tune, capsys, more, said):
     if (name := more.split()[1]) in EDITED:
         shutil.copytree("small", name)
-        for file, edit in EDITED[name].items():
-            known = json.loads(Path("small", file).read_text()) if edit else None
-            Path(name, file).unlink()
-            if edit:
-                Path(name, file).write_text(json.dumps(edit(known)))
+    for file, edit in EDITED.get(name, {}).items():
+        path = Path(name, file)
+        path.write_text(json.dumps(edit(json.loads(path.read_text())))) if edit else path.unlink()
     bad = {"messages": [{"role": "bot", "content": ""}]}
     Path("broken.jsonl").write_text(json.dumps(chat("a", "b")) + "\n" + json.dumps(bad) + "\n")
     assert tune(*more.split()) == 2
@@ -495,15 +466,12 @@ def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsy
     blocks = (re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for page in pages)
     job, same = (next(x for x in own if "training.pairs" in x).splitlines() for own in blocks)
     assert job == same, "as both pages print it"
-    environment, small, pairs, *tunes = job
-    assert environment.startswith("python3 -m venv")
+    _, small, pairs, *tunes = job
     monkeypatch.chdir(tmp_path)
     subprocess.run(shlex.split(pairs), env={**os.environ, "PYTHONPATH": str(root)}, check=True)
     for command in (small, *tunes):
-        words = shlex.split(command)
-        assert words[:2] == ["python", "train.py"]
-        fewer = ["--steps", "2", "--devices", "8", "--eval-batches", "1", "--sample-length", "8"]
-        assert main([*words[2:], *fewer]) == 0
+        fewer = f"{command} --steps 2 --devices 8 --eval-batches 1 --sample-length 8"
+        assert main(shlex.split(fewer)[2:]) == 0
     assert len(re.findall("<.assistant.>", capsys.readouterr().out)) == 2 * len(tunes) == 4
     *_, asks = re.findall(r"```sh\n([^`]*training.ask[^`]*)```", pages[1])
     for command in asks.splitlines():
@@ -530,16 +498,14 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
     said = capsys.readouterr().out.partition("before training: validation loss ")[2]
     end = re.search(r"\nvalidation loss ([\d.]+)", first)[1]
     assert float(said.split()[0]) == pytest.approx(float(end), abs=2e-4)
-    # Questions that can't be asked.
-    for words, message in (
+    shutil.rmtree("out/adapter")
+    for words, message in (  # questions that can't be asked
         (["small", ""], "question=''"), (["small", "x", "--length", "0"], "length=0"),
         (["whole", "x"], "config.json"), (["small", "x", "--adapter", "."], "adapter_config.json"),
+        (["out", "x"], "export .*out/checkpoints DIR"),
     ):  # fmt: skip
         assert ask.main(words) == 2
-        assert message in capsys.readouterr().err
-    shutil.rmtree("out/adapter")
-    assert ask.main(["out", "x"]) == 2
-    assert re.search("export .*out/checkpoints DIR", capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err)
     full = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": 0})
     monkeypatch.setattr(room.jax, "local_devices", lambda: [full])
     assert ask.main(["small", "x"]) == 2

@@ -1,5 +1,4 @@
-"""Translations of real configurations and single settings, beside DeepSpeed's documentation and
-`engine.py`, accelerate's guides, and for "auto" transformers' `TrainingArguments`."""
+"""Translated configurations, beside the documentation of DeepSpeed, accelerate and transformers."""
 
 import fnmatch
 import io
@@ -28,7 +27,6 @@ CP, SP = (f"parallelism_config.parallelism_config_{name}_size" for name in ("cp"
 SEQUENCE = "seq_parallel_communication_data_type"
 FIRST, BOTH = {"offload": "optimizer"}, {"offload": "optimizer,params"}
 
-# fmt: off
 EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums in fp32
   "accelerate": {
     "trl_multi_gpu.yaml": (0, 8, {"precision": "bf16"}), "accelerate_multi_node.yaml": (0, 8, {}),
@@ -78,8 +76,7 @@ EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums
     "examples_gpt2_w8a8.json": (
         0, 2, dict(precision="fp16", batch=8, unsupported=["compression_training.*"])),
   },
-}
-# fmt: on
+}  # fmt: skip
 FILES = {f"{folder}/{name}": row for folder in EXPECTED for name, row in EXPECTED[folder].items()}
 
 
@@ -149,13 +146,12 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
     text = " ".join(command.account(rows).replace("\n#", " ").split())
     assert all(f"{row[0]} {' '.join(row[1].split())}" in text and row[3] in text for row in rows)
     if name == "deepspeed/deepspeed_torch_compile_z3.json":
-        names, losses = run(made), []
+        names = run(made)
         params = names["zero"].init(lambda: {"w": jnp.ones((8, 8))})
         state = names["zero"].optimizer(names["tx"]).init(params)
         for _ in range(20):  # after the warm-up
             params, state, metrics = names["step"](params, state, jnp.ones((8, 8)))
-            losses.append(float(metrics.loss))
-        assert losses[0] == 49.0 and losses[-1] < losses[0], "the printed lines train"
+        assert metrics.loss < (8 - 1) ** 2, "the printed lines train"
 
 
 SIZED = """distributed_type: FSDP
@@ -182,7 +178,6 @@ def row(found, key):
     return next((verdict, why) for name, _, verdict, why in found[1] if name == key)
 
 
-# fmt: off
 BFLOAT = ("bf16", "bfloat16")
 NVME = {"device": "nvme", "nvme_path": '/a b/"c"'}
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": 1}
@@ -212,19 +207,17 @@ SETTINGS = [
     (8, {"activation_checkpointing": RECOMPUTED, "tensor_parallel": {"autotp_size": 2}},
      dict(remat="block@partitioned+host", model=2)),
     (8, {"activation_checkpointing": RECOMPUTED}, dict(remat="block@host")),
-]
+]  # fmt: skip
 PARAMS = {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.5, "momentum": 0.5}
 ADAM = 1 / (1 + 1e-6)
 OPTIMIZERS = [  # the first update, divided by -lr, of a weight of 2 at a gradient of 1
-    ("AdamW", {}, ADAM + 0.5 * 2, "adamw"), ("Adam", {}, ADAM + 0.5 * 2, "adamw"),
-    ("OneBitAdam", {}, ADAM + 0.5 * 2, "adamw"),
+    *((name, {}, ADAM + 0.5 * 2, "adamw") for name in ("AdamW", "Adam", "OneBitAdam")),
     ("Adam", {"torch_adam": True, "weight_decay": None}, ADAM + 0.01 * 2, "adamw"),
     ("Adam", {"adam_w_mode": False}, 2 / (2 + 1e-6), None),  # at a gradient of 1 + 0.5 * 2
     ("Lamb", {}, 2.0, "lamb"),  # with a trust ratio of 2 / norm of the update
     ("Lion", {}, 1 + 0.5 * 2, "lion"), ("SGD", {}, 1 + 0.5 * 2, "sgd"),
     ("Adagrad", {}, 2 / (2 + 1e-6), None),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("devices", "settings", "expected"), SETTINGS)
@@ -242,20 +235,16 @@ def test_settings_of_deepspeed_become_arguments(devices, settings, expected):
 
 
 def test_strategies_of_fsdp_are_stages_and_replicas():
-    hybrid, plain = {"replica": 2, "data": 4}, {"data": 8}
-    for lines, hosts, stage, mesh in [
-        ("sharding_strategy: SHARD_GRAD_OP", 1, 2, plain),
-        ("sharding_strategy: 1", 1, 3, plain),
-        ("sharding_strategy: NO_SHARD", 1, 0, plain),
-        ("sharding_strategy: HYBRID_SHARD", 2, 3, hybrid),
-        ("sharding_strategy: HYBRID_SHARD_ZERO2", 2, 2, hybrid),
-        ("reshard_after_forward: FULL_SHARD", 2, 3, plain),
-        ("reshard_after_forward: true\n  fsdp_version: 2", 2, 3, plain),
-        ("reshard_after_forward: 0\n  fsdp_version: 2", 1, 2, plain),
-    ]:
-        text = f"distributed_type: FSDP\nnum_machines: {hosts}\nfsdp_config:\n  fsdp_{lines}"
+    strategies = {"SHARD_GRAD_OP": 2, "1": 3, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+    lines = {f"sharding_strategy: {x}": stage for x, stage in strategies.items()}
+    lines |= {"sharding_strategy: HYBRID_SHARD_ZERO2": 2, "reshard_after_forward: FULL_SHARD": 3}
+    lines["reshard_after_forward: true\n  fsdp_version: 2"] = 3
+    lines["reshard_after_forward: 0\n  fsdp_version: 2"] = 2
+    for line, stage in lines.items():
+        text = f"distributed_type: FSDP\nnum_machines: 2\nfsdp_config:\n  fsdp_{line}"
         made = run(translate(f"{text}\n  fsdp_offload_params: 'yes'", "a.yaml", 8)[0])["zero"]
-        assert (made.stage, dict(made.mesh.shape)) == (stage, mesh), lines
+        mesh = {"replica": 2, "data": 4} if "HYBRID" in line else {"data": 8}
+        assert (made.stage, dict(made.mesh.shape)) == (stage, mesh), line
         assert str(made.offload) == "optimizer,params"
     made, _ = translate(SIZED, "a.yaml")
     assert (made["devices"], made["model"], made["replica"]) == (8, 2, 1)
@@ -275,7 +264,7 @@ def test_the_first_update_of_an_optimizer_is_that_of_its_formula(name, more, exp
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 @pytest.mark.parametrize("shape", ["log", "linear"])
 def test_rates_are_those_of_deepspeeds_lr_schedules(warmup, kind, shape):
-    cosine, total, up = kind == "WarmupCosineLR", 40, max(2, warmup)
+    cosine, total, up, step = kind == "WarmupCosineLR", 40, max(2, warmup), np.arange(45)
     low, high = (0.2 * 1e-2, 1e-2) if cosine else (1e-4, 1e-3)
     params = {"warmup_num_steps": warmup, "warmup_type": shape}
     bounds = {"warmup_min_lr": low, "warmup_max_lr": high}
@@ -283,16 +272,14 @@ def test_rates_are_those_of_deepspeeds_lr_schedules(warmup, kind, shape):
     params |= {"total_num_steps": total} if kind != "WarmupLR" else {}
     adam = {"type": "Adam", "params": {"lr": 1e-2}}
     made, _ = deepspeed(optimizer=adam, scheduler={"type": kind, "params": params})
-    lr = run(made)["lr"]
-    step = np.arange(45)
     share = np.log(step + 1) / np.log(up) if shape == "log" else step / up
-    turn = np.pi * (step - up + 1) / (total - up)
-    after = {
-        "WarmupLR": high,
-        "WarmupDecayLR": low + (high - low) * np.maximum(0.0, (total - step) / (total - up)),
-        "WarmupCosineLR": high * (1e-4 + (1 - 1e-4) * (1 + np.cos(turn)) / 2),
-    }
-    want = np.where(step < up, low + (high - low) * share, after[kind])
+    after, turn = high, np.pi * (step - up + 1) / (total - up)
+    if kind == "WarmupDecayLR":
+        after = low + (high - low) * np.maximum(0.0, (total - step) / (total - up))
+    elif cosine:
+        after = high * (1e-4 + (1 - 1e-4) * (1 + np.cos(turn)) / 2)
+    want = np.where(step < up, low + (high - low) * share, after)
+    lr = run(made)["lr"]
     np.testing.assert_allclose([lr(jnp.int32(i)) for i in step], want, rtol=1e-4, atol=1e-9)
 
 
@@ -334,17 +321,15 @@ def test_auto_is_the_mixed_precision_of_accelerate(tmp_path):
     assert row(other, key)[0] == "not needed" and other[0]["stage"] == 0
 
 
-# fmt: off
 ERRORS = {
     "a.json": [
-        ("{", "a.json"), ("[]", "a.json"), ('{ // one\n"a": 1,\n"b" 2}', "line 3"),
-        ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print"),
-        ('{"colour": "red"}', "docs/coming-from.md"),
+        ("{", "a.json"), ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print"),
+        ("[]", "a.json"), ('{"optimizer": {"type": "Adam", "params": {"lr": [1]}}}', "params.lr`"),
+        ('{ // one\n"a": 1,\n"b" 2}', "line 3"), ('{"train_batch_size": 0}', "`train_batch_size`"),
+        ('{"colour": "red"}', "docs/coming-from.md"), (json.dumps(zero(stage=4)), ".stage`"),
         (json.dumps(sized(256, 8, 4)), "`train_batch_size` 256"),
-        ('{"train_batch_size": 0}', "`train_batch_size`"), (json.dumps(zero(stage=4)), ".stage`"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "`bf16.enabled`"),
         *((f'{{"gradient_clipping": {x}}}', "`gradient_clipping`") for x in ("1e999", "-1")),
-        ('{"optimizer": {"type": "Adam", "params": {"lr": [1]}}}', "params.lr`"),
         ('{"optimizer": {"type": "Adam", "params": {"betas": [null, 1]}}}', "betas`"),
         ('{"fp16": {"enabled": true, "initial_scale_power": 5000}}', "`fp16.loss_scale`"),
         ('{"scheduler": {"type": "WarmupDecayLR"}}', "total_num_steps`"),
@@ -353,12 +338,11 @@ ERRORS = {
     "a.yaml": [
         ("distributed_type: FSDP\nuse_cpu: no\nuse_cpu: yes", "use_cpu"),
         ("distributed_type: FSDP\nfsdp_config:\n  a: 1\n  a: 2", " a "),
-        (SIZED, "8 devices, not 4"),
+        (SIZED, "8 devices, not 4"), ("distributed_type: NO\na: &a {b: *a}", "nested"),
         (SIZED[:-1] + ", parallelism_config_sp_size: x}", "`parallelism_config` is x"),
         ("distributed_type: FSDP\nfsdp_config: !!map [a]", "no DeepSpeed JSON"),
         ("distributed_type: MAYBE", "`distributed_type`"), ("distributed_type: [", "docs/com"),
         ("distributed_type: NO\nmixed_precision: int4", "`mixed_precision`"),
-        ("distributed_type: NO\na: &a {b: *a}", "nested"),
         ("distributed_type: NO\na0: &a0 {x: 1, y: 2}\n" + "\n".join(
             f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 30)), "10000 keys"),
         *((text, "docs/coming-from.md") for text in (
@@ -366,8 +350,7 @@ ERRORS = {
     ],
     "a.sh": [("torchrun pretrain_gpt.py --use-distributed-optimizer", "docs/coming-from.md")],
     "a.bin": [("\udcff\udcfe", "utf-8"), ("\x00\x01\x02", "special characters")],
-}
-# fmt: on
+}  # fmt: skip
 
 
 def test_no_configuration_is_an_error_in_one_line(tmp_path, capsys):
@@ -385,20 +368,16 @@ def test_no_configuration_is_an_error_in_one_line(tmp_path, capsys):
         assert out == "" and re.fullmatch(f"error: .* \\({named}\\)\n", error)
 
 
-@pytest.mark.parametrize("filler", ["", "# ours\n", "/* c */" * 200, "// c\n" * 200])
-def test_comments_trailing_commas_and_merged_blocks_are_read(filler, monkeypatch, capsys):
+def test_comments_trailing_commas_and_merged_blocks_are_read(monkeypatch, capsys):
     """As DeepSpeed does. The time is linear in the comments after a comma."""
-    plain = {**zero(stage=2), "train_batch_size": 8}
-    plain["wandb"] = {"a": "https://x/*y*/ #,]", "b": [1, 2], "c": "\\"}
-    lines = ['{ // ZeRO-2 for the "small" machine', '"zero_optimization": {"stage": 2, ' + filler]
-    lines += ["},  # offload later", "/* two", "   lines, */"]
-    lines += ['"wandb": {"a": "https://x/*y*/ #,]", "b": [1, 2,], "c": "\\\\"},']
-    lines += ['"train_batch_size": 8, // a comma before the end', "}", ""]
-    text = filler + "\n".join(lines)
-    made, rows = translate(text, "ds.conf")
-    assert made == deepspeed(**plain)[0] and sorted(rows) == sorted(deepspeed(**plain)[1])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["-"]) == 0 and "stage=2" in capsys.readouterr().out
+    known = {**zero(stage=2), "wandb": {"a": "https://x/*y*/ #,]", "b": [1, 2], "c": "\\"}}
+    plain = json.dumps(known, indent=1)
+    for comment in ("", "# ours\n", "/* c, */" * 200, '// c "d"\n' * 200):
+        text = comment + re.sub(r"(?<!,)\n *([]}])", rf", {comment}\1", plain)
+        text = text.replace(",\n", f", {comment}\n") + comment
+        assert translate(text, "ds.conf") == translate(plain, "ds.conf")
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert main(["-"]) == 0 and "stage=2" in capsys.readouterr().out
     # A merged block of a YAML may replace a key.
     text = "a: &a {use_cpu: no}\nb: {c: {d: &b {<<: *a, use_cpu: yes}}}\nx: {<<: *b}\n"
     values = command.load(text + "distributed_type: FSDP", "a.yaml")
