@@ -86,10 +86,6 @@ def test_a_plan_names_the_layers_it_found_and_their_policy():
     assert all(words in text for words in ("6 scanned", "4 unrolled", "144", "block"))
 
 
-def product(x, w):
-    return jnp.tanh(x @ w)
-
-
 # Matrices that are first read after the layers: their shards are carried through the loop.
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from one_device import Case, alone, zero_on
 from optax import contrib
 from problems import assert_bitwise, gpt_problem, zoo_params
+from test_outside import straight_through
 from test_partitioned import LOOKAHEAD, SAM
 
 import zero_jax
@@ -370,8 +371,8 @@ ROWS = [
      lambda: with_aux(lambda x: jax.lax.psum((x[:, 0] > 0).sum(), "data"), zero=zero_jax.Zero(
         zero_jax.make_mesh(2, replica=2, devices=jax.devices()[:4])))),
     ("'m' 6 12", lambda: with_aux(lambda x: {"m": x.reshape(6, 10).mean(1)})),
-    ("weight stop_gradient", lambda: differentiated(
-        lambda p, x: zero_jax.Weighted(loss(p, x), jnp.sum(jax.nn.sigmoid(p["w"]))))),
+    *(("weight stop_gradient", lambda fn=fn: differentiated(lambda p, x: zero_jax.Weighted(
+        jnp.sum(x @ p["w"]), jnp.sum(fn(p["w"]))))) for fn in (jax.nn.sigmoid, straight_through)),
     ("lax.while_loop b", lambda: differentiated(lambda p, x: loss(p, x) + jax.lax.while_loop(
         lambda c: c < 9, lambda c: c + p["b"].sum() + 1, 0.0))),
     ("tx 'adam'", lambda: zero_on().optimizer("adam")),

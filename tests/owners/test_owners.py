@@ -229,13 +229,9 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
     assert 2 * matrices / n <= one.sent < 2.5 * matrices / n + 4 * 48 * 24
 
 
-def walk(fn, *args, dims):
+def found(fn, *args, dims):
     closed = equations.written_out(jax.make_jaxpr(fn)(*args), equations.CALLS)
-    return Walk(closed.jaxpr, [(d,) for d in dims])
-
-
-found = lambda fn, *args, dims: regions(walk(fn, *args, dims=dims))  # noqa: E731
-shapes = lambda variables: [v.aval.shape for v in variables]  # noqa: E731
+    return regions(Walk(closed.jaxpr, [(d,) for d in dims]))
 
 
 def test_a_product_needs_full_matrices_where_a_device_lacks_something():
@@ -250,7 +246,7 @@ ONE_BY_ONE = {
     "iteration": jax.vmap(orthogonal),
     "decomposition": lambda x: jax.vmap(root)(gram(x)),
     # A factor for each matrix, and one matrix for all.
-    "factors": lambda x: (gram(x) * jnp.arange(1.0, 6.0)[:, None, None]) @ x @ jnp.eye(8),
+    "factors": lambda x: (gram(x) * FACTORS) @ x @ jnp.eye(8),
     "reshaped": lambda x: (gram(x).sum(1).reshape(5, 6, 1) * x).reshape(5, 48).reshape(5, 8, 6) @ x,
     "loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, y: gram(y) @ y / 50, x),
     "branching": lambda x: jax.lax.cond(len(x) > 3, lambda g: g @ g, lambda g: g, gram(x)) @ x,
@@ -272,13 +268,9 @@ def test_one_by_one_equals_all_at_once(name):
             np.testing.assert_allclose(x, jnp.take(y, jnp.array([at]), stack), rtol=2e-5, atol=1e-5)
 
 
-ACROSS = {
-    "sum over the stack": lambda x: gram(x) @ x.sum(0),
-    "cumulative": lambda x: jnp.cumsum(gram(x), 0) @ x,
-    "reshaped": lambda x: gram(x).reshape(30, 6).reshape(5, 6, 6) @ x,
-}
-
-
 def test_operations_across_matrices_are_not_taken_apart():
-    for name, fn in ACROSS.items():
-        assert all(units(region).count == 1 for region in found(fn, ROWS, dims=[1])), name
+    summed = lambda x: gram(x) @ x.sum(0)  # noqa: E731
+    cumulative = lambda x: jnp.cumsum(gram(x), 0) @ x  # noqa: E731
+    reshaped = lambda x: gram(x).reshape(30, 6).reshape(5, 6, 6) @ x  # noqa: E731
+    for at, fn in enumerate((summed, cumulative, reshaped)):
+        assert all(units(region).count == 1 for region in found(fn, ROWS, dims=[1])), at
