@@ -127,6 +127,7 @@ CONSTANTS = {name: np.asarray(x) for name, x in tree({"a": (8, 8), "b": (8, 8)},
 ALIKE, STACKS = {"a": (8, 6), "b": (8, 6)}, {"a": (5, 8, 6), "b": (5, 8, 6)}
 SCHATTEN = {"preconditioning": "schatten", "adaptive": True}
 DION = {"ns_coeffs": "dion", "mu_dtype": jnp.bfloat16, "consistent_rms": 0.2}
+EVERY_SECOND = optax.MultiSteps(muon(), 2).gradient_transformation()
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), muon(), optax.clip_by_global_norm(0.1))
 MESHES = {
     "replicas": {"sizes": {"replica": 2, "model": 2}, "hierarchical": True},
@@ -138,6 +139,7 @@ EQUAL = {
     "schatten, adaptive": (muon(**SCHATTEN), some("odd", "vector"), 8),
     "dion, bf16": (muon(**DION), some("odd", "vector"), 4),
     "MultiSteps": (optax.MultiSteps(muon(), 2), some("odd", "down", "scalar"), 5),
+    "branches": (optax.apply_if_finite(EVERY_SECOND, 3), some("odd", "up", "scalar"), 4),
     "apply_if_finite": (optax.apply_if_finite(muon(), 3), some("up", "vector"), 3),
     "between clips": (CLIPPED, some("odd", "up", "vector"), 4),
     "by hand": (of_each(by_hand), some("odd", "up"), 3),
