@@ -28,8 +28,7 @@ def problem(experts, capacity):
     sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
     config = decoder.DecoderConfig(**sizes, heads=1, kv_heads=1, head_dim=6, mixture=mixture)
     draw = np.random.default_rng(0).standard_normal
-    create = nnx.vmap(lambda rngs: Experts(config, 0.02, rngs))
-    create = nnx.split_rngs(splits=LAYERS)(create)
+    create = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: Experts(config, 0.02, rngs)))
     graph = nnx.graphdef(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
     rows, ends = (draw(s, np.float32) for s in ((ROWS, TOKENS, WIDTH), (2, WIDTH, WIDTH)))
 
@@ -39,11 +38,11 @@ def problem(experts, capacity):
         layers = jax.tree.map(lambda x: 15 * x if x.ndim > 3 else x, state)
         return {"layers": layers, "embed": ends[0] / 2, "head": ends[1] / 2}
 
-    def loss(params, x_BxTxD):
-        def layer(x_BxTxD, experts):
-            out, routed = experts(x_BxTxD)
-            return x_BxTxD + out, routed
+    def layer(x_BxTxD, experts):
+        out, routed = experts(x_BxTxD)
+        return x_BxTxD + out, routed
 
+    def loss(params, x_BxTxD):
         scan = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
         x_BxTxD, routed = scan(x_BxTxD @ params["embed"], nnx.merge(graph, params["layers"]))
         made = jnp.tanh(x_BxTxD @ params["head"])

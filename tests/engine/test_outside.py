@@ -100,18 +100,13 @@ def derivatives(evaluate, grad_fn, params):
 
 # Rounding to int8 has no derivatives: they are those of the values before it.
 INT8 = zero_jax.Precision(gather="int8", scatter="int8")
+RUNS = [(weighted, {"remat": "block"}), (mean, {"precision": INT8})]
+RUNS += [(mean, {"stage": 1, "micro_batches": 2})]
 
 
-@pytest.mark.parametrize(
-    ("loss", "remat", "stage", "settings"),
-    [
-        (weighted, "block", 3, {}),
-        (mean, "none", 1, {"micro_batches": 2}),
-        (mean, "none", 3, {"precision": INT8}),
-    ],
-)
-def test_derivatives_by_everything(loss, remat, stage, settings):
-    zero = zero_on(stage=stage, remat=remat, frozen="frozen", **settings)
+@pytest.mark.parametrize(("loss", "settings"), RUNS)
+def test_derivatives_by_everything(loss, settings):
+    zero = zero_on(frozen="frozen", **settings)
 
     def alone(params, batch, scale):
         def objective(trained):
@@ -175,23 +170,6 @@ gated_jvp = jax.custom_jvp(gated)
 gated_jvp.defjvp(lambda primals, tangents: (gated(*primals), tangents[1] @ primals[0]))
 
 
-def scanned(x, w, b):
-    """A carry with a number of each kind, which JAX wraps, and one that NumPy has wrapped."""
-    start = (x + b, False, 1, 2.0, 1j, np.bool_(True))
-    return lax.scan(lambda c, _: ((gated(w, *c[:2]), *c[1:]), None), start, None, length=2)[0][0]
-
-
-def scanned_layers(x, w, b):
-    """Each layer takes a `bool`, and returns one for the next and one for the stack."""
-    step = jax.checkpoint(lambda c, w: ((gated(w, *c), False), True))
-    return lax.scan(step, (x + b, False), jnp.stack([w, w.T]))[0][0]
-
-
-def returned(x, w, b):
-    run = jax.checkpoint(lambda w, y: (jnp.tanh(y @ w), False), policy=DOTS)
-    return gated(w, *run(w, x)) + b
-
-
 def with_unused_metric(x, w, b):
     """The derivative of the metric is infinite; it comes from a branch in a loop."""
 
@@ -212,14 +190,19 @@ LAYER = {
     "on the host": lambda x, w, b: jnp.tanh(x @ w + b + jax.pure_callback(
         lambda b: 2 * np.asarray(b), jax.ShapeDtypeStruct((4,), "f4"), lax.stop_gradient(b))),
     "unused metric": with_unused_metric,
-    "bool in scan": scanned,
-    "bool in layers": scanned_layers,
+    # A carry with a number of each kind, which JAX wraps, and one that NumPy has wrapped.
+    "bool in scan": lambda x, w, b: lax.scan(lambda c, _: ((gated(w, *c[:2]), *c[1:]), None), (
+        x + b, False, 1, 2.0, 1j, np.bool_(True)), None, length=2)[0][0],
+    # Each layer takes a `bool`, and returns one for the next and one for the stack.
+    "bool in layers": lambda x, w, b: lax.scan(jax.checkpoint(
+        lambda c, w: ((gated(w, *c), False), True)), (x + b, False), jnp.stack([w, w.T]))[0][0],
     "bool in cond": lambda x, w, b: lax.cond(
         jnp.sum(w) > 1e9, lambda w, y, done: y, gated, w, x + b, False),
     "bool in custom_vjp": lambda x, w, b: gated_vjp(w, x + b, False),
     "bool in custom_jvp": lambda x, w, b: gated_jvp(w, x + b, False),
     "bool in checkpoint": lambda x, w, b: jax.checkpoint(gated)(w, x + b, False),
-    "bool as a result": returned,
+    "bool as a result": lambda x, w, b: b + gated(w, *jax.checkpoint(
+        lambda w, y: (jnp.tanh(y @ w), False), policy=DOTS)(w, x)),
 }
 # fmt: on
 
@@ -253,8 +236,6 @@ def test_gradients_are_those_of_jax(count, stage, remat):
 
 W = START["scanned"][0]
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
-
-
 MESHES = {1: {"data": 4}, 2: {"data": 2, "model": 2}}
 SPECS = {1: {}, 2: {"model_specs": {".*": P(None, "model")}}}
 
@@ -451,12 +432,10 @@ def together(remat):
     return Case(lambda: [*(make() for make, _ in models), leaves()], loss, TENS)
 
 
-@pytest.mark.parametrize(
-    ("own", "n", "how"), [(False, 3, {"remat": "block"}), (True, 4, {"stage": 1, "remat": "dots"})]
-)
-def test_models_train_as_on_one_device(own, n, how):
+@pytest.mark.parametrize(("own", "n", "stage", "remat"), [(0, 3, 3, "block"), (1, 4, 1, "dots")])
+def test_models_train_as_on_one_device(own, n, stage, remat):
     """With remat of the models or not. Not Adam: it makes steps of the rounding of a bias."""
-    check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, **how)
+    check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, stage=stage, remat=remat)
 
 
 @pytest.mark.parametrize(("stage", "jit"), [(2, nnx.jit), (3, lambda step: step)])

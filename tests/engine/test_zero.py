@@ -240,7 +240,6 @@ PRIVATE = contrib.differentially_private_aggregate(1.0, 1.0, 0)
 class WithNorm(nnx.Module):
     def __init__(self):
         self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-        self.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
 
 
 def under(context, fn, *args):
@@ -276,10 +275,6 @@ def in_dtype(dtype, **settings):
 
 def with_aux(aux, **options):
     return differentiated(lambda p, x: (loss(p, x), aux(x)), has_aux=True, **options)
-
-
-def with_weight(fn):
-    return differentiated(lambda p, x: zero_jax.Weighted(jnp.sum(x @ p["w"]), jnp.sum(fn(p["w"]))))
 
 
 def state_of(tx, **settings):
@@ -347,7 +342,6 @@ ROWS = [
     ("parameters WithNorm nnx.split", lambda: zero_on().init(WithNorm)),
     ("'norm/mean' BatchStat", lambda: zero_on().init(
         lambda: nnx.state(WithNorm(), (nnx.Param, nnx.BatchStat)))),
-    ("parameter Rng", lambda: zero_on().init(lambda: nnx.state(WithNorm(), nnx.RngState))),
     ("'w' float8_e4m3fn frozen", lambda: initialised({"w": jnp.ones(4, "float8_e4m3fn")})),
     ("'w' complex64 float32", lambda: zero_on().shard({"w": jnp.ones(4, "complex64")})),
     ("b (7,) zero.init", lambda: differentiated(params=make())),
@@ -377,8 +371,8 @@ ROWS = [
      lambda: with_aux(lambda x: jax.lax.psum((x[:, 0] > 0).sum(), "data"), zero=zero_jax.Zero(
         zero_jax.make_mesh(2, replica=2, devices=jax.devices()[:4])))),
     ("'m' 6 12", lambda: with_aux(lambda x: {"m": x.reshape(6, 10).mean(1)})),
-    ("weight stop_gradient", lambda: with_weight(jax.nn.sigmoid)),
-    ("weight stop_gradient", lambda: with_weight(straight_through)),
+    *(("weight stop_gradient", lambda fn=fn: differentiated(lambda p, x: zero_jax.Weighted(
+        jnp.sum(x @ p["w"]), jnp.sum(fn(p["w"]))))) for fn in (jax.nn.sigmoid, straight_through)),
     ("lax.while_loop b", lambda: differentiated(lambda p, x: loss(p, x) + jax.lax.while_loop(
         lambda c: c < 9, lambda c: c + p["b"].sum() + 1, 0.0))),
     ("tx 'adam'", lambda: zero_on().optimizer("adam")),

@@ -7,8 +7,6 @@ from zero_jax.jaxpr import equations, rows
 
 R, D = 4, 8
 W, X = jnp.ones((D, D)), jnp.ones((R, D))
-
-
 errors = lambda w, x: (jnp.tanh(x @ w) - 1.0) ** 2  # noqa: E731
 shares = lambda w, x: jax.nn.sigmoid(x @ w) / jnp.sum(jax.nn.sigmoid(x @ w))  # noqa: E731
 normalised = lambda x: (x - x.mean(0)) / (x.std(0) + 1e-6)  # noqa: E731
@@ -31,7 +29,6 @@ def read(loss):
 SUMS = {
     "all": lambda w, x: jnp.sum(errors(w, x)),
     "of means over features": lambda w, x: jnp.sum(jnp.mean(errors(w, x), 1)),
-    "half": lambda w, x: 0.3 * jnp.sum(errors(w, x)),
     "beside a mean": lambda w, x: jnp.mean(errors(w, x)) + jnp.sum(errors(w, x)),
     "cross entropy": lambda w, x: jnp.sum(picked(w, x)),
     "of masked": lambda w, x: jnp.sum(picked(w, x) * (jnp.argmax(x, 1) > 0)),
@@ -46,9 +43,7 @@ MEANS = {
     "mean": lambda w, x: jnp.mean(errors(w, x)),
     "scaled": lambda w, x: 1e20 * jnp.mean(errors(w, x)),
     "scaled before": lambda w, x: 2.0 * jnp.sum(errors(w, x)) / R,
-    "divided before": lambda w, x: jnp.sum(3.0 * (errors(w, x) / R)),
     "of sums over features": lambda w, x: jnp.mean(jnp.sum(errors(w, x), 1)),
-    "by the inverse": lambda w, x: jnp.sum(errors(w, x)) * (1.0 / (R * D)),
     "of pairs": lambda w, x: jnp.mean(jnp.sum(errors(w, x).reshape(2, 2, D), 1)),
     "masked": lambda w, x: jnp.sum(picked(w, x) * (x[:, 0] > 0)) / jnp.sum(x[:, 0] > 0),
     "where": lambda w, x: jnp.mean(errors(w, x), where=x > 0),
@@ -57,7 +52,6 @@ MEANS = {
     "weights": lambda w, x: jnp.sum(w**2),
     "by a matrix": lambda w, x: jnp.full(R, 1 / R) @ errors(w, x)[:, 0],
     "dropout": lambda w, x: jnp.sum(errors(w, x) * (x / x.sum(0))),
-    "flattened": lambda w, x: jnp.sum(errors(w, x).reshape(-1)) / R,
     "by shares": lambda w, x: jnp.sum(jax.nn.softmax(x @ w, 0) * errors(w, x)),
     "by weights over their sum": lambda w, x: jnp.vdot(shares(w, x), errors(w, x)),
     "by an inverse sum": lambda w, x: jnp.sum(errors(w, x)) * jnp.reciprocal(jnp.sum(w @ x.T)),

@@ -84,16 +84,6 @@ def test_half_precision_is_as_near_to_fp32_as_attention_at_once():
         assert 0 < error < 1.5 * usual  # the sum over blocks is rounded once
 
 
-def test_no_scores_are_kept_for_the_backward_pass():
-    q, k, v, _ = inputs(2, 2 * BLOCK, 3, 8)
-    kept, usual = (
-        jax.tree.leaves(jax.eval_shape(lambda *x, f=f: jax.vjp(f, *x)[1], q, k, v))
-        for f in (causal_attention, at_once)
-    )
-    assert [x.shape for x in kept] == [q.shape] * 4  # q, k, v and the result
-    assert max(x.size for x in usual) >= 2 * 3 * (2 * BLOCK) ** 2
-
-
 def test_a_gpu_takes_cudnn_where_it_holds_no_bias_of_all_pairs(monkeypatch):
     """cuDNN would hold the documents as a bias of T² numbers, 34 GB a row of 128k tokens."""
     for dtype, head_dim, tokens, packed, kernel in KERNELS:

@@ -86,17 +86,13 @@ def test_rotary_positions_are_a_product_of_complex_numbers(rope, angles):
     np.testing.assert_allclose(turned, np.concatenate([want.real, want.imag], -1), atol=5e-6)
 
 
-def documents(vocab):
-    """Two documents packed in a row, and one a row: tokens, mask, segments, positions."""
-    tokens, at = np.array(jax.random.randint(KEY, (17,), 0, vocab)), np.arange(16)
-    packed = tokens, np.float32((at != 5) & (at < 15)), 1 + (at >= 6), np.where(at < 6, at, at - 6)
-    alone = np.stack([tokens, np.roll(tokens, -6)]), np.float32([at < 5, at < 9])
-    return tuple(jnp.asarray(x[None]) for x in packed), tuple(map(jnp.asarray, alone))
-
-
 def test_documents_that_share_rows_have_the_gradients_of_rows_of_their_own():
     model, params = TextModel(GEMMA), noisy(GEMMA)
-    together, alone = documents(54)
+    # Two documents packed in a row, and one a row: tokens, mask, segments, positions.
+    tokens, at = np.array(jax.random.randint(KEY, (17,), 0, 54)), np.arange(16)
+    packed = tokens, np.float32((at != 5) & (at < 15)), 1 + (at >= 6), np.where(at < 6, at, at - 6)
+    together = tuple(jnp.asarray(x[None]) for x in packed)
+    alone = jnp.stack([tokens, np.roll(tokens, -6)]), jnp.float32([at < 5, at < 9])
     grads = jax.jit(jax.value_and_grad(lambda params, batch: model.loss(params, batch)[0]))
     with jax.default_matmul_precision("highest"):
         loss, got = grads(params, together)

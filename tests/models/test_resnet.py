@@ -12,8 +12,6 @@ from zero_jax.sharding import paths
 MODEL = resnet.ResNet(stages=(1, 1), width=4)
 RANDOM = np.random.default_rng(0)
 IMAGES, LABELS = jnp.asarray(RANDOM.normal(size=(8, 8, 8, 3)), jnp.float32), jnp.arange(8)
-
-
 KEY = jax.random.key(0)
 shapes_of = lambda m: jax.eval_shape(lambda k: m.init(k, IMAGES, train=False), KEY)  # noqa: E731
 SHAPES = shapes_of(MODEL)

@@ -176,6 +176,8 @@ def test_a_checkpoint_of_three_devices_resumes_on_two_with_the_same_bits(tmp_pat
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_stored_bytes_per_device(states):
+    for shape in [(4096, 1), (1, 4096), (8, 4096), (16, 4096), (50257, 2)]:
+        assert 8 + 16 * np.prod(codes.scales_shape(shape)) / np.prod(shape) <= 9
     for stage, n in ((3, 1), (3, 3), (0, 8)):
         zero, own = zero_of(n, states=states, stage=stage, tx=PLAIN)
         params = zero.abstract(lambda: drawn(0))
@@ -298,22 +300,3 @@ def test_rounding_is_unbiased_over_steps(fun, value, spacing):
     mean = jax.jit(jax.vmap(fun, (None, 0)))(x, jnp.arange(256)).mean(0)
     # A low-discrepancy sequence is off by a few of 256 steps; random bits would be by sixteen.
     np.testing.assert_allclose(mean, x, rtol=3 / 256 * spacing)
-
-
-def test_codes_of_a_piece_are_those_of_the_full_leaf_in_at_most_nine_bits():
-    for shape in [(4096, 1), (1, 4096), (8, 4096), (16, 4096), (50257, 2)]:
-        assert 8 + 16 * np.prod(codes.scales_shape(shape)) / np.prod(shape) <= 9
-    x = spread((5, 300), octaves=10)
-
-    @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-    def piece(top, bottom, first, last):
-        part = x[top:bottom, first:last]
-        scales = codes.scales_of(part, 1)
-        uniform = noise(part.shape, (top, first), x.shape, 3, jnp.int32(2))
-        return codes.close(part, scales, 1, uniform), scales
-
-    full, full_scales = piece(0, 5, 0, 300)
-    for first, last in ((0, 128), (128, 300)):
-        made, scales = piece(2, 4, first, last)
-        assert jnp.array_equal(made, full[2:4, first:last])
-        assert jnp.array_equal(scales, full_scales[2:4, first // 128 : -(-last // 128)])
