@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -33,15 +34,26 @@ STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID
 ALONE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
 ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
-
-
 LAUNCHERS = [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
+# fmt: off
+OWN = [  # environment, GPUs of this process
+    ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
+    (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
+ERRORS = [  # of the roll call
+    ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
+    ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
+    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
+    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
+    ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
+    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
+# fmt: on
 
 
 @pytest.mark.parametrize(("rank", "known"), LAUNCHERS)
-def test_variables_of_a_launcher_are_read_and_one_that_is_no_number_is_named(
-    monkeypatch, rank, known
-):
+def test_variables_of_a_launcher_are_read_or_named(monkeypatch, rank, known):
     """Before any process waits for others, also where the arguments are given."""
     assert launched_processes() == 1
     for name, text in known.items():
@@ -59,28 +71,17 @@ def test_variables_of_a_launcher_are_read_and_one_that_is_no_number_is_named(
         zero_jax.initialize()
 
 
-# fmt: off
-OWN = [  # environment, GPUs of this process
-    ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
-    (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
-    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
-    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
-    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
-# fmt: on
-
-
 @pytest.mark.parametrize(("environment", "own"), OWN)
 def test_each_process_takes_its_own_gpus(monkeypatch, environment, own):
     """By itself JAX takes number LOCALID, also where that does not exist."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    told = []
-    initialize = lambda *, local_device_ids, **_: told.append(local_device_ids)  # noqa: E731
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    joined = unittest.mock.Mock()
+    monkeypatch.setattr(jax.distributed, "initialize", joined)
     monkeypatch.setattr(roll, "call", lambda *_: None)
     monkeypatch.setattr(processes, "_links", [])
     zero_jax.initialize("127.0.0.1:1", 2, 0)
-    assert told == [own]
+    assert [call.kwargs["local_device_ids"] for call in joined.mock_calls] == [own]
 
 
 def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_path):
@@ -187,17 +188,6 @@ def test_all_that_come_are_joined_and_the_port_is_free_afterwards_or_named():
                 roll.call(ports[0], 0, 2, 5.0, {})
 
 
-# fmt: off
-ERRORS = [
-    ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
-    ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
-    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
-    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
-    ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
-    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
-# fmt: on
-
-
 @pytest.mark.parametrize(("ranks", "count", "more", "error", "named"), ERRORS)
 def test_an_error_of_one_process_is_named_to_all(ranks, count, more, error, named):
     began = time.monotonic()
@@ -234,21 +224,15 @@ def test_strangers_are_ignored_and_a_process_that_is_gone_early_may_come_again(o
         own.leave()
 
 
-# fmt: off
-HOSTS = [
-    ("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1", "127.0.0.1"),
-    ("node7", "127.0.1.1", None),  # Debian's /etc/hosts: its own name, for itself alone
-    ("gateway", "192.0.2.1", None)]
-# fmt: on
-
-
-@pytest.mark.parametrize(("host", "known", "own"), HOSTS)
-def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys, host, known, own):
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known, 80))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    address, port = addresses.bind_address(host, 80)
-    assert port == 80 and address in ([own] if own else ["::", "0.0.0.0"])
-    assert (host in capsys.readouterr().err) == (own is None)
+def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys):
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name, for itself alone."""
+    own = "127.0.0.1"
+    for host, known in (own, own), ("localhost", own), ("node7", "127.0.1.1"), ("gw", "192.0.2.1"):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known, 80))]
+        monkeypatch.setattr(socket, "getaddrinfo", unittest.mock.Mock(return_value=found))
+        address, port = addresses.bind_address(host, 80)
+        assert port == 80 and address in ([own] if known == own else ["::", "0.0.0.0"]), host
+        assert (host in capsys.readouterr().err) == (known != own), host
 
 
 @pytest.mark.parametrize(("gone", "error"), [(0, None), (2, ValueError("not caught"))])

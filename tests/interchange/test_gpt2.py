@@ -63,6 +63,10 @@ def reads(monkeypatch):
 MESHES = [
     ("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2), ("even", 2, 0, 4),
     ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]
+HEADS = [
+    (ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
+    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
+    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]
 # fmt: on
 
 
@@ -132,15 +136,10 @@ def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, mon
     interchange.export(tmp_path / "in", tmp_path / "out")
     sizes = [4 * int(np.prod(shape)) for _, shape in reads]
     assert max(sizes) <= 600 and sum(sizes) == 4 * gpt.num_params(EVEN)
+    reads.clear()
+    assert run("verify", tmp_path / "in") == 0
+    assert [4 * int(np.prod(shape)) for _, shape in reads] == sizes
     assert_bitwise(loaded(tmp_path / "out")[1], params)
-
-
-# fmt: off
-HEADS = [
-    (ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
-    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
-    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]
-# fmt: on
 
 
 @pytest.mark.parametrize(("config", "noted", "heads"), HEADS)
