@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,7 +21,6 @@ import zero_jax
 from training.supervise import free_address
 from zero_jax.cluster import addresses, agreement, processes, roll
 from zero_jax.cluster.addresses import CannotJoin
-from zero_jax.cluster.agreement import settings_of_jax
 from zero_jax.cluster.launchers import launched_processes
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.releases import MUTUAL_TLS
@@ -72,16 +72,21 @@ def test_variables_of_a_launcher_are_read_or_named(monkeypatch, rank, known):
 
 
 @pytest.mark.parametrize(("environment", "own"), OWN)
-def test_each_process_takes_its_own_gpus(monkeypatch, environment, own):
+def test_each_process_takes_its_own_gpus_and_sends_settings_of_jax(monkeypatch, environment, own):
     """By itself JAX takes number LOCALID, also where that does not exist."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    joined = unittest.mock.Mock()
+    joined, call = unittest.mock.Mock(), unittest.mock.Mock()
     monkeypatch.setattr(jax.distributed, "initialize", joined)
-    monkeypatch.setattr(roll, "call", lambda *_: None)
+    monkeypatch.setattr(roll, "call", call)
     monkeypatch.setattr(processes, "_links", [])
     zero_jax.initialize("127.0.0.1:1", 2, 0)
-    assert [call.kwargs["local_device_ids"] for call in joined.mock_calls] == [own]
+    assert joined.call_args.kwargs["local_device_ids"] == own
+    settings = call.call_args.args[-1]  # those that change numbers
+    versions = {f"the version of {name}" for name in ("jax", "jaxlib", "zero_jax")}
+    config = {"jax_default_prng_impl", "jax_enable_x64", "jax_default_matmul_precision"}
+    assert versions | config <= settings.keys()
+    assert not any("cache_dir" in name or "visible_devices" in name for name in settings)
 
 
 def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_path):
@@ -106,63 +111,48 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
             jax.config.update(name, value)
 
 
-def agree(**settings):
-    """Three processes compare settings; the last one has another `seed`."""
-
-    def gathered(mine):
-        other = np.frombuffer(json.dumps({"seed": "7"}).encode(), np.uint8)
-        return np.stack([mine, mine, np.pad(other, (0, mine.size - other.size))])
-
-    def call(folder, monkeypatch):
-        monkeypatch.setattr(jax, "process_count", lambda: 3)
-        monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-        agreement.check_agreement(settings)
-
-    return call
-
-
-def initialize(*args, **more):
-    return lambda folder, _: zero_jax.initialize(*args, **more)
-
-
 # fmt: off
 REFUSALS = [
-    *((f"coordinator='{at}'", initialize(at, 2, 0))
+    *((f"coordinator='{at}'", partial(zero_jax.initialize, at, 2, 0))
       for at in ("10.0.0.1", "10.0.0.1:", ":80", "host:0", "host:99999", "h:a")),
-    ("num_processes=None", initialize("h:1", process_id=0)),
-    ("process_id=2 of num_processes=2", initialize("h:1", 2, 2)),
-    ("wait_seconds=0", initialize("h:1", 2, 1, wait_seconds=0)),
-    ("settings take 700", agree(long_name="x" * 70_000)),
-    ("seed.*'1'.*process 2.*'7'", agree(seed=1)),
-    *((f"{name}={value}", lambda folder, _, given={name: value}: Watchdog(folder, **given))
+    ("num_processes=None", partial(zero_jax.initialize, "h:1", process_id=0)),
+    ("process_id=2 of num_processes=2", partial(zero_jax.initialize, "h:1", 2, 2)),
+    ("wait_seconds=0", partial(zero_jax.initialize, "h:1", 2, 1, wait_seconds=0)),
+    ("settings take 700", partial(agreement.check_agreement, {"long_name": "x" * 70_000})),
+    ("seed.*'1'.*process 2.*'7'", partial(agreement.check_agreement, {"seed": 1})),
+    *((f"{name}={value}", partial(Watchdog, "folder", **{name: value}))
       for name, value in (("dead_after", 0), ("slow_factor", -1), ("slow_after", 0)))]
 # fmt: on
 
 
 @pytest.mark.parametrize(("name", "call"), REFUSALS)
-def test_an_unsupported_argument_is_named(tmp_path, monkeypatch, name, call):
+def test_an_unsupported_argument_is_named(monkeypatch, name, call):
+    def gathered(mine):
+        """Settings of three processes, of which the last has another `seed`."""
+        other = np.frombuffer(json.dumps({"seed": "7"}).encode(), np.uint8)
+        return np.stack([mine, mine, np.pad(other, (0, mine.size - other.size))])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
     with pytest.raises(ValueError, match=name):
-        call(tmp_path, monkeypatch)
+        call()
 
 
 def called(ranks, count, wait=10.0, settings=None, counts=None, meanwhile=lambda at: None):
     """Calls the roll in threads, one for each rank; returns a `Roll` or an error of each."""
-    at, results = addresses.address_of(free_address()), {}
+    at = addresses.address_of(free_address())
 
-    def one(key, rank):
+    def one(rank):
         try:
             own = (settings or {}).get(rank, {"seed": 0})
-            results[key] = roll.call(at, rank, (counts or {}).get(rank, count), wait, own)
+            return roll.call(at, rank, (counts or {}).get(rank, count), wait, own)
         except (OSError, ValueError) as error:
-            results[key] = error
+            return error
 
-    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    meanwhile(at)
-    for thread in threads:
-        thread.join()
-    return [results[key] for key in range(len(ranks))]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        results = pool.map(one, ranks)
+        meanwhile(at)
+        return [*results]
 
 
 def connected(at):
@@ -210,17 +200,15 @@ def test_strangers_are_ignored_and_a_process_that_is_gone_early_may_come_again(o
             lost.sendall(b'{"rank": 1, "count": 3, "name": "process 1", "settings": {}}\n')
             time.sleep(0.3)
         for rank in order:
-            one = threading.Thread(target=lambda r=rank: more.append(roll.call(at, r, 3, 20.0, {})))
-            threads.append(one)
-            one.start()
+            others.append(pool.submit(roll.call, at, rank, 3, 20.0, {}))
             time.sleep(0.3)
 
-    more, threads = [], []
-    found = called([0], 3, 20.0, settings={0: {}}, meanwhile=meanwhile)
-    for thread in threads:
-        thread.join()
-    assert sorted(own.rank for own in found + more) == [0, 1, 2]
-    for own in found + more:
+    others = []
+    with ThreadPoolExecutor(2) as pool:
+        found = called([0], 3, 20.0, settings={0: {}}, meanwhile=meanwhile)
+    found += [other.result() for other in others]
+    assert [own.rank for own in found] == [0, *order]
+    for own in found:
         own.leave()
 
 
@@ -258,14 +246,6 @@ def test_a_process_that_is_gone_is_named_to_all_others_at_once(monkeypatch, gone
         own.leave()
 
 
-def test_settings_of_jax_are_those_that_change_numbers():
-    known = settings_of_jax()
-    versions = {f"the version of {name}" for name in ("jax", "jaxlib", "zero_jax")}
-    config = {"jax_default_prng_impl", "jax_enable_x64", "jax_default_matmul_precision"}
-    assert versions | config <= known.keys()
-    assert not any("cache_dir" in name or "visible_devices" in name for name in known)
-
-
 def outputs(commands, environments):
     """Runs Python programs together; returns their output."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
@@ -286,11 +266,8 @@ def certificate(folder, name, ca):
     request = f"req -subj /CN={name} -nodes -newkey rsa:2048 -keyout {name}.key"
     signed = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -extfile names"
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    for words in (
-        [f"{request} -x509 -days 2 -out {name}.pem"]
-        if ca == name
-        else [f"{request} -out {name}.csr", f"x509 -req -in {name}.csr {signed} -out {name}.pem"]
-    ):
+    commands = [f"{request} -out {name}.csr", f"x509 -req -in {name}.csr {signed} -out {name}.pem"]
+    for words in commands if ca != name else [f"{request} -x509 -days 2 -out {name}.pem"]:
         subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
 
 

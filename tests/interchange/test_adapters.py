@@ -102,10 +102,10 @@ def shorter(rank, rows):
     """`r`, and pairs of other ranks: the first has rows[0], the others rows[1]."""
 
     def change(known, t):
-        first = min(t).partition(".lora_")[0]
-        ranks = {name: rows[not name.startswith(first)] for name in t}
-        t.update({n: x[: ranks[n]] if "_A" in n else x[:, : ranks[n]] for n, x in t.items()})
-        known["r"] = rank
+        known["r"], first = rank, min(t).partition(".lora_")[0]
+        for name, x in t.items():
+            n = rows[not name.startswith(first)]
+            t[name] = x[:n] if "_A" in name else x[:, :n]
 
     return change
 

@@ -1,7 +1,6 @@
 """A config.json that leaves keys out means what transformers' own config classes say."""
 
-import dataclasses
-from dataclasses import astuple
+from dataclasses import astuple, fields
 
 import numpy as np
 import pytest
@@ -107,9 +106,8 @@ def differences(known):
         pairs["local rope"] = rope(ropes["sliding_attention"]), astuple(our.local_rope)
     if kind in ("mixtral", "qwen3_moe"):
         own, normalised = our.mixture, kind == "mixtral" or their.norm_topk_prob
-        pairs["experts"] = their.num_local_experts, own.experts
-        pairs["chosen"] = their.num_experts_per_tok, own.chosen
-        pairs["balance"] = their.router_aux_loss_coef, own.balance
+        theirs = their.num_local_experts, their.num_experts_per_tok, their.router_aux_loss_coef
+        pairs["mixture"] = theirs, (own.experts, own.chosen, own.balance)
         pairs["normalised"] = normalised, own.normalised
     return different(pairs)
 
@@ -155,9 +153,9 @@ def test_each_key_left_out_or_null_means_what_transformers_says(family):
     if family == "gpt2":
         return
     kind = type(transformers.AutoConfig.for_model(family))
-    fields = {field.name for field in dataclasses.fields(kind)}
-    shared = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
-    own = fields - (shared - {"tie_word_embeddings"}) - OTHERS
+    own = {field.name for field in fields(kind)}
+    shared = {field.name for field in fields(transformers.PretrainedConfig)}
+    own = own - (shared - {"tie_word_embeddings"}) - OTHERS
     own = {hf_defaults._OTHER_NAMES.get(name, name) for name in own}
     assert own <= {*hf_defaults.DEFAULTS[family]}, "a key nobody reads"
 

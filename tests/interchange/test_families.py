@@ -33,10 +33,6 @@ ADAPTED = ["llama", "qwen2", "qwen3", "gemma3"]
 CASES = [*((family, "fp32") for family in ADAPTED), ("llama", "nf4")]
 
 
-def assert_their_logits(config, params, want):
-    np.testing.assert_allclose(logits(config, params, tokens()), want, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_greedy_text_are_theirs(folders, name):
     assert len(list(folders[name].glob("*.safetensors"))) > 1
@@ -44,7 +40,7 @@ def test_logits_and_greedy_text_are_theirs(folders, name):
     params = zero_on(3).full(params)
     want = their_logits(theirs(name))
     assert np.abs(want).max() > 1, "or nothing is compared"
-    assert_their_logits(config, params, want)
+    np.testing.assert_allclose(logits(config, params, tokens()), want, atol=1e-4, rtol=1e-4)
     prompt = tokens(1, 5)
     how = {"max_new_tokens": 20, "do_sample": False, "use_cache": False}
     text = theirs(name).generate(torch.from_numpy(prompt), **how)
@@ -56,8 +52,7 @@ def test_logits_and_greedy_text_are_theirs(folders, name):
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt2"])
 def test_gradients_are_theirs(folders, name):
-    config, params = loaded(folders[name])
-    model, rows = theirs(name), tokens()
+    (config, params), model, rows = loaded(folders[name]), theirs(name), tokens()
     model.zero_grad()
     model(torch.from_numpy(rows), labels=torch.from_numpy(rows)).loss.backward()
     grads = ((name, x.grad.numpy()) for name, x in model.named_parameters())
@@ -125,30 +120,25 @@ def test_the_text_of_a_model_with_images_is_read_and_the_rest_is_named(tmp_path,
     assert_bitwise(params, loaded(folders["gemma3"])[1])
 
 
-@pytest.mark.parametrize("left", ["a stale index", "the head alone"])
-def test_files_are_read_as_transformers_reads_them(folders, tmp_path, left):
+def test_files_are_read_as_transformers_reads_them(folders, tmp_path):
+    """The head of a tied model alone, beside an index of other files."""
     theirs("llama, tied").save_pretrained(tmp_path)
-    if left == "a stale index":
-        for file in folders["llama"].glob("*.safetensors*"):
-            (tmp_path / file.name).symlink_to(file)
-    else:
-        own = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-        own["lm_head.weight"] = own.pop("model.embed_tokens.weight")
-        safetensors.numpy.save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    want = their_logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval())
-    np.testing.assert_allclose(their_logits(theirs("llama, tied")), want, atol=1e-4, rtol=1e-4)
-    assert_their_logits(*loaded(tmp_path), want)
+    for file in folders["llama"].glob("*.safetensors*"):
+        (tmp_path / file.name).symlink_to(file)
+    own = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    own["lm_head.weight"] = own.pop("model.embed_tokens.weight")
+    safetensors.numpy.save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    want = their_logits(theirs("llama, tied"))
+    for found in (their_logits(opened(tmp_path)), logits(*loaded(tmp_path), tokens())):
+        np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
 
 
 def documents(step):
     """Two documents for each of four rows, the second half of each is learned."""
     rng = np.random.default_rng(step)
-
-    def one(longest):
-        size = rng.integers(4, longest)
-        return rng.integers(0, 97, size).astype(np.int32), np.arange(size) >= size // 2
-
-    return [[one(10), one(11)] for _ in range(4)]
+    sizes = rng.integers(4, 11, (4, 2))
+    ids = [[rng.integers(0, 97, size, np.int32) for size in row] for row in sizes]
+    return [[(own, np.arange(own.size) >= own.size // 2) for own in row] for row in ids]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mistral"])
@@ -219,9 +209,8 @@ def test_we_load_peft_adapters_and_give_their_logits(folders, family, tmp_path):
     folder = folders[family]
     config = interchange.config(folder)
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    how = {"target_modules": modules, "task_type": "CAUSAL_LM"}
-    settings = their_peft.LoraConfig(r=3, lora_alpha=5, **how)
-    adapted = their_peft.get_peft_model(opened(folder), settings).eval()
+    how = their_peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules, task_type="CAUSAL_LM")
+    adapted = their_peft.get_peft_model(opened(folder), how).eval()
     torch.manual_seed(1)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:

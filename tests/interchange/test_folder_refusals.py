@@ -25,9 +25,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 TIED = CONFIG | {"tie_word_embeddings": True}
-SIZES = [
-    "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim",
-    "num_attention_heads", "num_key_value_heads"]
+SIZES = [*[*CONFIG][1:7], "head_dim"]
 # fmt: on
 
 
@@ -143,10 +141,6 @@ def one(more, known=CONFIG):
     return lambda folder: written(folder, known, own)
 
 
-def lost(name):
-    return lambda folder: (written(folder, parts=tensors(1.0)) / name).unlink()
-
-
 def indexed(more):
     """All tensors in the first part, the head in the second too, and more names in the index."""
 
@@ -185,7 +179,8 @@ TENSOR, EIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"\0" * 
 BIG = {"shape": [0, 2**62], "data_offsets": [0, 0]}
 # fmt: off
 FOLDERS = [
-    (PARTS[0], lost(INDEX)), (f"{INDEX}.*{PARTS[1]}", lost(PARTS[1])),
+    (PARTS[0], lambda f: (written(f, parts=tensors(1.0)) / INDEX).unlink()),
+    (f"{INDEX}.*{PARTS[1]}", lambda f: (written(f, parts=tensors(1.0)) / PARTS[1]).unlink()),
     (f"{HEAD}.*{PARTS[0]} and {PARTS[1]}", indexed({HEAD: PARTS[1]})),
     (f"{INDEX}.*extra", indexed({"extra": PARTS[0]})), (INDEX, lambda f: written(f, index={})),
     (r"'\.\./x'", lambda f: written(f, index={EMBEDDING: "../x"})),

@@ -1,6 +1,5 @@
 """GPT-2 in the format of Hugging Face and back, without PyTorch: bits, files, bytes read."""
 
-import functools
 import json
 import os
 import shutil
@@ -32,16 +31,14 @@ def run(*args):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """By name of the config: parameters, their checkpoint, and that exported in several files."""
-
-    @functools.cache
-    def of(name):
-        folder, params = tmp_path_factory.mktemp("gpt2"), zero_on(4).shard(noisy(GPTS[name]))
-        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(GPTS[name]))}
-        save(folder / "in", tree, {"heads": GPTS[name].heads}, step=3)
+    made = {}
+    for name, config in GPTS.items():
+        folder, params = tmp_path_factory.mktemp("gpt2"), zero_on(4).shard(noisy(config))
+        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(config))}
+        save(folder / "in", tree, {"heads": config.heads}, step=3)
         assert run("export", folder / "in", folder / "out", "--max-file-bytes", "3e3") == 0
-        return params, folder / "in", folder / "out"
-
-    return of
+        made[name] = params, folder / "in", folder / "out"
+    return made
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ HEADS = [
 
 @pytest.mark.parametrize(("name", "n", "stage", "model"), MESHES)
 def test_imported_back_it_has_the_bits_that_were_exported(exported, reads, name, n, stage, model):
-    (params, _, folder), config = exported(name), GPTS[name]
+    (params, _, folder), config = exported[name], GPTS[name]
     like = abstract(config, n, stage, model)
     reads.clear()
     assert interchange.config(folder) == config
@@ -108,7 +105,7 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, reads, heads)
 
 @pytest.mark.parametrize("size", [1, 2000, 10**9])
 def test_files_hold_at_most_what_is_allowed_or_one_tensor(exported, tmp_path, size):
-    interchange.export(exported("odd")[1], tmp_path / "out", max_file_bytes=size)
+    interchange.export(exported["odd"][1], tmp_path / "out", max_file_bytes=size)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     held = {path.name: safetensors.numpy.load_file(path) for path in files}
     sizes = [[x.nbytes for x in tensors.values()] for tensors in held.values()]
@@ -153,7 +150,7 @@ def test_the_number_of_heads_is_noted_or_given(tmp_path, config, noted, heads):
 
 
 def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, capsys):
-    params, folder, out = exported("odd")
+    params, folder, out = exported["odd"]
     full, new = tmp_path / "full", tmp_path / "new"
     full.mkdir()
     (full / "file").write_text("mine")
@@ -183,7 +180,7 @@ def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, 
 
 
 def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch):
-    folder, out = shutil.copytree(exported("odd")[1], tmp_path / "in"), tmp_path / "out"
+    folder, out = shutil.copytree(exported["odd"][1], tmp_path / "in"), tmp_path / "out"
     array = folder / "3" / "state" / "arrays" / "0003"
     chunk = next(p for p in sorted(array.rglob("*")) if p.is_file() and "c" in p.parts)
     good = chunk.read_bytes()
