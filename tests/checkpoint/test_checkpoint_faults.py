@@ -145,8 +145,8 @@ def test_a_forged_manifest_is_damage(saved, named, changes):
     if named != f"{2**50:,}":  # it is of another shape than TREE
         with pytest.raises(ValueError, match=named) as told:
             restored(saved)
-        later = changes.get("whole") == {"format": 99}  # a later format
-        assert isinstance(told.value, Damaged) != later
+        # A manifest of a later format is not damaged.
+        assert isinstance(told.value, Damaged) == (changes.get("whole") != {"format": 99})
 
 
 def test_the_array_on_the_device_is_compared_with_the_checksum(saved, monkeypatch):
@@ -317,7 +317,7 @@ def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path, count):
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
 
     def assert_held(call):
-        """Of the MiB that this process holds at most during a call, beside those before."""
+        """Compares MiB that this process holds at most during a call with those before it."""
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is held
         before = peak()
         _kept = call(), checkpoints.wait()

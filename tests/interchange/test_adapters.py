@@ -113,7 +113,7 @@ def shorter(rank, rows):
 FILE = "adapter_model.safetensors.*(mlp|attn)"
 # fmt: off
 WRONG = [  # named by the error; changes the config and the tensors of an adapter
-    ("blocks/", lambda _, t: [t.pop(name) for name in [*t][:2]]), 
+    ("blocks/", lambda _, t: [t.pop(name) for name in [*t][:2]]),
     ("attm", lambda _, t: [t.update({n.replace("attn", "attm"): t.pop(n)}) for n in [*t]]),
     ("31 x", each(lambda v: v[:, :-1])), (FILE, each(lambda v: v[1:])),
     (FILE, lambda _, t: [t.pop(name) for name in [*t] if "_B" in name]),

@@ -25,7 +25,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 TIED = CONFIG | {"tie_word_embeddings": True}
-SIZES = [*[*CONFIG][1:7], "head_dim"]
+SIZES = ["head_dim", *[*CONFIG][1:7]]  # keys of config.json
 # fmt: on
 
 
