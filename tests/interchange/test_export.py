@@ -55,10 +55,8 @@ def test_old_buffers_and_the_tied_head_are_left_out(tmp_path):
 @pytest.mark.slow
 def test_each_of_two_processes_reads_what_its_devices_hold(exported, tmp_path):
     script, address = pathlib.Path(__file__).parents[1] / "interchange_run.py", free_address()
-    command, outs = (
-        [sys.executable, script, exported["even"]],
-        [tmp_path / f"{n}.npz" for n in "01"],
-    )
+    command = [sys.executable, script, exported["even"]]
+    outs = [tmp_path / "0.npz", tmp_path / "1.npz"]
     runs = [subprocess.Popen([*command, out, address, "2", out.stem]) for out in outs]
     try:
         assert [run.wait(timeout=300) for run in runs] == [0, 0]
