@@ -135,7 +135,7 @@ def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, mon
     assert max(sizes) <= 600 and sum(sizes) == 4 * gpt.num_params(EVEN)
     reads.clear()
     assert run("verify", tmp_path / "in") == 0
-    assert [4 * int(np.prod(shape)) for _, shape in reads] == sizes
+    assert sorted(4 * int(np.prod(shape)) for _, shape in reads) == sorted(sizes)
     assert_bitwise(loaded(tmp_path / "out")[1], params)
 
 
