@@ -18,6 +18,7 @@ __all__ = ["folder"]  # a fixture
 
 FAILING = str(Path(__file__).parents[1] / "failing_run.py")
 MANY = [*RUN, "--devices", "2", "--warmup", "2", "--out", "out", "--dead-after", "3"]
+FAILS = [(0, "step", False), (1, "step", True), (1, "save", False)]
 LONG = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
 
 
@@ -51,9 +52,7 @@ def listening(pid):
     return [r[1].partition(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in links]
 
 
-@pytest.mark.parametrize(
-    ("rank", "where", "full"), [(0, "step", False), (1, "step", True), (1, "save", False)]
-)
+@pytest.mark.parametrize(("rank", "where", "full"), FAILS)
 def test_an_error_of_one_process_ends_the_run(folder, rank, where, full):
     """Also where stderr is on a disk that is full; a save fails in all processes."""
     with open("/dev/full", "w") as device:

@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
+import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +21,6 @@ import zero_jax
 from training.supervise import free_address
 from zero_jax.cluster import addresses, agreement, processes, roll
 from zero_jax.cluster.addresses import CannotJoin
-from zero_jax.cluster.agreement import settings_of_jax
 from zero_jax.cluster.launchers import launched_processes
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.releases import MUTUAL_TLS
@@ -33,15 +34,26 @@ STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID
 ALONE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
 ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
-
-
 LAUNCHERS = [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
+# fmt: off
+OWN = [  # environment, GPUs of this process
+    ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
+    (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
+    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
+ERRORS = [  # of the roll call
+    ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
+    ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
+    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
+    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
+    ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
+    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
+# fmt: on
 
 
 @pytest.mark.parametrize(("rank", "known"), LAUNCHERS)
-def test_variables_of_a_launcher_are_read_and_one_that_is_no_number_is_named(
-    monkeypatch, rank, known
-):
+def test_variables_of_a_launcher_are_read_or_named(monkeypatch, rank, known):
     """Before any process waits for others, also where the arguments are given."""
     assert launched_processes() == 1
     for name, text in known.items():
@@ -59,28 +71,22 @@ def test_variables_of_a_launcher_are_read_and_one_that_is_no_number_is_named(
         zero_jax.initialize()
 
 
-# fmt: off
-OWN = [  # environment, GPUs of this process
-    ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
-    (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
-    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
-    (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
-    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
-# fmt: on
-
-
 @pytest.mark.parametrize(("environment", "own"), OWN)
-def test_each_process_takes_its_own_gpus(monkeypatch, environment, own):
+def test_each_process_takes_its_own_gpus_and_sends_settings_of_jax(monkeypatch, environment, own):
     """By itself JAX takes number LOCALID, also where that does not exist."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    told = []
-    initialize = lambda *, local_device_ids, **_: told.append(local_device_ids)  # noqa: E731
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(roll, "call", lambda *_: None)
+    joined, call = unittest.mock.Mock(), unittest.mock.Mock()
+    monkeypatch.setattr(jax.distributed, "initialize", joined)
+    monkeypatch.setattr(roll, "call", call)
     monkeypatch.setattr(processes, "_links", [])
     zero_jax.initialize("127.0.0.1:1", 2, 0)
-    assert told == [own]
+    assert joined.call_args.kwargs["local_device_ids"] == own
+    settings = call.call_args.args[-1]  # those that change numbers
+    versions = {f"the version of {name}" for name in ("jax", "jaxlib", "zero_jax")}
+    config = {"jax_default_prng_impl", "jax_enable_x64", "jax_default_matmul_precision"}
+    assert versions | config <= settings.keys()
+    assert not any("cache_dir" in name or "visible_devices" in name for name in settings)
 
 
 def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_path):
@@ -105,63 +111,48 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
             jax.config.update(name, value)
 
 
-def agree(**settings):
-    """Three processes compare settings; the last one has another `seed`."""
-
-    def gathered(mine):
-        other = np.frombuffer(json.dumps({"seed": "7"}).encode(), np.uint8)
-        return np.stack([mine, mine, np.pad(other, (0, mine.size - other.size))])
-
-    def call(folder, monkeypatch):
-        monkeypatch.setattr(jax, "process_count", lambda: 3)
-        monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-        agreement.check_agreement(settings)
-
-    return call
-
-
-def initialize(*args, **more):
-    return lambda folder, _: zero_jax.initialize(*args, **more)
-
-
 # fmt: off
 REFUSALS = [
-    *((f"coordinator='{at}'", initialize(at, 2, 0))
+    *((f"coordinator='{at}'", partial(zero_jax.initialize, at, 2, 0))
       for at in ("10.0.0.1", "10.0.0.1:", ":80", "host:0", "host:99999", "h:a")),
-    ("num_processes=None", initialize("h:1", process_id=0)),
-    ("process_id=2 of num_processes=2", initialize("h:1", 2, 2)),
-    ("wait_seconds=0", initialize("h:1", 2, 1, wait_seconds=0)),
-    ("settings take 700", agree(long_name="x" * 70_000)),
-    ("seed.*'1'.*process 2.*'7'", agree(seed=1)),
-    *((f"{name}={value}", lambda folder, _, given={name: value}: Watchdog(folder, **given))
+    ("num_processes=None", partial(zero_jax.initialize, "h:1", process_id=0)),
+    ("process_id=2 of num_processes=2", partial(zero_jax.initialize, "h:1", 2, 2)),
+    ("wait_seconds=0", partial(zero_jax.initialize, "h:1", 2, 1, wait_seconds=0)),
+    ("settings take 700", partial(agreement.check_agreement, {"long_name": "x" * 70_000})),
+    ("seed.*'1'.*process 2.*'7'", partial(agreement.check_agreement, {"seed": 1})),
+    *((f"{name}={value}", partial(Watchdog, "folder", **{name: value}))
       for name, value in (("dead_after", 0), ("slow_factor", -1), ("slow_after", 0)))]
 # fmt: on
 
 
 @pytest.mark.parametrize(("name", "call"), REFUSALS)
-def test_an_unsupported_argument_is_named(tmp_path, monkeypatch, name, call):
+def test_an_unsupported_argument_is_named(monkeypatch, name, call):
+    def gathered(mine):
+        """Settings of three processes, of which the last has another `seed`."""
+        other = np.frombuffer(json.dumps({"seed": "7"}).encode(), np.uint8)
+        return np.stack([mine, mine, np.pad(other, (0, mine.size - other.size))])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
     with pytest.raises(ValueError, match=name):
-        call(tmp_path, monkeypatch)
+        call()
 
 
 def called(ranks, count, wait=10.0, settings=None, counts=None, meanwhile=lambda at: None):
     """Calls the roll in threads, one for each rank; returns a `Roll` or an error of each."""
-    at, results = addresses.address_of(free_address()), {}
+    at = addresses.address_of(free_address())
 
-    def one(key, rank):
+    def one(rank):
         try:
             own = (settings or {}).get(rank, {"seed": 0})
-            results[key] = roll.call(at, rank, (counts or {}).get(rank, count), wait, own)
+            return roll.call(at, rank, (counts or {}).get(rank, count), wait, own)
         except (OSError, ValueError) as error:
-            results[key] = error
+            return error
 
-    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    meanwhile(at)
-    for thread in threads:
-        thread.join()
-    return [results[key] for key in range(len(ranks))]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        results = pool.map(one, ranks)
+        meanwhile(at)
+        return [*results]
 
 
 def connected(at):
@@ -187,17 +178,6 @@ def test_all_that_come_are_joined_and_the_port_is_free_afterwards_or_named():
                 roll.call(ports[0], 0, 2, 5.0, {})
 
 
-# fmt: off
-ERRORS = [
-    ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
-    ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
-    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
-    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
-    ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
-    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
-# fmt: on
-
-
 @pytest.mark.parametrize(("ranks", "count", "more", "error", "named"), ERRORS)
 def test_an_error_of_one_process_is_named_to_all(ranks, count, more, error, named):
     began = time.monotonic()
@@ -220,35 +200,27 @@ def test_strangers_are_ignored_and_a_process_that_is_gone_early_may_come_again(o
             lost.sendall(b'{"rank": 1, "count": 3, "name": "process 1", "settings": {}}\n')
             time.sleep(0.3)
         for rank in order:
-            one = threading.Thread(target=lambda r=rank: more.append(roll.call(at, r, 3, 20.0, {})))
-            threads.append(one)
-            one.start()
+            others.append(pool.submit(roll.call, at, rank, 3, 20.0, {}))
             time.sleep(0.3)
 
-    more, threads = [], []
-    found = called([0], 3, 20.0, settings={0: {}}, meanwhile=meanwhile)
-    for thread in threads:
-        thread.join()
-    assert sorted(own.rank for own in found + more) == [0, 1, 2]
-    for own in found + more:
+    others = []
+    with ThreadPoolExecutor(2) as pool:
+        found = called([0], 3, 20.0, settings={0: {}}, meanwhile=meanwhile)
+    found += [other.result() for other in others]
+    assert [own.rank for own in found] == [0, *order]
+    for own in found:
         own.leave()
 
 
-# fmt: off
-HOSTS = [
-    ("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1", "127.0.0.1"),
-    ("node7", "127.0.1.1", None),  # Debian's /etc/hosts: its own name, for itself alone
-    ("gateway", "192.0.2.1", None)]
-# fmt: on
-
-
-@pytest.mark.parametrize(("host", "known", "own"), HOSTS)
-def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys, host, known, own):
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known, 80))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    address, port = addresses.bind_address(host, 80)
-    assert port == 80 and address in ([own] if own else ["::", "0.0.0.0"])
-    assert (host in capsys.readouterr().err) == (own is None)
+def test_it_listens_at_the_address_that_was_given(monkeypatch, capsys):
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name, for itself alone."""
+    own = "127.0.0.1"
+    for host, known in (own, own), ("localhost", own), ("node7", "127.0.1.1"), ("gw", "192.0.2.1"):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known, 80))]
+        monkeypatch.setattr(socket, "getaddrinfo", unittest.mock.Mock(return_value=found))
+        address, port = addresses.bind_address(host, 80)
+        assert port == 80 and address in ([own] if known == own else ["::", "0.0.0.0"]), host
+        assert (host in capsys.readouterr().err) == (known != own), host
 
 
 @pytest.mark.parametrize(("gone", "error"), [(0, None), (2, ValueError("not caught"))])
@@ -274,14 +246,6 @@ def test_a_process_that_is_gone_is_named_to_all_others_at_once(monkeypatch, gone
         own.leave()
 
 
-def test_settings_of_jax_are_those_that_change_numbers():
-    known = settings_of_jax()
-    versions = {f"the version of {name}" for name in ("jax", "jaxlib", "zero_jax")}
-    config = {"jax_default_prng_impl", "jax_enable_x64", "jax_default_matmul_precision"}
-    assert versions | config <= known.keys()
-    assert not any("cache_dir" in name or "visible_devices" in name for name in known)
-
-
 def outputs(commands, environments):
     """Runs Python programs together; returns their output."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
@@ -302,11 +266,8 @@ def certificate(folder, name, ca):
     request = f"req -subj /CN={name} -nodes -newkey rsa:2048 -keyout {name}.key"
     signed = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -extfile names"
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    for words in (
-        [f"{request} -x509 -days 2 -out {name}.pem"]
-        if ca == name
-        else [f"{request} -out {name}.csr", f"x509 -req -in {name}.csr {signed} -out {name}.pem"]
-    ):
+    commands = [f"{request} -out {name}.csr", f"x509 -req -in {name}.csr {signed} -out {name}.pem"]
+    for words in commands if ca != name else [f"{request} -x509 -days 2 -out {name}.pem"]:
         subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
 
 

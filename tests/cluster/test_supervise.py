@@ -66,8 +66,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_a_child_ends_with_its_supervisor_even_if_that_ended_first(tmp_path, when):
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", PARENT, ORPHAN, root, when]
+    command = [sys.executable, "-c", PARENT, ORPHAN, str(Path(__file__).parents[2]), when]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as parent:
         child = int(parent.stdout.readline())

@@ -1,16 +1,19 @@
 """The watchdog of one process: which steps and processes count as stuck, and its messages."""
 
 import contextlib
-import io
 import json
 import sys
 import threading
 import time
+import unittest.mock
 
 import pytest
 
 from zero_jax.cluster.signs import Other
 from zero_jax.cluster.watchdog import Watchdog
+
+FULL = unittest.mock.Mock(side_effect=OSError("No space left on device"))
+HANGS = [("before its first step", 0), ("after step 2", 2), ("in an evaluation", 8)]
 
 
 def started(folder, **limits):
@@ -18,9 +21,6 @@ def started(folder, **limits):
     watchdog, told = Watchdog(folder, **limits), []
     watchdog.end_run = told.append
     return watchdog, told
-
-
-LONG = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
 
 
 def test_folders_of_earlier_starts_are_removed(tmp_path):
@@ -33,14 +33,15 @@ def test_folders_of_earlier_starts_are_removed(tmp_path):
 
 
 def test_limits_of_first_steps_pauses_and_later_steps(tmp_path):
+    long = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
     with Watchdog(tmp_path, dead_after=0.1, slow_factor=2, slow_after=1e-9) as watchdog:
         for number in range(3):
-            assert watchdog.limit == pytest.approx(LONG)
+            assert watchdog.limit == pytest.approx(long)
             watchdog.step(number)
-        assert watchdog.limit == pytest.approx(LONG)
+        assert watchdog.limit == pytest.approx(long)
         watchdog.step(3)
         assert 0.2 <= watchdog.limit < 1, "twice dead_after: waiting for a dead one is not stuck"
-        for times, limit in ((1, LONG), (5, 5 * LONG)):
+        for times, limit in ((1, long), (5, 5 * long)):
             with watchdog.pause("saving", times=times):
                 assert watchdog.limit == pytest.approx(limit)
         assert watchdog.limit < 1
@@ -52,9 +53,7 @@ def test_limits_of_first_steps_pauses_and_later_steps(tmp_path):
         assert watchdog.limit is not None
 
 
-@pytest.mark.parametrize(
-    ("said", "steps"), [("before its first step", 0), ("after step 2", 2), ("in an evaluation", 8)]
-)
+@pytest.mark.parametrize(("said", "steps"), HANGS)
 def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(tmp_path, said, steps):
     """An evaluation that makes progress may take any time."""
     watchdog, told = started(tmp_path, dead_after=0.125, slow_after=0.25)  # a limit of 1.5 s
@@ -88,7 +87,7 @@ def holding(watchdog, count):
     return held
 
 
-def test_an_error_is_raised_when_all_others_have_one_or_are_done(tmp_path):
+def test_an_error_is_raised_when_all_others_have_one_or_are_done_or_ends_the_run(tmp_path):
     """All of them, not only those that this one watches."""
     watchdog, told = started(tmp_path, dead_after=2)
     with watchdog:
@@ -100,9 +99,6 @@ def test_an_error_is_raised_when_all_others_have_one_or_are_done(tmp_path):
         others(watchdog, r5={"counter": 0})
         held.join(20)
     assert not held.is_alive() and not told
-
-
-def test_an_error_that_one_other_does_not_have_ends_the_run(tmp_path):
     watchdog, told = started(tmp_path, dead_after=0.5)
     with watchdog:
         others(watchdog, r1={"failed": True}, r2={})
@@ -120,31 +116,26 @@ def test_a_finished_process_is_not_dead(tmp_path):
     assert told and all(why.startswith("r2 ") for why in told), told
 
 
-def full(*_):
-    raise OSError("No space left on device")
-
-
 @pytest.mark.parametrize("lost", [False, True])
-def test_storage_that_fails_does_not_count_against_others(tmp_path, monkeypatch, lost):
+def test_storage_that_fails_does_not_count_against_others(tmp_path, monkeypatch, capsys, lost):
     """It looks at the others and times its step though it cannot write, nor to stderr if `lost`."""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
     if lost:
-        monkeypatch.setattr(sys.stderr, "write", full, raising=False)
+        monkeypatch.setattr(sys.stderr, "write", FULL, raising=False)
     watchdog, told = started(tmp_path, dead_after=1)
     with watchdog:
         others(watchdog, r1={})
         watchdog._others = {1: Other(time.monotonic())}
-        monkeypatch.setattr(watchdog, "_beat", full)
+        monkeypatch.setattr(watchdog, "_beat", FULL)
         time.sleep(2)
         assert not told and watchdog._others[1].counter == 5, "it looks"
         monkeypatch.delattr(watchdog, "_beat")
         time.sleep(2)
         assert told and told[0].startswith("r1 "), "and the time of the other runs again"
     if not lost:
-        assert sys.stderr.getvalue().count("No space left") == 1, "once, not each second"
+        assert capsys.readouterr().err.count("No space left") == 1, "once, not each second"
     watchdog, told = started(tmp_path, dead_after=0.5, slow_after=0.5, slow_factor=1)
     with watchdog:
-        monkeypatch.setattr(watchdog, "_look", full)
+        monkeypatch.setattr(watchdog, "_look", FULL)
         for number in range(5):
             watchdog.step(number)
         time.sleep(2)

@@ -1,7 +1,7 @@
 """Adapters as PEFT has them, and bases that are quantised as they are read."""
 
 import json
-import types
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,7 +16,13 @@ from zero_jax.interchange import exporter, peft
 from zero_jax.models import decoder, gpt, hf
 from zero_jax.plan.text_model import TextModel
 
+TOKENS, EOS = {"pad_token_id": 3, "bos_token_id": 2}, "eos_token_id"
 # fmt: off
+ENDS = [  # config.json and generation_config.json, and both after 7 ends a turn
+    ({EOS: 0}, {EOS: 0, "top_k": 2}, {EOS: 7}, {EOS: [7, 0], "top_k": 2}),
+    ({}, None, {EOS: 7}, None), ({EOS: [0, 1]}, {EOS: [0, 1]}, {EOS: [7, 0, 1]}, {EOS: [7, 0, 1]}),
+    ({EOS: 0, **TOKENS}, None, {EOS: 7, **TOKENS}, {EOS: [7, 0], **TOKENS}),
+    ({EOS: 7}, {EOS: 7}, {EOS: 7}, {EOS: 7})]
 CONFIGS = {
     "decoder": decoder.DecoderConfig(
         layers=3, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72, vocab=48, seq=16,
@@ -36,9 +42,7 @@ def case(request, tmp_path_factory):
     rng, new = np.random.default_rng(0), jax.eval_shape(model.make)["lora"]
     lora = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 10, new)
     peft.save_adapter(lora, model.lora, config, out, str(folder))
-    return types.SimpleNamespace(
-        config=config, own=own, folder=folder, model=model, lora=lora, out=out
-    )
+    return SimpleNamespace(config=config, own=own, folder=folder, model=model, lora=lora, out=out)
 
 
 def test_adapters_come_back_bit_for_bit_in_files_named_as_peft_names_them(case):
@@ -78,27 +82,15 @@ def test_a_base_is_read_as_the_bits_that_the_whole_would_have(case, base, n):
             interchange.load(case.folder, like)
 
 
-TOKENS, EOS = {"pad_token_id": 3, "bos_token_id": 2}, "eos_token_id"
-# fmt: off
-ENDS = [  # config.json and generation_config.json, and both after 7 ends a turn
-    ({EOS: 0}, {EOS: 0, "top_k": 2}, {EOS: 7}, {EOS: [7, 0], "top_k": 2}),
-    ({}, None, {EOS: 7}, None), ({EOS: [0, 1]}, {EOS: [0, 1]}, {EOS: [7, 0, 1]}, {EOS: [7, 0, 1]}),
-    ({EOS: 0, **TOKENS}, None, {EOS: 7, **TOKENS}, {EOS: [7, 0], **TOKENS}),
-    ({EOS: 7}, {EOS: 7}, {EOS: 7}, {EOS: 7})]
-# fmt: on
-
-
-@pytest.mark.parametrize(("config", "generation", "config_after", "generation_after"), ENDS)
-def test_the_end_of_a_learned_turn_is_where_generation_stops(
-    tmp_path, config, generation, config_after, generation_after
-):
-    one, other = tmp_path / "config.json", tmp_path / "generation_config.json"
-    one.write_text(json.dumps(config))
-    if generation is not None:
-        other.write_text(json.dumps(generation))
+@pytest.mark.parametrize("known", ENDS)
+def test_the_end_of_a_learned_turn_is_where_generation_stops(tmp_path, known):
+    files = [tmp_path / "config.json", tmp_path / "generation_config.json"]
+    for file, before in zip(files, known[:2], strict=True):
+        if before is not None:
+            file.write_text(json.dumps(before))
     exporter.end_with(tmp_path, [7])
-    assert json.loads(one.read_text()) == config_after
-    assert (json.loads(other.read_text()) if other.exists() else None) == generation_after
+    after = (json.loads(file.read_text()) if file.exists() else None for file in files)
+    assert (*after,) == known[2:]
 
 
 def each(change):
@@ -110,26 +102,19 @@ def shorter(rank, rows):
     """`r`, and pairs of other ranks: the first has rows[0], the others rows[1]."""
 
     def change(known, t):
-        first = min(t).partition(".lora_")[0]
-        ranks = {name: rows[not name.startswith(first)] for name in t}
-        t.update({n: x[: ranks[n]] if "_A" in n else x[:, : ranks[n]] for n, x in t.items()})
-        known["r"] = rank
+        known["r"], first = rank, min(t).partition(".lora_")[0]
+        for name, x in t.items():
+            n = rows[not name.startswith(first)]
+            t[name] = x[:n] if "_A" in name else x[:, :n]
 
     return change
 
 
-def renamed(old, new):
-    def change(_, t):
-        for name in list(t):
-            t[name.replace(old, new)] = t.pop(name)
-
-    return change
-
-
-NAN, FILE = float("nan"), "adapter_model.safetensors.*(mlp|attn)"
+FILE = "adapter_model.safetensors.*(mlp|attn)"
 # fmt: off
 WRONG = [  # named by the error; changes the config and the tensors of an adapter
-    ("blocks/", lambda _, t: [t.pop(name) for name in [*t][:2]]), ("attm", renamed("attn", "attm")),
+    ("blocks/", lambda _, t: [t.pop(name) for name in [*t][:2]]),
+    ("attm", lambda _, t: [t.update({n.replace("attn", "attm"): t.pop(n)}) for n in [*t]]),
     ("31 x", each(lambda v: v[:, :-1])), (FILE, each(lambda v: v[1:])),
     (FILE, lambda _, t: [t.pop(name) for name in [*t] if "_B" in name]),
     ("base_model.model.x", lambda _, t: t.update({"base_model.model.x": np.zeros(1)})),
@@ -140,7 +125,7 @@ OTHERS = {
     "bias": "all", "peft_type": "IA3", "use_dora": True, "init_lora_weights": "pissa", "r": 0,
     "modules_to_save": ["lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 8},
     "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "layer_replication": [[0, 2], [1, 3]],
-    "lora_alpha": NAN}
+    "lora_alpha": float("nan")}
 WRONG += [
     (f"{name} {value!r}".replace("[", r"\["), lambda k, _, n=name, v=value: k.update({n: v}))
     for name, value in (*OTHERS.items(), ("r", 3.5))]

@@ -1,7 +1,6 @@
 """A config.json that leaves keys out means what transformers' own config classes say."""
 
-import dataclasses
-from dataclasses import astuple
+from dataclasses import astuple, fields
 
 import numpy as np
 import pytest
@@ -30,8 +29,7 @@ QWEN = {**SHARED, **WINDOW, "max_window_layers": 3, "layer_types": KINDS}
 FULL = {
     "llama": {**SHARED, "attention_bias": True, "mlp_bias": True},
     "mistral": {**SHARED, "sliding_window": 9},
-    "qwen2": QWEN,
-    "qwen3": {**QWEN, "attention_bias": True},
+    "qwen2": QWEN, "qwen3": {**QWEN, "attention_bias": True},
     "mixtral": {**SHARED, **EXPERTS, "num_local_experts": 5, "sliding_window": 9},
     "qwen3_moe": {
         **SHARED, **EXPERTS, **WINDOW, "num_experts": 9, "attention_bias": True,
@@ -39,8 +37,7 @@ FULL = {
         "mlp_only_layers": []},
     "gemma3_text": {
         **GEMMA, "hidden_activation": "silu", "sliding_window_pattern": 3, "layer_types": KINDS,
-        "rope_local_base_freq": 55.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-}
+        "rope_local_base_freq": 55.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}}
 FULL = {family: {"model_type": family, **SIZES, **own} for family, own in FULL.items()}
 FULL["gpt2"] = {
     "model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 3, "vocab_size": 30,
@@ -109,19 +106,17 @@ def differences(known):
         pairs["local rope"] = rope(ropes["sliding_attention"]), astuple(our.local_rope)
     if kind in ("mixtral", "qwen3_moe"):
         own, normalised = our.mixture, kind == "mixtral" or their.norm_topk_prob
-        pairs["experts"] = their.num_local_experts, own.experts
-        pairs["chosen"] = their.num_experts_per_tok, own.chosen
-        pairs["balance"] = their.router_aux_loss_coef, own.balance
+        theirs = their.num_local_experts, their.num_experts_per_tok, their.router_aux_loss_coef
+        pairs["mixture"] = theirs, (own.experts, own.chosen, own.balance)
         pairs["normalised"] = normalised, own.normalised
     return different(pairs)
 
 
 def different(pairs):
-    close = {
-        name: np.isclose(*x) if isinstance(x[0], float) else x[0] == x[1]
-        for name, x in pairs.items()
-    }
-    return {name: pair for name, pair in pairs.items() if not close[name]}
+    def same(theirs, ours):
+        return np.isclose(theirs, ours) if isinstance(theirs, float) else theirs == ours
+
+    return {name: pair for name, pair in pairs.items() if not same(*pair)}
 
 
 def rope(given):
@@ -132,17 +127,14 @@ def rope(given):
     return given["rope_theta"], factor, stretched
 
 
-# No release leaves these out, and an error names them.
-REQUIRED = ["num_hidden_layers", "hidden_size", "intermediate_size"]
-NOT_OF_GEMMA = ["num_attention_heads", "vocab_size"]
-
-
 @pytest.mark.parametrize("family", FULL)
 def test_each_key_left_out_or_null_means_what_transformers_says(family):
     """Or is an error that names it."""
     known = FULL[family]
     assert differences(known) == {}, "nothing is left out"
-    required = [*REQUIRED, *(NOT_OF_GEMMA if family != "gemma3_text" else [])]
+    # No release leaves these out, and an error names them.
+    required = ["num_hidden_layers", "hidden_size", "intermediate_size"]
+    required += ["num_attention_heads", "vocab_size"] if family != "gemma3_text" else []
     if family == "qwen3_moe":
         required.remove("intermediate_size")  # none of its layers has an MLP
     if family == "gpt2":
@@ -161,11 +153,9 @@ def test_each_key_left_out_or_null_means_what_transformers_says(family):
     if family == "gpt2":
         return
     kind = type(transformers.AutoConfig.for_model(family))
-    fields, shared = (
-        {field.name for field in dataclasses.fields(of)}
-        for of in (kind, transformers.PretrainedConfig)
-    )
-    own = fields - (shared - {"tie_word_embeddings"}) - OTHERS
+    own = {field.name for field in fields(kind)}
+    shared = {field.name for field in fields(transformers.PretrainedConfig)}
+    own = own - (shared - {"tie_word_embeddings"}) - OTHERS
     own = {hf_defaults._OTHER_NAMES.get(name, name) for name in own}
     assert own <= {*hf_defaults.DEFAULTS[family]}, "a key nobody reads"
 

@@ -10,10 +10,10 @@ import peft as their_peft
 import pytest
 import safetensors.numpy
 import torch
-import transformers
 from exchange import built, loaded, logits, save, zero_on
 from families import FAMILIES, as_saved, their_logits, theirs, tokens
 from problems import assert_bitwise
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import zero_jax
 from training.packing import row_of
@@ -28,10 +28,9 @@ pytestmark = [
     # PEFT asks transformers for a name that is on its way out.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
-
-
-def assert_their_logits(config, params, want):
-    np.testing.assert_allclose(logits(config, params, tokens()), want, atol=1e-4, rtol=1e-4)
+EAGER = {"attn_implementation": "eager"}
+ADAPTED = ["llama", "qwen2", "qwen3", "gemma3"]
+CASES = [*((family, "fp32") for family in ADAPTED), ("llama", "nf4")]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -41,7 +40,7 @@ def test_logits_and_greedy_text_are_theirs(folders, name):
     params = zero_on(3).full(params)
     want = their_logits(theirs(name))
     assert np.abs(want).max() > 1, "or nothing is compared"
-    assert_their_logits(config, params, want)
+    np.testing.assert_allclose(logits(config, params, tokens()), want, atol=1e-4, rtol=1e-4)
     prompt = tokens(1, 5)
     how = {"max_new_tokens": 20, "do_sample": False, "use_cache": False}
     text = theirs(name).generate(torch.from_numpy(prompt), **how)
@@ -53,8 +52,7 @@ def test_logits_and_greedy_text_are_theirs(folders, name):
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt2"])
 def test_gradients_are_theirs(folders, name):
-    config, params = loaded(folders[name])
-    model, rows = theirs(name), tokens()
+    (config, params), model, rows = loaded(folders[name]), theirs(name), tokens()
     model.zero_grad()
     model(torch.from_numpy(rows), labels=torch.from_numpy(rows)).loss.backward()
     grads = ((name, x.grad.numpy()) for name, x in model.named_parameters())
@@ -81,7 +79,7 @@ def test_in_and_out_and_in_again_is_the_same_to_the_bit(folders, tmp_path, name)
     config, params = loaded(folders[name], n, stage)
     save(tmp_path / "in", (params,))
     interchange.export(tmp_path / "in", tmp_path / "out", like=folders[name], max_file_bytes=3e4)
-    kept = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     for key, value in theirs(name).state_dict().items():
         assert torch.equal(value, kept[key]), key
     again, back = loaded(tmp_path / "out", 2)
@@ -90,9 +88,7 @@ def test_in_and_out_and_in_again_is_the_same_to_the_bit(folders, tmp_path, name)
     # A config that is written anew is read as the same by both.
     known = hf.json_of(config, "float32")
     assert hf.config_of(known) == config
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**known), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known), **EAGER)
     model.load_state_dict(theirs(name).state_dict())
     assert np.array_equal(their_logits(model.eval()), their_logits(theirs(name)))
 
@@ -102,9 +98,7 @@ def test_presets_are_models_of_theirs(name):
     preset = decoder_presets.preset(name)
     known = hf.json_of(preset, "bfloat16")
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**known)
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
     # Arrays of a byte that all their elements share have the shapes, and cost nothing.
     empty = ((n, np.broadcast_to(np.int8(0), x.shape)) for n, x in model.named_parameters())
     shapes = {n: x.shape for n, x in as_saved(empty, known["model_type"] == "mixtral").items()}
@@ -126,39 +120,32 @@ def test_the_text_of_a_model_with_images_is_read_and_the_rest_is_named(tmp_path,
     assert_bitwise(params, loaded(folders["gemma3"])[1])
 
 
-@pytest.mark.parametrize("left", ["a stale index", "the head alone"])
-def test_files_are_read_as_transformers_reads_them(folders, tmp_path, left):
+def test_files_are_read_as_transformers_reads_them(folders, tmp_path):
+    """The head of a tied model alone, beside an index of other files."""
     theirs("llama, tied").save_pretrained(tmp_path)
-    if left == "a stale index":
-        for file in folders["llama"].glob("*.safetensors*"):
-            (tmp_path / file.name).symlink_to(file)
-    else:
-        own = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-        own["lm_head.weight"] = own.pop("model.embed_tokens.weight")
-        safetensors.numpy.save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    want = their_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
-    np.testing.assert_allclose(their_logits(theirs("llama, tied")), want, atol=1e-4, rtol=1e-4)
-    assert_their_logits(*loaded(tmp_path), want)
+    for file in folders["llama"].glob("*.safetensors*"):
+        (tmp_path / file.name).symlink_to(file)
+    own = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    own["lm_head.weight"] = own.pop("model.embed_tokens.weight")
+    safetensors.numpy.save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    want = their_logits(theirs("llama, tied"))
+    for found in (their_logits(opened(tmp_path)), logits(*loaded(tmp_path), tokens())):
+        np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
 
 
 def documents(step):
     """Two documents for each of four rows, the second half of each is learned."""
     rng = np.random.default_rng(step)
-
-    def one(longest):
-        size = rng.integers(4, longest)
-        return rng.integers(0, 97, size).astype(np.int32), np.arange(size) >= size // 2
-
-    return [[one(10), one(11)] for _ in range(4)]
+    sizes = rng.integers(4, 11, (4, 2))
+    ids = [[rng.integers(0, 97, size, np.int32) for size in row] for row in sizes]
+    return [[(own, np.arange(own.size) >= own.size // 2) for own in row] for row in ids]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mistral"])
 def test_losses_of_ten_steps_of_adamw_are_those_of_pytorch(family, tmp_path):
     """Ours has the documents side by side in rows, sharded over 4 devices; PyTorch one by one."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        FAMILIES[family](), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), **EAGER)
     model.save_pretrained(tmp_path)
     zero, (config, params) = zero_on(4), loaded(tmp_path, 4)
     tx, loss = zero.optimizer(optax.adamw(1e-3, weight_decay=0.1)), TextModel(config).loss
@@ -184,23 +171,14 @@ def test_losses_of_ten_steps_of_adamw_are_those_of_pytorch(family, tmp_path):
     assert losses[-1] != losses[0]
 
 
-ADAPTED = ["llama", "qwen2", "qwen3", "gemma3"]
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
 def opened(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **EAGER).eval()
 
 
 def merged_logits(model, base, lora):
     params = {"base": jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), base), "lora": lora}
     merged = jax.jit(model.adapted.merged)(params)
     return merged, np.asarray(jax.jit(lambda p: model.model(p)(jnp.asarray(tokens())))(merged))
-
-
-CASES = [*((family, "fp32") for family in ADAPTED), ("llama", "nf4")]
 
 
 @pytest.mark.parametrize(("family", "base"), CASES)
@@ -230,9 +208,9 @@ def test_peft_loads_our_adapters_and_gives_our_logits(folders, family, base, tmp
 def test_we_load_peft_adapters_and_give_their_logits(folders, family, tmp_path):
     folder = folders[family]
     config = interchange.config(folder)
-    how = {"target_modules": MODULES, "task_type": "CAUSAL_LM"}
-    settings = their_peft.LoraConfig(r=3, lora_alpha=5, **how)
-    adapted = their_peft.get_peft_model(opened(folder), settings).eval()
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    how = their_peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules, task_type="CAUSAL_LM")
+    adapted = their_peft.get_peft_model(opened(folder), how).eval()
     torch.manual_seed(1)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:

@@ -25,6 +25,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 TIED = CONFIG | {"tie_word_embeddings": True}
+SIZES = ["head_dim", *[*CONFIG][1:7]]  # keys of config.json
 # fmt: on
 
 
@@ -51,9 +52,12 @@ def values(folder, report=lambda _: None):
     return {float(value) for x in found.values() for value in np.unique(x)}
 
 
-def test_one_file_is_read_and_none_beside_it(tmp_path):
+def test_one_file_is_read_and_none_beside_it_or_parts_by_their_index(tmp_path):
     said = []
-    written(tmp_path, one=tensors(2.0), parts=tensors(1.0))
+    interchange.check(written(tmp_path))  # without weights
+    interchange.check(written(tmp_path, parts=tensors(1.0)))
+    assert values(tmp_path) == {1.0}
+    written(tmp_path, one=tensors(2.0))
     assert values(tmp_path, said.append) == {2.0}
     assert len(said) == 1 and ONE in said[0] and INDEX in said[0]
     for file in PARTS:
@@ -63,12 +67,6 @@ def test_one_file_is_read_and_none_beside_it(tmp_path):
     for beside in ("consolidated.safetensors", "pytorch_model.bin", PARTS[0]):
         safetensors.numpy.save_file(tensors(1.0), tmp_path / beside)
     assert values(tmp_path) == {2.0}
-
-
-def test_parts_are_read_by_their_index(tmp_path):
-    interchange.check(written(tmp_path))  # without weights
-    interchange.check(written(tmp_path, parts=tensors(3.0)))
-    assert values(tmp_path) == {3.0}
 
 
 @pytest.mark.parametrize("saved", ["both", "embedding", "head"])
@@ -126,8 +124,7 @@ CHANGES = {  # by family: settings whose first is named by the error, or (error,
         ("num_hidden_layers", {"model_type": "llama"}), ("heads=5", {"n_head": 5}),
         {"activation_function": "gelu"}, {"layer_norm_epsilon": 1e-6}, {"n_inner": 13},
         {"tie_word_embeddings": False}, {"scale_attn_weights": False}, {"n_layer": "2"},
-        {"scale_attn_by_inverse_layer_idx": True}, {"add_cross_attention": True}, {"n_head": None}],
-}
+        {"scale_attn_by_inverse_layer_idx": True}, {"add_cross_attention": True}, {"n_head": None}]}
 # fmt: on
 
 
@@ -140,13 +137,8 @@ def test_a_setting_without_meaning_is_named(family, change):
 
 def one(more, known=CONFIG):
     """A file with these tensors too, or without those that are None."""
-    return lambda folder: written(
-        folder, known, {n: x for n, x in (tensors(2.0, known) | more).items() if x is not None}
-    )
-
-
-def lost(name):
-    return lambda folder: (written(folder, parts=tensors(1.0)) / name).unlink()
+    own = {n: x for n, x in (tensors(2.0, known) | more).items() if x is not None}
+    return lambda folder: written(folder, known, own)
 
 
 def indexed(more):
@@ -179,16 +171,16 @@ def content(name, data):
 
 def header(known, data=b"", length=None):
     text = known if isinstance(known, bytes) else json.dumps(known).encode()
-    return content(
-        ONE, (len(text) if length is None else length).to_bytes(8, "little") + text + data
-    )
+    size = (len(text) if length is None else length).to_bytes(8, "little")
+    return content(ONE, size + text + data)
 
 
 TENSOR, EIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"\0" * 8
 BIG = {"shape": [0, 2**62], "data_offsets": [0, 0]}
 # fmt: off
 FOLDERS = [
-    (PARTS[0], lost(INDEX)), (f"{INDEX}.*{PARTS[1]}", lost(PARTS[1])),
+    (PARTS[0], lambda f: (written(f, parts=tensors(1.0)) / INDEX).unlink()),
+    (f"{INDEX}.*{PARTS[1]}", lambda f: (written(f, parts=tensors(1.0)) / PARTS[1]).unlink()),
     (f"{HEAD}.*{PARTS[0]} and {PARTS[1]}", indexed({HEAD: PARTS[1]})),
     (f"{INDEX}.*extra", indexed({"extra": PARTS[0]})), (INDEX, lambda f: written(f, index={})),
     (r"'\.\./x'", lambda f: written(f, index={EMBEDDING: "../x"})),
@@ -233,34 +225,6 @@ BAD_JSON = [
 for name in ("config.json", INDEX, "adapter_config.json"):
     FOLDERS += [(name, content(name, data)) for data in BAD_JSON]
     FOLDERS += [(name, special(name, kind)) for kind in ("pipe", "folder", "1 TiB")]
-# fmt: on
-
-
-@pytest.mark.parametrize(("named", "put"), FOLDERS)
-def test_a_folder_that_can_not_be_read_is_named(named, put, tmp_path):
-    put(tmp_path)
-    with pytest.raises(ValueError, match=named) as caught:
-        peft.adapter_config(tmp_path) if named == "adapter_config.json" else loaded(tmp_path)
-    assert str(caught.value).isprintable()
-
-
-NAMES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"]
-
-
-@pytest.mark.parametrize("size", [2**30, 50_000, 10**30])
-@pytest.mark.parametrize("name", [*NAMES, "num_attention_heads", "num_key_value_heads"])
-def test_sizes_that_the_files_do_not_have_raise_before_memory_is_taken(tmp_path, name, size):
-    written(tmp_path, CONFIG | {name: size}, tensors(1.0))
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=r"config\.json"):
-            interchange.check(tmp_path)
-        assert tracemalloc.get_traced_memory()[1] < 20e6
-    finally:
-        tracemalloc.stop()
-
-
-# fmt: off
 TREES = [  # parameters in a checkpoint that are no GPT of its config
     ("wte/embedding", lambda p: {"w": jnp.ones((3, 3))}),
     ("--prefix 0/ema/", lambda p: {"ema": p}), ("--like", lambda p: {"embed": p["wte"]}),
@@ -272,6 +236,27 @@ TREES = [  # parameters in a checkpoint that are no GPT of its config
     ("seq=0", lambda p: p | {"wpe": {"embedding": jnp.ones((0, 12))}}),
     (r"wte/embedding is \[12\]", lambda p: p | {"wte": {"embedding": jnp.ones(12)}})]
 # fmt: on
+
+
+@pytest.mark.parametrize(("named", "put"), FOLDERS)
+def test_a_folder_that_can_not_be_read_is_named(named, put, tmp_path):
+    put(tmp_path)
+    with pytest.raises(ValueError, match=named) as caught:
+        peft.adapter_config(tmp_path) if named == "adapter_config.json" else loaded(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("size", [2**30, 50_000, 10**30])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_the_files_do_not_have_raise_before_memory_is_taken(tmp_path, name, size):
+    written(tmp_path, CONFIG | {name: size}, tensors(1.0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"config\.json"):
+            interchange.check(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("named", "tree"), TREES)

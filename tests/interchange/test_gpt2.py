@@ -1,6 +1,5 @@
 """GPT-2 in the format of Hugging Face and back, without PyTorch: bits, files, bytes read."""
 
-import functools
 import json
 import os
 import shutil
@@ -32,16 +31,14 @@ def run(*args):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """By name of the config: parameters, their checkpoint, and that exported in several files."""
-
-    @functools.cache
-    def of(name):
-        folder, params = tmp_path_factory.mktemp("gpt2"), zero_on(4).shard(noisy(GPTS[name]))
-        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(GPTS[name]))}
-        save(folder / "in", tree, {"heads": GPTS[name].heads}, step=3)
+    made = {}
+    for name, config in GPTS.items():
+        folder, params = tmp_path_factory.mktemp("gpt2"), zero_on(4).shard(noisy(config))
+        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(config))}
+        save(folder / "in", tree, {"heads": config.heads}, step=3)
         assert run("export", folder / "in", folder / "out", "--max-file-bytes", "3e3") == 0
-        return params, folder / "in", folder / "out"
-
-    return of
+        made[name] = params, folder / "in", folder / "out"
+    return made
 
 
 @pytest.fixture
@@ -63,12 +60,16 @@ def reads(monkeypatch):
 MESHES = [
     ("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2), ("even", 2, 0, 4),
     ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]
+HEADS = [
+    (ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
+    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
+    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]
 # fmt: on
 
 
 @pytest.mark.parametrize(("name", "n", "stage", "model"), MESHES)
 def test_imported_back_it_has_the_bits_that_were_exported(exported, reads, name, n, stage, model):
-    (params, _, folder), config = exported(name), GPTS[name]
+    (params, _, folder), config = exported[name], GPTS[name]
     like = abstract(config, n, stage, model)
     reads.clear()
     assert interchange.config(folder) == config
@@ -104,7 +105,7 @@ def test_a_part_of_columns_of_qkv_reads_whole_heads_only(tmp_path, reads, heads)
 
 @pytest.mark.parametrize("size", [1, 2000, 10**9])
 def test_files_hold_at_most_what_is_allowed_or_one_tensor(exported, tmp_path, size):
-    interchange.export(exported("odd")[1], tmp_path / "out", max_file_bytes=size)
+    interchange.export(exported["odd"][1], tmp_path / "out", max_file_bytes=size)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     held = {path.name: safetensors.numpy.load_file(path) for path in files}
     sizes = [[x.nbytes for x in tensors.values()] for tensors in held.values()]
@@ -132,15 +133,10 @@ def test_host_memory_holds_a_chunk_at_a_time_and_each_is_read_once(tmp_path, mon
     interchange.export(tmp_path / "in", tmp_path / "out")
     sizes = [4 * int(np.prod(shape)) for _, shape in reads]
     assert max(sizes) <= 600 and sum(sizes) == 4 * gpt.num_params(EVEN)
+    reads.clear()
+    assert run("verify", tmp_path / "in") == 0
+    assert sorted(4 * int(np.prod(shape)) for _, shape in reads) == sorted(sizes)
     assert_bitwise(loaded(tmp_path / "out")[1], params)
-
-
-# fmt: off
-HEADS = [
-    (ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
-    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
-    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]
-# fmt: on
 
 
 @pytest.mark.parametrize(("config", "noted", "heads"), HEADS)
@@ -154,7 +150,7 @@ def test_the_number_of_heads_is_noted_or_given(tmp_path, config, noted, heads):
 
 
 def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, capsys):
-    params, folder, out = exported("odd")
+    params, folder, out = exported["odd"]
     full, new = tmp_path / "full", tmp_path / "new"
     full.mkdir()
     (full / "file").write_text("mine")
@@ -184,7 +180,7 @@ def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, 
 
 
 def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch):
-    folder, out = shutil.copytree(exported("odd")[1], tmp_path / "in"), tmp_path / "out"
+    folder, out = shutil.copytree(exported["odd"][1], tmp_path / "in"), tmp_path / "out"
     array = folder / "3" / "state" / "arrays" / "0003"
     chunk = next(p for p in sorted(array.rglob("*")) if p.is_file() and "c" in p.parts)
     good = chunk.read_bytes()

@@ -121,8 +121,7 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
     with short as name, cluster(Path(name)) as run:
 
         def job(key):
-            record = run("scontrol", "show", "job", number)
-            return dict(re.findall(r"(\w+)=(\S*)", record))[key]
+            return dict(re.findall(r"(\w+)=(\S*)", run("scontrol", "show", "job", number)))[key]
 
         number = run("sbatch", "--parsable", f"--output={log}", str(folder / "job.sh")).strip()
         wait(lambda: last_step() >= 8, Path(name))
