@@ -15,6 +15,7 @@ import pytest
 from problems import PROBLEMS, ROWS, Problem, train_plain, train_zero, ulps, zoo_problem
 
 import zero_jax
+from zero_jax.models import optimizers
 
 STEPS = 10
 ULPS = 256
@@ -133,3 +134,12 @@ def test_same_seed_twice_is_bitwise_equal():
     assert ulps(*runs) == 0
     # A run whose devices all see the same rows would pass a test with constant data.
     assert len(np.unique(np.asarray(problem("gpt").batch), axis=0)) > ROWS // 2
+
+
+def test_muon_of_train_py_updates_vectors_at_the_rate_of_adam():
+    """The rate of Adam is 0.004 where that of Muon is 0.02."""
+    tx = optimizers.make("muon", lambda step: 0.02, weight_decay=0.0, clip=0.0)
+    params = {"kernel": jnp.ones((2, 3, 3)), "bias": jnp.ones(3)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1  # Adam's first update over its rate
+    np.testing.assert_allclose(updates["bias"], -0.004 * nesterov, rtol=1e-4)

@@ -72,6 +72,18 @@ def test_steps_equal_one_device(experts, capacity, sizes, settings):
     assert (sent(audit, "all-to-all")[0] > 0) == (experts < 24)
 
 
+def test_a_checkpoint_is_restored_on_other_axes(tmp_path):
+    own, want = problem(4, 0.75), alone(problem(4, 0.75), ADAM, 2)[0][1, 0]
+    _, step, (*states, batch) = one_device.begun(own, {"experts": 4, "data": 2})
+    with zero_jax.Checkpoints(tmp_path) as store:
+        store.save(1, tuple(step(*states, batch)[:2]))
+    for sizes in ({"data": 8}, BOTH | {"replica": 2}):
+        _, step, (*like, batch) = one_device.begun(own, sizes)
+        with zero_jax.Checkpoints(tmp_path, read_only=True) as store:
+            restored = store.restore(tuple(like), say=lambda _: None).tree
+        np.testing.assert_allclose(step(*restored, batch)[2].loss, want, rtol=1e-5)
+
+
 def test_rows_are_sent_and_experts_are_not(monkeypatch):
     """Six all-to-alls a layer, whatever the size of experts; in parts as much in more messages."""
     own, share = problem(4, 0.75), LAYERS * 4 * 3 * WIDTH * HIDDEN // 2

@@ -367,6 +367,8 @@ ROWS = [
     ("Weighted jnp.mean",
      lambda: zero_on().evaluate(lambda p, x: jnp.sum((x @ p["w"]) ** 2))(zero_on().init(make), X)),
     ("aux zero.batch_axes", lambda: with_aux(lambda x: (x[:, 0] > 0).sum())),
+    ("aux zero.batch_axes",  # the branch that is taken differs between devices
+     lambda: with_aux(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: 1, lambda: 2))),
     ("aux zero.batch_axes",  # two replicas have different rows
      lambda: with_aux(lambda x: jax.lax.psum((x[:, 0] > 0).sum(), "data"), zero=zero_jax.Zero(
         zero_jax.make_mesh(2, replica=2, devices=jax.devices()[:4])))),
@@ -413,6 +415,15 @@ def test_a_padded_parameter_is_no_array():
     for use in uses:
         with pytest.raises((TypeError, AttributeError), match=r"\(7,\).*\(8,\).*zero\.full"):
             use(leaf)
+
+
+def test_infinity_in_any_leaf_skips_an_update_outside_of_train_step():
+    zero, tx = zero_on(), zero_on().optimizer(SGD)
+    params = zero.shard({"a": jnp.ones(8), "b": jnp.ones(8)})
+    for bad in "ab":
+        updates, state = tx.update(params | {bad: params[bad] * jnp.inf}, tx.init(params), params)
+        assert int(state.guard.skipped) == 1, bad
+        assert not np.any([np.asarray(x) for x in updates.values()])
 
 
 def test_several_processes_need_a_global_batch():
