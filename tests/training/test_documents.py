@@ -219,6 +219,7 @@ def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_samp
     assert not any(np.array_equal(a, b) for a, b in itertools.combinations(orders, 2))
     whole = first(25)  # 300 samples: three epochs
     parts = [first(14, shard_index=i, shard_count=count, start=132) for i in range(count)]
+    assert parts[0].shape[1] == 12 // count
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole[11:])
     other = first(80, batch=1, start=36)  # another size of batches
     np.testing.assert_array_equal(other[:, 0], whole.reshape(-1, 9)[36:116])
@@ -232,6 +233,7 @@ def test_evaluation_sees_every_target_once_in_order():
         shards = [list(data.eval_batches(tokens, **known, shard_index=i)) for i in range(count)]
         parts = [part for parts in zip(*shards, strict=True) for part in parts]
         rows, mask = map(np.concatenate, zip(*parts, strict=True))
+        assert (rows.dtype, mask.dtype) == (np.int32, np.float32)
         assert (len(rows) % 4, rows.shape[1], mask.shape) == (0, 6, (len(rows), 5))
         np.testing.assert_array_equal(rows[:, 1:] != 0, mask == 1)
         np.testing.assert_array_equal(rows[:, 1:][mask == 1], tokens[1:])

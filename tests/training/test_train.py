@@ -119,9 +119,7 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert [{k.split("/")[-1]: v for k, v in x} for x in logged] == metrics("out")
 
 
-def test_a_finished_run_names_edited_data_a_loss_of_nan_and_settings_of_another_run(
-    done, capsys, monkeypatch
-):
+def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monkeypatch):
     Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
     changes = {"--seq 8": "--seq 32", "--seed 7": "--seed 0", "--data other.txt": "text.txt"}
