@@ -15,26 +15,51 @@ copyright = "the zero_jax developers, Apache-2.0"
 
 # In the order of a reader's day.
 CONTENTS = {
-    "Begin": [
+    "Get started": [
         "install",
-        "first-steps",
-        "models",
-        "examples",
-        "nnx",
-        "memory",
-        "does-not-fit",
+        "quickstart-training-loop",
+        "quickstart-pretraining",
+        "quickstart-finetuning",
+        "quickstart-planning",
+        "support-matrix",
+        "comparison",
         "coming-from",
-        "guide",
     ],
-    "Train": ["finetuning", "interchange", "experts", "launchers", "checkpoints"],
-    "Memory and speed": ["offload", "states", "parallelism", "plan", "pipelines", "performance"],
-    "Look up": ["reference/index", "glossary", "faq"],
-    "Behind it": ["evidence", "architecture", "contributing", "changelog"],
+    "How-to guides": [
+        "models",
+        "nnx",
+        "examples",
+        "losses",
+        "optimizers",
+        "gradient-accumulation",
+        "mixed-precision",
+        "activation-checkpointing",
+        "evaluation",
+        "train-py",
+        "multi-node",
+        "checkpoints",
+        "finetuning",
+        "interchange",
+        "profiling",
+    ],
+    "Memory and parallelism": [
+        "out-of-memory",
+        "plan",
+        "offload",
+        "states",
+        "parallelism",
+        "experts",
+        "pipelines",
+    ],
+    "Measurements": ["performance", "performance-tables", "plan-accuracy", "memory"],
+    "Reference": ["reference/index", "glossary", "troubleshooting"],
+    "Project": ["evidence", "architecture", "contributing", "changelog", "security"],
 }
 FROM_ABOVE = {
     "README.md": "index",
     "CONTRIBUTING.md": "contributing",
     "CHANGELOG.md": "changelog",
+    "SECURITY.md": "security",
     "examples/README.md": "examples",
 }
 HERE = pathlib.Path(__file__).parent

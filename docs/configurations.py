@@ -5,7 +5,7 @@
 As in the paper: 400 devices, MP 16, 16 sequences of 1024 for each 16 devices. Layers of one width
 are added while the predicted step fits; then the step is compiled, and layers are added or taken
 away until the compiled step fits and is within 1 % of the limit. Writes configurations.json, and
-prints the table of parallelism.md. Needs the extra `prove`.
+prints the table of performance-tables.md. Needs the extra `prove`.
 """
 
 import json

@@ -1,5 +1,5 @@
 """Compiles the presets for H100 at every stage and remat policy, and writes `proof.json`, which
-the tables of plan.md are made from.
+the tables of plan-accuracy.md and performance-tables.md are made from.
 
     python docs/proof.py --jobs 2        # 36 programs, 10 to 20 minutes on two cores
     python docs/proof.py --more          # other batches, fp32 reduction, micro-batches: 24 more

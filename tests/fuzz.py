@@ -4,7 +4,7 @@
 
 A case is a tree, a loss that reads each leaf by two to five operations of fuzz_operations.py, and
 settings; the first settings of each tree are stage 3. Loss, gradients and aux must equal those of
-one device, and the elements sent those of a closed form, by the rules of docs/guide.md.
+one device, and the elements sent those of a closed form, by the rules of docs/losses.md.
 """
 
 import argparse

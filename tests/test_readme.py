@@ -15,10 +15,10 @@ import zero_jax
 
 ROOT = Path(__file__).parent.parent
 # Pages that docs/conf.py writes during a build.
-GENERATED = {f"docs/{name}.md" for name in ("index", "contributing", "changelog", "examples")}
+GENERATED = {f"docs/{name}.md" for name in ("index", "contributing", "changelog", "examples", "security")}
 DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")} - GENERATED
 PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(DOCS))
-FIRST = "docs/first-steps.md"
+FIRST = "docs/quickstart-training-loop.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 # Patterns that the output of each page's Python matches.
 # fmt: off
@@ -31,7 +31,7 @@ PRINTS = {
     "docs/states.md": [r"\Auint8\nfloat32\n\Z"],
     "docs/experts.md": [r"\Adropped [1-9]\d* of 4096\nas before True\n\Z"],
     "docs/models.md": [r"\Alinen (.*\n){9}annotated .*\n\Z"],
-    "docs/does-not-fit.md": [r"stage 3 remat \w+\n\Z"],
+    "docs/out-of-memory.md": [r"stage 3 remat \w+\n\Z"],
     "docs/interchange.md": ["'model-00001-of-00003.safetensors'"]}
 # fmt: on
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
@@ -79,7 +79,7 @@ def test_messages_in_the_questions_are_those_of_the_code():
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = [literal(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
     assert {page for page in PAGES if blocks_of(page, "python")} == {FIRST, *PRINTS}
-    messages = re.findall(r'^## "(.*)"$', text_of("docs/faq.md"), re.MULTILINE)
+    messages = re.findall(r'^## "(.*)"$', text_of("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) >= 10
     for message in messages:
         assert any(message in text for text in texts), message
@@ -95,7 +95,7 @@ def test_every_name_and_file_exists():
 
 
 def test_links_lead_to_pages_and_titles_and_the_readme_to_every_page():
-    assert len((ROOT / "README.md").read_bytes()) <= 5000
+    assert len((ROOT / "README.md").read_bytes()) <= 7500
     linked = {}
     for page in PAGES:
         linked[page] = set()

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 # By default XLA for GPUs has one collective under way at a time, and those of a layer wait for
-# those of another in the open. docs/performance.md has what each option does.
+# those of another in the open. docs/performance-tables.md has what each option does.
 COLLECTIVES_AT_ONCE = 3
 # Spellings of one option, of which the first that the installed XLA knows is taken.
 Spellings = tuple[tuple[str, Any], ...]

@@ -87,7 +87,7 @@ def wait_until(condition, seconds):
         time.sleep(0.1)
 
 
-# The table of docs/launchers.md: process, signal, exit code (None: it is started again).
+# The table of docs/multi-node.md: process, signal, exit code (None: it is started again).
 CASES = [(who, signal.SIGHUP, 75) for who in ("supervisor", "process 0", "process 1")]
 CASES += [("supervisor", signal.SIGKILL, -signal.SIGKILL)]
 CASES += [(f"process {rank}", signal.SIGKILL, None) for rank in range(2)]

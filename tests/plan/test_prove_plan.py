@@ -24,7 +24,7 @@ def planned(model, devices, bucket):
     return Case(families.preset(model), zero, "adamw", 4 * devices, 1024).plan(3, target="h100")
 
 
-# Less than GSPMD's programs (docs/performance.md): 4.99 and 8.13 GB, whichever compiler.
+# Less than GSPMD's programs (docs/performance-tables.md): 4.99 and 8.13 GB, whichever compiler.
 @pytest.mark.parametrize(("model", "devices", "bucket", "most"), [("7.5b", 64, 2**30, 4.95e9)])
 def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass):
     found = planned(model, devices, bucket)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zero_jax.sharding.mesh import Axis
 
-# Bytes of the largest buffer, on one device. docs/parallelism.md has what other sizes cost.
+# Bytes of the largest buffer, on one device. docs/performance-tables.md has what other sizes cost.
 BUCKET_BYTES = 2**30
 
 

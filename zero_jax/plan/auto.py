@@ -38,7 +38,7 @@ from zero_jax.sharding.mesh import batch_shards
 from zero_jax.sharding.paths import trained_part
 
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
-# for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan.md.
+# for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan-accuracy.md.
 MARGIN = 0.25
 PyTree = Any
 # Plans a candidate; the second argument says whether to compile it.

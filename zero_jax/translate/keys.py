@@ -181,7 +181,7 @@ _TABLE = {
     _not_needed("bf16 has no loss scale; cast inputs in the loss"): """fp16.auto_cast bf16.:
         auto_cast loss_scale loss_scale_window hysteresis min_loss_scale initial_scale_power""",
     _not_needed("every overflow halves the loss scale"): "fp16.consecutive_hysteresis",
-    _not_needed("SLURM, mpirun or zero_jax.initialize starts processes (docs/launchers.md)"): """
+    _not_needed("SLURM, mpirun or zero_jax.initialize starts processes (docs/multi-node.md)"): """
         machine_rank main_process_ip main_process_port rdzv_backend same_network mpirun_config.*
         main_training_function compute_environment ec2_instance_type iam_role_name image_uri profile
         region base_job_name pytorch_version transformers_version py_version sagemaker_inputs_file
