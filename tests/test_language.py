@@ -1,0 +1,43 @@
+"""Language of the README and docs: no banned opening or phrase, no sentence above 35 words."""
+
+import re
+
+import pytest
+from test_readme import PAGES, text_of
+
+OPENING = re.compile(r"(What|Whether|Of|That|Whoever|As|For whoever) ")
+# fmt: off
+PHRASES = (  # not used by the field, or about things as if they were persons
+    "of which", "in whose", "it is said", "of one's own", "unless given", "as far as", "to be had",
+    "for ever", "foretold", "forecast", "at rest", "born", "fake device", "whoever", "worked off",
+    "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told")
+# fmt: on
+PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})s?\b", re.IGNORECASE)
+EXCEPTIONS = {"CHANGELOG.md"}  # at most ten
+
+
+def sentences(text: str) -> list[str]:
+    """Returns the sentences of Markdown without code, comments and targets of links."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "CODE", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
+    text = re.sub(r"^\s*(?:[-*>]|\d+\.|#+)\s+", "\n\n", text, flags=re.MULTILINE)
+    cells = [cell for line in re.findall(r"^\|.*$", text, re.MULTILINE) for cell in line.split("|")]
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"^\|.*$", "\n", text, flags=re.MULTILINE)) + cells
+    found = [s for p in paragraphs for s in re.split(r"(?<=[.!?])\s+", " ".join(p.split()))]
+    return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - EXCEPTIONS))
+def test_sentences_are_short_and_use_the_words_of_the_field(page):
+    for sentence in sentences(text_of(page)):
+        assert len(sentence.split()) <= 35, sentence
+        assert not OPENING.match(sentence), sentence
+        assert not PHRASE.search(sentence), sentence
+
+
+def test_a_private_word_an_opening_and_a_long_sentence_are_found():
+    found = sentences(
+        "- Of N, `code`.\n\n| told | at rest |\n|---|---|\n\nOne [two](b.md).\nThree."
+    )
+    assert found == ["Of N, CODE.", "One two.", "Three.", "told", "at rest"]
+    assert OPENING.match(found[0]) and PHRASE.search(found[-1]) and not PHRASE.search(found[1])
