@@ -119,6 +119,8 @@ def test_closed_forms_of_schedules_equal_a_simulation(p, m):
 def test_the_page_shows_the_output_of_the_command(capsys):
     pattern = r"```sh\npython benchmarks/paper/pipelines.py (.*?)\n```\n\n```text\n(.*?)```"
     page = Path(__file__).parents[2] / "docs" / "pipelines.md"
-    for args, text in re.findall(pattern, page.read_text(), re.DOTALL):
+    blocks = re.findall(pattern, page.read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    for args, text in blocks:
         pipelines.main(args.split())
         assert capsys.readouterr().out == text
