@@ -1,13 +1,11 @@
-"""`python -m training.ask DIR QUESTION`: a question of your own, and what a model answers.
+"""Generates an answer to one question, with a trained model.
 
     python -m training.ask runs/002 'Raises a "KeyError"'
     python -m training.ask tuned 'Raises a "KeyError"' --length 40
     python -m training.ask small 'Raises a "KeyError"' --adapter runs/002/adapter
 
-DIR is a model as transformers has it, of `--export` say, or a run with adapters. The question is
-the user's turn of the chat template, or, where there is none, a text to go on with. The likeliest
-tokens are taken, on one device, which holds the weights in fp32, and without a cache: for a look,
-not to serve.
+The question is the user's turn of the chat template. Without a template it is a prompt to continue.
+Decoding is greedy, in fp32, on one device and without a KV cache, so it is not for serving.
 """
 
 import argparse
@@ -106,10 +104,19 @@ def main(args: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="a model's folder, or a run's")
-    parser.add_argument("question", metavar="QUESTION")
-    parser.add_argument("--adapter", type=Path, help="folder of adapters, as PEFT has them")
-    parser.add_argument("--length", type=int, default=100, help="tokens of the answer at most")
+    parser.add_argument(
+        "dir",
+        type=Path,
+        metavar="DIR",
+        help="Folder of a transformers model, or of a run with adapters.",
+    )
+    parser.add_argument("question", metavar="QUESTION", help="Question or prompt.")
+    parser.add_argument(
+        "--adapter", type=Path, help="Folder of PEFT adapters (default: those of the run)."
+    )
+    parser.add_argument(
+        "--length", type=int, default=100, help="Maximum tokens of the answer (default: 100)."
+    )
     parsed = parser.parse_args(args)
     try:
         said = answer(*model_of(parsed.dir, parsed.adapter), parsed.question, parsed.length)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -47,19 +47,23 @@ class Config(Basics, Data, Devices, Optimizer, Looks, Kept, Processes, Adapters,
         return zero_jax.configuration(self.config)
 
 
+T = TypeVar("T")
+Group = Annotated[T, tyro.conf.arg(help="")]  # the title only, so that help fits two screens
+
+
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Trains a transformer on text, with its states partitioned over the devices by ZeRO."""
+    """Trains a transformer on text with ZeRO sharded data parallelism."""
 
-    basic: Basics
-    data: Data
-    device: Devices
-    optimizer: Optimizer
-    look: Looks
-    checkpoint: Kept
-    process: Processes
-    adapter: Adapters
-    zero: Options
+    basic: Group[Basics]
+    data: Group[Data]
+    device: Group[Devices]
+    optimizer: Group[Optimizer]
+    look: Group[Looks]
+    checkpoint: Group[Kept]
+    process: Group[Processes]
+    adapter: Group[Adapters]
+    zero: Group[Options]
 
 
 def parse(args: Sequence[str]) -> Config:

@@ -1,7 +1,9 @@
-"""`python -m training.pairs FILE`: conversations made of the text that comes with Python.
+"""Writes a small fine-tuning dataset, made of CPython's help pages.
 
-Somebody gives the first words of a sentence, and is given the rest of it. Small enough for a first
-try at fine-tuning, with nothing to download.
+    python -m training.pairs FILE
+
+Each line of FILE is a conversation in JSON: the user gives the start of a sentence, the assistant
+its rest. No download is needed.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""The page of a run: `report.html`, one file to open in a browser, made from the run's folder.
+"""Writes `report.html`, the report page of a run, into its folder.
 
     python -m training.report_page runs/001
 
-makes it anew, also of a run that is going on or was killed. Its template, `report_page.html`,
-leaves out the parts that the folder has nothing for.
+Works for finished, running and killed runs. The page is one file, without external resources.
+Sections without data are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from training.run_folder import Points, RunFolder, finite, read, when
 from training.show import human_bytes, human_count
 
 FILE = "report.html"
-COMPILE = "compile the step once more, for the largest temporaries; needs the run's devices"
+COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 NAMED = 60  # intervals of steps that are named
 
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Writes the page of a run; returns 2 if there is no run."""
     parser = argparse.ArgumentParser("python -m training.report_page", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", help="of the run, as runs/001")
+    parser.add_argument("folder", help="Folder of the run, such as runs/001.")
     parser.add_argument("--compile", action="store_true", help=COMPILE)
     given = parser.parse_args(args)
     try:

@@ -1,12 +1,12 @@
-"""`zero_jax plan ...`: the commands of all packages under one name.
+"""Command line of zero_jax.
 
-    zero_jax plan         what a run will hold and send, before hardware is rented
-    zero_jax checkpoint   looks at checkpoints, checks them, and trades with others
-    zero_jax offload      is offload right on this machine?
-    zero_jax doctor       what a report of a fault should say about the machine
+    zero_jax plan         predicts memory and communication of a run; no GPU needed
+    zero_jax checkpoint   inspects, verifies and converts checkpoints
+    zero_jax offload      checks CPU offload on this machine
+    zero_jax doctor       prints a diagnostic report for bug reports
     zero_jax translate    translates a DeepSpeed or accelerate configuration
 
-`python -m zero_jax.plan ...` is the same as `zero_jax plan ...`.
+`zero_jax plan --help` shows the options of a command. `python -m zero_jax.plan` is the same.
 """
 
 import runpy

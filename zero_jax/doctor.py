@@ -1,11 +1,11 @@
-"""`python -m zero_jax.doctor`: what a report of a fault should say about the machine, in one paste.
+"""Diagnostic report of this machine for bug reports.
 
-    python -m zero_jax.doctor          # a few seconds; with the offload check
-    python -m zero_jax.doctor --quick  # without it
+    python -m zero_jax.doctor          # a few seconds, with the offload check
+    python -m zero_jax.doctor --quick  # without the offload check
 
-Versions, devices and their memory, the mesh that they make, what is set in the environment, limits
-of host memory that NCCL and offload run into, and whether offload is right here. What can't be
-found out is said in its place, and stops nothing else. Returns 1 if offload is wrong here.
+Prints versions, devices, device memory, the default mesh, environment variables and limits of host
+memory, and checks CPU offload. A failed probe is printed in its row, and the report continues.
+Exits with 1 if the offload check fails.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Prints the report; returns 1 if offload is wrong here, else 0."""
     parser = argparse.ArgumentParser("python -m zero_jax.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="leave the offload check out")
+    parser.add_argument("--quick", action="store_true", help="Skip the offload check.")
     quick = parser.parse_args(args).quick
     parts = [_versions, _devices, _mesh, _settings, _host]
     rows: Rows = [("zero_jax", __version__)]

@@ -1,11 +1,6 @@
-"""`python -m zero_jax.checkpoint`: looks at checkpoints, checks them, and trades with others.
+"""Inspects and verifies checkpoints, and converts them to and from Hugging Face models.
 
-    inspect DIR          steps, times, sizes, versions, config, every array, and what is not whole
-    verify DIR           reads everything and compares every checksum; exits 1 if one differs
-    export DIR OUT       writes the parameters as a model of Hugging Face's transformers
-    import IN DIR        makes a checkpoint of such a model, from which training can start
-
-Nothing of it uses a GPU. What export and import can and can't do is in docs/interchange.md.
+All commands run on the CPU. docs/interchange.md lists the supported models.
 """
 
 import argparse
@@ -125,36 +120,54 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help)
+        made = commands.add_parser(name, help=help, description=help)
         made.set_defaults(run=run)
         return made
 
-    inspect = command("inspect", _inspect, "what is there")
-    inspect.add_argument("dir", type=pathlib.Path, help="folder of checkpoints")
-    inspect.add_argument("--step", type=int, help="whose arrays are shown; the latest unless given")
-    verify = command("verify", _verify, "is it as it was written?")
-    verify.add_argument("dir", type=pathlib.Path, help="folder of checkpoints")
-    verify.add_argument("--step", type=int, help="the only one to read; all unless given")
-    _add_export(command("export", _export, "as a model of transformers"))
-    given = command("import", _import, "from a model of transformers")
-    given.add_argument("folder", type=pathlib.Path, metavar="IN", help="config.json, safetensors")
-    given.add_argument("dir", type=pathlib.Path, help="folder of checkpoints to make")
-    given.add_argument("--step", type=int, default=0, help="number of the step that is written")
+    inspect = command(
+        "inspect", _inspect, "List steps, sizes, versions, arrays and damage; exits 1 on damage."
+    )
+    inspect.add_argument("dir", type=pathlib.Path, help="Checkpoint folder.")
+    inspect.add_argument(
+        "--step", type=int, help="Step to list the arrays of (default: the latest)."
+    )
+    verify = command(
+        "verify", _verify, "Read all files and compare checksums; exits 1 on a mismatch."
+    )
+    verify.add_argument("dir", type=pathlib.Path, help="Checkpoint folder.")
+    verify.add_argument("--step", type=int, help="Step to verify (default: all).")
+    _add_export(command("export", _export, "Write the parameters as a transformers model."))
+    given = command("import", _import, "Make a checkpoint of a transformers model to train from.")
+    given.add_argument(
+        "folder", type=pathlib.Path, metavar="IN", help="Folder with config.json and safetensors."
+    )
+    given.add_argument("dir", type=pathlib.Path, help="Checkpoint folder to write.")
+    given.add_argument("--step", type=int, default=0, help="Step of the checkpoint (default: 0).")
     return parser
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("dir", type=pathlib.Path, help="folder of checkpoints")
-    add("out", type=pathlib.Path, metavar="OUT", help="folder to make")
-    add("--format", choices=("safetensors",), default="safetensors", help="of the files")
-    add("--step", type=int, help="the latest unless given")
+    add("dir", type=pathlib.Path, help="Checkpoint folder.")
+    add("out", type=pathlib.Path, metavar="OUT", help="Folder to write.")
+    add(
+        "--format",
+        choices=("safetensors",),
+        default="safetensors",
+        help="File format (default: safetensors).",
+    )
+    add("--step", type=int, help="Step to export (default: the latest).")
     add(
         "--max-file-bytes",
         type=float,
         default=MAX_FILE_BYTES,
-        help="of tensors in one file, 2e9 unless given; a larger tensor has its own",
+        help="Maximum bytes of tensors per file (default: %(default)g).",
     )
-    add("--like", type=pathlib.Path, metavar="DIR", help="config.json and tokenizer of this model")
-    add("--heads", type=int, help="of attention; from the checkpoint's config unless given")
-    add("--prefix", help="of the paths of parameters; 0/, none or params/ unless given")
+    add(
+        "--like",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="Folder to copy config.json and the tokenizer from.",
+    )
+    add("--heads", type=int, help="Attention heads (default: from the checkpoint).")
+    add("--prefix", help="Prefix of parameter paths (default: 0/, none or params/).")

@@ -1,7 +1,7 @@
-"""`python -m zero_jax.offload --check`: is offload right on this machine?
+"""Checks CPU offload on this machine.
 
-Compares a small step with and without offload on the first device here, prints what came out and
-remembers it (engine/offload_check.py). What rests where is in docs/offload.md.
+Runs a small step with and without offload on the first local device, compares and prints the
+results, and saves the outcome. docs/offload.md describes CPU and NVMe offload.
 """
 
 import argparse
@@ -16,7 +16,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     parser = argparse.ArgumentParser("python -m zero_jax.offload", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--check", action="store_true", required=True, help="run the check")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        required=True,
+        help="Run the check; exits 1 if results differ.",
+    )
     parser.parse_args(args)
     device = jax.local_devices()[0]
     outcomes = check(device)

@@ -1,11 +1,12 @@
-"""`python -m zero_jax.plan`: what a training run will hold and send, before hardware is rented.
+"""Memory and communication plan of a training run, before renting hardware.
 
     python -m zero_jax.plan --model 7.5b --stage 3 --devices 64 --batch-per-device 4 --compile
     python -m zero_jax.plan --model llama-3.1-70b --devices 8 --lora 16 --base nf4 --compile
     python -m zero_jax.plan meshes --model 1t --devices 1024 --batch-per-device 1 --reduce bf16
 
-The models are those of `zero_jax.models`, by the name of a preset or by a folder of transformers'
-with their config (`--hf DIR`). For a model of your own call `Zero.plan`.
+Predicts the bytes per device and the communication of a step; --compile checks them against the
+program that XLA compiles ahead of time. No GPU is needed. The command `meshes` compiles the same
+batch at each tensor-parallel size and compares the steps. To plan another model, call `Zero.plan`.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
 
+BATCH = "Sequences per step of each tensor-parallel group (default: 1)."
 _CURVE = (1, 4, 16, 64, 256, 1024)
 # The least and the most of each flag. The most is far beyond any machine or model, and within the
 # 32 and 64 bits in which shapes and their bytes are counted.
@@ -161,37 +163,59 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # --batch is that of all devices elsewhere
     )
     add = made.add_argument
-    add("--model", default="7.5b", help="one of " + ", ".join(families.PRESETS))
-    add("--hf", help="a folder with the config.json of a model of transformers, instead of --model")
-    add("--stage", type=int, default=3, choices=range(4), help="the one to compile")
-    add("--devices", type=int, default=8, help="of the whole run")
-    add("--replica", type=int, default=1, help="copies of the partitioned state")
+    add(
+        "--model",
+        default="7.5b",
+        help="Model preset (default: 7.5b): " + ", ".join(families.PRESETS),
+    )
+    add("--hf", help="Folder with the config.json of a transformers model; replaces --model.")
+    add(
+        "--stage",
+        type=int,
+        default=3,
+        choices=range(4),
+        help="ZeRO stage to detail and compile (default: 3).",
+    )
+    add("--devices", type=int, default=8, help="Total devices (default: 8).")
+    add("--replica", type=int, default=1, help="Copies of the sharded state (default: 1).")
     add(
         "--experts",
         type=int,
-        help="groups of devices, each with experts of its own; --auto takes what is shorter",
+        help="Expert-parallel groups of devices; None is 1, or the fastest with --auto.",
     )
-    add("--model-parallel", type=int, default=1, help="MP, devices that share a layer's matmuls")
-    add("--batch-per-device", type=int, default=1, help="rows of MP devices together, each step")
-    add("--seq", type=int, help=f"tokens of a row; {ROW}, or what the model takes, unless given")
-    add("--vocab", type=int, help="rows of the embedding; the preset's unless given")
-    add("--capacity", type=float, help="room of an expert, over an even share; the model's own")
-    add("--optimizer", default="adamw", help="one of " + ", ".join(optimizers.RATES))
+    add("--model-parallel", type=int, default=1, help="Tensor-parallel size (default: 1).")
+    add("--batch-per-device", type=int, default=1, help=BATCH)
+    add(
+        "--seq",
+        type=int,
+        help=f"Sequence length in tokens; None is {ROW}, or the model's limit if lower.",
+    )
+    add("--vocab", type=int, help="Vocabulary size; None is the preset's.")
+    add("--capacity", type=float, help="Expert capacity factor; None is the model's.")
+    add(
+        "--optimizer",
+        default="adamw",
+        help="Optimizer (default: adamw): " + ", ".join(optimizers.RATES),
+    )
     add_options(made, compute="bf16")
     add_options(made, Adapters)
     add(
         "--bucket-bytes",
         type=int,
         default=BUCKET_BYTES,
-        help="most that a collective moves at once",
+        help="Maximum bytes per collective (default: %(default)s).",
     )
-    add("--target", default="h100", help="one of " + ", ".join(targets.COMPILED_FOR))
-    add("--topology", help="8x1x8 for 8 hosts of 8 GPUs; full hosts with NVLink unless given")
-    add("--compile", action="store_true", help="prove it on the compiled program")
-    add("--auto", action="store_true", help="choose all of that, and prove it")
-    add("--latencies", help="file (.pbtxt) for what XLA's scheduler is told; compiles twice")
-    add("--json", help="file for all of it as data")
-    add("--plot", help="file for a picture")
+    add(
+        "--target",
+        default="h100",
+        help="Device kind (default: h100): " + ", ".join(targets.COMPILED_FOR),
+    )
+    add("--topology", help="Such as 8x1x8 for 8 hosts of 8 GPUs; None is full NVLink hosts.")
+    add("--compile", action="store_true", help="Compile ahead of time and check the plan.")
+    add("--auto", action="store_true", help="Choose the stage and other settings, and compile.")
+    add("--latencies", help="Output .pbtxt of latencies for XLA's scheduler; compiles twice.")
+    add("--json", help="Output JSON file of the plan.")
+    add("--plot", help="Output image of the plan (needs matplotlib).")
     return made
 
 

@@ -23,44 +23,35 @@ ROW = 1024  # tokens of a row, unless a command is told otherwise
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All of a `Zero` but its mesh, in words; None is "whatever suits the others"."""
+    """ZeRO settings, other than the mesh."""
 
     stage: int | Literal["auto"] | None = None
-    """State that is partitioned: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters; auto
-    chooses stage, micro-batches, remat and, on GPUs, the state in host memory, by the shortest
-    modelled step that fits; 3 by default."""
+    """ZeRO stage: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters;
+    auto also chooses micro-batches, remat, offload. None: 3."""
     memory_limit: float | None = None
-    """GB (1e9 bytes) of a device that may be used; JAX's pool of its memory, or the target's,
-    unless given."""
+    """GB (1e9 bytes) to use per device; None is its memory pool."""
     sequence_parallel: bool = False
-    """Split sequences over the model axis too, between the matrix products."""
+    """Sequence parallelism over model, outside matmuls."""
     hierarchical: bool = False
-    """At stage 3, cut states over replica too, and join what a replica needs once a step."""
+    """Stage 3: shard states over replica, gather once a step."""
     micro_batches: int = 1
-    """Parts the batch is worked off in, one after the other; gradients add up."""
+    """Gradient accumulation steps; gradients accumulate in fp32."""
     compute: str = "fp32"
-    """Dtype of the model's arithmetic: fp32, bf16 or fp16; masters are always fp32. GPUs
-    multiply fp32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set."""
+    """Compute dtype: fp32, bf16 or fp16; parameters stay fp32."""
     reduce: str = "fp32"
-    """Dtype in which gradients are summed over devices: fp32 or bf16."""
+    """Gradient reduction dtype: fp32 or bf16."""
     gather: str | None = None
-    """int8 sends weights in half the bytes of bf16, each within half of 1/127 of the largest of its
-    block; in the dtype of --compute unless given."""
+    """Parameter all-gather dtype: int8; None is --compute."""
     scatter: str | None = None
-    """int8 or int4 sends gradients in half or a quarter of the bytes of bf16 and sums them in fp32,
-    each within half of 1/127 or 1/7 of the largest of its block; in the dtype of --reduce unless
-    given."""
+    """Gradient reduce-scatter dtype: int8, int4; None: --reduce."""
     remat: str | None = None
-    """What is kept for the backward pass: none (everything is), dots (matrix products), block (the
-    input of each layer), block_sqrt (of each group of layers) or names:a,b (marked values), on the
-    device or @host, @partitioned; block unless given, or what fits where the stage is chosen."""
+    """Activation checkpointing: none, dots (matmuls), block (layer inputs),
+    block_sqrt, names:a,b; @host, @partitioned. None: block."""
     offload: str | None = None
-    """What rests in host memory and is updated in pieces: optimizer, or optimizer,params for the
-    fp32 masters too, and activations for what remat keeps; with :auto only where the devices can,
-    with :nvme=DIR in files."""
+    """CPU offload: optimizer or optimizer,params, and activations;
+    add :auto (if supported) or :nvme=DIR (files). None: none."""
     states: str = FP32
-    """As what the large states of an elementwise optimizer (adamw, sgd, lion) rest: fp32, bf16 or
-    8bit (8.125 bits a number)."""
+    """Optimizer state dtype: fp32, bf16 or 8bit."""
 
     def stage_and_remat(self) -> Mapping[str, Any]:
         """What is partitioned and what is kept: as given, or what is usual.
@@ -88,18 +79,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """What is trained beside a model that is not."""
+    """LoRA adapters of a frozen model."""
 
     lora: int | None = None
-    """Train adapters of this rank (LoRA) beside the matrices of a frozen model."""
+    """Rank of LoRA on a frozen model; None trains all weights."""
     lora_alpha: float | None = None
-    """Adapters count alpha / rank; twice the rank unless given."""
+    """LoRA scale is alpha / rank; None is twice the rank."""
     lora_targets: str = ALL_LINEAR
-    """Which matrices have adapters: all-linear, or patterns of paths with commas between,
-    attn/q,attn/v say."""
+    """Adapted matrices: all-linear, or paths as attn/q."""
     base: str | None = None
-    """How the frozen model rests and travels: bf16 or fp32, or with its matrices in int8 or nf4
-    (8.25 and 4.25 bits); bf16 unless given."""
+    """Frozen parameter dtype: fp32, bf16, int8, nf4; None: bf16."""
 
     def adapters(self, seed: int = 0) -> Lora | None:
         """What is asked for, new ones by a seed; None to train the whole model.
@@ -133,6 +122,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type = Options, **defaults
             parser.add_argument(flag, action="store_true", help=help)
         elif field.name != "stage":
             default = defaults.get(field.name, field.default)
+            help += "" if default is None else " (default: %(default)s)"
             parser.add_argument(flag, type=_plain(field.type), default=default, help=help)
 
 

@@ -1,6 +1,6 @@
-"""Translates FILE, a DeepSpeed JSON or a YAML of `accelerate config`, to zero_jax.
+"""Translates a DeepSpeed JSON or an `accelerate config` YAML to zero_jax.
 
-`python -m zero_jax.translate FILE` prints Python, a train.py command, and how each key is handled.
+Prints Python code, a train.py command, and the handling of each key.
 """
 
 import argparse
@@ -199,8 +199,10 @@ def account(rows: list[Row]) -> str:
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 2 if the file can't be translated."""
     parser = argparse.ArgumentParser("python -m zero_jax.translate", description=__doc__)
-    parser.add_argument("file", metavar="FILE", help="the file, or - for the standard input")
-    parser.add_argument("--devices", type=int, help="number of devices, where FILE has none")
+    parser.add_argument(
+        "file", metavar="FILE", help="DeepSpeed JSON or accelerate YAML; - reads standard input."
+    )
+    parser.add_argument("--devices", type=int, help="Number of devices (default: as in FILE).")
     given = parser.parse_args(args)
     try:
         if given.devices is not None and not 1 <= given.devices < 2**31:
