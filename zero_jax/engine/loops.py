@@ -119,7 +119,7 @@ def summed_within(
     held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
     of more than `TOGETHER` buckets those of the matrices that are used last come first, with the
     rest of its own backward pass to hide behind: up to half of the layer is not left to the next.
-    Of two that would save nothing, and XLA leaves the first in the open (docs/performance-tables.md).
+    Of two that would save nothing, and XLA exposes the first (docs/performance-tables.md).
 
     Args:
       jaxpr: a scanned layer.
