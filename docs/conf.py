@@ -21,6 +21,7 @@ CONTENTS = {
         "quickstart-pretraining",
         "quickstart-finetuning",
         "quickstart-planning",
+        "settings",
         "support-matrix",
         "comparison",
         "coming-from",
