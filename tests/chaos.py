@@ -1,6 +1,6 @@
 """Kills and disturbs runs of `train.py` at random moments and resumes them until they are done.
 
-    python tests/chaos.py --kills 50        # prints the counts of docs/checkpoint-format.md, 15 minutes
+    python tests/chaos.py --kills 50   # prints the counts of docs/checkpoint-format.md, 15 minutes
 
 Each run starts in 1, 2 or 4 processes and ends by a random fault. The other processes must end by
 themselves and print the reason. A run that finishes must equal one that was not disturbed.
