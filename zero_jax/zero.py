@@ -205,7 +205,7 @@ class Zero(Settings):
           The partitioned transformation.
 
         Raises:
-          ValueError: `tx` is not an optax transformation, or offload gives wrong results here.
+          ValueError: `tx` is not an optax transformation, or offload is wrong on this machine.
         """
         offload_check.ensure(self.settings)
         return optimizer.partition(

@@ -121,8 +121,8 @@ def of(
       The plan; without `compile` and `target` it has no compiled program.
 
     Raises:
-      ValueError: The target is unknown or cannot be compiled for here, `topology` or `latencies`
-        does not fit the target, or the mesh has no devices.
+      ValueError: The target is unknown, this machine cannot compile for it, `topology` or
+        `latencies` does not fit it, or the mesh has no devices.
     """
     aim = None if target is None else target_of(target)
     if topology is not None and aim is None:
