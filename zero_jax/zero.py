@@ -360,8 +360,10 @@ class Zero(Settings):
           loss_fn: See `train_step`.
           tx: See `train_step`.
           *args: See `plan`.
-          **options: Options of `plan`, and `born`: if True, parameters and optimizer state exist
-            already and stay in their memory. The default is True if `params` has arrays.
+          **options: `has_aux`, `target`, `topology` and `model_flops` of `planning.of`; `report`,
+            called with each line instead of printing it; and `born`. If `born` is True, parameters
+            and optimizer state exist already and stay in their memory. The default is True if
+            `params` has arrays.
 
         Returns:
           The chosen candidate and all candidates considered.

@@ -279,7 +279,9 @@ def decide(
     born: bool | None = None,
     **options: Any,
 ) -> Choice:
-    """Chooses for a `Zero`; `Zero.choice` calls it. Other arguments as for `planning.of`.
+    """Chooses for a `Zero`; `Zero.choice` calls it.
+
+    Other arguments as for `planning.of`, without `compile` and `latencies`.
 
     Args:
       report: Called with the outcome; by default the first process prints it.
@@ -328,10 +330,10 @@ def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
 
 
 class AutoStep:
-    """A `TrainStep` that chooses stage, micro-batches and remat when it is first called.
+    """A training step that chooses stage, micro-batches and remat when it is first called.
 
-    Offload is not chosen here: parameters and optimizer state already have their memory. It has all
-    methods of a `TrainStep`. Made by `Zero.train_step`.
+    Offload is not chosen here: parameters and optimizer state already have their memory. It has
+    `settings`, `trace`, `lower` and `first_bad_leaf` of `TrainStep`. Made by `Zero.train_step`.
     """
 
     def __init__(self, made_for: Callable[..., TrainStep]):
