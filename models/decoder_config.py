@@ -1,4 +1,4 @@
-"""The shapes of the decoder family: configs, parameters and FLOPs in closed form."""
+"""Configs of the decoder family: shapes, parameters and FLOPs in closed form."""
 
 import dataclasses
 import math
@@ -11,14 +11,15 @@ ACTIVATIONS = ("silu", "gelu")
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions.
+    """Rotary position embedding.
 
     Attributes:
-      theta: the base of the frequencies.
-      factor: by which positions are stretched.
-      stretched: of Llama 3.1 the positions it was trained on first, and how many turns on those a
-        frequency makes at most to be stretched wholly, and at least to be left alone, between
-        which it is stretched in part; None stretches all.
+      theta: Base of the frequencies.
+      factor: Position scaling factor.
+      stretched: Llama 3.1's frequency-dependent scaling: (original context length, low frequency
+        factor, high frequency factor). A frequency with fewer rotations over the original context
+        than the low factor is divided by `factor`. One with more than the high factor is unchanged,
+        and those between are interpolated. None scales all.
     """
 
     theta: float = 10000.0
@@ -28,16 +29,19 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Experts in place of the MLP.
+    """Mixture of experts in place of the MLP.
 
     Attributes:
-      experts: E, how many there are.
-      chosen: K, to how many a token goes.
-      normalised: whether the weights of those sum to one.
-      capacity: how many tokens of a row an expert takes at most, as a multiple of T · K / E; what
-        is more is dropped. None drops nothing, and takes E / K times the products.
-      balance: what the balance of the experts' tokens counts in the loss.
-      z: what the square of the router's logits counts.
+      experts: E, the number of experts.
+      chosen: K, the number of experts per token.
+      normalised: If True, the weights of the K experts are normalised to sum to one.
+      capacity: Maximum tokens of a row per expert, as a multiple of T · K / E; the rest is dropped.
+        None drops nothing, and needs E / K times the matrix products.
+      balance: Coefficient of the load-balancing loss.
+      z: Coefficient of the router z-loss, the mean square of the logits' logsumexp.
+
+    Raises:
+      ValueError: `chosen` is not between 1 and `experts`, or `capacity` is not positive.
     """
 
     experts: int
@@ -60,7 +64,7 @@ class Mixture:
             )
 
     def room(self, tokens: int) -> int:
-        """C: of a row of so many tokens, how many an expert takes.
+        """Returns C, the number of tokens of a row that an expert takes.
 
         >>> Mixture(8, 2, capacity=1.25).room(1024), Mixture(8, 2).room(1024)
         (320, 1024)
@@ -72,34 +76,38 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder, and how it computes.
+    """Config of a decoder: shape, options and kernels.
 
     Attributes:
-      layers: number of blocks.
+      layers: Number of blocks.
       width: D, the size of the residual stream.
-      heads: N, heads of queries.
-      kv_heads: M, heads of keys and values; must divide `heads`.
+      heads: N, the number of query heads.
+      kv_heads: M, the number of key and value heads; must divide `heads`.
       head_dim: H, even.
       hidden: F, the width of the gated MLP, or of one expert.
-      vocab: V, rows of the embedding.
-      seq: the longest row of tokens it is made for.
-      tied: whether the head is the embedding.
-      eps: of the norms.
-      rope: of all layers, or of those that see everything.
-      window: how many positions a sliding layer sees; None where no layer slides.
-      sliding: for each layer whether it slides; empty for all, if there is a window.
-      local_rope: of sliding layers; None for `rope`.
-      qkv_bias, out_bias, mlp_bias: whether those matrices have biases.
-      qk_norm: whether queries and keys are normalised, head by head.
-      post_norms: whether what attention and MLP add is normalised too.
-      norm_from_one: whether the scale of a norm is one plus its parameter.
-      mixture: the experts that stand in place of the MLP, if any do.
-      activation: of the MLP's gate, "silu" or "gelu" (by tanh).
-      embed_scale: what embedded tokens are multiplied by.
-      query_scale: what scores are multiplied by; None for 1 / √H.
-      attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU where dtype and
+      vocab: V, the rows of the embedding.
+      seq: Maximum sequence length in tokens.
+      tied: If True, the head is the embedding.
+      eps: Epsilon of the norms.
+      rope: Rotary embedding of all layers, or of full-attention layers if `local_rope` is set.
+      window: Attention window of sliding layers, in positions; None without sliding layers.
+      sliding: For each layer, True if it uses the sliding window. Empty applies `window`, if set,
+        to all layers.
+      local_rope: Rotary embedding of sliding layers; None uses `rope`.
+      qkv_bias, out_bias, mlp_bias: If True, those matrices have biases.
+      qk_norm: If True, queries and keys are normalised per head.
+      post_norms: If True, the outputs of attention and MLP are normalised too.
+      norm_from_one: If True, the scale of a norm is one plus its parameter.
+      mixture: Mixture of experts in place of the MLP; None for a dense MLP.
+      activation: Activation of the MLP's gate, "silu" or "gelu" (tanh approximation).
+      embed_scale: Factor of token embeddings.
+      query_scale: Factor of attention scores; None means 1 / √H.
+      attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU if dtype and
         head dim allow it.
-      loss_chunk: tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+      loss_chunk: Tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+
+    Raises:
+      ValueError: A field is out of range, or fields contradict each other.
     """
 
     layers: int
@@ -160,12 +168,12 @@ class DecoderConfig:
 
     @property
     def slides(self) -> tuple[bool, ...]:
-        """For each layer whether it sees `window` positions only."""
+        """For each layer, True if it attends to `window` positions only."""
         return self.sliding or (self.window is not None,) * self.layers
 
 
 def layer_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
-    """Path and shape of each parameter of one block.
+    """Returns the shape of each parameter of one block, by path.
 
     >>> from .decoder_presets import preset
     >>> layer_shapes(preset("qwen3-8b"))["attn/k/kernel"]
@@ -203,7 +211,7 @@ def layer_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Path and shape of each parameter; those of blocks are stacked over layers.
+    """Returns the shape of each parameter, by path; those of blocks are stacked over layers.
 
     >>> from .decoder_presets import preset
     >>> shapes(preset("llama-3.1-8b"))["head/kernel"]
@@ -237,10 +245,10 @@ def num_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, tokens: int) -> int:
     """Counts the model FLOPs of one token of a row of `tokens`, forward and backward.
 
-    Six for each element of a matrix that multiplies (the head's too, not the lookup of the
-    embedding; of experts the K that a token goes to), and 12·N·H for each position a layer sees,
-    counted in full although the causal mask wastes half; a sliding layer sees its window at most.
-    Recomputation is not counted.
+    Six for each element of a matrix that multiplies, and 12·N·H for each position a layer attends
+    to. The head is included, the embedding lookup is not. For experts, the K that a token is routed
+    to are counted. Attention is counted in full although the causal mask wastes half; a sliding
+    layer attends to its window at most. Recomputation is not counted.
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """

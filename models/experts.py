@@ -21,14 +21,15 @@ STDDEV = 0.02  # of new matrices
 
 
 class Routed(NamedTuple):
-    """What a router did, for each row.
+    """Statistics of a router, for each row.
 
     Attributes:
-      balance_B: E · Σ (part of the choices that are of an expert) · (its mean probability): 1 where
-        all have as many tokens. Source: Fedus et al., Switch Transformers, arXiv:2101.03961.
-      z_B: mean square of the logarithm of the sum of exponentials of its logits. Source: Zoph et
-        al., ST-MoE, arXiv:2202.08906.
-      dropped_B: choices that an expert had no room for, int32; of T · K.
+      balance_B: Load-balancing loss: E · Σ (fraction of choices of an expert) · (its mean
+        probability); 1 if all experts have equally many tokens. Source: Fedus et al., Switch
+        Transformers, arXiv:2101.03961.
+      z_B: Router z-loss: mean square of the logits' logsumexp. Source: Zoph et al., ST-MoE,
+        arXiv:2202.08906.
+      dropped_B: Number of the T · K choices dropped because an expert was full, int32.
     """
 
     balance_B: jax.Array

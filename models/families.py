@@ -1,4 +1,4 @@
-"""All transformers here by the name of a preset or by their config, whatever their family."""
+"""All transformers of this package, by the name of a preset or by their config."""
 
 import dataclasses
 from typing import Any
@@ -31,17 +31,21 @@ def preset(name: str, **overrides: Any) -> Config:
     >>> preset("124m", vocab=50257).layers, preset("qwen3-8b").layers
     (12, 36)
 
+    Args:
+      name: Name of a preset.
+      **overrides: Fields to replace.
+
     Raises:
-      ValueError: no preset has that name.
+      ValueError: No preset has that name.
     """
     return chosen(PRESETS, name, num_params, **overrides)
 
 
 def with_capacity(config: Config, capacity: float | None) -> Config:
-    """The same with so much room in each expert, `Mixture.capacity`; as it is for None.
+    """Returns the config with another `Mixture.capacity`; unchanged for None.
 
     Raises:
-      ValueError: it has no experts, or no room would be left.
+      ValueError: The model has no experts, or the capacity is not positive.
 
     >>> with_capacity(preset("mixtral-8x7b"), 1.25).mixture.capacity
     1.25
@@ -58,12 +62,12 @@ def with_capacity(config: Config, capacity: float | None) -> Config:
 
 
 def build(config: Config, rngs: nnx.Rngs) -> Model:
-    """The model of a config, with new parameters."""
+    """Builds the model of a config, with new parameters."""
     return GPT(config, rngs) if isinstance(config, GPTConfig) else Decoder(config, rngs)
 
 
 def num_params(config: Config) -> int:
-    """Counts the parameters.
+    """Counts the parameters of a config's model.
 
     >>> num_params(preset("llama-3.1-8b"))
     8030261248

@@ -1,4 +1,4 @@
-"""Sampling, for a look at what a model has learned.
+"""Sampling from a trained model.
 
 Shapes: T tokens of a prompt, S of the whole text, W of the window that the model reads, V vocab.
 """
@@ -25,20 +25,20 @@ def generate(
 ) -> jax.Array:
     """Samples a continuation.
 
-    Each step runs the whole window of the last `config.seq` tokens: no cache, one compilation.
+    Each step runs the model on the last `config.seq` tokens: no KV cache, one compilation.
 
     Args:
-      model: of gpt.py or decoder.py.
-      prompt_T: at least one token id.
-      steps: tokens to sample.
-      key: a typed key.
-      temperature: divides the logits; 0 always takes the likeliest token.
+      model: A `gpt.GPT` or a `decoder.Decoder`.
+      prompt_T: At least one token id.
+      steps: Number of tokens to sample.
+      key: A typed PRNG key.
+      temperature: Sampling temperature; 0 is greedy decoding.
 
     Returns:
       The prompt and its continuation, (T + steps,).
 
     Raises:
-      ValueError: the prompt is empty or not one row.
+      ValueError: The prompt is empty or not one row.
     """
     if prompt_T.ndim != 1 or prompt_T.size == 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The shapes of the GPT family: configs, presets by name, parameters and FLOPs in closed form.
+"""Configs of the GPT family: presets by name, parameters and FLOPs in closed form.
 
 GPT-2: Radford et al., Language Models are Unsupervised Multitask Learners (2019). The shapes of
 the larger models follow Rajbhandari et al., arXiv:1910.02054.
@@ -14,18 +14,21 @@ ATTENTION = ("auto", "xla", "cudnn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT, and how it computes.
+    """Config of a GPT: shape, options and kernels.
 
     Attributes:
-      layers: number of blocks.
+      layers: Number of blocks.
       width: D, the size of the residual stream.
-      heads: attention heads; must divide `width`.
-      vocab: rows of the embedding, GPT-2's 50257 rounded up to a multiple of 128.
-      seq: longest row of tokens, the number of learned positions.
-      dropout: rate on the embedding and on both residual branches of a block, 0 for none.
-      attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU where dtype and
+      heads: Number of attention heads; must divide `width`.
+      vocab: Rows of the embedding; GPT-2's 50257 rounded up to a multiple of 128.
+      seq: Maximum sequence length in tokens, the number of learned positions.
+      dropout: Dropout rate of the embedding and of both residual branches of a block; 0 for none.
+      attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU if dtype and
         head dim allow it.
-      loss_chunk: tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+      loss_chunk: Tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+
+    Raises:
+      ValueError: A field is out of range, or `heads` does not divide `width`.
     """
 
     layers: int

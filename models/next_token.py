@@ -1,4 +1,4 @@
-"""The loss of every model of text here: the cross entropy of the next token.
+"""Next-token cross entropy, the loss of every text model here.
 
 Shapes: B batch, T tokens of a row, D width, V vocab.
 """
@@ -23,16 +23,16 @@ def loss(
     """Returns the next-token cross entropy as (sum, weight), both fp32; the mean is their ratio.
 
     Args:
-      model: a `gpt.GPT` or a `decoder.Decoder`.
-      tokens_BxT1: rows of T + 1 tokens; the first T are read, the last T predicted.
-      mask_BxT: weights of the predicted tokens, None for all one.
-      segments_BxT: numbers of documents that share a row, of the tokens that are read; a token
-        sees its own alone.
-      positions_BxT: of each token that is read in its document; by default its place in the row.
-      dropout_key: a typed key, of a model that has dropout; None is deterministic.
+      model: A `gpt.GPT` or a `decoder.Decoder`.
+      tokens_BxT1: Rows of T + 1 tokens. The first T are inputs, the last T are labels.
+      mask_BxT: Weights of the labels; None means all one.
+      segments_BxT: Document numbers of the inputs, for packed rows; a token attends within its
+        document.
+      positions_BxT: Positions of the inputs in their document; by default in the row.
+      dropout_key: A typed PRNG key, for a model with dropout; None is deterministic.
 
     Raises:
-      ValueError: a shape does not fit, or the rows are too long for the model.
+      ValueError: A shape does not fit, or the rows are too long for the model.
     """
     labels_BxT = tokens_BxT1[:, 1:]
     weights_BxT = _weights(labels_BxT, mask_BxT, segments_BxT, positions_BxT)
@@ -48,12 +48,22 @@ def routed_loss(
     segments_BxT: jax.Array | None = None,
     positions_BxT: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Routed]:
-    """As `loss`, of a model with experts: to train with.
+    """Returns the training loss of a model with experts, and the statistics of its routers.
+
+    Args:
+      model: A `decoder.Decoder` with a `Mixture`.
+      tokens_BxT1: See `loss`.
+      mask_BxT: See `loss`.
+      segments_BxT: See `loss`.
+      positions_BxT: See `loss`.
 
     Returns:
-      (sum, weight), with what the mixture's `balance` and `z` say of the balance of the experts and
-      the size of the router's logits, the mean of the layers; and what routers did in each row:
-      means over layers, of `dropped_B` the sum.
+      ((sum, weight), routed). The sum adds the load-balancing loss and the router z-loss to the
+      cross entropy, weighted by the mixture's `balance` and `z` and averaged over layers. `routed`
+      has the routers' statistics of each row: means over layers, for `dropped_B` the sum.
+
+    Raises:
+      ValueError: The model has no experts, a shape does not fit, or the rows are too long.
     """
     mixture = model.config.mixture
     if mixture is None:
@@ -75,10 +85,10 @@ def _weights(
     segments_BxT: jax.Array | None,
     positions_BxT: jax.Array | None,
 ) -> jax.Array:
-    """Of the predicted tokens.
+    """Returns the weights of the labels.
 
     Raises:
-      ValueError: a shape does not fit.
+      ValueError: A shape does not fit.
     """
     others = {"mask": mask_BxT, "segments": segments_BxT, "positions": positions_BxT}
     for name, given in others.items():

@@ -1,7 +1,7 @@
-"""The one noun: `Zero` ties layout, gradients and optimizer to a mesh and a stage.
+"""The public class: `Zero` combines layout, gradients and optimizer for one mesh and stage.
 
-A Zero is a value: settings only, no parameters and no state, so two models with two optimizers
-in one program just work.
+A `Zero` holds settings only, no parameters and no state. Several models with several optimizers
+can be trained in one program.
 """
 
 import dataclasses
@@ -36,41 +36,43 @@ Tx: TypeAlias = optax.GradientTransformation
 
 @dataclasses.dataclass(frozen=True)
 class Zero(Settings):
-    """ZeRO at one stage on one mesh.
+    """Settings of ZeRO training on one mesh; makes parameters, optimizers and training steps.
 
     Args:
-      mesh: a mesh with a `data` axis, from `make_mesh`; from `abstract_mesh` to plan only.
-      stage: 0 nothing is partitioned, 1 optimizer state (and masters), 2 and gradients,
-        3 and parameters. Stages 1 to 3 share the same arrays at rest. "auto" chooses stage,
-        micro-batches and remat at the first step, with `choose` also what rests in host memory;
-        micro_batches and remat are then the least it may choose.
-      precision: a `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
-      micro_batches: k; the batch is worked off in k parts, gradients accumulate in fp32.
-      remat: what the backward pass keeps of layers, and where: "none", "dots", "block",
+      mesh: A mesh with a `data` axis, from `make_mesh`. A mesh from `abstract_mesh` only plans.
+      stage: 0 partitions nothing, 1 the optimizer state (and fp32 master parameters), 2 also the
+        gradients, 3 also the parameters. Stages 1 to 3 store the same sharded arrays. "auto"
+        chooses the stage, the number of micro-batches and remat at the first step; `choose` also
+        chooses the states to offload. `micro_batches` and `remat` are then lower bounds.
+      precision: A `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
+      micro_batches: Number of gradient-accumulation steps, k. Gradients accumulate in fp32.
+      remat: Activations saved for the backward pass, and where: "none", "dots", "block",
         "block_sqrt", "names:a,b", "block@host", "block@partitioned"; see `policies`.
-      frozen: leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
+      frozen: Leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
-      model_specs: pairs or a mapping from patterns of paths to PartitionSpecs that name `model` for
-        the dim that tensor parallelism splits; None for what the model's own variables name.
-      axis_rules: what the names of dims in the model mean: (name, mesh axis or None) pairs, by
-        default Flax's rules in force (`nn.logical_axis_rules`); heads, mlp and vocab are split over
-        `model` unless a rule says otherwise.
-      sequence_parallel: splits the dim that a model names "seq" over `model` too, outside matmuls.
-      bucket_bytes: the most that a collective moves at once; a larger leaf travels in pieces,
-        smaller ones together.
-      offload: what rests in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
-      hierarchical: at stage 3, states are cut over `replica` too: a device joins its shard of the
-        parameters once a step, in the compute dtype, and layers are gathered over `data` alone.
-      guard: whether a step whose gradients are not finite is skipped; if not, a transformation sees
-        them as they are (`optax.zero_nans`, `optax.apply_if_finite`).
-      states: how the large leaves of the optimizer's state rest: "fp32", "bf16" or "8bit"
-        (docs/states.md), of any elementwise transformation; the same bits for every N and stage.
-      memory_limit: bytes of a device that "auto" may use; by default JAX's pool of the device's
-        memory, of a target that is not there all of it less 8 % for what no plan shows.
+      model_specs: Pairs or a mapping from path patterns to PartitionSpecs that name `model` for the
+        dim that tensor parallelism splits. None uses the names in the model's own variables.
+      axis_rules: Logical axis rules of the model, as (name, mesh axis or None) pairs. The default
+        is Flax's active rules (`nn.logical_axis_rules`). heads, mlp and vocab are split over
+        `model` unless a rule overrides it.
+      sequence_parallel: Also split the dim named "seq" over `model`, outside matmuls.
+      bucket_bytes: Maximum bytes per collective. Larger leaves are communicated in pieces, smaller
+        leaves together.
+      offload: States stored in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
+      hierarchical: At stage 3, also shard states over `replica`. A device gathers its shard of the
+        parameters over `replica` once a step, in the compute dtype. Layers are then gathered over
+        `data` alone.
+      guard: Skip non-finite steps. If False, the transformation receives non-finite gradients
+        unchanged (`optax.zero_nans`, `optax.apply_if_finite`).
+      states: Optimizer state dtype of large leaves: "fp32", "bf16" or "8bit" (docs/states.md), for
+        any elementwise transformation. The stored bits are the same for every N and stage.
+      memory_limit: Bytes per device that "auto" may use. The default is the size of JAX's memory
+        pool on the device. For an ahead-of-time target it is the device memory less 8 %, reserved
+        for the runtime and its libraries.
 
     Raises:
-      ValueError: for a stage, mesh, precision, policy or count that can't be used.
+      ValueError: A stage, mesh, precision, policy or count is not supported.
 
     >>> import zero_jax
     >>> zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
@@ -84,7 +86,7 @@ class Zero(Settings):
 
     @property
     def settings(self) -> Settings:
-        """The same settings, as the gradient code takes them; "auto" rests as stage 3 does."""
+        """The settings of the gradient code; with "auto", `stage` is 3, which shards alike."""
         return dataclasses.replace(self, stage=3) if self.stage == AUTO else self
 
     def _jit(self, fn: Callable[..., Any], loss: grads.GlobalLoss, k: int) -> Any:
@@ -97,13 +99,13 @@ class Zero(Settings):
         return Program(fn, options if on_gpu(self.mesh) else None, check)
 
     def splits(self, params: PyTree) -> list[Split]:
-        """How each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
+        """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
         return self.settings.splitter(params)
 
     def _born(
         self, user_fn: Callable[..., PyTree], args: tuple[Any, ...]
     ) -> tuple[Any, PyTree, Any]:
-        """A function that makes parameters at rest, what it makes, and where that goes."""
+        """Returns a function that makes sharded parameters, its abstract result and shardings."""
 
         def fn(*args: Any) -> PyTree:
             # Variables that name their dims would be placed by Flax as soon as they are made.
@@ -130,19 +132,20 @@ class Zero(Settings):
         return born, abstract, tiers.place(placed, abstract, self.settings.offload)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
-        """Makes parameters that are born partitioned: no device ever holds the whole.
+        """Initialises sharded parameters: no device ever holds the full model.
 
         Args:
-          fn: returns the parameters, as on one device: a linen `model.init`, a function that
+          fn: Returns the parameters, as on one device: a linen `model.init`, a function that
             returns `nnx.state(Model(...), nnx.Param)`, or any function of arrays.
-          *args: its arguments.
+          *args: Arguments of `fn`.
 
         Returns:
-          The same tree of fp32 masters, split over `data`; bitwise the same values for every N
-          and stage. Leaves that N does not divide are wrapped as `Padded`.
+          The same tree of fp32 master parameters, sharded over `data`. The values are bitwise the
+          same for every N and stage. Leaves that N does not divide are padded, as `Padded`.
 
         Raises:
-          ValueError: a leaf is no numeric array, or a device is not there or holds another shard.
+          ValueError: A leaf is not a numeric array, the mesh is abstract, a device holds the wrong
+            shard, or `jax_threefry_partitionable` is off.
         """
         check_there(self.mesh)
         if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
@@ -156,18 +159,21 @@ class Zero(Settings):
         return params
 
     def abstract(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
-        """What `init` would return, as ShapeDtypeStructs with shardings; allocates nothing."""
+        """Returns the result of `init` as ShapeDtypeStructs with shardings; allocates nothing."""
         _, abstract, placed = self._born(fn, args)
         return layout.with_shardings(abstract, placed)
 
     def shard(self, params: PyTree) -> PyTree:
-        """Partitions logical arrays that exist already (a loaded model), leaf by leaf.
+        """Shards existing full arrays, such as a loaded model, leaf by leaf.
 
         Args:
-          params: a tree of numpy or JAX arrays, equal in every process.
+          params: A tree of numpy or JAX arrays, equal in every process.
 
         Returns:
-          The tree at rest, as from `init`.
+          The sharded tree, as from `init`.
+
+        Raises:
+          ValueError: A leaf is not a numeric array.
         """
         for name, leaf in paths.named_leaves(params):
             if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
@@ -187,10 +193,19 @@ class Zero(Settings):
         return jax.tree.unflatten(jax.tree.structure(abstract), [place(*leaf) for leaf in leaves])
 
     def optimizer(self, tx: optax.GradientTransformation) -> optimizer.ZeroTransform:
-        """Wraps any optax transformation; exact at every stage and every N.
+        """Wraps any optax transformation to partition its state; exact at every stage and every N.
 
-        Its `init` gives a state that is born partitioned, its `update` takes gradients and
-        parameters as they rest. A step whose gradients are not finite is skipped.
+        Its `init` returns a sharded state, its `update` takes sharded gradients and parameters.
+        Steps with non-finite gradients are skipped, unless `guard` is False.
+
+        Args:
+          tx: The optax transformation.
+
+        Returns:
+          The partitioned transformation.
+
+        Raises:
+          ValueError: `tx` is not an optax transformation, or offload is wrong on this machine.
         """
         offload_check.ensure(self.settings)
         return optimizer.partition(
@@ -205,19 +220,24 @@ class Zero(Settings):
         )
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
-        """The global loss and its partitioned gradients.
+        """Returns a function for the global loss and its partitioned gradients.
 
         Args:
           loss_fn: `loss_fn(params, batch, *extras)`, written for one device. It returns a scalar
-            mean, or `Weighted(sum, weight)` where weights differ between devices.
-          has_aux: whether it returns (loss, aux). Rows come back as rows, floats as means.
+            mean, or `Weighted(sum, weight)` if weights differ between devices.
+          has_aux: If True, `loss_fn` returns (loss, aux). Aux arrays with a batch dim are
+            concatenated over devices; other floats are averaged.
 
         Returns:
           A function of `(params, batch, *extras, loss_scale=1.0)` that returns (loss, grads), or
-          ((loss, aux), grads). Dim 0 of every batch array is split over the devices; extras
-          (batch statistics, dropout keys) are the same on all, except that typed PRNG keys are
-          folded with the device and the micro-batch. Gradients rest like the parameters, fp32;
-          those of frozen leaves are scalar zeros. `jax.grad` of it is right for every argument.
+          ((loss, aux), grads). Dim 0 of every batch array is split over the devices. Extras (batch
+          statistics, dropout keys) are the same on all devices. Typed PRNG keys are folded
+          with the device and the micro-batch. Gradients are fp32 and sharded like the parameters;
+          those of frozen leaves are scalar zeros. `jax.grad` of the function is correct for every
+          argument.
+
+        Raises:
+          ValueError: `stage` is "auto". With fp16, the returned function requires `loss_scale`.
         """
         if self.stage == AUTO:
             raise ValueError(
@@ -241,7 +261,11 @@ class Zero(Settings):
         return self._jit(value_and_grad, loss, loss.settings.micro_batches)
 
     def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
-        """The global loss without gradients, for held-out data.
+        """Returns a function for the global loss without gradients, for held-out data.
+
+        Args:
+          loss_fn: See `value_and_grad`.
+          has_aux: See `value_and_grad`.
 
         Returns:
           A jitted function of `(params, batch, *extras)` that returns (loss, weight), or
@@ -256,7 +280,7 @@ class Zero(Settings):
         return self._jit(evaluate, loss, 1)
 
     def full(self, params: PyTree) -> PyTree:
-        """Logical arrays, whole on every device: for a sample, an export, a look."""
+        """Returns the full arrays, without padding and replicated on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         full = jax.jit(lambda p: layout.logical(tiers.to_device(p)), out_shardings=whole)
         return full(params)
@@ -269,18 +293,21 @@ class Zero(Settings):
         has_aux: bool = False,
         max_skips: int = 20,
     ) -> TrainStep | auto.AutoStep:
-        """The packaged step: gradients, guard, update, metrics; jitted and donated.
+        """Returns a jitted training step with donated arguments: gradients, guard, update, metrics.
 
         Args:
-          loss_fn: as for `value_and_grad`.
-          tx: the result of `optimizer`, or a plain optax transformation.
-          has_aux: as for `value_and_grad`.
-          max_skips: how many steps in a row may be skipped before `NonFiniteError` is raised.
+          loss_fn: See `value_and_grad`.
+          tx: The result of `optimizer`, or a plain optax transformation.
+          has_aux: See `value_and_grad`.
+          max_skips: Number of consecutive skipped steps after which `NonFiniteError` is raised.
 
         Returns:
           A callable `step(params, opt_state, batch, *extras, **named)` that returns
-          (params, opt_state, Metrics) and consumes its first two arguments. Extras go to the loss;
-          arrays that are passed by name go to the transformation, beside `value`, the loss.
+          (params, opt_state, Metrics) and donates its first two arguments. Extras are passed to the
+          loss. Arrays passed by name go to the transformation, together with `value`, the loss.
+
+        Raises:
+          ValueError: `tx` was wrapped with other settings, or `max_skips` is below 1.
         """
         own = self.optimizer(optax.identity())
         if not isinstance(tx, optimizer.ZeroTransform):
@@ -303,32 +330,51 @@ class Zero(Settings):
         return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
     def plan(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> Plan:
-        """What a step will hold and send: predicted from its shapes, proven by compiling it.
+        """Predicts memory and communication of a step from shapes; optionally compiles it.
 
         Args:
-          loss_fn: as for `train_step`.
-          tx: as for `train_step`.
-          *args: parameters at rest (from `init` or `abstract`), the global batch and further
+          loss_fn: See `train_step`.
+          tx: See `train_step`.
+          *args: Sharded parameters (from `init` or `abstract`), the global batch and further
             arguments of the loss; arrays or ShapeDtypeStructs.
-          **options: of `planning.of`: `compile=True` for the devices of the mesh, `target="h100"`
-            for devices that need not be there, `latencies="step.pbtxt"` to tell XLA's scheduler
-            how long instructions take there.
+          **options: Options of `planning.of`. `compile=True` compiles for the devices of the mesh.
+            `target="h100"` compiles ahead of time, without a GPU. `latencies="step.pbtxt"` gives
+            XLA's scheduler modelled instruction latencies.
+
+        Returns:
+          The plan.
+
+        Raises:
+          ValueError: `stage` is "auto", or the step cannot be compiled for the target.
         """
         if self.stage == AUTO:
             raise ValueError('stage="auto" has many plans: see zero.choice(...)')
         return planning.of(self, loss_fn, tx, *args, **options)
 
     def choice(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> auto.Choice:
-        """Which stage, micro-batches, remat and host tiers fit in `memory_limit` at least cost.
+        """Chooses the stage, micro-batches, remat and offload that fit in `memory_limit`.
 
-        Arguments as for `plan`, and `born`, whether parameters and optimizer state are there
-        already and stay where they are: by default, whether params are arrays. What was
-        considered, and why it was dropped, is printed.
+        Prints the candidates considered, and the reason why each was dropped.
+
+        Args:
+          loss_fn: See `train_step`.
+          tx: See `train_step`.
+          *args: See `plan`.
+          **options: `has_aux`, `target`, `topology` and `model_flops` of `planning.of`; `report`,
+            called with each line instead of printing it; and `born`. If `born` is True, parameters
+            and optimizer state exist already and stay in their memory. The default is True if
+            `params` has arrays.
+
+        Returns:
+          The chosen candidate and all candidates considered.
+
+        Raises:
+          ValueError: No candidate fits, or the device does not report its memory.
         """
         return auto.decide(self, loss_fn, tx, *args, **options)
 
     def choose(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> "Zero":
-        """This Zero with all of that chosen; arguments as for `choice`."""
+        """Returns this `Zero` with the settings of `choice`; takes the same arguments."""
         chosen = self.choice(loss_fn, tx, *args, **options).chosen.candidate
         return dataclasses.replace(self, **chosen.settings)
 
@@ -357,8 +403,11 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
 def configuration(name: str) -> Mapping[str, Any]:
     """Returns the settings of a configuration of the paper: `Zero(mesh, **configuration("c4"))`.
 
+    Args:
+      name: "c1" to "c5", or "zero-100b". Source: ZeRO (arXiv:1910.02054), section 10.1, table 3.
+
     Raises:
-      ValueError: for an unknown name; the message has the nearest one.
+      ValueError: The name is unknown; the message has the nearest one.
 
     >>> configuration("c5")["remat"]
     'block@partitioned+host'

@@ -1,5 +1,5 @@
-"""Adapters of low rank beside the matrices of a frozen, maybe quantised model: LoRA and QLoRA.
+"""LoRA and QLoRA: low-rank adapters of a frozen, optionally quantised model.
 
-What a model multiplies with is read from its trace; ZeRO then sees an ordinary loss of more and
+The matrices to adapt are found in the trace of the loss; ZeRO receives an ordinary loss of more and
 smaller leaves. May import `jaxpr` and `sharding`.
 """

@@ -1,9 +1,10 @@
-"""LoRA and QLoRA: small matrices are trained beside those of a frozen model.
+"""LoRA and QLoRA: low-rank adapters of a frozen model.
 
-A model's matrix W becomes W + s·A·B with A (in, r), B (r, out) and s = alpha / r; B begins at zero.
-A and B are fp32 masters, cut and updated like any parameters. W is frozen in 16, 8 or 4 bits, cut
-at every stage from 1 on, and travels as it rests: at stage 3 each device holds bits/8·Ψ/N bytes of
-it, gathers it twice a step in those bits, and opens one matrix at a time.
+A weight matrix W becomes W + s·A·B with A (in, r), B (r, out) and s = alpha / r; B is initialised
+to zero. A and B are fp32 master parameters, sharded and updated like any parameters. W is frozen in
+16, 8 or 4 bits, sharded at every stage from 1 on, and communicated in its stored format. At stage 3
+each device stores bits/8·Ψ/N bytes of W, gathers it twice a step in those bits, and dequantises one
+matrix at a time.
 
 Sources: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA, arXiv:2305.14314.
 """
@@ -33,19 +34,19 @@ FROZEN = "^base(/|$)"  # the paths of what is not trained
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """What is trained beside a model, and how the model rests.
+    """Low-rank adapters of a frozen, optionally quantised model: LoRA and QLoRA.
 
     Args:
-      rank: r.
-      alpha: s = alpha / r is what A·B is multiplied by; by default 2·r.
-      targets: "all-linear" for every leaf that the model does nothing with but multiply, or
+      rank: Rank r of the adapters.
+      alpha: A·B is scaled by s = alpha / r. The default is 2·r.
+      targets: "all-linear" adapts every leaf that the model uses only in matrix products. Otherwise
         patterns searched in paths like "blocks/attn/q/kernel".
-      base: the model in "bf16" or "fp32", or with its matrices in "int8" or "nf4" and the rest in
-        bf16.
-      seed: of A.
+      base: Stored dtype of the frozen model. "bf16" or "fp32" applies to all of it. "int8" or "nf4"
+        applies to its matrices; the rest is bf16.
+      seed: Seed of the initial values of A.
 
     Raises:
-      ValueError: the rank is below 1, or no base is called so.
+      ValueError: The rank is below 1, the base is unknown, or a target pattern is empty.
 
     >>> import optax, zero_jax
     >>> make = lambda key: {"w": jax.random.normal(key, (64, 8))}
@@ -80,20 +81,23 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """s."""
+        """Scale s of A·B."""
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
     def adapt(self, loss_fn: LossFn, params: PyTree, batch: PyTree, *extras: Any) -> "Adapted":
-        """Reads in a loss which of its matrices are multiplied with; allocates nothing.
+        """Finds the matrices of a loss that adapters can be added to; allocates nothing.
 
         Args:
-          loss_fn: `loss_fn(params, batch, *extras)`, written for whole parameters.
-          params: its parameters, or their shapes.
-          batch: of any number of rows, or its shapes.
-          *extras: further arguments of the loss, or their shapes.
+          loss_fn: `loss_fn(params, batch, *extras)`, written for full parameters.
+          params: Parameters of the loss, or their shapes.
+          batch: A batch of any number of rows, or its shapes.
+          *extras: Further arguments of the loss, or their shapes.
+
+        Returns:
+          The adapted loss, with functions to initialise and merge its parameters.
 
         Raises:
-          ValueError: a target is not multiplied with, or a pattern matches nothing.
+          ValueError: A target is not used in matrix products alone, or a pattern matches nothing.
         """
         found = _multiplied(loss_fn, params, batch, extras)
         return Adapted(self, loss_fn, found, _targets(self.targets, params, found))
@@ -101,13 +105,13 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A loss of {"base": the model as it rests, "lora": A and B by the path of their matrix}.
+    """A loss of {"base": the frozen model, "lora": A and B by the path of their matrix}.
 
     Attributes:
-      lora: what it was asked for.
-      loss_fn: of the whole parameters.
-      multiplied: which leaves the model does nothing with but multiply, and their dims.
-      targets: which of them have an adapter.
+      lora: The adapter settings.
+      loss_fn: The loss of the full parameters.
+      multiplied: Leaves used only in matrix products, with their dims.
+      targets: Paths of the leaves that have an adapter.
     """
 
     lora: Lora
@@ -117,11 +121,11 @@ class Adapted:
 
     @property
     def frozen(self) -> str:
-        """What `Zero(frozen=...)` is to be given."""
+        """Pattern of the frozen leaves, for `Zero(frozen=...)`."""
         return FROZEN
 
     def init(self, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Of a function that makes the model the one that makes base and adapters."""
+        """Wraps a function that makes the model into one that makes base and adapters."""
 
         def made(*args: Any) -> PyTree:
             params = make(*args)
@@ -130,7 +134,7 @@ class Adapted:
         return made
 
     def rests(self, params: PyTree) -> PyTree:
-        """The model as the base rests."""
+        """Converts the model to the stored dtypes of the base."""
         leaves = [self._rests(name, leaf) for name, leaf in paths.named_leaves(params)]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -145,7 +149,7 @@ class Adapted:
         return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
 
     def new(self, params: PyTree) -> PyTree:
-        """New adapters: A of uniform numbers as `torch.nn.Linear` begins, B of zeros."""
+        """Initialises adapters: A uniformly like `torch.nn.Linear`, B with zeros."""
         known = dict(paths.named_leaves(params))
         return {name: self._new(name, tuple(known[name].shape)) for name in self.targets}
 
@@ -157,7 +161,7 @@ class Adapted:
         return {"a": jax.random.uniform(key, a, minval=-most, maxval=most), "b": jnp.zeros(b)}
 
     def loss(self, params: PyTree, batch: PyTree, *extras: Any) -> Any:
-        """The loss of the model with its adapters, for `Zero`; a product never makes their sum."""
+        """Computes the loss of the adapted model, for `Zero`; never materialises W + s·A·B."""
         base, structure = named(params["base"]), structure_of(params["base"])
         compute = params["lora"][self.targets[0]]["a"].dtype
         given = [self._matrix(name, leaf, params["lora"], compute) for name, leaf in base]
@@ -176,7 +180,7 @@ class Adapted:
         return Matrix(leaf, pair, name, compute, self.multiplied[name], self.lora.scale)
 
     def merged(self, params: PyTree) -> PyTree:
-        """The model with its adapters added, whole and in fp32: for a look, or a sample."""
+        """Returns the full fp32 model with its adapters added, for sampling or inspection."""
         base, structure = named(params["base"]), structure_of(params["base"])
         own = [self._matrix(name, leaf, params["lora"], jnp.float32) for name, leaf in base]
         whole = [x.whole() if isinstance(x, Matrix) else x for x in own]
@@ -186,7 +190,7 @@ class Adapted:
 def _multiplied(
     loss_fn: LossFn, params: PyTree, batch: PyTree, extras: tuple[Any, ...]
 ) -> dict[str, Dims]:
-    """The leaves that a loss does nothing with but multiply, always along the same dims."""
+    """Returns the leaves that a loss uses only in matrix products, always along the same dims."""
     reads: dict[str, set[Dims | None]] = {}
     shapes = jax.eval_shape(lambda x: x, params)
     own = paths.named_leaves(shapes)

@@ -1,14 +1,14 @@
 """Checkpoints that load on any mesh: `Checkpoints(directory).save(step, tree)` and `restore`.
 
-Orbax decides when a checkpoint counts (written beside, renamed when every process is done), which
-ones are kept, and lets training go on while files are written. What is written is zero_jax's own:
-logical arrays without padding or mesh (leaves.py), in chunks with checksums (arrays.py), and a
-manifest (manifest.py). No file of it is executed when it is read.
+Orbax commits a checkpoint (written to a temporary folder, renamed when every process is done),
+deletes old ones, and writes files while training continues. The format is zero_jax's own: full
+arrays without padding or mesh (leaves.py), in chunks with checksums (arrays.py), and a manifest
+(manifest.py). Reading a checkpoint executes no file of it.
 
     DIR/120/state/manifest.json
     DIR/120/state/arrays/0007/c/0/3      a chunk
     DIR/.lock                            of the run that writes here
-    DIR/.discarded                       what is being deleted (retention.py)
+    DIR/.discarded                       folders being deleted (retention.py)
 
 Host memory: `save` copies this process's shards and returns; `restore` takes one leaf at a time.
 """
@@ -52,17 +52,17 @@ ITEM = "state"
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What came back.
+    """A restored checkpoint.
 
     Attributes:
-      tree: like the tree that was asked for, with the values of the checkpoint.
-      step: of the checkpoint.
-      config: as given to `save`.
-      extra: as given to `save`.
-      restored: paths that were read.
-      missing: paths that the checkpoint lacks, allowed by `may_differ`; they keep their value.
-      extra_arrays: paths that were not asked for, allowed by `may_differ`.
-      changed: paths of another shape or dtype, allowed by `may_differ`; they keep their value.
+      tree: The tree in the structure of `like`, with the values of the checkpoint.
+      step: Training step of the checkpoint.
+      config: The `config` given to `save`.
+      extra: The `extra` given to `save`.
+      restored: Paths that were read.
+      missing: Paths that the checkpoint lacks, allowed by `may_differ`; they keep their value.
+      extra_arrays: Paths in the checkpoint that `like` lacks, allowed by `may_differ`.
+      changed: Paths of another shape or dtype, allowed by `may_differ`; they keep their value.
     """
 
     tree: PyTree
@@ -89,14 +89,15 @@ class Checkpoints:
     """The checkpoints of a run, in one directory.
 
     Args:
-      directory: is made; on storage that all processes share.
-      keep: how many of the latest are kept; None for all.
-      keep_every: steps whose multiples are kept for ever.
-      read_only: takes no lock, writes and deletes nothing.
+      directory: Directory on storage that all processes share; created if missing.
+      keep: Number of newest checkpoints to keep; None keeps all.
+      keep_every: Steps divisible by this number are kept indefinitely.
+      read_only: If True, takes no lock, writes nothing and deletes nothing.
 
     Raises:
-      ValueError: another run writes there, or it can't be written; in all processes but the
-        first an OSError that says so.
+      ValueError: Another run writes to `directory`, `directory` is not writable, or `keep` or
+        `keep_every` is below 1. If the first process cannot open the directory, the others raise
+        OSError.
 
     >>> import tempfile, jax.numpy as jnp
     >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
@@ -131,33 +132,36 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps there are, ascending; waits for one that is being saved."""
+        """Steps with a checkpoint, ascending; waits for a save in progress."""
         self.wait()
         found = self.directory.glob(f"*/{ITEM}/{MANIFEST}")
         return sorted(int(p.parts[-3]) for p in found if retention.is_step(p.parts[-3]))
 
     @property
     def latest(self) -> int | None:
-        """The last of them; the first process's, where storage shows it late to others."""
+        """The newest step, or None. Every process calls it.
+
+        All processes return the value of the first: shared storage may show a new checkpoint late.
+        """
         mine = np.int32(max(self.steps, default=-1))
         last = int(multihost_utils.broadcast_one_to_all(mine))
         return None if last < 0 else last
 
     def save(self, step: int, tree: PyTree, *, config: Any = None, extra: Any = None) -> None:
-        """Copies what this process holds and writes it while training goes on.
+        """Copies this process's shards to host memory and writes them asynchronously.
 
         Waits for the previous save first. Every process calls it.
 
         Args:
-          step: number of the training step, above that of the newest checkpoint.
-          tree: arrays at rest (parameters, optimizer state, random keys) and numbers.
-          config: the run's settings, as JSON.
-          extra: what else a run goes on from (the position in the data), as JSON.
+          step: Number of the training step, above that of the newest checkpoint.
+          tree: Sharded arrays (parameters, optimizer state, random keys) and numbers.
+          config: Settings of the run, as JSON.
+          extra: Other state needed to resume, such as the position in the data, as JSON.
 
         Raises:
-          ValueError: the step is there, is below the newest or no number, or something can't be
-            saved.
-          OSError: no space is left, or an earlier save failed.
+          ValueError: The step exists, is below the newest or is not a number, a leaf cannot be
+            saved, or the checkpoints are read-only.
+          OSError: The disk is full, or an earlier save failed.
         """
         if self._manager is None:
             raise ValueError("these checkpoints were opened with read_only=True")
@@ -174,7 +178,7 @@ class Checkpoints:
             self.wait()  # the next step writes to those files
 
     def _checked(self, step: Any) -> int:
-        """The step as a number that comes next."""
+        """Returns the step as an int above the newest checkpoint."""
         try:
             number = operator.index(step)
         except TypeError:
@@ -193,10 +197,10 @@ class Checkpoints:
         return number
 
     def wait(self) -> None:
-        """Waits until the last save is on the disk.
+        """Waits until the last save is on disk.
 
         Raises:
-          OSError: it failed; earlier checkpoints are intact.
+          OSError: The save failed; earlier checkpoints are intact.
         """
         if self._manager is None:
             return
@@ -212,7 +216,11 @@ class Checkpoints:
                 _to_stderr(f"checkpoint {step} was saved, but not sealed: {error}")
 
     def close(self) -> None:
-        """Waits, and lets other runs write here."""
+        """Waits for the last save and releases the lock of the directory.
+
+        Raises:
+          OSError: The last save failed; earlier checkpoints are intact.
+        """
         try:
             self.wait()
         finally:
@@ -225,10 +233,16 @@ class Checkpoints:
                 self._lock = None
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """What a checkpoint says about itself; of the latest by default. Every process calls it.
+        """Returns the manifest of a checkpoint: versions, settings and arrays.
+
+        Every process calls it.
+
+        Args:
+          step: Step of the checkpoint; the newest by default.
 
         Raises:
-          ValueError: there is none.
+          ValueError: There is no such checkpoint.
+          Damaged: The manifest was changed after it was written.
         """
         return Manifest.read(self._folder(step))
 
@@ -249,21 +263,26 @@ class Checkpoints:
         may_differ: str | None = None,
         say: Callable[[str], Any] | None = None,
     ) -> Restored:
-        """Reads a checkpoint into the shape and place of `like`, and checks every bit of it.
+        """Restores a checkpoint with the structure and shardings of `like`; verifies checksums.
 
-        Every process calls it; each reads what its devices hold.
+        Every process calls it. Each process reads the shards of its devices.
 
         Args:
-          like: a tree at rest, as for `save`: arrays, or ShapeDtypeStructs with shardings from
-            `zero.abstract` and `zero.optimizer(tx).init` of them. Any mesh and stage.
-          step: the latest by default.
-          may_differ: pattern of paths that may be missing, extra or of another shape. Such a leaf
-            keeps the value it has in `like`.
-          say: is told what was restored; by default printed to stderr by the first process.
+          like: A sharded tree with the structure given to `save`. Its leaves are arrays, or
+            ShapeDtypeStructs with shardings from `zero.abstract` and `zero.optimizer(tx).init`. Any
+            mesh and stage.
+          step: Step of the checkpoint; the newest by default.
+          may_differ: Pattern of paths that may be missing, extra or of another shape or dtype. Such
+            a leaf keeps the value it has in `like`.
+          say: Called with a summary of the restored paths. By default the first process prints it
+            to stderr.
+
+        Returns:
+          The restored tree, its step and settings, and the paths that differ.
 
         Raises:
-          Damaged: something on the disk is not as it was written.
-          ValueError: there is no such checkpoint, or it does not match `like`.
+          Damaged: A file differs from its checksum.
+          ValueError: There is no such checkpoint, or it does not match `like`.
         """
         folder = self._folder(step)
         check_seal(folder.parent)
@@ -310,7 +329,7 @@ def _to_stderr(text: str) -> None:
 
 
 def _check_space(directory: pathlib.Path, needed: int, files: int) -> None:
-    """Raises OSError if the file system has too little left, of bytes or of files."""
+    """Raises OSError if the file system has too few bytes or files left."""
     known = os.statvfs(directory)
     free = known.f_bavail * known.f_frsize
     if free < needed:

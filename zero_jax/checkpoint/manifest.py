@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself: versions, settings, and every array with its checksum.
+"""The manifest of a checkpoint: versions, settings, and every array with its checksum.
 
-It is one JSON file whose last line is the SHA-256 of the rest. Nothing in it depends on the mesh
-that wrote it, and nothing in it is ever executed.
+It is one JSON file whose last line is the SHA-256 of the rest. It does not depend on the mesh
+that wrote it, and reading it executes nothing.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ class Entry:
     """One array.
 
     Attributes:
-      folder: of its chunks, within the checkpoint.
-      shape: logical.
-      dtype: as in the tree; "key<threefry2x32>", say, for a random key.
-      stored: dtype of what is stored.
-      chunk: shape of a chunk.
-      checksum: see checksum.py.
+      folder: Folder of its chunks, within the checkpoint.
+      shape: Full shape, without padding.
+      dtype: Dtype in the tree; for a random key, "key<threefry2x32>", for example.
+      stored: Dtype on disk.
+      chunk: Shape of a chunk.
+      checksum: See checksum.py.
     """
 
     folder: str
@@ -48,14 +48,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All of it.
+    """The manifest of a checkpoint.
 
     Attributes:
-      step: number of the training step.
-      arrays: by path.
-      versions: of what wrote it.
-      config: the settings of the run, as the caller gave them.
-      extra: anything else that a run goes on from, as the caller gave it.
+      step: Number of the training step.
+      arrays: Array entries by path.
+      versions: Versions of the packages that wrote the checkpoint.
+      config: Settings of the run, as given by the caller.
+      extra: Other state needed to resume, as given by the caller.
     """
 
     step: int
@@ -74,8 +74,8 @@ class Manifest:
         """Reads the file.
 
         Raises:
-          Damaged: it is not as it was written.
-          ValueError: there is none, or a later version of zero_jax wrote it.
+          Damaged: The file was changed after it was written.
+          ValueError: There is no file, or a later version of zero_jax wrote it.
         """
         path = folder / NAME
         try:

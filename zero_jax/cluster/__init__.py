@@ -1,4 +1,4 @@
-"""Processes: how they join a run, agree, lock what is theirs, and end when one is gone.
+"""Multi-process runs: joining, comparing settings, locking files, and ending after a failure.
 
 Imports nothing of zero_jax.
 """

@@ -1,4 +1,4 @@
-"""Where processes find each other: addresses as they are given, and as they are listened at."""
+"""Network addresses of processes: parsing them, and choosing where to listen."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ _RETRY = 0.5
 
 
 class CannotJoin(OSError):
-    """The processes of a run do not find each other."""
+    """Raised if the processes of a run do not find each other."""
 
 
 def address_of(coordinator: str) -> Address:

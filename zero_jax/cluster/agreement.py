@@ -1,5 +1,7 @@
-"""Whether all processes of a run were started alike: what differs would hang, or train on other
-numbers without a word."""
+"""Comparison of settings between the processes of a run.
+
+A difference would hang, or silently train on other numbers.
+"""
 
 import collections
 import importlib.metadata
@@ -26,15 +28,15 @@ _OWN = re.compile(
 
 
 def check_agreement(settings: Mapping[str, Any]) -> None:
-    """Compares settings between all processes; costs nothing in a run of one.
+    """Compares settings between all processes; does nothing in a run of one process.
 
-    A setting that differs would otherwise show as a hang inside a collective.
+    Without it, a difference would show as a hang inside a collective.
 
     Args:
-      settings: names to values that `str` tells apart.
+      settings: Values by name; their `str` is compared.
 
     Raises:
-      ValueError: naming the setting, both values and their processes.
+      ValueError: A setting differs; the message has its name, both values and their processes.
     """
     if jax.process_count() == 1:
         return
@@ -53,10 +55,10 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
 
 
 def of_the_first(text: str) -> str:
-    """Process 0's text, in all processes.
+    """Returns process 0's text in all processes.
 
     Raises:
-      ValueError: it has more than 4096 bytes, in process 0 alone.
+      ValueError: It has more than 4096 bytes, in process 0 alone.
     """
     letters = np.zeros(4096, np.uint8)
     given = np.frombuffer(text.encode(), np.uint8)
@@ -66,8 +68,7 @@ def of_the_first(text: str) -> str:
 
 
 def settings_of_jax() -> dict[str, str]:
-    """All that decides on a program and its numbers beside what a run is told: versions, the
-    settings of JAX, and XLA's."""
+    """Returns the versions, JAX settings and XLA flags that affect a program and its numbers."""
     packages = ("jax", "jaxlib", "flax", "optax")
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in packages}
     versions["the version of zero_jax"] = __version__

@@ -1,4 +1,4 @@
-"""Processes: how one joins a run, and which GPUs are its own.
+"""Process start-up: joining a run, and assigning GPUs to processes.
 
 One process per GPU is the reliable layout.
 """
@@ -30,26 +30,28 @@ def initialize(
 ) -> None:
     """Joins this process to the run; does nothing for a run of one process.
 
-    SLURM and OpenMPI 4 are recognised; otherwise give all three arguments. Call it before
-    anything that touches a device. Under a launcher each process takes one GPU, its local rank's;
-    if the others are hidden (`--gpus-per-task`), it takes the one it sees, and if it is the only
-    process of its host, all of them. Started by hand, it takes those of JAX_LOCAL_DEVICE_IDS, by
-    default all that it sees: give each process of a host its own.
+    SLURM and OpenMPI 4 are recognised; otherwise give all three arguments. Call it before anything
+    that uses a device.
 
-    Versions, JAX's settings and XLA's flags are compared. A process that dies later is named by all
-    others, which end with exit code 76. Started by hand, process 0 listens at the coordinator's
-    address alone, or at JAX_COORDINATOR_BIND_ADDRESS if that is set.
+    Under a launcher, each process takes the GPU of its local rank. It takes the only GPU that it
+    sees if the launcher hides the others (`--gpus-per-task`). It takes all GPUs if it is the only
+    process of its host. Without a launcher, a process takes the GPUs of JAX_LOCAL_DEVICE_IDS, by
+    default all visible ones: give each process of a host different ones.
+
+    The processes compare versions, JAX's settings and XLA's flags. If a process dies later, all
+    others print its name and exit with code 76. Without a launcher, process 0 listens at the
+    coordinator's address only, or at JAX_COORDINATOR_BIND_ADDRESS if that is set.
 
     Args:
       coordinator: "host:port" of process 0.
-      num_processes: how many processes take part.
-      process_id: this process's rank.
-      wait_seconds: how long to wait for the others.
+      num_processes: Number of processes.
+      process_id: Rank of this process.
+      wait_seconds: Seconds to wait for the others.
 
     Raises:
-      ValueError: if only some of the arguments are given, or they can't be, or the processes were
-        not started alike.
-      CannotJoin: they do not find each other; names who is missing or came twice.
+      ValueError: Only some of the arguments are given, one is invalid, or the processes were
+        started with different settings.
+      CannotJoin: Processes do not find each other; the message has missing and duplicate ranks.
     """
     given = (coordinator, num_processes, process_id)
     if jax.distributed.is_initialized():
@@ -94,10 +96,10 @@ def initialize(
 
 
 def _join(wait_seconds: float, **given: Any) -> None:
-    """Makes JAX's group.
+    """Joins JAX's process group.
 
     Raises:
-      CannotJoin: with what JAX says.
+      CannotJoin: JAX failed to join; the message has JAX's error.
     """
     try:
         jax.distributed.initialize(
@@ -112,7 +114,7 @@ def _join(wait_seconds: float, **given: Any) -> None:
 
 
 def _link(seconds: float) -> None:
-    """Links between processes that a launcher has joined."""
+    """Opens connections between processes that a launcher has joined."""
     rank, count = jax.process_index(), jax.process_count()
     at, own = None, ""
     try:
@@ -136,12 +138,12 @@ def _link(seconds: float) -> None:
 
 
 def the_roll() -> Roll | None:
-    """The links to other processes, if there are any."""
+    """Returns the connections to other processes, or None."""
     return _links[0] if _links else None
 
 
 def leave() -> None:
-    """Leaves the group: who leaves waits for all others."""
+    """Leaves the process group; waits for all other processes."""
     for own in _links:
         own.leave()
     if jax.distributed.is_initialized():

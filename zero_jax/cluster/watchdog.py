@@ -1,19 +1,18 @@
-"""Ends a run of several processes when one of them is gone or stuck, and says which.
+"""Ends a run of several processes if one of them is dead or stuck, and reports which.
 
-A collective waits for ever for a process that is stopped, and for long for one that is dead. So
-every process writes a counter to a file of a folder that all share, once a second, and looks at
-those of the next few ranks; a process whose counter stands still is dead or stopped. A step that
-takes far longer than those before it is stuck, though its process is alive. The first steps, which
-compile, and a pause between steps have a longer limit. A process with an error
-that the others do not have leaves them waiting for it. In each case a file tells all others, and
-every process that still can prints its stacks and ends with exit code ENDED, for whatever restarts
-them.
+A collective waits indefinitely for a stopped process, and long for a dead one. So every process
+writes a counter to a file in a shared folder once a second, and reads those of the next few
+ranks. A process whose counter does not change is dead or stopped. A step that takes far longer than
+those before it is stuck, though its process is alive. The first steps, which compile, and a pause
+between steps have a longer limit. A process with an error that the others do not have leaves them
+waiting for it. In each case a file informs all others. Every process that still can prints its
+stacks and ends with exit code ENDED, for a supervisor that restarts it.
 
     with Watchdog(folder, dead_after=60) as watchdog:
         for number, batch in enumerate(batches):
             params, opt_state, metrics = step(params, opt_state, batch)
             watchdog.step(number)
-        watchdog.rest()  # what follows may take its time
+        watchdog.rest()  # no step is timed from here
 """
 
 import collections
@@ -50,22 +49,23 @@ _LONG = {"slow_after": 6.0, "dead_after": 12.0}
 
 
 class Watchdog:
-    """Watches this run's processes from a thread; use it in a `with`.
+    """Ends a run of several processes if one is dead, stuck or failed; a context manager.
 
-    An error that leaves the `with` in one process is held there until all others have one too or
-    are done, and then goes on as always. If that takes longer than one and a half `dead_after`, the
-    run is ended with this error.
+    It monitors the processes from a thread. If an error leaves the `with` block in one process,
+    that process waits until all others have an error too or are done; the error is then raised as
+    usual. If that takes longer than 1.5 × `dead_after` seconds, the run ends with this error.
 
     Args:
-      folder: on storage that all processes share; is made. In it each start has a folder.
-      dead_after: seconds without a sign of life after which a process counts as dead.
-      slow_factor: a step is stuck when it takes this many times the median of those before it.
-      slow_after: and at least so many seconds, and twice `dead_after`. The time until a first step
-        is done, each of the first three and a pause are stuck after 6 `slow_after` and 12
-        `dead_after` (12 minutes by default).
+      folder: Folder on storage that all processes share; created if missing. Each start has its own
+        folder in it.
+      dead_after: Seconds without a sign of life after which a process counts as dead.
+      slow_factor: A step is stuck if it takes this many times the median of earlier steps.
+      slow_after: A step must also take this many seconds, and 2 × `dead_after`, to be stuck.
+        Pauses, the time until the first step is done, and the first three steps have a longer
+        limit: 6 × `slow_after` or 12 × `dead_after`, whichever is longer (12 minutes by default).
 
     Raises:
-      ValueError: a number is not positive.
+      ValueError: A number is not positive.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Watchdog:
         self.signs.close()
 
     def step(self, number: int) -> None:
-        """Tells that a step is done; its time is compared with those before it."""
+        """Records that step `number` is done, and its duration."""
         now = time.monotonic()
         if self._last is not None and self._number is not None:  # the first one was compiled
             self._durations.append(now - self._last)
@@ -129,15 +129,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def pause(self, what: str = "a pause", *, times: float = 1.0) -> Iterator[None]:
-        """For work that is no step: evaluation, a compilation, waiting for a save.
+        """Context manager for work that is not a step: evaluation, compilation, waiting for a save.
 
-        It ends the run too if it takes very long: 12 minutes by default. Call `progress` within it
-        if it takes longer.
+        A pause that takes too long ends the run too, after 12 minutes by default. Call `progress`
+        in it if it takes longer.
 
         Args:
-          what: its name, for the message.
-          times: a factor for the limit.
-
+          what: Name of the pause, for the message.
+          times: Factor of the limit.
         """
         outer, timed, self._last = self._pause, self._last is not None, None
         self._pause = time.monotonic(), what, times * self._long
@@ -148,25 +147,25 @@ class Watchdog:
             self._last = time.monotonic() if timed else None
 
     def progress(self) -> None:
-        """Tells that a part of a pause is done: its time begins again."""
+        """Records progress in a pause: its time limit starts again."""
         pause = self._pause
         if pause is not None:
             self._pause = time.monotonic(), *pause[1:]
 
     def begin(self) -> None:
-        """Tells that steps begin again, after `rest`: the next one is timed."""
+        """Starts timing again after `rest`: the next step is timed."""
         self._last = time.monotonic()
 
     def rest(self) -> None:
-        """Tells that no step runs: nothing is timed until the next one is done."""
+        """Stops timing until the next step is done."""
         self._last = None
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Tells the others of an error in this block at once, and holds it there.
+        """Context manager that reports an error in its block at once, and holds it there.
 
-        For what is done inside a `with` of checkpoints: to close them waits for the others, and
-        they may wait for this process.
+        Use it inside a `with` block of checkpoints: closing them waits for the other processes,
+        which may wait for this one.
         """
         try:
             yield
@@ -176,7 +175,7 @@ class Watchdog:
             raise
 
     def hold(self, error: Exception) -> None:
-        """Returns when all others have an error too; ends the run if one has none."""
+        """Waits until all other processes have an error too or are done; otherwise ends the run."""
         if self._error is error:
             return  # they have, and were told
         self._error, self._last, self._pause = error, None, None
@@ -201,7 +200,7 @@ class Watchdog:
         )
 
     def _is_through(self, rank: int) -> bool:
-        """Whether a process has an error, or is done."""
+        """Returns whether a process has an error, or is done."""
         with contextlib.suppress(OSError):
             told = self.signs.of(rank)
             return told is not None and (told["failed"] or told["counter"] == LEFT)
@@ -209,7 +208,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float | None:
-        """Seconds after which what runs now counts as stuck; None where nothing is timed."""
+        """Seconds after which the current step or pause is stuck; None if nothing is timed."""
         pause = self._pause  # the other thread sets it
         if pause is not None:
             return pause[2]
@@ -238,7 +237,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _on_storage(self) -> Iterator[None]:
-        """Storage that is away or full says nothing of anyone: their time begins again."""
+        """Resets the time limits of others if storage is unavailable or full."""
         try:
             yield
         except OSError as error:
@@ -295,7 +294,7 @@ class Watchdog:
         return f"{other.name} {silent}: it is dead or stopped"
 
     def lost(self, why: str) -> None:
-        """Ends the run since a process is gone, unless there is a verdict of why it went."""
+        """Ends the run because a process is gone, with the shared verdict if there is one."""
         verdict = None
         with contextlib.suppress(OSError):
             verdict = self.signs.verdict
@@ -303,12 +302,12 @@ class Watchdog:
         self.end_run(verdict or why + at)
 
     def end_run(self, why: str) -> None:
-        """Tells all processes why the run ends, and ends this one."""
+        """Writes the reason for all processes, and ends this one."""
         self.signs.condemn(why)
         self._end(why)
 
     def _end(self, why: str) -> None:
-        """Prints why, and the stacks of all threads of this process, and ends it."""
+        """Prints the reason and the stacks of all threads, and exits."""
         if self._ended.is_set():
             return
         self._ending.acquire()  # for good: one thread tells, and ends the process
@@ -325,7 +324,7 @@ class Watchdog:
 
 
 def _agreed(number: int) -> int:
-    """The first process's number."""
+    """Returns the first process's number."""
     halves = np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
     high, low = np.asarray(multihost_utils.broadcast_one_to_all(halves)).tolist()
     return (high << 32) + low

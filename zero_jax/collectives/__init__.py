@@ -1,5 +1,5 @@
-"""What travels: a leaf is gathered and its gradient reduce-scattered, as one differentiable touch.
+"""Communication: differentiable all-gather of parameters and reduce-scatter of their gradients.
 
-In buckets of constant size, in the dtypes of `precision`, as integers if asked; and the barriers
-that tell XLA when. May import `sharding`.
+Collectives use buckets of constant size, the dtypes of `precision` or integers, and barriers that
+order them for XLA. May import `sharding`.
 """

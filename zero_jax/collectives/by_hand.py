@@ -1,6 +1,6 @@
-"""Gather and shard by hand, for code that lives inside a `shard_map` of its own.
+"""Explicit gather and shard for code inside a `shard_map` of the user.
 
-A loss that is given to `Zero` needs neither: it sees whole arrays.
+A loss given to `Zero` needs neither: it receives full arrays.
 """
 
 from typing import Any
@@ -22,19 +22,19 @@ def gather(
     compute: Any = None,
     reduce: Any = "float32",
 ) -> PyTree:
-    """Gathers shards that were cut by `zero_jax.shard`, differentiably; inside `shard_map`.
+    """Gathers shards made by `zero_jax.shard`, differentiably; inside `shard_map`.
 
     Args:
-      tree: this device's shards; without `like` whole arrays, as a loss of `Zero` has them: those
-        come back as they are.
-      like: a tree of the logical leaves (arrays or ShapeDtypeStructs).
-      axis_name: the mesh axis the shards are spread over.
-      compute: dtype to gather in; None keeps the leaf's own.
-      reduce: dtype in which the gradient is summed.
+      tree: Shards of this device. Without `like`, full arrays as in a loss of `Zero`, which are
+        returned unchanged.
+      like: A tree of the full leaves (arrays or ShapeDtypeStructs).
+      axis_name: Mesh axis that the shards are spread over.
+      compute: Dtype to gather in; None keeps the leaf's dtype.
+      reduce: Dtype in which the gradient is summed.
 
     Returns:
-      The full leaves. Their gradients arrive as shards, summed over `axis_name`, except those of
-      leaves too small to split, which stay local: sum them with `jax.lax.psum`.
+      The full leaves. Their gradients are shards, summed over `axis_name`. Gradients of leaves too
+      small to split stay local: sum them with `jax.lax.psum`.
     """
     if like is None:
         return tree
@@ -46,14 +46,14 @@ def gather(
 
 
 def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
-    """This device's pieces of a tree that every device holds in full; inside `shard_map`.
+    """Returns this device's shards of a replicated tree; inside `shard_map`.
 
     Args:
-      tree: full leaves.
-      axis_name: the mesh axis to spread them over.
+      tree: Full leaves.
+      axis_name: Mesh axis to partition them over.
 
     Returns:
-      The same tree of shards, padded with zeros where N does not divide.
+      The same tree of shards, padded with zeros if N does not divide.
     """
     leaves, treedef = jax.tree.flatten(tree)
     cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(tree)

@@ -1,8 +1,8 @@
-"""Which dtype is used where.
+"""Dtypes of parameters, gradients and communication.
 
-Parameters rest as fp32 masters, are gathered and used in `compute`, and their gradients are
-summed over devices in `reduce`. Leaves with fewer than two dims (biases, norms) are always
-summed in fp32: they cost nothing on the wire and lose most in bf16.
+Parameters are stored as fp32 master parameters. They are gathered and used in `compute`, and
+their gradients are summed over devices in `reduce`. Leaves with fewer than two dims (biases,
+norms) are always summed in fp32: they add little communication and lose most accuracy in bf16.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ _DTYPES = {
 
 
 def parse_dtype(given: Any, allowed: tuple[str, ...], what: str) -> Any:
-    """The dtype behind 'bf16', 'fp16', 'fp32' or a dtype object.
+    """Returns the dtype for 'bf16', 'fp16', 'fp32' or a dtype object.
 
     Raises:
-      ValueError: if it is none of `allowed`.
+      ValueError: It is not one of `allowed`.
     """
     name = given if isinstance(given, str) else jnp.dtype(given).name
     dtype = _DTYPES.get(name)
@@ -38,17 +38,21 @@ def parse_dtype(given: Any, allowed: tuple[str, ...], what: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes of the step, and the loss scale's schedule.
+    """Dtypes of the step, and the schedule of the loss scale.
 
     Attributes:
-      compute: dtype of gathered parameters, hence of the model: fp32, bf16 or fp16.
-      reduce: dtype in which gradients are summed over devices: fp32 or bf16.
-      gather: "int8" sends matrices as int8 with a scale a block, see `quantised`; None sends them
-        in `compute`.
-      scatter: "int8" or "int4" sends gradients of matrices so and sums them in fp32, of which
-        scanned layers keep `reduce` until the update; None sends and sums them in `reduce`.
-      initial_scale: first loss scale (fp16 only).
-      growth_interval: good steps after which the scale doubles.
+      compute: Dtype of gathered parameters and of the model: fp32, bf16 or fp16.
+      reduce: Dtype in which gradients are summed over devices: fp32 or bf16.
+      gather: Parameter communication dtype. "int8" sends matrices as int8 with one scale per
+        block, see `quantised`. None sends them in `compute`.
+      scatter: Gradient communication dtype. "int8" or "int4" sends gradients of matrices in that
+        dtype and sums them in fp32; sums of scanned layers are stored in `reduce` until the update.
+        None sends and sums them in `reduce`.
+      initial_scale: Initial loss scale (fp16 only).
+      growth_interval: Number of good steps after which the scale doubles.
+
+    Raises:
+      ValueError: A dtype is not supported, or a number is below 1.
 
     >>> Precision("bf16").compute
     dtype(bfloat16)
@@ -81,20 +85,20 @@ class Precision:
 
     @property
     def gather_bytes(self) -> float:
-        """Bytes an element of a parameter takes on the interconnect; scales of int8 left out."""
+        """Bytes per parameter element on the interconnect, without the scales of int8."""
         return 1.0 if self.gather else float(self.compute.itemsize)
 
     @property
     def scatter_bytes(self) -> float:
-        """Bytes an element of a gradient takes on the interconnect; scales of int8 left out."""
+        """Bytes per gradient element on the interconnect, without the scales of int8 and int4."""
         return {"int8": 1.0, "int4": 0.5}.get(self.scatter or "", float(self.reduce.itemsize))
 
     @property
     def scaled(self) -> bool:
-        """Whether a loss scale is used: fp16 gradients underflow without one."""
+        """True if a loss scale is used: fp16 gradients underflow without one."""
         return self.compute == jnp.float16
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """Casts floating leaves, leaves the rest as it is."""
+    """Casts a floating-point leaf; returns others unchanged."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x

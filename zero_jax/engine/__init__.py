@@ -1,6 +1,6 @@
-"""ZeRO: from a loss and an optimizer to the step that runs sharded.
+"""The ZeRO engine: from a loss and an optimizer to a sharded training step.
 
-The loss is traced, its leaves' lifetimes are read from the trace, its program is run with shards in
-place of parameters, the gradients are summed and the update follows. May import `jaxpr`, `cluster`,
-`sharding`, `collectives`, `remat`, `offload` and `owners`.
+It traces the loss, reads the lifetimes of its leaves from the trace, runs the program with shards
+in place of parameters, reduces the gradients and applies the update. May import `jaxpr`,
+`cluster`, `sharding`, `collectives`, `remat`, `offload`, `states` and `owners`.
 """

@@ -113,21 +113,22 @@ TOGETHER = 2
 def summed_within(
     jaxpr: jex.Jaxpr, weights: Mapping[jex.Var, Weight], bucket_bytes: float
 ) -> list[Source]:
-    """Leaves of a layer whose gradients are summed over devices before its loop goes on.
+    """Returns the leaves of a layer whose gradients are summed over devices within its iteration.
 
-    XLA for GPUs sums a layer's gradients while the next layer computes: all of them, unsummed, are
-    held that long. What fits in a bucket travels together, when the last of it is there. Of a layer
-    of more than `TOGETHER` buckets those of the matrices that are used last come first, with the
-    rest of its own backward pass to hide behind: up to half of the layer is not left to the next.
-    Of two that would save nothing, and XLA exposes the first (docs/performance-tables.md).
+    XLA for GPUs reduce-scatters a layer's gradients while the next layer computes, so all of them
+    are held unsummed until then. Gradients that fit in one bucket are sent together, when the last
+    of them is computed. In a layer of more than `TOGETHER` buckets, the matrices used last are sent
+    first, overlapped with the rest of the layer's own backward pass. Up to half of the layer is
+    then summed before the next iteration. With two buckets this saves nothing: XLA leaves the first
+    one exposed (docs/performance-tables.md).
 
     Args:
-      jaxpr: a scanned layer.
-      weights: of its inputs those that are slices of leaves.
-      bucket_bytes: the most that collectives move at once.
+      jaxpr: A scanned layer.
+      weights: The inputs of the layer that are slices of leaves.
+      bucket_bytes: Maximum bytes per collective.
 
     Returns:
-      The sources, for the positions that `layer` is told.
+      The sources, for the positions given to `layer`.
     """
     forms = {var: weight.form for var, weight in weights.items()}
     sources = {weight.form.leaf: weight.source for weight in weights.values()}

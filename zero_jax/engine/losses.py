@@ -1,9 +1,9 @@
-"""What a loss function returns, and what becomes of it over devices and micro-batches.
+"""Loss functions: the forms they return, and their reduction over devices and micro-batches.
 
-Note [global weight]: each device and micro-batch gives a sum and a weight (for a mean: the mean
+Note [global weight]: each device and micro-batch returns a sum and a weight (for a mean: the mean
 and 1). Sums, weights and gradients are added up, and divided once by the global weight, so
-unequal token counts are exact. The weight counts rows or tokens; a gradient through it would need
-the global loss before the first backward pass, so one that depends on parameters is refused.
+unequal token counts are exact. The weight counts rows or tokens. A gradient through it would need
+the global loss before the first backward pass, so a weight that depends on parameters raises.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ MEAN, ROWS, EQUAL = "mean", "rows", "equal"
 
 
 class Weighted(NamedTuple):
-    """A loss as a sum and its weight, where weights differ between devices: tokens that count, say.
+    """A loss as a sum and its weight, for weights that differ between devices: token counts, say.
 
     Attributes:
-      sum: scalar.
-      weight: scalar; it must not depend on the parameters. A negative one, on any device, makes the
-        loss NaN, and the step is skipped.
+      sum: Scalar.
+      weight: Scalar, independent of the parameters. A negative weight on any device makes the loss
+        NaN, and the step is skipped.
 
     >>> mask = jnp.array([1.0, 1.0, 0.0])
     >>> Weighted(jnp.sum(mask * 3.0), jnp.sum(mask)).weight.item()

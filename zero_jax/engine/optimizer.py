@@ -48,8 +48,8 @@ class ZeroState(NamedTuple):
     """State of a partitioned optimizer.
 
     Attributes:
-      inner: the state of the wrapped transformation, partitioned.
-      guard: loss scale and skip counters.
+      inner: State of the wrapped transformation, partitioned.
+      guard: Loss scale and counters of skipped steps.
     """
 
     inner: PyTree
@@ -67,16 +67,16 @@ class ZeroState(NamedTuple):
 
 
 class ZeroTransform(optax.GradientTransformationExtraArgs):
-    """What `Zero.optimizer` returns: `init` and `update`, as any optax transformation.
+    """The partitioned transformation of `Zero.optimizer`: `init` and `update` as in optax.
 
     Attributes:
-      made_for: the settings it was made for, which those of the step must equal.
-      apply: as `update`, but returns (parameters, state): what `optax.apply_updates` would give.
-      resume: of the nvme tier: takes parameters at rest, returns (parameters, state) as of the
-        last whole step.
-      restated: takes a state at rest and its parameters; returns the state as it is kept here,
-        whatever the `states` that it was kept as.
-      plain: the transformation that was wrapped.
+      made_for: Settings that it was wrapped for; those of the step must be equal.
+      apply: Like `update`, but returns (parameters, state), as after `optax.apply_updates`.
+      resume: For the nvme tier. Takes sharded parameters, returns (parameters, state) of the last
+        complete step.
+      restated: Converts a state, given its parameters, from any `states` dtype to the one used
+        here.
+      plain: The wrapped transformation.
     """
 
     made_for: tuple[AnyMesh, Splitter, Precision, Frozen, tiers.Offload, bool, str]

@@ -1,13 +1,13 @@
-"""ZeRO stages 1 and 2 for code that already lives inside `shard_map`, as an optax transformation.
+"""ZeRO stages 1 and 2 inside a user's `shard_map`, as an optax transformation.
 
-Parameters are replicated; the optimizer state is not. `update` takes this device's own full
+Parameters are replicated; the optimizer state is partitioned. `update` takes this device's own full
 gradients, reduce-scatters them, updates this device's shard and gathers the updates:
 
     state:  K/N bytes per parameter and device (K = 8 for Adam's two moments)
-    sent:   2Ψ words per step: a reduce-scatter of Ψ and a gather of Ψ
+    sent:   2Ψ elements per step: a reduce-scatter of Ψ and a gather of Ψ
 
-which is what the all-reduce of plain data parallelism sends. Inside `shard_map` a transformation
-sees shards only, so `init` refuses those that are not elementwise (shard_proof.py).
+The all-reduce of plain data parallelism sends the same. Inside `shard_map` a transformation
+receives shards only, so `init` raises for those that are not elementwise (shard_proof.py).
 Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 """
 
@@ -29,7 +29,7 @@ PyTree = Any
 
 
 class Partitioned(optax.GradientTransformationExtraArgs):
-    """What `partitioned` returns: `init` and `update`, as any optax transformation."""
+    """The transformation of `partitioned`: `init` and `update` as in optax."""
 
 
 def partitioned(
@@ -37,38 +37,38 @@ def partitioned(
 ) -> Partitioned:
     """Partitions an elementwise transformation's state and work over a mesh axis.
 
-    `init` and `update` run inside `jax.shard_map`, manual over `axis_name`, with parameters in
-    full on every device. `update(grads, state, params)` takes what `jax.grad` of this device's
-    own loss gives, *not* summed over devices, and returns full updates, equal on every device.
-    The gradient that counts is the mean over devices: sum / N. Hence the loss that is
-    differentiated is the mean over this device's part of the batch; batches of unequal weight
-    have to be weighted in the loss.
+    `init` and `update` run inside `jax.shard_map`, manual over `axis_name`, with parameters
+    replicated on every device. `update(grads, state, params)` takes the gradients of this device's
+    own loss from `jax.grad`, *not* summed over devices. It returns full updates, equal on every
+    device. The update uses the mean gradient over devices: sum / N. So the differentiated loss is
+    the mean over this device's part of the batch. Weight batches of unequal size in the loss.
 
-    Gradients must not be summed before. With `check_vma=True` (the default of `jax.shard_map`)
-    `jax.grad` with respect to a replicated value sums by itself, so differentiate with respect
-    to `jax.lax.pcast(params, axis_name, to="varying")`; summed gradients are refused. With
-    `check_vma=False` nothing is summed unless you do it, and nothing shows it: gradients from
-    `jax.lax.psum` would be N times too large, those from `jax.lax.pmean` right. With
-    `check_vma=True` a loss that is averaged by `jax.lax.pmean` inside the differentiated function
+    Gradients must not be summed before. With `check_vma=True` (the default of `jax.shard_map`),
+    `jax.grad` with respect to a replicated value sums over devices. Differentiate with respect to
+    `jax.lax.pcast(params, axis_name, to="varying")` instead; summed gradients raise `ValueError`.
+    With `check_vma=True`, a loss averaged by `jax.lax.pmean` inside the differentiated function
     gives gradients that are N times too small: average it outside.
 
+    With `check_vma=False` nothing is summed implicitly, and sums are not detected. Gradients from
+    `jax.lax.psum` would be N times too large, those from `jax.lax.pmean` are right.
+
     The state and the updates have the dtype of the parameters; gradients are summed in fp32.
-    Further keyword arguments of `update` are handed to `tx`, and must be equal on every device.
+    Further keyword arguments of `update` are passed to `tx`, and must be equal on every device.
 
     Args:
-      tx: an elementwise transformation, or a chain of them, without traced values in it (a learning
-        rate that is an argument of the step goes into `optax.inject_hyperparams`).
-      axis_name: the mesh axis to partition over.
-      stage: 1 keeps every full gradient until the backward pass has ended; 2 lets each be
-        reduce-scattered, and freed, as soon as it is there.
+      tx: An elementwise transformation, or a chain of them, without traced values. A learning rate
+        that is an argument of the step requires `optax.inject_hyperparams`.
+      axis_name: The mesh axis to partition over.
+      stage: 1 keeps every full gradient until the backward pass has ended. 2 reduce-scatters and
+        frees each as soon as it is computed.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. The state crosses the boundary of `shard_map`
-      with the specs of `partition_specs`.
+      An `optax.GradientTransformationExtraArgs`. `partition_specs` has the specs of its state for
+      `in_specs` and `out_specs` of `shard_map`.
 
     Raises:
-      ValueError: for another stage; by `init`, for a transformation that is not elementwise; by
-        `update`, for gradients that are summed already; by both, outside `shard_map`.
+      ValueError: The stage is not 1 or 2. Raised by `init` if the transformation is not
+        elementwise, by `update` if gradients are summed already, and by both outside `shard_map`.
 
     Source: ZeRO (arXiv:1910.02054), sections 5.1 and 5.2.
 
@@ -90,7 +90,7 @@ def partitioned(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OnShards:
-    """What `partitioned` was given, and the functions that it returns."""
+    """The arguments of `partitioned`, and the functions that it returns."""
 
     tx: optax.GradientTransformation
     axis: str
@@ -118,11 +118,11 @@ class _OnShards:
         return _map(self._gathered, pieces, cuts, like), state
 
     def _mean(self, full: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
-        """This device's shard of the mean over devices."""
+        """Returns this device's shard of the mean over devices."""
         return (reduce_scatter(full, cut, Wire()) / cut.shards).astype(like.dtype)
 
     def _gathered(self, piece: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
-        """The full leaf, known to be equal on every device; collectives.gather's is not."""
+        """Returns the full leaf, marked as equal on every device, unlike `collectives.gather`."""
         if cut.dim is None:
             return piece.astype(like.dtype)
         at = cut.dim % piece.ndim
@@ -138,21 +138,24 @@ def _plain(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Gradien
 def partition_specs(
     tx: optax.GradientTransformation, params: PyTree, num_shards: int, axis_name: str = "data"
 ) -> PyTree:
-    """How the state of `partitioned(tx)` crosses the boundary of `shard_map`.
+    """Returns the PartitionSpecs of the state of `partitioned(tx)`, for `shard_map`.
 
-    A state leaf that is smaller on a shard than on full parameters is cut along that dim; all
-    others (counters, the moments of leaves too small to split) are equal on every device. Outside
-    `shard_map` a leaf has its shape at rest: padded with zeros to a multiple of `num_shards` along
-    the dim that is cut, so (10, 7) over 4 devices is (10, 8).
+    A state leaf that is smaller on a shard than on full parameters is partitioned along that dim.
+    All others (counters, the moments of leaves too small to split) are equal on every device.
+    Outside `shard_map`, a partitioned leaf is padded with zeros along that dim to a multiple of
+    `num_shards`: (10, 7) over 4 devices is stored as (10, 8).
 
     Args:
-      tx: the transformation that was given to `partitioned`.
-      params: full parameters, arrays or ShapeDtypeStructs.
+      tx: The transformation given to `partitioned`.
+      params: Full parameters, arrays or ShapeDtypeStructs.
       num_shards: N, the size of the mesh axis.
-      axis_name: the mesh axis that the state is spread over.
+      axis_name: The mesh axis that the state is partitioned over.
 
     Returns:
       A tree of PartitionSpecs with the structure of the state, for `in_specs` and `out_specs`.
+
+    Raises:
+      ValueError: `tx` is the result of `partitioned`.
 
     >>> params = {"w": jax.ShapeDtypeStruct((10, 7), "float32")}
     >>> partition_specs(optax.sgd(0.1, momentum=0.9), params, 4)[0].trace

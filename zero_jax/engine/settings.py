@@ -1,4 +1,4 @@
-"""The settings of a run, checked once: what `Zero` is told, and all that a step is made from."""
+"""The settings of a run, validated once, and the values derived from them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run is made from; `Zero` explains each field.
+    """Settings of a run; `Zero` documents each field.
 
     Raises:
-      ValueError: for a stage, mesh, precision, policy or count that can't be used.
+      ValueError: A stage, mesh, precision, policy or count is not supported.
     """
 
     mesh: AnyMesh
@@ -85,7 +85,7 @@ class Settings:
             )
 
     def _settle(self, name: str, value: Any) -> None:
-        """A field as it is meant, in place of what the user wrote."""
+        """Replaces the user's value of a field by its validated form."""
         object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
@@ -149,7 +149,7 @@ class Settings:
         self._settle("remat", policies.on_host(self.remat))
 
     def at_stage(self, stage: int) -> Self:
-        """The same at another stage, less what that one cannot have: to show them side by side."""
+        """Returns the same settings at another stage, without options which that stage lacks."""
         precision = self.precision
         if stage == 0:
             precision = dataclasses.replace(precision, gather=None, scatter=None)
@@ -160,7 +160,7 @@ class Settings:
 
     @property
     def shards(self) -> int:
-        """N: into how many pieces a parameter is cut."""
+        """N, the number of shards of a parameter."""
         return 1 if self.stage == 0 else self._devices
 
     @property
@@ -169,29 +169,29 @@ class Settings:
 
     @property
     def _by_sequence(self) -> bool:
-        """Whether activations between layers are split over `model`."""
+        """True if activations between layers are split over `model`."""
         return self.model_axis.axis_of(SEQUENCE[0][0]) == MODEL
 
     @property
     def parts(self) -> int:
-        """R: into how many parts a piece is cut at rest, over `replica`."""
+        """R, the number of parts that each stored shard is split into over `replica`."""
         return self.mesh.shape[REPLICA] if self.hierarchical else 1
 
     @property
     def rest_axes(self) -> Any:
-        """The axis, or axes, over which pieces rest."""
+        """The mesh axis, or axes, over which stored shards are partitioned."""
         data = data_axis(self.mesh)
         return (*names(data), REPLICA) if self.hierarchical else data
 
     @property
     def splitter(self) -> Splitter:
-        """Tells how each leaf of a logical tree (arrays or ShapeDtypeStructs) is cut."""
+        """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
         axis, experts = data_axis(self.mesh), ExpertAxis(experts_size(self.mesh))
         return Splitter(self.shards, self.model_axis, self.parts, axis, experts)
 
     @property
     def wire(self) -> Wire:
-        """What travels between devices."""
+        """Communication dtypes and the bucket size."""
         known = self.precision
         return Wire(
             compute=known.compute,
@@ -202,10 +202,10 @@ class Settings:
         )
 
     def compiler_options(self, layers: Sequence[Layers]) -> dict[str, Any]:
-        """What `jax.jit` of a step should be given as `compiler_options`, for GPUs.
+        """Returns the `compiler_options` of `jax.jit` for a step on GPUs.
 
         Args:
-          layers: of the traced loss.
+          layers: Layers of the traced loss.
         """
         # The loop over micro-batches must be none of those whose next turn XLA gathers for, where
         # layers are not scanned: a turn reads all weights, and all would be held at once.
@@ -214,12 +214,14 @@ class Settings:
         return compiler.options(*own)
 
     def gathers_ahead(self, layers: Sequence[Layers]) -> bool:
-        """Whether XLA for GPUs is told to gather a layer while the one before it computes."""
+        """Returns whether XLA for GPUs prefetches a layer while the layer before it computes."""
         return compiler.gathers_ahead(self.bucket_bytes, self._layer_bytes(layers))
 
     def _layer_bytes(self, layers: Sequence[Layers]) -> tuple[int, int] | None:
-        """Of the largest layer, as it is gathered and as its gradients are sent; None if layers
-        are not gathered one by one."""
+        """Returns the gathered bytes and the gradient bytes sent of the largest layer.
+
+        Returns None if layers are not gathered one by one.
+        """
         # XLA would fetch activations ahead too, and compute them twice for it.
         if LIFETIMES[self.stage].copy != TOUCH or self._by_sequence:
             return None
@@ -229,14 +231,16 @@ class Settings:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes that the batch is spread over, for losses and modules that reduce
-        over them: `jax.lax.pmean(x, zero.batch_axes)`, `nn.BatchNorm(axis_name=zero.batch_axes)`.
+        """Names of the mesh axes that the batch is split over.
+
+        Losses and modules use them to reduce over devices: `jax.lax.pmean(x, zero.batch_axes)`,
+        `nn.BatchNorm(axis_name=zero.batch_axes)`.
         """
         return batch_axes(self.mesh)
 
     @property
     def model_axis(self) -> ModelAxis:
-        """How leaves and named activations are split over `model`."""
+        """Partition of leaves and named activations over `model`."""
         size = model_size(self.mesh)
         if size == 1:
             return ModelAxis(1, self.model_specs)
@@ -245,5 +249,5 @@ class Settings:
 
 
 def _scanned(layers: Sequence[Layers]) -> bool:
-    """Whether loops run all layers that there are."""
+    """Returns whether all layers are run by loops."""
     return bool(layers) and all(layer.scanned for layer in layers)

@@ -1,4 +1,4 @@
-"""The packaged training step: gradients, guard, update and metrics in one donated program."""
+"""The training step: gradients, guard, update and metrics in one jitted program."""
 
 import collections
 from typing import Any, NamedTuple
@@ -26,20 +26,20 @@ _GIVEN = ("value", "finite", "apply")
 
 
 class NonFiniteError(ArithmeticError):
-    """Too many steps in a row had gradients that are not finite."""
+    """Raised when more steps in a row than allowed had non-finite gradients."""
 
 
 class Metrics(NamedTuple):
-    """What a training step reports, equal on every device.
+    """Metrics of a training step, equal on every device.
 
     Attributes:
-      loss: the global weighted mean.
-      grad_norm: l2 norm of the global gradient, before any clipping.
-      weight: the global weight (the number of devices times micro-batches if the loss is a mean).
-      skipped: steps skipped up to now because gradients were not finite.
-      skipped_in_a_row: of these, the ones since the last good step.
-      loss_scale: the scale used in this step; 1 unless compute is fp16.
-      aux: the loss function's aux, or None.
+      loss: Global weighted mean.
+      grad_norm: L2 norm of the global gradient, before any clipping.
+      weight: Global weight (the number of devices times micro-batches if the loss is a mean).
+      skipped: Number of steps skipped so far because of non-finite gradients.
+      skipped_in_a_row: Number of steps skipped since the last good step.
+      loss_scale: Loss scale of this step; 1 unless compute is fp16.
+      aux: The aux output of the loss function, or None.
     """
 
     loss: jax.Array
@@ -52,7 +52,7 @@ class Metrics(NamedTuple):
 
 
 def reported(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
-    """What a step reports, of its gradients, the guard after it and its loss scale."""
+    """Returns the metrics of a step from its gradients, the guard after it and its loss scale."""
     return Metrics(
         loss=out.loss,
         grad_norm=out.grad_norm,
@@ -66,10 +66,16 @@ def reported(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
 
 
 class TrainStep:
-    """`step(params, opt_state, batch, *extras, **named) -> (params, opt_state, Metrics)`.
+    """A jitted training step, from `Zero.train_step`.
 
-    Extras go to the loss, arrays by name to the transformation. The first two arguments are
-    donated. Made by `Zero.train_step`.
+    `step(params, opt_state, batch, *extras, **named)` returns (params, opt_state, Metrics). The
+    first two arguments are donated. Extras are passed to the loss, and named arrays to the
+    transformation.
+
+    Raises:
+      NonFiniteError: By a call, after `max_skips` consecutive skipped steps.
+      ValueError: By a call, if a named argument is a function or a reserved name, or if settings
+        differ between processes.
     """
 
     def __init__(
@@ -118,11 +124,11 @@ class TrainStep:
         return params, opt_state, metrics
 
     def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Traced:
-        """What the traced loss says of leaves and layers; allocates nothing."""
+        """Returns the leaves and layers found in the traced loss; allocates nothing."""
         return self._loss.read(params, batch, extras)
 
     def compiler_options(self, *args: Any, **_: Any) -> dict[str, Any]:
-        """What XLA for GPUs is told of this step, given its arguments or their shapes."""
+        """Returns the XLA options for GPUs, given the step's arguments or their shapes."""
         return self.settings.compiler_options(self.read(*args).layers)
 
     @property
@@ -136,19 +142,19 @@ class TrainStep:
         return self._step
 
     def trace(self, *args: Any, **named: Any) -> Any:
-        """The traced program, for arrays or ShapeDtypeStructs; costs no compilation."""
+        """Returns the traced program, for arrays or ShapeDtypeStructs, without compiling."""
         return self._jitted.trace(*args, **named)
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """The lowered program, for arrays or ShapeDtypeStructs; `.compile()` it to audit it."""
+        """Returns the lowered program, to compile and audit; takes arrays or ShapeDtypeStructs."""
         return self._jitted.lower(*args, **named)
 
     def first_bad_leaf(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
     ) -> str | None:
-        """Path of the first leaf whose gradient is not finite on this batch, or None.
+        """Returns the path of the first leaf with a non-finite gradient on this batch, or None.
 
-        A skipped step leaves the parameters as they were, so asking after it gives its answer.
+        A skipped step leaves the parameters unchanged, so a later call reproduces its gradients.
         """
         out = self._gradients(params, batch, extras, opt_state.guard.loss_scale)
         return first_nonfinite(layout.logical(out.grads))
@@ -195,7 +201,7 @@ class TrainStep:
 
 
 def _check_named(named: dict[str, Any]) -> None:
-    """Raises for what can't be an argument of the transformation."""
+    """Raises ValueError for a named argument that the transformation cannot take."""
     for name, given in named.items():
         if name in _GIVEN:
             raise ValueError(f"{name}=...: the step gives the transformation its own {name}")
@@ -208,7 +214,7 @@ def _check_named(named: dict[str, Any]) -> None:
 
 
 def first_nonfinite(tree: Any) -> str | None:
-    """Path of the first leaf that holds a NaN or an infinity, or None. Runs on the host.
+    """Returns the path of the first leaf that has a NaN or an infinity, or None; runs on the host.
 
     >>> first_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])})
     'b'

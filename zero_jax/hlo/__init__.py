@@ -1,4 +1,4 @@
-"""Compiled programs: their text, what they send, hold, compute and hide, for which device.
+"""Analysis of compiled programs: HLO text, communication, memory, FLOPs, overlap and targets.
 
-Compiles for devices that need not be there. Knows nothing of ZeRO; may import `sharding`.
+Compiles ahead of time without the target's devices. Independent of ZeRO; may import `sharding`.
 """

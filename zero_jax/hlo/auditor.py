@@ -1,10 +1,10 @@
-"""What a compiled program sends and holds, read from its optimized HLO text.
+"""Memory and communication of a compiled program, read from its optimized HLO text.
 
-XLA has the last word: it merges, hoists, pipelines and drops collectives. So the cost of a ZeRO
-stage is counted in the program that will run, on CPU, on GPU or for a GPU that is not there. The
-unit is the paper's (ZeRO, arXiv:1910.02054, section 7): an all-gather or a reduce-scatter of E
-elements sends E words per device, an all-reduce, being both in a row, 2E. For Ψ parameters, data
-parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ of all-gather and Ψ of reduce-scatter.
+XLA merges, hoists, pipelines and removes collectives, so the cost of a ZeRO stage is counted in
+the compiled program: for CPU, for GPU, or ahead of time without a GPU. The unit is the paper's
+(ZeRO, arXiv:1910.02054, section 7): an all-gather or a reduce-scatter of E elements sends E
+elements per device. An all-reduce is both in a row and sends 2E. For Ψ parameters, data
+parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ by all-gather and Ψ by reduce-scatter.
 """
 
 import math
@@ -26,63 +26,97 @@ from zero_jax.sharding.paths import Padded
 
 @dataclass(frozen=True)
 class Hidden:
-    """Bytes sent while matrix products run, and bytes that the device has to wait for."""
+    """Bytes of overlapped and of exposed communication.
+
+    Attributes:
+      hidden: Bytes sent while matrix products are scheduled concurrently.
+      exposed: Bytes that the device waits for.
+    """
 
     hidden: int
     exposed: int
 
     @property
     def fraction(self) -> float:
-        """Hidden of all; 1.0 if nothing is sent."""
+        """Fraction of the bytes that is overlapped; 1.0 if nothing is sent."""
         both = self.hidden + self.exposed
         return self.hidden / both if both else 1.0
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What one device sends, computes and holds in one run of a compiled program."""
+    """Communication, FLOPs and memory of one device in one run of a compiled program.
+
+    Attributes:
+      collectives: The collectives, in program order.
+      argument_bytes: Bytes of arguments.
+      output_bytes: Bytes of outputs.
+      alias_bytes: Bytes of outputs that reuse donated arguments.
+      temp_bytes: Bytes of temporaries.
+      host_bytes: Bytes of arguments, outputs and temporaries in host memory.
+      peak: The largest set of temporaries that are live at once.
+      flops: FLOPs of matrix products; None if a loop around one has an unknown trip count.
+      uncounted: Library calls whose FLOPs are not counted.
+      program: The parsed HLO text.
+    """
 
     collectives: tuple[Collective, ...]
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int  # of outputs that live in donated arguments
+    alias_bytes: int
     temp_bytes: int
-    host_bytes: int  # arguments, outputs and temporaries in host memory
-    peak: liveness.Peak  # the temporaries that live at once
-    flops: int | None  # of matrix products; None if a loop around one has an unknown trip count
-    uncounted: tuple[str, ...]  # library calls whose FLOPs are not among them
-    program: Program = field(repr=False, compare=False)  # the parsed text
+    host_bytes: int
+    peak: liveness.Peak
+    flops: int | None
+    uncounted: tuple[str, ...]
+    program: Program = field(repr=False, compare=False)
 
     @property
     def total_bytes(self) -> int:
-        """What the program needs; aliased outputs live in donated arguments."""
+        """Bytes that the program needs; outputs in donated arguments are counted once."""
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def fragmentation(self) -> float:
-        """Temporary memory over the largest set that lives at once; 1.0 is none.
+        """Temporary memory over the largest set that is live at once; 1.0 is no fragmentation.
 
-        Below 1.0 where XLA shares buffers in ways that `liveness` does not follow.
+        It is below 1.0 if XLA shares buffers in ways that `liveness` does not model.
         """
         return self.temp_bytes / self.peak.bytes if self.peak.bytes else 1.0
 
     @property
     def words(self) -> dict[str, int]:
-        """Words sent per device and step, by kind."""
+        """Elements sent per device and step, by kind of collective.
+
+        Raises:
+            ValueError: If the trip count of a loop around a collective is unknown.
+        """
         kinds = {c.kind: 0 for c in self.collectives}
         return {k: sum(c.words for c in self.collectives if c.kind == k) for k in kinds}
 
     def words_along(self, axis: str) -> int:
-        """Words sent per device and step along one mesh axis, over several axes together too."""
+        """Returns the elements sent per device and step along one mesh axis.
+
+        A collective over several axes counts for each of them.
+
+        Args:
+            axis: Name of the mesh axis.
+        """
         return sum(c.words for c in self.collectives if axis in c.axis.split("+"))
 
     def words_per_param(self, num_params: int, model_parallel: int = 1) -> float:
-        """Words over Ψ / MP, those along `model` alone left out: 2 at stages 0 to 2, 3 at 3."""
+        """Returns the elements sent over Ψ / MP: 2 at stages 0 to 2, 3 at stage 3.
+
+        Args:
+            num_params: Number of parameters, Ψ.
+            model_parallel: Tensor-parallel degree, MP. Above 1, collectives along `model` alone are
+                left out.
+        """
         words = sum(c.words for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
         return words / num_params * model_parallel
 
     def as_dict(self) -> dict[str, Any]:
-        """The bytes as plain data, for JSON."""
+        """Returns the bytes as plain data, for JSON."""
         names = ("argument", "output", "alias", "temp", "host", "total")
         return {
             **{f"{name}_bytes": getattr(self, f"{name}_bytes") for name in names},
@@ -91,7 +125,11 @@ class Audit:
         }
 
     def hidden(self, *, layers_only: bool = False) -> Hidden:
-        """How much of what is sent matrix products cover, in the step or in its layers alone."""
+        """Returns the bytes sent, split into overlapped and exposed communication.
+
+        Args:
+            layers_only: If True, counts only collectives in loops over layers.
+        """
         sent = {True: 0, False: 0}
         for c in self.collectives:
             if c.in_layers or not layers_only:
@@ -100,11 +138,11 @@ class Audit:
 
 
 def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
-    """Summarises what one device sends, computes and holds in one run of a compiled function.
+    """Summarises the communication, FLOPs and memory of a compiled function on one device.
 
     Args:
         compiled: A compiled function: `step.lower(...).compile()`.
-        mesh: Sizes of the mesh's axes by name, as `dict(mesh.shape)`; see `collectives`.
+        mesh: Sizes of the mesh axes by name, as `dict(mesh.shape)`; see `collectives`.
 
     Raises:
         ValueError: If it is not compiled, no memory is reported, or the text cannot be read.
@@ -121,7 +159,7 @@ def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
 
 
 def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
-    """The same from a program's text and what `memory_analysis()` said of it."""
+    """Returns the audit of a program's text and its `memory_analysis()`."""
     program = parse(text)
     flops = Flops(program)
     try:
@@ -146,7 +184,7 @@ def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
 
 
 def format_table(report: Audit) -> str:
-    """A text table of the collectives, most words first; "?" marks an unknown trip count."""
+    """Formats the collectives, most elements sent first; "?" marks an unknown trip count."""
     line = "{:<18} {:<8} {:>12} {:>6} {:>6} {:>14}  {}"
     rows = []
     for c in report.collectives:
@@ -167,18 +205,19 @@ def assert_communication(
     num_params: int | None = None,
     rel: float = 0.01,
 ) -> None:
-    """Asserts how many words per parameter a compiled step sends; for tests.
+    """Asserts the number of elements per parameter that a compiled step sends; for tests.
 
     Args:
         compiled: The compiled step, or its audit (`Zero.plan(...).compiled`).
-        words_per_param: All words divided by Ψ; or the same for each kind, where a kind left out
-            must send nothing: stage 3 is `{"all-gather": 2, "reduce-scatter": 1}`.
+        words_per_param: Expected elements sent divided by Ψ, in total or by kind of collective. By
+            kind, an omitted kind must send nothing: stage 3 is
+            `{"all-gather": 2, "reduce-scatter": 1}`.
         num_params: Ψ; None counts the leaves of a compiled function's first argument.
-        rel: Allowed difference, relative to the total asked for.
+        rel: Allowed difference, relative to the expected total.
 
     Raises:
-        AssertionError: If it sends anything else, or an unknown amount; shows the table.
-        ValueError: If Ψ is neither given nor to be counted.
+        AssertionError: If it sends another or an unknown amount; the message has the table.
+        ValueError: If `num_params` is None and cannot be counted.
     """
     report = compiled if isinstance(compiled, Audit) else audit(compiled)
     if num_params is None:
@@ -200,7 +239,7 @@ def assert_communication(
 
 
 def _count_params(compiled: Compiled | Audit) -> int:
-    """Elements of the first argument, padding left out."""
+    """Returns the number of elements of the first argument, without padding."""
     if isinstance(compiled, Audit) or not compiled.args_info[0]:
         raise ValueError("an audit does not know Ψ: pass num_params=, the number of parameters")
     leaves = jax.tree.leaves(compiled.args_info[0][0], is_leaf=lambda x: isinstance(x, Padded))

@@ -1,12 +1,12 @@
-"""How long a compiled step would take on a target: a roofline of compute, memory and wire.
+"""Modelled step time on a target: a roofline of compute, memory and interconnect.
 
-XLA's schedule says which kernels run, what each reads and writes, and which collectives are under
-way meanwhile. A kernel takes the longer of its matrix products and its memory traffic at the
-target's peaks (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009); a collective takes
-what a ring sends, one after the other on one wire, of which the device waits for what no matrix
-product covers (timeline.py):
+XLA's schedule has the kernels, the bytes each reads and writes, and the collectives that run
+concurrently. A kernel takes the longer of its matrix products and its memory traffic at the
+target's peaks (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009). A collective
+takes the time of a ring; collectives run one after the other on one interconnect. The device waits
+for communication that no matrix product overlaps (timeline.py):
 
-  step = sum of max(FLOPs / peak, bytes / bandwidth) over kernels + exposed wire time.
+  step = sum of max(FLOPs / peak, bytes / bandwidth) over kernels + exposed communication time.
 """
 
 import collections
@@ -32,25 +32,42 @@ CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step on one device of a target, as long as `assumptions` hold; see the fields."""
+    """Modelled time of one step on one device of a target, under `assumptions`.
 
-    seconds: float  # kernel_seconds + exposed_seconds
-    kernel_seconds: float  # of all kernels, each by whichever of the next two takes it longer
-    compute_seconds: float  # of the matrix products alone
-    memory_seconds: float  # of the memory traffic alone
-    wire_seconds: float  # of the collectives alone
-    exposed_seconds: float  # of those, what the device waits for
-    covered_seconds: float  # of those, what matrix products cover
-    flops: int  # of matrix products
-    traffic_bytes: int  # read from and written to device memory by kernels
-    wire_bytes: float  # sent by each device
-    model_flops_fraction: float | None  # of the target's peak; None if model_flops was not given
-    target: Target  # whose figures were used
+    Attributes:
+      seconds: kernel_seconds + exposed_seconds.
+      kernel_seconds: Sum over kernels of the longer of compute and memory time.
+      compute_seconds: Time of matrix products alone.
+      memory_seconds: Time of memory traffic alone.
+      wire_seconds: Time of collectives alone.
+      exposed_seconds: Exposed communication time.
+      covered_seconds: Communication time overlapped by matrix products.
+      flops: FLOPs of matrix products.
+      traffic_bytes: Bytes that kernels read from and write to device memory.
+      wire_bytes: Bytes sent by each device.
+      model_flops_fraction: Model FLOPs utilization, a fraction of the target's peak; None without
+        `model_flops`.
+      target: Target whose peaks were used.
+      assumptions: Sentences about the model.
+    """
+
+    seconds: float
+    kernel_seconds: float
+    compute_seconds: float
+    memory_seconds: float
+    wire_seconds: float
+    exposed_seconds: float
+    covered_seconds: float
+    flops: int
+    traffic_bytes: int
+    wire_bytes: float
+    model_flops_fraction: float | None
+    target: Target
     assumptions: tuple[str, ...]
 
     @property
     def covered(self) -> float:
-        """The part of the wire's time that matrix products cover; 1.0 if nothing is sent."""
+        """Fraction of communication time that matrix products overlap; 1.0 if nothing is sent."""
         return self.covered_seconds / self.wire_seconds if self.wire_seconds else 1.0
 
 
@@ -60,17 +77,17 @@ def step_time(
     target: Target,
     model_flops: float | None = None,
 ) -> StepTime:
-    """Estimates the time of one run of a compiled program on a target.
+    """Models the time of one run of a compiled program on a target.
 
     Args:
       program: A scheduled program, parsed.
       collectives: Its collectives, from `traffic.of_program`.
-      target: From `targets.target`; not "cpu", which comes without peaks. Where the fast wire
-        joins fewer or more devices than a host, `dataclasses.replace` its `host_devices`.
+      target: A target from `targets.target`. "cpu" has no peaks. If the fast interconnect joins
+        more or fewer devices than a host, `dataclasses.replace` its `host_devices`.
       model_flops: FLOPs of a step on one device, without recomputation.
 
     Raises:
-      ValueError: The target has no peaks, or a loop has no known trip count.
+      ValueError: The target has no peaks, or a loop has an unknown trip count.
 
     Example:
       >>> from zero_jax.hlo import hlo_text, targets
@@ -111,7 +128,7 @@ def step_time(
 
 
 def format_step_time(t: StepTime) -> str:
-    """A few aligned lines: the step, its kernels, its wires, and the model's part of the peak."""
+    """Formats the step, its kernels, its communication and the model FLOPs utilization."""
     lines = [
         f"step     {t.seconds:9.4f} s  on {t.target.name}, at its peak rates",
         f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
@@ -126,7 +143,7 @@ def format_step_time(t: StepTime) -> str:
 
 
 def play(program: Program, collectives: Sequence[Collective], target: Target) -> Timeline:
-    """When its collectives run on a target; arguments as for `step_time`."""
+    """Returns the timeline of the collectives on a target; arguments as for `step_time`."""
     flops = Flops(program)
     return Timeline(
         program,
@@ -153,7 +170,7 @@ def kernels(program: Program, target: Target, flops: Flops) -> Totals:
 
 
 def _wire(c: Collective, num_devices: int, target: Target) -> Wire:
-    """What one run of a collective takes."""
+    """Returns the communication time of one run of a collective."""
     n, rounds = c.group_size, 1 + (c.kind == "all-reduce")
     sent = rounds * c.bytes * ((n - 1) / n if c.kind in _RING | _TO_ALL else 1.0)
     in_host = devices_per_host_in_group(c, num_devices, target.host_devices)
@@ -167,7 +184,7 @@ def _wire(c: Collective, num_devices: int, target: Target) -> Wire:
 
 
 def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
-    """Devices that a collective's group, or pair, has on a host, where these are fewest.
+    """Returns the smallest number of devices on one host in a collective's group or pair.
 
     Devices are numbered host by host, as in a mesh over full hosts.
     """

@@ -1,9 +1,9 @@
-"""Devices that need not be there: what XLA must know to compile for them, and how fast they are.
+"""Ahead-of-time targets: device descriptions for XLA, and their peak rates.
 
 Figures are the vendors' dense peaks, per device and direction; a run reaches less. GB is 1e9 bytes.
 Sources: NVIDIA's data sheets of V100, A100, H100, H200 and B200 and of the DGX systems that hold
 them; Google Cloud's page on TPU v5p; for the limits of a core the CUDA programming guide (table of
-compute capabilities) and, for L2, clock and memory, what a device of that kind reports itself.
+compute capabilities) and, for L2, clock and memory, the values that such a device reports.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from zero_jax.names import unknown
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One kind of device, with its neighbours.
+    """One kind of device, with its interconnects.
 
     Attributes:
-      name: what `--target` and `--device` call it.
+      name: Name for `--target` and `--device`.
       platform: "cuda", "tpu" or "cpu".
-      description: the name the device reports.
-      memory_bytes: all of a device's memory.
+      description: Name that the device reports.
+      memory_bytes: Device memory in bytes.
       flops: FLOP/s of bf16 matrix products (fp16 on a V100), dense.
-      memory_bandwidth: bytes/s of device memory.
-      host_devices: devices of one host, joined by the fast wire.
-      fast_wire: bytes/s a device sends inside a host (NVLink, ICI).
-      slow_wire: bytes/s a device sends to other hosts, its part of the host's.
-      host_memory: bytes of host memory, a device's part of the host's.
-      host_wire: bytes/s between a device and host memory, in one direction; 0 if unknown.
+      memory_bandwidth: Bytes/s of device memory.
+      host_devices: Devices per host, joined by the fast interconnect.
+      fast_wire: Bytes/s a device sends inside a host (NVLink, ICI).
+      slow_wire: Bytes/s a device sends to other hosts, its part of the host's.
+      host_memory: Bytes of host memory, a device's part of the host's.
+      host_wire: Bytes/s between a device and host memory, in one direction; 0 if unknown.
       compute_capability: CUDA's (major, minor), or None.
-      cores: streaming multiprocessors.
-      core_limits: shared memory bytes of a core, of a block (opt-in), fp32 lanes of a core.
-      l2_bytes: second-level cache.
-      clock_ghz: boost clock.
+      cores: Streaming multiprocessors.
+      core_limits: Shared memory bytes of a core, of a block (opt-in), fp32 lanes of a core.
+      l2_bytes: Second-level cache in bytes.
+      clock_ghz: Boost clock in GHz.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Target:
     clock_ghz: float = 0.0
 
     def ring_wire(self, members: int, near: int) -> float:
-        """Bytes/s of each device in a ring.
+        """Returns the bytes/s of each device in a ring.
 
-        One through several hosts has the slow wires of all its members there in one.
+        A ring through several hosts uses the slow interconnects of all its members on a host.
 
         Args:
-          members: devices of the ring.
-          near: how many of them a host has, at least 1.
+          members: Devices of the ring.
+          near: Members per host, at least 1.
         """
         return self.fast_wire if members <= near else min(self.fast_wire, near * self.slow_wire)
 
     @property
     def config_text(self) -> str:
-        """The description XLA compiles for, a GpuTargetConfigProto as text."""
+        """The description that XLA compiles for, a GpuTargetConfigProto as text."""
         assert self.compute_capability is not None, f"{self.name} is not a GPU"
         major, minor = self.compute_capability
         shared_core, shared_block, lanes = self.core_limits
@@ -205,10 +205,13 @@ COMPILED_FOR = tuple(name for name in TARGETS if name != "v100-32gb")
 
 
 def target(name: str | Target) -> Target:
-    """The target of that name; a `Target` is returned as it is.
+    """Returns the target of that name; returns a `Target` unchanged.
+
+    Args:
+      name: Name of a target: "h100", for example.
 
     Raises:
-      ValueError: no target has it; names the nearest.
+      ValueError: The name is unknown; the message has the nearest one.
 
     >>> target("h100").host_devices
     8
@@ -221,7 +224,7 @@ def target(name: str | Target) -> Target:
 
 
 def of_kind(device_kind: str) -> Target | None:
-    """The target that a device says it is, or None.
+    """Returns the target that a device reports, or None.
 
     >>> of_kind("NVIDIA H100 80GB HBM3").name
     'h100'
@@ -230,16 +233,16 @@ def of_kind(device_kind: str) -> Target | None:
 
 
 def topology(target: Target, devices: int, given: str | None = None) -> str:
-    """How the devices hang together, as the compiler takes it.
+    """Returns the topology of the devices in the compiler's notation.
 
     Args:
-      target: the kind of device.
-      devices: how many.
-      given: the caller's own, "PARTITIONSxHOSTSxDEVICES" on GPUs, where a partition is one NVLink
-        domain, or "XxYxZ" on TPUs; None for full hosts with NVLink inside.
+      target: The kind of device.
+      devices: Number of devices.
+      given: A topology of the caller: "PARTITIONSxHOSTSxDEVICES" on GPUs, where a partition is one
+        NVLink domain, or "XxYxZ" on TPUs. None means full hosts with NVLink inside.
 
     Raises:
-      ValueError: the devices do not fill hosts, or `given` is another number of devices.
+      ValueError: The devices do not fill hosts, or `given` is another number of devices.
 
     >>> topology(target("h100"), 64), topology(target("h100"), 4)
     ('8x1x8', '1x1x4')
@@ -268,7 +271,7 @@ def topology(target: Target, devices: int, given: str | None = None) -> str:
 
 
 def _box(devices: int) -> tuple[int, int, int]:
-    """The three sizes of the most cubic box of that many chips."""
+    """Returns the three sizes of the most cubic box of that many chips."""
     boxes = [
         (x, y, devices // (x * y))
         for x in range(1, devices + 1)

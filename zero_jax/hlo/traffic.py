@@ -1,9 +1,9 @@
-"""The collectives of a compiled program: what each sends, how often, and what runs meanwhile.
+"""The collectives of a compiled program: elements sent, runs per step, and overlapped FLOPs.
 
-XLA has the last word: it merges, hoists, pipelines and drops collectives. So the cost of a ZeRO
-stage is counted in the program that will run. The unit is the paper's (ZeRO, arXiv:1910.02054,
-section 7): an all-gather or a reduce-scatter of E elements sends E words per device, an all-reduce,
-being both in a row, 2E.
+XLA merges, hoists, pipelines and removes collectives, so the cost of a ZeRO stage is counted in
+the compiled program. The unit is the paper's (ZeRO, arXiv:1910.02054, section 7): an all-gather
+or a reduce-scatter of E elements sends E elements per device. An all-reduce is both in a row and
+sends 2E.
 """
 
 from collections.abc import Mapping
@@ -25,50 +25,73 @@ _GROUPS = ("replica_groups", "source_target_pairs", "frontend_attributes")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction, all its operands together; see the fields."""
+    """One collective instruction, with all its operands.
 
-    kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
-    dtype: str  # of what travels: "bf16"; "bf16,f32" where both are combined
-    elements: int  # per device and run, of the full side: an all-gather's output, else operands
-    bytes: int  # of those elements
-    group_size: int  # devices that take part together; 2 for a permute; 1 if nothing travels
-    axis: str  # the mesh axis it runs along, "replica+data" for two, "?" if nothing says
-    replica_groups: str  # as XLA spells them
-    runs: int | None  # per step; None if a loop around it has an unknown trip count
+    Attributes:
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute".
+      dtype: Dtype sent, "bf16"; "bf16,f32" if both are combined.
+      elements: Elements per device and run on the full side: an all-gather's output, otherwise the
+        operands.
+      bytes: Bytes of those elements.
+      group_size: Number of devices that take part; 2 for a permute; 1 if nothing is sent.
+      axis: The mesh axis it runs along, "replica+data" for two, "?" if unknown.
+      replica_groups: The groups in XLA's notation.
+      runs: Runs per step; None if a loop around it has an unknown trip count.
+      name: Name of the instruction.
+      op_name: Its operation in the traced program, "" if XLA does not report it.
+      conditional: True in a branch. `runs` then counts every branch as taken, an upper bound.
+      asynchronous: True if it has a start and a done, between which the device can compute.
+      overlapped_flops: FLOPs of matrix products scheduled between the two, per run.
+      in_loop: True in a loop.
+      in_layers: True in a loop with matrix products, such as a scan over layers.
+    """
+
+    kind: str
+    dtype: str
+    elements: int
+    bytes: int
+    group_size: int
+    axis: str
+    replica_groups: str
+    runs: int | None
     name: str
-    op_name: str  # what it was in the traced program, "" if XLA did not say
-    conditional: bool  # in a branch: `runs` counts every branch as taken, an upper bound
-    asynchronous: bool  # has a start and a done, between which the device can compute
-    overlapped_flops: int  # of the matrix products scheduled between those two, each run
+    op_name: str
+    conditional: bool
+    asynchronous: bool
+    overlapped_flops: int
     in_loop: bool
-    in_layers: bool  # in a loop with matrix products: the layers of a model that scans over them
+    in_layers: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """What matters of it as plain data, for JSON."""
+        """Returns the main fields as plain data, for JSON."""
         names = ("kind", "dtype", "bytes", "axis", "runs", "asynchronous", "hidden", "in_loop")
         return {**{name: getattr(self, name) for name in names}, "from": self.op_name}
 
     @property
     def hidden(self) -> bool:
-        """Whether matrix products are scheduled while it is under way, long enough or not."""
+        """True if it is scheduled concurrently with matrix products, whatever their duration."""
         return self.asynchronous and self.overlapped_flops > 0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes each device sends per step; `words` in bytes. Raises as that does."""
+        """Bytes each device sends per step: `words` in bytes.
+
+        Raises:
+            ValueError: If the trip count of a loop around it is unknown.
+        """
         return self.words * self.bytes // max(self.elements, 1)
 
     @property
     def scalar(self) -> bool:
-        """Whether it moves a single number, such as a loss."""
+        """True if it communicates a single number, such as a loss."""
         return self.elements == 1
 
     @property
     def words(self) -> int:
-        """Words each device sends per step: runs × elements, twice that for an all-reduce.
+        """Elements each device sends per step: runs × elements, twice that for an all-reduce.
 
-        The paper's convention, for many devices: a ring's factor (N-1)/N is left out. Nothing is
-        sent in groups of one device.
+        This is the paper's convention for many devices: a ring's factor (N-1)/N is left out. Groups
+        of one device send nothing.
 
         Raises:
             ValueError: If the trip count of a loop around it is unknown.
@@ -117,7 +140,7 @@ def collectives(
 
 
 def of_program(program: Program, mesh: Mapping[str, int] | None) -> tuple[Collective, ...]:
-    """The same, of a parsed program."""
+    """Returns the collectives of a parsed program."""
     flops = Flops(program)
     sending = (run for run in runs(program) if _sends(run.instruction))
     return tuple(_collective(run, flops, mesh) for run in sending)
@@ -161,12 +184,15 @@ def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Colle
 
 
 def only_starts(i: Instruction) -> bool:
-    """Whether it goes on beside what follows; 0.10 spells blocking ones of a GPU as starts too."""
+    """Returns whether it runs concurrently with the instructions after it.
+
+    JAX 0.10 marks blocking collectives of a GPU as starts too.
+    """
     return i.kind != i.opcode and '"is_sync":true' not in i.config
 
 
 def _computes(name: str, flops: Flops) -> bool:
-    """Whether a computation has matrix products; one that cannot be counted has."""
+    """Returns whether a computation has matrix products; True if they cannot be counted."""
     try:
         return any(flops.computation(name))
     except ValueError:
@@ -174,9 +200,9 @@ def _computes(name: str, flops: Flops) -> bool:
 
 
 def _until_done(start: Run, flops: Flops) -> int:
-    """FLOPs scheduled between a start and its done, which are in one computation.
+    """Returns the FLOPs scheduled between a start and its done in the same computation.
 
-    A loop in between is left out: its products cover the collectives that stand in it.
+    A loop in between is left out: its products overlap the collectives inside it.
     """
     total, under_way = 0, {start.instruction.name}
     instructions = list(start.computation.instructions.values())

@@ -1,6 +1,6 @@
-"""Weights of others, in and out: folders of safetensors as Hugging Face's transformers reads them.
+"""Import and export of Hugging Face transformers models, as folders of safetensors.
 
-May import `models`, `adapters`, `checkpoint` and what that may.
+May import `models`, `adapters`, `checkpoint` and the packages that `checkpoint` may import.
 """
 
 from zero_jax.interchange.hugging_face import check as check

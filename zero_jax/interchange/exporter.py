@@ -1,8 +1,7 @@
-"""A checkpoint as a model of Hugging Face's transformers: `export(checkpoint, folder)`.
+"""Export of a checkpoint as a Hugging Face transformers model: `export(checkpoint, folder)`.
 
-Streams the parameters, chunk by chunk, to their places in safetensors files. Which tensor is which
-is in the tables of models/ (hf.py). Every bit that is exported has been compared with the checksums
-of the checkpoint.
+Streams the parameters, chunk by chunk, into safetensors files. The tables of models/ (hf.py) map
+parameters to tensors. Every exported bit is verified with the checksums of the checkpoint.
 
 Host memory: one chunk, of about 64 MiB, whatever the size of the model and of the files.
 """
@@ -50,27 +49,27 @@ def export(
     like: Path | None = None,
     ends: Sequence[int] | None = None,
 ) -> list[pathlib.Path]:
-    """Writes the parameters of a checkpoint as a model of Hugging Face's transformers.
+    """Exports the parameters of a checkpoint as a Hugging Face transformers model.
 
     Args:
-      directory: of checkpoints, which is only read.
-      out: folder to make; it appears once everything is in it.
-      step: the latest by default.
-      max_file_bytes: of tensors in one file; a larger tensor has a file of its own.
-      heads: of attention, which no shape tells; by default from the config of the checkpoint:
-        its "heads", those of its "model", or of the preset that "model" names.
-      prefix: of the paths of parameters; by default "0/", none or "params/".
-      like: a folder of the same model, the one it was loaded from say: its config.json says what
-        no shape tells, and its tokenizer comes along.
-      ends: tokens that end a text or a turn, at which generation stops; by default the
+      directory: Directory of checkpoints, opened read-only.
+      out: Folder to create; it appears when all files are written.
+      step: Step of the checkpoint; the newest by default.
+      max_file_bytes: Maximum bytes of tensors per file; a larger tensor gets its own file.
+      heads: Number of attention heads, which shapes do not determine. The default is in the config
+        of the checkpoint: its "heads", those of its "model", or of the preset that "model" names.
+      prefix: Prefix of the paths of parameters; by default "0/", none or "params/".
+      like: A folder of the same model, such as the one it was loaded from. Its config.json
+        provides fields that shapes do not determine, and its tokenizer is copied.
+      ends: Tokens that end a text or a turn, at which generation stops. The default is the
         "eos_token_id" in the config of the checkpoint, or else those of `like`.
 
     Returns:
-      The files.
+      The paths of the files.
 
     Raises:
-      Damaged: something in the checkpoint is not as it was written.
-      ValueError: there is no such checkpoint, it is of no model in models/, or `out` is in use.
+      Damaged: A file of the checkpoint differs from its checksum.
+      ValueError: There is no such checkpoint, its model is not in models/, or `out` is in use.
     """
     if not 1 <= max_file_bytes < math.inf:
         raise ValueError(f"max_file_bytes={max_file_bytes}: give a number of at least 1")

@@ -18,12 +18,15 @@ _MOST_SAID = 1000  # letters of an error, since it may repeat a value of the fil
 
 
 def config(folder: Path) -> Any:
-    """The config of a model that transformers saved: of `models.gpt` or `models.decoder`.
+    """Returns the config of a model saved by transformers: of `models.gpt` or `models.decoder`.
 
-    Dropout is left off.
+    Dropout is disabled.
+
+    Args:
+      folder: Folder with config.json.
 
     Raises:
-      ValueError: it is of no model that is in models/.
+      ValueError: The model is not supported by models/.
     """
     path = pathlib.Path(folder) / "config.json"
     known = read(folder)

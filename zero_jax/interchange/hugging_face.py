@@ -1,8 +1,8 @@
-"""From Hugging Face's transformers: `load(folder, like)`; `export` is in exporter.py.
+"""Import of Hugging Face transformers models: `load(folder, like)`; `export` is in exporter.py.
 
-`load` reads a folder of config.json and safetensors into parameters at rest on any mesh and stage;
-each process reads what its devices hold, one leaf at a time, and quantises it where the leaf is
-(`adapters.quantised`). Which tensor is which is in the tables of models/ (hf.py).
+`load` reads a folder of config.json and safetensors into sharded parameters on any mesh and stage.
+Each process reads the shards of its devices, one leaf at a time, and quantises leaves that are
+quantised in `like` (`adapters.quantised`). The tables of models/ (hf.py) map tensors to parameters.
 """
 
 import functools
@@ -37,24 +37,25 @@ def load(
     *,
     rounded: bool = False,
 ) -> PyTree:
-    """Reads a model of Hugging Face's into the shape and place of `like`.
+    """Loads a Hugging Face model with the structure and shardings of `like`.
 
-    Every process calls it; each reads what its devices hold. Half precision is widened to the
-    dtype of `like`.
+    Every process calls it. Each process reads the shards of its devices. Half precision is widened
+    to the dtype of `like`.
 
     Args:
-      folder: with config.json and safetensors, as `export` or save_pretrained of transformers
-        writes them.
-      like: parameters of the model of `config(folder)`, `models.decoder.Decoder(...)` say:
-        `zero.abstract(make)`, or arrays.
-      report: is told what of the folder is not used; by default printed by the first process.
-      rounded: whether `like` may be narrower than the files: a frozen base in bf16, say.
+      folder: Folder with config.json and safetensors, from `export` or `save_pretrained` of
+        transformers.
+      like: Parameters of the model of `config(folder)`, for example `models.decoder.Decoder(...)`:
+        the result of `zero.abstract(make)`, or arrays.
+      report: Called with the tensors and files that are not used. By default the first process
+        prints them.
+      rounded: If True, `like` may be narrower than the files, such as a frozen base in bf16.
 
     Returns:
-      The same tree at rest.
+      The tree of sharded parameters.
 
     Raises:
-      ValueError: a tensor is missing, unknown, of another shape or not finite, or `like` is another
+      ValueError: A tensor is missing, unknown, of another shape or not finite, or `like` is another
         model.
     """
     folder = pathlib.Path(folder)
@@ -82,9 +83,12 @@ def load(
 
 
 def check(folder: Path) -> None:
-    """Compares the shapes of a folder's tensors with its config.json; weights are not read.
+    """Compares the shapes of a folder's tensors with its config.json, without reading weights.
 
-    A folder without weights passes, since a checkpoint may have them.
+    A folder without weights passes, because a checkpoint may have them.
+
+    Args:
+      folder: Folder of a model.
 
     Raises:
       ValueError: `load` would fail before it reads a weight.
@@ -95,7 +99,7 @@ def check(folder: Path) -> None:
 
 
 def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
-    """The tensors of a folder, which are all there and have the shapes that config.json says."""
+    """Opens the tensors of a folder; all exist, with the shapes of config.json."""
     model, files = config(folder), Folder(folder)
     if model.layers > len(files.kinds):  # before a table of its tensors is made
         raise ValueError(
@@ -159,7 +163,7 @@ class _Model:
         self._places = {(place.path, place.at): place for place in layout.places}
 
     def check_head(self) -> None:
-        """A tied head may be saved too, or alone; where both are, they must be equal.
+        """Checks that a tied head that is also saved equals the embedding.
 
         Raises:
           ValueError: They differ.

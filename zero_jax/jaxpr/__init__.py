@@ -1,5 +1,5 @@
-"""Traces: reading and rewriting what JAX makes of a function, whatever it is for.
+"""Analysis and rewriting of jaxprs, independent of ZeRO.
 
-Equations one by one or written out flat, what depends on what, marks that go from a value to what
-is made of it, where no derivative is wanted. Imports nothing of zero_jax.
+Equations one by one or inlined, data dependence, marks that propagate from a value to its results,
+and parts without a derivative. Imports nothing of zero_jax.
 """

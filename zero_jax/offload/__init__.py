@@ -1,4 +1,4 @@
-"""Optimizer states outside the device: in host memory or in files, updated in pieces.
+"""Offload of optimizer state to host memory or files (NVMe), with piecewise updates.
 
 `python -m zero_jax.offload --check` compares a step with and without offload on this machine. May
 import `jaxpr`, `sharding`, `collectives` and `states`.

@@ -1,13 +1,13 @@
-"""Which states rest outside the device, and where: `Zero(mesh, offload="optimizer,params")`.
+"""Offload settings: `Zero(mesh, offload="optimizer,params")`.
 
-  optimizer    the optimizer state, 8Ψ/N bytes for Adam
-  params       the fp32 masters, 4Ψ/N bytes; they come with the optimizer state (on nvme a copy of
+  optimizer    the optimizer state, 8Ψ/N bytes per device for Adam
+  params       the fp32 master parameters, 4Ψ/N bytes; requires `optimizer` (on nvme a copy of
                them, see state_files.py)
-  activations  what remat saves; that is decided by the remat policy and only read here
+  activations  activations saved by remat; applied through the remat policy and only parsed here
 
-The host tier is JAX's `pinned_host` memory: the devices read and write it themselves. The third
-tier, `nvme=DIR`, is memory-mapped files. Source: ZeRO, section 9 (heterogeneous tiers as its next
-step); piecewise updates as in ZeRO-Offload (arXiv:2101.06840), section 5.
+The host tier is JAX's `pinned_host` memory, which the devices read and write directly. The third
+tier, `nvme=DIR`, uses memory-mapped files. Source: ZeRO, section 9 (heterogeneous tiers as its
+next step); piecewise updates as in ZeRO-Offload (arXiv:2101.06840), section 5.
 """
 
 import dataclasses
@@ -31,22 +31,23 @@ PIECE_BYTES = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What rests outside the device.
+    """States stored outside device memory.
 
     Attributes:
-      optimizer: the optimizer state.
-      params: the fp32 masters too.
-      activations: asked for; the remat policy does it.
+      optimizer: Offload the optimizer state.
+      params: Also offload the fp32 master parameters.
+      activations: Offload saved activations; `Zero` applies it through its remat policy.
       tier: "host" or "nvme".
-      directory: of the nvme tier.
-      auto: keep the states on the device, with a warning, where there is no host memory kind.
-      piece_bytes: most bytes of state, update and masters that one piece of the update has; two
-        pieces are on the device at once.
-      host_bytes: most bytes of pieces that a process of the nvme tier has in host memory; None
-        for what `piece_bytes` makes of it.
+      directory: Directory of the nvme tier.
+      auto: Keep the states on the device, with a warning, if it has no host memory kind.
+      piece_bytes: Maximum bytes of state, update and master parameters in one piece of the update.
+        Two pieces are on the device at once.
+      host_bytes: Maximum bytes of pieces in host memory per process of the nvme tier. None derives
+        it from `piece_bytes`.
 
     Raises:
-      ValueError: for a piece of less than 4 KiB, or masters without their optimizer state.
+      ValueError: `piece_bytes` is below 4 KiB, `host_bytes` is below 16 KiB, or `params` is set
+        without `optimizer`.
     """
 
     optimizer: bool = False
@@ -74,22 +75,22 @@ class Offload:
 
     @property
     def states(self) -> bool:
-        """Whether any model state rests outside the device."""
+        """True if any model state is stored outside device memory."""
         return self.optimizer or self.params
 
     @property
     def streams(self) -> bool:
-        """Whether states rest in host memory and are updated in a stream inside the step."""
+        """True if states are stored in host memory and streamed through the device in the step."""
         return self.states and self.tier == "host"
 
     @property
     def in_files(self) -> bool:
-        """Whether states rest in files and are updated by the host."""
+        """True if states are stored in files and updated by the host."""
         return self.states and self.tier == "nvme"
 
     @property
     def streams_params(self) -> bool:
-        """Whether the masters do too."""
+        """True if fp32 master parameters are also streamed from host memory."""
         return self.params and self.tier == "host"
 
     def __str__(self) -> str:
@@ -102,10 +103,10 @@ NONE = Offload()
 
 
 def parse(given: "str | Offload | None") -> Offload:
-    """Reads the setting: an `Offload`, None, or words as on the command line.
+    """Parses the setting: an `Offload`, None, or names as on the command line.
 
     Raises:
-      ValueError: a word or a tier that is not known; names the nearest.
+      ValueError: A name or a tier is unknown; the message has the nearest one.
 
     >>> parse("optimizer,params").params, parse("optimizer:nvme=/scratch").directory
     (True, '/scratch')
@@ -146,10 +147,10 @@ def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
 
 
 def settle(offload: Offload, mesh: AnyMesh) -> Offload:
-    """What can be had on a mesh's devices; says so if "auto" leaves the states there.
+    """Returns the offload that the devices of a mesh support; warns if "auto" disables it.
 
     Raises:
-      ValueError: the devices have no host memory kind, and the setting is not "auto".
+      ValueError: The devices have no host memory kind, and the setting is not "auto".
     """
     if not offload.streams or isinstance(mesh, AbstractMesh):
         return offload
@@ -169,14 +170,14 @@ def settle(offload: Offload, mesh: AnyMesh) -> Offload:
 
 
 def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
-    """Shardings of masters: in host memory if they are to rest there, from rank 1 on."""
+    """Returns shardings of master parameters: in host memory if offloaded, from rank 1 on."""
     if not offload.streams_params:
         return placed
     return jax.tree.map(lambda s, x: s.with_memory_kind(HOST) if x.shape else s, placed, leaves)
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether an array, a traced value or a ShapeDtypeStruct rests in host memory."""
+    """Returns whether an array, a traced value or a ShapeDtypeStruct is in host memory."""
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     if kind is None and isinstance(leaf, jax.core.Tracer):
         return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)
@@ -184,12 +185,12 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Moves what rests in host memory to the device; for use inside `jit`."""
+    """Moves leaves from host memory to the device; for use inside `jit`."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
 def bytes_on(tree: PyTree, kind: str = "device") -> int:
-    """Bytes of one device's pieces in one kind of memory."""
+    """Returns the bytes of one device's shards in one kind of memory."""
     return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
 
 

@@ -1,5 +1,5 @@
-"""Matrices by owner: what an update computes of whole matrices, each on one device.
+"""Updates that need full matrices, such as Muon: each matrix is updated on its assigned device.
 
-Finds it in the update's trace, deals the matrices of all leaves out to devices, sends them there
-and back, and leaves the rest of the update where it is. May import `jaxpr` and `sharding`.
+Finds such updates in the trace, assigns the matrices of all leaves to devices, sends them there
+and back, and leaves the rest of the update sharded. May import `jaxpr` and `sharding`.
 """

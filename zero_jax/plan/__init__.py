@@ -1,4 +1,5 @@
-"""What a run will hold, send and take: foretold from its trace, proven by compiling, chosen.
+"""Planning: memory, communication and time of a step, predicted from its trace or compiled.
 
-`python -m zero_jax.plan` shows it. May import everything below but `checkpoint` and `interchange`.
+`python -m zero_jax.plan` prints a plan; `stage="auto"` chooses by one. May import everything below
+but `checkpoint` and `interchange`.
 """

@@ -48,7 +48,7 @@ Report = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Considered:
-    """A candidate with its plan and what became of it."""
+    """A candidate with its plan and the outcome."""
 
     candidate: Candidate
     plan: Plan
@@ -58,7 +58,7 @@ class Considered:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen, and everything that was looked at on the way, in order."""
+    """The chosen candidate, and all candidates considered, in order."""
 
     chosen: Considered
     considered: tuple[Considered, ...]
@@ -86,18 +86,18 @@ def search(
     host_limit: float = math.inf,
     trained: float = 1.0,
 ) -> Choice:
-    """Takes the candidate with the shortest modelled step among compiled programs that fit.
+    """Returns the candidate with the shortest modelled step among compiled programs that fit.
 
     Args:
-      tried: the candidates.
-      plan: plans one of them.
-      limit: bytes of one device that may be used.
-      host_limit: bytes of host memory that may be used for one device.
-      report: is told the outcome, and of each candidate why it was dropped.
-      trained: the part of Ψ that is not frozen.
+      tried: The candidates.
+      plan: Function that plans one of them.
+      limit: Bytes per device that may be used.
+      report: Called with the outcome, and with the reason why each candidate was dropped.
+      host_limit: Bytes of host memory per device that may be used.
+      trained: Fraction of Ψ that is not frozen.
 
     Raises:
-      ValueError: nothing fits; names the smallest candidate, its bytes and what would help.
+      ValueError: No candidate fits; the message has the smallest, its bytes and a way out.
     """
     limit = int(limit)
     considered: list[Considered] = []
@@ -279,15 +279,17 @@ def decide(
     born: bool | None = None,
     **options: Any,
 ) -> Choice:
-    """Chooses for a `Zero`; what `Zero.choice` calls. Arguments as for `planned.of`.
+    """Chooses for a `Zero`; `Zero.choice` calls it.
+
+    Other arguments as for `planning.of`, without `compile` and `latencies`.
 
     Args:
-      report: is told the outcome; by default printed by the first process.
-      born: parameters and optimizer state are there already, and stay in the memory they are in;
-        by default whether `params` are arrays.
+      report: Called with the outcome; by default the first process prints it.
+      born: If True, parameters and optimizer state exist already and stay in their memory. The
+        default is True if `params` has arrays.
 
     Raises:
-      ValueError: nothing fits, or the device does not say how much memory it has.
+      ValueError: No candidate fits, or the device does not report its memory.
     """
 
     def plan(candidate: Candidate, compile: bool) -> Plan:
@@ -328,11 +330,10 @@ def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
 
 
 class AutoStep:
-    """A `TrainStep` whose stage, micro-batches and remat are chosen when it first meets arrays.
+    """A training step that chooses stage, micro-batches and remat when it is first called.
 
-    By then these have their place, so whether states rest in host memory is not chosen here.
-
-    It has all that a `TrainStep` has. Made by `Zero.train_step`.
+    Offload is not chosen here: parameters and optimizer state already have their memory. It has
+    `settings`, `trace`, `lower` and `first_bad_leaf` of `TrainStep`. Made by `Zero.train_step`.
     """
 
     def __init__(self, made_for: Callable[..., TrainStep]):
@@ -346,10 +347,10 @@ class AutoStep:
 
     @property
     def settings(self) -> Settings:
-        """The settings that were chosen.
+        """The chosen settings.
 
         Raises:
-          AttributeError: nothing was chosen yet.
+          AttributeError: No settings are chosen yet.
         """
         if self._step is None:
             raise AttributeError("nothing is chosen before the first step: call it, or lower it")
@@ -359,13 +360,13 @@ class AutoStep:
         return self._decided(args)(*args, **named)
 
     def trace(self, *args: Any, **named: Any) -> Any:
-        """As `TrainStep.trace`."""
+        """See `TrainStep.trace`."""
         return self._decided(args).trace(*args, **named)
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """As `TrainStep.lower`."""
+        """See `TrainStep.lower`."""
         return self._decided(args).lower(*args, **named)
 
     def first_bad_leaf(self, *args: Any) -> str | None:
-        """As `TrainStep.first_bad_leaf`."""
+        """See `TrainStep.first_bad_leaf`."""
         return self._decided(args).first_bad_leaf(*args)

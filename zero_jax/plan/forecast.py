@@ -7,8 +7,8 @@ followed: gradients that only wait to be summed over devices are computed last, 
 they are summed one iteration later, while the next layer computes, so that one layer of them is
 always under way (of a layer of several buckets what is not behind a barrier, and three buckets at
 most: on GPUs as many collectives are under way at a time), and at the end of each iteration two.
-What is beside the ends of loops is in `loop_ends`. Nothing is fitted: the error
-against the compiled program is in `docs/plan-accuracy.md`.
+`loop_ends` adds what exists at the ends of loops. No number is fitted: `docs/plan-accuracy.md` has
+the error against the compiled program.
 
 What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
 B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:

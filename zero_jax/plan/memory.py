@@ -1,20 +1,20 @@
-"""Closed forms: what each stage holds on a device, from abstract shapes alone.
+"""Model-state memory of each stage in closed form, from abstract shapes alone.
 
-Ψ is the number of parameters, N the size of the `data` axis, c and g the bytes of a word in the
-compute dtype and of a gradient (4 when micro-batches accumulate, c otherwise). Per device (with
+Ψ is the number of parameters, N the size of the `data` axis. c and g are the bytes per element of
+the compute dtype and of a gradient (4 if micro-batches accumulate, c otherwise). Per device (with
 tensor parallelism of degree MP, Ψ stands for Ψ/MP of the leaves that are split over it):
 
-  stage   at rest           gathered copy   gradients
+  stage   stored            gathered copy   gradients
   0       4Ψ + state        cΨ (c < 4)      gΨ
-  1       (4Ψ + state)/N    cΨ              gΨ + 4Ψ/N; of one micro-batch as stage 2
+  1       (4Ψ + state)/N    cΨ              gΨ + 4Ψ/N; as stage 2 for one micro-batch
   2       (4Ψ + state)/N    cΨ              window + 4Ψ/N
   3       (4Ψ + state)/N    window          window + 4Ψ/N
 
-The state of Adam is 8Ψ, so 12Ψ/N rest at stages 1 to 3 (with `states="8bit"` about 2Ψ, and 6Ψ/N).
-The window is one layer. Padding and leaves that stay whole are counted exactly. Activations, logits
-and buffers are not included.
-Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and table 1; there the fp16 parameters (2Ψ) rest
-beside the fp32 masters (part of K = 12), here they are the gathered copy.
+The state of Adam is 8Ψ, so stages 1 to 3 store 12Ψ/N (with `states="8bit"` about 2Ψ, and 6Ψ/N).
+The window is one layer. Padding and unsharded leaves are counted exactly. Activations, logits and
+buffers are not included.
+Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and table 1. There the fp16 parameters (2Ψ) are
+stored beside the fp32 master parameters (part of K = 12); here they are the gathered copy.
 """
 
 import dataclasses
@@ -42,13 +42,14 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes on one device.
+    """Bytes per device of a stage, in closed form.
 
     Attributes:
-      parameters: fp32 masters, and frozen leaves in their own dtype, at rest, padding included.
-      state: optimizer state at rest, the guard's 16 bytes included.
-      copy: gathered parameters in the compute dtype, the most that live at once.
-      gradients: full gradients that live at once, and their fp32 shards.
+      parameters: Stored parameters, padding included: fp32 master parameters, and frozen leaves in
+        their own dtype.
+      state: Stored optimizer state, including the 16 bytes of the guard.
+      copy: Peak of gathered parameters in the compute dtype.
+      gradients: Peak of full gradients, and their fp32 shards.
     """
 
     parameters: int
@@ -58,12 +59,12 @@ class Estimate:
 
     @property
     def terms(self) -> dict[str, int]:
-        """Every term by name."""
+        """Bytes by term."""
         return dataclasses.asdict(self)
 
     @property
     def at_rest(self) -> int:
-        """Bytes between steps: what the compiled step takes as arguments, besides the batch."""
+        """Bytes between steps: the arguments of the compiled step, without the batch."""
         return self.parameters + self.state
 
     @property
@@ -73,6 +74,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
+        """Bytes between steps plus bytes during a step."""
         return self.at_rest + self.in_flight
 
 
@@ -91,22 +93,22 @@ def estimate(
     window: int | None = None,
     states: str = FP32,
 ) -> Estimate:
-    """The closed form of one stage.
+    """Returns the model-state bytes per device of one stage, in closed form.
 
     Args:
-      params: the logical tree, of arrays or ShapeDtypeStructs.
-      shards: N, the size of the `data` axis, times that of `experts`.
-      stage: 0 to 3.
-      parts: R, where stage 3 cuts each piece over `replica` too: `Zero(hierarchical=True)`.
-      tx: the optax transformation; None counts no state.
-      precision: as for `Zero`.
-      micro_batches: as for `Zero`.
-      frozen: as for `Zero`.
-      model_axis: how leaves are split over `model`, `Zero.model_axis`.
-      experts: the size of the `experts` axis, over which experts are split and never gathered.
-      window: elements that are gathered at once: the largest `Layers.words` of a trace, or leaf
-        outside of layers; by default the largest leaf.
-      states: as for `Zero`.
+      params: The full parameters, arrays or ShapeDtypeStructs.
+      shards: N, the size of the `data` axis times the size of `experts`.
+      stage: ZeRO stage, 0 to 3.
+      parts: R, the size of `replica` if stage 3 also shards over it: `Zero(hierarchical=True)`.
+      tx: The optax transformation; None counts no state.
+      precision: See `Zero`.
+      micro_batches: See `Zero`.
+      frozen: See `Zero`.
+      model_axis: Partition of leaves over `model`: `Zero.model_axis`.
+      experts: Size of the `experts` axis, over which experts are split and never gathered.
+      window: Elements gathered at once: the largest `Layers.words` of a trace, or the largest leaf
+        outside layers. The default is the largest leaf.
+      states: See `Zero`.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
     >>> adam = optax.adam(1e-3)
@@ -153,17 +155,17 @@ def estimate(
 def sent_per_param(
     stage: int, micro_batches: int, remat: str = "none", trained: float = 1.0
 ) -> tuple[float, float]:
-    """Returns the elements each device sends a step over Ψ: of parameters, and of gradients.
+    """Returns the elements each device sends per step over Ψ: of parameters, and of gradients.
 
-    Stage 0 all-reduces gradients, twice their elements. Stages 1 and 2 all-gather parameters once,
-    stage 3 twice a micro-batch (three times with block_sqrt, whose layers run forward twice more).
-    Stages 2 and 3 reduce-scatter gradients once a micro-batch, stage 1 once.
+    Stage 0 all-reduces gradients, twice their elements. Stages 1 and 2 all-gather parameters once.
+    Stage 3 gathers them twice per micro-batch, or three times with block_sqrt, whose layers run
+    forward twice more. Stages 2 and 3 reduce-scatter gradients once per micro-batch, stage 1 once.
 
     Args:
-      stage: 0 to 3.
+      stage: ZeRO stage, 0 to 3.
       micro_batches: k, the number of gradient-accumulation steps.
-      remat: the policy.
-      trained: the part of Ψ that is not frozen; frozen parameters are gathered and not reduced.
+      remat: Remat policy.
+      trained: Fraction of Ψ that is not frozen; frozen parameters are gathered and not reduced.
 
     >>> [sent_per_param(stage, 4) for stage in range(4)]
     [(0, 2.0), (1, 1.0), (1, 4.0), (8, 4.0)]

@@ -1,8 +1,8 @@
-"""What a training step will hold, send and take on one device, before any device is there.
+"""Plans of a training step: memory, communication and time per device, without any device.
 
 A plan has up to two halves. The prediction comes from shapes and the trace alone, in under a
-second for any size of model: arguments exactly, temporaries by `forecast`. The proof comes from
-the program that XLA compiled for the target: `hlo.Audit`. Both are data, to be asserted on.
+second for any size of model: arguments exactly, temporaries by `forecast`. The compile check comes
+from the program that XLA compiled for the target: `hlo.Audit`. Both are data that tests can use.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ PyTree = Any
 
 
 class AnyZero(Protocol):
-    """What plans ask of a `Zero`, which stands above this package."""
+    """The interface of `Zero` that plans use; this package cannot import `Zero` itself."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -98,27 +98,31 @@ def of(
     model_flops: float | None = None,
     latencies: str | pathlib.Path | None = None,
 ) -> Plan:
-    """Plans the step of a `Zero`; what `Zero.plan` calls.
+    """Plans the step of a `Zero`; `Zero.plan` calls it.
 
     Args:
-      zero: with a stage from 0 to 3.
-      loss_fn: as for `Zero.train_step`.
-      tx: as for `Zero.train_step`.
-      params: parameters at rest, from `Zero.init` or `Zero.abstract`.
-      batch: the global batch, arrays or ShapeDtypeStructs.
-      *extras: further arguments of the loss.
-      has_aux: as for `Zero.train_step`.
-      compile: whether to compile the step too, for the devices of the mesh.
-      target: compiles for devices that need not be there: "h100", "a100", "h200", "b200", "v5p"
-        or "cpu", or a `targets.Target` of your own; needs the extra `prove`.
-      topology: how those hang together, "8x1x8" for 8 hosts of 8; full hosts by default.
+      zero: A `Zero` with a stage from 0 to 3.
+      loss_fn: See `Zero.train_step`.
+      tx: See `Zero.train_step`.
+      params: Sharded parameters, from `Zero.init` or `Zero.abstract`.
+      batch: The global batch, arrays or ShapeDtypeStructs.
+      *extras: Further arguments of the loss.
+      has_aux: See `Zero.train_step`.
+      compile: If True, also compile the step for the devices of the mesh.
+      target: Compile ahead of time for "h100", "a100", "h200", "b200", "v5p" or "cpu", or for a
+        `targets.Target`. No such device is needed. Requires the extra `prove`.
+      topology: Topology of the target: "8x1x8" for 8 hosts of 8; full hosts by default.
       model_flops: FLOPs of forward and backward on one device, without recomputation.
-      latencies: file, "step.pbtxt" say, into which is written how long instructions take on the
-        target; the step is compiled again by it, and a run that is given it is scheduled as the
-        program that was proven: `proof.flags`.
+      latencies: Path of a .pbtxt file, such as "step.pbtxt". Modelled instruction latencies on the
+        target are written to it, and the step is compiled again with them. A run with the XLA flag
+        of `proof.flags` gets the same schedule.
+
+    Returns:
+      The plan; without `compile` and `target` it has no compiled program.
 
     Raises:
-      ValueError: the target is unknown or cannot be compiled for here, or the mesh has no devices.
+      ValueError: The target is unknown, this machine cannot compile for it, `topology` or
+        `latencies` does not fit it, or the mesh has no devices.
     """
     aim = None if target is None else target_of(target)
     if topology is not None and aim is None:
@@ -141,7 +145,7 @@ def of(
 
 
 def _is_for_gpus(mesh: AnyMesh, target: Target | None) -> bool:
-    """Whether a step is compiled by XLA for GPUs; so are steps for devices that nobody names."""
+    """Returns whether XLA for GPUs compiles the step; true for a mesh without devices or target."""
     if target is not None:
         return target.platform == "cuda"
     return isinstance(mesh, AbstractMesh) or on_gpu(mesh)
@@ -202,7 +206,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
 
 
 def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """A batch as ShapeDtypeStructs whose rows are split over the devices."""
+    """Returns the batch as ShapeDtypeStructs whose rows are split over the devices."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding),
         batch,
@@ -210,11 +214,11 @@ def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def turned_bytes(leaves: Sequence[Leaf]) -> int:
-    """Bytes of leaves of scanned layers that XLA for GPUs lays out anew.
+    """Returns the bytes of scanned leaves that XLA for GPUs transposes.
 
-    A gather along a later dim needs that dim first in memory. XLA transposes the fp32 masters of
-    all layers ahead of the loop, once for both passes; gradients it transposes one by one
-    (`under_way.py`). The experts of a layer (E, D, F) are cut along D where N does not divide E.
+    A gather along a later dim needs that dim first in memory. XLA transposes the fp32 master
+    parameters of all layers before the loop, once for both passes; it transposes gradients one by
+    one (`under_way.py`). The experts of a layer (E, D, F) are split along D if N does not divide E.
     """
     cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_turned(leaf.cut)]
     return sum(4 * math.prod(cut.device_shape) for cut in cuts)

@@ -18,18 +18,21 @@ _MUCH = 0.25  # of a step
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """Bytes of one device at the worst instant of a step, by what they are for.
+    """Predicted peak bytes of one device in a step, by purpose.
 
     Attributes:
-      parameters: fp32 masters at rest, 4Ψ/N, padding included (stage 0: 4Ψ); on the device.
-      optimizer_state: of any optax transformation, by its shapes; Adam 8Ψ/N; the guard's 16 bytes;
-        on the device.
-      batch: this device's rows, and the extra arguments.
-      temporaries: see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work; with offload
-        also fetched (masters while the model uses them) and pieces (two, of what streams). Where
-        the update holds more than forward and backward, see `update_forecast.Update`.
-      host_states: in host memory: 8Ψ/N of Adam's state and 4Ψ/N of masters that rest there.
-      host_saved: in host memory, from forward to backward: what a remat policy keeps there.
+      parameters: fp32 master parameters on the device, 4Ψ/N, padding included (stage 0: 4Ψ).
+      optimizer_state: Optimizer state on the device, from the shapes of any optax transformation;
+        Adam 8Ψ/N. Includes the 16 bytes of the guard.
+      batch: The rows of this device, and the extra arguments.
+      temporaries: Bytes by term, see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
+        Offload adds fetched (master parameters while the model uses them) and pieces (two pieces of
+        the streamed update). If the update has a higher peak than forward and backward, see
+        `update_forecast.Update`.
+      host_states: Host memory of offloaded states: 8Ψ/N of Adam's state, 4Ψ/N of fp32 master
+        parameters.
+      host_saved: Host memory of activations that a remat policy offloads between forward and
+        backward.
     """
 
     parameters: int
@@ -41,12 +44,12 @@ class Predicted:
 
     @property
     def host(self) -> int:
-        """All that is in host memory."""
+        """Total bytes in host memory."""
         return self.host_states + self.host_saved
 
     @property
     def terms(self) -> dict[str, int]:
-        """Every term by name; those on the device add up to `total_bytes`."""
+        """Bytes by term; those on the device sum to `total_bytes`."""
         own = {
             "parameters": self.parameters,
             "optimizer_state": self.optimizer_state,
@@ -56,12 +59,12 @@ class Predicted:
 
     @property
     def alias_bytes(self) -> int:
-        """Arguments that are donated, and whose memory the results take over."""
+        """Bytes of donated arguments, whose memory the outputs reuse."""
         return self.parameters + self.optimizer_state
 
     @property
     def argument_bytes(self) -> int:
-        """What the compiled program takes as arguments; predicted exactly."""
+        """Bytes of the arguments of the compiled program; predicted exactly."""
         return self.alias_bytes + self.batch
 
     @property
@@ -71,25 +74,27 @@ class Predicted:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One step on one mesh: what is predicted, and what was compiled.
+    """One step on one mesh: predicted memory and communication, and the compiled program if any.
 
     Attributes:
-      stage: 0 to 3.
-      micro_batches: k.
-      remat: the policy.
-      axes: sizes of the mesh's axes by name.
-      num_params: Ψ.
-      layers: what layers were found in the loss, and under which policy.
-      window: elements of the largest layer or leaf that is gathered at once.
-      predicted: bytes by term.
-      trained: the part of Ψ that is not frozen.
-      update_words: that the update sends, beside ZeRO's, for products of matrices that are cut.
-      token_words: that are sent to experts which stay with their devices, and back.
-      travelling: the part of Ψ that does not stay so.
-      precision: dtypes of the step, by which sent elements are counted in bytes.
-      compiled: the audit of the compiled program, None if only predicted.
-      target: what it was compiled for, None for the devices of the mesh itself.
-      time: a lower bound of the step's time, None if only predicted or without figures.
+      stage: ZeRO stage, 0 to 3.
+      micro_batches: Number of gradient-accumulation steps, k.
+      remat: Remat policy.
+      axes: Sizes of the mesh axes by name.
+      num_params: Number of parameters, Ψ.
+      layers: Layers found in the loss, with their remat policy.
+      window: Elements of the largest layer or leaf that is gathered at once.
+      predicted: Predicted bytes by term.
+      trained: Fraction of Ψ that is not frozen.
+      update_words: Elements that the update sends for matrix products of partitioned matrices, in
+        addition to ZeRO's.
+      token_words: Elements of tokens sent to expert-parallel devices and back.
+      travelling: Fraction of Ψ outside expert parallelism, which is gathered and reduced.
+      precision: Dtypes of the step, which determine the bytes per element sent.
+      compiled: Audit of the compiled program; None if only predicted.
+      target: Target of the compilation; None for the devices of the mesh.
+      time: Modelled lower bound of the step time; None if only predicted, or if the device has no
+        known peaks.
     """
 
     stage: int
@@ -114,26 +119,32 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Compiled if there is a compiled program, else predicted."""
+        """Bytes per device: of the compiled program if there is one, otherwise predicted."""
         return self.predicted.total_bytes if self.compiled is None else self.compiled.total_bytes
 
     @property
     def error(self) -> float:
-        """Predicted over compiled total, minus one; nan if only predicted."""
+        """Predicted over compiled total bytes, minus one; nan if only predicted."""
         if self.compiled is None:
             return float("nan")
         return self.predicted.total_bytes / self.compiled.total_bytes - 1
 
     @property
     def model_parallel(self) -> int:
-        """MP."""
+        """Tensor-parallel degree, MP."""
         return self.axes.get(MODEL, 1)
 
     @property
     def words_per_param(self) -> float:
-        """Words that ZeRO sends per device and step over Ψ / MP: counted if compiled, else the
-        paper's and those of the update, more than are sent where an embedding is looked up. What
-        tensor parallelism sends along `model` is not among them."""
+        """Elements that ZeRO sends per device and step, divided by Ψ / MP.
+
+        Counted in the compiled program if there is one. Otherwise it is the closed form of the
+        paper plus the elements of the update, an overestimate if an embedding is looked up.
+        Tensor-parallel communication along `model` is excluded.
+
+        Raises:
+          ValueError: A loop with a collective has an unknown trip count; see `countable`.
+        """
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
         own = self.update_words + self.token_words
@@ -142,10 +153,13 @@ class Plan:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each device sends a step: counted if compiled, else in closed form.
+        """Bytes that each device sends per step: counted if compiled, otherwise in closed form.
 
-        As for `words_per_param`, but what tensor parallelism sends is counted if compiled. A ring's
-        factor (N-1)/N is left out, and so are the scales of int8 and int4.
+        Excludes a ring's factor (N-1)/N and the scales of int8 and int4. Tensor-parallel
+        communication is included only if compiled.
+
+        Raises:
+          ValueError: A loop with a collective has an unknown trip count; see `countable`.
         """
         if self.compiled is not None:
             sent = self.compiled.hidden()
@@ -160,30 +174,32 @@ class Plan:
 
     @property
     def host_bytes_sent(self) -> int:
-        """Bytes that go to host memory and back per device and step, predicted."""
+        """Predicted bytes moved to and from host memory per device and step."""
         predicted = self.predicted
         return 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
 
     @property
     def host_words_per_param(self) -> float:
-        """Elements of 2 bytes among `host_bytes_sent`, over Ψ / MP."""
+        """`host_bytes_sent` in elements of 2 bytes, divided by Ψ / MP."""
         return self.host_bytes_sent / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
 
     @property
     def host_seconds(self) -> float:
-        """Seconds that `host_bytes_sent` take on the target's link if nothing overlaps; 0 without
-        a target or its figure. No part of `time`."""
+        """Seconds to move `host_bytes_sent` over the target's host link without overlap.
+
+        It is 0 if there is no target or its link bandwidth is unknown. Not included in `time`.
+        """
         link = self.time.target.host_wire if self.time else 0.0
         return self.host_bytes_sent / link if link else 0.0
 
     @property
     def countable(self) -> bool:
-        """Whether it is known how often each collective runs: no loop depends on data."""
+        """True if every collective runs a known number of times per step."""
         found = () if self.compiled is None else self.compiled.collectives
         return all(c.runs is not None or c.group_size == 1 for c in found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: `predicted`, and where compiled all that was read from it."""
+        """Returns plain data for JSON: the prediction and, if compiled, the audit."""
         known: dict[str, Any] = {
             "stage": self.stage,
             "micro_batches": self.micro_batches,
@@ -221,7 +237,7 @@ class Plan:
 
 
 def format_plan(plan: Plan) -> str:
-    """One plan: its bytes by term, its layers, and where it was compiled the proof."""
+    """Formats one plan: bytes by term, layers, and the compiled program if there is one."""
     parts = [format_stages([plan]), format_layers(plan)]
     if plan.compiled is not None:
         parts += ["", format_proof(plan, 0)]
@@ -229,11 +245,11 @@ def format_plan(plan: Plan) -> str:
 
 
 def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
-    """Predicted bytes of one device, a row a term, a column a stage.
+    """Formats predicted bytes per device: one row per term, one column per stage.
 
     Args:
-      plans: a column each.
-      memory_bytes: that may be used, and whether each fits there; 0 says nothing of it.
+      plans: One plan per column.
+      memory_bytes: Available bytes, to add a row that says which plans fit; 0 omits it.
     """
     columns = ["", *(f"stage {plan.stage}" for plan in plans)]
     names = [name for name in term_names(plans) if any(term_bytes(p, name) for p in plans)]
@@ -252,7 +268,7 @@ def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
 
 
 def format_layers(plan: Plan) -> str:
-    """The layers that were found in the loss, and what their backward passes keep."""
+    """Formats the layers found in the loss, and their remat policies."""
     if not plan.layers:
         return "layers: none found; activations are kept whatever remat says"
     found = [
@@ -264,7 +280,7 @@ def format_layers(plan: Plan) -> str:
 
 
 def format_proof(plan: Plan, memory_bytes: int) -> str:
-    """What the compiled program says, and what it cannot say."""
+    """Formats the audit of the compiled program, and the limits of the check."""
     audit = plan.compiled
     assert audit is not None
     name = plan.target.name if plan.target else "these devices"
@@ -333,7 +349,7 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
 
 
 def _covered(time: roofline.StepTime) -> str:
-    """What products are long enough for; hidden is what goes on beside any."""
+    """Formats the communication time that matrix products are long enough to overlap."""
     waits = time.exposed_seconds / time.seconds if time.seconds else 0.0
     said = f"{time.covered:.0%} of the wire's {time.wire_seconds:.4f} s"
     if waits < _MUCH:
@@ -342,7 +358,7 @@ def _covered(time: roofline.StepTime) -> str:
 
 
 def term_names(plans: Sequence[Plan]) -> list[str]:
-    """Of the terms of any."""
+    """Returns the names of the terms of all plans."""
     return list(dict.fromkeys(name for plan in plans for name in plan.predicted.terms))
 
 

@@ -1,5 +1,5 @@
-"""What a layer keeps from forward to backward, and where: policies, and layers that run again.
+"""Rematerialisation: policies for saved activations and where to store them, and recomputed layers.
 
-Knows layers as functions of arrays, and nothing of stages or shards. May import `jaxpr`,
-`sharding` and `collectives`.
+Layers are functions of arrays, independent of stages and shards. May import `jaxpr`, `sharding` and
+`collectives`.
 """

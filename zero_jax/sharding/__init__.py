@@ -1,4 +1,4 @@
-"""How a leaf is cut and rests: its split as a function of its shape, meshes, the model axis.
+"""Sharding of leaves: partition by shape, meshes, tensor parallelism over `model`.
 
-Leaves have names here, and a tree of them one split each. May import nothing of zero_jax.
+Names the leaves of a tree and assigns a partition to each. May import nothing of zero_jax.
 """

@@ -1,7 +1,7 @@
-"""How a tree rests: cut, padded where N does not divide, placed, and checked.
+"""Layout of sharded trees: partition, padding if N does not divide, placement and checks.
 
-Padding exists only at rest, as a `Padded` node that knows its logical size; the model, the
-optimizer, norms and checkpoints see logical shapes. Where a leaf is cut: see cuts.py.
+Only stored arrays are padded, as a `Padded` node that has its unpadded size. The model, the
+optimizer, norms and checkpoints use unpadded shapes. See cuts.py for the choice of the dim.
 """
 
 import math
@@ -51,9 +51,16 @@ def pad_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """The tree without the padding it rests with: logical shapes, still partitioned.
+    """Removes the padding of sharded leaves; they stay partitioned.
 
-    For statistics of parameters or gradients at rest: `optax.global_norm(zero_jax.logical(grads))`.
+    Use it for statistics of sharded parameters or gradients:
+    `optax.global_norm(zero_jax.logical(grads))`.
+
+    Args:
+      tree: Sharded parameters or gradients.
+
+    Returns:
+      The tree with unpadded, global shapes.
 
     >>> logical({"w": Padded(jnp.ones((8, 4)), -2, 7)})["w"].shape
     (7, 4)
@@ -69,7 +76,7 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def at_rest(tree: PyTree, splits: Sequence[Split]) -> PyTree:
-    """The inverse of `logical`: pads the leaves that need it, keeping the tree's structure."""
+    """Pads the leaves that need it, the inverse of `logical`; keeps the tree's structure."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [_pad(x, s) for x, s in zip(leaves, splits, strict=True)])
 
@@ -84,7 +91,7 @@ def _pad(leaf: Any, cut: Split) -> Any:
 
 
 def shardings(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
-    """NamedShardings for a tree at rest."""
+    """Returns NamedShardings for a padded tree."""
     treedef = jax.tree.structure(tree)
     placed = [NamedSharding(mesh, s.spec_at_rest) for s in splits]
     return jax.tree.unflatten(treedef, placed)
@@ -98,16 +105,16 @@ def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
 
 
 def bytes_per_device(splits: Sequence[Split], leaves: Sequence[Any]) -> int:
-    """Bytes that one device holds at rest, padding included."""
+    """Returns the stored bytes of one device, padding included."""
     pairs = zip(splits, leaves, strict=True)
     return sum(math.prod(s.device_shape) * np.dtype(x.dtype).itemsize for s, x in pairs)
 
 
 def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
-    """Raises if a device holds anything else than the layout says.
+    """Checks that each device holds the shards of the layout, and nothing else.
 
     Raises:
-      ValueError: naming the first leaf whose shard has the wrong shape, and its device.
+      ValueError: A shard has the wrong shape; the message has its leaf and device.
     """
     for (name, leaf), cut in zip(paths.named_leaves(tree), splits, strict=True):
         for piece in leaf.addressable_shards:
@@ -131,8 +138,11 @@ _NOT_TRAINED = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 
 
 def check_arrays(tree: PyTree) -> None:
-    """Raises ValueError for what is no tree of parameters: a module, its statistics, a leaf that is
-    neither an array nor a number."""
+    """Checks that a tree has parameters only.
+
+    Raises:
+      ValueError: It is a module, has statistics of one, or a leaf is neither an array nor a number.
+    """
     split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
     if isinstance(tree, nnx.Module):
         raise ValueError(
@@ -156,7 +166,11 @@ def check_arrays(tree: PyTree) -> None:
 
 
 def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
-    """Raises ValueError for a tree that is empty, or a leaf that can't be a parameter on them."""
+    """Checks that every leaf can be a parameter on this number of devices.
+
+    Raises:
+      ValueError: The tree is empty, or a leaf is not supported.
+    """
     leaves = paths.named_leaves(tree)
     if not leaves:
         raise ValueError("the parameters hold no arrays: return a tree of arrays")

@@ -1,9 +1,9 @@
-"""Meshes and batches: which axes there are, and which part of the data a process feeds.
+"""Device meshes and global batches: mesh axes, and the part of the data that a process loads.
 
-Axes: `data` (parameters are partitioned over it), optional `replica` outside it (gradients are
-summed over it too, parameters repeat), `experts` between the two (as `data`, but for experts, each
-of which stays with its part of the devices), and `model` inside, for tensor parallelism. The batch
-is split over all but `model`.
+Axes, outermost first: optional `replica` (parameters are replicated over it, gradients are summed
+over it too), optional `experts` (expert parallelism; other parameters are partitioned over it as
+over `data`), `data` (parameters are partitioned over it), and optional `model` (tensor
+parallelism). The batch is split over all axes but `model`.
 """
 
 import collections
@@ -31,19 +31,20 @@ def make_mesh(
     devices: list[jax.Device] | None = None,
     data_axis: str = DATA,
 ) -> Mesh:
-    """A mesh with every device on `data`, or with `replica` and `model` beside it.
+    """Returns a mesh with a `data` axis, and `replica`, `experts` and `model` if above 1.
 
     Args:
-      data: size of the axis that parameters are partitioned over; default: what remains.
-      replica: copies of the partitioned state (outermost: put nodes here).
-      experts: into how many groups experts are dealt out; a group's devices share its experts, and
-        tokens travel between groups. All else is partitioned over `experts` and `data` together.
-      model: size of the tensor-parallel axis (innermost: put NVLink neighbours here).
-      devices: default all of `jax.devices()`.
-      data_axis: another name for `data`, of a model that hard-codes one.
+      data: Size of the axis that parameters are partitioned over; by default the remaining devices.
+      replica: Number of copies of the partitioned state (the outermost axis: assign nodes to it).
+      experts: Number of expert-parallel groups. The devices of a group share its experts, and
+        tokens are sent between groups. All other parameters are partitioned over `experts` and
+        `data` together.
+      model: Size of the tensor-parallel axis (the innermost: assign NVLink neighbours to it).
+      devices: Devices of the mesh; by default all of `jax.devices()`.
+      data_axis: Another name for `data`, for a model that hard-codes one.
 
     Raises:
-      ValueError: if the product is not the number of devices.
+      ValueError: The product of the sizes is not the number of devices.
 
     >>> make_mesh(devices=jax.devices()[:1]).shape["data"]
     1
@@ -65,21 +66,24 @@ def make_mesh(
 
 
 def _sizes(given: dict[str, int], data_axis: str) -> dict[str, int]:
-    """Those axes that there are: `data`, and others of more than 1."""
+    """Returns the axes of the mesh: `data`, and others of more than 1."""
     return {a: size for a, size in given.items() if a == data_axis or size > 1}
 
 
 def abstract_mesh(
     data: int, *, replica: int = 1, experts: int = 1, model: int = 1, data_axis: str = DATA
 ) -> AbstractMesh:
-    """A mesh of devices that need not be there, to plan and to compile for.
+    """Returns a mesh without devices, for planning and ahead-of-time compilation.
 
     Args:
-      data: size of the axis that parameters are partitioned over.
-      replica: copies of the partitioned state.
-      experts: groups that experts are dealt out to.
-      model: size of the tensor-parallel axis.
-      data_axis: another name for `data`.
+      data: Size of the axis that parameters are partitioned over.
+      replica: Number of copies of the partitioned state.
+      experts: Number of expert-parallel groups.
+      model: Size of the tensor-parallel axis.
+      data_axis: Another name for `data`.
+
+    Raises:
+      ValueError: A size is below 1.
 
     >>> dict(abstract_mesh(8, replica=2).shape)
     {'replica': 2, 'data': 8}
@@ -94,15 +98,15 @@ def abstract_mesh(
 
 
 def abstract_of(mesh: AnyMesh) -> AbstractMesh:
-    """The same mesh without its devices."""
+    """Returns the same mesh without its devices."""
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def check_mesh(mesh: AnyMesh) -> None:
-    """Raises for a mesh that Zero can't use.
+    """Checks that `Zero` supports a mesh.
 
     Raises:
-      ValueError: it is none, has a device twice, no `data` axis, an axis of another name, or
+      ValueError: It is not a mesh, has a device twice, no `data` axis, an axis of another name, or
         explicit axis types.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -128,11 +132,12 @@ def check_mesh(mesh: AnyMesh) -> None:
 
 
 def data_axis(mesh: AnyMesh) -> Axis:
-    """The axis that parameters are partitioned over: `data`, or the one that is none of the others;
-    with `experts`, both.
+    """Returns the axis that parameters are partitioned over; with `experts`, both axes.
+
+    It is `data`, or the only axis with another name than `replica`, `experts` and `model`.
 
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: There is no such axis, or more than one.
 
     >>> data_axis(abstract_mesh(8)), data_axis(abstract_mesh(2, experts=4))
     ('data', ('experts', 'data'))
@@ -150,32 +155,32 @@ def data_axis(mesh: AnyMesh) -> Axis:
 
 
 def names(axis: Axis) -> tuple[str, ...]:
-    """The names of an axis."""
+    """Returns the names of an axis."""
     return (axis,) if isinstance(axis, str) else axis
 
 
 def axis_size(mesh: AnyMesh, axis: Axis) -> int:
-    """How many devices are along an axis."""
+    """Returns the number of devices along an axis."""
     return math.prod(mesh.shape[name] for name in names(axis))
 
 
 def experts_size(mesh: AnyMesh) -> int:
-    """The size of the `experts` axis; 1 without one."""
+    """Returns the size of the `experts` axis; 1 without one."""
     return mesh.shape.get(EXPERTS, 1)
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The mesh axes that the batch is split over."""
+    """Returns the mesh axes that the batch is split over."""
     return tuple(a for a in (REPLICA, *names(data_axis(mesh))) if a in mesh.shape)
 
 
 def on_gpu(mesh: AnyMesh) -> bool:
-    """Whether the devices of a mesh are there, and are GPUs."""
+    """Returns whether the mesh has devices, and they are GPUs."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
 def check_there(mesh: AnyMesh) -> None:
-    """Raises ValueError for a mesh whose devices are not there, where arrays are to be made."""
+    """Raises ValueError for a mesh without devices, which cannot hold arrays."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"the mesh is an AbstractMesh, {dict(mesh.shape)}, without devices to make arrays on: "
@@ -184,27 +189,30 @@ def check_there(mesh: AnyMesh) -> None:
 
 
 def model_size(mesh: AnyMesh) -> int:
-    """MP, the size of the `model` axis; 1 without one."""
+    """Returns MP, the size of the `model` axis; 1 without one."""
     return mesh.shape.get(MODEL, 1)
 
 
 def batch_shards(mesh: AnyMesh) -> int:
-    """Into how many pieces the batch is split."""
+    """Returns the number of shards of the batch."""
     return int(np.prod([mesh.shape[a] for a in batch_axes(mesh)]))
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
-    """The sharding of a batch: dim 0 over `replica` and `data`."""
+    """Returns the sharding of a batch: dim 0 over `batch_axes`."""
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
-    """Which part of the global batch this process feeds: (index, count).
+    """Returns the part of the global batch that this process loads, as (index, count).
 
-    Processes that share rows, because a `model` axis runs across them, get the same index.
+    Processes that load the same rows, because a `model` axis spans them, get the same index.
+
+    Args:
+      mesh: The mesh.
 
     Raises:
-      ValueError: if this process's devices do not hold one even part of the batch.
+      ValueError: This process's devices do not hold one even part of the batch.
 
     >>> batch_share(make_mesh())
     (0, 1)
@@ -228,13 +236,13 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
 
 
 def check_global(batch: Any, mesh: AnyMesh) -> None:
-    """Checks that a batch of a run of several processes is one of global arrays.
+    """Checks that a batch has global arrays if the run has several processes.
 
-    JAX takes NumPy arrays for values that all processes share, and would train on other numbers in
-    each of them.
+    JAX treats NumPy arrays as values that are equal in all processes, and would train on other
+    numbers in each of them.
 
     Raises:
-      ValueError: naming the leaf that is none.
+      ValueError: A leaf is not a global array; the message names it.
     """
     if isinstance(mesh, AbstractMesh) or len(mesh.local_devices) == mesh.size:
         return
@@ -251,17 +259,17 @@ def check_global(batch: Any, mesh: AnyMesh) -> None:
 
 
 def global_batch(mesh: Mesh, local: Any) -> Any:
-    """Global arrays from each process's part of the batch.
+    """Makes global arrays from each process's part of the batch.
 
     Args:
-      mesh: the mesh.
-      local: a pytree of numpy arrays, this process's rows (see `batch_share`): (B / count, ...).
+      mesh: The mesh.
+      local: A pytree of numpy arrays, this process's rows (see `batch_share`): (B / count, ...).
 
     Returns:
       The same tree of global arrays (B, ...), dim 0 split over the devices.
 
     Raises:
-      ValueError: if this process's devices do not divide its rows.
+      ValueError: This process's devices do not divide its rows.
     """
     sharding = batch_sharding(mesh)
     pieces = batch_shards(mesh) // batch_share(mesh)[1]

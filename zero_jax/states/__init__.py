@@ -1,5 +1,4 @@
-"""Optimizer states in 8 or 16 bits: codes, how they are rounded, which leaves are kept so.
+"""Optimizer state in 8 or 16 bits: codes, rounding, and the choice of leaves.
 
-The bits depend on what was trained, not on how it is partitioned. May import `jaxpr` and
-`sharding`.
+The stored bits do not depend on the partition. May import `jaxpr` and `sharding`.
 """
