@@ -1,6 +1,9 @@
-"""Language of the README and docs: no banned opening or phrase, no sentence above 35 words."""
+"""Language of docs and public docstrings: no banned opening or phrase, 35 words a sentence."""
 
+import inspect
+import pkgutil
 import re
+import types
 
 import pytest
 from test_readme import PAGES, text_of
@@ -13,6 +16,7 @@ PHRASES = (  # not used by the field, or about things as if they were persons
     "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told")
 # fmt: on
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})s?\b", re.IGNORECASE)
+DOCUMENTED = re.compile(r"\.\. auto(?:function|class|exception):: (\S+)")
 EXCEPTIONS = {"CHANGELOG.md"}  # at most ten
 
 
@@ -29,7 +33,22 @@ def sentences(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", sorted({*PAGES} - EXCEPTIONS))
 def test_sentences_are_short_and_use_the_words_of_the_field(page):
-    for sentence in sentences(text_of(page)):
+    check(text_of(page))
+
+
+@pytest.mark.parametrize(
+    "name", sorted({n for page in PAGES for n in DOCUMENTED.findall(text_of(page))})
+)
+def test_so_are_those_of_public_docstrings(name):
+    value, kinds = pkgutil.resolve_name(name), (types.FunctionType, property, classmethod)
+    own = vars(value).items() if isinstance(value, type) else ()
+    for one in (value, *(x for key, x in own if key[0] != "_" and isinstance(x, kinds))):
+        text = re.sub(r"^ *(>>>|\.\.\.) .*$", "", inspect.getdoc(one) or "", flags=re.MULTILINE)
+        check(re.sub(r"^ *[\w, *]+:(\s|$)", "\n\n", text, flags=re.MULTILINE))
+
+
+def check(text):
+    for sentence in sentences(text):
         assert len(sentence.split()) <= 35, sentence
         assert not OPENING.match(sentence), sentence
         assert not PHRASE.search(sentence), sentence
