@@ -6,6 +6,7 @@ Each line of FILE is a conversation in JSON: the user gives the start of a sente
 its rest. No download is needed.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -36,12 +37,14 @@ def _halves(sentence: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print(f"{__doc__}\nerror: give one FILE to write", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="JSON Lines file to write.")
+    file = parser.parse_args().file
     made = list(pairs())
-    Path(sys.argv[1]).write_text("".join(json.dumps(pair) + "\n" for pair in made))
-    print(f"{sys.argv[1]}: {len(made):,} conversations")
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in made))
+    print(f"{file}: {len(made):,} conversations")
     return 0
 
 
