@@ -18,6 +18,7 @@ from test_parity import OPTIMIZERS
 
 import zero_jax
 from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.leaves import leaves
 from zero_jax.checkpoint.writer import Handler
 
 # eps and ULPS as in test_parity.
@@ -135,6 +136,9 @@ def test_an_array_is_saved_as_it_was_when_save_was_called(tmp_path):
             x = add(x)
         back = checkpoints.restore({"x": jnp.ones(1 << 20)}).tree["x"]
     assert float(jnp.abs(back).max()) == 0.0
+    held = [leaf.pieces() for leaf in leaves({"x": x})]
+    add(x)
+    assert held and x.is_deleted(), "a view of it would prevent its donation"
 
 
 def test_paths_with_two_dots_and_links_and_what_is_kept(tmp_path, monkeypatch):
