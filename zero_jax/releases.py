@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-# By default XLA for GPUs has one collective under way at a time, and those of a layer wait for
-# those of another in the open. docs/performance-tables.md has what each option does.
+# By default XLA for GPUs runs one collective at a time, and those of a layer wait, exposed, for
+# those of another. docs/performance-tables.md explains each option.
 COLLECTIVES_AT_ONCE = 3
 # Spellings of one option, of which the first that the installed XLA knows is taken.
 Spellings = tuple[tuple[str, Any], ...]

@@ -25,7 +25,7 @@ TX, BATCH = optax.sgd(0.1, momentum=0.9), jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
 def arguments(make, stage=3, batch=BATCH, n=4, model=1, **settings):
-    """A Zero of devices that are not there, and arguments of its step."""
+    """Returns a Zero on an abstract mesh, and abstract arguments of its step."""
     zero = zero_jax.Zero(zero_jax.abstract_mesh(n, model=model), stage, **settings)
     params = zero.abstract(make)
     return zero, (params, zero.optimizer(TX).init(params), batch)
@@ -48,7 +48,7 @@ def test_weights_that_iterations_share_are_sent_once_forward_and_once_backward(f
 
 
 def test_stacks_of_layers_and_leaves_that_are_none():
-    """As many collectives as leaves, never as rows: kernels of attention are (width, heads, depth).
+    """A collective per leaf, not per row: kernels of attention are (width, heads, depth).
     Leaves of 2 x 2 over 8 devices are sharded along 64 layers, and gathered before the loop."""
     model, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.ones((ROWS, 3, 128))
     make = functools.partial(model.init, jax.random.key(0), x[:1])
@@ -233,7 +233,7 @@ GATHER, SCATTER, REDUCE = (f"xla_gpu_{kind}_combine_threshold_bytes" for kind in
 
 
 def _options(width, scanned=True, **settings):
-    """Of layers in a loop, or one after the other, and a convolution that looks like a stack."""
+    """Layers in a loop, unrolled layers, and a convolution that looks like a stack."""
 
     def layer(x, own):
         return jnp.tanh(x @ own["up"] + own["bias"])[:, : x.shape[1]]

@@ -85,7 +85,7 @@ def near(found, wanted, tolerance=1e-4):
 
 
 def derivatives(evaluate, grad_fn, params):
-    """Of a loss, and of a loss with its gradients, by parameters, batch and extra argument."""
+    """Derivatives of a loss and of its gradients, by parameters, batch and extra argument."""
 
     def value(params, x, scale):
         return evaluate(params, (x, IDS), scale)[0]

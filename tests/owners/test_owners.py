@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs with
 
 
 def muon(**options):
-    """Of every matrix, stacked along all dims but the last two."""
+    """Transforms every matrix, stacked along all dims but the last two."""
 
     def dims(x):
         return contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if x.ndim > 1 else None
@@ -59,7 +59,7 @@ def root(a):
 
 
 def shampoo():
-    """Of matrices alone, with a state of its rows and one of its columns."""
+    """Transforms matrices alone, with a state of its rows and one of its columns."""
     init = lambda params: {n: tuple(map(jnp.eye, x.shape)) for n, x in params.items()}  # noqa: E731
 
     def update(grads, state, params=None):

@@ -41,7 +41,7 @@ HIDDEN = 4 * 1024 * 4096 * 2  # bytes
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """What a script gets. Plans are made once, whatever limit they are compared with; no curves."""
+    """Plans of a script are made once, for all limits, without curves."""
     planned, path = functools.cache(Case.plan), tmp_path_factory.mktemp("plan") / "plan.json"
 
     def plan(self, stage, **options):

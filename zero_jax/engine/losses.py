@@ -19,7 +19,7 @@ MEAN, ROWS, EQUAL = "mean", "rows", "equal"
 
 
 class Weighted(NamedTuple):
-    """A loss as a sum and its weight, for weights that differ between devices: token counts, say.
+    """A loss as a sum and its weight, for weights that differ between devices, as token counts do.
 
     Attributes:
       sum: Scalar.
