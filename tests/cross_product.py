@@ -1,6 +1,8 @@
 """Every mesh with every stage and every remat policy: ten steps equal those of one device.
 
     python tests/cross_product.py [gpt|linen ...]      # 264 trainings, some 15 minutes
+
+Prints the largest difference of each mesh.
 """
 
 import itertools

@@ -127,7 +127,6 @@ def test_arrays_that_may_differ_keep_their_value(tmp_path):
 
 
 def test_an_array_is_saved_as_it_was_when_save_was_called(tmp_path):
-    """The next step reuses its memory while files are still being written."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     with Checkpoints(tmp_path) as checkpoints:
         x = jnp.zeros(1 << 20)
