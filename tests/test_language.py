@@ -10,7 +10,7 @@ from test_readme import PAGES, text_of
 
 OPENING = re.compile(r"(What|Whether|Of|That|Whoever|As|For whoever) ")
 # fmt: off
-PHRASES = (  # not used by the field, or about things as if they were persons
+PHRASES = (
     "of which", "in whose", "it is said", "of one's own", "unless given", "as far as", "to be had",
     "for ever", "foretold", "forecast", "at rest", "born", "fake device", "whoever", "worked off",
     "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told")

@@ -137,7 +137,6 @@ def test_same_seed_twice_is_bitwise_equal():
 
 
 def test_muon_of_train_py_updates_vectors_at_the_rate_of_adam():
-    """The rate of Adam is 0.004 where that of Muon is 0.02."""
     tx = optimizers.make("muon", lambda step: 0.02, weight_decay=0.0, clip=0.0)
     params = {"kernel": jnp.ones((2, 3, 3)), "bias": jnp.ones(3)}
     updates, _ = tx.update(params, tx.init(params), params)
