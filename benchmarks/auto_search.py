@@ -61,7 +61,7 @@ def compared(name: str, jobs: int) -> dict[str, Any]:
     tried = [
         c
         for c in combinations(MOST_MICRO_BATCHES)
-        if c.remat in REMAT and c.micro_batches <= MOST_MICRO_BATCHES
+        if c.remat in REMAT and c.grad_accum_steps <= MOST_MICRO_BATCHES
     ]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         plans = dict(zip(tried, pool.map(lambda c: plan(c, True), tried), strict=True))

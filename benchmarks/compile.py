@@ -34,10 +34,10 @@ NAMES = ("trace_seconds", "compile_seconds", "peak_bytes")
 def measure(layers: int, devices: int) -> dict[str, float]:
     """One case, in this process."""
     jax.config.update("jax_num_cpu_devices", devices)
-    zero = Zero(make_mesh(), 3, precision=Precision("bf16", reduce="bf16"), remat="block")
+    zero = Zero(make_mesh(), 3, precision=Precision("bf16", reduce_dtype="bf16"), remat="block")
     config = dataclasses.replace(gpt.preset("1.5b"), layers=layers)
     case = Case(config, zero, "adamw", 4 * devices)
-    params = zero.abstract(case.make)
+    params = zero.eval_shape(case.make)
     tx = zero.optimizer(case.tx)
     step, args = zero.train_step(case.loss_fn, tx), (params, tx.init(params), case.batch)
     began = time.perf_counter()

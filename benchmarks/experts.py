@@ -46,7 +46,7 @@ def compiled(
     zero = Zero(
         abstract_mesh(DEVICES // experts, experts=experts),
         3,
-        precision=Precision("bf16", reduce="bf16"),
+        precision=Precision("bf16", reduce_dtype="bf16"),
         remat=remat,
     )
     case = Case(config, zero, "adamw", ROWS * DEVICES, seq)

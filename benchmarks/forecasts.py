@@ -27,7 +27,7 @@ from zero_jax.models.cross_entropy import chunked_cross_entropy
 from zero_jax.plan.text_model import TextModel
 
 PyTree = Any
-BF16 = zero_jax.Precision("bf16", reduce="bf16")
+BF16 = zero_jax.Precision("bf16", reduce_dtype="bf16")
 SUMS_IN_FP32 = zero_jax.Precision("bf16")
 
 
@@ -206,7 +206,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "full-stage-1": lambda: decoder(sizes=WHOLE, settings={"stage": 1}),
     "full-stage-2": lambda: decoder(sizes=WHOLE, settings={"stage": 2}),
     "full-none": lambda: decoder(sizes=WHOLE, settings={"remat": "none"}),
-    "full-dots-k2": lambda: decoder(sizes=WHOLE, settings={"remat": "dots", "micro_batches": 2}),
+    "full-dots-k2": lambda: decoder(sizes=WHOLE, settings={"remat": "dots", "grad_accum_steps": 2}),
     "full-64": lambda: decoder(sizes=WHOLE, devices=64),
     "unrolled": lambda: decoder(sizes={"scanned": False}),
     "unrolled-full": lambda: decoder(sizes=WHOLE | {"scanned": False}),
@@ -246,7 +246,7 @@ def planned(program: Program) -> zero_jax.Plan:
     settings = {"precision": BF16, **program.settings}
     zero = zero_jax.Zero(zero_jax.abstract_mesh(program.devices), **settings)
     return zero.plan(
-        *(program.loss, program.tx, zero.abstract(program.make), program.batch(program.devices)),
+        *(program.loss, program.tx, zero.eval_shape(program.make), program.batch(program.devices)),
         *program.extras,
         has_aux=program.has_aux,
         target=program.target,

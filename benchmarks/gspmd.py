@@ -50,7 +50,7 @@ def step_of(
     saving = rewrite.apply(_mean_loss(case, chunks), policy)
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
-        compute = jax.tree.map(lambda x: cast(x, case.zero.precision.compute), params)
+        compute = jax.tree.map(lambda x: cast(x, case.zero.config.precision.compute), params)
         with jax.sharding.use_abstract_mesh(abstract_of(mesh)), nn.logical_axis_rules(rules):
             return saving(compute, batch)
 

@@ -74,7 +74,7 @@ def one(folder: str, base: str, address: str, index: str) -> None:
     zero_jax.initialize(address, PROCESSES, int(index))
     text = TextModel(interchange.config(folder), Lora(base=base) if base else None)
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, frozen=text.frozen)
-    like = zero.abstract(text.make)
+    like = zero.eval_shape(text.make)
     like = like["base"] if base else like
     read, count = safetensor_files.Folder.read, [0]
 

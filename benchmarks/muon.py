@@ -45,7 +45,7 @@ def compiled(model: str, devices: int, optimizer: str) -> dict:
     found["forecast_error"] = round(plan.error, 4)
     found["step_seconds"] = round(plan.time.seconds, 4)
     full = jax.eval_shape(case.make)
-    for one in update_forecast.exchanges(zero.settings, case.tx, full):
+    for one in update_forecast.exchanges(zero.config, case.tx, full):
         loads = zip(*(kind.counts for kind in one.kinds), strict=True)
         work = [sum(n * f for n, f in zip(load, one.flops, strict=True)) for load in loads]
         found["busiest"] = round(max(work) * devices / sum(work), 3)

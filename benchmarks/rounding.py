@@ -4,7 +4,7 @@
     python benchmarks/rounding.py --tables     # prints the table of what is there
 
 A small GPT learns a Markov chain from gradients of 8 devices, each rounded by its sender and summed
-in fp32, as of `Precision(scatter=...)` (there biases and norms of stacks stay as they are). With
+in fp32, as of `Precision(grad_comm_dtype=...)` (biases and norms of stacks stay as they are). With
 *error feedback* a sender adds what it rounded off to its next gradient, which zero_jax does not do:
 it would be a full gradient on every device. All devices are simulated on one. Writes
 docs/rounding.json.

@@ -41,7 +41,7 @@ PROGRAMS = ("zero_jax", "gspmd", "gspmd, options", "gspmd, chunks")
 
 def programs(model: str, devices: int, told: bool) -> dict:
     """All compiled programs as plain data, and whether all fit."""
-    precision = Precision("bf16", reduce="bf16")
+    precision = Precision("bf16", reduce_dtype="bf16")
     zero = Zero(abstract_mesh(devices), 3, precision=precision, remat=REMAT)
     case = Case(families.preset(model), zero, "adamw", ROWS * devices, TOKENS)
     target = targets.target("h100")
@@ -57,7 +57,7 @@ def compiled(case: Case, target: targets.Target, told: bool) -> dict[str, dict]:
         file = pathlib.Path(folder) / "step.pbtxt"
         plan = case.plan(3, target=target, latencies=file if told else None)
     assert plan.compiled is not None and plan.time is not None
-    params, tx = case.zero.abstract(case.make), case.zero.optimizer(case.tx)
+    params, tx = case.zero.eval_shape(case.make), case.zero.optimizer(case.tx)
     ours = case.zero.train_step(case.loss_fn, tx)
     options = ours.compiler_options(params, tx.init(params), case.batch)
     predicted = {"predicted_bytes": plan.predicted.total_bytes}

@@ -46,7 +46,7 @@ class Program:
 
     def __init__(self, name: str, case: Case, rows: jax.Array):
         if name in GSPMD:
-            step, args = gspmd.step_of(case, case.zero.remat, **GSPMD[name])
+            step, args = gspmd.step_of(case, case.zero.config.remat, **GSPMD[name])
             placed = jax.tree.map(lambda x: x.sharding, args)
             make = jax.jit(case.make, out_shardings=placed[0])
             init = jax.jit(case.tx.init, out_shardings=placed[1])
@@ -59,7 +59,7 @@ class Program:
             tx = zero.optimizer(case.tx)
             jitted = zero.train_step(case.loss_fn, tx)
             self.make = lambda: (params := zero.init(case.make), tx.init(params))
-            shapes = (params := zero.abstract(case.make), tx.init(params))
+            shapes = (params := zero.eval_shape(case.make), tx.init(params))
         self.batch = rows
         self.step = jitted.lower(*shapes, rows).compile()
         self.total_bytes = zero_jax.audit(self.step).total_bytes
@@ -102,7 +102,7 @@ def main() -> None:
     if len(jax.devices()) < parsed.devices:
         parser.error(f"--devices {parsed.devices}, but there are {len(jax.devices())}")
     mesh = zero_jax.make_mesh(devices=jax.devices()[: parsed.devices])
-    precision = zero_jax.Precision(parsed.compute, reduce=parsed.compute)
+    precision = zero_jax.Precision(parsed.compute, reduce_dtype=parsed.compute)
     zero = zero_jax.Zero(mesh, 3, precision=precision, remat=parsed.remat)
     # Logits of a device at once, as those of the programs without zero_jax are.
     tokens_of_one = parsed.rows * parsed.seq

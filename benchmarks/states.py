@@ -40,7 +40,9 @@ TOKENS = 1024
 
 def compiled(model: str, devices: int, states: str) -> dict[str, Any]:
     """What one program holds and sends."""
-    zero = Zero(abstract_mesh(devices), 3, precision="bf16", remat="block", states=states)
+    zero = Zero(
+        abstract_mesh(devices), 3, precision="bf16", remat="block", optimizer_state_dtype=states
+    )
     case = Case(families.preset(model), zero, "adamw", devices, TOKENS)
     plan = case.plan(3, target="h100")
     assert plan.compiled is not None and plan.time is not None

@@ -143,7 +143,7 @@ def forms(config: gpt.GPTConfig) -> dict[str, tuple[Callable[[], Any], Callable[
 def measured(form: str, model: str, devices: int, remat: str) -> dict[str, Any]:
     """What a step of one form holds, sends and hides."""
     config = gpt.preset(model)
-    precision = zero_jax.Precision("bf16", reduce="bf16")
+    precision = zero_jax.Precision("bf16", reduce_dtype="bf16")
     mesh = zero_jax.abstract_mesh(devices)
     zero = zero_jax.Zero(mesh, 3, precision=precision, remat=remat)
     case = Case(config, zero, "adamw", ROWS * devices)
@@ -152,7 +152,7 @@ def measured(form: str, model: str, devices: int, remat: str) -> dict[str, Any]:
     else:
         make, loss = forms(config)[form]
         plan = zero.plan(
-            *(loss, case.tx, zero.abstract(make), case.batch),
+            *(loss, case.tx, zero.eval_shape(make), case.batch),
             target="h100",
             model_flops=case.model_flops,
         )

@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jax
 
-from zero_jax import Precision, Zero, abstract_mesh, configuration
+from zero_jax import Precision, Zero, abstract_mesh, paper_config
 from zero_jax.models import gpt
 from zero_jax.plan.case import Case
 
@@ -33,7 +33,7 @@ def case_of(name: str, layers: int) -> Case:
     """A model of that many layers under a configuration."""
     config = gpt.GPTConfig(layers=layers, width=WIDTH, heads=WIDTH // 128)
     mesh = abstract_mesh(DEVICES // MP, model=MP)
-    zero = Zero(mesh, precision=Precision("bf16", reduce="bf16"), **configuration(name))
+    zero = Zero(mesh, precision=Precision("bf16", reduce_dtype="bf16"), **paper_config(name))
     return Case(config, zero, "adamw", ROWS * DEVICES // MP)
 
 
@@ -43,7 +43,7 @@ def most_layers(name: str, limit: int) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         case = case_of(name, middle)
-        fits = case.plan(case.zero.stage).total_bytes <= limit
+        fits = case.plan(case.zero.config.stage).total_bytes <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -54,7 +54,7 @@ def largest(name: str, limit: int) -> dict:
     too_many = None
     while True:
         tried = case_of(name, layers)
-        compiled = tried.plan(tried.zero.stage, target="h100")
+        compiled = tried.plan(tried.zero.config.stage, target="h100")
         room = limit / compiled.total_bytes
         print(name, layers, compiled.total_bytes, flush=True)
         if room < 1:

@@ -38,7 +38,7 @@ MORE = (
     (3, "block", 16, "bf16", 1),
 )
 _KEPT = ("stage", "remat", "words_per_param", "error", "hidden_fraction", "covered_fraction")
-_SHOWN = ("model", "devices", "stage", "remat", "rows", "reduce", "micro_batches")
+_SHOWN = ("model", "devices", "stage", "remat", "rows", "reduce", "grad_accum_steps")
 FILE = pathlib.Path(__file__).parent / "proof.json"
 
 
@@ -49,15 +49,15 @@ def prove(
     remat: str,
     rows: int = ROWS,
     reduce: str = "bf16",
-    micro_batches: int = 1,
+    grad_accum_steps: int = 1,
 ) -> dict:
     """One compiled program as plain data."""
     zero = Zero(
         abstract_mesh(devices),
         stage,
-        precision=Precision("bf16", reduce=reduce),
+        precision=Precision("bf16", reduce_dtype=reduce),
         remat=remat,
-        micro_batches=micro_batches,
+        grad_accum_steps=grad_accum_steps,
     )
     case = Case(gpt.preset(model), zero, "adamw", rows * devices)
     started = time.monotonic()
@@ -70,7 +70,7 @@ def prove(
         "devices": devices,
         "rows": rows,
         "reduce": reduce,
-        "micro_batches": micro_batches,
+        "grad_accum_steps": grad_accum_steps,
         "predicted": known["predicted"],
         "compiled": {k: v for k, v in known["compiled"].items() if k != "largest_temporaries"},
         "hidden_bytes": dataclasses.asdict(total),

@@ -37,7 +37,7 @@ def loss_fn(params, x):
 def compiled_step():
     """The audit of a step, from shapes alone."""
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, remat="block")
-    params = zero.abstract(make, jax.random.key(0))
+    params = zero.eval_shape(make, jax.random.key(0))
     tx = zero.optimizer(optax.adamw(1e-3))
     step = zero.train_step(loss_fn, tx)
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)

@@ -104,7 +104,7 @@ if __name__ == "__main__":
     english = "\n".join(topics.values())
     start = jax.jit(make)(jax.random.key(0))
     _, params, opt_state, zero = whole(start, english, steps=80, rate=1e-3)
-    start = zero.full(params)
+    start = zero.unshard(params)
     print("whole model")
     most_whole = print_held(params=params, opt_state=opt_state)
 

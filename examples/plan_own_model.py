@@ -51,9 +51,9 @@ def loss_fn(params, tokens):
 def plan(stage):
     mesh = zero_jax.abstract_mesh(DEVICES)
     zero = zero_jax.Zero(mesh, stage=stage, precision="bf16", remat="block")
-    params = zero.abstract(model.init, jax.random.key(0), jnp.ones((1, TOKENS), jnp.int32))
+    params = zero.eval_shape(model.init, jax.random.key(0), jnp.ones((1, TOKENS), jnp.int32))
     batch = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32)
-    return zero.plan(loss_fn, optax.adamw(1e-4), params, batch)
+    return zero.plan(loss_fn, zero.optimizer(optax.adamw(1e-4)), params, batch)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def sharded():
     model = ResNet(axis_name=zero.batch_axes)
     loss_fn = partial(loss_of, model)
     variables = zero.init(model.init, jax.random.key(0), batch[0][:1])
-    params, stats = variables["params"], zero.full(variables["batch_stats"])
+    params, stats = variables["params"], zero.unshard(variables["batch_stats"])
     tx = zero.optimizer(optax.sgd(0.1, momentum=0.9))
     opt_state = tx.init(params)
 

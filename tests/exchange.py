@@ -36,7 +36,7 @@ def zero_on(n, stage=3, model=1):
 
 
 def abstract(config, n=1, stage=3, model=1):
-    return zero_on(n, stage, model).abstract(functools.partial(make, config))
+    return zero_on(n, stage, model).eval_shape(functools.partial(make, config))
 
 
 def loaded(folder, n=1, stage=3, model=1, **settings):

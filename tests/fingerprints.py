@@ -125,7 +125,7 @@ class Case:
         zero = zero_jax.Zero(self.mesh, **{"precision": "bf16", **self.settings})
         placed = NamedSharding(self.mesh, PartitionSpec(zero.batch_axes))
         tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32, sharding=placed)
-        params = zero.abstract(self.make)
+        params = zero.eval_shape(self.make)
         step = zero.train_step(self.loss, self.tx, has_aux=self.has_aux)
         args = params, zero.optimizer(self.tx).init(params), tokens
         program = step.trace(*args).lower(lowering_platforms=("cuda",))
@@ -151,12 +151,12 @@ def cases() -> dict[str, Case]:
         "scanned": Case(),
         "unrolled": Case(make=make_unrolled, loss=unrolled),
         "experts": Case({}, by_experts, make_routed, routed, has_aux=True),
-        "tensor parallel": Case({"model_specs": specs}, by_model),
+        "tensor parallel": Case({"param_specs": specs}, by_model),
         "LoRA": Case({"frozen": lora.frozen}, make=lora.init(make), loss=lora.loss),
         "Muon": Case(tx=muon(1e-3, muon_weight_dimension_numbers=dims_for_muon)),
-        "8-bit state": Case({"states": "8bit"}),
+        "8-bit state": Case({"optimizer_state_dtype": "8bit"}),
         "host offload": Case({"offload": zero_jax.Offload(True, True, piece_bytes=2**14)}),
-        "accumulation": Case({"micro_batches": 2}),
+        "accumulation": Case({"grad_accum_steps": 2}),
         "fp16": Case({"precision": "fp16"}),
     }
     found = {}
@@ -165,7 +165,7 @@ def cases() -> dict[str, Case]:
             remat = POLICIES[(at + stage + 2) % 4]  # unrolled layers have "block" at stage 3
             settings = {"stage": stage, "remat": remat, **case.settings}
             found[f"{name}, stage {stage}"] = dataclasses.replace(case, settings=settings)
-    coded = zero_jax.Precision("bf16", "bf16", gather="int8", scatter="int4")
+    coded = zero_jax.Precision("bf16", "bf16", param_comm_dtype="int8", grad_comm_dtype="int4")
     sizes = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": TOKENS, "loss_chunk": 16}
     dense, block = gpt.GPTConfig(**sizes), {"stage": 3, "remat": "block"}
     mixture = decoder.Mixture(EXPERTS, 2, capacity=0.75, balance=0.02, z=0.001)
@@ -175,7 +175,7 @@ def cases() -> dict[str, Case]:
     return found | {
         "int8 gather and int4 scatter, stage 3": Case({**block, "precision": coded}),
         "buckets of 4 KiB, stage 3": Case({**block, "bucket_bytes": 4096}),
-        "hierarchical, stage 3": Case({**block, "hierarchical": True}, replicas),
+        "secondary_shards, stage 3": Case({**block, "secondary_shards": True}, replicas),
         "GPT, sequence parallel, stage 3": of_model(dense, sequence, data=2, model=2),
         "GPT, activations in host memory, stage 2": of_model(dense, on_host, data=2, model=2),
         "decoder with experts, stage 3": of_model(sparse, block, data=2, experts=2),

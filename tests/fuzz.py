@@ -110,7 +110,7 @@ def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
     found = {
         "mesh": (data, replica, model),
         "stage": 3 if first else int(rng.integers(4)),
-        "micro_batches": int(rng.integers(1, 3)),
+        "grad_accum_steps": int(rng.integers(1, 3)),
         "remat": remats[str(rng.choice(list(remats)))],
         "bucket_bytes": 2**30 if rng.random() < 0.7 else 64,
         "precision": "bf16" if rng.random() < 0.15 else "fp32",
@@ -119,7 +119,7 @@ def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
         number = str(rng.integers(3))
         found["frozen"] = lambda path: number in path
     if replica > 1 and found["stage"] == 3 and rng.random() < 0.5:
-        found["hierarchical"] = True
+        found["secondary_shards"] = True
     return found
 
 
@@ -150,7 +150,7 @@ class Leaf(NamedTuple):
     rows: bool  # the aux has rows of it
     elements: int  # stored
     dim: int | None  # that is sharded over `data`
-    hierarchical: bool  # and over `replica`
+    secondary_shards: bool  # and over `replica`
 
 
 def leaf_of(x: Any, array: jax.Array, names: Sequence[str], trained: bool, rows: bool) -> Leaf:
@@ -161,7 +161,7 @@ def leaf_of(x: Any, array: jax.Array, names: Sequence[str], trained: bool, rows:
     return Leaf(x.shape, names, trained, rows, elements, dim, both)
 
 
-def _expected(leaf, mesh, stage, micro_batches, remat) -> np.ndarray:
+def _expected(leaf, mesh, stage, grad_accum_steps, remat) -> np.ndarray:
     """Elements that are gathered, reduce-scattered and twice those that are all-reduced."""
     gathered = scattered = summed = 0
     read = leaf.rows or any(ops.GATHERS.get(name, 1) for name in leaf.ops)
@@ -169,16 +169,16 @@ def _expected(leaf, mesh, stage, micro_batches, remat) -> np.ndarray:
         summed = 2 * leaf.elements * leaf.trained
     elif mesh["data"] > 1 and stage < 3:
         gathered = leaf.elements * read
-        scattered = leaf.elements * leaf.trained * (micro_batches if stage == 2 else 1)
+        scattered = leaf.elements * leaf.trained * (grad_accum_steps if stage == 2 else 1)
     elif mesh["data"] > 1:
         pairs = [_operation(name, leaf, remat) for name in leaf.ops]
-        gathered = micro_batches * (sum(g for g, _ in pairs) + leaf.elements * leaf.rows)
-        scattered = micro_batches * sum(s for _, s in pairs)
+        gathered = grad_accum_steps * (sum(g for g, _ in pairs) + leaf.elements * leaf.rows)
+        scattered = grad_accum_steps * sum(s for _, s in pairs)
     if mesh.get("replica", 1) > 1:
         shard = leaf.elements // (1 if leaf.dim is None else mesh["data"])
-        gathered += shard * leaf.hierarchical * read
-        scattered += shard * leaf.hierarchical * leaf.trained
-        summed += 2 * shard * (not leaf.hierarchical) * leaf.trained
+        gathered += shard * leaf.secondary_shards * read
+        scattered += shard * leaf.secondary_shards * leaf.trained
+        summed += 2 * shard * (not leaf.secondary_shards) * leaf.trained
     return np.array([gathered, scattered, summed])
 
 
@@ -229,8 +229,8 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     model = 1 if specs is None else model
     devices = jax.devices()[: data * replica * model]
     mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
-    zero = zero_jax.Zero(mesh, model_specs=specs, **options)
-    parts = data * replica * options["micro_batches"]
+    zero = zero_jax.Zero(mesh, param_specs=specs, **options)
+    parts = data * replica * options["grad_accum_steps"]
     x = np.random.default_rng(seed).standard_normal((2 * parts, ops.FEATURES)).astype(np.float32)
     start = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32) if is_float(w) else w, case.params)
     stored = zero.shard(case.params)
@@ -242,7 +242,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     paths, leaves = paths_of(case.params), jax.tree.leaves(case.params)
     trained = [is_float(w) and not frozen(path) for path, w in zip(paths, leaves, strict=True)]
     pairs = {"loss": (value, wanted), **{f"aux {k}": (aux[k], other[k]) for k in other}}
-    of_leaves = zip(*map(jax.tree.leaves, (zero.full(grads), gradients)), strict=True)
+    of_leaves = zip(*map(jax.tree.leaves, (zero.unshard(grads), gradients)), strict=True)
     pairs |= {f"gradient of leaf {i}": pair for i, pair in enumerate(of_leaves) if trained[i]}
     rounded = any(set(names) & set(ops.ROUNDS) for names in case.ops)
     loose = rounded or options["precision"] == "bf16"
@@ -252,7 +252,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     compiled = grad_fn.lower(stored, x).compile(compiler_options=OPTIONS)
     found = [c for c in traffic.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
     sent = np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
-    settled = mesh.shape, *(options[name] for name in ("stage", "micro_batches", "remat"))
+    settled = mesh.shape, *(options[name] for name in ("stage", "grad_accum_steps", "remat"))
     rows = [at == case.first for at in range(len(leaves))]
     known = map(leaf_of, leaves, jax.tree.leaves(stored), case.ops, trained, rows)
     want = sum(_expected(leaf, *settled) for leaf in known)

@@ -66,7 +66,7 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     begin = state.inner.files.store.step
     for _ in range(begin, int(steps)):
         params, state, metrics = step(params, state, batch)
-    full = {k: np.asarray(x.addressable_data(0)) for k, x in zero.full(params).items()}
+    full = {k: np.asarray(x.addressable_data(0)) for k, x in zero.unshard(params).items()}
     if jax.process_index() == 0:
         np.savez(out, begin=begin, loss=jnp.asarray(metrics.loss), **full)
 

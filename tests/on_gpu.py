@@ -45,7 +45,7 @@ ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
 GPT = gpt.GPTConfig(layers=4, width=128, heads=2, vocab=256, seq=128)
 BF16 = {"precision": zero_jax.Precision("bf16")}
-EIGHT_BITS = {"states": "8bit"}
+EIGHT_BITS = {"optimizer_state_dtype": "8bit"}
 STREAMED, LARGE_PIECES = ({"offload": Offload(True, piece_bytes=n)} for n in (2**12, 2**16))
 REMAT = [{"remat": p} for p in ("dots", "block", "block_sqrt", "block@host", "block_sqrt@host")]
 # By check: the model, settings of the reference, settings that are compared with it, and the limit:
@@ -90,7 +90,7 @@ def plain(problem, tx, name, limit, **settings):
 def stages(name):
     k, tx = (1, SGD) if name == "resnet" else (2, ADAM)  # batch norm sees one micro-batch
     for stage in range(4):
-        yield plain(PROBLEMS[name](), tx, name, ULPS, stage=stage, micro_batches=k)
+        yield plain(PROBLEMS[name](), tx, name, ULPS, stage=stage, grad_accum_steps=k)
 
 
 def optimizers():
@@ -114,11 +114,11 @@ def offload_itself():
 def skipped():
     zero = on_one_device()
     params = zero.init(lambda: {"w": jnp.ones((64, 64))})
-    tx, before = zero.optimizer(ADAM), zero.full(params)
+    tx, before = zero.optimizer(ADAM), zero.unshard(params)
     step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
     params, _, metrics = step(params, tx.init(params), jnp.full((8, 64), jnp.inf))
     yield "a step of infinities: not skipped", 1 - int(metrics.skipped), 0
-    yield "its parameters: ulps", ulps(zero.full(params), before), 0
+    yield "its parameters: ulps", ulps(zero.unshard(params), before), 0
 
 
 def attention():

@@ -136,7 +136,7 @@ def train_zero(problem, tx, steps, n, replica=1, **settings):
         params, state, metrics = step(params, state, problem.batch, *extras)
         extras = (metrics.aux,) if problem.has_aux else extras
         losses.append(float(metrics.loss))
-    return losses, zero.full(params), zero
+    return losses, zero.unshard(params), zero
 
 
 def ulps(got, want) -> float:

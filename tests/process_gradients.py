@@ -23,14 +23,14 @@ def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
-    precision = zero_jax.Precision(scatter=None if scatter == "none" else scatter)
+    precision = zero_jax.Precision(grad_comm_dtype=None if scatter == "none" else scatter)
     zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=precision)
     problem, (index, parts) = gpt_problem(CONFIG), zero_jax.batch_share(zero.mesh)
     rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, 8 // parts, 17))
     batch = zero_jax.global_batch(zero.mesh, rows[index].astype(np.int32))
     params, grad = zero.init(problem.make), jax.jit(zero.value_and_grad(problem.loss))
     for number in range(3):
-        named = named_leaves(zero.full(grad(params, batch)[1]))
+        named = named_leaves(zero.unshard(grad(params, batch)[1]))
         if rank == 0:
             full = {name: np.asarray(x.addressable_data(0)) for name, x in named}
             np.savez(f"{out}-{number}.npz", **full)

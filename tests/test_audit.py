@@ -36,8 +36,8 @@ def loss(params, rows):
 
 
 def audit(stage, k=1, tx=ADAMW, **settings):
-    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, micro_batches=k, **settings)
-    params = zero.abstract(make)
+    zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, grad_accum_steps=k, **settings)
+    params = zero.eval_shape(make)
     rows = jax.ShapeDtypeStruct((8 * k, WIDTH), jnp.float32)
     step = zero.train_step(loss, tx)
     return auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
@@ -85,9 +85,9 @@ PAPER = [*(("7.5b", 64, stage, 1) for stage in range(3)), ("7.5b", 64, 3, 2), ("
 def test_models_of_the_paper_send_and_hold_what_it_says(model, devices, stage, k):
     shapes, tx = text_model.TextModel(gpt.preset(model)), optax.adamw(1e-4)
     mesh = zero_jax.abstract_mesh(devices)
-    zero = zero_jax.Zero(mesh, stage, "bf16", micro_batches=k, remat="block")
+    zero = zero_jax.Zero(mesh, stage, "bf16", grad_accum_steps=k, remat="block")
     rows = jax.ShapeDtypeStruct((devices * k, shapes.config.seq + 1), jnp.int32)
-    params, psi = zero.abstract(shapes.make), gpt.num_params(shapes.config)
+    params, psi = zero.eval_shape(shapes.make), gpt.num_params(shapes.config)
     report = zero.plan(shapes.trained_loss, tx, params, rows, target="cpu").compiled
     assert report.words_per_param(psi) == pytest.approx(sum(ELEMENTS[stage](k)), rel=0.01)
     states = 12 * psi // (devices if stage else 1) + 20

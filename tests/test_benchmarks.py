@@ -34,7 +34,7 @@ def test_gspmd_trains_as_zero_jax_does(load, how):
     tokens = np.random.default_rng(0).integers(0, 96, case.batch.shape, np.int32)
     params, tx = zero.init(case.make), zero.optimizer(case.tx)
     train, state = zero.train_step(case.loss_fn, tx), tx.init(params)
-    full = jax.tree.map(np.asarray, zero.full(params))
+    full = jax.tree.map(np.asarray, zero.unshard(params))
     step, likes = load("gspmd").step_of(case, "block", **how)
     leaves, treedef = jax.tree.flatten(likes)
     values = jax.tree.leaves((full, case.tx.init(full), tokens))

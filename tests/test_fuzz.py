@@ -7,15 +7,15 @@ from chaos import chaos
 from fuzz import JAX_REMATS, Case
 from fuzz_operations import COUNTS, OPS
 
-SETTINGS = {"micro_batches": 1, "remat": "block", "bucket_bytes": 2**30, "precision": "fp32"}
+SETTINGS = {"grad_accum_steps": 1, "remat": "block", "bucket_bytes": 2**30, "precision": "fp32"}
 
 
 # Five trees use each operation once; each value of a setting occurs.
 TREES = [
     {"mesh": (4, 1, 1), "stage": 3, "remat": "none", "frozen": lambda path: path == "3"},
-    {"mesh": (3, 1, 1), "stage": 3, "remat": JAX_REMATS["everything"], "micro_batches": 2},
-    {"mesh": (2, 2, 1), "stage": 3, "remat": "block@host", "hierarchical": True},
-    {"mesh": (7, 1, 1), "stage": 2, "remat": "dots", "micro_batches": 2},
+    {"mesh": (3, 1, 1), "stage": 3, "remat": JAX_REMATS["everything"], "grad_accum_steps": 2},
+    {"mesh": (2, 2, 1), "stage": 3, "remat": "block@host", "secondary_shards": True},
+    {"mesh": (7, 1, 1), "stage": 2, "remat": "dots", "grad_accum_steps": 2},
     {"mesh": (5, 1, 1), "stage": 1, "remat": "block", "precision": "bf16", "bucket_bytes": 64},
 ]
 

@@ -104,7 +104,7 @@ for name, n, stage in itertools.product(PROBLEMS, (1, 2, 3, 4, 5, 8), range(4)):
 
 @pytest.mark.parametrize(("name", "n", "stage", "k", "remat"), USUAL)
 def test_ten_steps_equal_plain_optax(name, n, stage, k, remat):
-    assert_parity(name, TX[name], n, stage=stage, micro_batches=k, remat=remat)
+    assert_parity(name, TX[name], n, stage=stage, grad_accum_steps=k, remat=remat)
 
 
 @pytest.mark.parametrize(("stage", "n"), [SLOW(0, 2), SLOW(1, 3), SLOW(2, 5), (3, 8)])

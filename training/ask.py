@@ -76,7 +76,7 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
         raise ValueError(told[0])
     model = TextModel(config)
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
-    params = interchange.load(folder, zero.abstract(model.own))
+    params = interchange.load(folder, zero.eval_shape(model.own))
     if adapter is not None:
         params = _beside(params, config, adapter)
     asked = jnp.asarray(tokenizer.asked(question), jnp.int32)

@@ -22,15 +22,16 @@ from training.run_folder import COMPILED, RunFolder
 def settings_of(known: Mapping[str, Any]) -> Config:
     """The settings of a run, from its config.json.
 
-    >>> settings_of({"steps": 3, "mesh": {"data": 2, "model": 2}, "psi": 834304}).mesh
+    >>> settings_of({"max_steps": 3, "mesh": {"data": 2, "model": 2}, "psi": 834304}).mesh
     'data=2,model=2'
     """
     names = {field.name for field in dataclasses.fields(Config)}
     given = {name: value for name, value in known.items() if name in names}
     if isinstance(given.get("mesh"), Mapping):
         given["mesh"] = ",".join(f"{axis}={size}" for axis, size in given["mesh"].items())
-    # What the first two decided stands in stage, remat and micro_batches; here is one process.
-    left = ("config", "memory_limit", "export", "coordinator", "num_processes", "process_id")
+    # What the first two decided stands in stage, remat and grad_accum_steps; here is one process.
+    left = ("paper_config", "memory_limit", "export_dir")
+    left += ("coordinator_address", "num_processes", "process_id")
     return Config(**given | dict.fromkeys(left))
 
 

@@ -1,155 +1,124 @@
-"""The settings of a training run: read from a command line, checked, and filled in.
+"""Settings of a training run: read from a command line, checked, and completed.
 
-`resolve` puts a number in the place of None where that needs neither the data nor the devices. What
-is checked here is only what no other part checks: names and stages are checked by those who give
-them a meaning.
+`resolve` replaces None where that requires neither the data nor the devices. Only ranges are
+checked here: names and combinations are checked where they are used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import tyro
+import yaml  # type: ignore[import-untyped]
 
-import zero_jax
 from training import profile
-from training.documents import LONG
-from training.flags import Basics, Data, Devices, Kept, Looks, Optimizer, Processes
-from training.tokenizer import LOSS_ON
-from zero_jax.names import unknown
-from zero_jax.plan.options import Adapters, Options
+from training.settings import (
+    CheckpointSettings,
+    DataSettings,
+    LogSettings,
+    OptimizerSettings,
+    ProcessSettings,
+    RunSettings,
+)
+from zero_jax.commands import command_line
+from zero_jax.commands.command_line import flag
+from zero_jax.commands.settings import (
+    DeviceSettings,
+    LoraSettings,
+    ModelSettings,
+    ZeroSettings,
+    mesh_sizes,
+    with_paper_config,
+)
+from zero_jax.engine.config import AUTO
 
 # Settings in which the processes of one run may differ.
-LOCAL = frozenset(("coordinator", "process_id", "out", "debug"))
+LOCAL = frozenset(("coordinator_address", "process_id", "output_dir", "debug"))
+GROUPS = (
+    *(RunSettings, ModelSettings, DataSettings, DeviceSettings, OptimizerSettings, ZeroSettings),
+    *(LoraSettings, LogSettings, CheckpointSettings, ProcessSettings),
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Basics, Data, Devices, Optimizer, Looks, Kept, Processes, Adapters, Options):
+class Config(
+    RunSettings,
+    ModelSettings,
+    DataSettings,
+    DeviceSettings,
+    OptimizerSettings,
+    ZeroSettings,
+    LoraSettings,
+    LogSettings,
+    CheckpointSettings,
+    ProcessSettings,
+):
     """All settings of a run."""
-
-    def stage_and_remat(self) -> Mapping[str, Any]:
-        """What is partitioned and what is kept: as given, or as the named configuration says.
-
-        Raises:
-            ValueError: No configuration has that name, or it was given beside --stage or --remat.
-
-        >>> dict(Config(config="c1").stage_and_remat())
-        {'stage': 1, 'remat': 'block'}
-        """
-        if self.config is None:
-            return super().stage_and_remat()
-        if self.stage is not None or self.remat is not None:
-            raise ValueError(
-                f"--config {self.config} decides --stage and --remat: leave those out, or --config"
-            )
-        return zero_jax.configuration(self.config)
-
-
-T = TypeVar("T")
-Group = Annotated[T, tyro.conf.arg(help="")]  # the title only, so that help fits two screens
-
-
-@dataclasses.dataclass(frozen=True)
-class _Groups:
-    """Trains a transformer on text with ZeRO sharded data parallelism."""
-
-    basic: Group[Basics]
-    data: Group[Data]
-    device: Group[Devices]
-    optimizer: Group[Optimizer]
-    look: Group[Looks]
-    checkpoint: Group[Kept]
-    process: Group[Processes]
-    adapter: Group[Adapters]
-    zero: Group[Options]
 
 
 def parse(args: Sequence[str]) -> Config:
-    """The settings that a command line gives; prints help or what is wrong with it, and exits.
+    """Returns the settings of a command line; prints help or an error, and exits.
 
-    >>> parse(["--steps", "50", "--stage", "2"]).steps
+    >>> parse(["--max-steps", "50", "--stage", "2"]).max_steps
     50
     """
-    groups = tyro.cli(_Groups, args=args, config=(tyro.conf.OmitArgPrefixes,))
-    return Config(**{k: v for group in vars(groups).values() for k, v in vars(group).items()})
+    about = "Trains a transformer on text with ZeRO sharded data parallelism."
+    given = command_line.parse(GROUPS, args, prog="train.py", description=about)
+    return Config(**with_paper_config(given))
+
+
+def as_yaml(config: Config) -> str:
+    """Returns the settings as a file for `--config`, without those of one process.
+
+    >>> "max_steps: 50" in as_yaml(Config(max_steps=50))
+    True
+    """
+    left_out = {*LOCAL, "paper_config"}  # the stage and remat that it set are in the file
+    known = dataclasses.asdict(config).items()
+    return yaml.safe_dump({k: v for k, v in known if v is not None and k not in left_out})
 
 
 _LEAST = {
     "devices": 1,
-    "seq": 1,
-    "vocab": 1,
-    "steps": 1,
-    "batch": 1,
-    "micro_batches": 1,
-    "lr": 0.0,
-    "warmup": 0,
+    "seq_len": 1,
+    "vocab_size": 1,
+    "max_steps": 1,
+    "global_batch_size": 1,
+    "grad_accum_steps": 1,
+    "learning_rate": 0.0,
+    "warmup_steps": 0,
     "weight_decay": 0.0,
-    "clip": 0.0,
+    "max_grad_norm": 0.0,
     "seed": 0,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "sample_length": 0,
-    "checkpoint_every": 0,
-    "rollbacks": 0,
-    "check_replicas_every": 0,
-    "keep": 1,
-    "keep_every": 1,
-    "from_step": 0,
+    "eval_steps": 0,
+    "max_eval_batches": 1,
+    "sample_tokens": 0,
+    "save_steps": 0,
+    "max_rollbacks": 0,
+    "check_replicas_steps": 0,
+    "save_total_limit": 1,
+    "keep_every_steps": 1,
+    "resume_step": 0,
     "supervise": 1,
-    "lora": 1,
+    "lora_rank": 1,
     "lora_alpha": 0.0,
-    "restarts": 0,
-    "dead_after": 0.1,
-    "join_seconds": 1.0,
+    "max_restarts": 0,
+    "heartbeat_timeout_seconds": 0.1,
+    "join_timeout_seconds": 1.0,
     "max_hours": 0.0,
     "num_processes": 1,
     "process_id": 0,
-    "capacity": 0.0,
-    "memory_limit": 0.0,
+    "expert_capacity_factor": 0.0,
+    "bucket_bytes": 1,
 }
 
 
 # Counts are in 32 bits on a device; a seed in 64.
 _LARGEST = 2**31 - 1
-_MOST = {"seed": 2**63 - 1, "lr": 1e4, "sample_length": 10**6, "supervise": 1024}
+_MOST = {"seed": 2**63 - 1, "learning_rate": 1e4, "sample_tokens": 10**6, "supervise": 1024}
 # A thread waits for them, and C's longest wait is 24 days of milliseconds in 32 bits.
-_MOST |= {"dead_after": 1e5, "join_seconds": 1e6}
-
-
-AXES = ("replica", "experts", "data", "model")
-
-
-def mesh_sizes(given: str | None) -> dict[str, int]:
-    """The sizes of axes that --mesh names.
-
-    Raises:
-        ValueError: It is not a list of axis=size.
-
-    >>> mesh_sizes("data=4,model=2")
-    {'data': 4, 'model': 2}
-    """
-    sizes = {}
-    for part in (given or "").split(",") if given is not None else ():
-        name, _, size = part.strip().partition("=")
-        whole = size.isascii() and size.isdecimal() and len(size) < 10 and int(size) > 0
-        if name not in AXES or not whole or name in sizes:
-            raise ValueError(
-                f"--mesh {given}: {part!r} is not one of replica, experts, data and model with a "
-                "size of at least 1, each once: write data=4,model=2 say"
-            )
-        sizes[name] = int(size)
-    return sizes
-
-
-def flag(name: str) -> str:
-    """A setting as it is written on the command line.
-
-    >>> flag("micro_batches")
-    '--micro-batches'
-    """
-    return "--" + name.replace("_", "-")
+_MOST |= {"heartbeat_timeout_seconds": 1e5, "join_timeout_seconds": 1e6}
 
 
 def check_numbers(config: Config) -> None:
@@ -178,54 +147,58 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
         rates: A learning rate for each optimizer's name.
 
     Returns:
-        The settings with `lr` and `warmup` decided.
+        The settings with `learning_rate` and `warmup_steps` decided.
 
     Raises:
         ValueError: A number is out of range, with its flag and the range.
 
-    >>> resolve(Config(steps=50), {"adamw": 0.01}).warmup
+    >>> resolve(Config(max_steps=50), {"adamw": 0.01}).warmup_steps
     5
-    >>> resolve(Config(hf="DIR", lora=16), {"adamw": 0.004}).lr
+    >>> resolve(Config(init_from="DIR", lora_rank=16), {"adamw": 0.004}).learning_rate
     0.0002
     """
     check_numbers(config)
-    for name, known in (("loss_on", LOSS_ON), ("long", LONG)):
-        if getattr(config, name) not in known:
-            raise ValueError(unknown(flag(name), getattr(config, name), known, "Choose one of"))
-    if config.memory_limit is not None and config.stage != "auto":
+    if config.memory_limit is not None and config.stage != AUTO:
         raise ValueError(
-            f"--memory-limit {config.memory_limit:g} is what --stage auto may use, and the stage "
-            f"is {config.stage_and_remat().get('stage')}: take --stage auto, or leave it out"
+            f"--memory-limit {config.memory_limit} limits --stage auto, and the stage is "
+            f"{config.stage}: use --stage auto, or leave --memory-limit out"
         )
-    if config.profile and config.steps < profile.LAST:
+    if config.profile and config.max_steps < profile.LAST:
         raise ValueError(
-            f"--profile with --steps {config.steps}: it traces steps {profile.FIRST} to "
+            f"--profile with --max-steps {config.max_steps}: it traces steps {profile.FIRST} to "
             f"{profile.LAST}, take at least so many"
         )
-    remat = str(config.stage_and_remat().get("remat") or "")
-    if "partitioned" in remat and "model" not in mesh_sizes(config.mesh):
-        asked = f"--config {config.config}" if config.config else f"--remat {remat}"
+    if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
+        asked = (
+            f"--paper-config {config.paper_config}"
+            if config.paper_config
+            else f"--remat {config.remat}"
+        )
         raise ValueError(
             f"{asked} keeps activations in parts on a model axis, and the mesh has none: give "
             "--mesh model=2 say"
         )
-    warmup = config.steps // 10 if config.warmup is None else config.warmup
-    if warmup >= config.steps:
+    warmup = config.max_steps // 10 if config.warmup_steps is None else config.warmup_steps
+    if warmup >= config.max_steps:
         raise ValueError(
-            f"--warmup {warmup} must be below --steps {config.steps}: the rate falls after it"
+            f"--warmup-steps {warmup} must be below --max-steps {config.max_steps}: the rate falls "
+            "after it"
         )
-    lr = rates[config.optimizer] / _gentler(config) if config.lr is None else config.lr
-    return dataclasses.replace(config, warmup=warmup, lr=lr)
+    lr = (
+        rates[config.optimizer] / _gentler(config)
+        if config.learning_rate is None
+        else config.learning_rate
+    )
+    return dataclasses.replace(config, warmup_steps=warmup, learning_rate=lr)
 
 
 def _gentler(config: Config) -> float:
     """By how much the rate of a model that knows something is below that of one that begins."""
-    if config.hf is None:
+    if config.init_from is None:
         return 1.0
-    return 100.0 if config.lora is None else 20.0
+    return 100.0 if config.lora_rank is None else 20.0
 
 
 def shared(config: Config) -> dict[str, Any]:
     """The settings that must be equal in all processes of a run."""
-    given = {**dataclasses.asdict(config), **config.stage_and_remat()}
-    return {k: v for k, v in given.items() if k not in LOCAL}
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in LOCAL}

@@ -101,7 +101,7 @@ class Text:
     @property
     def order(self) -> dict[str, Any]:
         own = {"corpus": self.name, "train_tokens": self.train.size}
-        return {**own, "seq": self._seq, "seed": self._seed}
+        return {**own, "seq_len": self._seq, "seed": self._seed}
 
     @property
     def ends(self) -> list[int]:
@@ -164,9 +164,9 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     """That of `--tokenizer`, or of the folder that the model comes from; None if it has none."""
     if config.tokenizer is not None:
         return Tokenizer(config.tokenizer)
-    if config.hf is None or not has_tokenizer(Path(config.hf)):
+    if config.init_from is None or not has_tokenizer(Path(config.init_from)):
         return None
-    return Tokenizer(config.hf)
+    return Tokenizer(config.init_from)
 
 
 def load(config: Config, vocab: int | None, seq: int) -> Corpus:
@@ -198,28 +198,39 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
                 f"--data {config.data}: weights are for documents (.jsonl, .parquet, .csv)"
             )
         corpus = load_tokens(config.data, vocab or 256)
-        if corpus.byte_level and tokenizer is None and config.hf is not None and vocab != 256:
+        if (
+            corpus.byte_level
+            and tokenizer is None
+            and config.init_from is not None
+            and vocab != 256
+        ):
             raise ValueError(
-                f"--hf {config.hf} has no tokenizer.json, as whose tokens text is read: give "
+                f"--init-from {config.init_from} has no tokenizer.json, as whose tokens text is "
+                "read: give "
                 "--tokenizer DIR"
             )
         if tokenizer is not None and corpus.byte_level:
             corpus = _tokenised(corpus, tokenizer)
-        return Text(corpus, seq, config.batch, config.seed, tokenizer)
+        return Text(corpus, seq, config.global_batch_size, config.seed, tokenizer)
     if tokenizer is None:
-        lacks = "" if config.hf is None else f"--hf {config.hf} has no tokenizer.json: "
+        lacks = (
+            ""
+            if config.init_from is None
+            else f"--init-from {config.init_from} has no tokenizer.json: "
+        )
         raise ValueError(
-            f"{lacks}--data {config.data} has documents, which a tokenizer takes apart: give --hf "
+            f"{lacks}--data {config.data} has documents, which a tokenizer takes apart: give "
+            "--init-from "
             "DIR of a model with its tokenizer, or --tokenizer DIR"
         )
     return Documents(
         [Source(Records(path), weight) for path, weight in paths],
         tokenizer,
         seq=seq,
-        batch=config.batch,
+        batch=config.global_batch_size,
         seed=config.seed,
         loss_on=config.loss_on,
-        long=config.long,
+        long=config.long_documents,
     )
 
 

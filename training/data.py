@@ -76,7 +76,7 @@ def batches(
     if samples_per_epoch(tokens.size, seq) == 0:
         raise ValueError(
             f"{tokens.size} tokens do not fill one sample of seq + 1 = {seq + 1}; "
-            "give more text or a shorter --seq"
+            "give more text or a shorter --seq-len"
         )
     import grain
 
@@ -174,7 +174,7 @@ def _rows_per_shard(batch: int, seq: int, shard_index: int, shard_count: int) ->
         lower = batch - batch % shard_count
         raise ValueError(
             f"a batch of {batch} rows does not divide over {shard_count} processes; "
-            f"take --batch {lower + shard_count}" + (f" or {lower}" if lower else "")
+            f"take --global-batch-size {lower + shard_count}" + (f" or {lower}" if lower else "")
         )
     return batch // shard_count
 

@@ -39,7 +39,7 @@ class DataChanged(OSError):
         super().__init__(
             f"{where} changed while the run reads it ({how}). Files of --data must stay as they "
             "are until the run ends: put the former file back and give the same command, or train "
-            "on the new one with another --out"
+            "on the new one with another --output-dir"
         )
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
 Arrays = tuple[Any, ...]
-LONG = ("cut", "drop", "refuse")
 SAID = {"empty": "left out, with nothing to learn within a row"}
 HELD_OUT = 10  # every so many documents one
 TRIED = 100  # of what is held out, for one to begin a sample with
@@ -116,7 +115,7 @@ class Documents:
         batch: B, rows of the global batch.
         seed: Of the order.
         loss_on: "assistant", or "all" tokens.
-        long: What becomes of documents of more than S + 1 tokens: "cut", "drop" or "refuse".
+        long: What becomes of documents of more than S + 1 tokens: "truncate", "drop" or "error".
 
     Raises:
         ValueError: A source has one document only, or none that the tokenizer takes; a name is
@@ -136,7 +135,7 @@ class Documents:
         batch: int,
         seed: int,
         loss_on: str = "assistant",
-        long: str = "cut",
+        long: str = "truncate",
     ) -> None:
         self._sources, self._tokenizer = sources, tokenizer
         self._seq, self._batch, self._seed = seq, batch, seed
@@ -152,7 +151,7 @@ class Documents:
         self._stream = self._endless()
         for own in sources:
             self._check_taken(own.records)
-        if long == "refuse":
+        if long == "error":
             self._refuse_long()
 
     @property
@@ -186,11 +185,11 @@ class Documents:
             "corpus": self.name,
             "weights": [own.weight for own in self._sources],
             **self.facts,
-            "seq": self._seq,
-            "batch": self._batch,
+            "seq_len": self._seq,
+            "global_batch_size": self._batch,
             "seed": self._seed,
             "loss_on": self._loss_on,
-            "long": self._long,
+            "long_documents": self._long,
         }
 
     @property
@@ -355,7 +354,7 @@ class Documents:
             return None
         counts.longest = max(counts.longest, len(ids))
         kind = "whole" if len(ids) <= self._seq + 1 else "dropped"
-        if kind == "dropped" and self._long == "cut":
+        if kind == "dropped" and self._long == "truncate":
             kind, ids, mask = "cut", ids[: self._seq + 1], mask[: self._seq + 1]
         if kind != "dropped" and not mask[1:].any():
             kind = "empty"
@@ -386,8 +385,10 @@ class Documents:
                 ids, _ = self._tokenized(own.records, at)
                 if len(ids) > self._seq + 1:
                     raise ValueError(
-                        f"{own.records.where(at)}: {len(ids)} tokens, of which --seq {self._seq} "
-                        f"has room for {self._seq + 1}: take a longer one, or --long cut or drop"
+                        f"{own.records.where(at)}: {len(ids)} tokens, of which --seq-len "
+                        f"{self._seq} "
+                        f"has room for {self._seq + 1}: use a longer one, or --long-documents "
+                        "truncate or drop"
                     )
 
 

@@ -21,39 +21,45 @@ ADAPTER = "adapter"  # in the folder of the run
 
 
 def check(plan: Plan) -> None:
-    """Complains of an `--export` or `--adapter` that can't be, before anything is trained.
+    """Raises an error for an unusable `--export-dir` or `--lora-init-from`, before training.
 
     Raises:
         ValueError: The folder is in use, or what is needed is not asked for.
     """
     config = plan.config
-    if config.adapter is not None:
+    if config.lora_init_from is not None:
         if plan.model.lora is None:
-            raise ValueError(f"--adapter {config.adapter}: adapters are trained with --lora")
-        if config.hf is None:
-            raise ValueError(f"--adapter {config.adapter} stands beside a model: give --hf DIR")
-        given = peft.adapter_config(config.adapter)
+            raise ValueError(
+                f"--lora-init-from {config.lora_init_from}: adapters are trained with --lora-rank"
+            )
+        if config.init_from is None:
+            raise ValueError(
+                f"--lora-init-from {config.lora_init_from} stands beside a model: give --init-from "
+                "DIR"
+            )
+        given = peft.adapter_config(config.lora_init_from)
         if (given.rank, given.scale) != (plan.model.lora.rank, plan.model.lora.scale):
             raise ValueError(
-                f"--adapter {config.adapter} has rank {given.rank} and alpha "
-                f"{given.scale * given.rank:g}: give --lora {given.rank} --lora-alpha "
+                f"--lora-init-from {config.lora_init_from} has rank {given.rank} and alpha "
+                f"{given.scale * given.rank:g}: give --lora-rank {given.rank} --lora-alpha "
                 f"{given.scale * given.rank:g}"
             )
-    if config.export is None:
+    if config.export_dir is None:
         return
-    check_free(pathlib.Path(config.export))
-    if plan.model.lora is None and not config.checkpoint_every:
-        raise ValueError("--export writes the last checkpoint: leave --checkpoint-every 0 out")
-    if plan.model.lora is not None and config.hf is None:
+    check_free(pathlib.Path(config.export_dir))
+    if plan.model.lora is None and not config.save_steps:
+        raise ValueError("--export-dir writes the last checkpoint: leave --save-steps 0 out")
+    if plan.model.lora is not None and config.init_from is None:
         raise ValueError(
-            "--export adds adapters to the model of --hf, and this one begins anew: give --hf DIR, "
-            "or leave --export out"
+            "--export-dir adds adapters to the model of --init-from, and this one begins anew: "
+            "give --init-from DIR, "
+            "or leave --export-dir out"
         )
 
 
 def adapters(trainer: Trainer, params: PyTree) -> PyTree:
     """The adapters of a run, whole; every process calls it."""
-    whole = trainer.zero.full({"lora": params["lora"]})
+    whole = trainer.zero.unshard({"lora": params["lora"]})
     return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole["lora"])
 
 
@@ -69,20 +75,20 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
     if lora is not None:
         assert plan.model.lora is not None
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
-        peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.hf)
+        peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.init_from)
         said.append(f"adapters, as PEFT reads them: {folder}")
-        if config.hf is not None:
+        if config.init_from is not None:
             said.append(f"a question of your own: python -m training.ask {trainer.out} '...'")
-            said += _other_ends(pathlib.Path(config.hf), plan.corpus.ends)
-    if config.export is None:
+            said += _other_ends(pathlib.Path(config.init_from), plan.corpus.ends)
+    if config.export_dir is None:
         return said
-    out = pathlib.Path(config.export)
+    out = pathlib.Path(config.export_dir)
     if lora is not None:
-        assert config.hf is not None
-        peft.merge(config.hf, folder, out, ends=plan.corpus.ends)
+        assert config.init_from is not None
+        peft.merge(config.init_from, folder, out, ends=plan.corpus.ends)
     else:
         last, ends = trainer.out / "checkpoints", plan.corpus.ends
-        interchange.export(last, out, like=config.hf, ends=ends)
+        interchange.export(last, out, like=config.init_from, ends=ends)
     if config.tokenizer is not None:
         copy_tokenizer(pathlib.Path(config.tokenizer), out, replace=True)
     if plan.corpus.byte_level:
@@ -104,6 +110,7 @@ def _other_ends(base: pathlib.Path, ends: Sequence[int]) -> list[str]:
     every = [*dict.fromkeys([*ends, *former])]
     return [
         f"The adapters learned to end at token {', '.join(map(str, ends))}, and `eos_token_id` of "
-        f"{base} is {former or 'not set'}: generate with eos_token_id={every}, or give --export "
+        f"{base} is {former or 'not set'}: generate with eos_token_id={every}, or give "
+        "--export-dir "
         "DIR for a model with it"
     ]

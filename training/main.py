@@ -17,7 +17,7 @@ from training.room import LESS_MEMORY, host_memory
 from training.run import run
 from training.stop import FAILED, INTERRUPTED, NOT_JOINED, Stopped
 from training.supervise import WRONG, supervise
-from zero_jax.cluster.addresses import CannotJoin
+from zero_jax.cluster.addresses import JoinError
 from zero_jax.cluster.processes import launched_processes
 from zero_jax.cluster.roll import ENDED
 from zero_jax.streams import lasting_streams
@@ -54,8 +54,8 @@ def join(config: Config) -> None:
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
     jax.config.update("jax_num_cpu_devices", each)
     zero_jax.initialize(
-        *(config.coordinator, config.num_processes, config.process_id),
-        wait_seconds=config.join_seconds,
+        *(config.coordinator_address, config.num_processes, config.process_id),
+        wait_seconds=config.join_timeout_seconds,
     )
 
 
@@ -86,15 +86,15 @@ def supervised(config: Config, given: Sequence[str]) -> int:
     own = list(given)
     at = next(i for i, word in enumerate(own) if word.partition("=")[0] == "--supervise")
     del own[at : at + (1 if "=" in own[at] else 2)]
-    if config.out is None:
-        say_error("error: --supervise needs --out, the folder to go on in")
+    if config.output_dir is None:
+        say_error("error: --supervise needs --output-dir, the folder to go on in")
         return WRONG
     command = [sys.executable, str(pathlib.Path(__file__).parent.parent / "train.py"), *own]
     return supervise(
         command,
         config.supervise,
-        restarts=config.restarts,
-        grace=3 * config.dead_after + 10,
+        restarts=config.max_restarts,
+        grace=3 * config.heartbeat_timeout_seconds + 10,
         divides=cpu_devices(config) or DEVICES,
     )
 
@@ -129,7 +129,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if jax.process_index() == 0:
             say_error(asked.said(given))
         return asked.code
-    except CannotJoin as error:
+    except JoinError as error:
         say_error("error:", error)
         return NOT_JOINED
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from training import corpus, optimizers, show
 from training.config import Config, resolve
 from training.corpus import Corpus
 from zero_jax import interchange
+from zero_jax.commands.settings import ROW
 from zero_jax.models import families, gpt, hf
 from zero_jax.plan import memory
 from zero_jax.plan.text_model import TextModel
@@ -48,41 +49,45 @@ def load(config: Config) -> Plan:
     """
     optimizers.check_name(config.optimizer)
     config = resolve(config, optimizers.RATES)
-    known = _folder(config) if config.hf else families.preset(config.model)
-    known = families.with_capacity(known, config.capacity)
-    given = corpus.load(config, config.vocab or known.vocab, config.seq)
-    if config.hf is None:
-        vocab = config.vocab or (256 if given.byte_level else known.vocab)
-        positions = {"seq": config.seq} if isinstance(known, gpt.GPTConfig) else {}
+    known = _folder(config) if config.init_from else families.preset(config.model)
+    known = families.with_capacity(known, config.expert_capacity_factor)
+    seq_len = min(known.seq, ROW) if config.seq_len is None else config.seq_len
+    config = dataclasses.replace(config, seq_len=seq_len)
+    given = corpus.load(config, config.vocab_size or known.vocab, seq_len)
+    if config.init_from is None:
+        vocab = config.vocab_size or (256 if given.byte_level else known.vocab)
+        positions = {"seq": seq_len} if isinstance(known, gpt.GPTConfig) else {}
         known = dataclasses.replace(known, vocab=vocab, **positions)
-    if config.seq > known.seq:
-        raise ValueError(f"--seq {config.seq}: the model takes rows of at most {known.seq} tokens")
-    config = dataclasses.replace(config, vocab=known.vocab)
+    if seq_len > known.seq:
+        raise ValueError(f"--seq-len {seq_len}: the model takes rows of at most {known.seq} tokens")
+    config = dataclasses.replace(config, vocab_size=known.vocab)
     return Plan(config, TextModel(known, config.adapters(config.seed)), given)
 
 
 def _folder(config: Config) -> families.Config:
     """The config in the folder that the model comes from."""
-    assert config.hf is not None
-    found: families.Config = interchange.config(config.hf)
-    if config.vocab not in (None, found.vocab):
+    assert config.init_from is not None
+    found: families.Config = interchange.config(config.init_from)
+    if config.vocab_size not in (None, found.vocab):
         raise ValueError(
-            f"--vocab {config.vocab}: the model in {config.hf} has {found.vocab}; leave it out"
+            f"--vocab-size {config.vocab_size}: the model in {config.init_from} has {found.vocab}; "
+            "leave it out"
         )
-    interchange.check(config.hf)  # before a size of config.json takes memory
+    interchange.check(config.init_from)  # before a size of config.json takes memory
     return found
 
 
-def check_batch(batch: int, devices: int, micro_batches: int) -> None:
+def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
     """Raises ValueError if the batch does not divide evenly.
 
-    >>> check_batch(16, devices=4, micro_batches=2)
+    >>> check_batch(16, devices=4, grad_accum_steps=2)
     """
-    unit = devices * micro_batches
+    unit = devices * grad_accum_steps
     if batch % unit:
         below = batch // unit * unit
         raise ValueError(
-            f"--batch {batch} must be a multiple of {devices} devices x {micro_batches} "
+            f"--global-batch-size {batch} must be a multiple of {devices} devices x "
+            f"{grad_accum_steps} "
             f"micro-batches = {unit}: take " + (f"{below} or " if below else "") + f"{below + unit}"
         )
 
@@ -92,7 +97,7 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
     model = plan.model.config
     return {
         **dataclasses.asdict(plan.config),
-        **{name: getattr(zero, name) for name in ("stage", "micro_batches", "remat")},
+        **{name: getattr(zero.config, name) for name in ("stage", "grad_accum_steps", "remat")},
         "devices": zero.mesh.size,
         "device": zero.mesh.devices.flat[0].device_kind,
         "processes": jax.process_count(),
@@ -106,7 +111,7 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
         "corpus": plan.corpus.name,
         **plan.corpus.facts,
         "eos_token_id": plan.corpus.ends,
-        "tokens_per_step": plan.config.batch * plan.config.seq,
+        "tokens_per_step": plan.config.global_batch_size * plan.config.seq_len,
         "jax": jax.__version__,
         "zero_jax": zero_jax.__version__,
     }
@@ -114,7 +119,7 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
 
 def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
     """How many parameters are trained."""
-    still = paths.frozen_leaves(shapes, zero.frozen)
+    still = paths.frozen_leaves(shapes, zero.config.frozen)
     leaves = zip(jax.tree.leaves(shapes), still, strict=True)
     return sum(leaf.size for leaf, frozen in leaves if not frozen)
 
@@ -134,16 +139,16 @@ def by_stage(
         memory.estimate(
             shapes,
             shards=mesh.axis_size(zero.mesh, mesh.data_axis(zero.mesh)),
-            parts=zero.settings.parts,
+            parts=zero.config.parts,
             stage=stage,
             tx=tx,
-            precision=zero.precision,
-            micro_batches=zero.micro_batches,
-            frozen=zero.frozen,
-            model_axis=zero.model_axis,
+            precision=zero.config.precision,
+            grad_accum_steps=zero.config.grad_accum_steps,
+            frozen=zero.config.frozen,
+            model_axis=zero.config.model_axis,
             experts=mesh.experts_size(zero.mesh),
             window=window,
-            states=zero.states,
+            optimizer_state_dtype=zero.config.optimizer_state_dtype,
         )
         for stage in range(4)
     ]
@@ -171,7 +176,7 @@ def print_plan(
         | {
             "hf_config": known["hf_config"]["model_type"],
             "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
-            "clip": f"global norm {known['clip']:g}" if known["clip"] else "off",
+            "max_grad_norm": f"{known['max_grad_norm']:g}" if known["max_grad_norm"] else "off",
             "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
             "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
         }
@@ -179,8 +184,8 @@ def print_plan(
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
     shards = mesh.axis_size(zero.mesh, mesh.data_axis(zero.mesh))
-    parts, experts = zero.settings.parts, mesh.experts_size(zero.mesh)
-    split = f" x {zero.model_axis.size} (model)" if zero.model_axis.size > 1 else ""
+    parts, experts = zero.config.parts, mesh.experts_size(zero.mesh)
+    split = f" x {zero.config.model_axis.size} (model)" if zero.config.model_axis.size > 1 else ""
     split += f", at stage 3 x {parts} (replica)" if parts > 1 else ""
     split += f", in {experts} groups with experts of their own" if experts > 1 else ""
     table = {name: [s.terms[name] for s in stages] for name in stages[0].terms}
@@ -189,7 +194,7 @@ def print_plan(
     table["total"] = [s.total for s in stages]
     show.print_table(
         f"Bytes per device on {shards}{split}, by stage (activations are not included)",
-        ["", *(f"stage {n}{', this run' if n == zero.stage else ''}" for n in range(4))],
+        ["", *(f"stage {n}{', this run' if n == zero.config.stage else ''}" for n in range(4))],
         [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
     )
     predicted = step.predicted

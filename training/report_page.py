@@ -126,8 +126,8 @@ def _outcome(run: RunFolder) -> dict[str, Any]:
     """What is trained on what, and how the run ended."""
     known = run.config
     what = [f"{name} {known[name]}" for name in ("model", "optimizer") if name in known]
-    if known.get("hf") and "model" in known:
-        what[0] = f"model of {known['hf']}"
+    if known.get("init_from") and "model" in known:
+        what[0] = f"model of {known['init_from']}"
     what += [f"on {known['corpus']}"] if "corpus" in known else []
     end = run.events[-1] if run.events else {}
     since, until, error = when(run.last("start")), when(end), end.get("error")

@@ -7,7 +7,7 @@ refuse    it decides the shape of the saved state, or the meaning of the saved n
 warn      the run may go on, but not as the former run would have
 free      all others: where and how fast a step is computed, and what is written beside it
 
-The data have rules of their own (`saving.py`), and the schedule of `--steps` too (`optimizers.py`).
+`saving.py` has the rules of data, `optimizers.py` those of the schedule over `--max-steps`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from training.data_files import fingerprint, open_regular
 # Reasons, by setting. A setting that older releases did not save is not compared.
 REFUSE = {
     "optimizer": "its saved state is of another kind",
-    "lora": "the saved adapters have another rank, or there are none",
+    "lora_rank": "the saved adapters have another rank, or there are none",
     "lora_alpha": "the saved adapters are trained at another scale, alpha / rank",
     "lora_targets": "the saved adapters stand beside other matrices",
-    "vocab": "the saved embedding has another number of rows",
+    "vocab_size": "the saved embedding has another number of rows",
 }
 WARN = {
-    "lr": "the learning rate changes",
-    "warmup": "the learning rate changes",
+    "learning_rate": "the learning rate changes",
+    "warmup_steps": "the learning rate changes",
     "weight_decay": "the updates change",
-    "clip": "the updates change",
-    "capacity": "experts take another number of tokens",
-    "base": "the frozen model is rounded otherwise than the adapters were trained with",
-    "compute": "the model's arithmetic changes",
-    "reduce": "gradients are summed in another dtype",
-    "gather": "parameters are rounded otherwise when they are gathered",
-    "scatter": "gradients are rounded otherwise when they are reduced",
+    "max_grad_norm": "the updates change",
+    "expert_capacity_factor": "experts take another number of tokens",
+    "lora_base_dtype": "the frozen model is rounded otherwise than the adapters were trained with",
+    "compute_dtype": "the model's arithmetic changes",
+    "reduce_dtype": "gradients are summed in another dtype",
+    "param_comm_dtype": "parameters are rounded otherwise when they are gathered",
+    "grad_comm_dtype": "gradients are rounded otherwise when they are reduced",
 }
-_WITH_STEPS = {"warmup"}  # follows from --steps where it is not given
+_WITH_STEPS = {"warmup_steps"}  # follows from --max-steps where it is not given
 
 
 def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where: str) -> list[str]:
@@ -58,22 +58,25 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
     Raises:
         ValueError: A setting changes that must not.
 
-    >>> check_settings({"lr": 0.1, "stage": 3}, {"lr": 0.2, "stage": 1}, "DIR, step 4")[0][:59]
-    '--lr 0.1 is given, and DIR, step 4, was trained with --lr 0'
+    >>> said = check_settings({"weight_decay": 0.1}, {"weight_decay": 0.2}, "DIR, step 4")
+    >>> said[0][:55]
+    '--weight-decay 0.1 is given, and DIR, step 4, was train'
     """
     now, former = _filled_in(settings), _filled_in(before)
     for name, why in REFUSE.items():
         if name in now and name in former and now[name] != former[name]:
             raise ValueError(_said(name, now[name], former[name], where, why) + _ways_out(former))
-    if "clip" in former and "clip" in now and bool(now["clip"]) != bool(former["clip"]):
+    clip, clipped = now.get("max_grad_norm"), former.get("max_grad_norm")
+    if None not in (clip, clipped) and bool(clip) != bool(clipped):
         why = "with and without clipping the saved state has another structure"
-        raise ValueError(_said("clip", now["clip"], former["clip"], where, why) + _ways_out(former))
-    beside = now.get("lora") is not None and "hf" in now and "hf" in former
-    if beside and (now["hf"] is None) != (former["hf"] is None):
+        raise ValueError(_said("max_grad_norm", clip, clipped, where, why) + _ways_out(former))
+    beside = now.get("lora_rank") is not None and "init_from" in now and "init_from" in former
+    if beside and (now["init_from"] is None) != (former["init_from"] is None):
         why = "the saved adapters are trained beside another model"
-        raise ValueError(_said("hf", now["hf"], former["hf"], where, why) + _ways_out(former))
+        said = _said("init_from", now["init_from"], former["init_from"], where, why)
+        raise ValueError(said + _ways_out(former))
     if differences := _architecture(now, former):
-        name = "hf" if now.get("hf") else "model"
+        name = "init_from" if now.get("init_from") else "model"
         raise ValueError(
             f"{flag(name)} {now.get(name)} is given, and {where}, was trained with {flag(name)} "
             f"{former.get(name)}: another model ({differences})" + _ways_out(former)
@@ -82,7 +85,7 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
         _said(name, now[name], former[name], where, why)
         for name, why in WARN.items()
         if name in now and name in former and now[name] != former[name]
-        if name not in _WITH_STEPS or now.get("steps") == former.get("steps")
+        if name not in _WITH_STEPS or now.get("max_steps") == former.get("max_steps")
     ]
 
 
@@ -91,9 +94,9 @@ def base_checksum(config: Config) -> dict[str, str]:
 
     At most 64 MiB of its files are read.
     """
-    if config.hf is None or config.lora is None:
+    if config.init_from is None or config.lora_rank is None:
         return {}
-    folder = pathlib.Path(config.hf)
+    folder = pathlib.Path(config.init_from)
     # As the model is read: other files beside a single one, or beside its parts, are no part of it.
     one, parts = folder / "model.safetensors", sorted(folder.glob("model-*.safetensors"))
     files = [one] if one.exists() else parts or sorted(folder.glob("*.safetensors"))
@@ -116,14 +119,14 @@ def base_checksum(config: Config) -> dict[str, str]:
 def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the defaults that depend on others, so that equal runs are equal."""
     known = dict(settings)
-    if known.get("lora") is None:
-        for name in ("lora_alpha", "lora_targets", "base"):
+    if known.get("lora_rank") is None:
+        for name in ("lora_alpha", "lora_targets", "lora_base_dtype"):
             known.pop(name, None)
         return known
     if "lora_alpha" in known and known["lora_alpha"] is None:
-        known["lora_alpha"] = 2.0 * known["lora"]
-    if "base" in known:
-        known["base"] = known["base"] or "bf16"
+        known["lora_alpha"] = 2.0 * known["lora_rank"]
+    if "lora_base_dtype" in known:
+        known["lora_base_dtype"] = known["lora_base_dtype"] or "bf16"
     return known
 
 
@@ -148,6 +151,6 @@ def _given(name: str, value: Any) -> str:
 
 
 def _ways_out(former: Mapping[str, Any]) -> str:
-    beside = former.get("lora") is not None and former.get("hf")
-    more = " (and --adapter with the former run's adapters, to begin from them)" if beside else ""
-    return f", or another --out for a new run{more}"
+    beside = former.get("lora_rank") is not None and former.get("init_from")
+    more = " (and --lora-init-from with the adapters of the former run)" if beside else ""
+    return f", or another --output-dir for a new run{more}"

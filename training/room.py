@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 LESS_MEMORY = (
-    ". Less on each device: --micro-batches, --remat, --offload, or more devices; "
+    ". Less on each device: --grad-accum-steps, --remat, --offload, or more devices; "
     "`python -m zero_jax.plan` says what each of them holds"
 )
 

@@ -94,21 +94,25 @@ class Run:
                 found = trainer.init(), 0
             self._before(found[0][0])
         states, done = found
-        if done < config.steps and (
+        if done < config.max_steps and (
             said := optimizers.rescheduled(config, self.saver.before, done)
         ):
             self.say("warning:", said)
         self.log.event("states", step=done, **noted.held(*states))
-        if done > config.steps:
+        if done > config.max_steps:
             raise ValueError(
-                f"{self.trainer.out} is at step {done}, beyond --steps {config.steps}: ask for "
-                "more steps, or take another --out"
+                f"{self.trainer.out} is at step {done}, beyond --max-steps {config.max_steps}: ask "
+                "for "
+                "more steps, or take another --output-dir"
             )
-        if done == config.steps:
-            self.say(f"Step {done} is the last of --steps {config.steps}: nothing is left to train")
-        for left in range(config.rollbacks, -1, -1):
+        if done == config.max_steps:
+            self.say(
+                f"Step {done} is the last of --max-steps {config.max_steps}: nothing is left to "
+                "train"
+            )
+        for left in range(config.max_rollbacks, -1, -1):
             try:
-                with progress(config.steps, start=done, enabled=self.lead) as show:
+                with progress(config.max_steps, start=done, enabled=self.lead) as show:
                     states = self._steps(states, done, show)
                 break
             except zero_jax.NonFiniteError as error:
@@ -132,9 +136,9 @@ class Run:
 
     def _before(self, params: PyTree) -> None:
         """What a model that comes from a folder can do already."""
-        if self.trainer.plan.config.hf is None:
+        if self.trainer.plan.config.init_from is None:
             return
-        loss = self.evaluate(params, self.trainer.plan.config.eval_batches)
+        loss = self.evaluate(params, self.trainer.plan.config.max_eval_batches)
         self.log.evaluation(0, val_loss=loss)
         self.say(f"{BEFORE}: validation loss {loss:.4f}")
         self.check_loss(loss, BEFORE)
@@ -149,20 +153,25 @@ class Run:
         if math.isfinite(loss):
             return
         config = self.trainer.plan.config
-        lower = "take a lower --lr, resume by --from-step an earlier checkpoint, " * (when == AFTER)
+        lower = "take a lower --lr, resume by --resume-step an earlier checkpoint, " * (
+            when == AFTER
+        )
         raise zero_jax.NonFiniteError(
             f"the validation loss {when} is {loss}, so nothing can be learned from here, and "
-            f"nothing is exported: {lower}compute in another dtype than --compute "
-            f"{config.compute} (bf16 and fp32 hold larger numbers than fp16), or look at the data"
+            f"nothing is exported: {lower}compute in another dtype than --compute-dtype "
+            f"{config.compute_dtype} (bf16 and fp32 hold larger numbers than fp16), or look at the "
+            "data"
         )
 
     def _check_trained(self, opt_state: PyTree) -> None:
         """Raises NonFiniteError if every step was skipped, so that nothing was trained."""
-        steps = self.trainer.plan.config.steps
+        steps = self.trainer.plan.config.max_steps
         if 0 < steps <= int(opt_state.guard.skipped):
             raise zero_jax.NonFiniteError(
-                f"all of --steps {steps} were skipped, since their gradients were not finite: the "
-                "parameters are those of the beginning. Look at the data, or take another --compute"
+                f"all of --max-steps {steps} were skipped, since their gradients were not finite: "
+                "the "
+                "parameters are those of the beginning. Look at the data, or take another "
+                "--compute-dtype"
             )
 
     def show_sample(self, params: PyTree, what: str) -> None:
@@ -170,11 +179,11 @@ class Run:
         trainer, config = self.trainer, self.trainer.plan.config
         held = sum(x.nbytes for x in jax.tree.leaves(params)) if trainer.model.adapted else 0
         size = 4 * families.num_params(trainer.model.config) + held
-        prompt = trainer.plan.corpus.prompt(config.seq) if config.sample_length else None
+        prompt = trainer.plan.corpus.prompt(config.seq_len) if config.sample_tokens else None
         if prompt is None or not room_for(size, "sample", self.say):
             return
         with self.watchdog.pause("making a sample", times=STORAGE):
-            whole = trainer.zero.full(params)
+            whole = trainer.zero.unshard(params)
             if self.lead:
                 self.say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
 
@@ -209,9 +218,11 @@ class Run:
 
     def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> tuple[PyTree, PyTree]:
         trainer, config = self.trainer, self.trainer.plan.config
-        speed = Speed(config.batch * config.seq)
+        speed = Speed(config.global_batch_size * config.seq_len)
         # All at once: to ask the device in every step would wait for that step.
-        rates = np.asarray(optimizers.rate(config)(jnp.arange(config.steps + 1, dtype=jnp.float32)))
+        rates = np.asarray(
+            optimizers.rate(config)(jnp.arange(config.max_steps + 1, dtype=jnp.float32))
+        )
         params, opt_state = states
         self._place = self.saver.place
         rows = trainer.batches(self._place)
@@ -237,7 +248,7 @@ class Run:
                     **routing(metrics.aux),
                 )
 
-        for number in range(done + 1, config.steps + 1):
+        for number in range(done + 1, config.max_steps + 1):
             if code := self.stop():
                 report(0)
                 self.watchdog.rest()
@@ -263,11 +274,11 @@ class Run:
             self.watchdog.step(number)
             with self.watchdog.pause("saving a checkpoint", times=STORAGE):
                 self._between(number, params, opt_state)
-            if config.eval_every and number % config.eval_every == 0 and number < config.steps:
+            if config.eval_steps and number % config.eval_steps == 0 and number < config.max_steps:
                 report(0)
-                loss = self.evaluate(params, config.eval_batches)
+                loss = self.evaluate(params, config.max_eval_batches)
                 self.log.evaluation(number, val_loss=loss)
-                self.say(f"step {number}/{config.steps}  validation loss {loss:.4f}")
+                self.say(f"step {number}/{config.max_steps}  validation loss {loss:.4f}")
                 speed.restart()
         report(0)
         self.watchdog.rest()
@@ -275,9 +286,9 @@ class Run:
 
     def _between(self, number: int, params: PyTree, opt_state: PyTree) -> None:
         config = self.trainer.plan.config
-        if config.check_replicas_every and number % config.check_replicas_every == 0:
+        if config.check_replicas_steps and number % config.check_replicas_steps == 0:
             check_replicas((params, opt_state))
-        self._save(number, (params, opt_state), now=number == config.steps)
+        self._save(number, (params, opt_state), now=number == config.max_steps)
 
     def _save(self, number: int, states: tuple[PyTree, PyTree], now: bool) -> None:
         trainer, before = self.trainer, self.saver.saved
@@ -293,8 +304,8 @@ def run(config: Config) -> None:
     settings = shared(config)
 
     def read() -> Plan:
-        if config.wandb is not None and jax.process_index() == 0:
-            import_wandb(config.wandb)
+        if config.wandb_project is not None and jax.process_index() == 0:
+            import_wandb(config.wandb_project)
         plan = load(config)
         leaving.check(plan)
         return plan
@@ -318,20 +329,20 @@ def run(config: Config) -> None:
         step = trainer.predict()
         stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
         print_plan(known, trainer.zero, stages, step)
-        print(plan.corpus.outlook(config.steps))
+        print(plan.corpus.outlook(config.max_steps))
         marks = plan.corpus.marks(plan.model.config.vocab)
         return marks, noted.start(step, stages, marks, unit)
 
     marks, costs = together(settings, "plan", counted)
 
     def open_log() -> RunLog:
-        resume = lead and config.checkpoint_every > 0 and goes_on(config.out, config.fresh)
+        resume = lead and config.save_steps > 0 and goes_on(config.output_dir, config.resume)
         if resume:
-            given = known, plan.corpus.order, contents, config.from_step
-            check_resume(pathlib.Path(config.out or ""), *given)
-        out = config.out or (next_folder("runs") if lead else "runs")
+            given = known, plan.corpus.order, contents, config.resume_step
+            check_resume(pathlib.Path(config.output_dir or ""), *given)
+        out = config.output_dir or (next_folder("runs") if lead else "runs")
         facts = {**known, **marks, "out": str(out)}
-        log = RunLog(out, facts, lead, resume=resume, wandb=config.wandb)
+        log = RunLog(out, facts, lead, resume=resume, wandb=config.wandb_project)
         log.event("start", **costs)
         return log
 
@@ -339,13 +350,13 @@ def run(config: Config) -> None:
     trainer.out = same_everywhere(log.out_dir)
     with (
         interrupted(trainer.out),
-        Watchdog(trainer.out / "alive", dead_after=config.dead_after) as watchdog,
+        Watchdog(trainer.out / "alive", dead_after=config.heartbeat_timeout_seconds) as watchdog,
         leaving_together(),
     ):
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
-            kept = (config.checkpoint_every, config.keep, config.keep_every)
-            order = plan.corpus.order, contents, config.from_step
+            kept = (config.save_steps, config.save_total_limit, config.keep_every_steps)
+            order = plan.corpus.order, contents, config.resume_step
             open_saver = functools.partial(Saver, trainer.out, *kept, known, *order)
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
@@ -357,7 +368,7 @@ def run(config: Config) -> None:
                 with profile:
                     params = job.train()
                 loss = job.evaluate_all(params)
-                log.evaluation(config.steps, val_loss=loss)
+                log.evaluation(config.max_steps, val_loss=loss)
                 job.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / report_page.FILE).exists():
             say(f"A page of this run: {page}")

@@ -32,7 +32,7 @@ METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
 COMPILED, CHECKPOINTS = "compiled.json", "checkpoints"
 
 # Kinds of the entries that are computed with; all others are shown as they are.
-_CONFIG_KINDS = {"steps": int, "tokens_per_step": int, "psi": int}
+_CONFIG_KINDS = {"max_steps": int, "tokens_per_step": int, "psi": int}
 _EVENT_KINDS = {
     **{"step": int, "levels": dict, "devices": dict, "versions": dict, "predicted": dict},
     **{"stages": list, "stage": int, "time": str},
@@ -78,7 +78,7 @@ class RunLog:
                 if resumed and not resume:
                     raise ValueError(
                         f"{self.out_dir} already holds the metrics of a run, and two would mix; "
-                        "give another --out, or resume that run"
+                        "give another --output-dir, or resume that run"
                     )
                 _write_config(self.out_dir, known)
                 self._metrics, self._events = (
@@ -87,7 +87,8 @@ class RunLog:
                 self._files = files.pop_all()
         except OSError as error:
             raise ValueError(
-                f"cannot write a run to {self.out_dir}: {error}; --out needs a folder, or a name "
+                f"cannot write a run to {self.out_dir}: {error}; --output-dir needs a folder, or a "
+                "name "
                 "for a new one, where you may write"
             ) from error
         self._scalars: list[Scalars] = [TensorBoard(self.out_dir / "tensorboard", resumed)]

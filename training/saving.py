@@ -27,17 +27,17 @@ PyTree = Any
 FOLDER = "checkpoints"
 
 
-def goes_on(out: str | pathlib.Path | None, fresh: bool) -> bool:
+def goes_on(out: str | pathlib.Path | None, resume: bool) -> bool:
     """Whether a folder belongs to a run that may go on there, finished or killed.
 
     Raises:
-        ValueError: It does, and the run is to be a fresh one.
+        ValueError: It does, and the run is not to resume.
     """
     there = out is not None and pathlib.Path(out, FOLDER).is_dir()
-    if there and fresh:
+    if there and not resume:
         raise ValueError(
-            f"--fresh asks for a new run, and {out} holds the checkpoints of one: take another "
-            "--out, or leave --fresh out to go on from them"
+            f"--no-resume is given, and {out} has checkpoints: use another "
+            "--output-dir, or leave --no-resume out to resume from them"
         )
     return there
 
@@ -81,11 +81,11 @@ def _begin_from(directory: pathlib.Path, step: int) -> None:
     try:
         folders(directory, step)
     except ValueError as error:
-        raise ValueError(f"--from-step {step}: {error}") from error
+        raise ValueError(f"--resume-step {step}: {error}") from error
     later = set_aside(directory, step)
     if later is None:
         print(
-            f"--from-step {step} was carried out before: {directory / f'after-{step}'} is there. "
+            f"--resume-step {step} was carried out before: {directory / f'after-{step}'} is there. "
             "Going on from the latest"
         )
     elif later:
@@ -96,7 +96,7 @@ def _begin_from(directory: pathlib.Path, step: int) -> None:
 
 
 # Flags of what decides on the order; all else follows from --data.
-_FLAGS = ("seq", "batch", "seed", "loss_on", "long")
+_FLAGS = ("seq_len", "global_batch_size", "seed", "loss_on", "long_documents")
 
 
 def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str) -> None:
@@ -109,13 +109,13 @@ def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str
             raise ValueError(
                 f"{flag} {value} is given, and {where}, was trained with {flag} "
                 f"{before.get(name)}: samples would come in another order. Give {flag} "
-                f"{before.get(name)}, or another --out"
+                f"{before.get(name)}, or another --output-dir"
             )
         known = name.replace("_", " ")
         raise ValueError(
             f"--data has {known} {value}, and {where}, was trained with {known} "
             f"{before.get(name)}: samples would come in another order. Put the former data back, "
-            "or give another --out"
+            "or give another --output-dir"
         )
 
 
@@ -135,22 +135,26 @@ def _changed_contents(
         sums = f"(checksum {now}, before {former})"
         if name == "tokenizer":
             raise ValueError(
-                f"--tokenizer (or that of --hf) has another vocabulary than in {where} {sums}: ids "
-                "would mean other tokens. Give the former tokenizer, or another --out"
+                f"--tokenizer (or that of --init-from) has another vocabulary than in {where} "
+                f"{sums}: ids "
+                "would mean other tokens. Give the former tokenizer, or another --output-dir"
             )
         if name == "base":
             raise ValueError(
-                f"--hf holds other weights than in {where} {sums}: the saved adapters are trained "
-                "beside the former model. Give the former folder, or another --out (and --adapter "
+                f"--init-from holds other weights than in {where} {sums}: the saved adapters are "
+                "trained "
+                "beside the former model. Give the former folder, or another --output-dir (and "
+                "--lora-init-from "
                 "with the former run's adapters, to begin from them)"
             )
-        flag = {"data": "--data", "chat template": "The chat template of --tokenizer (or --hf)"}[
-            name
-        ]
+        flag = {
+            "data": "--data",
+            "chat template": "The chat template of --tokenizer (or --init-from)",
+        }[name]
         said.append(
             f"{flag} was edited since {where} {sums}. The run resumes at the same place in the "
             "edited data. To repeat the former run put the former files back; to begin anew give "
-            "another --out"
+            "another --output-dir"
         )
     return said
 
@@ -172,18 +176,25 @@ def _compare(
     is_ours = isinstance(before, Mapping) and isinstance(extra, Mapping) and "sample" in extra
     if not is_ours or not isinstance(extra.get("order"), Mapping):
         raise ValueError(
-            f"--out: train.py did not write the checkpoint in {where}: it has no settings or no "
-            "place in the data. Give another --out, or restore it with zero_jax.Checkpoints"
+            f"--output-dir: train.py did not write the checkpoint in {where}: it has no settings "
+            "or no "
+            "place in the data. Give another --output-dir, or restore it with zero_jax.Checkpoints"
         )
     sums = extra.get("contents", {})
     if not isinstance(sums, Mapping):
         raise Damaged(f"{where}: its checksums of the data are {sums!r:.80}, not an object")
     _check_order(order, extra["order"], where)
     warnings = check_settings(settings, before, where)
-    if "base" in contents and "base" not in sums and settings.get("hf") != before.get("hf"):
+    if (
+        "base" in contents
+        and "base" not in sums
+        and settings.get("init_from") != before.get("init_from")
+    ):
         warnings.append(
-            f"--hf {settings.get('hf')} is given, and {where}, was trained with --hf "
-            f"{before.get('hf')}: an older release saved no checksum that would tell whether the "
+            f"--init-from {settings.get('init_from')} is given, and {where}, was trained with "
+            "--init-from "
+            f"{before.get('init_from')}: an older release saved no checksum that would tell "
+            "whether the "
             "frozen model is the same. Give the former folder if it is another"
         )
     return warnings + _changed_contents(contents, sums, where)
@@ -288,7 +299,7 @@ class Saver:
                 raise
             raise Damaged(
                 f"{error}. That is of step {latest}; steps {', '.join(map(str, earlier))} are "
-                f"there too: --from-step {earlier[-1]} goes on from the last of them"
+                f"there too: --resume-step {earlier[-1]} goes on from the last of them"
             ) from error
         say(f"Going on from {self._checkpoints.directory}, {found}")
         for line in changed:

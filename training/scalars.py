@@ -110,7 +110,8 @@ def import_wandb(project: str) -> Any:
         if hasattr(wandb, "init"):  # a folder `wandb` beside the script is imported as a module too
             return wandb
     raise ValueError(
-        f"`--wandb {project}` needs the package wandb: pip install wandb, or leave --wandb out"
+        f"`--wandb-project {project}` needs the package wandb: pip install wandb, or leave "
+        "--wandb-project out"
     )
 
 

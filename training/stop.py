@@ -27,8 +27,8 @@ INTERRUPTED = 130  # of a shell's Ctrl-C
 GO_ON_LATER = 75  # EX_TEMPFAIL
 # Flags that the command which goes on does not take over, with how many values each has.
 _ONCE = {
-    **{"--from-step": 1, "--fresh": 0, "--no-fresh": 0},
-    **{"--coordinator": 1, "--num-processes": 1, "--process-id": 1},
+    **{"--resume-step": 1, "--no-resume": 0, "--resume": 0},
+    **{"--coordinator-address": 1, "--num-processes": 1, "--process-id": 1},
 }
 NOT_JOINED = 69  # EX_UNAVAILABLE: the processes did not find each other
 CODES = {
@@ -66,17 +66,17 @@ class Stopped(BaseException):
         Args:
             given: The arguments it was started with.
 
-        >>> print(Stopped(130, Path("runs/001"), 37).said(["--steps", "90"]))
+        >>> print(Stopped(130, Path("runs/001"), 37).said(["--max-steps", "90"]))
         stopped after step 37, which is saved in runs/001. The command that goes on:
-        python train.py --steps 90 --out runs/001
+        python train.py --max-steps 90 --output-dir runs/001
         """
         if self._saved is None:
             return f"stopped; nothing is saved in {self._folder}"
         how = "stopped at once; the newest checkpoint is of" if self._at_once else "stopped after"
         rest = "" if self._at_once else ", which is saved"
         own = _without(given, _ONCE)
-        if not any(word.partition("=")[0] == "--out" for word in own):
-            own += ["--out", str(self._folder)]
+        if not any(word.partition("=")[0] == "--output-dir" for word in own):
+            own += ["--output-dir", str(self._folder)]
         return (
             f"{how} step {self._saved}{rest} in {self._folder}. The command that goes on:\n"
             f"python train.py {shlex.join(own)}"

@@ -1,6 +1,6 @@
 """Starts the processes of a run on this machine, and starts them again when some of them fail.
 
-    python train.py --supervise 4 --out runs/long ...
+    python train.py --supervise 4 --output-dir runs/long ...
 
 is `python train.py --num-processes 4 ...` in four processes that find each other. When one dies
 the others end by themselves (zero_jax.Watchdog), and the run resumes from its last checkpoint in
@@ -103,7 +103,7 @@ class _Group:
         self.own: list[int] = []  # exit codes of those that ended by themselves
         self._processes: list[subprocess.Popen[bytes]] = []
         address = free_address()
-        names = ("--coordinator", address, "--num-processes", str(count), "--process-id")
+        names = ("--coordinator-address", address, "--num-processes", str(count), "--process-id")
         group = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
         self._commands = [[*command, *flags] for flags in group]
 

@@ -125,7 +125,7 @@ def check_range(tokens: TokenArray, vocab: int, name: str = "tokens") -> None:
             where = int(outside.argmax())
             value = int(chunk[where])
             largest = max(int(tokens[i : i + CHUNK].max()) for i in range(0, tokens.size, CHUNK))
-            remedy = "ids start at 0" if value < 0 else f"give --vocab {largest + 1} or more"
+            remedy = "ids start at 0" if value < 0 else f"give --vocab-size {largest + 1} or more"
             raise ValueError(
                 f"{name}: token {value} at position {start + where} is outside [0, {vocab}); "
                 f"{remedy}, or check how the file was tokenized"
@@ -164,7 +164,7 @@ def split(
         raise ValueError(
             f"holding out {fraction:g} of {tokens.size} tokens leaves {train.size} to train on and "
             f"{held_out.size} held out, but one sequence takes seq + 1 = {seq + 1}; "
-            "give more text, a shorter --seq or another fraction"
+            "give more text, a shorter --seq-len or another fraction"
         )
     return train, held_out
 

@@ -1,6 +1,5 @@
 """A model, its optimizer and their place on the devices: what ZeRO is asked for."""
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,11 +38,11 @@ class Trainer:
         self.plan, self.model = plan, plan.model
         self.out = pathlib.Path()  # folder of the run
         self.mesh = zero_jax.make_mesh(**self._sizes())
-        check_batch(config.batch, mesh.batch_shards(self.mesh), config.micro_batches)
+        check_batch(config.global_batch_size, mesh.batch_shards(self.mesh), config.grad_accum_steps)
         self.plain_tx = optimizers.make(config)
-        self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.settings())
+        self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.zero_settings())
         if config.stage == "auto":
-            self.zero = self.zero.choose(*self._planned(), has_aux=self.model.routes)
+            self.zero = self.zero.choose(*self._planned(), has_aux=self.model.routes).zero
             del self._abstract  # which may rest elsewhere now
         self.tx = self.zero.optimizer(self.plain_tx)
         trained = self.model.trained_loss
@@ -57,23 +56,25 @@ class Trainer:
     def _sizes(self) -> dict[str, int]:
         """Of the mesh, as --mesh says; where all is left open experts stay, if that is shorter."""
         config = self.plan.config
-        if config.stage != "auto" or config.mesh is not None or config.lora is not None:
+        if config.stage != "auto" or config.mesh is not None or config.lora_rank is not None:
             return mesh_sizes(config.mesh)
         devices = jax.device_count()
-        tokens = config.batch // (devices * config.micro_batches) * config.seq
+        tokens = config.global_batch_size // (devices * config.grad_accum_steps) * config.seq_len
         wires = targets.of_kind(jax.devices()[0].device_kind)
         own = (self.model.config, devices, tokens, config.remat, wires)
         return {"experts": expert_words.groups(*own)}
 
     def _planned(self) -> tuple[Any, ...]:
         """What a plan of the step is made from."""
-        rows = jax.ShapeDtypeStruct((self.plan.config.batch, self.plan.config.seq + 1), jnp.int32)
-        return self.model.trained_loss, self.plain_tx, self._abstract, (rows,)
+        rows = jax.ShapeDtypeStruct(
+            (self.plan.config.global_batch_size, self.plan.config.seq_len + 1), jnp.int32
+        )
+        return self.model.trained_loss, self.zero.optimizer(self.plain_tx), self._abstract, (rows,)
 
     @functools.cached_property
     def _abstract(self) -> PyTree:
         """The parameters as they will rest; not allocated."""
-        return self.zero.abstract(self.model.make, self._key)
+        return self.zero.eval_shape(self.model.make, self._key)
 
     def predict(self, *, compile: bool = False) -> zero_jax.Plan:
         """What a step will hold on each device; what is in files is shown as in host memory.
@@ -82,13 +83,13 @@ class Trainer:
             compile: Whether to compile the step too, for these devices.
         """
         zero = self.zero
-        if zero.settings.offload.in_files:  # on a mesh that is not there: host memory is not used
+        if zero.config.offload.in_files:  # on a mesh that is not there: host memory is not used
             abstract = mesh.abstract_of(self.mesh)
-            zero = dataclasses.replace(zero, mesh=abstract, offload="optimizer")
-        loss, tx, _, batch = self._planned()
-        params = zero.abstract(self.model.make, self._key)
+            zero = zero.replace(mesh=abstract, offload="optimizer")
+        loss, _, _, batch = self._planned()
+        params = zero.eval_shape(self.model.make, self._key)
         own = {"has_aux": self.model.routes, "compile": compile}
-        return zero.plan(loss, tx, params, batch, **own)
+        return zero.plan(loss, zero.optimizer(self.plain_tx), params, batch, **own)
 
     def shapes(self) -> PyTree:
         """The logical parameters, not allocated."""
@@ -103,15 +104,19 @@ class Trainer:
         Raises:
             ValueError: It has states of few bits, and this run states in files.
         """
-        states = self.zero.states if saved is None else saved.get("states", FP32)
-        if self.zero.settings.offload.in_files:
+        states = (
+            self.zero.config.optimizer_state_dtype
+            if saved is None
+            else saved.get("optimizer_state_dtype", FP32)
+        )
+        if self.zero.config.offload.in_files:
             if states != FP32:
                 raise ValueError(
-                    f"{self.out} was saved with --states {states}, and states in files are fp32: "
-                    "go on without :nvme until the next checkpoint, and with it from there"
+                    f"{self.out} was saved with --optimizer-state-dtype {states}, and files hold "
+                    "fp32: resume without :nvme until the next checkpoint, then with it"
                 )
             return self.kept(self.init())
-        zero = dataclasses.replace(self.zero, states=states)
+        zero = self.zero.replace(optimizer_state_dtype=states)
         tx = zero.optimizer(self.plain_tx)
         return self.kept((self._abstract, tx.init(self._abstract)))
 
@@ -121,23 +126,24 @@ class Trainer:
         State files of the same run give way; those of another are refused.
         """
         params = self._params()
-        with state_files(self.zero.settings.offload.directory, self.out):
+        with state_files(self.zero.config.offload.directory, self.out):
             return params, self.tx.init(params)
 
     def _params(self) -> PyTree:
         config, adapted = self.plan.config, self.model.adapted
-        if config.hf is None:
+        if config.init_from is None:
             return self.zero.init(self.model.make, self._key)
         if adapted is None:
             return self._read(self._abstract)
         shapes = jax.eval_shape(self.model.own)
-        alone = dataclasses.replace(self.zero, frozen=None)
-        if config.adapter is None:
+        alone = self.zero.replace(frozen=None)
+        if config.lora_init_from is None:
             return self._base() | alone.init(lambda: {"lora": adapted.new(shapes)})
-        given = peft.load_adapter(config.adapter, self.model.config)
+        given = peft.load_adapter(config.lora_init_from, self.model.config)
         if set(given) != set(adapted.targets):
             raise ValueError(
-                f"--adapter {config.adapter} stands beside {', '.join(given)}, and this run's are "
+                f"--lora-init-from {config.lora_init_from} stands beside {', '.join(given)}, and "
+                "this run's are "
                 f"beside {', '.join(adapted.targets)}: give --lora-targets"
             )
         ordered = {name: given[name] for name in adapted.targets}
@@ -145,15 +151,17 @@ class Trainer:
 
     def _base(self) -> PyTree:
         """What is not trained; every start makes the same of the folder, or of the seed."""
-        if self.plan.config.hf is None:
+        if self.plan.config.init_from is None:
             return {"base": self.zero.init(self.model.make, self._key)["base"]}
         like = self._abstract["base"]
         return {"base": self._read(like, rounded=True)}
 
     def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
-        """Reads the weights of --hf; a fault in what one process reads ends all of them."""
-        assert self.plan.config.hf is not None
-        read = functools.partial(interchange.load, self.plan.config.hf, like, rounded=rounded)
+        """Reads the weights of --init-from; a fault in what one process reads ends all of them."""
+        assert self.plan.config.init_from is not None
+        read = functools.partial(
+            interchange.load, self.plan.config.init_from, like, rounded=rounded
+        )
         return together({}, "weights", read)
 
     def kept(self, states: States) -> States:
@@ -163,11 +171,11 @@ class Trainer:
         return {"lora": states[0]["lora"]}, states[1]
 
     def joined(self, kept: States, say: Callable[[str], Any]) -> States:
-        """The states of which a checkpoint has this; is told if they are of other `--states`."""
+        """Parameters and state of a checkpoint; reports a change of `--optimizer-state-dtype`."""
         params, state = kept
         if self.model.adapted is not None:
             params = self._base() | params
-        before, states = kind_of(state.inner), self.zero.states
+        before, states = kind_of(state.inner), self.zero.config.optimizer_state_dtype
         if before != states:
             say(f"States of the optimizer that were {before} are {states} from here on")
             state = self.tx.restated(state, params)
@@ -214,7 +222,8 @@ class Trainer:
         weights = sum(weight for _, weight in pairs)
         if not weights:
             raise ValueError(
-                "nothing that is held out has anything to learn within a row: take a longer --seq"
+                "nothing that is held out has anything to learn within a row: take a longer "
+                "--seq-len"
             )
         return sum(loss * weight for loss, weight in pairs) / weights
 
@@ -230,7 +239,7 @@ class Trainer:
         model = self.model.model(alone if adapted is None else jax.jit(adapted.merged)(alone))
         given = jnp.asarray(prompt, jnp.int32)
         made = generate.generate(
-            *(model, given, config.sample_length, self._key), self.plan.corpus.temperature
+            *(model, given, config.sample_tokens, self._key), self.plan.corpus.temperature
         )
         return self.plan.corpus.show(np.asarray(made), prompt.size)
 

@@ -1,6 +1,7 @@
-"""The names that users write: which known one is nearest to one that is not."""
+"""Names and sizes that users write, and the message for an unknown name."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -24,3 +25,29 @@ def unknown(what: str, name: str, known: Iterable[str], ask: str = "Known:") -> 
     names = list(known)
     near = nearest(name, names)
     return f"no {what} is called {name!r}; the nearest is {near!r}. {ask} {', '.join(names)}"
+
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+_UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+
+
+def parse_bytes(given: float | str, name: str) -> int:
+    """Returns a number of bytes from a number, or from text with a unit.
+
+    Args:
+      given: Bytes, or text like "80GB" (10^9 bytes) or "64GiB" (2^30 bytes).
+      name: Name of the argument, for the error.
+
+    Raises:
+      ValueError: It is not a finite number of at least 1 byte, or the unit is unknown.
+
+    >>> parse_bytes("80GB", "memory_limit"), parse_bytes("1.5 GiB", "memory_limit")
+    (80000000000, 1610612736)
+    """
+    text = "" if isinstance(given, bool) else str(given).strip().lower()
+    found = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?) ?([kmgt]?i?b|)", text)
+    size = float(found[1]) * _UNITS.get(found[2], 0) if found else 0.0
+    if not 1 <= size < 2**63:
+        raise ValueError(f'`{name}`={given!r}: a number of bytes is required, or text like "80GB"')
+    return int(size)

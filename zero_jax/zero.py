@@ -1,13 +1,13 @@
 """The public class: `Zero` combines layout, gradients and optimizer for one mesh and stage.
 
-A `Zero` holds settings only, no parameters and no state. Several models with several optimizers
-can be trained in one program.
+A `Zero` has a `Config` and nothing else, no parameters and no state. Several models with several
+optimizers can be trained in one program.
 """
 
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,60 +16,69 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.collectives.precision import cast
+from zero_jax.collectives.buckets import BUCKET_BYTES
+from zero_jax.collectives.precision import Precision, cast
 from zero_jax.engine import grads, offload_check, optimizer
 from zero_jax.engine.compiler import Program
+from zero_jax.engine.config import AUTO, Config, Remat, Stage
 from zero_jax.engine.file_step import NvmeStep
-from zero_jax.engine.settings import AUTO, Settings
+from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
-from zero_jax.names import unknown
+from zero_jax.engine.transformations import Frozen
+from zero_jax.names import parse_bytes, unknown
 from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split
-from zero_jax.sharding.mesh import check_global, check_there, on_gpu
+from zero_jax.sharding.mesh import AnyMesh, check_global, check_there, on_gpu
+from zero_jax.states.narrow import OptimizerStateDtype
 
 PyTree = Any
-Tx: TypeAlias = optax.GradientTransformation
+Tx: TypeAlias = ZeroTransform
 
 
-@dataclasses.dataclass(frozen=True)
-class Zero(Settings):
-    """Settings of ZeRO training on one mesh; makes parameters, optimizers and training steps.
+@dataclasses.dataclass(frozen=True, init=False)
+class Zero:
+    """ZeRO training on one mesh: makes sharded parameters, optimizers and training steps.
 
     Args:
       mesh: A mesh with a `data` axis, from `make_mesh`. A mesh from `abstract_mesh` only plans.
       stage: 0 partitions nothing, 1 the optimizer state (and fp32 master parameters), 2 also the
         gradients, 3 also the parameters. Stages 1 to 3 store the same sharded arrays. "auto"
-        chooses the stage, the number of micro-batches and remat at the first step; `choose` also
-        chooses the states to offload. `micro_batches` and `remat` are then lower bounds.
-      precision: A `Precision`, or "fp32", "bf16", "fp16" for its `compute`.
-      micro_batches: Number of gradient-accumulation steps, k. Gradients accumulate in fp32.
-      remat: Activations saved for the backward pass, and where: "none", "dots", "block",
-        "block_sqrt", "names:a,b", "block@host", "block@partitioned"; see `policies`.
+        chooses the stage, the gradient-accumulation steps and remat at the first step; `choose`
+        also chooses the states to offload. `grad_accum_steps` and `remat` are then lower bounds.
+      precision: A `Precision`, or "fp32", "bf16", "fp16" for its `compute_dtype`.
+      grad_accum_steps: Number of gradient-accumulation steps, k. Gradients accumulate in fp32.
+      remat: Activations saved for the backward pass, and where: a `Remat`, or "none", "dots",
+        "block", "block_sqrt", "names:a,b", "block@host", "block@partitioned"; or a policy of
+        `jax.checkpoint_policies`.
       frozen: Leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
-      model_specs: Pairs or a mapping from path patterns to PartitionSpecs that name `model` for the
+      param_specs: Pairs or a mapping from path patterns to PartitionSpecs that name `model` for the
         dim that tensor parallelism splits. None uses the names in the model's own variables.
-      axis_rules: Logical axis rules of the model, as (name, mesh axis or None) pairs. The default
-        is Flax's active rules (`nn.logical_axis_rules`). heads, mlp and vocab are split over
-        `model` unless a rule overrides it.
+      logical_axis_rules: Logical axis rules of the model, as (name, mesh axis or None) pairs. The
+        default is Flax's active rules (`nn.logical_axis_rules`). heads, mlp and vocab are split
+        over `model` unless a rule overrides it.
       sequence_parallel: Also split the dim named "seq" over `model`, outside matmuls.
       bucket_bytes: Maximum bytes per collective. Larger leaves are communicated in pieces, smaller
         leaves together.
+      memory_limit: Memory per device that "auto" may use, in bytes or as "80GB". The default is the
+        size of JAX's memory pool on the device. For an ahead-of-time target it is the device memory
+        less 8 %, reserved for the runtime and its libraries.
       offload: States stored in host memory: "optimizer" or "optimizer,params"; or an `Offload`.
-      hierarchical: At stage 3, also shard states over `replica`. A device gathers its shard of the
-        parameters over `replica` once a step, in the compute dtype. Layers are then gathered over
-        `data` alone.
-      guard: Skip non-finite steps. If False, the transformation receives non-finite gradients
-        unchanged (`optax.zero_nans`, `optax.apply_if_finite`).
-      states: Optimizer state dtype of large leaves: "fp32", "bf16" or "8bit" (docs/states.md), for
-        any elementwise transformation. The stored bits are the same for every N and stage.
-      memory_limit: Bytes per device that "auto" may use. The default is the size of JAX's memory
-        pool on the device. For an ahead-of-time target it is the device memory less 8 %, reserved
-        for the runtime and its libraries.
+      secondary_shards: At stage 3, also shard states over `replica` (hpZ of ZeRO++). A device
+        gathers its shard of the parameters over `replica` once a step, in the compute dtype. Layers
+        are then gathered over `data` alone. Source: ZeRO++ (arXiv:2306.10209), section 3.2.
+      skip_nonfinite: Skip steps with non-finite gradients. If False, the transformation receives
+        them unchanged (`optax.zero_nans`, `optax.apply_if_finite`).
+      optimizer_state_dtype: Optimizer state dtype of large leaves: "fp32", "bf16" or "8bit"
+        (docs/states.md), for any elementwise transformation. The stored bits are the same for every
+        N and stage.
+
+    Attributes:
+      config: The validated settings.
 
     Raises:
       ValueError: A stage, mesh, precision, policy or count is not supported.
@@ -84,14 +93,72 @@ class Zero(Settings):
     0
     """
 
+    config: Config
+
+    def __init__(
+        self,
+        mesh: AnyMesh,
+        stage: Stage = 3,
+        precision: Precision | str = Precision(),
+        grad_accum_steps: int = 1,
+        remat: Remat = "none",
+        frozen: Frozen = None,
+        param_specs: Any = None,
+        logical_axis_rules: Any = None,
+        sequence_parallel: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        memory_limit: float | str | None = None,
+        offload: str | tiers.Offload | None = None,
+        secondary_shards: bool = False,
+        skip_nonfinite: bool = True,
+        optimizer_state_dtype: OptimizerStateDtype = "fp32",
+    ) -> None:
+        config = Config(
+            mesh=mesh,
+            stage=stage,
+            precision=precision if isinstance(precision, Precision) else Precision(precision),
+            grad_accum_steps=grad_accum_steps,
+            remat=remat,
+            frozen=frozen,
+            param_specs=param_specs,
+            logical_axis_rules=logical_axis_rules,
+            sequence_parallel=sequence_parallel,
+            bucket_bytes=bucket_bytes,
+            memory_limit=None
+            if memory_limit is None
+            else parse_bytes(memory_limit, "memory_limit"),
+            offload=tiers.parse(offload),
+            secondary_shards=secondary_shards,
+            skip_nonfinite=skip_nonfinite,
+            optimizer_state_dtype=optimizer_state_dtype,
+        )
+        object.__setattr__(self, "config", config)
+
+    def replace(self, **settings: Any) -> Self:
+        """Returns a `Zero` with some settings replaced; takes the arguments of `Zero`."""
+        return type(self)(**{**vars(self.config), **settings})
+
+    def at_stage(self, stage: Stage) -> Self:
+        """Returns the same `Zero` at another stage, without settings which that stage lacks."""
+        return self.replace(**vars(self.config.at_stage(stage)))
+
     @property
-    def settings(self) -> Settings:
-        """The settings of the gradient code; with "auto", `stage` is 3, which shards alike."""
-        return dataclasses.replace(self, stage=3) if self.stage == AUTO else self
+    def mesh(self) -> AnyMesh:
+        """The mesh."""
+        return self.config.mesh
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes that the batch is split over.
+
+        Losses and modules use them to reduce over devices: `jax.lax.pmean(x, zero.batch_axes)`,
+        `nn.BatchNorm(axis_name=zero.batch_axes)`.
+        """
+        return self.config.batch_axes
 
     def _jit(self, fn: Callable[..., Any], loss: grads.GlobalLoss, k: int) -> Any:
         def options(params: PyTree, batch: PyTree, *extras: Any, **_: Any) -> dict[str, Any]:
-            return self.compiler_options(loss.read(params, batch, extras, k).layers)
+            return self.config.compiler_options(loss.read(params, batch, extras, k).layers)
 
         def check(params: PyTree, batch: PyTree, *extras: Any, **named: Any) -> None:
             check_global(batch, self.mesh)
@@ -100,7 +167,7 @@ class Zero(Settings):
 
     def splits(self, params: PyTree) -> list[Split]:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
-        return self.settings.splitter(params)
+        return self.config.resolved.splitter(params)
 
     def _born(
         self, user_fn: Callable[..., PyTree], args: tuple[Any, ...]
@@ -115,7 +182,7 @@ class Zero(Settings):
             return made
 
         full = jax.eval_shape(fn, *args)
-        frozen = paths.frozen_leaves(full, self.frozen if jax.tree.leaves(full) else None)
+        frozen = paths.frozen_leaves(full, self.config.frozen if jax.tree.leaves(full) else None)
         layout.check_leaves(full, self.mesh.size, frozen)
         cuts = self.splits(full)
 
@@ -129,7 +196,7 @@ class Zero(Settings):
 
         abstract = jax.eval_shape(born, *args)
         placed = layout.shardings(abstract, cuts, self.mesh)
-        return born, abstract, tiers.place(placed, abstract, self.settings.offload)
+        return born, abstract, tiers.place(placed, abstract, self.config.offload)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """Initialises sharded parameters: no device ever holds the full model.
@@ -155,10 +222,10 @@ class Zero(Settings):
             )
         born, abstract, placed = self._born(fn, args)
         params = jax.jit(born, out_shardings=placed)(*args)
-        layout.check_bytes(params, self.splits(jax.eval_shape(layout.logical, abstract)))
+        layout.check_bytes(params, self.splits(jax.eval_shape(layout.unpad, abstract)))
         return params
 
-    def abstract(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+    def eval_shape(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """Returns the result of `init` as ShapeDtypeStructs with shardings; allocates nothing."""
         _, abstract, placed = self._born(fn, args)
         return layout.with_shardings(abstract, placed)
@@ -192,11 +259,11 @@ class Zero(Settings):
         leaves = zip(*map(jax.tree.leaves, (params, abstract, placed)), strict=True)
         return jax.tree.unflatten(jax.tree.structure(abstract), [place(*leaf) for leaf in leaves])
 
-    def optimizer(self, tx: optax.GradientTransformation) -> optimizer.ZeroTransform:
+    def optimizer(self, tx: optax.GradientTransformation) -> Tx:
         """Wraps any optax transformation to partition its state; exact at every stage and every N.
 
         Its `init` returns a sharded state, its `update` takes sharded gradients and parameters.
-        Steps with non-finite gradients are skipped, unless `guard` is False.
+        Steps with non-finite gradients are skipped, unless `skip_nonfinite` is False.
 
         Args:
           tx: The optax transformation.
@@ -207,17 +274,8 @@ class Zero(Settings):
         Raises:
           ValueError: `tx` is not an optax transformation, or offload is wrong on this machine.
         """
-        offload_check.ensure(self.settings)
-        return optimizer.partition(
-            tx,
-            self.mesh,
-            self.settings.splitter,
-            precision=self.precision,
-            frozen=self.frozen,
-            offload=self.settings.offload,
-            guard=self.guard,
-            states=self.states,
-        )
+        offload_check.ensure(self.config.resolved)
+        return optimizer.partition(tx, self.config.resolved)
 
     def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
         """Returns a function for the global loss and its partitioned gradients.
@@ -239,12 +297,12 @@ class Zero(Settings):
         Raises:
           ValueError: `stage` is "auto". With fp16, the returned function requires `loss_scale`.
         """
-        if self.stage == AUTO:
+        if self.config.stage == AUTO:
             raise ValueError(
                 'stage="auto" is decided by the whole step, optimizer included: use '
-                "zero.train_step(loss_fn, tx), or zero = zero.choose(loss_fn, tx, params, batch)"
+                "zero.train_step(loss_fn, tx), or zero.choose(loss_fn, tx, params, batch).zero"
             )
-        loss = grads.GlobalLoss(self.settings, loss_fn, has_aux)
+        loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
 
         def value_and_grad(
             params: PyTree, batch: PyTree, *extras: Any, loss_scale: Any = None
@@ -258,7 +316,7 @@ class Zero(Settings):
             out = loss.gradients(params, batch, extras, scale)
             return ((out.loss, out.aux) if has_aux else out.loss), out.grads
 
-        return self._jit(value_and_grad, loss, loss.settings.micro_batches)
+        return self._jit(value_and_grad, loss, loss.settings.grad_accum_steps)
 
     def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
         """Returns a function for the global loss without gradients, for held-out data.
@@ -271,7 +329,7 @@ class Zero(Settings):
           A jitted function of `(params, batch, *extras)` that returns (loss, weight), or
           ((loss, aux), weight): the global weighted mean and the global weight.
         """
-        loss = grads.GlobalLoss(self.settings, loss_fn, has_aux)
+        loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
 
         def evaluate(params: PyTree, batch: PyTree, *extras: Any) -> Any:
             out = loss.value(params, batch, extras)
@@ -279,25 +337,25 @@ class Zero(Settings):
 
         return self._jit(evaluate, loss, 1)
 
-    def full(self, params: PyTree) -> PyTree:
+    def unshard(self, params: PyTree) -> PyTree:
         """Returns the full arrays, without padding and replicated on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        full = jax.jit(lambda p: layout.logical(tiers.to_device(p)), out_shardings=whole)
+        full = jax.jit(lambda p: layout.unpad(tiers.to_device(p)), out_shardings=whole)
         return full(params)
 
     def train_step(
         self,
         loss_fn: grads.LossFn,
-        tx: optax.GradientTransformation,
+        tx: Tx,
         *,
         has_aux: bool = False,
         max_skips: int = 20,
     ) -> TrainStep | auto.AutoStep:
-        """Returns a jitted training step with donated arguments: gradients, guard, update, metrics.
+        """Returns a jitted training step with donated arguments: gradients, update and metrics.
 
         Args:
           loss_fn: See `value_and_grad`.
-          tx: The result of `optimizer`, or a plain optax transformation.
+          tx: The result of `optimizer`.
           has_aux: See `value_and_grad`.
           max_skips: Number of consecutive skipped steps after which `NonFiniteError` is raised.
 
@@ -307,27 +365,21 @@ class Zero(Settings):
           loss. Arrays passed by name go to the transformation, together with `value`, the loss.
 
         Raises:
-          ValueError: `tx` was wrapped with other settings, or `max_skips` is below 1.
+          ValueError: `tx` is plain or was wrapped with other settings, or `max_skips` is below 1.
         """
-        own = self.optimizer(optax.identity())
-        if not isinstance(tx, optimizer.ZeroTransform):
-            tx = self.optimizer(tx)
-        elif tx.made_for != own.made_for:
-            raise ValueError(
-                f"the optimizer was wrapped for {tx.made_for}, but this Zero has {own.made_for}: "
-                "wrap it with the same Zero, or pass the plain optax transformation"
-            )
-        if self.stage == AUTO:
+        optimizer.check_made_for(tx, self.config.resolved)
+        if self.config.stage == AUTO:
 
             def made_for(params: PyTree, _: PyTree, batch: PyTree, *extras: Any) -> TrainStep:
-                zero = self.choose(loss_fn, tx, params, batch, *extras, has_aux=has_aux, born=True)
+                args = loss_fn, tx, params, batch, *extras
+                zero = self.choose(*args, has_aux=has_aux, initialized=True).zero
                 step = zero.train_step(loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
                 assert isinstance(step, TrainStep)
                 return step
 
             return auto.AutoStep(made_for)
-        kind = NvmeStep if self.settings.offload.in_files else TrainStep
-        return kind(self.settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
+        kind = NvmeStep if self.config.offload.in_files else TrainStep
+        return kind(self.config, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
 
     def plan(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> Plan:
         """Predicts memory and communication of a step from shapes; optionally compiles it.
@@ -335,7 +387,7 @@ class Zero(Settings):
         Args:
           loss_fn: See `train_step`.
           tx: See `train_step`.
-          *args: Sharded parameters (from `init` or `abstract`), the global batch and further
+          *args: Sharded parameters (from `init` or `eval_shape`), the global batch and further
             arguments of the loss; arrays or ShapeDtypeStructs.
           **options: Options of `planning.of`. `compile=True` compiles for the devices of the mesh.
             `target="h100"` compiles ahead of time, without a GPU. `latencies="step.pbtxt"` gives
@@ -347,12 +399,13 @@ class Zero(Settings):
         Raises:
           ValueError: `stage` is "auto", or the step cannot be compiled for the target.
         """
-        if self.stage == AUTO:
-            raise ValueError('stage="auto" has many plans: see zero.choice(...)')
-        return planning.of(self, loss_fn, tx, *args, **options)
+        if self.config.stage == AUTO:
+            raise ValueError('stage="auto" has many plans: see zero.choose(...)')
+        optimizer.check_made_for(tx, self.config)
+        return planning.of(self, loss_fn, tx.plain, *args, **options)
 
-    def choice(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> auto.Choice:
-        """Chooses the stage, micro-batches, remat and offload that fit in `memory_limit`.
+    def choose(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> auto.Choice:
+        """Chooses the stage, accumulation steps, remat and offload that fit in `memory_limit`.
 
         Prints the candidates considered, and the reason why each was dropped.
 
@@ -361,22 +414,19 @@ class Zero(Settings):
           tx: See `train_step`.
           *args: See `plan`.
           **options: `has_aux`, `target`, `topology` and `model_flops` of `planning.of`; `report`,
-            called with each line instead of printing it; and `born`. If `born` is True, parameters
-            and optimizer state exist already and stay in their memory. The default is True if
-            `params` has arrays.
+            called with each line instead of printing it; and `initialized`. If `initialized` is
+            True, parameters and optimizer state exist already and stay in their memory. The default
+            is True if `params` has arrays.
 
         Returns:
-          The chosen candidate and all candidates considered.
+          The choice: `choice.zero` is this `Zero` with the chosen settings, and
+          `choice.considered` has all candidates.
 
         Raises:
           ValueError: No candidate fits, or the device does not report its memory.
         """
-        return auto.decide(self, loss_fn, tx, *args, **options)
-
-    def choose(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> "Zero":
-        """Returns this `Zero` with the settings of `choice`; takes the same arguments."""
-        chosen = self.choice(loss_fn, tx, *args, **options).chosen.candidate
-        return dataclasses.replace(self, **chosen.settings)
+        optimizer.check_made_for(tx, self.config.resolved)
+        return auto.decide(self, loss_fn, tx.plain, *args, **options)
 
 
 # The configurations of the paper, by name:
@@ -388,7 +438,7 @@ class Zero(Settings):
 #   zero-100b  P_os+g + ZeRO-R             the paper's implementation: c4
 # Constant-size buffers (CB) and static memory planning (MD) are always on. P_a needs a `model`
 # axis, of 16 devices in the paper. Source: ZeRO (arXiv:1910.02054), section 10.1 and table 3.
-CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+_PAPER_CONFIGS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
     {
         "c1": {"stage": 1, "remat": "block"},
         "c2": {"stage": 1, "remat": "block@partitioned"},
@@ -400,8 +450,8 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
 )
 
 
-def configuration(name: str) -> Mapping[str, Any]:
-    """Returns the settings of a configuration of the paper: `Zero(mesh, **configuration("c4"))`.
+def paper_config(name: str) -> Mapping[str, Any]:
+    """Returns the settings of a configuration of the paper: `Zero(mesh, **paper_config("c4"))`.
 
     Args:
       name: "c1" to "c5", or "zero-100b". Source: ZeRO (arXiv:1910.02054), section 10.1, table 3.
@@ -409,9 +459,9 @@ def configuration(name: str) -> Mapping[str, Any]:
     Raises:
       ValueError: The name is unknown; the message has the nearest one.
 
-    >>> configuration("c5")["remat"]
+    >>> paper_config("c5")["remat"]
     'block@partitioned+host'
     """
-    if name not in CONFIGURATIONS:
-        raise ValueError(unknown("configuration", name, CONFIGURATIONS))
-    return CONFIGURATIONS[name]
+    if name not in _PAPER_CONFIGS:
+        raise ValueError(unknown("paper_config", name, _PAPER_CONFIGS))
+    return _PAPER_CONFIGS[name]

@@ -37,13 +37,13 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
     zero = zero_jax.Zero(mesh, stage, frozen=frozen, remat=remat)
     params = zero.init(make, KEY)
-    before, opt_state = zero.full(params)["base"], zero.optimizer(tx).init(params)
+    before, opt_state = zero.unshard(params)["base"], zero.optimizer(tx).init(params)
     step, losses = zero.train_step(loss, tx), []
     for _ in range(3):
         params, opt_state, metrics = step(params, opt_state, batch)
         losses.append(float(metrics.loss))
     np.testing.assert_allclose(losses, wanted, rtol=5e-6)
-    for base in (before, zero.full(params)["base"]):
+    for base in (before, zero.unshard(params)["base"]):
         for found, want in zip(*map(jax.tree.leaves, (base, start["base"])), strict=True):
             np.testing.assert_array_equal(found, want)
     return params, opt_state
@@ -62,8 +62,8 @@ def test_losses_are_those_of_one_device_and_the_base_stays(base, targets, n, sta
     model = TextModel(DECODER, Lora(rank=3, base=base, targets=targets))
     case = model.loss, model.make, model.frozen, ROWS[: 24 // n * n], optax.adamw(1e-2), n, stage
     params, opt_state = check_parity(*case, remat)
-    trained = sum(x.size for x in jax.tree.leaves(zero_jax.logical(params["lora"])))
-    held = sum(x.size for x in jax.tree.leaves(zero_jax.logical(opt_state)) if x.ndim)
+    trained = sum(x.size for x in jax.tree.leaves(zero_jax.unpad(params["lora"])))
+    held = sum(x.size for x in jax.tree.leaves(zero_jax.unpad(opt_state)) if x.ndim)
     assert held == 2 * trained, "two moments of the adapters alone"
 
 

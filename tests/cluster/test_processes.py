@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 import zero_jax
 from training.supervise import free_address
 from zero_jax.cluster import addresses, agreement, processes, roll
-from zero_jax.cluster.addresses import CannotJoin
+from zero_jax.cluster.addresses import JoinError
 from zero_jax.cluster.launchers import launched_processes
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.releases import MUTUAL_TLS
@@ -43,10 +43,10 @@ OWN = [  # environment, GPUs of this process
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
     (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
 ERRORS = [  # of the roll call
-    ([0, 2], 4, {"wait": 0.5}, CannotJoin, "1, 3 of 4"),
-    ([1], 2, {"wait": 0.5}, CannotJoin, r"process 1 .*127\.0\.0\.1:"),
-    ([0, 1, 1], 3, {"wait": 3.0}, CannotJoin, "process 1 came twice"),
-    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, CannotJoin, "1 of 3"),
+    ([0, 2], 4, {"wait": 0.5}, JoinError, "1, 3 of 4"),
+    ([1], 2, {"wait": 0.5}, JoinError, r"process 1 .*127\.0\.0\.1:"),
+    ([0, 1, 1], 3, {"wait": 3.0}, JoinError, "process 1 came twice"),
+    ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, JoinError, "1 of 3"),
     ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
     (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
 # fmt: on
@@ -174,7 +174,7 @@ def test_all_that_come_are_joined_and_the_port_is_free_afterwards_or_named():
         with socket.create_server(ports[0]):
             for own in found:
                 own.leave()
-            with pytest.raises(CannotJoin, match=f"{ports[0][1]} of 127.0.0.1"):
+            with pytest.raises(JoinError, match=f"{ports[0][1]} of 127.0.0.1"):
                 roll.call(ports[0], 0, 2, 5.0, {})
 
 
@@ -184,7 +184,7 @@ def test_an_error_of_one_process_is_named_to_all(ranks, count, more, error, name
     for found in called(ranks, count, **more):
         with pytest.raises(error, match=named):
             raise found
-        assert isinstance(found, CannotJoin) == (error is CannotJoin)
+        assert isinstance(found, JoinError) == (error is JoinError)
     assert len(ranks) < 24 or time.monotonic() - began < 8
 
 

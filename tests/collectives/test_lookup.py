@@ -101,17 +101,17 @@ OTHERS = {
     "one column": lambda p, t: loss(p, t * 0) + jnp.mean(p["embed"][t, 1]),
 }
 BF16 = zero_jax.Precision("bf16")
-SPLIT = {"model_specs": {"layers": jax.P(None, None, "model")}}
+SPLIT = {"param_specs": {"layers": jax.P(None, None, "model")}}
 TOKEN_ROWS = np.asarray(jax.random.randint(jax.random.key(3), (ROWS, TOKENS), 0, WORDS))
 
 # Losses, devices, other settings than stage 3, and whether only the rows are sent.
 READ = [
-    (loss, 4, {"micro_batches": 2, "remat": "block"}, True),
+    (loss, 4, {"grad_accum_steps": 2, "remat": "block"}, True),
     (loss, 4, {"frozen": "embed"}, True),
     (OTHERS["cast"], 4, {}, True),
     (taken, 4, {"precision": BF16}, True),
     (loss, 4, {"stage": 2}, False),
-    (loss, 4, {"precision": zero_jax.Precision("bf16", gather="int8")}, False),
+    (loss, 4, {"precision": zero_jax.Precision("bf16", param_comm_dtype="int8")}, False),
     (loss, 4, {"mesh": zero_jax.abstract_mesh(4, model=2)} | SPLIT, False),
     (loss, 1, {}, False),
     (loss, 2, {}, False),  # 36 rows of 211 are not few
@@ -124,16 +124,16 @@ READ = [
 @pytest.mark.parametrize(("fn", "devices", "settings", "by_rows"), READ)
 def test_a_leaf_is_looked_up_if_few_of_its_rows_are_read(fn, devices, settings, by_rows):
     zero = zero_jax.Zero(**{"mesh": zero_jax.abstract_mesh(devices), "stage": 3} | settings)
-    params = zero.abstract(make)
+    params = zero.eval_shape(make)
     state = zero.optimizer(TX).init(params)
     traced = zero.train_step(fn, TX).read(params, state, TOKEN_ROWS)
     assert [leaf.path for leaf in traced.leaves if leaf.by_rows] == ["embed"] * by_rows
 
 
 def test_it_trains_as_plain_optax():
-    made, settings = Problem(make, loss, TOKEN_ROWS), {"remat": "block", "micro_batches": 2}
+    made, settings = Problem(make, loss, TOKEN_ROWS), {"remat": "block", "grad_accum_steps": 2}
     want = train_plain(made, TX, 3)
-    losses, params, _ = train_zero(made, TX, 3, 3, replica=2, hierarchical=True, **settings)
+    losses, params, _ = train_zero(made, TX, 3, 3, replica=2, secondary_shards=True, **settings)
     np.testing.assert_allclose(losses, want[0], rtol=1e-6)
     assert ulps(params, want[1]) < 256
 

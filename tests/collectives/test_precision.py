@@ -76,9 +76,9 @@ def test_the_loss_scale_keeps_gradients_that_fp16_loses():
     tiny = lambda p, x: jnp.mean(x @ p["w"]).astype(jnp.float32) * 2.0**-24  # noqa: E731
     grad_fn = zero.value_and_grad(tiny)
     _, grads = grad_fn(params, rows, loss_scale=2.0**16)
-    np.testing.assert_allclose(zero.full(grads)["w"], 2.0**-27, rtol=1e-2)
+    np.testing.assert_allclose(zero.unshard(grads)["w"], 2.0**-27, rtol=1e-2)
     _, lost = grad_fn(params, rows, loss_scale=1.0)
-    assert not np.asarray(zero.full(lost)["w"]).any(), "the scale was not needed: a vacuous test"
+    assert not np.asarray(zero.unshard(lost)["w"]).any(), "the scale was not needed: a vacuous test"
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
@@ -92,7 +92,7 @@ def test_gradients_are_summed_in_the_reduce_dtype_and_vectors_in_fp32(reduce):
         x = x.astype("bfloat16")
         return zero_jax.Weighted(jnp.sum(x @ params["w"]) + jnp.sum(x * params["b"]), len(x))
 
-    grads = zero.full(zero.value_and_grad(total)(params, rows)[1])
+    grads = zero.unshard(zero.value_and_grad(total)(params, rows)[1])
     assert (grads["b"] == 263 / 8).all()
     assert (grads["w"] == 263 / 8).all() == (reduce == "fp32")
 
@@ -104,17 +104,17 @@ def zero_of(devices, stage, **option):
 
 PARAMS, X = {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
 REFUSALS = [
-    ("compute='bf15'.*'bf16'", lambda: Precision(compute="bf15")),
-    ("compute=.*int32", lambda: Precision(compute=jnp.int32)),
-    ("reduce='fp16'", lambda: Precision(reduce="fp16")),
+    ("compute_dtype='bf15'.*'bf16'", lambda: Precision(compute_dtype="bf15")),
+    ("compute_dtype=.*int32", lambda: Precision(compute_dtype=jnp.int32)),
+    ("reduce_dtype='fp16'", lambda: Precision(reduce_dtype="fp16")),
     ("growth_interval=0", lambda: Precision(growth_interval=0)),
-    ("gather='int4'.*int8", lambda: Precision("bf16", gather="int4")),
-    ("scatter='fp8'.*int4", lambda: Precision("bf16", scatter="fp8")),
+    ("param_comm_dtype='int4'.*int8", lambda: Precision("bf16", param_comm_dtype="int4")),
+    ("grad_comm_dtype='fp8'.*int4", lambda: Precision("bf16", grad_comm_dtype="fp8")),
     ("loss_scale", lambda: zero_of(8, 0, compute="fp16")().value_and_grad(loss)(PARAMS, X)),
     # Nothing is communicated in integers there.
-    ("gather", zero_of(8, 0, gather="int8")),
-    ("scatter", zero_of(8, 0, scatter="int4")),
-    ("gather", zero_of(1, 3, gather="int8")),
+    ("param_comm_dtype", zero_of(8, 0, param_comm_dtype="int8")),
+    ("grad_comm_dtype", zero_of(8, 0, grad_comm_dtype="int4")),
+    ("param_comm_dtype", zero_of(1, 3, param_comm_dtype="int8")),
 ]
 
 
@@ -148,7 +148,7 @@ def repeated(layer):
 # Each model, other settings than stage 3, and whether its gradients are stored in bf16.
 MODELS = {
     "scan": (scan(plain), {"stage": 2}, True),
-    "micro-batches": (scan(plain), {"micro_batches": 2}, True),
+    "micro-batches": (scan(plain), {"grad_accum_steps": 2}, True),
     "two operations": (scan(twice), {}, False),
     "norm": (scan(lambda x, w: plain(x, w / jnp.linalg.norm(w))), {"stage": 2}, False),
     "remat": (scan(jax.checkpoint(twice)), {}, True),
@@ -161,12 +161,12 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_do_not_depend_on_the_storage_dtype(name, monkeypatch):
     model, settings, narrow = MODELS[name]
-    precision = zero_jax.Precision("fp32", reduce="bf16")
+    precision = zero_jax.Precision("fp32", reduce_dtype="bf16")
     zero = zero_jax.Zero(zero_jax.make_mesh(), **{"stage": 3, "precision": precision} | settings)
     params = zero.init(lambda: jax.random.normal(jax.random.key(2), (L, D, D)) / D**0.5)
     loss = lambda w, x: jnp.mean(model(x, w) ** 2)  # noqa: E731
     batch = jax.random.normal(jax.random.key(1), (ROWS, D))
-    traced = grads.GlobalLoss(zero.settings, loss).read(params, batch, ())
+    traced = grads.GlobalLoss(zero.config, loss).read(params, batch, ())
     assert any(leaf.waits_in is not None for leaf in traced.leaves) == narrow
     found = zero.value_and_grad(loss)(params, batch)
     monkeypatch.setattr(gather_scatter, "takes_slot", lambda cut, wire: False)

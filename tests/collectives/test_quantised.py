@@ -25,7 +25,7 @@ def drawn(shapes):
 
 def sum_of_squares(params, rows):
     """Rows are inputs and outputs side by side."""
-    a, b, layers = zero_jax.gather((params["a"], params["b"], params["layers"]))
+    a, b, layers = params["a"], params["b"], params["layers"]
     x, y = rows[:, : len(a)], rows[:, len(a) :]
     h = jnp.tanh(x @ a)
     h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
@@ -82,10 +82,10 @@ def rounded(x):
 
 # fmt: off
 CASES = [
-    (1, (3, 1, 2), {"gather": "int8"}, {}),
-    (3, (2, 3, 1), {"gather": "int8"}, {"hierarchical": True}),
-    (1, (2, 2, 2), {"scatter": "int8"}, {}),
-    (3, (3, 1, 2), {"scatter": "int4"}, {"bucket_bytes": 2**10})]
+    (1, (3, 1, 2), {"param_comm_dtype": "int8"}, {}),
+    (3, (2, 3, 1), {"param_comm_dtype": "int8"}, {"secondary_shards": True}),
+    (1, (2, 2, 2), {"grad_comm_dtype": "int8"}, {}),
+    (3, (3, 1, 2), {"grad_comm_dtype": "int4"}, {"bucket_bytes": 2**10})]
 # fmt: on
 
 
@@ -95,23 +95,25 @@ def test_gradients_are_off_by_half_a_step_of_each_device(stage, sizes, kinds, se
     start, (data, replica, model) = jax.tree.map(np.asarray, drawn(ODD)), sizes
     count, devices = data * replica, jax.devices()[: data * replica * model]
     mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
-    settings = settings | {"model_specs": {"b": jax.P(None, "model")} if model > 1 else None}
+    settings = settings | {"param_specs": {"b": jax.P(None, "model")} if model > 1 else None}
     zero = zero_jax.Zero(mesh, stage, precision=zero_jax.Precision(**kinds), **settings)
     cuts = dict(zip(start, zero.splits(start), strict=True))
-    fn = rounded if "gather" in kinds else np.copy
+    fn = rounded if "param_comm_dtype" in kinds else np.copy
     weights = {name: by_shard(fn, x, cuts[name]) for name, x in start.items()}
-    assert all((weights[name] != start[name]).any() == ("gather" in kinds) for name in start)
+    assert all(
+        (weights[name] != start[name]).any() == ("param_comm_dtype" in kinds) for name in start
+    )
     rows = np.asarray(jax.random.normal(jax.random.key(1), (2 * count, 17 + 48)))
     compute = jax.jit(jax.value_and_grad(lambda p, r: sum_of_squares(p, r)[0]))
     wanted, own = jax.vmap(compute, (None, 0))(weights, rows.reshape(count, 2, -1))
     batch = zero_jax.global_batch(mesh, rows)
     found, grads = zero.value_and_grad(sum_of_squares)(zero.shard(start), batch)
     np.testing.assert_allclose(found, wanted.sum() / len(rows), rtol=1e-5)
-    steps = functools.partial(steps_of, bits={"int4": 4}.get(kinds.get("scatter"), 8))
-    for name, mine in layout.logical(grads).items():
+    steps = functools.partial(steps_of, bits={"int4": 4}.get(kinds.get("grad_comm_dtype"), 8))
+    for name, mine in layout.unpad(grads).items():
         want = own[name].sum(0) / len(rows)
         off, most = np.abs(mine - want), 1e-4 + 1e-4 * np.abs(want)
-        if "scatter" in kinds:
+        if "grad_comm_dtype" in kinds:
             each = [by_shard(steps, np.asarray(x), cuts[name]) for x in own[name]]
             most = sum(each) / 2 / len(rows)
             assert np.max(off / most) > 0.1, "something is rounded"
@@ -121,9 +123,9 @@ def test_gradients_are_off_by_half_a_step_of_each_device(stage, sizes, kinds, se
 @pytest.mark.parametrize(("stage", "scatter"), [(2, "int8"), (3, "int4")])
 def test_bytes_sent(stage, scatter):
     bits = {"int8": 8, "int4": 4}[scatter]
-    precision = zero_jax.Precision("bf16", gather="int8", scatter=scatter)
+    precision = zero_jax.Precision("bf16", param_comm_dtype="int8", grad_comm_dtype=scatter)
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage, precision=precision)
-    params = zero.abstract(lambda: drawn(EVEN | SHORT))
+    params = zero.eval_shape(lambda: drawn(EVEN | SHORT))
     rows = jax.ShapeDtypeStruct((16, 16 + 64), jnp.float32)
     compiled = zero.value_and_grad(sum_of_squares).lower(params, rows).compile()
     found = auditor.audit(compiled, {"data": 8}).collectives

@@ -74,7 +74,7 @@ def trained(own, sizes, tx=ADAM, steps=2, **settings):
         aux = metrics.aux if own.has_aux else 0.0
         seen.append((metrics.loss, metrics.grad_norm, jnp.sum(aux)))
     audit = zero_jax.audit(program, dict(zero.mesh.shape))
-    return np.asarray(seen, np.float64), zero.full(states[0]), audit
+    return np.asarray(seen, np.float64), zero.unshard(states[0]), audit
 
 
 def check_parity(own, sizes, tx=ADAM, steps=2, bound=256, **settings):
@@ -96,7 +96,7 @@ def check_gradients(loss, params, x, sizes, rounding=1e-5, plain=None, **setting
     wanted, want = jax.jit(jax.value_and_grad(plain or loss))(params, x)
     np.testing.assert_allclose(value, wanted, rtol=rounding, equal_nan=False)
     near = functools.partial(np.testing.assert_allclose, rtol=10 * rounding, atol=1e-6)
-    pairs = jax.tree.leaves_with_path(zero.full(grads)), jax.tree.leaves(want)
+    pairs = jax.tree.leaves_with_path(zero.unshard(grads)), jax.tree.leaves(want)
     for (path, a), b in zip(*pairs, strict=True):
         near(a, b, equal_nan=False, err_msg=str(path))
     return want
@@ -104,7 +104,7 @@ def check_gradients(loss, params, x, sizes, rounding=1e-5, plain=None, **setting
 
 def audited(loss, make, x, sizes, **settings):
     zero = zero_on(sizes, **settings)
-    lowered = jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(make), x)
+    lowered = jax.jit(zero.value_and_grad(loss)).lower(zero.eval_shape(make), x)
     return zero_jax.audit(lowered.compile(), dict(zero.mesh.shape))
 
 

@@ -27,7 +27,7 @@ TX, BATCH = optax.sgd(0.1, momentum=0.9), jax.ShapeDtypeStruct(X.shape, X.dtype)
 def arguments(make, stage=3, batch=BATCH, n=4, model=1, **settings):
     """Returns a Zero on an abstract mesh, and abstract arguments of its step."""
     zero = zero_jax.Zero(zero_jax.abstract_mesh(n, model=model), stage, **settings)
-    params = zero.abstract(make)
+    params = zero.eval_shape(make)
     return zero, (params, zero.optimizer(TX).init(params), batch)
 
 
@@ -43,7 +43,7 @@ def test_weights_that_iterations_share_are_sent_once_forward_and_once_backward(f
 
     zero = zero_on(4, remat=remat)
     grad_fn = zero.value_and_grad(loss)
-    text = str(grad_fn.trace(zero.abstract(lambda: {"w": ONES}), X).jaxpr)
+    text = str(grad_fn.trace(zero.eval_shape(lambda: {"w": ONES}), X).jaxpr)
     assert (text.count("all_gather["), text.count("reduce_scatter[")) == (2, 1)
 
 
@@ -77,7 +77,7 @@ def test_a_plan_names_the_layers_it_found_and_their_policy():
         return own | {"towers": [[(ONES, ONES)] * 3] * 2, "vectors": [jnp.ones(WIDTH)] * 3}
 
     zero, (params, *_) = arguments(make, remat="block")
-    plan = zero.plan(loss, TX, params, X)
+    plan = zero.plan(loss, zero.optimizer(TX), params, X)
     found = {(x.count, x.words, x.scanned, x.policy) for x in plan.layers}
     layers = {(6, 144, True, "block"), (4, 144, False, "block"), (3, 288, False, "block")}
     assert layers == {x for x in found if x[0] > 1}
@@ -132,7 +132,7 @@ def taken_apart(params, x):
 # fmt: off
 CARRIED = [
     (with_head, {}, {"head": 0}),
-    (with_head, {"remat": "block", "micro_batches": 2}, {"head": 0}),
+    (with_head, {"remat": "block", "grad_accum_steps": 2}, {"head": 0}),
     (transposed_before, {}, {"head": 0}),
     (two_loops, {}, {"head": 1, "in": 0}),
     (after_a_loss_in_chunks, {}, {"head": 0}),
@@ -171,11 +171,11 @@ FACTORED = optax.adafactor(1e-2, min_dim_size_to_factor=4)
 SPECS = {"layers": P(None, None, "model"), "head": P("model", None)}
 TRAINED = [
     (ALL, {"data": 3}, TX, {"remat": "block_sqrt"}),
-    (ALL, {"data": 2}, TX, {"remat": "block", "micro_batches": 2}),
-    (ALL, REPLICAS, TX, {"remat": "dots", "hierarchical": True}),
-    (OWN, {"replica": 3, "data": 1}, optax.contrib.muon(1e-2), {"hierarchical": True}),
-    (OWN, REPLICAS, ADAM, {"hierarchical": True, "offload": PIECES, "remat": "dots"}),
-    (OWN, REPLICAS | {"model": 2}, FACTORED, {"hierarchical": True, "model_specs": SPECS}),
+    (ALL, {"data": 2}, TX, {"remat": "block", "grad_accum_steps": 2}),
+    (ALL, REPLICAS, TX, {"remat": "dots", "secondary_shards": True}),
+    (OWN, {"replica": 3, "data": 1}, optax.contrib.muon(1e-2), {"secondary_shards": True}),
+    (OWN, REPLICAS, ADAM, {"secondary_shards": True, "offload": PIECES, "remat": "dots"}),
+    (OWN, REPLICAS | {"model": 2}, FACTORED, {"secondary_shards": True, "param_specs": SPECS}),
 ]
 
 
@@ -185,10 +185,10 @@ def test_steps_equal_plain_optax(own, sizes, tx, settings):
 
 
 def test_shards_are_joined_once_a_step_and_layers_gathered_in_each_micro_batch():
-    settings = {"hierarchical": True, "remat": "block"}
-    twice = check_parity(OWN, TWO_BY_THREE, micro_batches=2, **settings)
+    settings = {"secondary_shards": True, "remat": "block"}
+    twice = check_parity(OWN, TWO_BY_THREE, grad_accum_steps=2, **settings)
     # Each device joins two halves of its third of each leaf that is sharded.
-    cuts = zero_on(TWO_BY_THREE, hierarchical=True).splits(OWN.start)
+    cuts = zero_on(TWO_BY_THREE, secondary_shards=True).splits(OWN.start)
     joined = sum(math.prod(c.shard_shape) for c in cuts if c.dim is not None)
     kinds = ("all-gather", "reduce-scatter", "all-reduce")
     assert [sent(twice, kind, "replica")[0] for kind in kinds] == [joined, joined, 0]
@@ -198,16 +198,16 @@ def test_shards_are_joined_once_a_step_and_layers_gathered_in_each_micro_batch()
 
 
 def test_a_checkpoint_of_states_over_replicas_is_restored_bitwise_on_other_meshes(tmp_path):
-    zero, step, (*states, batch) = begun(OWN, TWO_BY_THREE, hierarchical=True)
+    zero, step, (*states, batch) = begun(OWN, TWO_BY_THREE, secondary_shards=True)
     states = tuple(step(*states, batch)[:2])
-    want = [zero.full(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
-    elsewhere = (({"data": 4}, {"stage": 2}), (TWO_BY_THREE, {"hierarchical": True}))
+    want = [zero.unshard(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
+    elsewhere = (({"data": 4}, {"stage": 2}), (TWO_BY_THREE, {"secondary_shards": True}))
     for at, (sizes, settings) in enumerate(elsewhere):
         zero, _, (*like, _) = begun(OWN, sizes, **settings)
         with zero_jax.Checkpoints(tmp_path) as store:
             store.save(at, states)
             states = store.restore(tuple(like), say=lambda _: None).tree
-        got = [zero.full(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
+        got = [zero.unshard(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -217,7 +217,7 @@ def test_states_take_the_bytes_of_all_devices():
         return sum(x.addressable_data(0).nbytes for x in leaves)
 
     estimate = functools.partial(zero_jax.memory.estimate, OWN.start, shards=3, tx=ADAM)
-    ours = held(TWO_BY_THREE, hierarchical=True)
+    ours = held(TWO_BY_THREE, secondary_shards=True)
     parted, apart = estimate(stage=3, parts=2), estimate(stage=3, parts=1)
     assert ours == held({"data": 6}) == parted.at_rest
     assert held(TWO_BY_THREE) == apart.at_rest > 1.8 * ours
@@ -265,7 +265,7 @@ def test_xla_merges_no_more_than_a_bucket(monkeypatch):
     assert 2 * count <= known[GATHER] < 1.1 * 2 * count
     assert 4 * count <= 8 * known[SCATTER] < 1.1 * 4 * count
     # A device has a quarter of the layer.
-    known = _options(4096, model=4, model_specs={"up": jax.P(None, None, "model")})
+    known = _options(4096, model=4, param_specs={"up": jax.P(None, None, "model")})
     assert 4 <= known[GATHER] / (4096**2 + 4 * 4096) < 1.1 * 4
     # Before jax 0.12 the sums of a large layer are several.
     assert (releases.SUMMED_AT_ONCE < 800 * 2**20) == (jax.__version_info__ < (0, 12))
@@ -277,9 +277,9 @@ def test_xla_merges_no_more_than_a_bucket(monkeypatch):
 
 # fmt: off
 AHEAD = [
-    (True, {"width": 64, "micro_batches": 2}), (True, {"width": 64, "scanned": False}),
+    (True, {"width": 64, "grad_accum_steps": 2}), (True, {"width": 64, "scanned": False}),
     # An iteration over micro-batches reads all layers that are not scanned.
-    (False, {"width": 64, "micro_batches": 2, "scanned": False}),
+    (False, {"width": 64, "grad_accum_steps": 2, "scanned": False}),
     # Two layers are held, so not where one is many buckets.
     (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
     (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),

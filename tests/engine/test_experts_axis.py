@@ -56,12 +56,12 @@ def problem(experts, capacity):
     ("experts", "capacity", "sizes", "settings"),
     [
         (4, 0.75, {"experts": 4, "data": 2}, {"stage": 0}),
-        (4, 0.75, {"experts": 2, "data": 1}, {"stage": 1, "micro_batches": 2}),
-        (4, 0.75, BOTH | {"replica": 2}, {"hierarchical": True, "remat": "block_sqrt"}),
+        (4, 0.75, {"experts": 2, "data": 1}, {"stage": 1, "grad_accum_steps": 2}),
+        (4, 0.75, BOTH | {"replica": 2}, {"secondary_shards": True, "remat": "block_sqrt"}),
         (4, 0.75, BOTH | {"model": 2}, {"remat": "dots"}),
         (4, 0.75, BOTH, {"offload": "optimizer,params", "remat": "block@host"}),
         (3, None, {"experts": 3, "data": 1}, {}),  # as many groups as experts
-        (24, 2.0, BOTH, {"stage": 2, "micro_batches": 2}),
+        (24, 2.0, BOTH, {"stage": 2, "grad_accum_steps": 2}),
     ],
 )
 def test_steps_equal_one_device(experts, capacity, sizes, settings):
@@ -107,7 +107,9 @@ def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     assert sent(audit, "all-to-all")[0] == 0
     # A plan counts the same, and indices.
     kinds, zero = ("all-gather", "reduce-scatter", "all-to-all"), zero_on(sizes, remat=remat)
-    plan = zero.plan(own.loss, ADAM, zero.abstract(own.make), own.batch, has_aux=True)
+    plan = zero.plan(
+        own.loss, zero.optimizer(ADAM), zero.eval_shape(own.make), own.batch, has_aux=True
+    )
     of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
     assert plan.token_words == pytest.approx(of_all, rel=0.02)
 
@@ -123,7 +125,7 @@ def experts_param(shape=(4, 8, 8), names=NAMES):
 
 def test_optimizer_state_of_expert_leaves_alone_is_sharded_as_they_are():
     zero = zero_jax.Zero(zero_jax.abstract_mesh(2, experts=2), 3)
-    params = zero.abstract(lambda: {"w": experts_param()})
+    params = zero.eval_shape(lambda: {"w": experts_param()})
     state = zero.optimizer(ADAM).init(params)
     (moments,) = {x.sharding for x in jax.tree.leaves(state) if x.ndim == 3}
     assert moments == params["w"].get_value().sharding and "experts" in moments.spec
@@ -260,8 +262,8 @@ def test_rows_picked_in_any_form(name):
 )
 def test_refused(message, names, sizes, read):
     mesh = zero_jax.abstract_mesh(1, **sizes)
-    zero = zero_jax.Zero(mesh, 3, axis_rules=(("experts", "model"),))
+    zero = zero_jax.Zero(mesh, 3, logical_axis_rules=(("experts", "model"),))
     with pytest.raises(ValueError, match=message):
-        params = zero.abstract(lambda: {"w": experts_param(names=names)})
+        params = zero.eval_shape(lambda: {"w": experts_param(names=names)})
         grad_fn = zero.value_and_grad(lambda p, x: jnp.mean(read(p["w"][...], x)))
         grad_fn.trace(params, jnp.ones((4, 8)))

@@ -99,9 +99,9 @@ def derivatives(evaluate, grad_fn, params):
 
 
 # Rounding to int8 has no derivatives: they are those of the values before it.
-INT8 = zero_jax.Precision(gather="int8", scatter="int8")
+INT8 = zero_jax.Precision(param_comm_dtype="int8", grad_comm_dtype="int8")
 RUNS = [(weighted, {"remat": "block"}), (mean, {"precision": INT8})]
-RUNS += [(mean, {"stage": 1, "micro_batches": 2})]
+RUNS += [(mean, {"stage": 1, "grad_accum_steps": 2})]
 
 
 @pytest.mark.parametrize(("loss", "settings"), RUNS)
@@ -117,7 +117,7 @@ def test_derivatives_by_everything(loss, settings):
 
     ours = derivatives(zero.evaluate(loss), zero.value_and_grad(loss), zero.shard(START))
     for found, want in zip(ours, derivatives(alone, alone, START), strict=True):
-        near((zero.full(found[0]), *found[1:]), want, 0.1 if "precision" in settings else 1e-3)
+        near((zero.unshard(found[0]), *found[1:]), want, 0.1 if "precision" in settings else 1e-3)
 
 
 def test_captured_arrays_and_steps():
@@ -237,7 +237,7 @@ def test_gradients_are_those_of_jax(count, stage, remat):
 W = START["scanned"][0]
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 MESHES = {1: {"data": 4}, 2: {"data": 2, "model": 2}}
-SPECS = {1: {}, 2: {"model_specs": {".*": P(None, "model")}}}
+SPECS = {1: {}, 2: {"param_specs": {".*": P(None, "model")}}}
 
 
 def fsdp(devices=4, types=AUTO):
@@ -321,7 +321,7 @@ def test_annotations_change_no_value(stage, model, names):
 def differentiated(fun, model=1):
     zero = zero_on(MESHES[model], **SPECS[model])
     loss = lambda p, x: jnp.mean(fun(jnp.tanh(x @ p["w"])) ** 2)  # noqa: E731
-    return jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(lambda: {"w": W}), X).as_text()
+    return jax.jit(zero.value_and_grad(loss)).lower(zero.eval_shape(lambda: {"w": W}), X).as_text()
 
 
 @pytest.mark.parametrize("spec", [P(None, "model"), P("data", "model")])
@@ -460,7 +460,7 @@ def test_an_optimizer_of_nnx_updates_a_module_in_place(stage, jit):
     wanted, _ = trained(plain, tx, jax.value_and_grad(loss), nnx.jit)
     losses, state = trained(model, zero.optimizer(tx), zero.value_and_grad(loss), jit)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    assert ulps(zero.full(nnx.state(model)), nnx.state(plain)) < 256
+    assert ulps(zero.unshard(nnx.state(model)), nnx.state(plain)) < 256
     moments = [x for x in jax.tree.leaves(state) if x.size > 1]
     assert moments and all(x.sharding.shard_shape(x.shape) != x.shape for x in moments)
 
@@ -489,7 +489,7 @@ def test_dropout_keys_differ_between_devices_and_micro_batches():
 
     values = []
     for n, k in ((8, 1), (2, 4), (1, 8)):
-        zero = zero_on(n, micro_batches=k)
+        zero = zero_on(n, grad_accum_steps=k)
         run = functools.partial(zero.value_and_grad(loss), zero.shard(w), same_rows)
         values.append(float(run(jax.random.key(7))[0]))
         assert values[-1] != float(run(jax.random.key(8))[0])

@@ -41,11 +41,11 @@ START, ZOO = make(), functools.partial(zoo_params, 5)
 def test_initial_values_do_not_depend_on_n_and_stage(make, n, stage):
     zero, wanted = zero_on(n, stage=stage), jax.jit(make)()
     params = zero.init(make)
-    full = zero.full(params)
+    full = zero.unshard(params)
     assert_bitwise(full, wanted)
     placed = zero.shard(jax.tree.map(np.asarray, full))
     assert jax.tree.structure(placed) == jax.tree.structure(params)
-    assert_bitwise(zero.full(placed), wanted)
+    assert_bitwise(zero.unshard(placed), wanted)
     assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, params)
     largest = max(jax.tree.leaves(wanted), key=lambda x: x.size)
     assert len(np.unique(largest)) > largest.size // 2, "random values"
@@ -74,10 +74,10 @@ def test_frozen_leaves_have_no_state_and_keep_their_bits(stage):
         step, state = zero.train_step(objective, tx), tx.init(params)
         for _ in range(2):
             params, state, _ = step(params, state, X)
-    found = zero.full(params)
+    found = zero.unshard(params)
     assert_bitwise(found["base"], base)
     np.testing.assert_allclose(found["head"]["w"], wanted["w"], rtol=1e-5)
-    moments = jax.tree.leaves(zero_jax.logical(state.inner))
+    moments = jax.tree.leaves(zero_jax.unpad(state.inner))
     assert [x.shape for x in moments if x.ndim] == [(7, 3), (7, 3)]
     grads = jax.eval_shape(zero.value_and_grad(objective), params, X)[1]
     assert [x.shape for x in jax.tree.leaves(grads["base"])] == [(), ()]
@@ -85,7 +85,7 @@ def test_frozen_leaves_have_no_state_and_keep_their_bits(stage):
 
 def test_evaluate_returns_loss_and_weight():
     """In one micro-batch; parameters may have fewer bits."""
-    zero = zero_on(3, micro_batches=4)
+    zero = zero_on(3, grad_accum_steps=4)
     params, evaluate = zero.shard(START), zero.evaluate(loss)
     value, weight = evaluate(params, X[:21])
     np.testing.assert_allclose(value, loss(START, X[:21]), rtol=1e-6)
@@ -98,7 +98,7 @@ def test_evaluate_returns_loss_and_weight():
     # Statistics of padded leaves leave out the padding.
     moved = jax.tree.map(lambda x: x + 1, zero_on().shard({"w": np.ones((7, 5), np.float32)}))
     statistics = jax.jit(lambda x: (optax.global_norm(x), x["w"].mean()))
-    assert statistics(zero_jax.logical(moved)) == (pytest.approx(2 * 35**0.5), 2)
+    assert statistics(zero_jax.unpad(moved)) == (pytest.approx(2 * 35**0.5), 2)
 
 
 def test_steps_donate_and_compile_once():
@@ -133,7 +133,7 @@ def test_aux_means_rows_sums_counters_and_keys(replica, k, stage, axis):
     """Rows return in order, floats as means; counters, keys and sums are equal on all devices."""
     devices = jax.devices()[: 4 * replica]
     mesh = zero_jax.make_mesh(4, replica=replica, devices=devices, data_axis=axis)
-    zero = zero_jax.Zero(mesh, stage, micro_batches=k)
+    zero = zero_jax.Zero(mesh, stage, grad_accum_steps=k)
     assert zero.batch_axes == (("replica", "data") if replica > 1 else (axis,))
 
     def loss(params, x, count, mean=lambda x: x, total=lambda x: x):
@@ -162,7 +162,7 @@ def test_aux_means_rows_sums_counters_and_keys(replica, k, stage, axis):
     assert aux.pop("key") == jax.random.key(5)
     for name in aux:
         np.testing.assert_allclose(aux[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    for name, found in zero.full(grads).items():
+    for name, found in zero.unshard(grads).items():
         np.testing.assert_allclose(found, want_grads[name], rtol=1e-4, atol=1e-7)
     evaluated = zero.evaluate(sharded, has_aux=True)(params, SMALL, jnp.int32(6))[0][1]
     np.testing.assert_allclose(evaluated["logits"], want["logits"], rtol=1e-5, atol=1e-6)
@@ -176,7 +176,7 @@ def test_aux_means_rows_sums_counters_and_keys(replica, k, stage, axis):
     ],
 )
 def test_a_likely_sum_and_a_statistic_of_one_device_warn_once(loss, word):
-    evaluate, params = zero_on().evaluate(loss), zero_on().abstract(lambda: W)
+    evaluate, params = zero_on().evaluate(loss), zero_on().eval_shape(lambda: W)
     with pytest.warns(UserWarning, match=word):
         jax.eval_shape(evaluate, params, SMALL)
     with warnings.catch_warnings():
@@ -190,7 +190,7 @@ def stepped(zero, loss, tx, *batches):
     step, state, found = zero.train_step(loss, tx), tx.init(params), []
     for batch in batches:
         params, state, metrics = step(params, state, batch)
-        found.append((np.asarray(zero.full(params)["w"]), metrics))
+        found.append((np.asarray(zero.unshard(params)["w"]), metrics))
     return found
 
 
@@ -209,7 +209,7 @@ def test_without_the_guard_a_transformation_sees_nan(stage, guard):
         return jnp.mean(x @ params["w"]) + jnp.sqrt(params["w"][0, 0] - params["w"][0, 0])
 
     tx = optax.chain(optax.zero_nans(), optax.sgd(1.0))
-    ((found, metrics),) = stepped(zero_on(stage=stage, guard=guard), loss, tx, SMALL)
+    ((found, metrics),) = stepped(zero_on(stage=stage, skip_nonfinite=guard), loss, tx, SMALL)
     assert metrics.skipped == guard
     assert np.isfinite(found).all() and (found == np.asarray(W["w"])).all() == guard
 
@@ -222,7 +222,7 @@ def test_a_negative_weight_on_a_device_skips_the_step(stage, k):
         weight = jnp.sum(batch[1])
         return zero_jax.Weighted(weight * jnp.mean((batch[0] @ params["w"]) ** 2), weight)
 
-    zero, good = zero_on(stage=stage, micro_batches=k), jnp.ones(16)
+    zero, good = zero_on(stage=stage, grad_accum_steps=k), jnp.ones(16)
     batches = (SMALL, good), (SMALL, good.at[0].set(-9.0))
     (before, metrics), (after, bad) = stepped(zero, loss, optax.sgd(0.1), *batches)
     assert (int(metrics.skipped), float(metrics.weight)) == (0, 16)
@@ -258,7 +258,7 @@ def initialised(value, **settings):
 
 def differentiated(fn=loss, batch=X, params=None, has_aux=False, zero=None, **settings):
     zero = zero or zero_on(**settings)
-    params = zero.abstract(make) if params is None else params
+    params = zero.eval_shape(make) if params is None else params
     return zero.value_and_grad(fn, has_aux=has_aux)(params, batch)
 
 
@@ -269,7 +269,7 @@ def differentiated_under(axis):
 
 
 def in_dtype(dtype, **settings):
-    cast = jax.tree.map(lambda x: x.update(dtype=dtype), zero_on().abstract(make))
+    cast = jax.tree.map(lambda x: x.update(dtype=dtype), zero_on().eval_shape(make))
     return differentiated(params=cast, **settings)
 
 
@@ -279,12 +279,12 @@ def with_aux(aux, **options):
 
 def state_of(tx, **settings):
     zero = zero_on(**settings)
-    return zero.optimizer(tx).init(zero.abstract(make))
+    return zero.optimizer(tx).init(zero.eval_shape(make))
 
 
 def traced(tx, state=None, **named):
     zero = zero_on()
-    params, own = zero.abstract(make), zero.optimizer(tx)
+    params, own = zero.eval_shape(make), zero.optimizer(tx)
     state = own.init(params) if state is None else state
     return zero.train_step(loss, own).trace(params, state, X, **named)
 
@@ -316,19 +316,19 @@ ROWS = [
     ("mesh set_mesh fsdp", lambda: differentiated_under("fsdp")),
     ("mesh set_mesh Explicit", lambda: differentiated_under("data")),
     ("stage 4", lambda: zero_on(stage=4)),
-    ("hierarchical", lambda: zero_on({"replica": 1, "data": 2}, hierarchical=True)),
-    ("hierarchical", lambda: zero_on({"replica": 2, "data": 2}, "auto", hierarchical=True)),
+    ("secondary_shards", lambda: zero_on({"replica": 1, "data": 2}, secondary_shards=True)),
+    ("secondary_shards", lambda: zero_on({"replica": 2, "data": 2}, "auto", secondary_shards=True)),
     ("stage '3'", lambda: zero_on(stage="3")),
     ("stage True", lambda: zero_on(stage=True)),
     ("stage auto", lambda: zero_on(stage="auto").value_and_grad(loss)),
     ("stage auto", lambda: zero_on(stage="auto").plan(loss, SGD)),
-    ("micro_batches 0", lambda: zero_on(micro_batches=0)),
+    ("grad_accum_steps 0", lambda: zero_on(grad_accum_steps=0)),
     ("remat blok block", lambda: zero_on(remat="blok")),
     ("bf17 bf16", lambda: zero_on(precision="bf17")),
-    ("guard fp16", lambda: zero_on(guard=False, precision="fp16")),
-    ("frozen bsae b w", lambda: zero_on(frozen="bsae").abstract(make)),
-    ("frozen (b", lambda: zero_on(frozen="(b").abstract(make)),
-    ("configuration c9", lambda: zero_jax.configuration("c9")),
+    ("guard fp16", lambda: zero_on(skip_nonfinite=False, precision="fp16")),
+    ("frozen bsae b w", lambda: zero_on(frozen="bsae").eval_shape(make)),
+    ("frozen (b", lambda: zero_on(frozen="(b").eval_shape(make)),
+    ("paper_config c9", lambda: zero_jax.paper_config("c9")),
     ("max_skips 0", lambda: zero_on().train_step(loss, SGD, max_skips=0)),
     ("jax_threefry_partitionable",
      lambda: under(jax.threefry_partitionable(False), zero_on().init, make)),
@@ -410,7 +410,7 @@ def test_an_error_names_the_argument(words, call):
 
 def test_a_padded_parameter_is_no_array():
     """Outside a loss; only the type of its values is known to JAX."""
-    leaf = zero_on().abstract(make)["b"]
+    leaf = zero_on().eval_shape(make)["b"]
     uses = jnp.sum, np.asarray, lambda x: 2 * x, lambda x: X @ x, lambda x: x[0], lambda x: x.T
     for use in uses:
         with pytest.raises((TypeError, AttributeError), match=r"\(7,\).*\(8,\).*zero\.full"):
@@ -420,7 +420,7 @@ def test_a_padded_parameter_is_no_array():
 def test_infinity_in_any_leaf_skips_an_update_outside_of_train_step():
     params = zero_on().shard({"a": jnp.ones(8), "b": jnp.ones(8)})
     for bad, guard in (("a", True), ("b", True), ("b", False)):
-        tx = zero_on(guard=guard).optimizer(SGD)
+        tx = zero_on(skip_nonfinite=guard).optimizer(SGD)
         updates, state = tx.update(params | {bad: params[bad] * jnp.inf}, tx.init(params), params)
         assert (
             int(state.guard.skipped) == guard != np.any([np.asarray(x) for x in updates.values()])

@@ -60,7 +60,7 @@ def test_adapters_come_back_bit_for_bit_in_files_named_as_peft_names_them(case):
 def test_merged_is_the_model_with_its_adapters_added(case, tmp_path):
     peft.merge(case.folder, case.out, tmp_path / "merged", max_file_bytes=20_000)
     zero = zero_on(8)
-    merged = zero.full(interchange.load(tmp_path / "merged", zero.abstract(case.model.own)))
+    merged = zero.unshard(interchange.load(tmp_path / "merged", zero.eval_shape(case.model.own)))
     wanted = case.model.adapted.merged({"base": case.own, "lora": case.lora})
     for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
@@ -72,10 +72,10 @@ def test_merged_is_the_model_with_its_adapters_added(case, tmp_path):
 def test_a_base_is_read_as_the_bits_that_the_whole_would_have(case, base, n):
     model = TextModel(case.config, Lora(rank=3, base=base))
     zero = zero_jax.Zero(zero_on(n).mesh, stage=3, frozen=model.frozen)
-    like = zero.abstract(model.make)["base"]
+    like = zero.eval_shape(model.make)["base"]
     read = interchange.load(case.folder, like, rounded=True)
     wanted = jax.jit(model.adapted.rests)(case.own)
-    for a, b in zip(jax.tree.leaves(zero.full(read)), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(zero.unshard(read)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     if base == "bf16":
         with pytest.raises(ValueError, match="float32.*bfloat16"):

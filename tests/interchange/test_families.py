@@ -37,7 +37,7 @@ CASES = [*((family, "fp32") for family in ADAPTED), ("llama", "nf4")]
 def test_logits_and_greedy_text_are_theirs(folders, name):
     assert len(list(folders[name].glob("*.safetensors"))) > 1
     config, params = loaded(folders[name], 3)
-    params = zero_on(3).full(params)
+    params = zero_on(3).unshard(params)
     want = their_logits(theirs(name))
     assert np.abs(want).max() > 1, "or nothing is compared"
     np.testing.assert_allclose(logits(config, params, tokens()), want, atol=1e-4, rtol=1e-4)
@@ -188,7 +188,7 @@ def test_peft_loads_our_adapters_and_gives_our_logits(folders, family, base, tmp
     config = interchange.config(folder)
     model = TextModel(config, Lora(rank=3, alpha=5.0, base=base))
     zero = zero_jax.Zero(zero_on(8).mesh, stage=3, frozen=model.frozen)
-    held = zero.full(interchange.load(folder, zero.abstract(model.make)["base"], rounded=True))
+    held = zero.unshard(interchange.load(folder, zero.eval_shape(model.make)["base"], rounded=True))
     rng, new = np.random.default_rng(1), jax.eval_shape(model.make)["lora"]
     lora = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 10, new)
     peft.save_adapter(lora, model.lora, config, tmp_path / "ours", str(folder))
@@ -218,7 +218,7 @@ def test_we_load_peft_adapters_and_give_their_logits(folders, family, tmp_path):
     adapted.save_pretrained(tmp_path / "theirs")
     lora, zero = peft.adapter_config(tmp_path / "theirs"), zero_on(8)
     model = TextModel(config, Lora(lora.rank, lora.alpha, base="fp32"))
-    base = zero.full(interchange.load(folder, zero.abstract(model.own)))
+    base = zero.unshard(interchange.load(folder, zero.eval_shape(model.own)))
     _, ours = merged_logits(model, base, peft.load_adapter(tmp_path / "theirs", config))
     np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4, rtol=1e-4)
     peft.merge(folder, tmp_path / "theirs", tmp_path / "merged")

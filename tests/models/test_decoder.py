@@ -133,7 +133,7 @@ def test_it_trains_as_on_one_device(stage, n, split, name, capacity):
             assert np.array_equal(metrics.aux.dropped_B, extras[0].dropped_B)
             assert (int(metrics.aux.dropped_B.sum()) > 0) == (capacity is not None)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-    jax.tree.map(close, zero.full(params), want)
+    jax.tree.map(close, zero.unshard(params), want)
 
 
 X = jax.random.normal(jax.random.key(7), (3, 16, EXPERTS.width))

@@ -69,7 +69,7 @@ OPTIMIZERS = {
     # Its momentum streams: its norms are of parameters, which stay on the device.
     "lars": lambda: optax.lars(1e-2),
 }
-LARS = {"replica": 2, "precision": FP16, "micro_batches": 2, "frozen": "prime"}
+LARS = {"replica": 2, "precision": FP16, "grad_accum_steps": 2, "frozen": "prime"}
 CASES = [  # problem, setting, devices, stage, optimizer, further settings
     ("zoo", STATE, 3, 1, "lars", LARS),
     *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in (
@@ -115,7 +115,7 @@ def test_states_stay_in_host_memory_change_no_value_and_are_skipped():
         losses.append(float(metrics.loss))
         assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(state.guard))
         assert all(x.is_deleted() for x in before), "donated, so that it is updated in place"
-    assert_equal((losses, zero.full(params)), train_zero(made, ADAMW, STEPS, 4, stage=3))
+    assert_equal((losses, zero.unshard(params)), train_zero(made, ADAMW, STEPS, 4, stage=3))
     before = jax.tree.map(np.asarray, (params, state.inner))
     bad = jax.tree.map(lambda x: x.at[0].set(jnp.nan), made.batch)
     params, state, metrics = step(params, state, bad)
@@ -145,7 +145,7 @@ def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch)
     for _ in range(2):
         params, state, metrics = step(params, state, made.batch)
         losses.append(float(metrics.loss))
-    assert ulps(zero.full(params), want[0][1]) <= ULPS
+    assert ulps(zero.unshard(params), want[0][1]) <= ULPS
 
     def moments(number):
         held = [f"state{j}" for j, held in enumerate(files.held) if held]
@@ -164,11 +164,11 @@ def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch)
     assert int(state.guard.consecutive) == 1
     step = zero.train_step(made.loss, resumed)
     for _ in range(2):
-        earlier = zero.full(params), [np.asarray(x) for x in state.inner.resident]
+        earlier = zero.unshard(params), [np.asarray(x) for x in state.inner.resident]
         params, state, metrics = step(params, state, made.batch)
         losses.append(float(metrics.loss))
     assert ulps(jnp.array(losses), jnp.array(want[1][0])) <= ULPS
-    assert ulps(zero.full(params), want[1][1]) <= ULPS
+    assert ulps(zero.unshard(params), want[1][1]) <= ULPS
     assert losses[-1] < losses[0], "a run that does not learn compares little"
 
     # Another process has not finished the last step: both resume from the one before.
@@ -177,7 +177,9 @@ def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch)
     params, state = zero.optimizer(ADAMW).resume(params)
     monkeypatch.undo()
     assert state.inner.files.store.step == 4
-    jax.tree.map(np.testing.assert_array_equal, earlier, (zero.full(params), state.inner.resident))
+    jax.tree.map(
+        np.testing.assert_array_equal, earlier, (zero.unshard(params), state.inner.resident)
+    )
 
 
 @pytest.mark.parametrize("words", ["optimizer", BOTH])
@@ -350,7 +352,7 @@ START_ANEW = use(("init", ADAMW))
 def plan(folder, _):
     zero = zero_on(2, stage=3, offload=f"optimizer:nvme={folder}")
     loss = lambda params, x: jnp.mean(x @ params["w"])  # noqa: E731
-    zero.plan(loss, ADAMW, zero.abstract(lambda: START), jnp.ones((4, 8)))
+    zero.plan(loss, zero.optimizer(ADAMW), zero.eval_shape(lambda: START), jnp.ones((4, 8)))
 
 
 def not_created(folder, _):
@@ -426,8 +428,10 @@ def test_settings_are_read_and_written():
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_state_in_files_sees_gradients_that_are_not_finite_without_the_guard(tmp_path, guard):
-    zero = zero_jax.Zero(zero_jax.make_mesh(), 3, guard=guard, offload=f"optimizer:nvme={tmp_path}")
+    zero = zero_jax.Zero(
+        zero_jax.make_mesh(), 3, skip_nonfinite=guard, offload=f"optimizer:nvme={tmp_path}"
+    )
     params, tx = zero.shard({"w": np.ones((8, 8), np.float32)}), zero.optimizer(optax.adam(1))
     step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
     params, _, metrics = step(params, tx.init(params), jnp.full((8, 8), jnp.inf))
-    assert int(metrics.skipped) == guard == np.isfinite(zero.full(params)["w"]).all()
+    assert int(metrics.skipped) == guard == np.isfinite(zero.unshard(params)["w"]).all()

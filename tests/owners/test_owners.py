@@ -90,17 +90,17 @@ def two_steps(tx, shapes, zero=None, jit=jax.jit):
     for seed in (1, 2):
         params, state = update(place(tree(shapes, seed)), state, params)
     state = state if zero is None else state.inner
-    return jax.tree.leaves(zero_jax.logical((params, state)))
+    return jax.tree.leaves(zero_jax.unpad((params, state)))
 
 
 def zero_of(n, stage=3, sizes=None, **settings):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n], **sizes or {})
-    return zero_jax.Zero(mesh, stage, model_specs=SPECS if sizes else None, **settings)
+    return zero_jax.Zero(mesh, stage, param_specs=SPECS if sizes else None, **settings)
 
 
 def exchanges(tx, shapes, n=4):
     given = jax.eval_shape(lambda: tree(shapes, 0))
-    return update_forecast.exchanges(zero_of(n).settings, tx, given)
+    return update_forecast.exchanges(zero_of(n).config, tx, given)
 
 
 def without_state(fn):
@@ -130,7 +130,7 @@ DION = {"ns_coeffs": "dion", "mu_dtype": jnp.bfloat16, "consistent_rms": 0.2}
 EVERY_SECOND = optax.MultiSteps(muon(), 2).gradient_transformation()
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), muon(), optax.clip_by_global_norm(0.1))
 MESHES = {
-    "replicas": {"sizes": {"replica": 2, "model": 2}, "hierarchical": True},
+    "replicas": {"sizes": {"replica": 2, "model": 2}, "secondary_shards": True},
     "model axis": {"sizes": {"data": 1, "model": 2, "data_axis": "fsdp"}},
 }
 EQUAL = {
@@ -197,7 +197,7 @@ def test_effects_of_an_update_are_kept():
         return jax.tree.map(by_hand, grads)
 
     tx = zero_of(4).optimizer(without_state(update))
-    params = zero_of(4).abstract(lambda: tree(some("odd"), 0))
+    params = zero_of(4).eval_shape(lambda: tree(some("odd"), 0))
     text = str(jax.make_jaxpr(jax.jit(tx.update))(params, tx.init(params), params))
     assert text.count("debug_callback[") == 1 and "all_to_all" in text
 
@@ -221,7 +221,7 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
     """Two all-to-alls of rows as long as the longest; the vectors' Adam sends nothing."""
     n, shapes = 3, {"up": (8, 48, 24), "down": (8, 24, 48), "head": (24, 47), "vector": (48,)}
     wrapped = zero_of(n).optimizer(muon())
-    params = zero_of(n).abstract(lambda: tree(shapes, 0))
+    params = zero_of(n).eval_shape(lambda: tree(shapes, 0))
     compiled = jax.jit(wrapped.update).lower(params, wrapped.init(params), params).compile()
     found = [c for c in traffic.collectives(compiled.as_text()) if c.elements > 256]
     assert [c.kind for c in found] == ["all-to-all"] * 2

@@ -59,18 +59,18 @@ class Network:
             return jnp.mean(jnp.square(h))
         return jnp.mean(jax.nn.logsumexp(h @ params["head"], axis=-1))
 
-    def step(self, stage, remat, micro_batches=1, mesh=None):
+    def step(self, stage, remat, grad_accum_steps=1, mesh=None):
         """A step and its arguments, of which no array exists."""
-        more = {"precision": self.dtype, "remat": remat, "micro_batches": micro_batches}
+        more = {"precision": self.dtype, "remat": remat, "grad_accum_steps": grad_accum_steps}
         zero = zero_jax.Zero(mesh or zero_jax.make_mesh(), stage, **more)
-        params = zero.abstract(self.make)
+        params = zero.eval_shape(self.make)
         shape, dtype = (N * self.B, self.T, self.D), {4: "float32", 2: "bfloat16"}[self.width]
         rows = NamedSharding(zero.mesh, PartitionSpec("data"))
         batch = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
         return zero.train_step(self.loss, TX), (params, zero.optimizer(TX).init(params), batch)
 
-    def forecast(self, stage, remat="block", micro_batches=1, habits=forecast.NO_HABITS):
-        step, args = self.step(stage, remat, micro_batches)
+    def forecast(self, stage, remat="block", grad_accum_steps=1, habits=forecast.NO_HABITS):
+        step, args = self.step(stage, remat, grad_accum_steps)
         leaves = len(jax.tree.leaves(args[0]))
         return forecast.forecast(step.trace(*args).jaxpr, leaves, habits=habits)
 

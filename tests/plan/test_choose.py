@@ -39,13 +39,13 @@ def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(case)
     def plan(candidate, compile):
         zero = zero_jax.Zero(mesh, frozen=frozen, **candidate.settings)
         make = lambda: {"up": jnp.zeros((6, 96, 384)), "down": jnp.zeros((6, 384, 96))}  # noqa: E731
-        return zero.plan(mlp, TX, zero.abstract(make), batch, compile=compile)
+        return zero.plan(mlp, zero.optimizer(TX), zero.eval_shape(make), batch, compile=compile)
 
     def cost(c):
-        gathers = (3 if c.remat == "block_sqrt" else 2) * c.micro_batches if c.stage == 3 else 1
-        words = gathers + trained * (1 if c.stage == 1 else c.micro_batches)
+        gathers = (3 if c.remat == "block_sqrt" else 2) * c.grad_accum_steps if c.stage == 3 else 1
+        words = gathers + trained * (1 if c.stage == 1 else c.grad_accum_steps)
         order = ("none", "dots", "block", "block_sqrt").index(c.remat)
-        return words, order, c.micro_batches, -c.stage
+        return words, order, c.grad_accum_steps, -c.stage
 
     tried, picked, said = combinations(rows), set(), []
     limits = sorted({plan(c, True).total_bytes for c in tried})  # each lets one more in
@@ -115,11 +115,11 @@ def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
 
 
 def test_micro_batches_and_remat_are_the_least_that_may_be_chosen_and_costs_the_papers():
-    found = combinations(4, micro_batches=2, remat="dots")
-    assert {c.micro_batches for c in found} == {2, 4}
+    found = combinations(4, grad_accum_steps=2, remat="dots")
+    assert {c.grad_accum_steps for c in found} == {2, 4}
     assert {c.remat for c in found} == {"dots", "block", "block_sqrt"}
     assert [c.cost() for c in found] == sorted(c.cost() for c in found)
-    words = {(c.stage, c.micro_batches, c.remat): c.cost()[0] for c in combinations(4)}
+    words = {(c.stage, c.grad_accum_steps, c.remat): c.cost()[0] for c in combinations(4)}
     assert (1, 1, "none") not in words, "it is stage 2"
     for stage, k in set(itertools.product((1, 2, 3), (1, 2, 4))) - {(1, 1)}:
         for remat, runs in (("none", 3), ("block", 3), ("block_sqrt", 4)):
@@ -181,7 +181,7 @@ def test_steps_of_stages_and_of_micro_batches_are_compared_by_seconds_and_then_b
         plan = planner(lambda c, s=seconds: s[c.stage - 2], lambda c, s=sizes: s[c.stage - 2])
         assert chosen(combinations(1, remat="block_sqrt"), plan).stage == want
     # One micro-batch fits with recomputation alone; two without it are quicker.
-    fits = lambda c: c.stage == 3 and (c.remat == "block" or c.micro_batches > 1)  # noqa: E731
+    fits = lambda c: c.stage == 3 and (c.remat == "block" or c.grad_accum_steps > 1)  # noqa: E731
     plan = planner(lambda c: 1.0 if c.remat == "none" else 1.2, lambda c: 100 if fits(c) else 200)
     assert chosen(combinations(2), plan) == Candidate(3, 2, "none")
     # Where all fit, those of the fewest micro-batches of each stage are compiled, and of these as
@@ -189,7 +189,7 @@ def test_steps_of_stages_and_of_micro_batches_are_compared_by_seconds_and_then_b
     seen, said, tried = [], [], combinations(4)
     search(tried, planner(1.0, seen=seen), 100, said.append)
     found = [c for c, compile in seen if compile]
-    assert {(c.stage, c.micro_batches) for c in found} == {(1, 2), (2, 1), (3, 1)}
+    assert {(c.stage, c.grad_accum_steps) for c in found} == {(1, 2), (2, 1), (3, 1)}
     assert {c.remat for c in found} == {"none", "dots"} and len(found) == 6
     assert f"not compiled: {len(tried) - 6} others" in said[-1]
 
@@ -208,7 +208,7 @@ def test_what_crosses_to_the_host_counts_as_words_that_leave_the_device():
     costs = [c.candidate.cost(c.plan) for c in choice.considered]
     assert costs == sorted(costs)
     assert [c.remat for c in order[:3]] == ["block", "block_sqrt", "block@host"]
-    assert {(c.stage, c.micro_batches, str(c.offload)) for c in order[:3]} == {(2, 1, "none")}
+    assert {(c.stage, c.grad_accum_steps, str(c.offload)) for c in order[:3]} == {(2, 1, "none")}
     before = {(c.remat, str(c.offload)) for c in order if c.stage < 3}
     assert {("block@host", "none"), ("block", "optimizer")} <= before
     assert ("block", "optimizer,params") not in before, "1.2 words are more than stage 3's one"

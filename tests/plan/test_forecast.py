@@ -193,7 +193,7 @@ def make():
 def update(tx, stage=3):
     tx = optimizers.make(tx, optax.constant_schedule(1e-3)) if isinstance(tx, str) else tx
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage)
-    return zero, tx, update_forecast.forecast(zero.settings, tx, jax.eval_shape(make))
+    return zero, tx, update_forecast.forecast(zero.config, tx, jax.eval_shape(make))
 
 
 def test_updates_that_exchange_no_matrices():
@@ -214,7 +214,7 @@ def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
     assert found.words == 2 * A * B
     rows = matrix = 4 * A * B
     assert 2 * rows + matrix < found.held < 2 * rows + 6 * matrix
-    (one,) = update_forecast.exchanges(zero.settings, tx, jax.eval_shape(make))
+    (one,) = update_forecast.exchanges(zero.config, tx, jax.eval_shape(make))
     assert [sum(kind.counts) for kind in one.kinds] == [L, L]
 
     def loss(params, x):
@@ -222,7 +222,7 @@ def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
     shape = jax.ShapeDtypeStruct((8, 4, A), jnp.float32)
-    plan = zero.plan(loss, tx, zero.abstract(make), shape, compile=True)
+    plan = zero.plan(loss, tx, zero.eval_shape(make), shape, compile=True)
     assert plan.update_words == 2 * A * B
     predicted = dataclasses.replace(plan, compiled=None).words_per_param
     assert abs(plan.words_per_param / predicted - 1) < 0.02

@@ -45,7 +45,7 @@ def data(tmp_path_factory):
     planned, path = functools.cache(Case.plan), tmp_path_factory.mktemp("plan") / "plan.json"
 
     def plan(self, stage, **options):
-        zero = dataclasses.replace(self.zero, memory_limit=None)
+        zero = self.zero.replace(memory_limit=None)
         return planned(dataclasses.replace(self, zero=zero), stage, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -112,12 +112,16 @@ def test_the_command_says_which_stages_fit_and_which_to_take(data, capsys, monke
 
 
 def test_the_options_of_a_zero_reach_it_from_both_command_lines():
-    words = "--hierarchical --micro-batches 2 --compute fp16 --reduce bf16 --gather int8"
+    words = "--secondary-shards --grad-accum-steps 2 --compute fp16 --reduce bf16 --gather int8"
     words += " --scatter int4 --remat dots --memory-limit 16"
     zero = case("--model", "nano", "--replica", 2, "--batch-per-device", 2, *words.split()).zero
-    assert zero.precision == zero_jax.Precision("fp16", "bf16", "int8", "int4")
-    assert (zero.stage, zero.remat, zero.micro_batches) == (3, "dots", 2)
-    assert zero.hierarchical and not zero.sequence_parallel and zero.memory_limit == 16e9
+    assert zero.config.precision == zero_jax.Precision("fp16", "bf16", "int8", "int4")
+    assert (zero.config.stage, zero.config.remat, zero.config.grad_accum_steps) == (3, "dots", 2)
+    assert (
+        zero.config.secondary_shards
+        and not zero.config.sequence_parallel
+        and zero.config.memory_limit == 16e9
+    )
     assert zero == zero_jax.Zero(zero.mesh, **parse(words.split()).settings())
 
 
@@ -133,7 +137,7 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, precision="bf16")
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch, stats = jnp.ones((8, 8, 16)), {"mean": jnp.zeros(())}
-    args = (with_statistics, TX, zero.abstract(NET.make), batch, stats, key)
+    args = (with_statistics, TX, zero.eval_shape(NET.make), batch, stats, key)
     found = zero.plan(*args, has_aux=True, compile=True)
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.compiled.alias_bytes == found.predicted.alias_bytes
@@ -158,7 +162,7 @@ def test_what_is_in_host_memory_streams_in_two_pieces_and_crosses_twice():
     zero = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, offload=offload)
     batch = jax.ShapeDtypeStruct((8, 8, 64), jnp.float32)
     before = len(jax.live_arrays())
-    found = zero.plan(net.loss, TX, zero.abstract(net.make), batch)
+    found = zero.plan(net.loss, zero.optimizer(TX), zero.eval_shape(net.make), batch)
     assert len(jax.live_arrays()) <= before + 2, "a plan takes no memory"
     masters = 4 * net.psi // 8
     assert found.predicted.host == 3 * masters
@@ -179,8 +183,8 @@ def test_the_stage_with_the_least_estimate_has_the_shortest_compiled_step():
         products = row["rows"] * 1024 * gpt.flops_per_token(config, 1024) / 989.4e12
         psi, shards = gpt.num_params(config), row["devices"] if row["stage"] else 1
         held = Predicted(4 * psi // shards, 8 * psi // shards, 0, {})
-        setting = row["stage"], row["micro_batches"], row["remat"], {"data": row["devices"]}
-        precision = zero_jax.Precision("bf16", reduce=row["reduce"])
+        setting = row["stage"], row["grad_accum_steps"], row["remat"], {"data": row["devices"]}
+        precision = zero_jax.Precision("bf16", reduce_dtype=row["reduce"])
         plan = Plan(*setting, psi, (), 0, held, precision=precision)
         estimate = least_seconds(plan, products, targets.target("h100"))
         program = (row["model"], row["devices"], row["rows"], row["reduce"], *setting[1:3])
@@ -200,7 +204,7 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     """bf16, Adam, biases replicated nowhere; stage 3 gathers one layer."""
     shapes = jax.eval_shape(lambda: {"w": jnp.zeros((6, 64, 64)), "b": jnp.zeros((6, 64))})
     psi, n, layer, tx = 6 * 64 * 65, 8, 64 * 65, optax.adam(1e-3)
-    settings = {"shards": n, "tx": tx, "precision": "bf16", "window": layer, "micro_batches": k}
+    settings = {"shards": n, "tx": tx, "precision": "bf16", "window": layer, "grad_accum_steps": k}
     found = [memory.estimate(shapes, stage=stage, **settings) for stage in range(4)]
     assert [x.parameters + x.state - 20 for x in found] == [12 * psi, *[12 * psi // n] * 3]
     assert [x.copy for x in found] == [2 * psi] * 3 + [2 * layer]

@@ -21,7 +21,7 @@ ROWS = {  # arguments of the command, and words of its message
         ("--remat blocks", "'blocks' 'block'"), ("--reduce fp16", "fp16 bf16"),
         ("--memory-limit 0 --auto", "memory_limit=0 80e9"),
         ("--devices 6 --model-parallel 4", "--devices 6 4"),
-        ("--batch-per-device 3 --micro-batches 2", "--batch-per-device 3 2"),
+        ("--batch-per-device 3 --grad-accum-steps 2", "--batch-per-device 3 2"),
         ("--sequence-parallel", "none model=..."),
         ("--target v100-32gb --compile", "v100-32gb h100"),
         ("--devices 12 --compile", "12 devices 16 topology"),
@@ -34,7 +34,7 @@ ROWS = {  # arguments of the command, and words of its message
         ("--latencies step.pbtxt --compile --target cpu", "cpu h100"),
         ("--capacity nan", "--capacity nan 0"), ("--memory-limit -1", "--memory-limit -1 0"),
         *((x, f"{x} 1") for x in (  # numbers out of range
-            "--devices 0", "--replica 0", "--experts 0", "--micro-batches 0", "--vocab 0",
+            "--devices 0", "--replica 0", "--experts 0", "--grad-accum-steps 0", "--vocab 0",
             "--lora -1", "--bucket-bytes 0", "--model-parallel -1", "--batch-per-device -1",
             f"--devices {HUGE}", f"--seq {HUGE}")),
     ],
@@ -97,7 +97,7 @@ def loss(params, x):
 
 def called(how, mesh=None, stage=3, **options):
     zero = zero_jax.Zero(mesh or zero_jax.abstract_mesh(4), stage)
-    params = zero.abstract(lambda: {"w": jnp.zeros((8, 8))})
+    params = zero.eval_shape(lambda: {"w": jnp.zeros((8, 8))})
     return getattr(zero, how)(loss, optax.adamw(1e-3), params, jnp.ones((8, 8)), **options)
 
 

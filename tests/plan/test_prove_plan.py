@@ -15,7 +15,7 @@ from zero_jax.plan.candidates import of_zero
 from zero_jax.plan.case import Case
 
 pytestmark = pytest.mark.compile
-BF16 = zero_jax.Precision("bf16", reduce="bf16")
+BF16 = zero_jax.Precision("bf16", reduce_dtype="bf16")
 
 
 def planned(model, devices, bucket):

@@ -34,13 +34,13 @@ class Unrolled(nn.Module):
 def unrolled(policy, stage=3, rows=B):
     model = Unrolled()
     zero = zero_jax.Zero(zero_jax.abstract_mesh(N), stage, precision="bf16", remat=policy)
-    params = zero.abstract(lambda: model.init(jax.random.key(0), jnp.zeros((1, T, D))))
+    params = zero.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, T, D))))
 
     def loss(params, x):
         return jnp.mean(jnp.square(model.apply(params, x).astype(jnp.float32)))
 
     batch = jax.ShapeDtypeStruct((N * rows, T, D), BF16)
-    return zero.plan(loss, optax.sgd(0.1), params, batch, target="h100")
+    return zero.plan(loss, zero.optimizer(optax.sgd(0.1)), params, batch, target="h100")
 
 
 def test_unrolled_layers_keep_their_inputs_and_run_forward_again():

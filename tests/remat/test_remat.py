@@ -122,7 +122,7 @@ def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, agai
     for _ in range(3):
         params, state, metrics = program(params, state, p.batch)
         losses.append(float(metrics.loss))
-    assert_same("scanned", losses, zero.full(params))
+    assert_same("scanned", losses, zero.unshard(params))
 
 
 # Saved activations, in traces.
@@ -132,7 +132,7 @@ def step_of(p, remat, stage=3, **settings):
     """A traced step on four devices."""
     p = problem(p) if isinstance(p, str) else p
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat, **settings)
-    params = zero.abstract(p.make)
+    params = zero.eval_shape(p.make)
     batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
     args = (params, zero.optimizer(TX).init(params), batch)
     return zero.train_step(p.loss, TX).trace(*args)
@@ -342,5 +342,7 @@ def test_auto_leaves_out_layers_that_cannot_be_grouped():
     policies.check("block", BARE)  # needs no host memory
     auto, said = zero("block_sqrt", stage="auto", memory_limit=1e9)(), []
     with pytest.raises(ValueError, match="candidate"):
-        auto.choice(prime_loss, TX, auto.abstract(PRIME.make), X, report=said.append)
+        auto.choice(
+            prime_loss, auto.optimizer(TX), auto.eval_shape(PRIME.make), X, report=said.append
+        )
     assert any("7 layers" in line for line in said)

@@ -31,7 +31,7 @@ CONFIG = gpt.GPTConfig(layers=2, width=16, heads=4, vocab=24, seq=8, loss_chunk=
 
 
 def linen_problem() -> Problem:
-    """Without names of dims: `model_specs` give them."""
+    """Without names of dims: `param_specs` give them."""
     x, want = jax.random.normal(jax.random.key(1), (2, ROWS, 7))
     layers = [layer for width in (16, 7, 16, 7) for layer in (nn.Dense(width), nn.tanh)]
     net = nn.Sequential([*layers, nn.Dense(1)])
@@ -52,14 +52,14 @@ def mesh_of(n, mp, replica=1):
 
 
 def train(name, mesh, **settings):
-    zero = zero_jax.Zero(mesh, model_specs=PROBLEMS[name][1], **settings)
+    zero = zero_jax.Zero(mesh, param_specs=PROBLEMS[name][1], **settings)
     params = zero.shard(problem(name).start)
     step = zero.train_step(problem(name).loss, ADAM)
     state, losses = zero.optimizer(ADAM).init(params), []
     for _ in range(STEPS):
         params, state, metrics = step(params, state, problem(name).batch)
         losses.append(float(metrics.loss))
-    return losses, zero.full(params)
+    return losses, zero.unshard(params)
 
 
 SEQUENCE = {"sequence_parallel": True, "remat": "block"}
@@ -83,7 +83,9 @@ def test_training_equals_one_device(name, sizes, settings):
 def test_each_device_stores_its_shard_of_both_axes():
     zero = zero_jax.Zero(mesh_of(2, 4), stage=3)
     params = zero.init(problem("gpt").make)
-    for a, b in zip(*map(jax.tree.leaves, (zero.full(params), problem("gpt").start)), strict=True):
+    for a, b in zip(
+        *map(jax.tree.leaves, (zero.unshard(params), problem("gpt").start)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)  # initial values do not depend on the mesh
     state = zero.optimizer(optax.adam(1e-3)).init(params)
     D = CONFIG.width
@@ -104,7 +106,7 @@ def test_each_device_stores_its_shard_of_both_axes():
 def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(stage):
     D, L, mp = CONFIG.width, CONFIG.layers, 2
     zero = zero_jax.Zero(mesh_of(2, mp), stage)
-    tx, params = zero.optimizer(optax.adam(1e-3)), zero.abstract(problem("gpt").make)
+    tx, params = zero.optimizer(optax.adam(1e-3)), zero.eval_shape(problem("gpt").make)
     step = zero.train_step(problem("gpt").loss, tx)
     compiled = step.lower(params, tx.init(params), problem("gpt").batch).compile()
     report = auditor.audit(compiled, {"data": 2, "model": mp})
@@ -130,7 +132,7 @@ def test_axis_rules_do_not_leak_into_other_traces():
     counts = []
     for settings in ({"sequence_parallel": True}, {}, {"sequence_parallel": True}):
         zero = zero_jax.Zero(mesh_of(2, 2), **settings)
-        args = zero.abstract(problem("gpt").make), problem("gpt").batch
+        args = zero.eval_shape(problem("gpt").make), problem("gpt").batch
         traced = zero.value_and_grad(problem("gpt").loss).trace(*args)
         counts.append(str(traced.jaxpr).count("spec=P(None, 'model', None)"))
     assert counts[1] == 0 and counts[0] == counts[2] > 2
@@ -138,7 +140,7 @@ def test_axis_rules_do_not_leak_into_other_traces():
 
 def specs_of(make, **settings):
     """The specs of parameters by name, on 2 x 2 devices."""
-    params = zero_jax.Zero(mesh_of(2, 2), **settings).abstract(make)
+    params = zero_jax.Zero(mesh_of(2, 2), **settings).eval_shape(make)
     return {name: x.sharding.spec for name, x in paths.named_leaves(params)}
 
 
@@ -148,7 +150,9 @@ def test_linen_metadata_names_the_dims():
     ]
     net = nn.Sequential([nn.Dense(8, kernel_init=init) for init in inits])
     make = lambda: net.init(jax.random.key(0), jnp.ones((1, 4)))  # noqa: E731
-    specs = specs_of(make, axis_rules=(("rows", "model"), ("rows", None)))  # the first counts
+    specs = specs_of(
+        make, logical_axis_rules=(("rows", "model"), ("rows", None))
+    )  # the first counts
     assert specs["params/layers_0/kernel"] == P("data", "model")
     assert specs["params/layers_1/kernel"] == P("model", "data")
     with nn.logical_axis_rules((("rows", None),)):
@@ -157,7 +161,9 @@ def test_linen_metadata_names_the_dims():
 
 def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
     rules = (("batch", "data"), ("hidden", ("model",)))
-    zero = zero_jax.Zero(mesh_of(2, 2), model_specs={"up": P(None, "model")}, axis_rules=rules)
+    zero = zero_jax.Zero(
+        mesh_of(2, 2), param_specs={"up": P(None, "model")}, logical_axis_rules=rules
+    )
     params = zero.init(lambda: {"up": jnp.ones((8, 16))})
     named = lambda h: nn.with_logical_constraint(h, ("batch", "hidden"))  # noqa: E731
     loss = lambda p, x: jnp.mean(named(jnp.tanh(x @ p["up"])))  # noqa: E731
@@ -166,7 +172,7 @@ def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
 
 
 def two(make=lambda: {}, model=2, **settings):
-    return lambda: zero_jax.Zero(mesh_of(2, model), **settings).abstract(make)
+    return lambda: zero_jax.Zero(mesh_of(2, model), **settings).eval_shape(make)
 
 
 def of_gpt(model, **settings):
@@ -181,23 +187,23 @@ def unsharded():
 FIVE = ModelAxis(4, (("w", P(None, None, "model")),))
 SMALL = lambda: {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}  # noqa: E731
 REFUSALS = [
-    ("wte/embedding.*'tensor'", of_gpt(4, model_specs={"wte": P("tensor")})),
-    ("wte/embedding.*'data'", of_gpt(4, model_specs={"wte": P("data")})),
-    (r"up/kernel.*\[1, 2\]", of_gpt(4, model_specs={"up/kernel": P("model")})),
-    ("wte/embedding", of_gpt(4, model_specs={"wte": P("model", "model")})),
-    ("wte/embedding", of_gpt(4, model_specs={"wte": P(None, None, "model")})),
-    ("model_specs='nothing'", of_gpt(4, model_specs={"nothing": P("model")})),
+    ("wte/embedding.*'tensor'", of_gpt(4, param_specs={"wte": P("tensor")})),
+    ("wte/embedding.*'data'", of_gpt(4, param_specs={"wte": P("data")})),
+    (r"up/kernel.*\[1, 2\]", of_gpt(4, param_specs={"up/kernel": P("model")})),
+    ("wte/embedding", of_gpt(4, param_specs={"wte": P("model", "model")})),
+    ("wte/embedding", of_gpt(4, param_specs={"wte": P(None, None, "model")})),
+    ("param_specs='nothing'", of_gpt(4, param_specs={"nothing": P("model")})),
     # Also without a model axis.
-    ("'modle'", of_gpt(1, model_specs={"wte": P("modle")})),
+    ("'modle'", of_gpt(1, param_specs={"wte": P("modle")})),
     (r"w \(6, 8, 5\).*\[1\]", lambda: FIVE.dims({"w": jnp.zeros((6, 8, 5))})),
-    ("model_specs", two(SMALL)),
-    ("model_specs", two(SMALL, stage=2, model_specs={"^b$": P("model")})),
+    ("param_specs", two(SMALL)),
+    ("param_specs", two(SMALL, stage=2, param_specs={"^b$": P("model")})),
     ("sequence_parallel|model", lambda: zero_jax.Zero(mesh_of(2, 1), sequence_parallel=True)),
-    ("axis_rules.*'ab'", two(axis_rules=("ab",))),
-    ("model_specs.*None", two(model_specs={"w": None})),
-    ("model_specs.*'model'", two(model_specs={"w": "model"})),
-    ("seq", two(sequence_parallel=True, axis_rules={"seq": None})),
-    ("partitioned|seq", two(axis_rules={"seq": "model"}, remat="block@partitioned")),
+    ("logical_axis_rules.*'ab'", two(logical_axis_rules=("ab",))),
+    ("param_specs.*None", two(param_specs={"w": None})),
+    ("param_specs.*'model'", two(param_specs={"w": "model"})),
+    ("seq", two(sequence_parallel=True, logical_axis_rules={"seq": None})),
+    ("partitioned|seq", two(logical_axis_rules={"seq": "model"}, remat="block@partitioned")),
     (r"w .*\(8, 8\).*\(1, 8\)", unsharded),
 ]
 

@@ -36,10 +36,12 @@ def drawn(seed, names=ALL):
     return {name: jnp.asarray(values[name], jnp.float32) for name in names}
 
 
-def zero_of(n, *, states="8bit", tx=ADAMW, sizes=(), **settings):
+def zero_of(n, *, optimizer_state_dtype="8bit", tx=ADAMW, sizes=(), **settings):
     mesh = zero_jax.make_mesh(**dict(sizes), devices=jax.devices()[:n])
     specs = SPECS if "model" in sizes else None
-    zero = zero_jax.Zero(mesh, states=states, model_specs=specs, **settings)
+    zero = zero_jax.Zero(
+        mesh, optimizer_state_dtype=optimizer_state_dtype, param_specs=specs, **settings
+    )
     return zero, zero.optimizer(tx)
 
 
@@ -47,7 +49,7 @@ def updated(zero, own, steps, start=None, names=ALL):
     """Parameters and state after so many steps, from (steps done, parameters, state)."""
     params = zero.shard(drawn(0, names))
     done, params, state = start or (0, params, own.init(params))
-    on_device = dataclasses.replace(zero, offload=None)  # gradients are
+    on_device = zero.replace(offload=None)  # gradients are
     step = jax.jit(lambda g, s, p: own.apply(g, s, p))
     for at in range(done + 1, steps + 1):
         params, state = step(on_device.shard(drawn(at, names)), state, params)
@@ -57,8 +59,8 @@ def updated(zero, own, steps, start=None, names=ALL):
 @functools.cache
 def single(states, tx=ADAMW, names=ALL):
     """Unsharded parameters and state after four steps on one device."""
-    zero, own = zero_of(1, states=states, tx=tx)
-    return jax.device_get(zero.full(updated(zero, own, 4, names=names)))
+    zero, own = zero_of(1, optimizer_state_dtype=states, tx=tx)
+    return jax.device_get(zero.unshard(updated(zero, own, 4, names=names)))
 
 
 def assert_same_bits(want, got):
@@ -82,10 +84,14 @@ HOST = dataclasses.replace(tiers.parse("optimizer,params"), piece_bytes=32768)
 CASES = {
     "8 bits": (3, ALL, {}),
     "stage 0": (8, ALL, {"stage": 0}),
-    "bf16": (5, ALL, {"stage": 1, "states": "bf16"}),
+    "bf16": (5, ALL, {"stage": 1, "optimizer_state_dtype": "bf16"}),
     "pieces": (3, FEW, {"offload": PIECES}),
     "host": (2, FEW, {"offload": HOST}),
-    "replicas": (8, ALL, {"sizes": {"replica": 2, "data": 2, "model": 2}, "hierarchical": True}),
+    "replicas": (
+        8,
+        ALL,
+        {"sizes": {"replica": 2, "data": 2, "model": 2}, "secondary_shards": True},
+    ),
     "padding": (3, FEW, {"tx": optax.GradientTransformation(ZEROS, large_of_zeros)}),
     "MultiSteps": (3, FEW, {"tx": optax.MultiSteps(optax.adamw(1e-2, mu_dtype=jnp.bfloat16), 2)}),
     "hyperparams": (3, FEW, {"tx": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)}),
@@ -96,16 +102,16 @@ CASES = {
 def test_bits_do_not_depend_on_mesh_stage_pieces_or_memory_tier(name):
     n, names, settings = CASES[name]
     zero, own = zero_of(n, **settings)
-    want = single(zero.settings.states, settings.get("tx", ADAMW), names)
-    narrow = jnp.dtype("uint8" if zero.settings.states == "8bit" else "bfloat16")
+    want = single(zero.config.optimizer_state_dtype, settings.get("tx", ADAMW), names)
+    narrow = jnp.dtype("uint8" if zero.config.optimizer_state_dtype == "8bit" else "bfloat16")
     assert narrow in {x.dtype for x in jax.tree.leaves(want[1])}
-    assert_same_bits(want, jax.device_get(zero.full(updated(zero, own, 4, names=names))))
+    assert_same_bits(want, jax.device_get(zero.unshard(updated(zero, own, 4, names=names))))
 
 
 def test_a_block_on_several_devices_sends_two_elements():
     """An all-reduce of its exponents, in the compiled update; elements are not gathered."""
     zero, own = zero_of(3, tx=PLAIN)
-    params = zero.abstract(lambda: {"table": jnp.zeros((101, 96)), "long": jnp.zeros(4099)})
+    params = zero.eval_shape(lambda: {"table": jnp.zeros((101, 96)), "long": jnp.zeros(4099)})
     state = own.init(params)
     step = jax.jit(lambda g, s, p: own.apply(g, s, p), donate_argnums=(1, 2))
     words = zero_jax.audit(step.lower(params, state, params).compile()).words
@@ -133,13 +139,15 @@ def test_statistics_of_large_leaves_are_narrow(tx, want):
     assert set(state.narrow) == {f"{own}/{name}" for own in want for name in LARGE}
 
 
-@pytest.mark.parametrize("settings", [{}, {"states": "fp32", "offload": "optimizer"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"optimizer_state_dtype": "fp32", "offload": "optimizer"}]
+)
 def test_integer_leaves_are_not_updated(settings):
     zero, own = zero_of(3, tx=PLAIN, **settings)
     params = zero.shard({"w": drawn(0)["table"], "ids": jnp.arange(4099)})
     step = zero.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + 0.0 * p["ids"][0], own)
     after, _, _ = step(params, own.init(params), jnp.ones((6, 101)))
-    after = zero.full(after)
+    after = zero.unshard(after)
     assert jnp.array_equal(after["ids"], jnp.arange(4099))
     assert not jnp.array_equal(after["w"], drawn(0)["table"])
 
@@ -147,18 +155,20 @@ def test_integer_leaves_are_not_updated(settings):
 def test_states_are_converted_between_dtypes():
     """To 8 bits within an eighth of what is in range, and back bitwise; to bf16 within 2^-7."""
     zero, own = zero_of(3)
-    _, plain = zero_of(3, states="fp32")
+    _, plain = zero_of(3, optimizer_state_dtype="fp32")
     params, wide = updated(zero, plain, 3, names=FEW)
     state = own.restated(wide, params)
     assert state.inner.kind == "8bit" and own.restated(state, params) is state
     back = plain.restated(state, params)
     assert jax.tree.structure(back) == jax.tree.structure(wide)
-    pairs = list(zip(*map(jax.tree.leaves, zero.full((wide, back))), strict=True))
+    pairs = list(zip(*map(jax.tree.leaves, zero.unshard((wide, back))), strict=True))
     assert all((np.abs(b - a) <= np.abs(a) / 8).mean() > 0.99 for a, b in pairs)
     assert any((a != b).any() for a, b in pairs)
     again = plain.restated(own.restated(back, params), params)
-    jax.tree.map(np.testing.assert_array_equal, *zero.full((again, back)))
-    other = plain.restated(zero_of(3, states="bf16")[1].restated(wide, params), params)
+    jax.tree.map(np.testing.assert_array_equal, *zero.unshard((again, back)))
+    other = plain.restated(
+        zero_of(3, optimizer_state_dtype="bf16")[1].restated(wide, params), params
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-7), wide, other)
 
 
@@ -167,11 +177,11 @@ def test_a_checkpoint_of_three_devices_resumes_on_two_with_the_same_bits(tmp_pat
     with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(2, updated(zero, own, 2, names=FEW))
     zero, own = zero_of(2)
-    params = zero.abstract(lambda: drawn(0, FEW))
+    params = zero.eval_shape(lambda: drawn(0, FEW))
     with zero_jax.Checkpoints(tmp_path / "run") as checkpoints:
         tree = checkpoints.restore((params, own.init(params))).tree
     resumed = updated(zero, own, 4, start=(2, *tree), names=FEW)
-    assert_same_bits(single("8bit", names=FEW), jax.device_get(zero.full(resumed)))
+    assert_same_bits(single("8bit", names=FEW), jax.device_get(zero.unshard(resumed)))
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
@@ -179,24 +189,30 @@ def test_stored_bytes_per_device(states):
     for shape in [(4096, 1), (1, 4096), (8, 4096), (16, 4096), (50257, 2)]:
         assert 8 + 16 * np.prod(codes.scales_shape(shape)) / np.prod(shape) <= 9
     for stage, n in ((3, 1), (3, 3), (0, 8)):
-        zero, own = zero_of(n, states=states, stage=stage, tx=PLAIN)
-        params = zero.abstract(lambda: drawn(0))
+        zero, own = zero_of(n, optimizer_state_dtype=states, stage=stage, tx=PLAIN)
+        params = zero.eval_shape(lambda: drawn(0))
         leaves = jax.tree.leaves((params, own.init(params)))
         stored = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-        found = zero_jax.memory.estimate(drawn(0), shards=n, stage=stage, tx=PLAIN, states=states)
+        found = zero_jax.memory.estimate(
+            drawn(0), shards=n, stage=stage, tx=PLAIN, optimizer_state_dtype=states
+        )
         assert found.at_rest == stored
 
 
 def initialise(tx, **settings):
     zero, own = zero_of(8, tx=tx, **settings)
-    own.init(zero.abstract(lambda: {"w": jnp.zeros((64, 128))}))
+    own.init(zero.eval_shape(lambda: {"w": jnp.zeros((64, 128))}))
 
 
 def choose():
-    zero = zero_jax.Zero(zero_jax.make_mesh(), "auto", states="8bit", memory_limit=1e9)
-    params = zero.abstract(lambda: jnp.zeros((64, 64)))
+    zero = zero_jax.Zero(
+        zero_jax.make_mesh(), "auto", optimizer_state_dtype="8bit", memory_limit=1e9
+    )
+    params = zero.eval_shape(lambda: jnp.zeros((64, 64)))
     rows = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    zero.choose(lambda w, x: jnp.mean((x @ w) ** 2), optax.adafactor(1e-2), params, rows)
+    zero.choose(
+        lambda w, x: jnp.mean((x @ w) ** 2), zero.optimizer(optax.adafactor(1e-2)), params, rows
+    )
 
 
 def misuse(make, update=False):
@@ -208,15 +224,21 @@ def misuse(make, update=False):
 MOMENTUM = optax.sgd(1e-2, momentum=0.9)
 NVME = f"optimizer:nvme={tempfile.gettempdir()}"
 REFUSALS = [
-    ("states='4bit'", lambda: initialise(PLAIN, states="4bit")),
-    ("nvme", lambda: initialise(PLAIN, states="8bit", offload=NVME)),
-    ("8bit", lambda: initialise(optax.contrib.muon(1e-2), states="8bit")),
-    ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), states="bf16")),
+    ("optimizer_state_dtype='4bit'", lambda: initialise(PLAIN, optimizer_state_dtype="4bit")),
+    ("nvme", lambda: initialise(PLAIN, optimizer_state_dtype="8bit", offload=NVME)),
+    ("8bit", lambda: initialise(optax.contrib.muon(1e-2), optimizer_state_dtype="8bit")),
+    ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), optimizer_state_dtype="bf16")),
     ("clip_by_block_rms", choose),
-    ("fp32", lambda: misuse(zero_of(2, states="fp32", tx=PLAIN)[1].init, update=True)),
-    ("bf16", lambda: misuse(zero_of(2, states="bf16", tx=PLAIN)[1].init, update=True)),
+    (
+        "fp32",
+        lambda: misuse(zero_of(2, optimizer_state_dtype="fp32", tx=PLAIN)[1].init, update=True),
+    ),
+    (
+        "bf16",
+        lambda: misuse(zero_of(2, optimizer_state_dtype="bf16", tx=PLAIN)[1].init, update=True),
+    ),
     ("state", lambda: misuse(PLAIN.init)),
-    ("trace", lambda: misuse(zero_of(2, states="fp32", tx=MOMENTUM)[1].init)),
+    ("trace", lambda: misuse(zero_of(2, optimizer_state_dtype="fp32", tx=MOMENTUM)[1].init)),
 ]
 
 

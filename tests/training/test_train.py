@@ -203,7 +203,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
         assert held[name] == known["predicted"][name]
     assert (known["versions"]["jax"], known["devices"]["devices"]) == (jax.__version__, 8)
     # The validation loss is the mean over every held-out token.
-    graphdef, params = trainer.model.graphdef, trainer.zero.full(states[0])
+    graphdef, params = trainer.model.graphdef, trainer.zero.unshard(states[0])
     loss = jax.jit(lambda params, rows: gpt.loss(nnx.merge(graphdef, params), rows))
     rest = jnp.asarray(trainer.plan.corpus.rest[:], jnp.int32)
     rows = [rest[None, at : at + 33] for at in range(0, rest.size - 1, 32)]

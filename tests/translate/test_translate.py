@@ -59,17 +59,17 @@ EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums
     "axolotl_zero3_bf16_cpuoffload_params.json": (3, 8, dict(BF16, batch=64)),
     # Activations are sharded over a model axis, which the file does not have.
     "deepspeed_gpt2_zero2_gas3.json": (2, 8, dict(
-        precision="fp16", micro_batches=3, batch=8 * 3 * 8, remat="block", unsupported=[
+        precision="fp16", grad_accum_steps=3, batch=8 * 3 * 8, remat="block", unsupported=[
             "fp16.hysteresis", "activation_checkpointing.partition_activations"])),
     "deepspeed_gpt2_zero2_offload.json": (2, 4, dict(FP16, **FIRST, batch=4)),
     "deepspeed_torch_compile_z3.json": (
         3, 8, dict(BF16, batch=8, train=dict(optimizer="adamw", lr=1e-3, clip=1.0))),
     "examples_bert_lamb.json": (0, 64, dict(
-        precision="fp16", micro_batches=65536 // 64 // 64, batch=65536,
+        precision="fp16", grad_accum_steps=65536 // 64 // 64, batch=65536,
         train=dict(optimizer="lamb", lr=0.011, weight_decay=0.01), unsupported=[
             "sparse_attention.*", "*.bias_correction", "*.max_coeff", "*.min_coeff"])),
     "examples_bert_01adam.json": (0, 64, dict(
-        precision="fp16", micro_batches=4, batch=4096, unsupported=[
+        precision="fp16", grad_accum_steps=4, batch=4096, unsupported=[
             "optimizer.type", "*.bias_correction", "*.var_freeze_step", "*.local_step_scaler",
             "*.comm_backend_name"])),
     "examples_imagenet_z1.json": (1, 8, dict(precision="fp16", batch=256, train={"clip": 0})),
@@ -120,15 +120,20 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
     mesh, offload = more.get("mesh", {"data": devices}), more.get("offload")
     expected = zero_jax.Precision(more.get("precision", "fp32"), more.get("reduce", "fp32"))
     for one in zero, settings:
-        assert (one.stage, one.micro_batches) == (stage, more.get("micro_batches", 1))
+        assert (one.stage, one.grad_accum_steps) == (stage, more.get("grad_accum_steps", 1))
         assert one.remat == more.get("remat", "none")
     assert config.mesh_sizes(settings.mesh) == mesh
     assert {**zero.mesh.shape, "data": 0} == {**mesh, "data": 0}
-    assert (zero.precision.compute, zero.precision.reduce) == (expected.compute, expected.reduce)
+    assert (zero.config.precision.compute, zero.config.precision.reduce) == (
+        expected.compute,
+        expected.reduce,
+    )
     assert zero_jax.Precision(settings.compute, settings.reduce) == expected
     if "scale" in more:
-        assert (zero.precision.initial_scale, zero.precision.growth_interval) == more["scale"]
-    assert (settings.offload, str(zero.offload)) == (offload, offload or "none")
+        assert (zero.config.precision.initial_scale, zero.config.precision.growth_interval) == more[
+            "scale"
+        ]
+    assert (settings.offload, str(zero.config.offload)) == (offload, offload or "none")
     assert made["batch"] == more.get("batch")
     assert settings.batch == more.get("batch", config.Config().batch)
     for flag, value in more.get("train", {}).items():
@@ -184,7 +189,7 @@ QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": 1}
 RECOMPUTED = {"partition_activations": True, "cpu_checkpointing": True}
 SETTINGS = [
     # A batch is rows x micro-batches x devices; "auto" is 8 rows, or what the two others leave.
-    *((n, sized(*sizes), {"batch": batch, "micro_batches": k}) for n, sizes, batch, k in [
+    *((n, sized(*sizes), {"batch": batch, "grad_accum_steps": k}) for n, sizes, batch, k in [
         (4, (256, 8, None), 256, 8), (4, (None, 8, 3), 96, 3), (None, (256, None, 4), 256, 4),
         (8, (256, 4, "auto"), 256, 8), (4, ("auto", "auto", "auto"), 32, 1),
         (None, (256, 8, None), 256, "32 // D"), (None, (None, 8, 3), "24 * D", 3)]),
@@ -196,9 +201,9 @@ SETTINGS = [
      dict(compute="fp16", reduce="fp32", initial_scale=128.0, growth_interval=1000)),
     (8, {"zero_optimization": True}, dict(stage=1)),
     (8, zero(stage=3, zero_hpz_partition_size=4, **QUANTIZED),
-     dict(replica=2, hierarchical=True, gather="int8", scatter="int4")),
+     dict(replica=2, secondary_shards=True, gather="int8", scatter="int4")),
     (None, zero(stage=3, zero_hpz_partition_size=4), dict(replica="len(jax.devices()) // 4")),
-    (8, zero(stage=3, mics_shard_size=2), dict(replica=4, hierarchical=False)),
+    (8, zero(stage=3, mics_shard_size=2), dict(replica=4, secondary_shards=False)),
     (8, zero(stage=2, cpu_offload=True), dict(offload="optimizer")),
     (8, zero(stage=3, offload_param={"device": "cpu"}), dict(offload=None)),
     (8, zero(stage=3, offload_optimizer=NVME, offload_param=NVME),
@@ -225,12 +230,14 @@ def test_settings_of_deepspeed_become_arguments(devices, settings, expected):
     made, _ = deepspeed(devices, **settings)
     assert {name: made[name] for name in expected} == expected
     zero = run(made)["zero"]
-    for name in {"stage", "remat", "offload", "hierarchical"} & set(expected):
+    for name in {"stage", "remat", "offload", "secondary_shards"} & set(expected):
         assert str(getattr(zero, name)) == str("none" if expected[name] is None else expected[name])
         assert getattr(train(made), name) == expected[name]
-    if "micro_batches" in expected:
-        assert zero.micro_batches == eval(str(expected["micro_batches"]), {"D": zero.mesh.size})
-    unknown = any(isinstance(made[name], str) for name in ("batch", "micro_batches", "replica"))
+    if "grad_accum_steps" in expected:
+        assert zero.config.grad_accum_steps == eval(
+            str(expected["grad_accum_steps"]), {"D": zero.mesh.size}
+        )
+    unknown = any(isinstance(made[name], str) for name in ("batch", "grad_accum_steps", "replica"))
     assert ("--devices N" in command.train(made)) == unknown
 
 

@@ -10,7 +10,7 @@ Address = tuple[str, int]
 _RETRY = 0.5
 
 
-class CannotJoin(OSError):
+class JoinError(OSError):
     """Raised if the processes of a run do not find each other."""
 
 
@@ -54,7 +54,7 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
       wait_seconds: how long the name may take to be known (that of a pod that has just started).
 
     Raises:
-      CannotJoin: the name is not known then.
+      JoinError: the name is not known then.
     """
     end = time.monotonic() + wait_seconds
     while True:
@@ -63,7 +63,7 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
             break
         except (OSError, UnicodeError) as error:
             if isinstance(error, UnicodeError) or time.monotonic() >= end:
-                raise CannotJoin(f"{host}: the address of process 0 is unknown: {error}") from error
+                raise JoinError(f"{host}: the address of process 0 is unknown: {error}") from error
             time.sleep(_RETRY)
     family, address = known[0][0], str(known[0][4][0])
     meant = host in ("localhost", address)
@@ -89,7 +89,7 @@ def free_port() -> int:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("", port))
             return port
-    raise CannotJoin("no port from 20000 to 32000 can be listened at")
+    raise JoinError("no port from 20000 to 32000 can be listened at")
 
 
 def _is_loopback(address: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from zero_jax.cluster import addresses, credentials, roll
-from zero_jax.cluster.addresses import CannotJoin
+from zero_jax.cluster.addresses import JoinError
 from zero_jax.cluster.agreement import check_agreement, of_the_first, settings_of_jax
 from zero_jax.cluster.launchers import check_launcher, launched_processes, own_gpus
 from zero_jax.cluster.roll import Roll
@@ -51,7 +51,7 @@ def initialize(
     Raises:
       ValueError: Only some of the arguments are given, one is invalid, or the processes were
         started with different settings.
-      CannotJoin: Processes do not find each other; the message has missing and duplicate ranks.
+      JoinError: Processes do not find each other; the message has missing and duplicate ranks.
     """
     given = (coordinator, num_processes, process_id)
     if jax.distributed.is_initialized():
@@ -99,7 +99,7 @@ def _join(wait_seconds: float, **given: Any) -> None:
     """Joins JAX's process group.
 
     Raises:
-      CannotJoin: JAX failed to join; the message has JAX's error.
+      JoinError: JAX failed to join; the message has JAX's error.
     """
     try:
         jax.distributed.initialize(
@@ -110,7 +110,7 @@ def _join(wait_seconds: float, **given: Any) -> None:
     except jax.errors.JaxRuntimeError as error:
         while _links:
             _links.pop().drop()
-        raise CannotJoin(f"JAX can't join the processes: {error}") from error
+        raise JoinError(f"JAX can't join the processes: {error}") from error
 
 
 def _link(seconds: float) -> None:
@@ -121,7 +121,7 @@ def _link(seconds: float) -> None:
         if rank == 0:
             host, port = socket.gethostname(), addresses.free_port()
             at, own = addresses.bind_address(host, port), f"{host}:{port}"
-    except CannotJoin as error:
+    except JoinError as error:
         print(f"process 0 has no address of its own: {error}", file=sys.stderr)
     own = of_the_first(own)
     if not own:
@@ -129,7 +129,7 @@ def _link(seconds: float) -> None:
     try:
         at = at or addresses.address_of(own)
         _links.append(roll.call(at, rank, count, seconds, {}))
-    except CannotJoin as error:
+    except JoinError as error:
         print(
             f"process {rank} has no links to the others, so one that dies is noticed by its "
             f"missing signs of life alone: {error}",

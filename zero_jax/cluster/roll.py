@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_jax.cluster.addresses import Address, CannotJoin
+from zero_jax.cluster.addresses import Address, JoinError
 from zero_jax.cluster.link import Link
 from zero_jax.cluster.roll_call import RollCall, name_of
 
@@ -84,7 +84,7 @@ def call(
       settings: what must be equal in all of them; `str` tells values apart.
 
     Raises:
-      CannotJoin: naming who did not come, or came twice.
+      JoinError: naming who did not come, or came twice.
       ValueError: naming what differs.
     """
     me = {"rank": rank, "count": count, "name": name_of(rank), "settings": _texts(settings)}
@@ -98,7 +98,7 @@ def call(
     answer = link.receive(end - time.monotonic() + 5)
     if answer is None or not answer.keys() >= {"fault", "differs", "name"}:
         link.close()
-        raise CannotJoin(
+        raise JoinError(
             f"process 0 at {at[0]}:{at[1]} gave no answer: it ended before all processes were "
             "there, or something else listens at that port"
         )
@@ -110,7 +110,7 @@ def call(
 
 def _raise_for(fault: str | None, differs: bool) -> None:
     if fault is not None:
-        raise (ValueError if differs else CannotJoin)(fault)
+        raise (ValueError if differs else JoinError)(fault)
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -132,7 +132,7 @@ def _connect(at: Address, rank: int, end: float, wait_seconds: float) -> Link:
         except (OSError, UnicodeError) as error:  # the latter of a name that can be none
             trouble = error
             time.sleep(_RETRY)
-    raise CannotJoin(
+    raise JoinError(
         f"process {rank} did not find process 0 at {at[0]}:{at[1]} within {wait_seconds:g} s "
         f"({trouble}): see whether it runs there, and whether the port is open to this machine"
     ) from trouble

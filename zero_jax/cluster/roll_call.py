@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zero_jax.cluster.addresses import Address, CannotJoin
+from zero_jax.cluster.addresses import Address, JoinError
 from zero_jax.cluster.link import Link
 
 # For those who come after something was found to be wrong, to be told what.
@@ -97,7 +97,7 @@ class RollCall:
             )
         except OSError as error:
             said = os.strerror(error.errno) if error.errno else error
-            raise CannotJoin(
+            raise JoinError(
                 f"process 0 can't listen on port {port} of {host}: {said}. Another program has it, "
                 "or it is not free yet: give another port to all processes"
             ) from error

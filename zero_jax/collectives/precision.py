@@ -6,7 +6,7 @@ norms) are always summed in fp32: they add little communication and lose most ac
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -20,6 +20,10 @@ _DTYPES = {
     "fp16": jnp.float16,
     "float16": jnp.float16,
 }
+
+
+_COMPUTE = ("fp32", "bf16", "fp16")
+_REDUCE = ("fp32", "bf16")
 
 
 def parse_dtype(given: Any, allowed: tuple[str, ...], what: str) -> Any:
@@ -41,41 +45,43 @@ class Precision:
     """Dtypes of the step, and the schedule of the loss scale.
 
     Attributes:
-      compute: Dtype of gathered parameters and of the model: fp32, bf16 or fp16.
-      reduce: Dtype in which gradients are summed over devices: fp32 or bf16.
-      gather: Parameter communication dtype. "int8" sends matrices as int8 with one scale per
-        block, see `quantised`. None sends them in `compute`.
-      scatter: Gradient communication dtype. "int8" or "int4" sends gradients of matrices in that
-        dtype and sums them in fp32; sums of scanned layers are stored in `reduce` until the update.
-        None sends and sums them in `reduce`.
+      compute_dtype: Dtype of gathered parameters and of the model: fp32, bf16 or fp16.
+      reduce_dtype: Dtype in which gradients are summed over devices: fp32 or bf16.
+      param_comm_dtype: Dtype of parameters on the interconnect. "int8" sends matrices as int8 with
+        one scale per block, see `quantised`. None sends them in `compute_dtype`.
+      grad_comm_dtype: Dtype of gradients on the interconnect. "int8" or "int4" sends gradients of
+        matrices in that dtype and sums them in fp32; sums of scanned layers are stored in
+        `reduce_dtype` until the update. None sends and sums them in `reduce_dtype`.
       initial_scale: Initial loss scale (fp16 only).
       growth_interval: Number of good steps after which the scale doubles.
 
     Raises:
       ValueError: A dtype is not supported, or a number is below 1.
 
-    >>> Precision("bf16").compute
-    dtype(bfloat16)
+    >>> Precision(jnp.bfloat16).compute_dtype
+    'bf16'
     """
 
-    compute: Any = "fp32"
-    reduce: Any = "fp32"
-    gather: str | None = None
-    scatter: str | None = None
+    compute_dtype: str = "fp32"
+    reduce_dtype: str = "fp32"
+    param_comm_dtype: Literal["int8"] | None = None
+    grad_comm_dtype: Literal["int8", "int4"] | None = None
     initial_scale: float = 2.0**16
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        compute = parse_dtype(self.compute, ("fp32", "bf16", "fp16"), "compute")
-        object.__setattr__(self, "compute", compute)
-        object.__setattr__(self, "reduce", parse_dtype(self.reduce, ("fp32", "bf16"), "reduce"))
-        if self.gather not in (None, "int8"):
+        for name, allowed in (("compute_dtype", _COMPUTE), ("reduce_dtype", _REDUCE)):
+            dtype = parse_dtype(getattr(self, name), allowed, name)
+            short = next(a for a in allowed if _DTYPES[a] == dtype)
+            object.__setattr__(self, name, short)
+        if self.param_comm_dtype not in (None, "int8"):
             raise ValueError(
-                f'gather={self.gather!r}: use "int8", or None for the dtype of compute'
+                f'param_comm_dtype={self.param_comm_dtype!r}: use "int8", or None for compute_dtype'
             )
-        if self.scatter not in (None, "int8", "int4"):
+        if self.grad_comm_dtype not in (None, "int8", "int4"):
             raise ValueError(
-                f'scatter={self.scatter!r}: use "int8" or "int4", or None for the dtype of reduce'
+                f'grad_comm_dtype={self.grad_comm_dtype!r}: use "int8" or "int4", or None for '
+                "reduce_dtype"
             )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(
@@ -84,14 +90,24 @@ class Precision:
             )
 
     @property
-    def gather_bytes(self) -> float:
+    def param_comm_bytes(self) -> float:
         """Bytes per parameter element on the interconnect, without the scales of int8."""
-        return 1.0 if self.gather else float(self.compute.itemsize)
+        return 1.0 if self.param_comm_dtype else float(self.compute.itemsize)
 
     @property
-    def scatter_bytes(self) -> float:
+    def grad_comm_bytes(self) -> float:
         """Bytes per gradient element on the interconnect, without the scales of int8 and int4."""
-        return {"int8": 1.0, "int4": 0.5}.get(self.scatter or "", float(self.reduce.itemsize))
+        return {"int8": 1.0, "int4": 0.5}.get(self.grad_comm_dtype or "", self.reduce.itemsize)
+
+    @property
+    def compute(self) -> Any:
+        """`compute_dtype` as a dtype."""
+        return jnp.dtype(_DTYPES[self.compute_dtype])
+
+    @property
+    def reduce(self) -> Any:
+        """`reduce_dtype` as a dtype."""
+        return jnp.dtype(_DTYPES[self.reduce_dtype])
 
     @property
     def scaled(self) -> bool:

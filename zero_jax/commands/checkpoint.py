@@ -97,7 +97,7 @@ def _import(args: argparse.Namespace) -> int:
     def make() -> Any:
         return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
 
-    params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).abstract(make))
+    params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).eval_shape(make))
     with Checkpoints(args.dir) as checkpoints:
         checkpoints.save(args.step, (params,), config=_noted(args.folder, config))
     print(f"{args.dir}: step {args.step}, {config}")

@@ -1,15 +1,13 @@
 """Memory and communication plan of a training run, before renting hardware.
 
-    python -m zero_jax.plan --model 7.5b --stage 3 --devices 64 --batch-per-device 4 --compile
-    python -m zero_jax.plan --model llama-3.1-70b --devices 8 --lora 16 --base nf4 --compile
-    python -m zero_jax.plan meshes --model 1t --devices 1024 --batch-per-device 1 --reduce bf16
+    python -m zero_jax.plan memory --model 7.5b --devices 64 --global-batch-size 256
+    python -m zero_jax.plan compile --model llama-3.1-70b --devices 8 --lora-rank 16
+    python -m zero_jax.plan auto --model 1t --devices 1024 --global-batch-size 1024
 
-Predicts the bytes per device and the communication of a step; --compile checks them against the
-program that XLA compiles ahead of time. No GPU is needed. The command `meshes` compiles the same
-batch at each tensor-parallel size and compares the steps. To plan another model, call `Zero.plan`.
+No GPU is needed. Names and defaults of settings are those of train.py and `Zero`. To plan another
+model, call `Zero.plan`.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -21,300 +19,339 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from zero_jax.collectives.buckets import BUCKET_BYTES
+from zero_jax.commands import command_line
+from zero_jax.commands.command_line import flag, setting
+from zero_jax.commands.settings import (
+    DEVICES,
+    ROW,
+    DeviceSettings,
+    LoraSettings,
+    ModelSettings,
+    ZeroSettings,
+    mesh_sizes,
+    with_paper_config,
+)
+from zero_jax.engine.config import AUTO, Stage
 from zero_jax.hlo import prove, targets
 from zero_jax.interchange import folder_config
-from zero_jax.models import families, gpt, optimizers
+from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.names import unknown
+from zero_jax.names import parse_bytes, unknown
 from zero_jax.plan import candidates, expert_words, meshes, pictures, proof
 from zero_jax.plan.advice import format_advice, least_seconds
 from zero_jax.plan.case import Case
-from zero_jax.plan.options import ROW, Adapters, Options, add_options, parsed_options
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
 
-BATCH = "Sequences per step of each tensor-parallel group (default: 1)."
 _CURVE = (1, 4, 16, 64, 256, 1024)
-# The least and the most of each flag. The most is far beyond any machine or model, and within the
+_PROG = "python -m zero_jax.plan"
+# The least and the most of each number. The most is far beyond any machine or model, and within the
 # 32 and 64 bits in which shapes and their bytes are counted.
 _RANGES: dict[str, tuple[float, float]] = {
     "devices": (1, 2**20),
-    "replica": (1, 2**20),
-    "experts": (1, 2**20),
-    "model_parallel": (1, 2**20),
-    "batch_per_device": (1, 2**20),
-    "micro_batches": (1, 2**20),
-    "seq": (1, 2**24),
-    "vocab": (1, 2**24),
-    "lora": (1, 2**20),
+    "global_batch_size": (1, 2**30),
+    "grad_accum_steps": (1, 2**20),
+    "seq_len": (1, 2**24),
+    "vocab_size": (1, 2**24),
+    "lora_rank": (1, 2**20),
     "lora_alpha": (0, 1e6),
-    "capacity": (0, 1e6),
+    "expert_capacity_factor": (0, 1e6),
     "bucket_bytes": (1, 2**40),
-    "memory_limit": (0, 1e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSettings:
+    """Device to plan for."""
+
+    target: str = setting(
+        "h100", "Device kind: h100, h200, a100, b200, v5p or cpu.", metavar="DEVICE"
+    )
+    topology: str | None = setting(
+        None, "Hosts and devices, such as 8x1x8 (default: full hosts).", metavar="HxHxD"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputSettings:
+    """Files to write."""
+
+    json: str | None = setting(None, "JSON file of the plan.", metavar="FILE")
+    plot: str | None = setting(None, "Image of the plan (requires matplotlib).", metavar="FILE")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleSettings:
+    """Schedule of the compiled program."""
+
+    latencies: str | None = setting(
+        None, "Modelled latencies to write (.pbtxt); compiles twice.", metavar="FILE"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSettings(
+    ModelSettings,
+    DeviceSettings,
+    ZeroSettings,
+    LoraSettings,
+    TargetSettings,
+    OutputSettings,
+    ScheduleSettings,
+):
+    """All settings of a plan; a command has a part of them."""
+
+
+# Commands, with what each does and the settings that only some have.
+_COMMANDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "memory": (
+        "Predicts bytes per device and communication of a step at stages 0 to 3, from shapes.",
+        (OutputSettings,),
+    ),
+    "compile": (
+        "Compiles the step of --stage ahead of time, without a GPU, and compares it with the\n"
+        "prediction.",
+        (OutputSettings, ScheduleSettings),
+    ),
+    "auto": (
+        "Chooses the stage, accumulation steps, remat and offload that fit in --memory-limit, by\n"
+        "compiling candidates. --remat and --grad-accum-steps are lower bounds.",
+        (OutputSettings,),
+    ),
+    "meshes": (
+        "Compiles the step at each tensor-parallel size and compares the modelled seconds.",
+        (),
+    ),
 }
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
-    # Nothing is computed here, and a GPU that is there has better things to do.
+    # Nothing is computed here: GPUs are left to other programs.
     jax.config.update("jax_platforms", "cpu")
-    given = list(sys.argv[1:] if args is None else args)
-    commands = {"plan": _plan, "meshes": _meshes}
-    name = given.pop(0) if given and not given[0].startswith("-") else "plan"
+    words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    name = words.pop(0)
     try:
-        if name not in commands:
-            raise ValueError(unknown("command", name, commands))
-        return commands[name](given)
+        if name not in _COMMANDS:
+            raise ValueError(unknown("command", name, _COMMANDS))
+        settings = parse(name, words)
+        return _meshes(settings) if name == "meshes" else _plan(name, settings)
     except (ValueError, RuntimeError, OSError, OverflowError, MemoryError) as error:
         print("error:", error, file=sys.stderr)
         return 2
 
 
-def _plan(args: Sequence[str]) -> int:
-    parsed = parser().parse_args(args)
-    target = targets.target(parsed.target)
-    case = case_of(parsed)
-    memory_bytes = _limit(parsed, target)
-    options = {"target": parsed.target, "topology": parsed.topology}
-    if parsed.latencies is not None:
-        if not parsed.compile or parsed.auto:
-            raise ValueError(
-                "--latencies are made of one compiled program: add --compile, and leave --auto out"
-            )
-        proof.check(parsed.latencies, target)
-    if parsed.compile or parsed.auto:
-        prove.check(target, case.zero.mesh.size, parsed.topology)
-    if parsed.auto:
-        case = case.choose(**options)
-        plans = [case.plan(int(case.zero.stage), **options)]
+def _overview() -> str:
+    lines = [f"{name:8} {about.replace(chr(10), ' ')}" for name, (about, _) in _COMMANDS.items()]
+    commands = "\n".join(f"  {line}" for line in lines)
+    return f"usage: {_PROG} COMMAND [OPTIONS]\n\n{__doc__}\nCommands:\n{commands}"
+
+
+def parse(command: str, args: Sequence[str]) -> PlanSettings:
+    """Returns the settings of a command's command line; prints help or an error, and exits.
+
+    Raises:
+      ValueError: A number is out of range, or settings contradict each other.
+
+    >>> parse("memory", ["--model", "124m", "--devices", "8"]).devices
+    8
+    """
+    about, own = _COMMANDS[command]
+    groups = (ModelSettings, DeviceSettings, ZeroSettings, LoraSettings, TargetSettings, *own)
+    prog = f"{_PROG} {command}"
+    given = command_line.parse(groups, args, prog=prog, description=about)
+    if command == "auto":
+        if given.get("stage", AUTO) != AUTO or "paper_config" in given:
+            raise ValueError("auto chooses the stage: leave --stage and --paper-config out")
+        given["stage"] = AUTO
+    settings = PlanSettings(**with_paper_config(given))
+    if command != "auto" and settings.stage == AUTO:
+        raise ValueError(f"--stage auto is chosen by compiling candidates: {_PROG} auto")
+    return settings
+
+
+def _plan(command: str, settings: PlanSettings) -> int:
+    target = targets.target(settings.target)
+    case = case_of(settings)
+    memory_bytes = _limit(settings, target)
+    aim = {"target": settings.target, "topology": settings.topology}
+    compiles = command == "compile"
+    proof.check(settings.latencies, target)
+    if command != "memory":
+        prove.check(target, case.zero.mesh.size, settings.topology)
+    if command == "auto":
+        case = case.choose(**aim)
+        plans = [case.plan(case.zero.config.stage, **aim)]
         shown = plans[0]
     else:
-        told = options | {"latencies": parsed.latencies}
-        plans = [
-            case.plan(s, **(told if parsed.compile and s == parsed.stage else {})) for s in range(4)
-        ]
-        shown = plans[parsed.stage]
-    print(_title(case, parsed))
+        own = {**aim, "latencies": settings.latencies} if compiles else {}
+        stages: tuple[Stage, ...] = (0, 1, 2, 3)
+        plans = [case.plan(s, **(own if s == settings.stage else {})) for s in stages]
+        shown = next(plan for plan in plans if plan.stage == settings.stage)
+    print(_title(case, settings))
     print(format_stages(plans, memory_bytes))
     print(format_layers(shown))
     print(case.attention_on(target))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
-        print(_of_experts(case, case.config, case.config.mixture.experts, parsed.target), end="")
-    if not parsed.auto and shown.compiled is None:
+        print(_of_experts(case, case.config, case.config.mixture.experts, settings.target), end="")
+    if command == "memory":
         products = case.model_flops / target.flops
         seconds = [least_seconds(plan, products, target) for plan in plans]
         print(format_advice(plans, memory_bytes, seconds), end="")
     if shown.compiled is not None:
         print("\n" + format_proof(shown, memory_bytes))
-    if parsed.latencies is not None:
-        print("\nSo that a run is scheduled like this: XLA_FLAGS=" + proof.flags(parsed.latencies))
-    if parsed.json:
-        known = {**_settings(case, parsed), **shown.as_dict()}
+    if settings.latencies is not None:
+        print("\nA run gets this schedule with XLA_FLAGS=" + proof.flags(settings.latencies))
+    if settings.json:
+        known = {**_settings(case, settings), **shown.as_dict()}
         known["stages"] = {str(p.stage): p.as_dict()["predicted"] for p in plans}
-        pathlib.Path(parsed.json).write_text(json.dumps(known, indent=1) + "\n")
-    if parsed.plot:
+        pathlib.Path(settings.json).write_text(json.dumps(known, indent=1) + "\n")
+    if settings.plot:
         curves = {s: [(n, case.states(n, s)) for n in _CURVE] for s in range(4)}
-        pictures.plot(plans, curves, parsed.plot, _title(case, parsed), memory_bytes)
+        pictures.plot(plans, curves, settings.plot, _title(case, settings), memory_bytes)
     return 0
 
 
-def _limit(parsed: argparse.Namespace, target: targets.Target) -> int:
+def _limit(settings: PlanSettings, target: targets.Target) -> int:
     """Bytes of a device that may be used; 0 if that is not known."""
-    if parsed.memory_limit is not None:
-        return int(parsed.memory_limit * 1e9)
+    if settings.memory_limit is not None:
+        return parse_bytes(settings.memory_limit, "--memory-limit")
     return candidates.usable(target) if target.memory_bytes else 0
 
 
-def _meshes(args: Sequence[str]) -> int:
-    """The same batch, `--batch-per-device` rows for each device, on every mesh."""
-    parsed = parser().parse_args(args)
-    _check_ranges(parsed)
-    for name in ("model_parallel", "compile", "auto", "json", "plot", "latencies"):
-        if getattr(parsed, name) != parser().get_default(name):
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is not for meshes, which compiles every MP: leave it out")
-    target, each = targets.target(parsed.target), parsed.batch_per_device
-    prove.check(target, parsed.devices, parsed.topology)
-    limit = _limit(parsed, target)
+def _meshes(settings: PlanSettings) -> int:
+    """The same batch on every mesh."""
+    _check_ranges(settings)
+    sizes = mesh_sizes(settings.mesh)
+    if sizes.keys() & {"model", "data"}:
+        raise ValueError(f"--mesh {settings.mesh}: meshes compares sizes of model: leave it out")
+    target, devices = targets.target(settings.target), devices_of(settings)
+    prove.check(target, devices, settings.topology)
+    limit = _limit(settings, target)
     if not limit or target.platform != "cuda":
         raise ValueError(f"--target {target.name} has no figures to compare meshes by: take h100")
-    options = {"target": parsed.target, "topology": parsed.topology}
+    aim = {"target": settings.target, "topology": settings.topology}
 
     def plan(mp: int, compile: bool) -> Plan:
-        own = {"model_parallel": mp, "batch_per_device": each * mp}
-        case = case_of(argparse.Namespace(**{**vars(parsed), **own}))
-        return case.plan(parsed.stage, **(options if compile else {}))
+        mesh = ",".join(f"{axis}={size}" for axis, size in {**sizes, "model": mp}.items())
+        case = case_of(dataclasses.replace(settings, mesh=mesh))
+        return case.plan(settings.stage, **(aim if compile else {}))
 
-    counts = meshes.splits(parsed.devices, parsed.replica * (parsed.experts or 1))
+    counts = meshes.splits(devices, sizes.get("replica", 1) * sizes.get("experts", 1))
     rows = list(meshes.compare(counts, plan, limit))
-    print(_title(case_of(parsed), parsed))
+    print(_title(case_of(settings), settings))
     print(meshes.format_meshes(rows))
     return 0 if meshes.fastest(rows) else 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of `plan`, the command without a name."""
-    made = argparse.ArgumentParser(
-        "python -m zero_jax.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --batch is that of all devices elsewhere
-    )
-    add = made.add_argument
-    add(
-        "--model",
-        default="7.5b",
-        help="Model preset (default: 7.5b): " + ", ".join(families.PRESETS),
-    )
-    add("--hf", help="Folder with the config.json of a transformers model; replaces --model.")
-    add(
-        "--stage",
-        type=int,
-        default=3,
-        choices=range(4),
-        help="ZeRO stage to detail and compile (default: 3).",
-    )
-    add("--devices", type=int, default=8, help="Total devices (default: 8).")
-    add("--replica", type=int, default=1, help="Copies of the sharded state (default: 1).")
-    add(
-        "--experts",
-        type=int,
-        help="Expert-parallel groups of devices; None is 1, or the fastest with --auto.",
-    )
-    add("--model-parallel", type=int, default=1, help="Tensor-parallel size (default: 1).")
-    add("--batch-per-device", type=int, default=1, help=BATCH)
-    add(
-        "--seq",
-        type=int,
-        help=f"Sequence length in tokens; None is {ROW}, or the model's limit if lower.",
-    )
-    add("--vocab", type=int, help="Vocabulary size; None is the preset's.")
-    add("--capacity", type=float, help="Expert capacity factor; None is the model's.")
-    add(
-        "--optimizer",
-        default="adamw",
-        help="Optimizer (default: adamw): " + ", ".join(optimizers.RATES),
-    )
-    add_options(made, compute="bf16")
-    add_options(made, Adapters)
-    add(
-        "--bucket-bytes",
-        type=int,
-        default=BUCKET_BYTES,
-        help="Maximum bytes per collective (default: %(default)s).",
-    )
-    add(
-        "--target",
-        default="h100",
-        help="Device kind (default: h100): " + ", ".join(targets.COMPILED_FOR),
-    )
-    add("--topology", help="Such as 8x1x8 for 8 hosts of 8 GPUs; None is full NVLink hosts.")
-    add("--compile", action="store_true", help="Compile ahead of time and check the plan.")
-    add("--auto", action="store_true", help="Choose the stage and other settings, and compile.")
-    add("--latencies", help="Output .pbtxt of latencies for XLA's scheduler; compiles twice.")
-    add("--json", help="Output JSON file of the plan.")
-    add("--plot", help="Output image of the plan (needs matplotlib).")
-    return made
+def devices_of(settings: PlanSettings) -> int:
+    """Returns the number of devices: --devices, the product of --mesh, or as train.py simulates."""
+    if settings.devices is not None:
+        return settings.devices
+    return math.prod(mesh_sizes(settings.mesh).values()) if settings.mesh else DEVICES
 
 
-def case_of(parsed: argparse.Namespace) -> Case:
-    """What `parser` was given.
+def case_of(settings: PlanSettings) -> Case:
+    """Returns the model and its training step.
 
     Raises:
-      ValueError: a name is not known, or numbers do not go together.
+      ValueError: A name is unknown, or settings contradict each other.
     """
-    if parsed.optimizer not in optimizers.RATES:
-        raise ValueError(unknown("optimizer", parsed.optimizer, optimizers.RATES))
-    _check_ranges(parsed)
-    if parsed.batch_per_device % parsed.micro_batches:
+    _check_ranges(settings)
+    config, tokens = _model(settings)
+    mesh = _mesh(settings, config, tokens)
+    zero = Zero(mesh, **settings.zero_settings())
+    rows, unit = settings.global_batch_size, batch_shards(mesh) * settings.grad_accum_steps
+    if rows % unit:
         raise ValueError(
-            f"--batch-per-device {parsed.batch_per_device} must be a multiple of "
-            f"--micro-batches {parsed.micro_batches}"
+            f"--global-batch-size {rows} must be a multiple of {batch_shards(mesh)} devices x "
+            f"{settings.grad_accum_steps} micro-batches = {unit}: use {-(-rows // unit) * unit}"
         )
-    config, tokens = _model(parsed)
-    options = parsed_options(parsed, Options, stage="auto" if parsed.auto else parsed.stage)
-    mesh = _mesh(parsed, config, tokens)
-    zero = Zero(mesh, bucket_bytes=parsed.bucket_bytes, **options.settings())
-    rows = parsed.batch_per_device * parsed.devices // parsed.model_parallel
-    lora = parsed_options(parsed, Adapters).adapters()
-    return Case(config, zero, parsed.optimizer, rows, tokens, lora)
+    return Case(config, zero, settings.optimizer, rows, tokens, settings.adapters())
 
 
-def _check_ranges(parsed: argparse.Namespace) -> None:
-    """Checks every number that was given.
+def _check_ranges(settings: PlanSettings) -> None:
+    """Checks every number.
 
     Raises:
-      ValueError: one is out of its range, with its flag and the range.
+      ValueError: One is out of its range.
 
-    >>> _check_ranges(argparse.Namespace(seq=0))
+    >>> _check_ranges(PlanSettings(seq_len=0))
     Traceback (most recent call last):
-    ValueError: --seq 0: it must be at least 1 and at most 1.67772e+07
+    ValueError: --seq-len 0: it must be at least 1 and at most 1.67772e+07
     """
     for name, (least, most) in _RANGES.items():
-        given = getattr(parsed, name, None)
-        if isinstance(given, int | float) and not least <= given <= most:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {given}: it must be at least {least:g} and at most {most:g}")
+        value = getattr(settings, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(
+                f"{flag(name)} {value}: it must be at least {least:g} and at most {most:g}"
+            )
 
 
-def _mesh(parsed: argparse.Namespace, config: families.Config, tokens: int) -> AbstractMesh:
-    """The devices of the run."""
-    others, experts = parsed.replica * parsed.model_parallel, parsed.experts or 1
-    if parsed.auto and parsed.experts is None and parsed.lora is None and parsed.devices > 0:
-        each = parsed.batch_per_device // parsed.micro_batches * tokens
-        experts = expert_words.groups(
-            *(config, parsed.devices // others, each, parsed.remat, targets.target(parsed.target))
-        )
-    split = others * experts
-    if parsed.devices < 1 or parsed.devices % split:
+def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> AbstractMesh:
+    """Returns the mesh; with `auto`, also chooses the groups of experts that --mesh leaves open."""
+    sizes, devices = mesh_sizes(settings.mesh), devices_of(settings)
+    others = math.prod(size for axis, size in sizes.items() if axis != "data")
+    chooses = settings.stage == AUTO and settings.lora_rank is None and "experts" not in sizes
+    if chooses and devices % others == 0:
+        wires = targets.target(settings.target)
+        each = settings.global_batch_size // (devices // sizes.get("model", 1))
+        each = each // settings.grad_accum_steps * tokens
+        own = (config, devices // others, each, settings.remat, wires)
+        sizes["experts"] = expert_words.groups(*own)
+        others *= sizes["experts"]
+    data = sizes.pop("data", None)
+    if devices % others or data not in (None, devices // others):
         raise ValueError(
-            f"--devices {parsed.devices} must be a multiple of replica {parsed.replica} x experts "
-            f"{experts} x model-parallel {parsed.model_parallel} = {split}"
+            f"--devices {devices} with --mesh {settings.mesh}: the product of the axes is "
+            f"{others * (data or 1)}, and must divide the devices, or equal them if it has data"
         )
-    return abstract_mesh(
-        parsed.devices // split,
-        replica=parsed.replica,
-        experts=experts,
-        model=parsed.model_parallel,
-    )
+    axes: dict[str, Any] = dict(sizes)
+    return abstract_mesh(devices // others, **axes)
 
 
-def _model(parsed: argparse.Namespace) -> tuple[families.Config, int]:
-    """The model, and tokens of a row."""
-    own = {} if parsed.vocab is None else {"vocab": parsed.vocab}
-    config = families.preset(parsed.model) if parsed.hf is None else folder_config.config(parsed.hf)
-    if parsed.hf is not None and own:
-        raise ValueError(f"--vocab {parsed.vocab}: the folder {parsed.hf} says {config.vocab}")
-    config = families.with_capacity(config, parsed.capacity)
-    tokens = min(ROW, config.seq) if parsed.seq is None else parsed.seq
-    if parsed.hf is None and isinstance(config, gpt.GPTConfig):
+def _model(settings: PlanSettings) -> tuple[families.Config, int]:
+    """Returns the model, and the tokens of a row."""
+    folder, vocab = settings.init_from, settings.vocab_size
+    config = families.preset(settings.model) if folder is None else folder_config.config(folder)
+    if folder is not None and vocab not in (None, config.vocab):
+        raise ValueError(
+            f"--vocab-size {vocab}: the model in {folder} has {config.vocab}; leave it out"
+        )
+    config = families.with_capacity(config, settings.expert_capacity_factor)
+    tokens = min(ROW, config.seq) if settings.seq_len is None else settings.seq_len
+    own: dict[str, Any] = {} if vocab is None else {"vocab": vocab}
+    if folder is None and isinstance(config, gpt.GPTConfig):
         own["seq"] = tokens  # its positions are parameters
     config = dataclasses.replace(config, **own)
     if tokens > config.seq:
-        raise ValueError(f"--seq {tokens}: the model takes rows of at most {config.seq} tokens")
+        raise ValueError(f"--seq-len {tokens}: the model takes rows of at most {config.seq} tokens")
     return config, tokens
 
 
-def _title(case: Case, parsed: argparse.Namespace) -> str:
+def _title(case: Case, settings: PlanSettings) -> str:
     zero, config, lora = case.zero, case.config, case.lora
-    beside = "" if lora is None else f", adapters of rank {lora.rank} beside {lora.base}"
+    beside = "" if lora is None else f", LoRA of rank {lora.rank} on a {lora.base} model"
     mixture = getattr(config, "mixture", None)
     if mixture is not None:
-        room = "all tokens" if mixture.capacity is None else f"capacity {mixture.capacity:g}"
-        beside += f", {mixture.chosen} of {mixture.experts} experts with room for {room}"
+        room = "no limit" if mixture.capacity is None else f"capacity factor {mixture.capacity:g}"
+        beside += f", {mixture.chosen} of {mixture.experts} experts, {room}"
         groups = experts_size(zero.mesh)
         beside += f", in {groups} groups" if groups > 1 else ""
     return (
-        f"{parsed.hf or parsed.model} ({config.layers} x {config.width}) on {parsed.devices} "
-        f"{parsed.target}, {parsed.batch_per_device} x {case.row} tokens each, {parsed.compute}, "
-        f"remat {zero.remat}, {zero.micro_batches} micro-batches, {case.optimizer}{beside}"
+        f"{settings.init_from or settings.model} ({config.layers} x {config.width}) on "
+        f"{zero.mesh.size} {settings.target}, global batch {case.rows} x {case.row} tokens, "
+        f"{settings.compute_dtype}, remat {zero.config.remat}, {zero.config.grad_accum_steps} "
+        f"micro-batches, {case.optimizer}{beside}"
     )
 
 
 def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) -> str:
-    """Whether experts stay, and from how many tokens on gathering them is shorter on the wire."""
+    """Says from how many tokens on gathering experts takes less communication time."""
     mesh = case.zero.mesh
     devices = axis_size(mesh, data_axis(mesh))
     groups = experts_size(mesh)
@@ -322,20 +359,20 @@ def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) ->
     if would == 1:
         return ""
     wires = expert_words.wires(targets.target(target))
-    even = expert_words.even(config, would, devices, case.zero.remat, wires)
-    tokens = case.rows * case.row // (batch_shards(mesh) * case.zero.micro_batches)
-    how = f"stay in {groups} groups"
+    even = expert_words.even(config, would, devices, case.zero.config.remat, wires)
+    tokens = case.rows * case.row // (batch_shards(mesh) * case.zero.config.grad_accum_steps)
+    how = f"experts are parallel in {groups} groups"
     if groups == 1:
-        how = f"are gathered; with --experts {would} they stay"
+        how = f"experts are gathered; --mesh experts={would} makes them parallel"
     return (
-        f"experts {how}: shorter on the wire at stage 3 below {even:,.0f} tokens of a device and "
-        f"micro-batch, of which there are {tokens:,} here\n"
+        f"{how}. Expert parallelism takes less communication time at stage 3 below {even:,.0f} "
+        f"tokens per device and micro-batch; here are {tokens:,}\n"
     )
 
 
-def _settings(case: Case, parsed: argparse.Namespace) -> dict[str, Any]:
-    names = "model hf devices batch_per_device compute reduce gather scatter optimizer"
-    names += " capacity lora lora_alpha lora_targets base"
-    known = {name: getattr(parsed, name) for name in names.split()}
-    known["experts"] = experts_size(case.zero.mesh)
-    return {**known, "seq": case.row, "jax": jax.__version__}
+def _settings(case: Case, settings: PlanSettings) -> dict[str, Any]:
+    names = "model init_from global_batch_size compute_dtype reduce_dtype param_comm_dtype"
+    names += " grad_comm_dtype optimizer expert_capacity_factor lora_rank lora_alpha lora_targets"
+    known = {name: getattr(settings, name) for name in (*names.split(), "lora_base_dtype")}
+    known |= {"devices": case.zero.mesh.size, "experts": experts_size(case.zero.mesh)}
+    return {**known, "seq_len": case.row, "jax": jax.__version__}

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup, norms
 from zero_jax.engine import losses, micro_batch, rewrite
+from zero_jax.engine.config import Config
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
-from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced
 from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
@@ -58,7 +58,7 @@ class DeviceStep:
       k: micro-batches.
     """
 
-    settings: Settings
+    settings: Config
     traced: Traced
     full: PyTree
     k: int
@@ -241,7 +241,7 @@ class DeviceStep:
             return total
 
         norm, finite = norms.norm_of(jax.lax.psum(norms.two_sums(squares), axes))
-        return norm, finite if self.settings.guard else jnp.asarray(True)
+        return norm, finite if self.settings.skip_nonfinite else jnp.asarray(True)
 
     def _place(self) -> Any:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))

@@ -18,9 +18,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zero_jax.engine import grads
+from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, next_guard
 from zero_jax.engine.optimizer import ZeroState, guard_of
-from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import Metrics, TrainStep, reported
 from zero_jax.engine.transformations import without_frozen
 from zero_jax.offload.piece_stream import boxes
@@ -98,7 +98,7 @@ class _InFlight:
 class _FileUpdate:
     """The update from files, for one layout of parameters."""
 
-    def __init__(self, settings: Settings, files: Files, plain: optax.GradientTransformation):
+    def __init__(self, settings: Config, files: Files, plain: optax.GradientTransformation):
         self.files, self.precision = files, settings.precision
         frozen = paths.frozen_leaves(files.full, settings.frozen)
         inner = without_frozen(plain, settings.frozen)

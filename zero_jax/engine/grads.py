@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zero_jax.engine import losses, micro_batch, outside
+from zero_jax.engine.config import Config
 from zero_jax.engine.device_step import DeviceStep
 from zero_jax.engine.device_step import Result as Result
-from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout, paths
@@ -37,7 +37,7 @@ class GlobalLoss:
       has_aux: whether it returns (loss, aux).
     """
 
-    settings: Settings
+    settings: Config
     fn: LossFn
     has_aux: bool = False
     _told: set[str] = dataclasses.field(default_factory=set, repr=False)
@@ -64,7 +64,7 @@ class GlobalLoss:
           extras: further arguments of the loss.
           k: micro-batches: 1 for an evaluation; by default those of the settings.
         """
-        return self._traced(params, batch, extras, k or self.settings.micro_batches)[1]
+        return self._traced(params, batch, extras, k or self.settings.grad_accum_steps)[1]
 
     def _run(
         self,
@@ -76,7 +76,7 @@ class GlobalLoss:
         settings = self.settings
         if settings.offload.streams_params:
             params = tiers.to_device(params)
-        k = 1 if scale is None else settings.micro_batches
+        k = 1 if scale is None else settings.grad_accum_steps
         full, traced = self._traced(params, batch, extras, k)
         rest = jax.tree.structure(params)
         specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
@@ -114,12 +114,12 @@ class GlobalLoss:
         self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], k: int
     ) -> tuple[PyTree, Traced]:
         """Logical shapes of the parameters, and the traced loss."""
-        full = jax.eval_shape(layout.logical, params)
+        full = jax.eval_shape(layout.unpad, params)
         cuts = self.settings.splitter(full)
         _check_params(params, cuts)
         micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
         own = self.settings, self.fn, full, cuts, batch, extras
-        return full, trace(*own, has_aux=self.has_aux, micro_batches=k, told=self._told)
+        return full, trace(*own, has_aux=self.has_aux, grad_accum_steps=k, told=self._told)
 
 
 def _gradient_specs(traced: Traced) -> list[PartitionSpec]:

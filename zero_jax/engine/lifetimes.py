@@ -38,7 +38,7 @@ LIFETIMES = {
 }
 
 
-def lifetime(stage: int, micro_batches: int) -> Lifetime:
+def lifetime(stage: int, grad_accum_steps: int) -> Lifetime:
     """What a stage is with so many micro-batches. Where there is one, no gradient waits for others:
     it is summed as it appears, behind the backward pass of other layers.
 
@@ -46,7 +46,7 @@ def lifetime(stage: int, micro_batches: int) -> Lifetime:
     ('step', True)
     """
     known = LIFETIMES[stage]
-    if micro_batches > 1 or known.gradient != STEP:
+    if grad_accum_steps > 1 or known.gradient != STEP:
         return known
     return dataclasses.replace(LIFETIMES[2], copy=known.copy)
 

@@ -29,9 +29,8 @@ import optax
 from jax.sharding import AbstractMesh
 
 from zero_jax._version import __version__
-from zero_jax.collectives.by_hand import gather
 from zero_jax.engine import optimizer
-from zero_jax.engine.settings import Settings
+from zero_jax.engine.config import Config
 from zero_jax.engine.step import TrainStep
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
@@ -65,7 +64,7 @@ class WrongHere(ValueError):
     """Offload gives wrong results on this machine."""
 
 
-def ensure(settings: Settings) -> None:
+def ensure(settings: Config) -> None:
     """Checks offload, if any is asked for, the first time that it is used here.
 
     Args:
@@ -155,33 +154,30 @@ def _states(device: jax.Device, offloaded: bool) -> PyTree:
     """After some steps whose optimizer state and masters stream, in some ten pieces."""
 
     def model(p: PyTree, x: jax.Array) -> jax.Array:
-        p = gather(p)
         return functools.reduce(lambda h, w: jnp.tanh(h @ w), p["layers"], x + p["bias"]) @ p["out"]
 
     offload = tiers.Offload(offloaded, offloaded, piece_bytes=1 << 16)
-    return _trained(model, Settings(make_mesh(devices=[device]), offload=offload))
+    return _trained(model, Config(make_mesh(devices=[device]), offload=offload))
 
 
 def _residuals(device: jax.Device, offloaded: bool) -> PyTree:
     """After some steps whose saved activations go to host memory and back, layer by layer."""
 
     def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return jnp.tanh(h @ gather(w)) + h, None
+        return jnp.tanh(h @ w) + h, None
 
     def model(p: PyTree, x: jax.Array) -> jax.Array:
-        rest = gather({name: p[name] for name in ("bias", "out")})
-        return jax.lax.scan(layer, x + rest["bias"], p["layers"])[0] @ rest["out"]
+        return jax.lax.scan(layer, x + p["bias"], p["layers"])[0] @ p["out"]
 
     remat = "block@host" if offloaded else "block"
-    return _trained(model, Settings(make_mesh(devices=[device]), remat=remat))
+    return _trained(model, Config(make_mesh(devices=[device]), remat=remat))
 
 
-def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Settings) -> PyTree:
+def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Config) -> PyTree:
     """Parameters and moments after a few steps of clipped AdamW."""
     mesh, offload = settings.mesh, settings.offload
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    own = {"precision": settings.precision, "offload": offload}
-    tx = optimizer.partition(plain, mesh, settings.splitter, **own)
+    tx = optimizer.partition(plain, settings)
     shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     named = zip(shapes.items(), keys, strict=True)

@@ -20,16 +20,11 @@ import optax
 from flax import nnx
 
 from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
-from zero_jax.collectives.precision import Precision
 from zero_jax.engine import pieces
 from zero_jax.engine.changing_state import ChangingState
+from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
-from zero_jax.engine.transformations import (
-    Frozen,
-    check_updates,
-    refuse_per_example,
-    without_frozen,
-)
+from zero_jax.engine.transformations import check_updates, refuse_per_example, without_frozen
 from zero_jax.offload import streamable, tiers
 from zero_jax.offload.piecewise import at_rest, require_piecewise
 from zero_jax.offload.state_files import Files
@@ -37,7 +32,6 @@ from zero_jax.offload.state_in_files import Stored
 from zero_jax.owners import update as owners
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, state_splits
-from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.states.narrow import FP32, NarrowState, cuts_of, initial, kind_of, restated
 
 PyTree = Any
@@ -74,56 +68,67 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
       apply: Like `update`, but returns (parameters, state), as after `optax.apply_updates`.
       resume: For the nvme tier. Takes sharded parameters, returns (parameters, state) of the last
         complete step.
-      restated: Converts a state, given its parameters, from any `states` dtype to the one used
-        here.
+      restated: Converts a state, given its parameters, to this `optimizer_state_dtype`.
       plain: The wrapped transformation.
     """
 
-    made_for: tuple[AnyMesh, Splitter, Precision, Frozen, tiers.Offload, bool, str]
+    made_for: tuple[Any, ...]
     apply: Callable[..., tuple[PyTree, ZeroState]]
     resume: Callable[[PyTree], tuple[PyTree, ZeroState]]
     restated: Callable[[ZeroState, PyTree], ZeroState]
     plain: optax.GradientTransformation
 
 
-def partition(
-    tx: optax.GradientTransformation,
-    mesh: AnyMesh,
-    splitter: Splitter,
-    *,
-    precision: Precision,
-    frozen: Frozen = None,
-    offload: tiers.Offload = tiers.NONE,
-    guard: bool = True,
-    states: str = FP32,
-) -> ZeroTransform:
-    """Wraps a transformation so that its state is born, kept and updated in shards.
+def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform:
+    """Wraps a transformation so that its state is initialised, stored and updated in shards.
 
     Args:
-      tx: any optax transformation.
-      mesh: the mesh whose `data` axis the state is spread over.
-      splitter: how parameters are cut, and a state like them.
-      precision: decides whether the guard drives a loss scale.
-      frozen: leaves without state or update, as for `Zero`.
-      offload: what rests in host memory, as for `Zero`.
-      guard: whether steps are skipped, as for `Zero`.
-      states: how large states are kept, as for `Zero`.
+      tx: Any optax transformation.
+      config: Mesh, partition, precision, frozen leaves, offload and state dtype, as for `Zero`.
 
     Returns:
-      A transformation over parameters at rest. With the guard a step whose gradients are not finite
-      changes nothing but the guard's counters.
+      A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
+      not finite changes only the counters of skipped steps and the loss scale.
     """
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise ValueError(
-            f"tx={tx!r} is no optax transformation, which has init and update: optax.adamw(1e-3) "
-            "say"
+            f"`tx`={tx!r} is no optax transformation, which has `init` and `update`: use for "
+            "example optax.adamw(1e-3)"
         )
-    made = _Partition(tx, mesh, splitter, precision, frozen, offload, guard, states)
+    if isinstance(tx, ZeroTransform):
+        raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
+    made = _Partition(tx, config)
     wrapped = ZeroTransform(made.init, made.update)
-    wrapped.made_for = (mesh, splitter, precision, frozen, offload, guard, states)
+    wrapped.made_for = _settings_of(config)
     wrapped.apply, wrapped.resume, wrapped.plain = made.apply, made.resume, tx
     wrapped.restated = made.restated
     return wrapped
+
+
+def _settings_of(config: Config) -> tuple[Any, ...]:
+    """The settings that determine the state of an optimizer and its update."""
+    return (
+        *(config.mesh, config.splitter, config.precision, config.frozen, config.offload),
+        *(config.skip_nonfinite, config.optimizer_state_dtype),
+    )
+
+
+def check_made_for(tx: Any, config: Config) -> None:
+    """Checks that a transformation was wrapped for these settings.
+
+    Raises:
+      ValueError: It is a plain optax transformation, or has other settings.
+    """
+    if not isinstance(tx, ZeroTransform):
+        raise ValueError(
+            f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, "
+            "tx = zero.optimizer(tx), that also makes the state, opt_state = tx.init(params)"
+        )
+    if tx.made_for != _settings_of(config):
+        raise ValueError(
+            f"`tx` was wrapped for {tx.made_for}, but this Zero has {_settings_of(config)}: wrap "
+            "it with the same Zero, tx = zero.optimizer(tx)"
+        )
 
 
 def guard_of(state: Any) -> Guard:
@@ -145,34 +150,34 @@ class _Partition:
     """What `partition` was given, and the functions that it returns."""
 
     tx: optax.GradientTransformation
-    mesh: AnyMesh
-    splitter: Splitter
-    precision: Precision
-    frozen: Frozen
-    offload: tiers.Offload
-    guard: bool
-    states: str
+    config: Config
+
+    @functools.cached_property
+    def splitter(self) -> Splitter:
+        return self.config.splitter
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        return without_frozen(self.tx, self.frozen)
+        return without_frozen(self.tx, self.config.frozen)
 
     def init(self, params: PyTree) -> ZeroState:
-        full = jax.eval_shape(layout.logical, params)
+        full = jax.eval_shape(layout.unpad, params)
         refuse_per_example(self.tx, full)
         abstract = jax.eval_shape(self._born, params)
         placed = self._placed(abstract, full)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
-        if self.offload.in_files:
+        if self.config.offload.in_files:
             files = self._files(params, resume=False)
             return ZeroState(files.begin(params), files.guard)
         return jax.jit(self._born, out_shardings=placed)(params)
 
     def _born(self, params: PyTree) -> ZeroState:
-        full = layout.logical(tiers.to_device(params) if self.offload.streams_params else params)
-        inner = initial(self.inner, full, self.states)
-        state = ZeroState(inner, init_guard(self.precision))
+        full = layout.unpad(
+            tiers.to_device(params) if self.config.offload.streams_params else params
+        )
+        inner = initial(self.inner, full, self.config.optimizer_state_dtype)
+        state = ZeroState(inner, init_guard(self.config.precision))
         return layout.at_rest(state, self._state_cuts(state, full))
 
     def _state_cuts(self, state: PyTree, params: PyTree) -> list[Split]:
@@ -180,47 +185,49 @@ class _Partition:
 
     def _placed(self, abstract: ZeroState, full: PyTree) -> PyTree:
         """The state's shardings; raises where it can't be updated in pieces, and must be."""
-        state = jax.eval_shape(layout.logical, abstract)
-        placed = layout.shardings(abstract, self._state_cuts(state, full), self.mesh)
-        if self._in_pieces or self.offload.in_files:
-            still = paths.frozen_leaves(full, self.frozen)
-            cuts, masters = self.splitter(full), self.offload.streams_params
-            given = self.tx, self.inner, full, self.mesh, cuts, still, masters
-            require_piecewise(*given, states=self.states)
-        if self.offload.streams:
+        state = jax.eval_shape(layout.unpad, abstract)
+        placed = layout.shardings(abstract, self._state_cuts(state, full), self.config.mesh)
+        if self._in_pieces or self.config.offload.in_files:
+            still = paths.frozen_leaves(full, self.config.frozen)
+            cuts, masters = self.splitter(full), self.config.offload.streams_params
+            given = self.tx, self.inner, full, self.config.mesh, cuts, still, masters
+            require_piecewise(*given, optimizer_state_dtype=self.config.optimizer_state_dtype)
+        if self.config.offload.streams:
             return streamable.placed_on_host(placed, state, full, self.splitter(full))
         return placed
 
     @property
     def _in_pieces(self) -> bool:
         """Whether states are updated piece by piece inside the step."""
-        return self.offload.streams or self.states != FP32
+        return self.config.offload.streams or self.config.optimizer_state_dtype != FP32
 
     def _files(self, params: PyTree, *, resume: bool) -> Files:
-        cuts = self.splitter(jax.eval_shape(layout.logical, params))
-        start = init_guard(self.precision)
-        return Files(self.inner, self.mesh, params, start, cuts, self.offload, resume=resume)
+        cuts = self.splitter(jax.eval_shape(layout.unpad, params))
+        start = init_guard(self.config.precision)
+        return Files(
+            self.inner, self.config.mesh, params, start, cuts, self.config.offload, resume=resume
+        )
 
     def resume(self, params: PyTree) -> tuple[PyTree, ZeroState]:
-        if not self.offload.in_files:
+        if not self.config.offload.in_files:
             raise ValueError('only a state in files is resumed: Zero(offload="optimizer:nvme=DIR")')
         params, stored, guard = self._files(params, resume=True).resume(params)
         return params, ZeroState(stored, guard)
 
     def restated(self, state: ZeroState, params: PyTree) -> ZeroState:
         guard_of(state)
-        if self.offload.in_files or isinstance(state.inner, Stored):
+        if self.config.offload.in_files or isinstance(state.inner, Stored):
             raise ValueError(
                 'a state in files stays as it is: go on from a checkpoint with offload="optimizer"'
             )
-        if kind_of(state.inner) == self.states:
+        if kind_of(state.inner) == self.config.optimizer_state_dtype:
             return state
-        full = jax.eval_shape(layout.logical, params)
+        full = jax.eval_shape(layout.unpad, params)
         abstract = jax.eval_shape(self._born, params)
-        like = jax.eval_shape(layout.logical, abstract)
+        like = jax.eval_shape(layout.unpad, abstract)
 
         def convert(state: ZeroState) -> ZeroState:
-            made = restated(layout.logical(tiers.to_device(state)), like)
+            made = restated(layout.unpad(tiers.to_device(state)), like)
             return layout.at_rest(made, self._state_cuts(made, full))
 
         return jax.jit(convert, out_shardings=self._placed(abstract, full))(state)
@@ -242,11 +249,11 @@ class _Partition:
     ) -> tuple[PyTree, ZeroState]:
         self._check_use(state, apply)
         state = self._joined(state, grads if params is None else params)
-        if not self.guard:
+        if not self.config.skip_nonfinite:
             finite = True
         elif finite is None:
-            finite = all_finite(layout.logical(grads))
-        counters = next_guard(state.guard, jnp.asarray(finite), self.precision)
+            finite = all_finite(layout.unpad(grads))
+        counters = next_guard(state.guard, jnp.asarray(finite), self.config.precision)
         run = self._pieces if self._in_pieces else self._whole
         made, inner = run((grads, state.inner, params), finite, extra, apply)
         return made, ZeroState(inner, counters)
@@ -260,17 +267,17 @@ class _Partition:
 
     def _check_use(self, state: ZeroState, apply: bool) -> None:
         guard_of(state)
-        if kind_of(state.inner) != self.states:
+        if kind_of(state.inner) != self.config.optimizer_state_dtype:
             raise ValueError(
-                f"the optimizer state is kept as {kind_of(state.inner)}, and this optimizer has "
-                f'states="{self.states}": opt_state = tx.restated(opt_state, params) makes it one '
-                "of this"
+                f"the optimizer state is stored as {kind_of(state.inner)}, and this optimizer has "
+                f'optimizer_state_dtype="{self.config.optimizer_state_dtype}": convert it with '
+                "opt_state = tx.restated(opt_state, params)"
             )
-        if self.offload.in_files:
+        if self.config.offload.in_files:
             raise ValueError(
                 "a state in files is updated by the host, not inside jit: use zero.train_step"
             )
-        if self.offload.streams_params and not apply:
+        if self.config.offload.streams_params and not apply:
             raise ValueError(
                 'with offload="optimizer,params" nothing can be added to masters in host memory as '
                 "a whole: write params, opt_state = tx.apply(grads, opt_state, params) for "
@@ -281,14 +288,14 @@ class _Partition:
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
     ) -> tuple[PyTree, PyTree]:
         """(updates, state) of whole arrays, or with `apply` (parameters, state)."""
-        grads, state, params = layout.logical(trees)
-        updates, new = self._updated((grads, state, params), layout.logical(extra))
+        grads, state, params = layout.unpad(trees)
+        updates, new = self._updated((grads, state, params), layout.unpad(extra))
         check_updates(grads, updates)
         settle = functools.partial(unless_skipped, finite)
         updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)
         like = grads if params is None else params
-        rest = at_rest(new, self._state_cuts(new, like), self.mesh)
-        updates = at_rest(updates, self.splitter(like), self.mesh)
+        rest = at_rest(new, self._state_cuts(new, like), self.config.mesh)
+        updates = at_rest(updates, self.splitter(like), self.config.mesh)
         return optax.apply_updates(trees[2], updates) if apply else updates, rest
 
     def _updated(self, trees: Trees, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
@@ -301,7 +308,7 @@ class _Partition:
         cuts = self.splitter(grads if params is None else params)
         states = state_splits(state, grads if params is None else params, cuts)
         known = [*cuts, *states, *(cuts if params is not None else ())]
-        return owners.run(update, (*trees, extra), known, self.mesh)
+        return owners.run(update, (*trees, extra), known, self.config.mesh)
 
     def _pieces(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
@@ -309,10 +316,10 @@ class _Partition:
         """The same, in pieces, of states in host memory or in fewer bits."""
 
         def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return self.inner.update(grads, state, params, **layout.logical(extra))
+            return self.inner.update(grads, state, params, **layout.unpad(extra))
 
-        given = pieces.Given(*trees, self.splitter, self.frozen, self.mesh)
-        return given.run(update, finite, apply, self.offload.piece_bytes)
+        given = pieces.Given(*trees, self.splitter, self.config.frozen, self.config.mesh)
+        return given.run(update, finite, apply, self.config.offload.piece_bytes)
 
 
 def _is_apart(node: Any) -> bool:

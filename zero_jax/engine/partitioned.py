@@ -19,8 +19,8 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from zero_jax.collectives.by_hand import shard
 from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
+from zero_jax.collectives.manual import shard
 from zero_jax.engine.shard_proof import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter

@@ -69,7 +69,7 @@ class Given:
         """How leaves of the state are kept that are in fewer bits."""
         if not isinstance(self.state, NarrowState):
             return {}
-        found = self.state.codings(jax.eval_shape(layout.logical, self.state.inner))
+        found = self.state.codings(jax.eval_shape(layout.unpad, self.state.inner))
         return {at: how for at, how in enumerate(found) if how is not None}
 
     def _told_apart(
@@ -83,7 +83,7 @@ class Given:
         # Shapes alone: types of newer JAX say that a state rests in host memory, and there nothing
         # can be computed, not even in a trace.
         grads, state, params = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(layout.logical, trees)
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(layout.unpad, trees)
         )
         if isinstance(state, NarrowState):
             state = jax.eval_shape(NarrowState.wide, state)

@@ -16,7 +16,7 @@ from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.weights import Form, follow
 from zero_jax.jaxpr import equations
 from zero_jax.remat import policies
-from zero_jax.remat.policies import Policy, of_jax
+from zero_jax.remat.policies import Remat, of_jax
 from zero_jax.sharding.cuts import Split
 
 _NONE = policies.parse("none")
@@ -56,7 +56,7 @@ class Reading:
       policy: what layers keep.
     """
 
-    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Split], policy: Policy):
+    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Split], policy: Remat):
         self._policy, self._cuts = policy, cuts
         self._reads: list[_Read] = []
         # Of each layer the number of those that are alike, whether scanned, and its policy.
@@ -118,12 +118,12 @@ class Reading:
         """The last loop over layers before a leaf is read for the first time."""
         return max((at for at in self._loops if at < min(r.at for r in reads)), default=None)
 
-    def _layer(self, count: int, scanned: bool, policy: Policy) -> int:
+    def _layer(self, count: int, scanned: bool, policy: Remat) -> int:
         self._found.append((count, scanned, str(policy)))
         return len(self._found) - 1
 
     @staticmethod
-    def _opening(policy: Policy) -> Any:
+    def _opening(policy: Remat) -> Any:
         """What the reads of one layer share; under "none" each operation opens for itself."""
         return None if policy.kind == "none" else object()
 

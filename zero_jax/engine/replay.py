@@ -13,7 +13,7 @@ from zero_jax.jaxpr import equations, reads
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
-from zero_jax.remat.policies import Place, Policy
+from zero_jax.remat.policies import Place, Remat
 from zero_jax.remat.recompute import Midway
 
 NONE = policies.parse("none")
@@ -37,7 +37,7 @@ class How:
     """
 
     evaluate: Callable[..., list[Any]]
-    policy: Policy = NONE
+    policy: Remat = NONE
     in_loop: bool = False
     bucket_bytes: float = math.inf
     open: Opener | None = None
@@ -55,7 +55,7 @@ def replay(
 ) -> recompute.Run:
     """A layer as a function of its arrays that tells which of its results are kept, and what it
     has midway."""
-    if how.policy.asked is not None:
+    if how.policy.policy is not None:
         return _asked(body, values_of, weights, how, in_loop=in_loop)
     pure = reads.made_of(body.jaxpr, weights)
     kept: dict[int, Any] = _kept(body.jaxpr, pure, how.policy)
@@ -110,13 +110,13 @@ def _moves(value: Any, moved: set[int]) -> bool:
     return not stopped and any(id(x) in moved for x in Apart([value]).flat)
 
 
-def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Policy) -> dict[int, Place]:
+def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Place]:
     """Of the equations whose results are kept, the place."""
     eqns = enumerate(jaxpr.eqns)
     return {i: place for i, e in eqns if (place := place_of(e, pure, policy)) is not None}
 
 
-def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Policy) -> Place | None:
+def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | None:
     """Where the results of an equation of a layer are kept, or None. A gathered weight never is."""
     place = policy.place_of(eqn)
     if place is None or not any(v in pure for v in eqn.outvars):

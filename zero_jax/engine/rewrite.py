@@ -35,7 +35,7 @@ from zero_jax.engine.unrolled import Unrolled
 from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
 from zero_jax.jaxpr import equations
 from zero_jax.remat import policies, recompute
-from zero_jax.remat.policies import Place, Policy
+from zero_jax.remat.policies import Place, Remat
 
 # Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
 # whole, or a function that has a gradient of its own since it should not be.
@@ -45,7 +45,7 @@ _KEEPS = frozenset(("scan", "custom_vjp_call"))
 def run(
     closed: jex.ClosedJaxpr,
     args: Sequence[Any],
-    policy: Policy,
+    policy: Remat,
     bucket_bytes: float,
     riders: Sequence[int | None] = (),
     *,
@@ -295,7 +295,7 @@ def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:
     return recompute.layer(layer, {}, barrier=not how.in_loop)(*apart.flat)
 
 
-def _check_names(jaxpr: jex.Jaxpr, policy: Policy) -> None:
+def _check_names(jaxpr: jex.Jaxpr, policy: Remat) -> None:
     """Raises if a name marks nothing."""
     marked = equations.names_in(jaxpr) if policy.names else set()
     for name, _ in policy.names:

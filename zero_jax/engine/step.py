@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from zero_jax.cluster.agreement import check_agreement
 from zero_jax.engine import grads
 from zero_jax.engine.compiler import Program
+from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard
 from zero_jax.engine.optimizer import ZeroState, ZeroTransform, guard_of
-from zero_jax.engine.settings import Settings
 from zero_jax.engine.trace import Traced
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import check_global, on_gpu
@@ -80,7 +80,7 @@ class TrainStep:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Config,
         loss_fn: grads.LossFn,
         tx: ZeroTransform,
         *,
@@ -157,7 +157,7 @@ class TrainStep:
         A skipped step leaves the parameters unchanged, so a later call reproduces its gradients.
         """
         out = self._gradients(params, batch, extras, opt_state.guard.loss_scale)
-        return first_nonfinite(layout.logical(out.grads))
+        return first_nonfinite(layout.unpad(out.grads))
 
     def _look(self, params: PyTree, opt_state: ZeroState, batch: PyTree, extras: Any) -> None:
         skips = int(self._pending.popleft())
@@ -186,12 +186,12 @@ class TrainStep:
                 "mesh": dict(s.mesh.shape),
                 "stage": s.stage,
                 "precision": s.precision,
-                "micro_batches": s.micro_batches,
+                "grad_accum_steps": s.grad_accum_steps,
                 "remat": s.remat,
                 "offload": s.offload,
-                "hierarchical": s.hierarchical,
-                "guard": s.guard,
-                "states": s.states,
+                "secondary_shards": s.secondary_shards,
+                "skip_nonfinite": s.skip_nonfinite,
+                "optimizer_state_dtype": s.optimizer_state_dtype,
                 "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
                 "batch shapes": shapes,
                 "jax version": jax.__version__,

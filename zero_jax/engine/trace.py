@@ -18,7 +18,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, reading
-from zero_jax.engine.settings import Settings
+from zero_jax.engine.config import Config
 from zero_jax.jaxpr import derivatives, equations, marks, row_major
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
@@ -68,7 +68,7 @@ class Traced:
 
 
 def trace(
-    settings: Settings,
+    settings: Config,
     loss_fn: Callable[..., Any],
     full: PyTree,
     cuts: Sequence[Split],
@@ -76,7 +76,7 @@ def trace(
     extras: tuple[Any, ...],
     *,
     has_aux: bool,
-    micro_batches: int,
+    grad_accum_steps: int,
     told: set[str],
 ) -> Traced:
     """Traces a loss as one device of the mesh runs it.
@@ -89,13 +89,13 @@ def trace(
       batch: the global batch, or its shapes.
       extras: further arguments.
       has_aux: whether it returns (loss, aux).
-      micro_batches: how many parts a device's rows are worked off in.
+      grad_accum_steps: how many parts a device's rows are worked off in.
       told: warnings that were given of this loss; extended.
 
     Raises:
       ValueError: the loss returns what it can't, see `losses`, or sums rows, see `over_rows`.
     """
-    parts = batch_shards(settings.mesh) * micro_batches
+    parts = batch_shards(settings.mesh) * grad_accum_steps
     program = _Program(settings, loss_fn, full, extras, has_aux)
     rows = jax.tree.map(lambda x: _rows(x, parts), batch)
     traced = program.of(rows)
@@ -121,7 +121,7 @@ def trace(
             *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
         )
         read = reading.Reading(found.jaxpr, cuts, policy)
-        life = lifetimes.lifetime(settings.stage, micro_batches)
+        life = lifetimes.lifetime(settings.stage, grad_accum_steps)
         leaves = [
             read.leaf(at, name, still, life, settings.wire)
             for at, (name, still) in enumerate(zip(names, frozen, strict=True))
@@ -187,7 +187,7 @@ class _Program:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Config,
         loss_fn: Callable[..., Any],
         full: PyTree,
         extras: tuple[Any, ...],

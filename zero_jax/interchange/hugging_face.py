@@ -46,7 +46,7 @@ def load(
       folder: Folder with config.json and safetensors, from `export` or `save_pretrained` of
         transformers.
       like: Parameters of the model of `config(folder)`, for example `models.decoder.Decoder(...)`:
-        the result of `zero.abstract(make)`, or arrays.
+        the result of `zero.eval_shape(make)`, or arrays.
       report: Called with the tensors and files that are not used. By default the first process
         prints them.
       rounded: If True, `like` may be narrower than the files, such as a frozen base in bf16.

@@ -149,7 +149,7 @@ def require_piecewise(
     frozen: Sequence[bool],
     masters: bool,
     *,
-    states: str = FP32,
+    optimizer_state_dtype: str = FP32,
 ) -> None:
     """Raises unless `tx` can be updated in pieces.
 
@@ -161,8 +161,8 @@ def require_piecewise(
       cuts: how they are split.
       frozen: which of them are not trained.
       masters: whether they rest in host memory too.
-      states: as what they are kept: in fewer bits none may be read but element by element, and
-        none be of another form than the parameters.
+      optimizer_state_dtype: dtype of states. Below fp32, a state must have the shape of its
+        parameter and be read element by element.
 
     Raises:
       CannotStream: naming the transformation, within a chain the one that is to blame.
@@ -177,7 +177,7 @@ def require_piecewise(
         state = jax.eval_shape(part.init, params)
         state_cuts = state_splits(state, params, cuts)
         held = streamable.offloaded(state_cuts, cuts)
-        if states != FP32:
+        if optimizer_state_dtype != FP32:
             held = [bool(x.shape) for x in jax.tree.leaves(state)]
         try:
             Piecewise(
@@ -198,10 +198,10 @@ def require_piecewise(
     if found:
         name = blame(tx, lambda part: bool(why(part)))
         setting, what = "offload", "what rests in host memory"
-        if states != FP32:
+        if optimizer_state_dtype != FP32:
             setting, what = (
-                "states",
-                f'a state, and with states="{states}" that rests in fewer bits',
+                "optimizer_state_dtype",
+                f"a state, which is stored as {optimizer_state_dtype}",
             )
         raise CannotStream(
             f"{name} can't be updated in pieces: its {found} needs the whole of {what}. What looks "

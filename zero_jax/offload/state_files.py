@@ -53,7 +53,7 @@ class Files:
         *,
         resume: bool,
     ):
-        full = jax.eval_shape(layout.logical, params)
+        full = jax.eval_shape(layout.unpad, params)
         state = jax.eval_shape(inner.init, full)
         self.mesh, self.offload, self.cuts = mesh, offload, list(cuts)
         self.guard, self._inner = guard, inner
@@ -207,7 +207,7 @@ class Files:
         for j, (held, cut) in enumerate(zip(self.held, self.state_cuts, strict=True)):
 
             def leaf(params: PyTree, j: int = j, cut: Split = cut) -> jax.Array:
-                value = jax.tree.leaves(self._inner.init(layout.logical(params)))[j]
+                value = jax.tree.leaves(self._inner.init(layout.unpad(params)))[j]
                 return jax.tree.leaves(layout.at_rest([value], [cut]))[0]
 
             value = jax.jit(leaf, out_shardings=NamedSharding(self.mesh, cut.spec_at_rest))(params)
@@ -228,7 +228,7 @@ class Files:
             step = int(np.min(multihost_utils.process_allgather(np.int32(step))))
         if step != self.store.step:  # the slot of the later one is written again
             self.store.commit(step)
-        like = jax.jit(lambda p: _small(self._inner.init(layout.logical(p)), self.held))(params)
+        like = jax.jit(lambda p: _small(self._inner.init(layout.unpad(p)), self.held))(params)
         others = [j for j, held in enumerate(self.held) if not held]
         pairs = zip(others, like, strict=True)
         resident = [self.fetch_whole(step, f"state{j}", leaf) for j, leaf in pairs]

@@ -37,16 +37,16 @@ def least_seconds(plan: Plan, products: float, target: Target) -> float:
     devices = math.prod(plan.axes.values()) // plan.axes.get(MODEL, 1)
     wire = target.ring_wire(devices, min(devices, target.host_devices)) if devices > 1 else math.inf
     elements = plan.travelling * plan.num_params / plan.model_parallel * (1 - 1 / devices)
-    gathered, reduced = sent_per_param(plan.stage, plan.micro_batches, plan.remat, plan.trained)
-    gather = gathered * elements * plan.precision.gather_bytes / wire
-    reduce = reduced * elements * plan.precision.scatter_bytes / wire
+    gathered, reduced = sent_per_param(plan.stage, plan.grad_accum_steps, plan.remat, plan.trained)
+    gather = gathered * elements * plan.precision.param_comm_bytes / wire
+    reduce = reduced * elements * plan.precision.grad_comm_bytes / wire
     passes = policies.parse(plan.remat).passes
     compute, backward = products * passes / 3, products * (passes - 1) / 3
     states = plan.predicted.parameters + plan.predicted.optimizer_state
     update = 2 * states / target.memory_bandwidth
     if plan.stage == 3:
         exposed = max(0.0, gather + reduce - compute)
-    elif plan.stage == 1 and plan.micro_batches > 1:
+    elif plan.stage == 1 and plan.grad_accum_steps > 1:
         exposed = gather + reduce
     else:
         exposed = gather + max(0.0, reduce - backward)
@@ -64,8 +64,8 @@ def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: Sequence[fl
     fitting = [p for p in range(len(plans)) if plans[p].total_bytes <= memory_bytes]
     if memory_bytes and not fitting:
         return (
-            "none fits: take more devices, --micro-batches, --remat, --offload or --model-parallel "
-            "(--auto tries all but the first and last)\n"
+            "none fits: use more devices, --grad-accum-steps, --remat, --offload or --mesh model=2 "
+            "(`auto` tries all but the first and last)\n"
         )
     if not memory_bytes:
         return ""

@@ -19,13 +19,13 @@ import jax
 import numpy as np
 import optax
 
+from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
 from zero_jax.engine.offload_check import WrongHere
-from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import TrainStep
 from zero_jax.hlo.targets import Target
 from zero_jax.offload.piecewise import CannotStream
-from zero_jax.plan import candidates
+from zero_jax.plan import candidates, planning
 from zero_jax.plan.advice import TIE
 from zero_jax.plan.candidates import Candidate
 from zero_jax.plan.planning import AnyZero
@@ -63,6 +63,7 @@ class Choice:
     chosen: Considered
     considered: tuple[Considered, ...]
     limit: int
+    zero: Any = None  # the `Zero` with the chosen settings
     trained: float = 1.0  # the part of Ψ that is not frozen
     others: int = 0  # candidates that were not tried
 
@@ -146,7 +147,7 @@ def _chosen(
     best = min(short, key=lambda c: c.plan.total_bytes)
     told = [_with_outcome(c, best, least) if c.fits else c for c in considered]
     (chosen,) = (c for c in told if c.candidate == best.candidate)
-    return Choice(chosen, tuple(told), limit, trained)
+    return Choice(chosen, tuple(told), limit, trained=trained)
 
 
 def _with_outcome(considered: Considered, best: Considered, least: float) -> Considered:
@@ -276,37 +277,39 @@ def decide(
     target: str | Target | None = None,
     topology: str | None = None,
     report: Report | None = None,
-    born: bool | None = None,
+    initialized: bool | None = None,
     **options: Any,
 ) -> Choice:
-    """Chooses for a `Zero`; `Zero.choice` calls it.
+    """Chooses for a `Zero`; `Zero.choose` calls it.
 
     Other arguments as for `planning.of`, without `compile` and `latencies`.
 
     Args:
       report: Called with the outcome; by default the first process prints it.
-      born: If True, parameters and optimizer state exist already and stay in their memory. The
-        default is True if `params` has arrays.
+      initialized: If True, parameters and optimizer state exist already and stay in their memory.
+        The default is True if `params` has arrays.
 
     Raises:
       ValueError: No candidate fits, or the device does not report its memory.
     """
 
     def plan(candidate: Candidate, compile: bool) -> Plan:
-        settled = dataclasses.replace(zero, **candidate.settings)
-        aim = {"compile": True, "target": target, "topology": topology} if compile else {}
-        return settled.plan(loss_fn, tx, params, batch, *extras, **aim, **options)
+        settled = zero.replace(**candidate.settings)
+        aim: dict[str, Any] = {"compile": True, "target": target, "topology": topology}
+        own = {**options, **(aim if compile else {})}
+        return planning.of(settled, loss_fn, tx, params, batch, *extras, **own)
 
     rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(zero.mesh)
-    if born is None:
-        born = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    tried = candidates.of_zero(zero, rows, target, born)
+    if initialized is None:
+        initialized = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    tried = candidates.of_zero(zero, rows, target, initialized)
     if report is None:
         report = print if jax.process_index() == 0 else lambda _: None
     limit = candidates.device_limit(zero, target)
     host = candidates.host_limit(zero, target) or math.inf
-    trained = trained_part(jax.eval_shape(layout.logical, params), zero.settings.frozen)
-    return search(tried, plan, limit, report, host, trained)
+    trained = trained_part(jax.eval_shape(layout.unpad, params), zero.config.frozen)
+    choice = search(tried, plan, limit, report, host, trained)
+    return dataclasses.replace(choice, zero=zero.replace(**choice.chosen.candidate.settings))
 
 
 def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
@@ -346,7 +349,7 @@ class AutoStep:
         return self._step
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> Config:
         """The chosen settings.
 
         Raises:

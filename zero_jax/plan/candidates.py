@@ -42,7 +42,7 @@ class Candidate:
     """One way to run the step; its fields are those of `Zero`."""
 
     stage: int
-    micro_batches: int
+    grad_accum_steps: int
     remat: str
     offload: Offload = tiers.NONE
 
@@ -66,10 +66,10 @@ class Candidate:
           plan: of this candidate.
           trained: the part of Ψ that is not frozen.
         """
-        words = words_per_param(self.stage, self.micro_batches, self.remat, trained)
+        words = words_per_param(self.stage, self.grad_accum_steps, self.remat, trained)
         crossing = plan.host_words_per_param if plan is not None else 0.0
         policy = policies.parse(self.remat)
-        order = (policy.passes, policy.partitioned, self.micro_batches, -self.stage)
+        order = (policy.passes, policy.partitioned, self.grad_accum_steps, -self.stage)
         return (words + crossing, *order)
 
     def no_worse(self, other: "Candidate", trained: float = 1.0) -> bool:
@@ -83,7 +83,7 @@ class Candidate:
         return (
             self.stage == other.stage
             and self.cost(trained=trained)[0] <= other.cost(trained=trained)[0]
-            and self.micro_batches <= other.micro_batches
+            and self.grad_accum_steps <= other.grad_accum_steps
             and mine.passes <= theirs.passes
             and mine.partitioned <= theirs.partitioned
             and any(p.host for p in mine.places) <= any(p.host for p in theirs.places)
@@ -92,13 +92,15 @@ class Candidate:
 
     def __str__(self) -> str:
         rests = f", {self.offload} in host memory" if self.offload.streams else ""
-        return f"stage {self.stage}, {self.micro_batches} micro-batches, remat {self.remat}{rests}"
+        return (
+            f"stage {self.stage}, {self.grad_accum_steps} micro-batches, remat {self.remat}{rests}"
+        )
 
 
 def combinations(
     rows: int,
     *,
-    micro_batches: int = 1,
+    grad_accum_steps: int = 1,
     remat: str = "none",
     places: tuple[str, ...] = (),
     states: tuple[Offload, ...] = STATES[:1],
@@ -107,7 +109,7 @@ def combinations(
 
     Args:
       rows: rows of the batch on one device; k must divide them.
-      micro_batches: the least k, a divisor of every k.
+      grad_accum_steps: the least k, a divisor of every k.
       remat: the policy that keeps most. One with places or names of its own is the only one.
       places: where else than on the device the inputs of layers may be kept.
       states: what may be done with the optimizer state and the masters.
@@ -115,7 +117,7 @@ def combinations(
     >>> [str(c) for c in combinations(1)][:2]
     ['stage 2, 1 micro-batches, remat none', 'stage 2, 1 micro-batches, remat dots']
     """
-    counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % micro_batches == 0]
+    counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % grad_accum_steps == 0]
     ways = itertools.product((1, 2, 3), counts, _policies(remat, places), states)
     return sorted((Candidate(*way) for way in ways if way[:2] != (1, 1)), key=Candidate.cost)
 
@@ -129,27 +131,29 @@ def _policies(remat: str, places: tuple[str, ...]) -> list[str]:
     return [*least, *moved]
 
 
-def of_zero(zero: AnyZero, rows: int, target: str | Target | None, born: bool) -> list[Candidate]:
+def of_zero(
+    zero: AnyZero, rows: int, target: str | Target | None, initialized: bool
+) -> list[Candidate]:
     """The candidates of a `Zero`.
 
     Args:
       zero: what it fixes is kept: offload if it is set, remat with a place.
       rows: of the batch on one device.
       target: as for `planning.of`.
-      born: parameters and optimizer state are there, and stay where they are.
+      initialized: parameters and optimizer state exist, and stay where they are.
     """
     host = host_limit(zero, target) > 0
-    split = zero.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
+    split = zero.config.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
     parts = model_size(zero.mesh) > 1 and not split
     places = [str(policies.Place(h, p)) for h in (False, True) for p in (False, True)]
     usable = [p for p in places[1:] if (host or "host" not in p) and (parts or "part" not in p)]
-    stay = born or not host or zero.offload != tiers.NONE
+    stay = initialized or not host or zero.config.offload != tiers.NONE
     return combinations(
         rows,
-        micro_batches=zero.micro_batches,
-        remat=zero.remat,
+        grad_accum_steps=zero.config.grad_accum_steps,
+        remat=zero.config.remat,
         places=tuple(usable),
-        states=(zero.offload,) if stay else STATES,
+        states=(zero.config.offload,) if stay else STATES,
     )
 
 
@@ -159,8 +163,8 @@ def device_limit(zero: AnyZero, target: str | Target | None) -> float:
     Raises:
       ValueError: the device does not say how much memory it has.
     """
-    if zero.memory_limit is not None:
-        return zero.memory_limit
+    if zero.config.memory_limit is not None:
+        return zero.config.memory_limit
     if target is not None:
         return usable(target_of(target))
     if isinstance(zero.mesh, AbstractMesh):

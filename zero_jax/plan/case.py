@@ -11,6 +11,7 @@ import optax
 
 from zero_jax.adapters.lora import Lora
 from zero_jax.engine import grads
+from zero_jax.engine.config import Stage
 from zero_jax.hlo.targets import Target
 from zero_jax.models import families, optimizers
 from zero_jax.models.attend import kernel_for
@@ -46,7 +47,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.lora is not None:
-            zero = dataclasses.replace(self.zero, frozen=self.model.frozen)
+            zero = self.zero.replace(frozen=self.model.frozen)
             object.__setattr__(self, "zero", zero)
 
     @functools.cached_property
@@ -92,7 +93,7 @@ class Case:
         for packed in (False, True):
             kernel, reason = config.attention, ""
             if kernel == "auto":
-                dtype = self.zero.precision.compute
+                dtype = self.zero.config.precision.compute
                 kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
             name = "cuDNN's kernel" if kernel == "cudnn" else "in blocks of queries"
             taken.append(f"{name} ({reason})" if reason else name)
@@ -100,12 +101,12 @@ class Case:
         said = alone if alone == packed_rows else f"{alone}; packed documents: {packed_rows}"
         return f"attention on a GPU: {said}. Programs compiled without a GPU have blocks of queries"
 
-    def plan(self, stage: int, **options: Any) -> Plan:
+    def plan(self, stage: Stage, **options: Any) -> Plan:
         """The plan at a stage; options are those of `planning.of`."""
         zero = self.zero.at_stage(stage)
-        params = zero.abstract(self.make)
+        params = zero.eval_shape(self.make)
         return zero.plan(
-            *(self.loss_fn, self.tx, params, self.batch),
+            *(self.loss_fn, zero.optimizer(self.tx), params, self.batch),
             model_flops=self.model_flops,
             has_aux=self.model.routes,
             **options,
@@ -113,30 +114,29 @@ class Case:
 
     def choose(self, **options: Any) -> "Case":
         """The same with a stage and all that `Zero.choose` chooses, in place of "auto"."""
-        params = self.zero.abstract(self.make)
-        zero = self.zero.choose(
-            *(self.loss_fn, self.tx, params, self.batch), has_aux=self.model.routes, **options
-        )
-        return dataclasses.replace(self, zero=zero)
+        params = self.zero.eval_shape(self.make)
+        args = self.loss_fn, self.zero.optimizer(self.tx), params, self.batch
+        choice = self.zero.choose(*args, has_aux=self.model.routes, **options)
+        return dataclasses.replace(self, zero=choice.zero)
 
     def states(self, shards: int, stage: int) -> int:
         """Bytes of model states on N devices, in closed form."""
         shapes = jax.eval_shape(self.make)
         zero = self.zero.at_stage(3)
-        params = zero.abstract(self.make)
-        loss = grads.GlobalLoss(zero.settings, self.loss_fn, has_aux=self.model.routes)
+        params = zero.eval_shape(self.make)
+        loss = grads.GlobalLoss(zero.config, self.loss_fn, has_aux=self.model.routes)
         traced = loss.read(params, self.batch, ())
         return memory.estimate(
             shapes,
             shards=shards,
             stage=stage,
-            parts=self.zero.settings.parts,
+            parts=self.zero.config.parts,
             tx=self.tx,
-            precision=self.zero.precision,
-            micro_batches=self.zero.micro_batches,
-            model_axis=self.zero.model_axis,
+            precision=self.zero.config.precision,
+            grad_accum_steps=self.zero.config.grad_accum_steps,
+            model_axis=self.zero.config.model_axis,
             experts=math.gcd(shards, experts_size(self.zero.mesh)),
-            frozen=zero.frozen,
+            frozen=zero.config.frozen,
             window=traced.window,
-            states=self.zero.settings.states,
+            optimizer_state_dtype=self.zero.config.optimizer_state_dtype,
         ).total

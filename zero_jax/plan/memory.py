@@ -10,7 +10,8 @@ tensor parallelism of degree MP, Ψ stands for Ψ/MP of the leaves that are spli
   2       (4Ψ + state)/N    cΨ              window + 4Ψ/N
   3       (4Ψ + state)/N    window          window + 4Ψ/N
 
-The state of Adam is 8Ψ, so stages 1 to 3 store 12Ψ/N (with `states="8bit"` about 2Ψ, and 6Ψ/N).
+The state of Adam is 8Ψ, so stages 1 to 3 store 12Ψ/N. With `optimizer_state_dtype="8bit"` it is
+about 2Ψ, and they store 6Ψ/N.
 The window is one layer. Padding and unsharded leaves are counted exactly. Activations, logits and
 buffers are not included.
 Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and table 1. There the fp16 parameters (2Ψ) are
@@ -86,12 +87,12 @@ def estimate(
     parts: int = 1,
     tx: optax.GradientTransformation | None = None,
     precision: Precision | str = Precision(),
-    micro_batches: int = 1,
+    grad_accum_steps: int = 1,
     frozen: Frozen = None,
     model_axis: ModelAxis = ModelAxis(),
     experts: int = 1,
     window: int | None = None,
-    states: str = FP32,
+    optimizer_state_dtype: str = FP32,
 ) -> Estimate:
     """Returns the model-state bytes per device of one stage, in closed form.
 
@@ -99,22 +100,23 @@ def estimate(
       params: The full parameters, arrays or ShapeDtypeStructs.
       shards: N, the size of the `data` axis times the size of `experts`.
       stage: ZeRO stage, 0 to 3.
-      parts: R, the size of `replica` if stage 3 also shards over it: `Zero(hierarchical=True)`.
+      parts: R, the size of `replica` if stage 3 also shards over it: `Zero(secondary_shards=True)`.
       tx: The optax transformation; None counts no state.
       precision: See `Zero`.
-      micro_batches: See `Zero`.
+      grad_accum_steps: See `Zero`.
       frozen: See `Zero`.
       model_axis: Partition of leaves over `model`: `Zero.model_axis`.
       experts: Size of the `experts` axis, over which experts are split and never gathered.
       window: Elements gathered at once: the largest `Layers.words` of a trace, or the largest leaf
         outside layers. The default is the largest leaf.
-      states: See `Zero`.
+      optimizer_state_dtype: See `Zero`.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
     >>> adam = optax.adam(1e-3)
     >>> estimate(shapes, shards=4, stage=3, tx=adam).at_rest == 12 * 2**20 // 4 + 20
     True
-    >>> estimate(shapes, shards=4, stage=3, tx=adam, states="8bit").state * 4 / 2**20  # bytes, of 8
+    >>> narrow = estimate(shapes, shards=4, stage=3, tx=adam, optimizer_state_dtype="8bit")
+    >>> narrow.state * 4 / 2**20  # bytes, of 8
     2.03134...
     """
     if not isinstance(precision, Precision):
@@ -130,7 +132,7 @@ def estimate(
     word = precision.compute.itemsize
     rests = [x if f else _master(x) for x, f in zip(leaves, flags, strict=True)]
     copied = sum(n * _word(x, word) for n, x in zip(map(_elements, cuts), rests, strict=True))
-    grad_word = word if micro_batches == 1 else 4
+    grad_word = word if grad_accum_steps == 1 else 4
     full_grads = sum(map(_elements, trained_cuts))
     shard_grads = 4 * sum(map(_in_step, trained_cuts))
     joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
@@ -142,18 +144,18 @@ def estimate(
     copies = {0: word * own, 3: word * gathered + joined}
     whole = grad_word * full_grads
     # A micro-batch's gradients wait whole for those of the others, or go to their owners at once.
-    waits = lifetime(stage, micro_batches).gradient == STEP
+    waits = lifetime(stage, grad_accum_steps).gradient == STEP
     gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
     return Estimate(
         parameters=layout.bytes_per_device(cuts, rests),
-        state=_state_bytes(params, cuts, tx, frozen, states),
+        state=_state_bytes(params, cuts, tx, frozen, optimizer_state_dtype),
         copy=copies.get(stage, copied),
         gradients=gradients,
     )
 
 
 def sent_per_param(
-    stage: int, micro_batches: int, remat: str = "none", trained: float = 1.0
+    stage: int, grad_accum_steps: int, remat: str = "none", trained: float = 1.0
 ) -> tuple[float, float]:
     """Returns the elements each device sends per step over Ψ: of parameters, and of gradients.
 
@@ -163,7 +165,7 @@ def sent_per_param(
 
     Args:
       stage: ZeRO stage, 0 to 3.
-      micro_batches: k, the number of gradient-accumulation steps.
+      grad_accum_steps: k, the number of gradient-accumulation steps.
       remat: Remat policy.
       trained: Fraction of Ψ that is not frozen; frozen parameters are gathered and not reduced.
 
@@ -171,12 +173,12 @@ def sent_per_param(
     [(0, 2.0), (1, 1.0), (1, 4.0), (8, 4.0)]
     """
     gathers = 3 if policies.parse(remat).kind == "block_sqrt" else 2
-    sums = micro_batches * trained
-    return ((0, 2 * trained), (1, trained), (1, sums), (gathers * micro_batches, sums))[stage]
+    sums = grad_accum_steps * trained
+    return ((0, 2 * trained), (1, trained), (1, sums), (gathers * grad_accum_steps, sums))[stage]
 
 
 def words_per_param(
-    stage: int, micro_batches: int, remat: str = "none", trained: float = 1.0
+    stage: int, grad_accum_steps: int, remat: str = "none", trained: float = 1.0
 ) -> float:
     """Returns the elements each device sends a step over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
 
@@ -187,7 +189,7 @@ def words_per_param(
     >>> [words_per_param(stage, 1, trained=0.0) for stage in range(4)]
     [0.0, 1.0, 1.0, 2.0]
     """
-    return sum(sent_per_param(stage, micro_batches, remat, trained))
+    return sum(sent_per_param(stage, grad_accum_steps, remat, trained))
 
 
 def _elements(cut: Split) -> int:
@@ -218,13 +220,13 @@ def _state_bytes(
     cuts: list[Split],
     tx: optax.GradientTransformation | None,
     frozen: Frozen,
-    states: str,
+    optimizer_state_dtype: str,
 ) -> int:
     if tx is None:
         return 0
     masters = jax.tree.map(_master, params)
     plain = without_frozen(tx, frozen)
-    state = jax.eval_shape(lambda params: initial(plain, params, states), masters)
+    state = jax.eval_shape(lambda params: initial(plain, params, optimizer_state_dtype), masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
     splits = cuts_of(state, params, cuts) + [split((), 1)] * len(guard)

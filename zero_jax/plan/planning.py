@@ -9,24 +9,23 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from zero_jax.collectives.precision import Precision
+from zero_jax.engine.config import Config, Stage
 from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Leaf
 from zero_jax.engine.optimizer import ZeroTransform
-from zero_jax.engine.settings import Settings
 from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import prove
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
-from zero_jax.offload.tiers import HOST, Offload
+from zero_jax.offload.tiers import HOST
 from zero_jax.plan import expert_words, forecast, proof, update_forecast
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.sharding import layout
@@ -39,7 +38,6 @@ from zero_jax.sharding.mesh import (
     experts_size,
     on_gpu,
 )
-from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.paths import trained_part
 
 PyTree = Any
@@ -48,40 +46,19 @@ PyTree = Any
 class AnyZero(Protocol):
     """The interface of `Zero` that plans use; this package cannot import `Zero` itself."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
+    @property
+    def config(self) -> Config: ...
     @property
     def mesh(self) -> AnyMesh: ...
-    @property
-    def stage(self) -> Any: ...
-    @property
-    def micro_batches(self) -> int: ...
-    @property
-    def remat(self) -> str: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def offload(self) -> Offload: ...
-    @property
-    def memory_limit(self) -> float | None: ...
-    @property
-    def frozen(self) -> Any: ...
-    @property
-    def model_axis(self) -> ModelAxis: ...
-    @property
-    def settings(self) -> Settings: ...
-    def at_stage(self, stage: int) -> Self: ...
-    def abstract(self, fn: Callable[..., PyTree], *args: Any) -> PyTree: ...
+    def at_stage(self, stage: Stage) -> Self: ...
+    def choose(self, loss_fn: LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Any: ...
+    def eval_shape(self, fn: Callable[..., PyTree], *args: Any) -> PyTree: ...
     def optimizer(self, tx: optax.GradientTransformation) -> ZeroTransform: ...
+    def plan(self, loss_fn: LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Plan: ...
+    def replace(self, **settings: Any) -> Self: ...
     def train_step(
-        self, loss_fn: LossFn, tx: optax.GradientTransformation, *, has_aux: bool = False
+        self, loss_fn: LossFn, tx: ZeroTransform, *, has_aux: bool = False, max_skips: int = 20
     ) -> Any: ...
-    def plan(
-        self, loss_fn: LossFn, tx: optax.GradientTransformation, *args: Any, **options: Any
-    ) -> Plan: ...
-    def choose(
-        self, loss_fn: LossFn, tx: optax.GradientTransformation, *args: Any, **options: Any
-    ) -> Self: ...
 
 
 def of(
@@ -103,8 +80,8 @@ def of(
     Args:
       zero: A `Zero` with a stage from 0 to 3.
       loss_fn: See `Zero.train_step`.
-      tx: See `Zero.train_step`.
-      params: Sharded parameters, from `Zero.init` or `Zero.abstract`.
+      tx: The plain optax transformation.
+      params: Sharded parameters, from `Zero.init` or `Zero.eval_shape`.
       batch: The global batch, arrays or ShapeDtypeStructs.
       *extras: Further arguments of the loss.
       has_aux: See `Zero.train_step`.
@@ -130,10 +107,10 @@ def of(
     if aim is not None:
         prove.check(aim, zero.mesh.size, topology)
     proof.check(latencies, aim)
-    step: TrainStep = zero.train_step(loss_fn, tx, has_aux=has_aux)
+    wrapped = zero.optimizer(tx)
+    step: TrainStep = zero.train_step(loss_fn, wrapped, has_aux=has_aux)
     # As this Zero lays them out, wherever they come from.
-    shapes = zero.abstract(lambda full: full, jax.eval_shape(layout.logical, params))
-    wrapped = tx if isinstance(tx, ZeroTransform) else zero.optimizer(tx)
+    shapes = zero.eval_shape(lambda full: full, jax.eval_shape(layout.unpad, params))
     args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(zero.mesh)), *extras)
     plan = _predict(step, args, _is_for_gpus(zero.mesh, aim))
     if not compile and aim is None:
@@ -156,7 +133,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
     counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
     given = sum(counts) + 1  # the loss scale
     settings = step.settings
-    full = jax.eval_shape(layout.logical, params)
+    full = jax.eval_shape(layout.unpad, params)
     cuts, traced = settings.splitter(full), step.read(*args)
     jaxpr = step.trace(*args).jaxpr
     temporaries = forecast.forecast(
@@ -181,7 +158,7 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         streams = {"fetched": fetched, "pieces": pieces}
     return Plan(
         stage=settings.stage,
-        micro_batches=settings.micro_batches,
+        grad_accum_steps=settings.grad_accum_steps,
         remat=settings.remat,
         axes=dict(settings.mesh.shape),
         num_params=sum(x.size for x in jax.tree.leaves(full)),

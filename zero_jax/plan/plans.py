@@ -78,7 +78,7 @@ class Plan:
 
     Attributes:
       stage: ZeRO stage, 0 to 3.
-      micro_batches: Number of gradient-accumulation steps, k.
+      grad_accum_steps: Number of gradient-accumulation steps, k.
       remat: Remat policy.
       axes: Sizes of the mesh axes by name.
       num_params: Number of parameters, Ψ.
@@ -98,7 +98,7 @@ class Plan:
     """
 
     stage: int
-    micro_batches: int
+    grad_accum_steps: int
     remat: str
     axes: Mapping[str, int]
     num_params: int
@@ -148,7 +148,7 @@ class Plan:
         if self.compiled is not None:
             return self.compiled.words_per_param(self.num_params, self.model_parallel)
         own = self.update_words + self.token_words
-        zeros = words_per_param(self.stage, self.micro_batches, self.remat, self.trained)
+        zeros = words_per_param(self.stage, self.grad_accum_steps, self.remat, self.trained)
         return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
 
     @property
@@ -164,10 +164,10 @@ class Plan:
         if self.compiled is not None:
             sent = self.compiled.hidden()
             return sent.hidden + sent.exposed
-        known = (self.stage, self.micro_batches, self.remat, self.trained)
+        known = (self.stage, self.grad_accum_steps, self.remat, self.trained)
         gathered, reduced = sent_per_param(*known)
         precision, psi = self.precision, self.num_params / self.model_parallel
-        each = gathered * precision.gather_bytes + reduced * precision.scatter_bytes
+        each = gathered * precision.param_comm_bytes + reduced * precision.grad_comm_bytes
         update = self.update_words * 4  # of fp32 momentum and what is made of it
         tokens = self.token_words * precision.compute.itemsize
         return self.travelling * psi * each + update + tokens
@@ -176,7 +176,7 @@ class Plan:
     def host_bytes_sent(self) -> int:
         """Predicted bytes moved to and from host memory per device and step."""
         predicted = self.predicted
-        return 2 * (predicted.host_states + self.micro_batches * predicted.host_saved)
+        return 2 * (predicted.host_states + self.grad_accum_steps * predicted.host_saved)
 
     @property
     def host_words_per_param(self) -> float:
@@ -202,7 +202,7 @@ class Plan:
         """Returns plain data for JSON: the prediction and, if compiled, the audit."""
         known: dict[str, Any] = {
             "stage": self.stage,
-            "micro_batches": self.micro_batches,
+            "grad_accum_steps": self.grad_accum_steps,
             "remat": self.remat,
             "mesh": dict(self.axes),
             "num_params": self.num_params,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from zero_jax.engine.settings import Settings
+from zero_jax.engine.config import Config
 from zero_jax.engine.transformations import without_frozen
 from zero_jax.owners.kinds import Exchange
 from zero_jax.owners.update import Program, program_of
@@ -41,7 +41,7 @@ class Update:
         return {"update": self.held}
 
 
-def forecast(settings: Settings, tx: optax.GradientTransformation, full: PyTree) -> Update:
+def forecast(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> Update:
     """Foretells the update of a transformation.
 
     Args:
@@ -49,7 +49,7 @@ def forecast(settings: Settings, tx: optax.GradientTransformation, full: PyTree)
       tx: any optax transformation, not wrapped.
       full: the logical parameters.
     """
-    if settings.shards == 1 or settings.offload.states or settings.states != FP32:
+    if settings.shards == 1 or settings.offload.states or settings.optimizer_state_dtype != FP32:
         return Update()  # nothing is cut; or it is elementwise
     made = program(settings, tx, full)
     held = [temporaries.forecast(one.traced, 0).bytes for one in made.exchanges]
@@ -57,7 +57,7 @@ def forecast(settings: Settings, tx: optax.GradientTransformation, full: PyTree)
     return Update(words=sent + made.left, held=max(held, default=0))
 
 
-def program(settings: Settings, tx: optax.GradientTransformation, full: PyTree) -> Program:
+def program(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> Program:
     """The update of logical parameters told apart: what is computed by owners, and by whom."""
     plain = without_frozen(tx, settings.frozen)
     state = jax.eval_shape(plain.init, full)
@@ -70,6 +70,6 @@ def program(settings: Settings, tx: optax.GradientTransformation, full: PyTree) 
     return program_of(traced, own, settings.mesh)
 
 
-def exchanges(settings: Settings, tx: optax.GradientTransformation, full: PyTree) -> list[Exchange]:
+def exchanges(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> list[Exchange]:
     """The exchanges of matrices in it, each with who owns how many."""
     return program(settings, tx, full).exchanges

@@ -21,13 +21,13 @@ Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
-from zero_jax.names import nearest
+from zero_jax.names import nearest, unknown
 from zero_jax.sharding.mesh import MODEL, AnyMesh
 
 # From what keeps most to what keeps least, of the policies that need no knowledge of the model.
@@ -67,20 +67,46 @@ PLACES = {str(p): p for p in (DEVICE, Place(True), Place(False, True), Place(Tru
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-    """A remat policy, read from its name by `parse`.
+class Remat:
+    """Activation checkpointing policy; the strings of `Zero(remat=...)` are short for it.
 
     Attributes:
-      kind: "none", "dots", "block", "block_sqrt" or "names".
-      inputs: where the input of a layer (for block_sqrt: of a group) lives.
-      names: (name, place) of the marked values that are kept.
-      asked: a policy of JAX's, or of the user's own, of kind "jax": asked about each equation.
+      kind: "none", "dots", "block", "block_sqrt", "names", or "jax" for `policy`.
+      inputs: Where inputs of layers (of groups, for block_sqrt) are saved: a `Place` or its name:
+        "device", "host", "partitioned" or "partitioned+host".
+      names: Names of saved values and their places: a mapping, or pairs.
+      policy: A policy of `jax.checkpoint_policies`, or a function with its signature; kind "jax".
+
+    Raises:
+      ValueError: A kind or a place is unknown, or the fields contradict each other.
+
+    >>> str(Remat("names", "host", {"attention": "device"}))
+    'names@host:attention'
     """
 
     kind: str
-    inputs: Place = DEVICE
-    names: tuple[tuple[str, Place], ...] = ()
-    asked: Callable[..., Any] | None = None
+    inputs: Any = DEVICE
+    names: Any = ()
+    policy: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        pairs = self.names.items() if isinstance(self.names, Mapping) else self.names
+        object.__setattr__(self, "names", tuple((name, self._place(at)) for name, at in pairs))
+        object.__setattr__(self, "inputs", self._place(self.inputs))
+        if (self.kind == "jax") != (self.policy is not None):
+            raise ValueError(
+                f'kind={self.kind!r} with policy={self.policy!r}: use kind "jax" for it'
+            )
+        if self.kind != "jax":
+            _check(self)
+
+    @staticmethod
+    def _place(given: "Place | str") -> Place:
+        if isinstance(given, Place):
+            return given
+        if given not in PLACES:
+            raise ValueError(unknown("place", str(given), PLACES))
+        return PLACES[given]
 
     @property
     def passes(self) -> float:
@@ -100,23 +126,23 @@ class Policy:
 
     def place_of(self, eqn: jex.JaxprEqn) -> Place | None:
         """Where the results of an equation of a layer are kept, or None if they are not."""
-        if self.asked is not None:
+        if self.policy is not None:
             given = [atom.aval for atom in eqn.invars]
-            return _answer(self.asked(eqn.primitive, *given, **eqn.params))
+            return _answer(self.policy(eqn.primitive, *given, **eqn.params))
         if self.kind == "dots":
             return DEVICE if eqn.primitive.name == "dot_general" else None
         return dict(self.names).get(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
     def __str__(self) -> str:
-        if self.asked is not None:
-            return getattr(self.asked, "__qualname__", repr(self.asked)).partition(".<locals>")[0]
+        if self.policy is not None:
+            return getattr(self.policy, "__qualname__", repr(self.policy)).partition(".<locals>")[0]
         own = self.kind + _at(self.inputs)
         return own + (":" + ",".join(n + _at(p) for n, p in self.names) if self.names else "")
 
 
-def of_jax(asked: Callable[..., Any] | None) -> Policy:
+def of_jax(policy: Callable[..., Any] | None) -> Remat:
     """The policy that `jax.checkpoint(policy=...)` is given; None keeps the inputs alone."""
-    return Policy("block") if asked is None else Policy("jax", asked=asked)
+    return Remat("block") if policy is None else Remat("jax", policy=policy)
 
 
 def _answer(given: Any) -> Place | None:
@@ -133,7 +159,7 @@ _KINDS = {"RecomputeType": None, "SaveableType": DEVICE}
 
 
 @functools.cache
-def parse(text: Any) -> Policy:
+def parse(text: Any) -> Remat:
     """Reads a policy.
 
     Raises:
@@ -146,28 +172,33 @@ def parse(text: Any) -> Policy:
     >>> str(parse("block@device")), parse("block_sqrt").passes
     ('block', 5.0)
     """
+    if isinstance(text, Remat):
+        return text
     if callable(text):
         return of_jax(text)
     own, colon, marked = str(text).partition(":")
     kind, place = _placed(text, own)
-    if kind not in _ALL:
-        near = nearest(kind, _ALL)
+    return Remat(kind, place, [_placed(text, part) for part in marked.split(",")] if colon else ())
+
+
+def _check(policy: Remat) -> None:
+    """Raises ValueError if kind, places and names contradict each other."""
+    text, known = str(policy), [name for name, _ in policy.names]
+    if policy.kind not in _ALL:
+        near = nearest(policy.kind, _ALL)
         raise ValueError(f"remat={text!r}: use one of {_listed(_ALL)}; nearest: {near!r}")
-    if place != DEVICE and kind in ("none", "dots"):
+    if policy.inputs != DEVICE and policy.kind in ("none", "dots"):
         raise ValueError(
-            f"remat={text!r}: {kind} keeps its values on the device. What can live elsewhere is "
-            'the input of layers, "block@host" say, or marked values, "names:a@host"'
+            f"remat={text!r}: {policy.kind} saves its values on the device. Elsewhere can be "
+            'the inputs of layers, for example "block@host", or marked values, "names:a@host"'
         )
-    if (kind == "names") != bool(colon):
+    if (policy.kind == "names") != bool(known):
         raise ValueError(
-            f"remat={text!r}: names, and only names, is followed by a colon and what is kept: "
+            f"remat={text!r}: names, and only names, is followed by a colon and names of values: "
             '"names:a,b" for values marked by jax.ad_checkpoint.checkpoint_name(x, "a")'
         )
-    names = tuple(_placed(text, part) for part in marked.split(",")) if colon else ()
-    known = [name for name, _ in names]
     if any(not name for name in known) or len(set(known)) < len(known):
         raise ValueError(f"remat={text!r}: write each name once, with commas: names:a,b@host")
-    return Policy(kind, place, names)
 
 
 def on_host(text: str) -> str:
@@ -190,7 +221,7 @@ def on_host(text: str) -> str:
     return str(dataclasses.replace(policy, inputs=inputs, names=names))
 
 
-def check(text: str, mesh: AnyMesh) -> Policy:
+def check(text: str, mesh: AnyMesh) -> Remat:
     """Reads a policy and checks that the mesh has what it needs.
 
     Args:

@@ -50,11 +50,11 @@ def pad_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
     return jnp.pad(value, widths)
 
 
-def logical(tree: PyTree) -> PyTree:
+def unpad(tree: PyTree) -> PyTree:
     """Removes the padding of sharded leaves; they stay partitioned.
 
     Use it for statistics of sharded parameters or gradients:
-    `optax.global_norm(zero_jax.logical(grads))`.
+    `optax.global_norm(zero_jax.unpad(grads))`.
 
     Args:
       tree: Sharded parameters or gradients.
@@ -62,7 +62,7 @@ def logical(tree: PyTree) -> PyTree:
     Returns:
       The tree with unpadded, global shapes.
 
-    >>> logical({"w": Padded(jnp.ones((8, 4)), -2, 7)})["w"].shape
+    >>> unpad({"w": Padded(jnp.ones((8, 4)), -2, 7)})["w"].shape
     (7, 4)
     """
 
@@ -76,7 +76,7 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def at_rest(tree: PyTree, splits: Sequence[Split]) -> PyTree:
-    """Pads the leaves that need it, the inverse of `logical`; keeps the tree's structure."""
+    """Pads the leaves that need it, the inverse of `unpad`; keeps the tree's structure."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [_pad(x, s) for x, s in zip(leaves, splits, strict=True)])
 

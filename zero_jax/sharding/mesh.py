@@ -184,7 +184,7 @@ def check_there(mesh: AnyMesh) -> None:
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"the mesh is an AbstractMesh, {dict(mesh.shape)}, without devices to make arrays on: "
-            "plan with the shapes of zero.abstract(...), or take zero_jax.make_mesh()"
+            "plan with the shapes of zero.eval_shape(...), or take zero_jax.make_mesh()"
         )
 
 

@@ -83,13 +83,13 @@ class ModelAxis:
             if self.specs is not None:
                 given = {pattern: spec for pattern, spec in self.specs}
                 raise ValueError(
-                    f"the mesh has a model axis of {self.size}, but `model_specs`={given} split no "
+                    f"the mesh has a model axis of {self.size}, but `param_specs`={given} split no "
                     f"parameter over it: let one name {MODEL!r} for a dim of a matrix (dims with "
                     "few elements are sharded over data instead), or make the mesh with model=1"
                 )
             raise ValueError(
                 f"the mesh has a model axis of {self.size}, but no parameter is split over it, so "
-                "each would be held and worked on that many times: give model_specs={'pattern of "
+                "each would be held and worked on that many times: give param_specs={'pattern of "
                 "paths': PartitionSpec(None, 'model')}, name the dims in the model "
                 "(nnx.with_partitioning), or make the mesh with model=1"
             )
@@ -104,7 +104,7 @@ class ModelAxis:
             return [tuple(map(self.axis_of, given)) for given in names_of_dims(tree)]
         found: list[tuple[Any, ...]] = [()] * len(names)
         for pattern, spec in self.specs:
-            hits = paths.matches(pattern, names, "model_specs")
+            hits = paths.matches(pattern, names, "param_specs")
             found = [tuple(spec) if hit else old for hit, old in zip(hits, found, strict=True)]
         return found
 
@@ -143,7 +143,7 @@ def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
     for pattern, spec in specs:
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
-                f"model_specs gives {pattern!r} the spec {spec!r}: write a "
+                f"param_specs gives {pattern!r} the spec {spec!r}: write a "
                 f"jax.sharding.PartitionSpec, PartitionSpec(None, {MODEL!r}) say"
             )
     return specs
@@ -165,8 +165,8 @@ def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(
-                f"axis_rules has {pair!r}: write pairs of a dim's name and a mesh axis or None, "
-                f"(('mlp', {MODEL!r}), ('embed', None)) say"
+                f"logical_axis_rules has {pair!r}: write pairs of a dim's name and a mesh axis or "
+                f"None, for example (('mlp', {MODEL!r}), ('embed', None))"
             )
         axes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
         rules.append((pair[0], MODEL if MODEL in axes else None))

@@ -59,7 +59,7 @@ class Padded:
         at_rest = tuple(self.value.shape)
         return (
             f"a parameter at rest, {self.shape} padded to {at_rest} so that all devices have as "
-            "much of it: zero_jax.logical(tree) gives it without padding, zero.full(params) whole "
+            "much of it: zero_jax.unpad(tree) gives it without padding, zero.unshard(params) whole "
             "on every device; a loss sees whole parameters anyway"
         )
 

@@ -7,7 +7,7 @@ blocks need (coded.py).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from zero_jax.states.selection import Kept, selected
 
 PyTree = Any
 FP32 = "fp32"
-KINDS = (FP32, "bf16", "8bit")
+OptimizerStateDtype = Literal["fp32", "bf16", "8bit"]
+KINDS = get_args(OptimizerStateDtype)
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +105,7 @@ def check_kind(kind: str) -> str:
       ValueError: they can't.
     """
     if kind not in KINDS:
-        raise ValueError(f"states={kind!r}: states are kept as one of {', '.join(KINDS)}")
+        raise ValueError(f"optimizer_state_dtype={kind!r}: use one of {', '.join(KINDS)}")
     return kind
 
 

@@ -30,10 +30,10 @@ _TOLERATED = re.compile(
     rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*+(?=[}}\]])', re.DOTALL
 )
 # Values that are not printed.
-_DEFAULTS = {"compute": "fp32", "reduce": "fp32", "micro_batches": 1, "replica": 1, "model": 1}
-_DEFAULTS |= {"hierarchical": False, "precision": "zero_jax.Precision()"}
-_FLAGS = "stage mesh batch micro_batches compute reduce gather scatter remat offload hierarchical "
-_FLAGS += "optimizer weight_decay lr steps warmup clip"
+_DEFAULTS = {"compute": "fp32", "reduce": "fp32", "grad_accum_steps": 1, "replica": 1, "model": 1}
+_DEFAULTS |= {"secondary_shards": False, "precision": "zero_jax.Precision()"}
+_FLAGS = "stage mesh batch grad_accum_steps compute reduce gather scatter remat offload "
+_FLAGS += "secondary_shards optimizer weight_decay lr steps warmup clip"
 
 
 def load(text: str, name: str) -> dict[str, Any]:
@@ -137,7 +137,11 @@ def _row(file: File, name: str, made: Arguments) -> Row:
 def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
     for key in names.split():
         if (value := made[key]) != _DEFAULTS.get(key):
-            quoted = isinstance(value, str) and key not in ("micro_batches", "replica", "precision")
+            quoted = isinstance(value, str) and key not in (
+                "grad_accum_steps",
+                "replica",
+                "precision",
+            )
             words = [*words, f"{key}={json.dumps(value) if quoted else value}"]
     line = f"{name}({', '.join(words)})"
     return line if len(line) < 90 else f"{name}(\n    " + ",\n    ".join(words) + ",\n)"
@@ -149,9 +153,9 @@ def python(made: Arguments) -> str:
     made = {**made, "precision": _call("zero_jax.Precision", [], made, names)}
     devices = f"{made['devices'] or 'all'} devices"
     lines = [f"mesh = {_call('zero_jax.make_mesh', [], made, 'replica model')}  # {devices}"]
-    if "D" in str(made["micro_batches"]):
+    if "D" in str(made["grad_accum_steps"]):
         lines += [f"D = mesh.size // {made['model']}  # devices that share the batch"]
-    names = "stage precision micro_batches remat offload hierarchical"
+    names = "stage precision grad_accum_steps remat offload secondary_shards"
     lines += [f"zero = {_call('zero_jax.Zero', ['mesh'], made, names)}", *(made["lr"] or ())]
     lines += ["# The file has no known optimizer: put yours here."] * (made["call"] is None)
     tx = made["call"] or f"optax.adamw({'lr' if made['lr'] else 1e-4})"
@@ -168,7 +172,7 @@ def python(made: Arguments) -> str:
 def train(made: Arguments) -> str:
     """Returns the command line of train.py."""
     axes = [axis for axis in ("replica", "data", "model") if made.get(axis) != 1]
-    if "D" in f"{made['batch']} {made['micro_batches']}" or (axes[1:] and not made["devices"]):
+    if "D" in f"{made['batch']} {made['grad_accum_steps']}" or (axes[1:] and not made["devices"]):
         return "python train.py: give --devices N, because sizes depend on it"
     warmup = min(made["warmup"] or 0, made["steps"] - 1) if made["steps"] else None
     made = {**made, "lr": made["peak"], "mesh": None, "warmup": warmup}

@@ -78,7 +78,7 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
         raise ValueError("`gradient_clipping` is negative: give a norm, or 0 for none")
     made = dict.fromkeys(("call", "optimizer", "weight_decay", "lr", "peak", "warmup", "steps"))
     made |= {"stage": stage, "remat": remat, "offload": offload, "devices": devices, "clip": clip}
-    made |= {"replica": replica, "model": model, "hierarchical": hpz > 1}
+    made |= {"replica": replica, "model": model, "secondary_shards": hpz > 1}
     made |= _batch(file, devices and devices // model) | _precision(file, kind)
     return made | _optimizer(file) | _rate(file)
 
@@ -168,7 +168,7 @@ def _batch(file: File, shares: int | None) -> Arguments:
         file.say(names[2], "the two other sizes decide it")
         parts = batch // unit if shares or batch == unit else f"{batch // unit} // D"
     batch = batch or (rows and (unit if shares else f"{unit} * D"))
-    return {"batch": batch, "micro_batches": parts or 1}
+    return {"batch": batch, "grad_accum_steps": parts or 1}
 
 
 def _optimizer(file: File) -> Arguments:
@@ -184,7 +184,7 @@ def _optimizer(file: File) -> Arguments:
         file.say("optimizer", "unknown: write the call of optax yourself", UNSUPPORTED)
         return made
     if family != kind != "adam":
-        why = 'there are no 1-bit gradients: use Precision(scatter="int4") at stages 1 to 3'
+        why = 'there are no 1-bit gradients: use Precision(grad_comm_dtype="int4") at stages 1 to 3'
         file.say("optimizer.type", why, UNSUPPORTED)
     betas = file[f"{_ADAM}betas"] or (0.9, 0.99 if family == "lion" else 0.999)
     if not isinstance(betas, list | tuple) or len(betas) != 2:

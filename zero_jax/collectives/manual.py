@@ -1,4 +1,4 @@
-"""Explicit gather and shard for code inside a `shard_map` of the user.
+"""Explicit gather and shard for code inside a `shard_map` of the user: `zero_jax.manual`.
 
 A loss given to `Zero` needs neither: it receives full arrays.
 """
@@ -16,29 +16,26 @@ PyTree = Any
 
 def gather(
     tree: PyTree,
-    like: PyTree | None = None,
+    like: PyTree,
     *,
     axis_name: str = "data",
-    compute: Any = None,
-    reduce: Any = "float32",
+    compute_dtype: Any = None,
+    reduce_dtype: Any = "float32",
 ) -> PyTree:
-    """Gathers shards made by `zero_jax.shard`, differentiably; inside `shard_map`.
+    """Gathers shards made by `shard`, differentiably; inside `shard_map`.
 
     Args:
-      tree: Shards of this device. Without `like`, full arrays as in a loss of `Zero`, which are
-        returned unchanged.
+      tree: Shards of this device.
       like: A tree of the full leaves (arrays or ShapeDtypeStructs).
       axis_name: Mesh axis that the shards are spread over.
-      compute: Dtype to gather in; None keeps the leaf's dtype.
-      reduce: Dtype in which the gradient is summed.
+      compute_dtype: Dtype to gather in; None keeps the leaf's dtype.
+      reduce_dtype: Dtype in which the gradient is summed.
 
     Returns:
       The full leaves. Their gradients are shards, summed over `axis_name`. Gradients of leaves too
       small to split stay local: sum them with `jax.lax.psum`.
     """
-    if like is None:
-        return tree
-    wire = Wire(compute and jax.numpy.dtype(compute), jax.numpy.dtype(reduce))
+    wire = Wire(compute_dtype and jax.numpy.dtype(compute_dtype), jax.numpy.dtype(reduce_dtype))
     cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [gather_scatter.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]

@@ -1,8 +1,8 @@
-"""The settings of a run, validated once, and the values derived from them."""
+"""Settings of a run, validated once, and values derived from them."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self
 
 from flax.core import spmd
 
@@ -15,7 +15,6 @@ from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
-from zero_jax.remat.policies import Policy
 from zero_jax.sharding.cuts import Splitter
 from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.mesh import (
@@ -34,11 +33,13 @@ from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_ru
 from zero_jax.states.narrow import FP32, check_kind
 
 AUTO = "auto"
+Stage = Literal[0, 1, 2, 3, "auto"]
+Remat = str | policies.Remat | Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings of a run; `Zero` documents each field.
+class Config:
+    """Validated settings of a `Zero`, which documents each field.
 
     Raises:
       ValueError: A stage, mesh, precision, policy or count is not supported.
@@ -46,42 +47,44 @@ class Settings:
 
     mesh: AnyMesh
     stage: Any = 3
-    precision: Any = Precision()
-    micro_batches: int = 1
-    remat: str = "none"
+    precision: Precision = Precision()
+    grad_accum_steps: int = 1
+    remat: Any = "none"
     frozen: Frozen = None
-    model_specs: Any = None
-    axis_rules: Any = None
+    param_specs: Any = None
+    logical_axis_rules: Any = None
     sequence_parallel: bool = False
     bucket_bytes: int = BUCKET_BYTES
-    memory_limit: float | None = None
-    offload: Any = None
-    hierarchical: bool = False
-    guard: bool = True
-    states: str = FP32
+    memory_limit: int | None = None
+    offload: tiers.Offload = tiers.NONE
+    secondary_shards: bool = False
+    skip_nonfinite: bool = True
+    optimizer_state_dtype: str = FP32
 
     def __post_init__(self) -> None:
         self._check_numbers()
         check_mesh(self.mesh)
         self._settle("bucket_bytes", check_bucket(self.bucket_bytes, self._devices))
-        self._settle("offload", tiers.settle(tiers.parse(self.offload), self.mesh))
+        self._settle("offload", tiers.settle(self.offload, self.mesh))
         self._check_states()
         if self.offload.activations:
             self._move_activations()
         policy = policies.check(self.remat, self.mesh)
-        if self.model_specs is not None:
-            self._settle("model_specs", check_specs(self.model_specs))
-        rules = spmd.get_logical_axis_rules() if self.axis_rules is None else self.axis_rules
-        self._settle("axis_rules", check_rules(rules))
+        if self.param_specs is not None:
+            self._settle("param_specs", check_specs(self.param_specs))
+        rules = (
+            spmd.get_logical_axis_rules()
+            if self.logical_axis_rules is None
+            else self.logical_axis_rules
+        )
+        self._settle("logical_axis_rules", check_rules(rules))
         self._check_sequences(policy)
-        if not isinstance(self.precision, Precision):
-            self._settle("precision", Precision(self.precision))
         self._check_precision()
-        if self.hierarchical and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
+        if self.secondary_shards and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
-                f"hierarchical=True with stage={self.stage!r} on {dict(self.mesh.shape)}: states "
-                f"are cut over {REPLICA!r} too and joined once a step; use stage=3 and "
-                "zero_jax.make_mesh(replica=...), or leave it out"
+                f"secondary_shards=True with stage={self.stage!r} on {dict(self.mesh.shape)}: it "
+                f"shards states over {REPLICA!r} too, which requires stage=3 and "
+                "zero_jax.make_mesh(replica=...); or leave it out"
             )
 
     def _settle(self, name: str, value: Any) -> None:
@@ -95,14 +98,12 @@ class Settings:
                 "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
                 'or "auto" for the shortest modelled step that fits'
             )
-        limit = self.memory_limit
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (number and 1 <= limit < float("inf")):
-            raise ValueError(f"memory_limit={limit!r}: give bytes a device, 80e9 say")
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ValueError(f"micro_batches={self.micro_batches!r}: use an int of at least 1")
+        if not isinstance(self.grad_accum_steps, int) or self.grad_accum_steps < 1:
+            raise ValueError(
+                f"grad_accum_steps={self.grad_accum_steps!r}: use an int of at least 1"
+            )
 
-    def _check_sequences(self, policy: Policy) -> None:
+    def _check_sequences(self, policy: policies.Remat) -> None:
         if self.sequence_parallel and model_size(self.mesh) == 1:
             raise ValueError(
                 "sequence_parallel=True splits sequences over the model axis, and this mesh has "
@@ -110,7 +111,7 @@ class Settings:
             )
         if self.sequence_parallel and not self._by_sequence:
             raise ValueError(
-                f"sequence_parallel=True, but axis_rules={self.axis_rules} keep "
+                f"sequence_parallel=True, but logical_axis_rules={self.logical_axis_rules} keep "
                 f"{SEQUENCE[0][0]!r} off the model axis: leave one of the two out"
             )
         if self._by_sequence and policy.partitioned:
@@ -120,24 +121,26 @@ class Settings:
             )
 
     def _check_precision(self) -> None:
-        if not self.guard and self.precision.scaled:
+        if not self.skip_nonfinite and self.precision.scaled:
             raise ValueError(
-                "guard=False with fp16: its loss scale is lowered by steps that are skipped; use "
-                "bf16, or leave the guard on"
+                "skip_nonfinite=False with fp16: skipped steps lower the loss scale. Use bf16, "
+                "or leave skip_nonfinite on"
             )
-        for what, bits in (("gather", self.precision.gather), ("scatter", self.precision.scatter)):
+        for name in ("param_comm_dtype", "grad_comm_dtype"):
+            bits = getattr(self.precision, name)
             if bits is not None and (self.stage == 0 or self._devices == 1):
                 raise ValueError(
-                    f"{what}={bits!r} with stage={self.stage!r} on {data_axis(self.mesh)}="
-                    f"{self._devices}: nothing is gathered or scattered there; use stages 1 to 3 "
-                    "and 2 devices or more, or leave it out"
+                    f"{name}={bits!r} with stage={self.stage!r} on {data_axis(self.mesh)}="
+                    f"{self._devices}: nothing is communicated there. Use stages 1 to 3 and at "
+                    "least 2 devices, or leave it out"
                 )
 
     def _check_states(self) -> None:
-        if check_kind(self.states) != FP32 and self.offload.in_files:
+        if check_kind(self.optimizer_state_dtype) != FP32 and self.offload.in_files:
             raise ValueError(
-                f'states="{self.states}" with offload="{self.offload}": states in files are fp32; '
-                'use offload="optimizer", which keeps them in host memory, or leave states out'
+                f'optimizer_state_dtype="{self.optimizer_state_dtype}" with '
+                f'offload="{self.offload}": state in files is fp32. Use offload="optimizer" '
+                "(host memory), or leave optimizer_state_dtype out"
             )
 
     def _move_activations(self) -> None:
@@ -148,14 +151,19 @@ class Settings:
             )
         self._settle("remat", policies.on_host(self.remat))
 
-    def at_stage(self, stage: int) -> Self:
+    @property
+    def resolved(self) -> Self:
+        """The settings that place arrays: stage="auto" stores the same shards as stage 3."""
+        return self.at_stage(3) if self.stage == AUTO else self
+
+    def at_stage(self, stage: Stage) -> Self:
         """Returns the same settings at another stage, without options which that stage lacks."""
         precision = self.precision
         if stage == 0:
-            precision = dataclasses.replace(precision, gather=None, scatter=None)
-        hierarchical = self.hierarchical and stage == 3
+            precision = dataclasses.replace(precision, param_comm_dtype=None, grad_comm_dtype=None)
+        secondary_shards = self.secondary_shards and stage == 3
         return dataclasses.replace(
-            self, stage=stage, precision=precision, hierarchical=hierarchical
+            self, stage=stage, precision=precision, secondary_shards=secondary_shards
         )
 
     @property
@@ -175,13 +183,13 @@ class Settings:
     @property
     def parts(self) -> int:
         """R, the number of parts that each stored shard is split into over `replica`."""
-        return self.mesh.shape[REPLICA] if self.hierarchical else 1
+        return self.mesh.shape[REPLICA] if self.secondary_shards else 1
 
     @property
     def rest_axes(self) -> Any:
         """The mesh axis, or axes, over which stored shards are partitioned."""
         data = data_axis(self.mesh)
-        return (*names(data), REPLICA) if self.hierarchical else data
+        return (*names(data), REPLICA) if self.secondary_shards else data
 
     @property
     def splitter(self) -> Splitter:
@@ -197,8 +205,8 @@ class Settings:
             compute=known.compute,
             reduce=known.reduce,
             bucket=self.bucket_bytes,
-            gather_bits=BITS[known.gather],
-            scatter_bits=BITS[known.scatter],
+            gather_bits=BITS[known.param_comm_dtype],
+            scatter_bits=BITS[known.grad_comm_dtype],
         )
 
     def compiler_options(self, layers: Sequence[Layers]) -> dict[str, Any]:
@@ -209,7 +217,7 @@ class Settings:
         """
         # The loop over micro-batches must be none of those whose next turn XLA gathers for, where
         # layers are not scanned: a turn reads all weights, and all would be held at once.
-        in_loops = self.micro_batches == 1 or _scanned(layers)
+        in_loops = self.grad_accum_steps == 1 or _scanned(layers)
         own = self.bucket_bytes, self.shards, self._layer_bytes(layers), in_loops
         return compiler.options(*own)
 
@@ -243,9 +251,9 @@ class Settings:
         """Partition of leaves and named activations over `model`."""
         size = model_size(self.mesh)
         if size == 1:
-            return ModelAxis(1, self.model_specs)
-        rules = (*self.axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
-        return ModelAxis(size, self.model_specs, rules)
+            return ModelAxis(1, self.param_specs)
+        rules = (*self.logical_axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
+        return ModelAxis(size, self.param_specs, rules)
 
 
 def _scanned(layers: Sequence[Layers]) -> bool:

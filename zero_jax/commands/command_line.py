@@ -1,0 +1,183 @@
+"""Command lines made from dataclasses: a flag for each field, its help, and files of settings.
+
+A class is a group of flags, titled by its docstring. `--config FILE` reads a YAML file of the same
+names; flags override it.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+import yaml  # type: ignore[import-untyped]
+
+from zero_jax.names import nearest
+
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+_WIDTH, _COLUMN = 100, 34  # of help, in characters
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a setting.
+
+    >>> flag("grad_accum_steps")
+    '--grad-accum-steps'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def setting(
+    default: Any, help: str, *, metavar: str | None = None, alias: str | None = None
+) -> Any:
+    """Returns a dataclass field with its help, a metavar, and a second spelling of its flag."""
+    return dataclasses.field(
+        default=default, metadata={"help": help, "metavar": metavar, "alias": alias}
+    )
+
+
+def parse(
+    groups: Sequence[type], args: Sequence[str], *, prog: str, description: str
+) -> dict[str, Any]:
+    """Returns the settings that a command line and its `--config` file give, by name.
+
+    Settings that neither gives are absent. Prints help, or an error with the nearest flag, and
+    exits.
+
+    Args:
+      groups: Dataclasses whose fields are the flags.
+      args: The command line, without the program's name.
+      prog: The program's name.
+      description: First paragraphs of the help.
+
+    >>> @dataclasses.dataclass
+    ... class Data:
+    ...     seq_len: int = setting(64, "Sequence length.")
+    >>> parse([Data], ["--seq-len", "8"], prog="train.py", description="")
+    {'seq_len': 8}
+    """
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=_COLUMN, width=_WIDTH
+        ),
+        usage="%(prog)s [OPTIONS]",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of these settings; flags override it."
+    )
+    for group in groups:
+        _add(parser, group)
+    given = vars(parser.parse_args(args))
+    if "config" in given:
+        words = _words(parser, given.pop("config"))
+        given = vars(parser.parse_args([*words, *args]))
+        del given["config"]
+    return given
+
+
+class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("--"):
+                self.unknown(word.partition("=")[0])
+        if unknown:
+            self.error(f"{unknown[0]!r} follows no flag: write --name value")
+        return given
+
+    def unknown(self, name: str) -> NoReturn:
+        known = [word for word in self._option_string_actions if word.startswith("--")]
+        near = nearest(name, known)
+        if near == name or not near.startswith(name):
+            part = name.removeprefix("--")
+            near = next((word for word in known if part in word[2:].split("-")), near)
+        self.error(f"{name} is unknown; the nearest is {near}. --help lists all flags")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def _add(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds the fields of a dataclass as one group."""
+    group = parser.add_argument_group((cls.__doc__ or "").partition("\n")[0].rstrip("."))
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        own = [k for k in _members(kinds[field.name]) if k is not types.NoneType]
+        names = [flag(field.name), *filter(None, [field.metadata["alias"]])]
+        about: dict[str, Any] = {"dest": field.name}
+        if own == [bool]:
+            negative = "--no-" + names[0][2:]
+            shown, hidden = (negative, names[0]) if field.default else (names[0], negative)
+            about["action"] = "store_false" if field.default else "store_true"
+            group.add_argument(shown, help=field.metadata["help"], **about)
+            about["action"] = "store_true" if field.default else "store_false"
+            group.add_argument(hidden, help=argparse.SUPPRESS, **about)
+            continue
+        choices = [value for k in own if get_origin(k) is Literal for value in get_args(k)]
+        listed = ": " + ", ".join(map(str, choices)) if len(choices) > 1 else ""
+        default = "" if field.default is None else f" (default: {field.default})"
+        text = field.metadata["help"].rstrip(".")
+        head, opening, tail = text.partition(" (default")
+        about["help"] = (head + listed + opening + tail + default).replace("%", "%%")
+        about["metavar"] = field.metadata["metavar"] or ("NAME" if choices else _METAVARS[own[0]])
+        about["type"] = _choice(choices) if choices else _number(own[0])
+        group.add_argument(*names, **about)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    return get_args(kind) if get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+
+
+def _choice(choices: Sequence[Any]) -> Callable[[str], Any]:
+    """Reads one of some values."""
+
+    def read(text: str) -> Any:
+        known = {str(value): value for value in choices}
+        if text not in known:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is unknown; the nearest is {nearest(text, known)!r}. Use one of "
+                + ", ".join(known)
+            )
+        return known[text]
+
+    return read
+
+
+def _number(kind: type) -> Callable[[str], Any]:
+    """Reads text, or a number, of which it says what is required."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            name = {int: "an integer", float: "a number"}[kind]
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+
+    return read
+
+
+def _words(parser: _Parser, path: str) -> list[str]:
+    """Returns the settings of a YAML file as words of a command line."""
+    try:
+        known = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        parser.error(f"--config {path}: {' '.join(str(error).split())}")
+    if known is not None and not isinstance(known, dict):
+        parser.error(f"--config {path}: a mapping is required, such as max_steps: 100")
+    words = []
+    for name, value in (known or {}).items():
+        if not isinstance(value, str | int | float | None):
+            parser.error(f"--config {path}: {name}={value!r}: text, a number or a bool is required")
+        if value is False:
+            words.append("--no-" + flag(str(name))[2:])
+        elif value is not None:
+            words.append(flag(str(name)) + ("" if value is True else f"={value}"))
+    return words
