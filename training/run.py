@@ -14,7 +14,7 @@ import numpy as np
 
 import zero_jax
 from training import leaving, noted, optimizers, report_page
-from training.config import Config, shared
+from training.config import Config, as_yaml, shared
 from training.data_files import DataChanged
 from training.plan import Plan, by_stage, facts, load, print_plan
 from training.profile import Profile
@@ -341,12 +341,14 @@ def run(config: Config) -> None:
             given = known, plan.corpus.order, contents, config.resume_step
             check_resume(pathlib.Path(config.output_dir or ""), *given)
         out = config.output_dir or (next_folder("runs") if lead else "runs")
-        facts = {**known, **marks, "out": str(out)}
+        facts = {**known, **marks, "output_dir": str(out)}
         log = RunLog(out, facts, lead, resume=resume, wandb=config.wandb_project)
         log.event("start", **costs)
+        if lead:
+            (log.out_dir / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
         return log
 
-    log = together(settings, "out", open_log)
+    log = together(settings, "output_dir", open_log)
     trainer.out = same_everywhere(log.out_dir)
     with (
         interrupted(trainer.out),
