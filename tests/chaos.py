@@ -36,8 +36,8 @@ from zero_jax.cluster.roll import ENDED
 STEPS, EVERY = 120, 10
 # SGD with momentum: its state is not divided by small sums, as Adam's is, so another summation
 # order in another number of processes stays below 1e-5; a lost or repeated batch does not.
-SETTINGS = f"--steps {STEPS} --batch 8 --seq 16 --optimizer sgd --lr 0.03 --eval-every 0 "
-SETTINGS += f"--sample-length 0 --checkpoint-every {EVERY} --data text.txt --dead-after 3"
+SETTINGS = f"--max-steps {STEPS} --global-batch-size 8 --seq-len 16 --optimizer sgd --lr 0.03 --eval-steps 0 "
+SETTINGS += f"--sample-tokens 0 --save-steps {EVERY} --data text.txt --heartbeat-timeout-seconds 3"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
 
 
@@ -52,8 +52,8 @@ class Run:
 
     def start(self, count: int) -> list[subprocess.Popen]:
         command = [sys.executable, str(ROOT / "train.py"), *SETTINGS.split()]
-        command += ["--out", self.out.name, "--devices", str(count)]
-        joined = ["--coordinator", free_address(), "--num-processes", str(count), "--process-id"]
+        command += ["--output-dir", self.out.name, "--devices", str(count)]
+        joined = ["--coordinator-address", free_address(), "--num-processes", str(count), "--process-id"]
         ranks = [[*joined, str(rank)] for rank in range(count)] if count > 1 else [[]]
         # A compilation cache shortens the time before there is something to disturb.
         env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"), **os.environ}

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.slow
 __all__ = ["folder"]  # a fixture
 
 FAILING = str(Path(__file__).parents[1] / "failing_run.py")
-MANY = [*RUN, "--devices", "2", "--warmup", "2", "--out", "out", "--dead-after", "3"]
+MANY = [*RUN, "--devices", "2", "--warmup-steps", "2", "--output-dir", "out", "--heartbeat-timeout-seconds", "3"]
 FAILS = [(0, "step", False), (1, "step", True), (1, "save", False)]
-LONG = [*MANY, "--steps", "100000", "--checkpoint-every", "5"]
+LONG = [*MANY, "--max-steps", "100000", "--save-steps", "5"]
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, number):
-    """A dead one at once, before JAX aborts the others; a stopped one after --dead-after."""
+    """A dead one at once, before JAX aborts the others; a stopped one after --heartbeat-timeout-seconds."""
     running = start_many(2, LONG)
     wait_for(lambda: trained_until(5), running[0])
     addresses = [address for run in running for address in listening(run.pid)]
@@ -98,14 +98,14 @@ def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
     folder, who, number, code
 ):
     ends = (who, code) == ("process 1", None)  # this run goes on to its last step
-    args = [*LONG, "--supervise", "2", *(["--steps", "60"] if ends else [])]
+    args = [*LONG, "--supervise", "2", *(["--max-steps", "60"] if ends else [])]
     run = start(*args)
     saved = Path("out/checkpoints")
     wait_for(lambda: trained_until(7) and any(saved.glob("[0-9]*")), run)
     pids = children(run.pid)
     assert len(pids) == 2
     os.kill(run.pid if who == "supervisor" else pids[int(who[-1])], number)
-    # A process that hangs until it is noticed takes 3 --dead-after and 10 seconds.
+    # A process that hangs until it is noticed takes 3 --heartbeat-timeout-seconds and 10 seconds.
     wait_until(lambda: not any(map(is_running, pids)), 20 if code == -9 else 90)
     if code is None and not ends:  # started again: it trains in the process that is left
         before = len(metrics("out"))

@@ -77,20 +77,20 @@ def test_a_child_ends_with_its_supervisor_even_if_that_ended_first(tmp_path, whe
     assert (tmp_path / "alive").exists() == (when == "early")
 
 
-FLAGS = ["--process-id 0", "--num-processes 2", "--coordinator 127.0.0.1:7878", "--supervise 0"]
-FLAGS += ["--supervise 1000000000", "--restarts -1", "--dead-after nan", "--supervise 2", "--out"]
+FLAGS = ["--process-id 0", "--num-processes 2", "--coordinator-address 127.0.0.1:7878", "--supervise 0"]
+FLAGS += ["--supervise 1000000000", "--max-restarts -1", "--heartbeat-timeout-seconds nan", "--supervise 2", "--output-dir"]
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_unsupported_flags_are_named(folder, capsys, monkeypatch, flag):
     if flag == "--supervise 2":  # in each task of a launcher
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    given = [] if flag == "--out" else ["--out", "out", *flag.split()]
+    given = [] if flag == "--output-dir" else ["--output-dir", "out", *flag.split()]
     assert program.main(given + ["--supervise", "2"] * ("--supervise" not in given)) == 2
     assert flag in capsys.readouterr().err
 
 
 def test_a_process_that_cannot_join_exits_with_a_code_of_its_own(folder, capsys):
-    group = ["--coordinator", free_address(), "--num-processes", "2", "--process-id", "1"]
-    assert program.main(["--out", "out", *group, "--devices", "16", "--join-seconds", "1"]) == 69
+    group = ["--coordinator-address", free_address(), "--num-processes", "2", "--process-id", "1"]
+    assert program.main(["--output-dir", "out", *group, "--devices", "16", "--join-timeout-seconds", "1"]) == 69
     assert "process 1 did not find process 0" in capsys.readouterr().err

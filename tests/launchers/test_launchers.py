@@ -25,7 +25,7 @@ __all__ = ["folder"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
-ARGS = [*RUN, *f"--warmup 2 --steps {STEPS} --checkpoint-every 3 --dead-after 5".split()]
+ARGS = [*RUN, *f"--warmup-steps 2 --max-steps {STEPS} --save-steps 3 --heartbeat-timeout-seconds 5".split()]
 # JAX looks for the coordinator on the first node, so that has to be a name of this machine.
 NODES = (socket.gethostname(), "zz-second")
 CONF = """ClusterName=here SlurmctldHost=localhost(127.0.0.1) AuthType=auth/none CredType=cred/none
@@ -95,7 +95,7 @@ def kill(rank):
 
 
 def assert_losses_of_one_process(tasks):
-    ((code, _, error),) = finish([start(*ARGS, "--out", "alone", "--devices", str(tasks))])
+    ((code, _, error),) = finish([start(*ARGS, "--output-dir", "alone", "--devices", str(tasks))])
     assert code == 0, error
     np.testing.assert_allclose(curve("out"), curve("alone"), rtol=1e-5)
 
@@ -103,7 +103,7 @@ def assert_losses_of_one_process(tasks):
 @pytest.mark.parametrize("tasks", [2, 4])
 def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
     assert shutil.which("slurmctld"), "install slurm-wlm"
-    own = ["--out", str(folder / "out"), "--data", str(folder / "text.txt"), *ARGS]
+    own = ["--output-dir", str(folder / "out"), "--data", str(folder / "text.txt"), *ARGS]
     command = [sys.executable, str(ROOT / "train.py"), *own, "--devices", str(tasks)]
     # The batch script of the docs, for two nodes and no GPUs.
     page = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -144,7 +144,7 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
 def test_a_run_by_mpirun_with_a_killed_task_resumes(folder, tasks):
     assert shutil.which("mpirun"), "install openmpi-bin"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(tasks), sys.executable]
-    command += [str(ROOT / "train.py"), *ARGS, "--out", "out", "--devices", str(tasks)]
+    command += [str(ROOT / "train.py"), *ARGS, "--output-dir", "out", "--devices", str(tasks)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options["env"] = {**os.environ, "JAX_PLATFORMS": "cpu"}
     first = subprocess.Popen(command, **options)

@@ -17,11 +17,11 @@ from training.trainer import Trainer
 SCRIPT = Path(__file__).parents[2] / "train.py"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 80  # 4800 bytes
 HERE = ["--devices", "8"]  # those of conftest.py
-TINY = "--data text.txt --steps 4 --batch 8 --seq 16 --eval-every 2 --eval-batches 1 "
-TINY = (TINY + "--sample-length 8 --optimizer sgd").split()
+TINY = "--data text.txt --max-steps 4 --global-batch-size 8 --seq-len 16 --eval-steps 2 --max-eval-batches 1 "
+TINY = (TINY + "--sample-tokens 8 --optimizer sgd").split()
 # Adam has a state; the rate is small, so that sums in another order stay near.
-RUN = [*TINY, "--optimizer", "adamw", "--sample-length", "0", "--eval-every", "0", "--lr", "1e-3"]
-FIRST = "--seq 32 --devices 8 --warmup 2 --eval-every 2 --checkpoint-every 2"
+RUN = [*TINY, "--optimizer", "adamw", "--sample-tokens", "0", "--eval-steps", "0", "--lr", "1e-3"]
+FIRST = "--seq-len 32 --devices 8 --warmup-steps 2 --eval-steps 2 --save-steps 2"
 FIRST = [*RUN, *FIRST.split()]
 # Settings of which a compiled step does not depend.
 FREE = "out export checkpoint_every keep from_step fresh sample_length eval_every eval_batches "
@@ -76,7 +76,7 @@ def finish(processes, seconds=300):
 def start_many(count, common, own=None, folders=None, **how):
     """Processes of one run; `own` holds further arguments by rank, `folders` where they run."""
     own, folders = own or {}, folders or {}
-    group = ["--coordinator", free_address(), "--num-processes", str(count), *common]
+    group = ["--coordinator-address", free_address(), "--num-processes", str(count), *common]
     return [
         start(*group, "--process-id", str(rank), *own.get(rank, []), cwd=folders.get(rank), **how)
         for rank in range(count)

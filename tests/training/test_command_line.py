@@ -84,36 +84,36 @@ def test_help_shows_every_setting_once_in_short_groups(capsys):
     assert sorted(itertools.chain(*flags)) == names
     assert max(map(len, flags[:-1])) <= 8
     assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
-    config = parse(["--steps", "50", "--mesh", "data=2", "--no-debug", "--process-id", "1"])
+    config = parse(["--max-steps", "50", "--mesh", "data=2", "--no-debug", "--process-id", "1"])
     assert (config.steps, config.mesh, config.process_id) == (50, "data=2", 1)
     # The command that resumes has the flags that still hold.
-    given = "--from_step=6 --no-fresh --steps 9 --coordinator h:1 --num-processes 4 --process-id=0"
+    given = "--from_step=6 --no-fresh --max-steps 9 --coordinator-address h:1 --num-processes 4 --process-id=0"
     for words, on in (
-        ("--from-step 6 --lr 0.1 --out a b --fresh", "--lr 0.1 --out a b"),
-        (given, "--steps 9 --out runs/001"),
+        ("--resume-step 6 --lr 0.1 --output-dir a b --no-resume", "--lr 0.1 --output-dir a b"),
+        (given, "--max-steps 9 --output-dir runs/001"),
     ):  # fmt: skip
         said = Stopped(130, Path("runs/001"), 37).said(words.split())
         assert said.endswith(f"\npython train.py {on}")
 
 
 COMMANDS = [  # and what is said
-    ("--data nowhere.txt", "nowhere.txt"), ("--batch 12", "--batch 12|8 or 16"),
-    ("--data empty.txt", "empty.txt"), ("--config c1 --remat dots", "--config c1|--stage|--remat"),
-    ("--data ids.npy", "token 256|--vocab 300"), ("--steps 4 --profile", "--profile|--steps 4"),
-    ("--seq 500", "4320|480|501|--seq"), ("--model nanno", "'nanno'|'nano'"), ("--out=", "--out"),
-    ("--vocab 100", "[0, 100)|--vocab 120"), ("--offload activations --remat none", "remat='none'"),
-    ("--optimizer adam", "'adam'|'adamw'"), ("--warmup 4", "--warmup 4|--steps 4"),
-    ("--compute bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="), ("--config c6", "'c6'"),
-    ("--reduce fp16", "'fp16'|bf16"), ("--remat partitioned", "--remat partitioned|--mesh model=2"),
+    ("--data nowhere.txt", "nowhere.txt"), ("--global-batch-size 12", "--global-batch-size 12|8 or 16"),
+    ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "--paper-config c1|--stage|--remat"),
+    ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "--profile|--max-steps 4"),
+    ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"), ("--output-dir=", "--output-dir"),
+    ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations --remat none", "remat='none'"),
+    ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
+    ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="), ("--paper-config c6", "'c6'"),
+    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "--remat partitioned|--mesh model=2"),
     ("--stage 4", "stage=4"),
     pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
     ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"), ("--process-id 0", "process_id=0"),
     ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--sequence-parallel", "sequence_parallel"),
     ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
-    ("--num-processes 3 --process-id 0 --coordinator 127.0.0.1:1", "--devices 9"),
+    ("--num-processes 3 --process-id 0 --coordinator-address 127.0.0.1:1", "--devices 9"),
     *((own, own) for own in (
-        "--steps 0", "--steps 99999999999999999999", "--lr nan", "--join-seconds inf",
-        "--mesh data=²", "--devices 2147483647", "--wandb zero")),
+        "--max-steps 0", "--max-steps 99999999999999999999", "--lr nan", "--join-timeout-seconds inf",
+        "--mesh data=²", "--devices 2147483647", "--wandb-project zero")),
 ]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [

@@ -138,7 +138,7 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     dropped = corpus(tokenizer, (source, 1.0), long="drop")
     assert max(map(len, texts_of(next(dropped.batches(None, 0, 1))[0]))) == 6
     assert dropped.counts.dropped and "dropped" in str(dropped.counts)
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq 31 "):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq-len 31 "):
         corpus(tokenizer, (source, 1.0), long="refuse")
     # A sample begins with a held-out prompt that fits.
     known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
@@ -244,7 +244,7 @@ def test_evaluation_sees_every_target_once_in_order():
 
 def test_batches_that_can_not_be_are_refused():
     for changed, said in (
-        ({"batch": 10, "shard_count": 4}, "--batch 12 or 8"), ({"seq": 1000}, "--seq"),
+        ({"batch": 10, "shard_count": 4}, "--global-batch-size 12 or 8"), ({"seq": 1000}, "--seq-len"),
         ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"batch": 0}, "batch=0"),
         ({"seed": -1}, "seed=-1"), ({"max_batches": 0}, "max_batches=0"),
         ({"tokens": TOKENS[:1], "max_batches": None}, "at least 2 tokens"),
@@ -293,7 +293,7 @@ def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
     assert (tokens == ids).all() and (segments == 1).all() and weights.sum() == mask[1:].sum()
     assert not any(part.any() for part in row_of([], SEQ))
     # An order in which nothing can be learned ends with an error.
-    with pytest.raises(ValueError, match="31 documents.*--seq"):
+    with pytest.raises(ValueError, match="31 documents.*--seq-len"):
         Lane(lambda number: None, SEQ, 0, 1, patience=30).row()
 
 
@@ -427,9 +427,9 @@ OTHER = {
     "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
 }  # fmt: skip
 OTHERWISE = [
-    (LORA, RUN, "no --lora .*--lora 4"), (RUN, {**RUN, "clip": 0.0}, "--clip 0.0 .*--clip 1.0"),
-    (RUN, LORA, "--lora 4 .*no --lora"), ({**RUN, "clip": 0.0}, RUN, "--clip 1.0 .*--clip 0.0"),
-    (LORA, {**LORA, "hf": None}, "no --hf .*--hf A"),
+    (LORA, RUN, "no --lora-rank .*--lora-rank 4"), (RUN, {**RUN, "clip": 0.0}, "--max-grad-norm 0.0 .*--max-grad-norm 1.0"),
+    (RUN, LORA, "--lora-rank 4 .*no --lora-rank"), ({**RUN, "clip": 0.0}, RUN, "--max-grad-norm 1.0 .*--max-grad-norm 0.0"),
+    (LORA, {**LORA, "hf": None}, "no --init-from .*--init-from A"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
      "--model 124m .*--model nano.*hidden_size 768, before 32"),
 ]  # fmt: skip
@@ -437,7 +437,7 @@ OTHERWISE = [
 
 def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free():
     for before, now, said in OTHERWISE:
-        with pytest.raises(ValueError, match=f"{said}.*--out"):
+        with pytest.raises(ValueError, match=f"{said}.*--output-dir"):
             check_settings(now, before, DIR)
     known = {**LORA, "hf_config": {"sizes": [1, 2]}}
     same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
@@ -451,7 +451,7 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
         given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
         given = f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}"
         if name in REFUSE:
-            with pytest.raises(ValueError, match=f"{given}.*--out"):
+            with pytest.raises(ValueError, match=f"{given}.*--output-dir"):
                 check_settings(now, before, DIR)
         else:
             (said,) = check_settings(now, before, DIR)
@@ -468,7 +468,7 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
     first = checksum("first", 1)
     assert checksum("moved", 1) == first
     assert checksum("two", 1, "ab") == checksum("last", 1, "ac") != first
-    with pytest.raises(ValueError, match="--hf .*--adapter"):
+    with pytest.raises(ValueError, match="--init-from .*--lora-init-from"):
         _changed_contents(checksum("other", 2), first, DIR)
     assert base_checksum(Config(hf=str(tmp_path / "first"))) == {}  # all weights are saved
 
@@ -477,7 +477,7 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
     for at, more in enumerate(({}, {"config": {"lr": 1}}, {"extra": {"sample": 0}})):
         with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
             checkpoints.save(1, {"w": np.ones(3)}, **more)
-        with pytest.raises(ValueError, match="--out.* train.py .*step 1"):
+        with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):
             check_resume(tmp_path / f"{at}", {}, {}, {})
-    with pytest.raises(ValueError, match="--from-step 3"):
+    with pytest.raises(ValueError, match="--resume-step 3"):
         Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)

@@ -72,7 +72,7 @@ def test_runs_have_folders_of_their_own_and_other_processes_write_nothing(tmp_pa
         with pytest.raises(ValueError, match="another run"):
             RunLog(tmp_path / "run", {"seed": 2}, resume=True)
     for out in ("file", "file/below", "run"):
-        with pytest.raises(ValueError, match="--out"):
+        with pytest.raises(ValueError, match="--output-dir"):
             RunLog(tmp_path / out, {"seed": 2})
     assert read(tmp_path / "run").config == {"seed": 1} and len(lines(tmp_path / "run")) == 1
     folders = [next_folder(tmp_path / "runs").name for _ in range(3)]
@@ -80,7 +80,7 @@ def test_runs_have_folders_of_their_own_and_other_processes_write_nothing(tmp_pa
     assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
     denied = unittest.mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "open", denied)  # chmod would not stop a root user
-    with pytest.raises(ValueError, match=r"Permission denied.*--out"):
+    with pytest.raises(ValueError, match=r"Permission denied.*--output-dir"):
         RunLog(tmp_path, {})
 
 
@@ -165,7 +165,7 @@ def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wan
     assert wandb.log.call_args_list == [unittest.mock.call(sent)] * 2
     for module in (None, types.ModuleType("wandb")):  # not installed, or another module
         monkeypatch.setitem(sys.modules, "wandb", module)
-        with pytest.raises(ValueError, match="--wandb zero"):
+        with pytest.raises(ValueError, match="--wandb-project zero"):
             scalars.import_wandb("zero")
 
 

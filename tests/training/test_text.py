@@ -200,9 +200,9 @@ NO_TOKENS = [
       for array in (np.ones(3), np.ones((2, 2), np.uint16), np.ones(3, bool))),
     ("t.npy", EVIL, r"t\.npy", {}), ("t.npy", npy_of("|O", (1,), EVIL), r"t\.npy", {}),
     ("t.npy", npy(np.array([1, -7])), "token -7 at position 1", {"vocab": 10}),
-    ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11])), "token 10 at position 3 .*--vocab 12",
+    ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11])), "token 10 at position 3 .*--vocab-size 12",
      {"vocab": 10}),
-    ("t.bin", b"abc", "t.bin .*3 bytes", {}), ("t.txt", b"abcd", "--vocab", {"vocab": 64}),
+    ("t.bin", b"abc", "t.bin .*3 bytes", {}), ("t.txt", b"abcd", "--vocab-size", {"vocab": 64}),
     *((f"t.{kind}", b"abcd", f"token_dtype={dtype}", {"token_dtype": dtype})
       for kind, dtype in (("bin", "float32"), ("bin", "int8"), ("txt", "uint16"))),
     ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31}),
@@ -225,7 +225,7 @@ def test_token_files_are_read_as_their_type_and_other_files_are_refused(tmp_path
     tokens = np.arange(1000, dtype=np.uint16)
     train, held_out = split(tokens, 0.1, seq=99)
     assert [*train, *held_out] == [*tokens] and held_out.size == 100
-    for fraction, said in ((0.1, "900 .* 100 .*--seq"), (1.0, "fraction=1")):
+    for fraction, said in ((0.1, "900 .* 100 .*--seq-len"), (1.0, "fraction=1")):
         with pytest.raises(ValueError, match=said):
             split(tokens, fraction, seq=100)
 

@@ -45,7 +45,7 @@ from zero_jax.models.optimizers import decayed
 from zero_jax.plan.case import Case
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
-OUT = [*runs.FIRST, "--out", "out"]
+OUT = [*runs.FIRST, "--output-dir", "out"]
 
 
 def stop_before(step):
@@ -92,7 +92,7 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(training.run, "Stop", stop_before(4))
-        assert main([*OUT, "--wandb", "zero"]) == GO_ON_LATER
+        assert main([*OUT, "--wandb-project", "zero"]) == GO_ON_LATER
     error = capsys.readouterr().err
     assert f"step 3, which is saved in {Path('out').resolve()}" in error
     monkeypatch.setattr(training.run, "LONG", 2)
@@ -104,7 +104,7 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert "step 3: restored" in said.out and "missing: none" in said.out
     assert "warning: another rate" in said.out
     assert "evaluating: 1 of 2" in said.out and "step 4, which is saved" in said.err
-    assert main([*OUT, "--wandb", "zero"]) == 0
+    assert main([*OUT, "--wandb-project", "zero"]) == 0
     whole = first_run[0] / "out"
     assert runs.curve("out") == runs.curve(whole) and runs.last_loss("out") == runs.last_loss(whole)
     assert runs.saved_steps("out") == [2, 3, 4]
@@ -122,12 +122,12 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
 def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monkeypatch):
     Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
-    changes = {"--seq 8": "--seq 32", "--seed 7": "--seed 0", "--data other.txt": "text.txt"}
+    changes = {"--seq-len 8": "--seq-len 32", "--seed 7": "--seed 0", "--data other.txt": "text.txt"}
     for args, former in (changes | {"--optimizer lion": "--optimizer adamw"}).items():
         plan = load(parse([*OUT, *args.split()]))
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
-        with pytest.raises(ValueError, match=f"{words}.* {former}.* another --out"):
+        with pytest.raises(ValueError, match=f"{words}.* {former}.* another --output-dir"):
             check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
     Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
@@ -137,11 +137,11 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
     assert "--data" in said and len(set(re.findall("[0-9a-f]{12}", said))) == 2
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", lambda *_, **__: float("nan"))
-        assert main([*OUT, "--export", "new"]) == FAILED
+        assert main([*OUT, "--export-dir", "new"]) == FAILED
     assert "after training is nan" in capsys.readouterr().err and not Path("new").exists()
     files = {path: path.read_bytes() for path in Path("out").glob("*.json*")}
-    assert main([*OUT, "--fresh"]) == 2
-    assert "--fresh" in capsys.readouterr().err
+    assert main([*OUT, "--no-resume"]) == 2
+    assert "--no-resume" in capsys.readouterr().err
     Path("text.txt").write_text(runs.TEXT + runs.TEXT[:60])
     assert main(OUT) == 2
     assert re.search("--data .*4374.* 4320", capsys.readouterr().err)
@@ -157,7 +157,7 @@ def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
     for _ in range(2):  # and so does the same command again, which finds nothing to train
         assert main(OUT) == FAILED
-        assert "--steps 4" in capsys.readouterr().err
+        assert "--max-steps 4" in capsys.readouterr().err
     assert [line["skipped"] for line in metrics("out") if "loss" in line] == [1] * 4
 
 
@@ -214,7 +214,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
 
 
 def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(folder):
-    plan = load(parse([*runs.TINY, *runs.HERE, "--model", "nano-experts", "--capacity", "0.5"]))
+    plan = load(parse([*runs.TINY, *runs.HERE, "--model", "nano-experts", "--expert-capacity-factor", "0.5"]))
     params = plan.model.make(jax.random.key(0))
     _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
     assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2
@@ -242,7 +242,7 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
     # Of other steps than before both rates are said: half way of the cosine from 1 to 0.1, its end.
     config, before = Config(lr=1.0, warmup=2, steps=10), {"steps": 6, "lr": 1.0, "warmup": 2}
     said = optimizers.rescheduled(config, before, 6)
-    words = "--steps 10", "--steps 6", "is 0.55 instead of 0.1", "--lr 0.182"
+    words = "--max-steps 10", "--max-steps 6", "is 0.55 instead of 0.1", "--lr 0.182"
     assert all(x in said for x in words), "at --lr 0.182 the next step has the former rate"
     assert optimizers.rescheduled(config, before, 1) is None
     assert optimizers.rescheduled(config, before | {"steps": 10}, 6) is None
@@ -271,7 +271,7 @@ def test_a_run_goes_back_past_the_batches_that_made_gradients_infinite(folder, s
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", broken)
     assert main(OUT) == FAILED, "not asked to go back"
     first, _ = seen[:4], seen.clear()
-    assert main([*runs.FIRST, "--out", "other", "--rollbacks", "1"]) == 0
+    assert main([*runs.FIRST, "--output-dir", "other", "--max-rollbacks", "1"]) == 0
     assert len(runs.curve("other")) == 4
     assert seen[:4] == first and len(set(seen)) == len(seen) == 6
     assert Manifest.read(Path("other/checkpoints/4/state")).extra["sample"] == 8 * 6
@@ -284,8 +284,8 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = "--data ids.npy --vocab 300 --stage auto --memory-limit 1 --model nano-experts "
-    chosen += "--compute bf16 --reduce bf16 --clip 0 --steps 14 --profile --out out"
+    chosen = "--data ids.npy --vocab-size 300 --stage auto --memory-limit 1 --model nano-experts "
+    chosen += "--compute-dtype bf16 --reduce-dtype bf16 --max-grad-norm 0 --max-steps 14 --profile --output-dir out"
     assert main([*runs.TINY, *runs.HERE, *chosen.split()]) == 0
     assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
@@ -303,13 +303,13 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
 
 @pytest.mark.slow
 def test_processes_train_as_one_process_does(folder):
-    ((code, _, error),) = finish([start(*runs.TINY, "--out", "one")])
+    ((code, _, error),) = finish([start(*runs.TINY, "--output-dir", "one")])
     assert code == 0, error
     # Each process of the second has one device, and two of them share their rows.
     many = [(4, ""), (4, "--mesh data=2,model=2 --sequence-parallel")]
-    many += [(2, "--mesh replica=2,data=1,model=2 --config c5")]
+    many += [(2, "--mesh replica=2,data=1,model=2 --paper-config c5")]
     for at, (count, more) in enumerate(many):
-        results = finish(start_many(count, [*runs.TINY, "--out", f"{at}", *more.split()]))
+        results = finish(start_many(count, [*runs.TINY, "--output-dir", f"{at}", *more.split()]))
         said = [(code, "validation loss" in out) for code, out, _ in results]
         assert said == [(0, True)] + [(0, False)] * (count - 1), results
         one, other = (metrics(out, "loss", "val_loss") for out in ("one", f"{at}"))
@@ -319,7 +319,7 @@ def test_processes_train_as_one_process_does(folder):
 
 TROUBLE = [  # settings by process, the folder of process 1, and what is said
     ({1: ["--stage", "1"]}, "", "stage.*'3'.*'1'"), ({}, "empty", "text.txt"),
-    ({0: ["--out", "text.txt"]}, "", "text.txt"), ({}, "edited", "checksum of the data"),
+    ({0: ["--output-dir", "text.txt"]}, "", "text.txt"), ({}, "edited", "checksum of the data"),
 ]  # fmt: skip
 
 
@@ -334,9 +334,9 @@ def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, else
         assert code == 2 and re.search(words, error, re.DOTALL), error
 
 
-TUNE = "--hf small --data chat.jsonl --steps 2 --seq 32 --batch 8 --devices 8 --optimizer sgd"
-TUNE = [*TUNE.split(), "--eval-every", "0", "--eval-batches", "1", "--sample-length", "0"]
-LORA = ["--lora", "2", "--base", "nf4"]
+TUNE = "--init-from small --data chat.jsonl --max-steps 2 --seq-len 32 --global-batch-size 8 --devices 8 --optimizer sgd"
+TUNE = [*TUNE.split(), "--eval-steps", "0", "--max-eval-batches", "1", "--sample-tokens", "0"]
+LORA = ["--lora-rank", "2", "--lora-base-dtype", "nf4"]
 ENDS = {"eos_token_id": 0, "bos_token_id": 1}
 
 
@@ -372,7 +372,7 @@ def check_exported(out, said, lora):
 
 
 def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, monkeypatch):
-    assert tune(*LORA, "--out", "whole", "--export", "tuned") == 0
+    assert tune(*LORA, "--output-dir", "whole", "--export-dir", "tuned") == 0
     said = capsys.readouterr().out
     assert said.index("all 72 documents in rows of 32 tokens:") < said.index("before training")
     assert "documents of all rows:" in said and "8 documents held out" in said
@@ -383,25 +383,25 @@ def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, m
     assert not [p for p in Path("whole/checkpoints/2").rglob("*") if "base" in p.name]
     with monkeypatch.context() as patch:
         patch.setattr(training.run, "Stop", stop_before(2))
-        assert tune(*LORA, "--out", "out") == GO_ON_LATER
-    assert tune(*LORA, "--out", "out") == 0
+        assert tune(*LORA, "--output-dir", "out") == GO_ON_LATER
+    assert tune(*LORA, "--output-dir", "out") == 0
     assert runs.curve("out") == runs.curve("whole") and runs.saved_steps("out") == [1, 2]
     for name, array in load_file("out/adapter/adapter_model.safetensors").items():
         np.testing.assert_array_equal(array, adapter[name])
     change("transformer.h.1.mlp.c_fc.weight", np.nan)
-    assert tune(*LORA, "--export", "new", "--out", "nan") == 2
+    assert tune(*LORA, "--export-dir", "new", "--output-dir", "nan") == 2
     assert "model.safetensors: transformer.h.1.mlp.c_fc.weight" in capsys.readouterr().err
     assert not Path("new").exists()
 
 
 def test_all_weights_are_trained_unless_their_loss_is_not_finite(tune, capsys):
-    assert tune("--out", "out", "--export", "tuned") == 0
+    assert tune("--output-dir", "out", "--export-dir", "tuned") == 0
     check_exported("tuned", capsys.readouterr().out, lora=False)
     for name in ("transformer.ln_f.weight", "transformer.wte.weight"):
         change(name, 3e38, place=...)
-    assert tune("--checkpoint-every", "0", "--out", "inf") == FAILED
+    assert tune("--save-steps", "0", "--output-dir", "inf") == FAILED
     error = capsys.readouterr().err
-    assert "before training is" in error and "--compute fp32" in error
+    assert "before training is" in error and "--compute-dtype fp32" in error
     assert '"loss"' not in Path("inf/metrics.jsonl").read_text()
     assert not Path("inf/checkpoints").exists()
 
@@ -427,18 +427,18 @@ EDITED = {  # folders by name: which files are edited, or left out
     "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
 }  # fmt: skip
 REFUSED = [
-    ("--base nf4", "--base nf4"), ("--vocab 300", "--vocab 300"), ("--hf layers", "config.json"),
+    ("--lora-base-dtype nf4", "--lora-base-dtype nf4"), ("--vocab-size 300", "--vocab-size 300"), ("--init-from layers", "config.json"),
     ("--lora-targets q", "--lora-targets q"), ("--data text.txt=1,text.txt=2", "--data text.txt=1"),
-    ("--lora 0", "--lora 0"), ("--long wrap", "'wrap'"), ("--hf big", "256 rows"),
-    ("--lora 2 --base nf5", "'nf5'"), ("--long refuse --seq 16", "chat.jsonl, line 1: .*--seq 16 "),
-    ("--lora 2 --lora-targets attn/qq", "attn/qq"), ("--hf bare", "chat.jsonl .*--tokenizer"),
-    ("--seq 64", "--seq 64.* 32 tokens"), ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
-    ("--loss-on user", "'user'"), ("--export small", "small"), ("--hf none", "config.json"),
-    ("--adapter x", "--adapter x.*--lora"), ("--tokenizer broken", "broken"),
-    ("--lora 2 --adapter x", "x/adapter_config.json"), ("--hf plain", "plain has no chat template"),
-    ("--checkpoint-every 0 --export new", "--export.*--checkpoint-every 0"),
+    ("--lora-rank 0", "--lora-rank 0"), ("--long-documents wrap", "'wrap'"), ("--init-from big", "256 rows"),
+    ("--lora-rank 2 --lora-base-dtype nf5", "'nf5'"), ("--long-documents refuse --seq-len 16", "chat.jsonl, line 1: .*--seq-len 16 "),
+    ("--lora-rank 2 --lora-targets attn/qq", "attn/qq"), ("--init-from bare", "chat.jsonl .*--tokenizer"),
+    ("--seq-len 64", "--seq-len 64.* 32 tokens"), ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
+    ("--loss-on user", "'user'"), ("--export-dir small", "small"), ("--init-from none", "config.json"),
+    ("--lora-init-from x", "--lora-init-from x.*--lora-rank"), ("--tokenizer broken", "broken"),
+    ("--lora-rank 2 --lora-init-from x", "x/adapter_config.json"), ("--init-from plain", "plain has no chat template"),
+    ("--save-steps 0 --export-dir new", "--export-dir.*--save-steps 0"),
     ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"), ("--tokenizer nowhere", "nowhere"),
-    ("--hf lama", "'lama'"),
+    ("--init-from lama", "'lama'"),
 ]  # fmt: skip
 
 
@@ -468,7 +468,7 @@ def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     subprocess.run(shlex.split(pairs), env={**os.environ, "PYTHONPATH": str(root)}, check=True)
     for command in (small, *tunes):
-        fewer = f"{command} --steps 2 --devices 8 --eval-batches 1 --sample-length 8"
+        fewer = f"{command} --max-steps 2 --devices 8 --max-eval-batches 1 --sample-tokens 8"
         assert main(shlex.split(fewer)[2:]) == 0
     assert len(re.findall("<.assistant.>", capsys.readouterr().out)) == 2 * len(tunes) == 4
     *_, asks = re.findall(r"```sh\n([^`]*training.ask[^`]*)```", pages[1])
@@ -481,25 +481,25 @@ def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsy
 
 @pytest.mark.slow
 def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, monkeypatch):
-    lora = ["--lora", "2", "--base", "fp32", "--lr", "0.5", "--sample-length", "8"]
-    assert tune(*lora, "--out", "out", "--export", "tuned") == 0
+    lora = ["--lora-rank", "2", "--lora-base-dtype", "fp32", "--lr", "0.5", "--sample-tokens", "8"]
+    assert tune(*lora, "--output-dir", "out", "--export-dir", "tuned") == 0
     first = capsys.readouterr().out
     shown = first.rpartition("<|user|>what is 72<|end|><|assistant|>")[2]
     answers = []
-    for path, *more in (["out"], ["tuned"], ["small", "--adapter", "out/adapter"], ["small"]):
+    for path, *more in (["out"], ["tuned"], ["small", "--lora-init-from", "out/adapter"], ["small"]):
         assert ask.main([path, "what is 72", "--length", "8", *more]) == 0
         answers.append(capsys.readouterr().out[:-1])
     assert answers[0] and shown.startswith(answers[0]) and len(set(answers[:3])) == 1
     assert answers[3] != answers[0], "the model before it was tuned"
     # Another run begins with the adapters of this one.
-    assert tune(*lora, "--out", "second", "--adapter", "out/adapter") == 0
+    assert tune(*lora, "--output-dir", "second", "--lora-init-from", "out/adapter") == 0
     said = capsys.readouterr().out.partition("before training: validation loss ")[2]
     end = re.search(r"\nvalidation loss ([\d.]+)", first)[1]
     assert float(said.split()[0]) == pytest.approx(float(end), abs=2e-4)
     shutil.rmtree("out/adapter")
     for words, message in (  # questions that can't be asked
         (["small", ""], "question=''"), (["small", "x", "--length", "0"], "length=0"),
-        (["whole", "x"], "config.json"), (["small", "x", "--adapter", "."], "adapter_config.json"),
+        (["whole", "x"], "config.json"), (["small", "x", "--lora-init-from", "."], "adapter_config.json"),
         (["out", "x"], "export .*out/checkpoints DIR"),
     ):  # fmt: skip
         assert ask.main(words) == 2

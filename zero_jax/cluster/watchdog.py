@@ -279,7 +279,7 @@ class Watchdog:
             return
         self.end_run(
             f"{said}; the limit is {limit:.0f} s. The stacks say what it waits for. If it may take "
-            "that long, give a longer `dead_after` (train.py: --dead-after), which lengthens it"
+            "that long, give a longer `dead_after` (train.py: --heartbeat-timeout-seconds), which lengthens it"
         )
 
     def _silent(self, rank: int, other: Other, seconds: float) -> str:

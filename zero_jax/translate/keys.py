@@ -207,7 +207,7 @@ _TABLE = {
         fp16.hysteresis fp16.min_loss_scale""",
     _unsupported("all optimizer state is offloaded: use 1", same="1"): """
         zero_optimization.offload_optimizer.ratio""",
-    _unsupported("train.py --lora 16 --base int8 quantizes a frozen model"): """
+    _unsupported("train.py --lora-rank 16 --lora-base-dtype int8 quantizes a frozen model"): """
         zero_optimization.zero_quantized_nontrainable_weights""",
     _unsupported("gradients of embeddings are dense: leave it out"): "sparse_gradients",
     _unsupported('use Precision("bf16")'): "amp.* fp8_config.*",
