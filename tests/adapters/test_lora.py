@@ -37,8 +37,8 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
     zero = zero_jax.Zero(mesh, stage, frozen=frozen, remat=remat)
     params = zero.init(make, KEY)
-    before, opt_state = zero.unshard(params)["base"], zero.optimizer(tx).init(params)
-    step, losses = zero.train_step(loss, tx), []
+    before, tx = zero.unshard(params)["base"], zero.optimizer(tx)
+    opt_state, step, losses = tx.init(params), zero.train_step(loss, tx), []
     for _ in range(3):
         params, opt_state, metrics = step(params, opt_state, batch)
         losses.append(float(metrics.loss))

@@ -153,7 +153,7 @@ CARRIED = [
 def test_leaves_that_are_carried_and_the_loop_that_carries_them(loss, settings, want):
     """No vector, and nothing frozen, gathered for the whole step or larger than a bucket."""
     zero, args = arguments(make, **settings)
-    traced = zero.train_step(loss, TX).read(*args)
+    traced = zero.train_step(loss, zero.optimizer(TX)).read(*args)
     eqns = traced.closed.jaxpr.eqns
     scans = [at for at, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
     assert {x.path: scans.index(x.rides) for x in traced.leaves if x.rides is not None} == want
@@ -251,7 +251,7 @@ def _options(width, scanned=True, **settings):
         return {"conv": jnp.zeros((3, 3, 3 * width, 9 * width)), "blocks": blocks}
 
     ours, args = arguments(make, batch=jax.ShapeDtypeStruct((16, width), "f4"), n=8, **settings)
-    return ours.train_step(loss, TX).compiler_options(*args)
+    return ours.train_step(loss, ours.optimizer(TX)).compiler_options(*args)
 
 
 def test_xla_merges_no_more_than_a_bucket(monkeypatch):

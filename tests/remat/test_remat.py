@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import ODD_GPT, Problem, equations_of, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
+from zero_jax import Remat
 from zero_jax.hlo import auditor
 from zero_jax.plan import flat_trace
 from zero_jax.remat import activations, layer_groups, policies
@@ -132,10 +133,9 @@ def step_of(p, remat, stage=3, **settings):
     """A traced step on four devices."""
     p = problem(p) if isinstance(p, str) else p
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat, **settings)
-    params = zero.eval_shape(p.make)
+    params, tx = zero.eval_shape(p.make), zero.optimizer(TX)
     batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
-    args = (params, zero.optimizer(TX).init(params), batch)
-    return zero.train_step(p.loss, TX).trace(*args)
+    return zero.train_step(p.loss, tx).trace(params, tx.init(params), batch)
 
 
 def stacks(jaxpr):
@@ -322,6 +322,10 @@ REFUSALS = [
         "dots@host", "names", "block:h", "names:", "names:a,a@host", "names:a@partitioned+host")),
     ("block@partitioned.*data.*model=2", zero("block@partitioned")),
     ("activations.*remat='none'", zero("none", offload="activations")),
+    ("activations.*dots_save", zero(KNOWN.dots_saveable, offload="activations")),
+    ("place.*'hots'.*'host'", lambda: Remat("block", "hots")),
+    *(("kind='jax'|kind='dots'", own) for own in (
+        lambda: Remat("jax"), lambda: Remat("dots", policy=KNOWN.dots_saveable))),
     ("block@host.*device", lambda: policies.check("block@host", BARE)),
     *(("'g'.*: h", lambda name=name: step_of(name, "names:h,g")) for name in ("plain", "scanned")),
     *(("'weight'", marked(mark, scanned)) for mark, scanned in (
@@ -337,12 +341,28 @@ def test_remat_refusals(named, call):
         call()
 
 
+SPELLED = [
+    (Remat("block", "host"), "block@host"), (Remat("block_sqrt"), "block_sqrt@device"),
+    (Remat("block", "partitioned+host"), "block@partitioned+host"),
+    (Remat("names", names={"a": "host", "b": "device"}), "names:a@host, b"),
+    (Remat("names", "host", [("a", "partitioned")]), "names@host:a@partitioned"),
+    (Remat("jax", policy=KNOWN.dots_saveable), KNOWN.dots_saveable),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "text"), SPELLED)
+def test_a_policy_equals_its_text(policy, text):
+    assert policies.parse(text) == policies.parse(policy) == policy
+    mesh = zero_jax.abstract_mesh(4, model=2)
+    ours, theirs = (zero_jax.Zero(mesh, "auto", remat=own) for own in (policy, text))
+    assert ours.config.remat == theirs.config.remat == (policy if callable(text) else str(policy))
+
+
 def test_auto_leaves_out_layers_that_cannot_be_grouped():
     assert [layer_groups.size_of(layers) for layers in (3, 36, 98)] == [1, 6, 7]
     policies.check("block", BARE)  # needs no host memory
     auto, said = zero("block_sqrt", stage="auto", memory_limit=1e9)(), []
     with pytest.raises(ValueError, match="candidate"):
-        auto.choice(
-            prime_loss, auto.optimizer(TX), auto.eval_shape(PRIME.make), X, report=said.append
-        )
+        tx, params = auto.optimizer(TX), auto.eval_shape(PRIME.make)
+        auto.choose(prime_loss, tx, params, X, report=said.append)
     assert any("7 layers" in line for line in said)

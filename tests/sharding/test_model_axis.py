@@ -53,9 +53,9 @@ def mesh_of(n, mp, replica=1):
 
 def train(name, mesh, **settings):
     zero = zero_jax.Zero(mesh, param_specs=PROBLEMS[name][1], **settings)
-    params = zero.shard(problem(name).start)
-    step = zero.train_step(problem(name).loss, ADAM)
-    state, losses = zero.optimizer(ADAM).init(params), []
+    params, tx = zero.shard(problem(name).start), zero.optimizer(ADAM)
+    step = zero.train_step(problem(name).loss, tx)
+    state, losses = tx.init(params), []
     for _ in range(STEPS):
         params, state, metrics = step(params, state, problem(name).batch)
         losses.append(float(metrics.loss))
