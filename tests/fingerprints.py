@@ -125,12 +125,9 @@ class Case:
         zero = zero_jax.Zero(self.mesh, **{"precision": "bf16", **self.settings})
         placed = NamedSharding(self.mesh, PartitionSpec(zero.batch_axes))
         tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32, sharding=placed)
-        params = zero.eval_shape(self.make)
-        tx = zero.optimizer(self.tx)
-        step, args = (
-            zero.train_step(self.loss, tx, has_aux=self.has_aux),
-            (params, tx.init(params), tokens),
-        )
+        params, tx = zero.eval_shape(self.make), zero.optimizer(self.tx)
+        step = zero.train_step(self.loss, tx, has_aux=self.has_aux)
+        args = params, tx.init(params), tokens
         program = step.trace(*args).lower(lowering_platforms=("cuda",))
         options = json.dumps(step.compiler_options(*args), indent=1, sort_keys=True)
         return normalised(program.as_text()), options

@@ -18,11 +18,9 @@ from zero_jax.hlo import prove, targets
 from zero_jax.models import decoder, gpt
 from zero_jax.plan.text_model import TextModel
 
-# fmt: off
 DECODER = decoder.DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72, vocab=48, seq=16,
-    qkv_bias=True, qk_norm=True)
-# fmt: on
+    qkv_bias=True, qk_norm=True)  # fmt: skip
 GPT = gpt.GPTConfig(layers=2, width=32, heads=4, vocab=48, seq=16)
 ROWS = jax.random.randint(jax.random.key(1), (24, 13), 0, 48)
 KEY = jax.random.key(0)
@@ -49,10 +47,8 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
     return params, opt_state
 
 
-# fmt: off
 MORE = [("nf4", 3, 3, "block"), ("bf16", 8, 3, "none"), ("fp32", 4, 2, "block"),
-        ("nf4", 5, 0, "block"), ("int8", 6, 3, "block"), ("bf16", 7, 1, "block")]
-# fmt: on
+        ("nf4", 5, 0, "block"), ("int8", 6, 3, "block"), ("bf16", 7, 1, "block")]  # fmt: skip
 CASES = [pytest.param(b, "all-linear", *more, marks=pytest.mark.slow) for b, *more in MORE]
 CASES += [("nf4", ["attn/q/", "mlp/"], 2, 3, "none")]
 
@@ -184,7 +180,6 @@ def a_loop_that_carries_its_matrix():
     return Lora(targets="w").adapt(loss, {"w": jnp.ones((3, 4, 4))}, jnp.ones((2, 4)))
 
 
-# fmt: off
 REFUSALS = [
     ("rank=0", lambda: Lora(rank=0)),
     ("base.*'nf5'", lambda: Lora(base="nf5")),
@@ -196,8 +191,7 @@ REFUSALS = [
     ("targets='w'", a_loop_that_carries_its_matrix),
     ("targets='all-linear'",
      lambda: Lora().adapt(lambda p, x: jnp.sum(x @ p), jnp.ones(4), jnp.ones((2, 4)))),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)

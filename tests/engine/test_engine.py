@@ -129,7 +129,6 @@ def taken_apart(params, x):
     return jnp.mean((x @ first) ** 2) + jnp.mean(x @ second)
 
 
-# fmt: off
 CARRIED = [
     (with_head, {}, {"head": 0}),
     (with_head, {"remat": "block", "grad_accum_steps": 2}, {"head": 0}),
@@ -145,8 +144,7 @@ CARRIED = [
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
     (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {}),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "settings", "want"), CARRIED)
@@ -275,7 +273,6 @@ def test_xla_merges_no_more_than_a_bucket(monkeypatch):
         assert known[GATHER] > 400 * 2**20 and 64 * known[SCATTER] == 17 * summed // 16
 
 
-# fmt: off
 AHEAD = [
     (True, {"width": 64, "grad_accum_steps": 2}), (True, {"width": 64, "scanned": False}),
     # An iteration over micro-batches reads all layers that are not scanned.
@@ -283,8 +280,7 @@ AHEAD = [
     # Two layers are held, so not where one is many buckets.
     (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
     (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ahead", "settings"), AHEAD)

@@ -83,14 +83,12 @@ def assert_same(name, losses, params):
     assert want[0][-1] < want[0][0]
 
 
-# fmt: off
 CASES = [
     ("plain", 2, "block_sqrt"), ("plain", 3, "block@host"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("plain", 1, "names:h"), ("plain", 3, "dots"), ("gpt", 3, "block@host"),
         ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 3, "block_sqrt"))),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "stage", "remat"), CASES)
@@ -150,14 +148,12 @@ def stacks(jaxpr):
 
 SHARE = (6, ROWS // 4, WIDTH)  # of a value kept by six layers, on one of four devices
 GROUPS = (3, *SHARE[1:])
-# fmt: off
 KEPT = [  # policy, stage, shapes, and which are on the host
     ("block", 3, [SHARE], [0]), ("names:h", 0, [SHARE, SHARE], [0, 0]),
     ("dots", 3, [SHARE, SHARE], [0, 0]), ("block_sqrt", 0, [GROUPS], [0]),
     ("block@host", 3, [SHARE], [1]), ("names:h@host", 3, [SHARE, SHARE], [0, 1]),
     ("names@host:h", 0, [SHARE, SHARE], [1, 0]), ("block_sqrt@host", 0, [GROUPS], [1]),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("remat", "stage", "shapes", "on_host"), KEPT)
@@ -184,7 +180,6 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
 # JAX's own policies: the same values are saved as by `jax.checkpoint`.
 
 KNOWN = jax.checkpoint_policies
-# fmt: off
 POLICIES = {
     **{name: getattr(KNOWN, name) for name in (
         "everything_saveable", "nothing_saveable", "dots_saveable",
@@ -198,8 +193,7 @@ POLICIES = {
     "both": KNOWN.save_from_both_policies(
         KNOWN.save_only_these_names("up"), KNOWN.save_only_these_names("mixed")),
     "a callable": lambda prim, *_, **params: prim.name == "tanh",
-}
-# fmt: on
+}  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -314,7 +308,6 @@ def prime_loss(params, x):
 
 
 PRIME = Problem(lambda: jnp.zeros((7, WIDTH, WIDTH)), prime_loss, X)
-# fmt: off
 REFUSALS = [
     ("remat='blok'.*'block'", zero("blok")),
     ("'hosst'.*'host'", zero("block@hosst")),
@@ -331,8 +324,7 @@ REFUSALS = [
     *(("'weight'", marked(mark, scanned)) for mark, scanned in (
         (lambda w: w, False), (lambda w: w.T, True), (lambda w: w @ w.T, False))),
     ("block_sqrt.*7 layers", lambda: step_of(PRIME, "block_sqrt")),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)
