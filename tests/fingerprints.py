@@ -175,7 +175,7 @@ def cases() -> dict[str, Case]:
     return found | {
         "int8 gather and int4 scatter, stage 3": Case({**block, "precision": coded}),
         "buckets of 4 KiB, stage 3": Case({**block, "bucket_bytes": 4096}),
-        "secondary_shards, stage 3": Case({**block, "secondary_shards": True}, replicas),
+        "secondary shards, stage 3": Case({**block, "secondary_shards": True}, replicas),
         "GPT, sequence parallel, stage 3": of_model(dense, sequence, data=2, model=2),
         "GPT, activations in host memory, stage 2": of_model(dense, on_host, data=2, model=2),
         "decoder with experts, stage 3": of_model(sparse, block, data=2, experts=2),

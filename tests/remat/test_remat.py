@@ -315,15 +315,14 @@ REFUSALS = [
         "dots@host", "names", "block:h", "names:", "names:a,a@host", "names:a@partitioned+host")),
     ("block@partitioned.*data.*model=2", zero("block@partitioned")),
     ("activations.*remat='none'", zero("none", offload="activations")),
-    ("activations.*dots_save", zero(KNOWN.dots_saveable, offload="activations")),
-    ("place.*'hots'.*'host'", lambda: Remat("block", "hots")),
-    *(("kind='jax'|kind='dots'", own) for own in (
-        lambda: Remat("jax"), lambda: Remat("dots", policy=KNOWN.dots_saveable))),
     ("block@host.*device", lambda: policies.check("block@host", BARE)),
     *(("'g'.*: h", lambda name=name: step_of(name, "names:h,g")) for name in ("plain", "scanned")),
     *(("'weight'", marked(mark, scanned)) for mark, scanned in (
         (lambda w: w, False), (lambda w: w.T, True), (lambda w: w @ w.T, False))),
     ("block_sqrt.*7 layers", lambda: step_of(PRIME, "block_sqrt")),
+    ("activations.*remat", zero(KNOWN.dots_saveable, offload="activations")),
+    ("'hots'.*'host'", lambda: Remat("block", "hots")), ("policy", lambda: Remat("jax")),
+    ("policy", lambda: Remat("dots", policy=KNOWN.dots_saveable)),
 ]  # fmt: skip
 
 

@@ -213,8 +213,8 @@ def on_host(text: str) -> str:
     policy = parse(text)
     if policy.kind in ("none", "dots", "jax"):
         raise ValueError(
-            f'offload="activations" with remat={str(policy)!r}: host memory is for inputs of layers '
-            'and for marked values: use remat="block"'
+            f'offload="activations" with remat={text!r}: it moves what remat keeps of layers to '
+            'the host, and this keeps too much to move: use remat="block"'
         )
     names = tuple((name, dataclasses.replace(at, host=True)) for name, at in policy.names)
     inputs = dataclasses.replace(policy.inputs, host=True)
