@@ -164,7 +164,7 @@ def decoder(
 def preset(
     name: str, devices: int, rows: int = 1, precision: zero_jax.Precision = SUMS_IN_FP32
 ) -> Program:
-    """The step of `python -m zero_jax.plan --model NAME --devices N`: rows of 1024 tokens."""
+    """A model of `zero_jax.models` on rows of 1024 tokens, each layer rematerialised."""
     model = TextModel(families.preset(name))
 
     def batch(devices: int) -> jax.ShapeDtypeStruct:
@@ -246,8 +246,8 @@ def planned(program: Program) -> zero_jax.Plan:
     settings = {"precision": BF16, **program.settings}
     zero = zero_jax.Zero(zero_jax.abstract_mesh(program.devices), **settings)
     return zero.plan(
-        *(program.loss, program.tx, zero.eval_shape(program.make), program.batch(program.devices)),
-        *program.extras,
+        *(program.loss, zero.optimizer(program.tx), zero.eval_shape(program.make)),
+        *(program.batch(program.devices), *program.extras),
         has_aux=program.has_aux,
         target=program.target,
     )

@@ -55,8 +55,8 @@ def compiled(model: str, devices: int, optimizer: str) -> dict:
 def trained(optimizer: str) -> tuple[Points, Points]:
     """Losses of the default run, of training and held out."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "train.py", "--optimizer", optimizer, "--out", f"{out}/run"]
-        subprocess.run(command, cwd=ROOT, check=True)
+        command = [sys.executable, "train.py", "--optimizer", optimizer]
+        subprocess.run([*command, "--output-dir", f"{out}/run"], cwd=ROOT, check=True)
         run = read(pathlib.Path(out, "run"))
         return finite(run.curve("loss")), finite(run.curve("val_loss"))
 

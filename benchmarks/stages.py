@@ -55,7 +55,7 @@ class Program:
             self.make: Callable[[], Any] = lambda: (params := make(), init(params))
             shapes = args[:2]
         else:
-            zero = dataclasses.replace(case.zero, stage=int(name.split()[-1]))
+            zero = case.zero.at_stage(int(name.split()[-1]))
             tx = zero.optimizer(case.tx)
             jitted = zero.train_step(case.loss_fn, tx)
             self.make = lambda: (params := zero.init(case.make), tx.init(params))

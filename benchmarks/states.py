@@ -2,13 +2,13 @@
 
     python benchmarks/states.py              # 6 programs, 4 minutes on two cores
     python benchmarks/states.py --loss       # each in the default run of train.py, and a naive way
-    python benchmarks/states.py --loss -- --model 124m --steps 200 --devices 1 --batch 8 --seq 64 \\
-        --lr 1e-4
+    python benchmarks/states.py --loss -- --model 124m --max-steps 200 --devices 1 \\
+        --global-batch-size 8 --seq-len 64 --lr 1e-4
 
-Stage 3, one row of 1024 tokens a device, AdamW, bf16 with gradients summed in fp32, as the planner
-has it by default. The naive way keeps the second moment in 8 bits too, but evenly spaced from 0 to
-the largest of each 128: what is small in a block becomes 0, and its root is divided by. Needs the
-extra `prove`; --loss needs `train` instead, and hands what comes after `--` to train.py.
+Stage 3, one row of 1024 tokens a device, AdamW, bf16 with gradients summed in fp32. The naive way
+keeps the second moment in 8 bits too, but evenly spaced from 0 to the largest of each 128. Small
+values of a block become 0, and the update divides by their root. Needs the extra `prove`; --loss
+needs `train` instead, and passes the arguments after `--` to train.py.
 """
 
 import argparse
@@ -90,10 +90,10 @@ def naively(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 def trained(states: str, arguments: list[str]) -> dict[str, float]:
     """Losses of a run: the mean of the last steps, and what is held out at the end."""
     with tempfile.TemporaryDirectory() as out:
-        program = ["train.py", "--states", states]
+        program = ["train.py", "--optimizer-state-dtype", states]
         if states == NAIVE:
             program = ["benchmarks/states.py", "--naive"]
-        command = [sys.executable, *program, "--out", f"{out}/run", *arguments]
+        command = [sys.executable, *program, "--output-dir", f"{out}/run", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         run = read(pathlib.Path(out, "run"))
         train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))

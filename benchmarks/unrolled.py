@@ -152,7 +152,7 @@ def measured(form: str, model: str, devices: int, remat: str) -> dict[str, Any]:
     else:
         make, loss = forms(config)[form]
         plan = zero.plan(
-            *(loss, case.tx, zero.eval_shape(make), case.batch),
+            *(loss, zero.optimizer(case.tx), zero.eval_shape(make), case.batch),
             target="h100",
             model_flops=case.model_flops,
         )

@@ -5,8 +5,8 @@ CPython's help pages) and a folder (sentences about trains). `whole` trains all 
 stage 3, `adapters` matrices of rank 8 beside it; what is multiplied with is read from the loss.
 Changed: +5 -3 lines from one to the other.
 
-With a model and a tokenizer of Hugging Face `train.py --init-from DIR --data FOLDER --lora-rank 16` does the
-same (docs/finetuning.md).
+`train.py --init-from DIR --data FOLDER --lora-rank 16` does the same with a model and a tokenizer
+of Hugging Face (docs/finetuning.md).
 
     python examples/lora_folder.py
 """

@@ -125,9 +125,9 @@ class Case:
         zero = zero_jax.Zero(self.mesh, **{"precision": "bf16", **self.settings})
         placed = NamedSharding(self.mesh, PartitionSpec(zero.batch_axes))
         tokens = jax.ShapeDtypeStruct((ROWS, TOKENS + 1), jnp.int32, sharding=placed)
-        params = zero.eval_shape(self.make)
-        step = zero.train_step(self.loss, self.tx, has_aux=self.has_aux)
-        args = params, zero.optimizer(self.tx).init(params), tokens
+        params, tx = zero.eval_shape(self.make), zero.optimizer(self.tx)
+        step = zero.train_step(self.loss, tx, has_aux=self.has_aux)
+        args = params, tx.init(params), tokens
         program = step.trace(*args).lower(lowering_platforms=("cuda",))
         options = json.dumps(step.compiler_options(*args), indent=1, sort_keys=True)
         return normalised(program.as_text()), options
@@ -175,7 +175,7 @@ def cases() -> dict[str, Case]:
     return found | {
         "int8 gather and int4 scatter, stage 3": Case({**block, "precision": coded}),
         "buckets of 4 KiB, stage 3": Case({**block, "bucket_bytes": 4096}),
-        "secondary_shards, stage 3": Case({**block, "secondary_shards": True}, replicas),
+        "secondary shards, stage 3": Case({**block, "secondary_shards": True}, replicas),
         "GPT, sequence parallel, stage 3": of_model(dense, sequence, data=2, model=2),
         "GPT, activations in host memory, stage 2": of_model(dense, on_host, data=2, model=2),
         "decoder with experts, stage 3": of_model(sparse, block, data=2, experts=2),

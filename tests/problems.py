@@ -129,9 +129,9 @@ def train_zero(problem, tx, steps, n, replica=1, **settings):
     """Runs the same under Zero on the first n devices of each replica; returns the Zero too."""
     mesh = zero_jax.make_mesh(replica=replica, devices=jax.devices()[: n * replica])
     zero = zero_jax.Zero(mesh, **settings)
-    params = zero.shard(problem.start)
+    params, tx = zero.shard(problem.start), zero.optimizer(tx)
     step = zero.train_step(problem.loss_on_mesh or problem.loss, tx, has_aux=problem.has_aux)
-    state, extras, losses = zero.optimizer(tx).init(params), problem.extras, []
+    state, extras, losses = tx.init(params), problem.extras, []
     for _ in range(steps):
         params, state, metrics = step(params, state, problem.batch, *extras)
         extras = (metrics.aux,) if problem.has_aux else extras

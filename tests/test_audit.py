@@ -39,8 +39,8 @@ def audit(stage, k=1, tx=ADAMW, **settings):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, grad_accum_steps=k, **settings)
     params = zero.eval_shape(make)
     rows = jax.ShapeDtypeStruct((8 * k, WIDTH), jnp.float32)
-    step = zero.train_step(loss, tx)
-    return auditor.audit(step.lower(params, zero.optimizer(tx).init(params), rows).compile())
+    tx = zero.optimizer(tx)
+    return auditor.audit(zero.train_step(loss, tx).lower(params, tx.init(params), rows).compile())
 
 
 ROWS = [(0, 1, "block"), (1, 1, "none"), (1, 3, "block"), (2, 3, "dots"), (3, 1, "none")]
@@ -88,7 +88,7 @@ def test_models_of_the_paper_send_and_hold_what_it_says(model, devices, stage, k
     zero = zero_jax.Zero(mesh, stage, "bf16", grad_accum_steps=k, remat="block")
     rows = jax.ShapeDtypeStruct((devices * k, shapes.config.seq + 1), jnp.int32)
     params, psi = zero.eval_shape(shapes.make), gpt.num_params(shapes.config)
-    report = zero.plan(shapes.trained_loss, tx, params, rows, target="cpu").compiled
+    report = zero.plan(shapes.trained_loss, zero.optimizer(tx), params, rows, target="cpu").compiled
     assert report.words_per_param(psi) == pytest.approx(sum(ELEMENTS[stage](k)), rel=0.01)
     states = 12 * psi // (devices if stage else 1) + 20
     assert report.argument_bytes == states + k * rows.shape[1] * 4

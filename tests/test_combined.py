@@ -45,8 +45,8 @@ def test_configurations_are_those_of_table_3_of_the_paper():
 @pytest.mark.slow
 def test_steps_hold_equal_bytes_and_delete_donated_states():
     zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", offload=PIECES)
-    params = zero.shard(problem("gpt").start)
-    state, step = zero.optimizer(ADAM).init(params), zero.train_step(problem("gpt").loss, ADAM)
+    params, tx = zero.shard(problem("gpt").start), zero.optimizer(ADAM)
+    state, step = tx.init(params), zero.train_step(problem("gpt").loss, tx)
     sizes = []
     for _ in range(20):
         before = jax.tree.leaves((params, state))

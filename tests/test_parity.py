@@ -27,7 +27,6 @@ SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))
 TX = {"gpt": ADAM, "zoo": ADAM, "few": ADAM, "resnet": SGD, "weighted": SGD, "many": SGD}
 RATED = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4)
 KINDS = {"matrix": RATED, "vector": optax.lion(1e-3)}
-# fmt: off
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "muon": optax.contrib.muon(1e-2),
@@ -40,8 +39,7 @@ OPTIMIZERS = {
         optax.masked(optax.clip(1e-3), functools.partial(
             jax.tree_util.tree_map_with_path, lambda path, _: "vector" not in str(path))),
         optax.adamw(1e-2, eps=1e-4, weight_decay=0.1,
-                    mask=functools.partial(jax.tree.map, lambda p: p.ndim > 1)))}
-# fmt: on
+                    mask=functools.partial(jax.tree.map, lambda p: p.ndim > 1)))}  # fmt: skip
 
 
 def few_leaves(empty: bool = True) -> Problem:

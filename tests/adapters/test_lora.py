@@ -18,11 +18,9 @@ from zero_jax.hlo import prove, targets
 from zero_jax.models import decoder, gpt
 from zero_jax.plan.text_model import TextModel
 
-# fmt: off
 DECODER = decoder.DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72, vocab=48, seq=16,
-    qkv_bias=True, qk_norm=True)
-# fmt: on
+    qkv_bias=True, qk_norm=True)  # fmt: skip
 GPT = gpt.GPTConfig(layers=2, width=32, heads=4, vocab=48, seq=16)
 ROWS = jax.random.randint(jax.random.key(1), (24, 13), 0, 48)
 KEY = jax.random.key(0)
@@ -37,8 +35,8 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
     zero = zero_jax.Zero(mesh, stage, frozen=frozen, remat=remat)
     params = zero.init(make, KEY)
-    before, opt_state = zero.unshard(params)["base"], zero.optimizer(tx).init(params)
-    step, losses = zero.train_step(loss, tx), []
+    before, tx = zero.unshard(params)["base"], zero.optimizer(tx)
+    opt_state, step, losses = tx.init(params), zero.train_step(loss, tx), []
     for _ in range(3):
         params, opt_state, metrics = step(params, opt_state, batch)
         losses.append(float(metrics.loss))
@@ -49,10 +47,8 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
     return params, opt_state
 
 
-# fmt: off
 MORE = [("nf4", 3, 3, "block"), ("bf16", 8, 3, "none"), ("fp32", 4, 2, "block"),
-        ("nf4", 5, 0, "block"), ("int8", 6, 3, "block"), ("bf16", 7, 1, "block")]
-# fmt: on
+        ("nf4", 5, 0, "block"), ("int8", 6, 3, "block"), ("bf16", 7, 1, "block")]  # fmt: skip
 CASES = [pytest.param(b, "all-linear", *more, marks=pytest.mark.slow) for b, *more in MORE]
 CASES += [("nf4", ["attn/q/", "mlp/"], 2, 3, "none")]
 
@@ -184,7 +180,6 @@ def a_loop_that_carries_its_matrix():
     return Lora(targets="w").adapt(loss, {"w": jnp.ones((3, 4, 4))}, jnp.ones((2, 4)))
 
 
-# fmt: off
 REFUSALS = [
     ("rank=0", lambda: Lora(rank=0)),
     ("base.*'nf5'", lambda: Lora(base="nf5")),
@@ -196,8 +191,7 @@ REFUSALS = [
     ("targets='w'", a_loop_that_carries_its_matrix),
     ("targets='all-linear'",
      lambda: Lora().adapt(lambda p, x: jnp.sum(x @ p), jnp.ones(4), jnp.ones((2, 4)))),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)

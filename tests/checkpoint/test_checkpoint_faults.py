@@ -121,7 +121,6 @@ def forge(directory, whole=(), digest=None, **entry):
     (directory / "1" / "seal.json").unlink(missing_ok=True)
 
 
-# fmt: off
 FORGED = [  # named by the error, changes
     ("v .*w|w .*v", {"folder": "arrays/0000"}), (r"0000/\.\.", {"folder": "arrays/0000/.."}),
     ("/tmp", {"folder": "/tmp"}), ("elsewhere", {"folder": "../../elsewhere"}),
@@ -133,8 +132,7 @@ FORGED = [  # named by the error, changes
     (f"{2**50:,}", {"shape": [2**30, 2**20], "chunk": [1, 1]}),  # counted, not listed
     *(("manifest.json", {"whole": whole}) for whole in ({"step": "x"}, {"step": -1},
         {"format": "1"}, {"format": 99}, {"arrays": []}, {"versions": 1}, {"more": 1})),
-    ("manifest.json", {"whole": {"config": "other"}, "digest": "0" * 64})]
-# fmt: on
+    ("manifest.json", {"whole": {"config": "other"}, "digest": "0" * 64})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "changes"), FORGED)

@@ -11,10 +11,8 @@ from zero_jax.collectives import buckets
 from zero_jax.hlo import auditor
 
 N = 4
-# fmt: off
 PIECES = [((8, 6), 0, 4 * N), ((6, 8), 1, 7 * 4 * N), ((3, 4, 5), 1, 4 * 4 * N),
-          ((3, 4, 5), 1, None), ((4,), 0, 4 * N * 1000)]
-# fmt: on
+          ((3, 4, 5), 1, None), ((4,), 0, 4 * N * 1000)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "dim", "bucket"), PIECES)
@@ -66,16 +64,12 @@ def test_gather_and_shard_inside_a_shard_map_of_the_user(n):
     loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) ** 2) + p["scale"] * jnp.sum(x)  # noqa: E731
 
     def f(params, x):
-        shards = zero_jax.manual.shard(params)
-        grads = jax.grad(lambda s: loss(zero_jax.manual.gather(s, params), x))(shards)
+        shards, gather = zero_jax.manual.shard(params), zero_jax.manual.gather
+        grads = jax.grad(lambda s: loss(gather(s, params), x))(shards)
         assert grads["w"].shape == shards["w"].shape and shards["w"].size * n < 2 * 35
         grads["scale"] = jax.lax.psum(grads["scale"], "data")  # too small to split: stays local
-        rounded = zero_jax.manual.gather(shards, params, compute_dtype="bfloat16")
-        return (
-            zero_jax.manual.gather(shards, params),
-            zero_jax.manual.gather(grads, params),
-            rounded,
-        )
+        rounded = gather(shards, params, compute_dtype="bfloat16")
+        return gather(shards, params), gather(grads, params), rounded
 
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
     specs = {"in_specs": (P(), P("data")), "out_specs": P()}

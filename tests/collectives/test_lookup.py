@@ -125,8 +125,8 @@ READ = [
 def test_a_leaf_is_looked_up_if_few_of_its_rows_are_read(fn, devices, settings, by_rows):
     zero = zero_jax.Zero(**{"mesh": zero_jax.abstract_mesh(devices), "stage": 3} | settings)
     params = zero.eval_shape(make)
-    state = zero.optimizer(TX).init(params)
-    traced = zero.train_step(fn, TX).read(params, state, TOKEN_ROWS)
+    tx = zero.optimizer(TX)
+    traced = zero.train_step(fn, tx).read(params, tx.init(params), TOKEN_ROWS)
     assert [leaf.path for leaf in traced.leaves if leaf.by_rows] == ["embed"] * by_rows
 
 
@@ -162,9 +162,9 @@ def test_a_row_that_is_not_there_is_filled_as_after_the_cast(fill, kind):
 def test_no_device_has_the_table_and_no_more_than_its_rows_travel(words, shard):
     mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
     zero = zero_jax.Zero(mesh, 3)
-    params = zero.init(lambda: make(words))
-    args = params, zero.optimizer(TX).init(params), zero_jax.global_batch(mesh, TOKEN_ROWS)
-    audit = auditor.audit(zero.train_step(loss, TX).lower(*args).compile(), dict(mesh.shape))
+    params, tx = zero.init(lambda: make(words)), zero.optimizer(TX)
+    args = params, tx.init(params), zero_jax.global_batch(mesh, TOKEN_ROWS)
+    audit = auditor.audit(zero.train_step(loss, tx).lower(*args).compile(), dict(mesh.shape))
     assert all(c.elements < words * WIDTH / 2 for c in audit.collectives)
     sent = sum(c.words for c in audit.collectives if c.kind == "all-to-all")
     assert sent == 2 * (ROWS // 4 * TOKENS) * WIDTH + 2 * shard

@@ -110,7 +110,7 @@ REFUSALS = [
     ("growth_interval=0", lambda: Precision(growth_interval=0)),
     ("param_comm_dtype='int4'.*int8", lambda: Precision("bf16", param_comm_dtype="int4")),
     ("grad_comm_dtype='fp8'.*int4", lambda: Precision("bf16", grad_comm_dtype="fp8")),
-    ("loss_scale", lambda: zero_of(8, 0, compute="fp16")().value_and_grad(loss)(PARAMS, X)),
+    ("loss_scale", lambda: zero_of(8, 0, compute_dtype="fp16")().value_and_grad(loss)(PARAMS, X)),
     # Nothing is communicated in integers there.
     ("param_comm_dtype", zero_of(8, 0, param_comm_dtype="int8")),
     ("grad_comm_dtype", zero_of(8, 0, grad_comm_dtype="int4")),

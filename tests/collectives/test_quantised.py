@@ -80,13 +80,11 @@ def rounded(x):
     return (np.round(x / steps) * steps).astype(np.float32)
 
 
-# fmt: off
 CASES = [
     (1, (3, 1, 2), {"param_comm_dtype": "int8"}, {}),
     (3, (2, 3, 1), {"param_comm_dtype": "int8"}, {"secondary_shards": True}),
     (1, (2, 2, 2), {"grad_comm_dtype": "int8"}, {}),
-    (3, (3, 1, 2), {"grad_comm_dtype": "int4"}, {"bucket_bytes": 2**10})]
-# fmt: on
+    (3, (3, 1, 2), {"grad_comm_dtype": "int4"}, {"bucket_bytes": 2**10})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("stage", "sizes", "kinds", "settings"), CASES)
@@ -98,11 +96,10 @@ def test_gradients_are_off_by_half_a_step_of_each_device(stage, sizes, kinds, se
     settings = settings | {"param_specs": {"b": jax.P(None, "model")} if model > 1 else None}
     zero = zero_jax.Zero(mesh, stage, precision=zero_jax.Precision(**kinds), **settings)
     cuts = dict(zip(start, zero.splits(start), strict=True))
-    fn = rounded if "param_comm_dtype" in kinds else np.copy
+    coded = "param_comm_dtype" in kinds
+    fn = rounded if coded else np.copy
     weights = {name: by_shard(fn, x, cuts[name]) for name, x in start.items()}
-    assert all(
-        (weights[name] != start[name]).any() == ("param_comm_dtype" in kinds) for name in start
-    )
+    assert all((weights[name] != start[name]).any() == coded for name in start)
     rows = np.asarray(jax.random.normal(jax.random.key(1), (2 * count, 17 + 48)))
     compute = jax.jit(jax.value_and_grad(lambda p, r: sum_of_squares(p, r)[0]))
     wanted, own = jax.vmap(compute, (None, 0))(weights, rows.reshape(count, 2, -1))

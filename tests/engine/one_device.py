@@ -61,8 +61,9 @@ def begun(own, sizes, tx=ADAM, **settings):
     """A Zero, its step and the first arguments."""
     zero = zero_on(sizes, **settings)
     params, batch = zero.shard(own.start), zero_jax.global_batch(zero.mesh, own.batch)
+    tx = zero.optimizer(tx)
     step = zero.train_step(own.loss, tx, has_aux=own.has_aux)
-    return zero, step, (params, zero.optimizer(tx).init(params), batch)
+    return zero, step, (params, tx.init(params), batch)
 
 
 def trained(own, sizes, tx=ADAM, steps=2, **settings):

@@ -129,7 +129,6 @@ def taken_apart(params, x):
     return jnp.mean((x @ first) ** 2) + jnp.mean(x @ second)
 
 
-# fmt: off
 CARRIED = [
     (with_head, {}, {"head": 0}),
     (with_head, {"remat": "block", "grad_accum_steps": 2}, {"head": 0}),
@@ -145,15 +144,14 @@ CARRIED = [
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
     (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {}),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "settings", "want"), CARRIED)
 def test_leaves_that_are_carried_and_the_loop_that_carries_them(loss, settings, want):
     """No vector, and nothing frozen, gathered for the whole step or larger than a bucket."""
     zero, args = arguments(make, **settings)
-    traced = zero.train_step(loss, TX).read(*args)
+    traced = zero.train_step(loss, zero.optimizer(TX)).read(*args)
     eqns = traced.closed.jaxpr.eqns
     scans = [at for at, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
     assert {x.path: scans.index(x.rides) for x in traced.leaves if x.rides is not None} == want
@@ -251,7 +249,7 @@ def _options(width, scanned=True, **settings):
         return {"conv": jnp.zeros((3, 3, 3 * width, 9 * width)), "blocks": blocks}
 
     ours, args = arguments(make, batch=jax.ShapeDtypeStruct((16, width), "f4"), n=8, **settings)
-    return ours.train_step(loss, TX).compiler_options(*args)
+    return ours.train_step(loss, ours.optimizer(TX)).compiler_options(*args)
 
 
 def test_xla_merges_no_more_than_a_bucket(monkeypatch):
@@ -275,7 +273,6 @@ def test_xla_merges_no_more_than_a_bucket(monkeypatch):
         assert known[GATHER] > 400 * 2**20 and 64 * known[SCATTER] == 17 * summed // 16
 
 
-# fmt: off
 AHEAD = [
     (True, {"width": 64, "grad_accum_steps": 2}), (True, {"width": 64, "scanned": False}),
     # An iteration over micro-batches reads all layers that are not scanned.
@@ -283,8 +280,7 @@ AHEAD = [
     # Two layers are held, so not where one is many buckets.
     (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
     (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ahead", "settings"), AHEAD)

@@ -107,9 +107,8 @@ def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     assert sent(audit, "all-to-all")[0] == 0
     # A plan counts the same, and indices.
     kinds, zero = ("all-gather", "reduce-scatter", "all-to-all"), zero_on(sizes, remat=remat)
-    plan = zero.plan(
-        own.loss, zero.optimizer(ADAM), zero.eval_shape(own.make), own.batch, has_aux=True
-    )
+    args = zero.optimizer(ADAM), zero.eval_shape(own.make), own.batch
+    plan = zero.plan(own.loss, *args, has_aux=True)
     of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
     assert plan.token_words == pytest.approx(of_all, rel=0.02)
 

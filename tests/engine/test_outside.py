@@ -181,7 +181,6 @@ def with_unused_metric(x, w, b):
     return lax.scan(body, x, None, length=2)[0]
 
 
-# fmt: off
 LAYER = {
     "straight through": lambda x, w, b: x @ straight_through(w) / 4 + x @ w + b,
     "straight through activations": lambda x, w, b: straight_through(x @ w + b) - 0.5,
@@ -203,8 +202,7 @@ LAYER = {
     "bool in checkpoint": lambda x, w, b: jax.checkpoint(gated)(w, x + b, False),
     "bool as a result": lambda x, w, b: b + gated(w, *jax.checkpoint(
         lambda w, y: (jnp.tanh(y @ w), False), policy=DOTS)(w, x)),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -499,7 +497,6 @@ def test_dropout_keys_differ_between_devices_and_micro_batches():
     assert abs(float(one) - values[0]) > 1e-3
 
 
-# fmt: off
 # Operations of libraries on a leaf of (4, 8) over three devices: sharded along 8, with padding.
 OPERATIONS = {
     "rfft": lambda w: jnp.abs(jnp.fft.rfft(w)),
@@ -519,8 +516,7 @@ OPERATIONS = {
     "sort": lambda w: jnp.sort(w, axis=0) * jnp.arange(4.0)[:, None],
     "top_k": lambda w: jax.lax.top_k(w, 3)[0],
     "conv": lambda w: jnp.convolve(w[0], w[1]),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def test_gradients_of_operations_of_libraries_are_those_of_one_device():

@@ -151,7 +151,6 @@ def array(*shape):
     return {"w": jax.ShapeDtypeStruct(shape, "float32")}
 
 
-# fmt: off
 REFUSED = [
     ("stage=0", lambda: partitioned(SGD, stage=0)),
     ("stage='2'", lambda: partitioned(SGD, stage="2")),
@@ -165,8 +164,7 @@ REFUSED = [
     ("none.*'data'",
      lambda: Run(SGD, odd_params(), 2, grads=jax.grad(loss)).trained(odd_params(), 1)),
     (r"stateless\(by_rows\)", lambda: require(optax.stateless(by_rows), array(6, 8), 8)),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED)
@@ -278,15 +276,10 @@ def packaged(zero, tx, loss, batches=(X, X, X), named=lambda number: {}):
     return params, state
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"stage": 0},
-        {"skip_nonfinite": False},
-        {"optimizer_state_dtype": "8bit"},
-        {"offload": "optimizer"},
-    ],
-)
+MONITORED = [{"stage": 0}, {"skip_nonfinite": False}, {"offload": "optimizer"}]
+
+
+@pytest.mark.parametrize("settings", [*MONITORED, {"optimizer_state_dtype": "8bit"}])
 def test_measurements_of_a_monitor_are_those_of_optax(settings):
     measures = {"norm": optax.tree.norm, "mean": optax.measure_with_ema(optax.tree.norm, 0.9)}
     after = optax.clip_by_global_norm(0.01), optax.adam(0.1)

@@ -277,6 +277,11 @@ def with_aux(aux, **options):
     return differentiated(lambda p, x: (loss(p, x), aux(x)), has_aux=True, **options)
 
 
+def step_of(**options):
+    zero = zero_on()
+    return zero.train_step(loss, zero.optimizer(SGD), **options)
+
+
 def state_of(tx, **settings):
     zero = zero_on(**settings)
     return zero.optimizer(tx).init(zero.eval_shape(make))
@@ -325,11 +330,13 @@ ROWS = [
     ("grad_accum_steps 0", lambda: zero_on(grad_accum_steps=0)),
     ("remat blok block", lambda: zero_on(remat="blok")),
     ("bf17 bf16", lambda: zero_on(precision="bf17")),
-    ("guard fp16", lambda: zero_on(skip_nonfinite=False, precision="fp16")),
+    ("skip_nonfinite fp16", lambda: zero_on(skip_nonfinite=False, precision="fp16")),
     ("frozen bsae b w", lambda: zero_on(frozen="bsae").eval_shape(make)),
     ("frozen (b", lambda: zero_on(frozen="(b").eval_shape(make)),
     ("paper_config c9", lambda: zero_jax.paper_config("c9")),
-    ("max_skips 0", lambda: zero_on().train_step(loss, SGD, max_skips=0)),
+    *((f"memory_limit {given!r}", lambda given=given: zero_on(memory_limit=given))
+      for given in ("80XB", "GB", "", "-1GB", "1e3GiBs", 0, 0.5, -1, True, float("nan"), 1e30)),
+    ("max_skips 0", lambda: step_of(max_skips=0)),
     ("jax_threefry_partitionable",
      lambda: under(jax.threefry_partitionable(False), zero_on().init, make)),
     ("jax_disable_jit", lambda: under(jax.disable_jit(), zero_on().init, make)),
@@ -378,7 +385,11 @@ ROWS = [
     ("lax.while_loop b", lambda: differentiated(lambda p, x: loss(p, x) + jax.lax.while_loop(
         lambda c: c < 9, lambda c: c + p["b"].sum() + 1, 0.0))),
     ("tx 'adam'", lambda: zero_on().optimizer("adam")),
-    ("tx adam", lambda: zero_on().train_step(loss, optax.adam)),
+    *(("tx zero.optimizer", lambda name=name, tx=tx: getattr(zero_on(), name)(loss, tx, {}, X))
+      for name in ("plan", "choose") for tx in (SGD, None)),
+    ("tx zero.optimizer", lambda: zero_on().train_step(loss, SGD)),
+    ("tx zero.optimizer", lambda: zero_on(stage="auto").train_step(loss, optax.adam)),
+    ("tx wrapped", lambda: zero_on().optimizer(zero_on().optimizer(SGD))),
     ("optimizer Precision", lambda: zero_on(precision="fp16").train_step(
         loss, zero_on().optimizer(optax.adam(1e-3)))),
     ("state tuple zero.optimizer", lambda: traced(SGD, SGD.init(make()))),
@@ -393,9 +404,8 @@ ROWS = [
     ("value_fn zero.value_and_grad", lambda: traced(optax.lbfgs(0.1))),
     ("grad_fn zero.value_and_grad", lambda: traced(SAM)),
     ("zero.value_and_grad", lambda: traced(LOOKAHEAD)),
-    ("value", lambda: zero_on().train_step(loss, SGD)(None, None, X, value=1.0)),
-    ("grad_fn zero.value_and_grad",
-     lambda: zero_on().train_step(loss, SGD)(None, None, X, grad_fn=loss)),
+    ("value", lambda: step_of()(None, None, X, value=1.0)),
+    ("grad_fn zero.value_and_grad", lambda: step_of()(None, None, X, grad_fn=loss)),
 ]
 # fmt: on
 
@@ -408,12 +418,18 @@ def test_an_error_names_the_argument(words, call):
     assert [word for word in words.split() if word not in str(caught.value)] == []
 
 
+def test_a_memory_limit_is_bytes_or_text():
+    limits = {"80GB": 80 * 10**9, "64GiB": 2**36, " 1.5 tb ": 15 * 10**11, "2e3 KiB": 2048000}
+    limits |= {"7": 7, "9b": 9, 80e9: 80 * 10**9, 2**40 + 1: 2**40 + 1, None: None}
+    assert {given: zero_on(memory_limit=given).config.memory_limit for given in limits} == limits
+
+
 def test_a_padded_parameter_is_no_array():
     """Outside a loss; only the type of its values is known to JAX."""
     leaf = zero_on().eval_shape(make)["b"]
     uses = jnp.sum, np.asarray, lambda x: 2 * x, lambda x: X @ x, lambda x: x[0], lambda x: x.T
     for use in uses:
-        with pytest.raises((TypeError, AttributeError), match=r"\(7,\).*\(8,\).*zero\.full"):
+        with pytest.raises((TypeError, AttributeError), match=r"\(7,\).*\(8,\).*zero\.unshard"):
             use(leaf)
 
 
@@ -422,9 +438,8 @@ def test_infinity_in_any_leaf_skips_an_update_outside_of_train_step():
     for bad, guard in (("a", True), ("b", True), ("b", False)):
         tx = zero_on(skip_nonfinite=guard).optimizer(SGD)
         updates, state = tx.update(params | {bad: params[bad] * jnp.inf}, tx.init(params), params)
-        assert (
-            int(state.guard.skipped) == guard != np.any([np.asarray(x) for x in updates.values()])
-        )
+        changed = np.any([np.asarray(x) for x in updates.values()])
+        assert int(state.guard.skipped) == guard != changed
 
 
 def test_several_processes_need_a_global_batch():

@@ -44,7 +44,6 @@ def choose(x, w):
     return jax.lax.switch(jnp.int32(x[0, 0]), branches)
 
 
-# fmt: off
 PROGRAMS = {
     "batch last": (lambda x, y: jnp.einsum("mkb,nkb->bmn", x, y), [(M, K, B), (N, K, B)],
                    2 * B * M * K * N),
@@ -54,8 +53,7 @@ PROGRAMS = {
                 [(IMAGES, H, W, CIN), (KH, KW, CIN // 4, COUT)], ONE_CONVOLUTION // 4),
     "remat": (remat, [(L, D, D), (M, D)], 4 * L * 2 * M * D * D),
     "branches": (choose, [(32, 48), (48, 48)], 2 * 2 * 32 * 48 * 48),  # of the dearest
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -100,7 +98,6 @@ OTHERS = [f"%o{n} = {called('f32[4,8]', '%a', 'mine')}" for n in range(2)] + [
     "%p = " + called("f32[4,8]", "%a", "__cudnn$fmhaSoftmax"),
     "%room = " + called("f32[4,8]", "", "AllocateBuffer"),
 ]
-# fmt: off
 SPELLINGS = {
     "fusions": ([f"%m = {FUSION}", f"%n = {FUSION}"], 2 * FLOPS),
     "started": (STARTED, FLOPS),
@@ -118,8 +115,7 @@ SPELLINGS = {
     "no config": (["%c = " + called(RESULT, "%a, %b", "__cublas$gemm")], None),
     "no such dim": ([product("c").replace("={1}", "={2}")], None),
     "no such labels": ([f"%c = {RESULT} convolution(%a, %b), dim_labels=b01f_01io->b01f"], None),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

@@ -114,7 +114,6 @@ def test_trip_count_spellings():
         assert [c.runs for c in found] == [runs, runs and runs + 1]
 
 
-# fmt: off
 GROUPS = [  # text, devices in each group, axis
     ("{{0,4},{1,5},{2,6},{3,7}}", 2, "replica"), ("{{0,1,4,5},{2,3,6,7}}", 4, "replica+model"),
     ("{{0,1,2,3,4,5,6,7}}", 8, "replica+data+model"), ("{}", 8, "replica+data+model"),
@@ -128,8 +127,7 @@ GROUPS = [  # text, devices in each group, axis
     ("mesh['node'=16,'gpu'=8] {'node','gpu'}", 128, None),
     ("mesh['data'=8,'model'=1] {'model'}", 1, None),
     ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_1':(2)2}", 2, None),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "size", "axis"), GROUPS)
@@ -153,7 +151,6 @@ NAME = "jit(f)/w['a, b']/all_gather"
 LETTERS = {f"p{n}": f"bf16[{n},4]{{1,0}}" for n in SIZES} | {"q": "f32[13,4]{1,0}", "r": "f32[5]"}
 HOST = '_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"'
 SEND = "%s = (f32[5], u32[], token[]) send(%r, %p2)"
-# fmt: off
 SPELLINGS = {
     "start": (
         f"%s = (bf16[2,4], bf16[16,4]) all-gather-start(%p2), {EIGHT}, "
@@ -171,8 +168,7 @@ SPELLINGS = {
     "to itself": ("%s = f32[5] collective-permute(%r), source_target_pairs={{0,0}}",
                   dict(group_size=1, words=0)),
     "send": (f"{SEND}, frontend_attributes={{{HOST}}}", dict(kind="send", elements=5, words=5)),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

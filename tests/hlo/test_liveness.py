@@ -37,7 +37,6 @@ def element(name, of, index):
 PAIR = f"({array()}, {array()})"
 X = {"x": array()}
 ADD, SQUARE = "%y = f32[256] add(%x, %x)", "%m = f32[16,16]{1,0} bitcast(%x)"
-# fmt: off
 CALLED = [computation(*given) for given in [
     ("add_fused", X, ADD),
     ("with_end", X | {"k": array(2)}, "%h = f32[256] slice(%k), slice={[0:256]}",
@@ -48,8 +47,7 @@ CALLED = [computation(*given) for given in [
      "%y = f32[256] negate(%x)", f"%r = {array(8)} dynamic-update-slice(%v, %y, %at)"),
     ("small", X, make("y", "x", units=2)),
     ("large", X, make("t", "x", units=5), make("y", "t", units=2)),
-]]
-# fmt: on
+]]  # fmt: skip
 
 
 def units(*lines, computations=()):
@@ -156,7 +154,6 @@ FILES = {
     "<frozen runpy>": 88,
 }
 FRAMES = [(4, 1), (1, 2), (2, 3), (3, 4), (2, 1), (5, 1), (2, 7)]
-# fmt: off
 SOURCES = {
     "stack_frame_id=4": "models/gpt.py:120",  # in a clone, under two lines of libraries
     "stack_frame_id=1": "zero_jax/train.py:33",
@@ -164,8 +161,7 @@ SOURCES = {
     "stack_frame_id=7": "nnx/module.py:7",  # begun by python -m
     "": "",
     'source_file="/home/me/models/gpt.py" source_line=120': "models/gpt.py:120",
-}
-# fmt: on
+}  # fmt: skip
 
 
 def test_a_temporary_knows_the_innermost_line_that_is_not_a_librarys():

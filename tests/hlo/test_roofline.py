@@ -299,7 +299,6 @@ def test_without_peaks_or_trip_counts_there_is_no_step_time():
             estimate(XW, *lines, computations=texts, aim=aim)
 
 
-# fmt: off
 ENDS = [  # exit code, what is printed, runs, error
     # Products are compiled as a library's.
     (1, "No supported config found for HLO: %x", 2, None, ""),
@@ -307,8 +306,7 @@ ENDS = [  # exit code, what is printed, runs, error
     (-6, "x", 1, ValueError, "h100 .*-6(.|\n)*pip install"),
     (1, "no ptxas here", 1, ValueError, "ptxas(.|\n)*pip install"),
     (None, "", 1, RuntimeError, "h100 .* 1 s"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "said", "runs", "error", "words"), ENDS)

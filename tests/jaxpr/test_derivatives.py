@@ -43,13 +43,11 @@ def unrolled(layer, params, x, beside):
     return x, beside
 
 
-# fmt: off
 USUAL = [
     (metric, scanned, "block", 3), (metric, unrolled, KNOWN.dots_saveable, 3),
     (data, scanned, KNOWN.everything_saveable, 1), (data, unrolled, "dots", 3),
     (jax.checkpoint(data), unrolled, "block", 3),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "loop", "remat", "stage"), USUAL)

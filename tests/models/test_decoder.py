@@ -123,9 +123,9 @@ def test_it_trains_as_on_one_device(stage, n, split, name, capacity):
     zero = zero_jax.Zero(mesh, stage, remat="block")
     if split > 1:
         assert sum(x.model is not None for x in zero.splits(jax.eval_shape(model.own))) >= 8
-    params = zero.shard(start)
+    params, tx = zero.shard(start), zero.optimizer(tx)
     step = zero.train_step(model.trained_loss, tx, has_aux=model.routes)
-    state = zero.optimizer(tx).init(params)
+    state = tx.init(params)
     for number, loss in enumerate(losses):
         params, state, metrics = step(params, state, zero_jax.global_batch(mesh, batch))
         np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)

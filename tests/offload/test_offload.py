@@ -177,9 +177,8 @@ def test_a_state_in_files_changes_no_value_and_is_resumed(tmp_path, monkeypatch)
     params, state = zero.optimizer(ADAMW).resume(params)
     monkeypatch.undo()
     assert state.inner.files.store.step == 4
-    jax.tree.map(
-        np.testing.assert_array_equal, earlier, (zero.unshard(params), state.inner.resident)
-    )
+    found = zero.unshard(params), state.inner.resident
+    jax.tree.map(np.testing.assert_array_equal, earlier, found)
 
 
 @pytest.mark.parametrize("words", ["optimizer", BOTH])
@@ -386,7 +385,6 @@ def full(folder, monkeypatch):
 MEMORIES = [types.SimpleNamespace(kind="device")]
 BARE = types.SimpleNamespace(device_kind="Bare 1", addressable_memories=lambda: MEMORIES)
 BARE.devices = np.array([BARE])
-# fmt: off
 REFUSALS = [
     *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
         ("offload='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
@@ -408,8 +406,7 @@ REFUSALS = [
     ("process-00000", use(("init", ADAMW), ("resume", optax.sgd(1e-2, momentum=0.9)))),
     ("process-00000", use(("resume", ADAMW))),
     ("files", use(("resume", ADAMW), offload="none")),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)
@@ -428,9 +425,8 @@ def test_settings_are_read_and_written():
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_state_in_files_sees_gradients_that_are_not_finite_without_the_guard(tmp_path, guard):
-    zero = zero_jax.Zero(
-        zero_jax.make_mesh(), 3, skip_nonfinite=guard, offload=f"optimizer:nvme={tmp_path}"
-    )
+    offload = f"optimizer:nvme={tmp_path}"
+    zero = zero_jax.Zero(zero_jax.make_mesh(), skip_nonfinite=guard, offload=offload)
     params, tx = zero.shard({"w": np.ones((8, 8), np.float32)}), zero.optimizer(optax.adam(1))
     step = zero.train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
     params, _, metrics = step(params, tx.init(params), jnp.full((8, 8), jnp.inf))

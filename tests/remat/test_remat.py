@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from problems import ODD_GPT, Problem, equations_of, gpt_problem, train_plain, train_zero, ulps
 
 import zero_jax
+from zero_jax import Remat
 from zero_jax.hlo import auditor
 from zero_jax.plan import flat_trace
 from zero_jax.remat import activations, layer_groups, policies
@@ -82,14 +83,12 @@ def assert_same(name, losses, params):
     assert want[0][-1] < want[0][0]
 
 
-# fmt: off
 CASES = [
     ("plain", 2, "block_sqrt"), ("plain", 3, "block@host"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("plain", 1, "names:h"), ("plain", 3, "dots"), ("gpt", 3, "block@host"),
         ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 3, "block_sqrt"))),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "stage", "remat"), CASES)
@@ -132,10 +131,9 @@ def step_of(p, remat, stage=3, **settings):
     """A traced step on four devices."""
     p = problem(p) if isinstance(p, str) else p
     zero = zero_jax.Zero(zero_jax.abstract_mesh(4), stage, remat=remat, **settings)
-    params = zero.eval_shape(p.make)
+    params, tx = zero.eval_shape(p.make), zero.optimizer(TX)
     batch = jax.ShapeDtypeStruct(p.batch.shape, p.batch.dtype)
-    args = (params, zero.optimizer(TX).init(params), batch)
-    return zero.train_step(p.loss, TX).trace(*args)
+    return zero.train_step(p.loss, tx).trace(params, tx.init(params), batch)
 
 
 def stacks(jaxpr):
@@ -150,14 +148,12 @@ def stacks(jaxpr):
 
 SHARE = (6, ROWS // 4, WIDTH)  # of a value kept by six layers, on one of four devices
 GROUPS = (3, *SHARE[1:])
-# fmt: off
 KEPT = [  # policy, stage, shapes, and which are on the host
     ("block", 3, [SHARE], [0]), ("names:h", 0, [SHARE, SHARE], [0, 0]),
     ("dots", 3, [SHARE, SHARE], [0, 0]), ("block_sqrt", 0, [GROUPS], [0]),
     ("block@host", 3, [SHARE], [1]), ("names:h@host", 3, [SHARE, SHARE], [0, 1]),
     ("names@host:h", 0, [SHARE, SHARE], [1, 0]), ("block_sqrt@host", 0, [GROUPS], [1]),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("remat", "stage", "shapes", "on_host"), KEPT)
@@ -184,7 +180,6 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
 # JAX's own policies: the same values are saved as by `jax.checkpoint`.
 
 KNOWN = jax.checkpoint_policies
-# fmt: off
 POLICIES = {
     **{name: getattr(KNOWN, name) for name in (
         "everything_saveable", "nothing_saveable", "dots_saveable",
@@ -198,8 +193,7 @@ POLICIES = {
     "both": KNOWN.save_from_both_policies(
         KNOWN.save_only_these_names("up"), KNOWN.save_only_these_names("mixed")),
     "a callable": lambda prim, *_, **params: prim.name == "tanh",
-}
-# fmt: on
+}  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -314,7 +308,6 @@ def prime_loss(params, x):
 
 
 PRIME = Problem(lambda: jnp.zeros((7, WIDTH, WIDTH)), prime_loss, X)
-# fmt: off
 REFUSALS = [
     ("remat='blok'.*'block'", zero("blok")),
     ("'hosst'.*'host'", zero("block@hosst")),
@@ -327,8 +320,10 @@ REFUSALS = [
     *(("'weight'", marked(mark, scanned)) for mark, scanned in (
         (lambda w: w, False), (lambda w: w.T, True), (lambda w: w @ w.T, False))),
     ("block_sqrt.*7 layers", lambda: step_of(PRIME, "block_sqrt")),
-]
-# fmt: on
+    ("activations.*remat", zero(KNOWN.dots_saveable, offload="activations")),
+    ("'hots'.*'host'", lambda: Remat("block", "hots")), ("policy", lambda: Remat("jax")),
+    ("policy", lambda: Remat("dots", policy=KNOWN.dots_saveable)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)
@@ -337,12 +332,28 @@ def test_remat_refusals(named, call):
         call()
 
 
+SPELLED = [
+    (Remat("block", "host"), "block@host"), (Remat("block_sqrt"), "block_sqrt@device"),
+    (Remat("block", "partitioned+host"), "block@partitioned+host"),
+    (Remat("names", names={"a": "host", "b": "device"}), "names:a@host, b"),
+    (Remat("names", "host", [("a", "partitioned")]), "names@host:a@partitioned"),
+    (Remat("jax", policy=KNOWN.dots_saveable), KNOWN.dots_saveable),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "text"), SPELLED)
+def test_a_policy_equals_its_text(policy, text):
+    assert policies.parse(text) == policies.parse(policy) == policy
+    mesh = zero_jax.abstract_mesh(4, model=2)
+    ours, theirs = (zero_jax.Zero(mesh, "auto", remat=own) for own in (policy, text))
+    assert ours.config.remat == theirs.config.remat == (policy if callable(text) else str(policy))
+
+
 def test_auto_leaves_out_layers_that_cannot_be_grouped():
     assert [layer_groups.size_of(layers) for layers in (3, 36, 98)] == [1, 6, 7]
     policies.check("block", BARE)  # needs no host memory
     auto, said = zero("block_sqrt", stage="auto", memory_limit=1e9)(), []
     with pytest.raises(ValueError, match="candidate"):
-        auto.choice(
-            prime_loss, auto.optimizer(TX), auto.eval_shape(PRIME.make), X, report=said.append
-        )
+        tx, params = auto.optimizer(TX), auto.eval_shape(PRIME.make)
+        auto.choose(prime_loss, tx, params, X, report=said.append)
     assert any("7 layers" in line for line in said)

@@ -53,9 +53,9 @@ def mesh_of(n, mp, replica=1):
 
 def train(name, mesh, **settings):
     zero = zero_jax.Zero(mesh, param_specs=PROBLEMS[name][1], **settings)
-    params = zero.shard(problem(name).start)
-    step = zero.train_step(problem(name).loss, ADAM)
-    state, losses = zero.optimizer(ADAM).init(params), []
+    params, tx = zero.shard(problem(name).start), zero.optimizer(ADAM)
+    step = zero.train_step(problem(name).loss, tx)
+    state, losses = tx.init(params), []
     for _ in range(STEPS):
         params, state, metrics = step(params, state, problem(name).batch)
         losses.append(float(metrics.loss))
@@ -83,10 +83,9 @@ def test_training_equals_one_device(name, sizes, settings):
 def test_each_device_stores_its_shard_of_both_axes():
     zero = zero_jax.Zero(mesh_of(2, 4), stage=3)
     params = zero.init(problem("gpt").make)
-    for a, b in zip(
-        *map(jax.tree.leaves, (zero.unshard(params), problem("gpt").start)), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)  # initial values do not depend on the mesh
+    # Initial values do not depend on the mesh.
+    both = map(jax.tree.leaves, (zero.unshard(params), problem("gpt").start))
+    jax.tree.map(np.testing.assert_array_equal, *both)
     state = zero.optimizer(optax.adam(1e-3)).init(params)
     D = CONFIG.width
     shapes = {
@@ -150,9 +149,8 @@ def test_linen_metadata_names_the_dims():
     ]
     net = nn.Sequential([nn.Dense(8, kernel_init=init) for init in inits])
     make = lambda: net.init(jax.random.key(0), jnp.ones((1, 4)))  # noqa: E731
-    specs = specs_of(
-        make, logical_axis_rules=(("rows", "model"), ("rows", None))
-    )  # the first counts
+    rules = ("rows", "model"), ("rows", None)  # the first counts
+    specs = specs_of(make, logical_axis_rules=rules)
     assert specs["params/layers_0/kernel"] == P("data", "model")
     assert specs["params/layers_1/kernel"] == P("model", "data")
     with nn.logical_axis_rules((("rows", None),)):
@@ -160,10 +158,8 @@ def test_linen_metadata_names_the_dims():
 
 
 def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
-    rules = (("batch", "data"), ("hidden", ("model",)))
-    zero = zero_jax.Zero(
-        mesh_of(2, 2), param_specs={"up": P(None, "model")}, logical_axis_rules=rules
-    )
+    rules, specs = (("batch", "data"), ("hidden", ("model",))), {"up": P(None, "model")}
+    zero = zero_jax.Zero(mesh_of(2, 2), param_specs=specs, logical_axis_rules=rules)
     params = zero.init(lambda: {"up": jnp.ones((8, 16))})
     named = lambda h: nn.with_logical_constraint(h, ("batch", "hidden"))  # noqa: E731
     loss = lambda p, x: jnp.mean(named(jnp.tanh(x @ p["up"])))  # noqa: E731

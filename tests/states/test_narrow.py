@@ -36,12 +36,10 @@ def drawn(seed, names=ALL):
     return {name: jnp.asarray(values[name], jnp.float32) for name in names}
 
 
-def zero_of(n, *, optimizer_state_dtype="8bit", tx=ADAMW, sizes=(), **settings):
+def zero_of(n, *, kind="8bit", tx=ADAMW, sizes=(), **settings):
     mesh = zero_jax.make_mesh(**dict(sizes), devices=jax.devices()[:n])
     specs = SPECS if "model" in sizes else None
-    zero = zero_jax.Zero(
-        mesh, optimizer_state_dtype=optimizer_state_dtype, param_specs=specs, **settings
-    )
+    zero = zero_jax.Zero(mesh, optimizer_state_dtype=kind, param_specs=specs, **settings)
     return zero, zero.optimizer(tx)
 
 
@@ -59,7 +57,7 @@ def updated(zero, own, steps, start=None, names=ALL):
 @functools.cache
 def single(states, tx=ADAMW, names=ALL):
     """Unsharded parameters and state after four steps on one device."""
-    zero, own = zero_of(1, optimizer_state_dtype=states, tx=tx)
+    zero, own = zero_of(1, kind=states, tx=tx)
     return jax.device_get(zero.unshard(updated(zero, own, 4, names=names)))
 
 
@@ -81,17 +79,14 @@ ZEROS = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
 # Pieces also hold parts of rows of blocks that do not run along the last dim.
 PIECES = dataclasses.replace(tiers.NONE, piece_bytes=32768)
 HOST = dataclasses.replace(tiers.parse("optimizer,params"), piece_bytes=32768)
+SECONDARY = {"secondary_shards": True}
 CASES = {
     "8 bits": (3, ALL, {}),
     "stage 0": (8, ALL, {"stage": 0}),
-    "bf16": (5, ALL, {"stage": 1, "optimizer_state_dtype": "bf16"}),
+    "bf16": (5, ALL, {"stage": 1, "kind": "bf16"}),
     "pieces": (3, FEW, {"offload": PIECES}),
     "host": (2, FEW, {"offload": HOST}),
-    "replicas": (
-        8,
-        ALL,
-        {"sizes": {"replica": 2, "data": 2, "model": 2}, "secondary_shards": True},
-    ),
+    "replicas": (8, ALL, {"sizes": dict.fromkeys(("replica", "data", "model"), 2), **SECONDARY}),
     "padding": (3, FEW, {"tx": optax.GradientTransformation(ZEROS, large_of_zeros)}),
     "MultiSteps": (3, FEW, {"tx": optax.MultiSteps(optax.adamw(1e-2, mu_dtype=jnp.bfloat16), 2)}),
     "hyperparams": (3, FEW, {"tx": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)}),
@@ -102,8 +97,9 @@ CASES = {
 def test_bits_do_not_depend_on_mesh_stage_pieces_or_memory_tier(name):
     n, names, settings = CASES[name]
     zero, own = zero_of(n, **settings)
-    want = single(zero.config.optimizer_state_dtype, settings.get("tx", ADAMW), names)
-    narrow = jnp.dtype("uint8" if zero.config.optimizer_state_dtype == "8bit" else "bfloat16")
+    kind = zero.config.optimizer_state_dtype
+    want = single(kind, settings.get("tx", ADAMW), names)
+    narrow = jnp.dtype("uint8" if kind == "8bit" else "bfloat16")
     assert narrow in {x.dtype for x in jax.tree.leaves(want[1])}
     assert_same_bits(want, jax.device_get(zero.unshard(updated(zero, own, 4, names=names))))
 
@@ -139,9 +135,7 @@ def test_statistics_of_large_leaves_are_narrow(tx, want):
     assert set(state.narrow) == {f"{own}/{name}" for own in want for name in LARGE}
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"optimizer_state_dtype": "fp32", "offload": "optimizer"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"kind": "fp32", "offload": "optimizer"}])
 def test_integer_leaves_are_not_updated(settings):
     zero, own = zero_of(3, tx=PLAIN, **settings)
     params = zero.shard({"w": drawn(0)["table"], "ids": jnp.arange(4099)})
@@ -155,7 +149,7 @@ def test_integer_leaves_are_not_updated(settings):
 def test_states_are_converted_between_dtypes():
     """To 8 bits within an eighth of what is in range, and back bitwise; to bf16 within 2^-7."""
     zero, own = zero_of(3)
-    _, plain = zero_of(3, optimizer_state_dtype="fp32")
+    _, plain = zero_of(3, kind="fp32")
     params, wide = updated(zero, plain, 3, names=FEW)
     state = own.restated(wide, params)
     assert state.inner.kind == "8bit" and own.restated(state, params) is state
@@ -166,9 +160,7 @@ def test_states_are_converted_between_dtypes():
     assert any((a != b).any() for a, b in pairs)
     again = plain.restated(own.restated(back, params), params)
     jax.tree.map(np.testing.assert_array_equal, *zero.unshard((again, back)))
-    other = plain.restated(
-        zero_of(3, optimizer_state_dtype="bf16")[1].restated(wide, params), params
-    )
+    other = plain.restated(zero_of(3, kind="bf16")[1].restated(wide, params), params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-7), wide, other)
 
 
@@ -189,14 +181,12 @@ def test_stored_bytes_per_device(states):
     for shape in [(4096, 1), (1, 4096), (8, 4096), (16, 4096), (50257, 2)]:
         assert 8 + 16 * np.prod(codes.scales_shape(shape)) / np.prod(shape) <= 9
     for stage, n in ((3, 1), (3, 3), (0, 8)):
-        zero, own = zero_of(n, optimizer_state_dtype=states, stage=stage, tx=PLAIN)
+        zero, own = zero_of(n, kind=states, stage=stage, tx=PLAIN)
         params = zero.eval_shape(lambda: drawn(0))
         leaves = jax.tree.leaves((params, own.init(params)))
         stored = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-        found = zero_jax.memory.estimate(
-            drawn(0), shards=n, stage=stage, tx=PLAIN, optimizer_state_dtype=states
-        )
-        assert found.at_rest == stored
+        known = {"stage": stage, "tx": PLAIN, "optimizer_state_dtype": states}
+        assert zero_jax.memory.estimate(drawn(0), shards=n, **known).at_rest == stored
 
 
 def initialise(tx, **settings):
@@ -205,14 +195,10 @@ def initialise(tx, **settings):
 
 
 def choose():
-    zero = zero_jax.Zero(
-        zero_jax.make_mesh(), "auto", optimizer_state_dtype="8bit", memory_limit=1e9
-    )
+    zero, tx = zero_of(8, tx=optax.adafactor(1e-2), stage="auto", memory_limit=1e9)
     params = zero.eval_shape(lambda: jnp.zeros((64, 64)))
     rows = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    zero.choose(
-        lambda w, x: jnp.mean((x @ w) ** 2), zero.optimizer(optax.adafactor(1e-2)), params, rows
-    )
+    zero.choose(lambda w, x: jnp.mean((x @ w) ** 2), tx, params, rows)
 
 
 def misuse(make, update=False):
@@ -224,21 +210,15 @@ def misuse(make, update=False):
 MOMENTUM = optax.sgd(1e-2, momentum=0.9)
 NVME = f"optimizer:nvme={tempfile.gettempdir()}"
 REFUSALS = [
-    ("optimizer_state_dtype='4bit'", lambda: initialise(PLAIN, optimizer_state_dtype="4bit")),
-    ("nvme", lambda: initialise(PLAIN, optimizer_state_dtype="8bit", offload=NVME)),
-    ("8bit", lambda: initialise(optax.contrib.muon(1e-2), optimizer_state_dtype="8bit")),
-    ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), optimizer_state_dtype="bf16")),
+    ("optimizer_state_dtype='4bit'", lambda: initialise(PLAIN, kind="4bit")),
+    ("nvme", lambda: initialise(PLAIN, kind="8bit", offload=NVME)),
+    ("8bit", lambda: initialise(optax.contrib.muon(1e-2), kind="8bit")),
+    ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), kind="bf16")),
     ("clip_by_block_rms", choose),
-    (
-        "fp32",
-        lambda: misuse(zero_of(2, optimizer_state_dtype="fp32", tx=PLAIN)[1].init, update=True),
-    ),
-    (
-        "bf16",
-        lambda: misuse(zero_of(2, optimizer_state_dtype="bf16", tx=PLAIN)[1].init, update=True),
-    ),
+    ("fp32", lambda: misuse(zero_of(2, kind="fp32", tx=PLAIN)[1].init, update=True)),
+    ("bf16", lambda: misuse(zero_of(2, kind="bf16", tx=PLAIN)[1].init, update=True)),
     ("state", lambda: misuse(PLAIN.init)),
-    ("trace", lambda: misuse(zero_of(2, optimizer_state_dtype="fp32", tx=MOMENTUM)[1].init)),
+    ("trace", lambda: misuse(zero_of(2, kind="fp32", tx=MOMENTUM)[1].init)),
 ]
 
 

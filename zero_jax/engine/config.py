@@ -70,6 +70,7 @@ class Config:
         if self.offload.activations:
             self._move_activations()
         policy = policies.check(self.remat, self.mesh)
+        self._settle("remat", str(policy) if policy.policy is None else policy)
         if self.param_specs is not None:
             self._settle("param_specs", check_specs(self.param_specs))
         rules = (

@@ -155,7 +155,7 @@ def estimate(
 
 
 def sent_per_param(
-    stage: int, grad_accum_steps: int, remat: str = "none", trained: float = 1.0
+    stage: int, grad_accum_steps: int, remat: str | policies.Remat = "none", trained: float = 1.0
 ) -> tuple[float, float]:
     """Returns the elements each device sends per step over Ψ: of parameters, and of gradients.
 
@@ -178,7 +178,7 @@ def sent_per_param(
 
 
 def words_per_param(
-    stage: int, grad_accum_steps: int, remat: str = "none", trained: float = 1.0
+    stage: int, grad_accum_steps: int, remat: str | policies.Remat = "none", trained: float = 1.0
 ) -> float:
     """Returns the elements each device sends a step over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
 

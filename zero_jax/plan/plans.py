@@ -10,6 +10,7 @@ from zero_jax.hlo import auditor, prove, roofline
 from zero_jax.hlo.targets import Target
 from zero_jax.plan.memory import sent_per_param, words_per_param
 from zero_jax.plan.tables import gigabytes, table
+from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL
 
 _WORD_BYTES = 2  # as the paper counts: bf16 or fp16
@@ -99,7 +100,7 @@ class Plan:
 
     stage: int
     grad_accum_steps: int
-    remat: str
+    remat: str | policies.Remat
     axes: Mapping[str, int]
     num_params: int
     layers: tuple[Layers, ...]
@@ -203,7 +204,7 @@ class Plan:
         known: dict[str, Any] = {
             "stage": self.stage,
             "grad_accum_steps": self.grad_accum_steps,
-            "remat": self.remat,
+            "remat": str(self.remat),
             "mesh": dict(self.axes),
             "num_params": self.num_params,
             "predicted": {

@@ -211,7 +211,7 @@ def on_host(text: str) -> str:
     ('block@host', 'names@partitioned+host:a@host,b@host')
     """
     policy = parse(text)
-    if policy.kind in ("none", "dots"):
+    if policy.kind in ("none", "dots", "jax"):
         raise ValueError(
             f'offload="activations" with remat={text!r}: it moves what remat keeps of layers to '
             'the host, and this keeps too much to move: use remat="block"'
