@@ -67,7 +67,8 @@ class Network:
         shape, dtype = (N * self.B, self.T, self.D), {4: "float32", 2: "bfloat16"}[self.width]
         rows = NamedSharding(zero.mesh, PartitionSpec("data"))
         batch = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        return zero.train_step(self.loss, TX), (params, zero.optimizer(TX).init(params), batch)
+        tx = zero.optimizer(TX)
+        return zero.train_step(self.loss, tx), (params, tx.init(params), batch)
 
     def forecast(self, stage, remat="block", grad_accum_steps=1, habits=forecast.NO_HABITS):
         step, args = self.step(stage, remat, grad_accum_steps)
