@@ -25,9 +25,9 @@ from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
 
 ROOT = pathlib.Path(__file__).parents[2]
-BF16 = ["--compute-dtype", "bf16", "--remat", "block"]
+BLOCK = ["--compute-dtype", "bf16", "--remat", "block"]
 SCRIPT = ["--model", "7.5b", "--stage", "3", "--devices", "64", "--global-batch-size", "256"]
-SCRIPT += ["--seq-len", "1024", "--reduce-dtype", "bf16", "--target", "h100", *BF16]
+SCRIPT += ["--seq-len", "1024", "--reduce-dtype", "bf16", "--target", "h100", *BLOCK]
 
 
 def case(name, *args):

@@ -5,7 +5,7 @@ import json
 
 import jax
 import pytest
-from test_plan import BF16, case
+from test_plan import BLOCK, case
 
 import zero_jax
 from zero_jax.adapters.lora import Lora
@@ -30,7 +30,7 @@ def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_grad
     adapters = config.layers * 16 * sum(a + b for a, b in pairs)
     stored = 4.25 / 8 * matrices + 2 * (families.num_params(config) - matrices) + 12 * adapters
     args = ["--init-from", tmp_path, "--devices", 4, "--global-batch-size", 4, "--seq-len", 64]
-    of = case("memory", *args, *BF16, "--lora-rank", 16, "--lora-base-dtype", "nf4")
+    of = case("memory", *args, *BLOCK, "--lora-rank", 16, "--lora-base-dtype", "nf4")
     batch = 65 * 4
     assert of.plan(3).predicted.argument_bytes - batch == pytest.approx(stored / 4, rel=3e-2)
     whole, adapted = TextModel(config), TextModel(config, Lora())
@@ -66,14 +66,13 @@ def test_the_command_says_from_how_many_tokens_on_experts_are_better_gathered(ca
     monkeypatch.setattr(Case, "plan", plan)
     mixtral = ["--model", "mixtral-8x7b", "--devices", "64", "--expert-capacity-factor", "1.0"]
     for args, how, tokens in [
-        (BF16, "are gathered; --mesh experts=8 makes them parallel", "10,901"),
-        ([*BF16, "--mesh", "experts=8"], "are parallel in 8 groups", "10,901"),
+        (BLOCK, "are gathered; --mesh experts=8 makes them parallel", "10,901"),
+        ([*BLOCK, "--mesh", "experts=8"], "are parallel in 8 groups", "10,901"),
         (["--remat", "none", "--mesh", "experts=4"], "in 4 groups", "16,128"),
     ]:
         assert command.main(["memory", *mixtral, "--global-batch-size", "256", *args]) == 0
         said = capsys.readouterr().out
-        wanted = f"{how}. Expert parallelism takes {below} {tokens} tokens", "step has 4,096\n"
-        assert all(words in said for words in wanted)
+        assert f"{how}. " in said and f" {below} {tokens} " in said and "has 4,096\n" in said
     nano = case("auto", "--model", "nano-experts", "--devices", 8, "--seq-len", 64)
     assert nano.zero.mesh.shape["experts"] == 8, "auto chooses the groups"
     few, many = (case("auto", *mixtral, "--global-batch-size", 64 * each) for each in (10, 11))

@@ -4,8 +4,7 @@ import functools
 import json
 
 import pytest
-from test_plan import BF16 as FLAGS
-from test_plan import case
+from test_plan import BLOCK, case
 
 import zero_jax
 from zero_jax.commands import plan as command
@@ -48,7 +47,7 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     assert known.compiled.total_bytes < 7.4e9, "GSPMD's: 8.13 GB"
     assert known.compiled.hidden(layers_only=True).fraction >= 0.99
     assert abs(known.error) < 0.03
-    args = ["--model", "llama-3.1-8b", "--devices", "64", "--global-batch-size", "256", *FLAGS]
+    args = ["--model", "llama-3.1-8b", "--devices", "64", "--global-batch-size", "256", *BLOCK]
     args += ["--reduce-dtype", "bf16", "--latencies", str(path), "--target", "h100"]
     assert command.main(["compile", *args, "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
@@ -61,7 +60,7 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
 
 def test_the_fastest_mesh_is_recommended(capsys):
     args = ["--model", "nano", "--devices", "4", "--global-batch-size", "8", "--seq-len", "64"]
-    assert command.main(["meshes", *args, *FLAGS, "--reduce-dtype", "bf16"]) == 0
+    assert command.main(["meshes", *args, *BLOCK, "--reduce-dtype", "bf16"]) == 0
     said = capsys.readouterr().out
     assert said.count("fastest that fits") == 1 and "use --mesh model=" in said.splitlines()[-1]
 
@@ -74,7 +73,7 @@ PARALLEL += [(2, 3, "--remat block@partitioned")]
 def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, more):
     """7.5B, 36 layers of 4096 on 8 hosts of 8, N = 8, MP = 8, 4 rows of 1024 tokens."""
     args = ["--model", "7.5b", "--devices", 64, "--mesh", f"model={mp}", "--stage", stage]
-    args += ["--global-batch-size", 256 // mp, "--reduce-dtype", "bf16", *FLAGS, *more.split()]
+    args += ["--global-batch-size", 256 // mp, "--reduce-dtype", "bf16", *BLOCK, *more.split()]
     found = case("compile", *args).plan(stage, target="h100")
     assert found.predicted.argument_bytes == found.compiled.argument_bytes
     assert found.predicted.alias_bytes == found.compiled.alias_bytes
