@@ -261,7 +261,7 @@ def _recomputing_more(
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:
     wide = max((len(str(c.candidate)) for c in considered), default=0)
     rows = [
-        f"  {c.candidate.cost(c.plan, trained)[0]:.3g}Ψ elements  {c.candidate!s:{wide}} "
+        f"  {c.candidate.cost(c.plan, trained)[0]:.3g}Ψ elements  {c.candidate!s:{wide}}  "
         f"{c.verdict}"
         for c in considered
     ]
