@@ -132,7 +132,7 @@ def commands(page, compiled):
     done = {block for _, block in BLOCK.findall(text_of("README.md")) if page != "README.md"}
     found, left = BLOCK.findall(text_of(page)), ("test", "run by .ci/run", "not run: ")
     found = [block for said, block in found if block not in done and not said.startswith(left)]
-    return [b for b in found if ("--compile" in b or "plan meshes" in b) == compiled]
+    return [b for b in found if bool(re.search("plan (compile|auto|meshes)", b)) == compiled]
 
 
 def run_all(found, folder):

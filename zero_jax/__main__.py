@@ -6,7 +6,7 @@
     zero_jax doctor       prints a diagnostic report for bug reports
     zero_jax translate    translates a DeepSpeed or accelerate configuration
 
-`zero_jax plan --help` shows the options of a command. `python -m zero_jax.plan` is the same.
+`zero_jax plan --help` describes a command. `python -m zero_jax.plan` is the same.
 """
 
 import runpy

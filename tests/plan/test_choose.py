@@ -56,7 +56,7 @@ def test_auto_picks_what_an_exhaustive_search_over_compiled_programs_picks(case)
         assert choice.chosen.plan.compiled.total_bytes <= limit
         picked.add(choice.chosen.candidate)
     assert len(limits) >= 8 and len(picked) >= 3, "or this could hardly fail"
-    assert "too much" in said[0] and "taken" in said[0]
+    assert "too much" in said[0] and "chosen" in said[0]
     least = min(plan(c, False).total_bytes for c in tried)
     with pytest.raises(ValueError, match="stage 3.*devices") as error:
         search(tried, plan, least / 4, ignore)
@@ -78,13 +78,13 @@ def auto(limit=1e9, mesh=None, **settings):
 def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
     batch = jnp.cos(jnp.arange(64.0)).reshape(8, 8)
     zeros = auto(), zero_jax.Zero(zero_jax.make_mesh(), 2)
-    step, plain = (zero.train_step(one_product, TX) for zero in zeros)
+    step, plain = (zero.train_step(one_product, zero.optimizer(TX)) for zero in zeros)
     args = [(p := zero.init(make), zero.optimizer(TX).init(p), batch) for zero in zeros]
     with pytest.raises(AttributeError):
         step.settings  # noqa: B018
     after = step(*args[0])
     said = capsys.readouterr().out
-    assert said.startswith("chose stage 2, 1 micro-batches, remat none") and "fits, taken" in said
+    assert said.startswith("chose stage 2, 1 micro-batches, remat none") and "fits, chosen" in said
     assert step.settings.stage == 2
     assert str(step.trace(*args[1]).jaxpr) == str(plain.trace(*args[1]).jaxpr)
     assert step.lower(*args[1]).as_text() == plain.lower(*args[1]).as_text()
@@ -93,9 +93,9 @@ def test_an_auto_step_trains_as_the_chosen_stage_does_and_says_why(capsys):
 
 
 def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
-    def found(target="h100", born=False, mesh=None, **settings):
+    def found(target="h100", initialized=False, mesh=None, **settings):
         zero = auto(mesh=mesh or zero_jax.abstract_mesh(8), **settings)
-        return candidates.of_zero(zero, 1, target, born=born)
+        return candidates.of_zero(zero, 1, target, initialized)
 
     def places(**settings):
         mesh = zero_jax.abstract_mesh(4, model=2)
@@ -107,8 +107,8 @@ def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
     assert {("block@host", "optimizer,params"), ("none", "optimizer")} <= tiers
     for target, mesh in (("cpu", None), ("v5p", None), (None, zero_jax.make_mesh())):
         assert not any(c.uses_host for c in found(target, mesh=mesh)), target
-    born = found(born=True)
-    assert not any(c.offload.states for c in born) and any(c.uses_host for c in born)
+    stored = found(initialized=True)
+    assert not any(c.offload.states for c in stored) and any(c.uses_host for c in stored)
     assert {str(c.offload) for c in found(offload="optimizer")} == {"optimizer"}
     assert places() == {"", "host", "partitioned", "partitioned+host"}
     assert places(sequence_parallel=True) == {"", "host"}
@@ -155,11 +155,11 @@ def chosen(tried, plan, **options):
 @pytest.mark.parametrize(
     ("seconds", "sizes", "want", "verdicts"),
     [
-        ((3, 1, 2), (100,) * 3, "dots", ["slower, 3 s", "taken, 1 s", "slower, 2 s"]),
-        ((1, 2, 0), (100,) * 3, "none", ["taken, 1 s", "slower, 2 s"]),
-        ((3, 2, 1), (200, 100, 100), "block", ["too much", "slower, 2 s", "taken, 1 s"]),
-        ((3, 2, 1), (100, 100, 200), "dots", ["slower, 3 s", "taken, 2 s", "too much"]),
-        ((None,) * 3, (100,) * 3, "none", ["fits, taken"]),
+        ((3, 1, 2), (100,) * 3, "dots", ["slower, 3 s", "chosen, 1 s", "slower, 2 s"]),
+        ((1, 2, 0), (100,) * 3, "none", ["chosen, 1 s", "slower, 2 s"]),
+        ((3, 2, 1), (200, 100, 100), "block", ["too much", "slower, 2 s", "chosen, 1 s"]),
+        ((3, 2, 1), (100, 100, 200), "dots", ["slower, 3 s", "chosen, 2 s", "too much"]),
+        ((None,) * 3, (100,) * 3, "none", ["fits, chosen"]),
     ],
 )
 def test_a_policy_that_recomputes_more_is_taken_if_it_is_quicker(seconds, sizes, want, verdicts):
@@ -224,13 +224,13 @@ def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_l
         search(only, planner(host=in_host), 100, said.append, host_limit=799)
     assert "800 B in host memory: too much" in said[0] and "799 B" in said[0]
     choice = search(only, planner(host=in_host), 100, ignore, host_limit=800)
-    assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, taken"
+    assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, chosen"
     with pytest.raises(ValueError, match="there is no candidate"):
         search([], planner(), 100, ignore)
     refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
     plan, said = planner(size=only_stage_3, host=refuse, least=None), []
     assert search(TIERS, plan, 100, said.append).chosen.candidate == Candidate(3, 1, "block")
-    assert "left out stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
+    assert "skipped stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
 
 
 # Meshes for 64 devices and 100 bytes: of those that fit, the fastest on a roofline. Far above the
@@ -262,6 +262,6 @@ def test_the_fastest_mesh_of_those_that_fit_is_named(sizes, compiled, why, faste
     said = meshes.format_meshes(rows)
     if fastest:
         assert "fastest that fits" in said.splitlines()[4]
-        assert "25%" in said and said.endswith("take model=8")
+        assert "25%" in said and said.endswith("use --mesh model=8")
     else:
         assert "none fits" in said

@@ -222,7 +222,7 @@ def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
     shape = jax.ShapeDtypeStruct((8, 4, A), jnp.float32)
-    plan = zero.plan(loss, tx, zero.eval_shape(make), shape, compile=True)
+    plan = zero.plan(loss, zero.optimizer(tx), zero.eval_shape(make), shape, compile=True)
     assert plan.update_words == 2 * A * B
     predicted = dataclasses.replace(plan, compiled=None).words_per_param
     assert abs(plan.words_per_param / predicted - 1) < 0.02

@@ -25,12 +25,13 @@ from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPT = ["--model", "7.5b", "--stage", "3", "--devices", "64", "--batch-per-device", "4"]
-SCRIPT += ["--seq", "1024", "--reduce", "bf16", "--target", "h100"]
+BLOCK = ["--compute-dtype", "bf16", "--remat", "block"]
+SCRIPT = ["--model", "7.5b", "--stage", "3", "--devices", "64", "--global-batch-size", "256"]
+SCRIPT += ["--seq-len", "1024", "--reduce-dtype", "bf16", "--target", "h100", *BLOCK]
 
 
-def case(*args):
-    return command.case_of(command.parser().parse_args(list(map(str, args))))
+def case(name, *args):
+    return command.case_of(command.parse(name, list(map(str, args))))
 
 
 states = Case.states
@@ -52,7 +53,7 @@ def data(tmp_path_factory):
         patch.setattr(Case, "plan", plan)
         patch.setattr(Case, "states", lambda self, n, stage: (16 - 4 * stage) * PSI // n)
         picture = path.with_suffix(".png")
-        assert command.main([*SCRIPT, "--json", str(path), "--plot", str(picture)]) == 0
+        assert command.main(["memory", *SCRIPT, "--json", str(path), "--plot", str(picture)]) == 0
         assert picture.stat().st_size > 10_000
         yield json.loads(path.read_text())
 
@@ -69,7 +70,7 @@ def test_terms_follow_their_formulas_and_sum_up(data):
     totals = [data["stages"][str(s)]["total_bytes"] for s in range(4)]
     assert totals == sorted(totals, reverse=True)
     # In closed form at stage 0: fp32 and Adam's moments, a copy and gradients in bf16.
-    assert states(case(*SCRIPT), 64, 0) == pytest.approx(16 * PSI, rel=1e-6)
+    assert states(case("memory", *SCRIPT), 64, 0) == pytest.approx(16 * PSI, rel=1e-6)
     stages = [data["stages"][str(s)]["terms"] for s in range(4)]
     for terms in stages:
         assert 36 * HIDDEN <= terms["saved"] <= 1.03 * 36 * HIDDEN  # and the embedded tokens
@@ -88,11 +89,11 @@ def test_terms_follow_their_formulas_and_sum_up(data):
 def test_the_command_says_which_stages_fit_and_which_to_take(data, capsys, monkeypatch, tmp_path):
     """Stages are compared by estimated seconds, not by elements sent: stage 2 sends less."""
     for limit, fit, advice in [
-        ("15", 1, "take --stage 3: no other fits. "),
-        ("0.1", 0, "none fits: "),
-        ("80", 3, "take --stage 3: the shortest step of those that fit. "),
+        ("15GB", 1, "use --stage 3: no other stage fits. "),
+        ("0.1GB", 0, "no stage fits: "),
+        ("80e9", 3, "use --stage 3: the shortest estimated step that fits. "),
     ]:
-        assert command.main([*SCRIPT, "--memory-limit", limit]) == 0
+        assert command.main(["memory", *SCRIPT, "--memory-limit", limit]) == 0
         lines = capsys.readouterr().out.splitlines()
         (said,) = (x for x in lines if x.startswith("in ") and " fit" in x)
         assert said.count("does not fit") == 4 - fit and said.count(" fits") == fit
@@ -104,25 +105,21 @@ def test_the_command_says_which_stages_fit_and_which_to_take(data, capsys, monke
     assert least == pytest.approx(products * 4 / 3, rel=0.02)
     assert others == pytest.approx([products * 4 / 3 + exposed] * 2, rel=0.02)
     # No advice for a device without figures, and no picture without matplotlib.
-    assert command.main([*SCRIPT, "--target", "cpu"]) == 0
-    assert "take --stage" not in capsys.readouterr().out
+    assert command.main(["memory", *SCRIPT, "--target", "cpu"]) == 0
+    assert "use --stage" not in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert command.main([*SCRIPT, "--plot", str(tmp_path / "none.png")]) == 2
+    assert command.main(["memory", *SCRIPT, "--plot", str(tmp_path / "none.png")]) == 2
     assert "pip install 'zero_jax[train]'" in capsys.readouterr().err
 
 
 def test_the_options_of_a_zero_reach_it_from_both_command_lines():
-    words = "--secondary-shards --grad-accum-steps 2 --compute fp16 --reduce bf16 --gather int8"
-    words += " --scatter int4 --remat dots --memory-limit 16"
-    zero = case("--model", "nano", "--replica", 2, "--batch-per-device", 2, *words.split()).zero
-    assert zero.config.precision == zero_jax.Precision("fp16", "bf16", "int8", "int4")
-    assert (zero.config.stage, zero.config.remat, zero.config.grad_accum_steps) == (3, "dots", 2)
-    assert (
-        zero.config.secondary_shards
-        and not zero.config.sequence_parallel
-        and zero.config.memory_limit == 16e9
-    )
-    assert zero == zero_jax.Zero(zero.mesh, **parse(words.split()).settings())
+    words = "--secondary-shards --grad-accum-steps 2 --compute-dtype fp16 --reduce-dtype bf16 "
+    words += "--param-comm-dtype int8 --grad-comm-dtype int4 --remat dots --memory-limit 16GB"
+    zero = case("memory", "--devices", 8, "--mesh", "replica=2", *words.split()).zero
+    assert (config := zero.config).precision == zero_jax.Precision("fp16", "bf16", "int8", "int4")
+    assert (config.stage, config.remat, config.grad_accum_steps) == (3, "dots", 2)
+    assert config.secondary_shards and not config.sequence_parallel and config.memory_limit == 16e9
+    assert zero == zero_jax.Zero(zero.mesh, **parse(words.split()).zero_settings())
 
 
 NET = Network(L=3, D=16, B=1, T=8)
@@ -137,7 +134,7 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, precision="bf16")
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch, stats = jnp.ones((8, 8, 16)), {"mean": jnp.zeros(())}
-    args = (with_statistics, TX, zero.eval_shape(NET.make), batch, stats, key)
+    args = (with_statistics, zero.optimizer(TX), zero.eval_shape(NET.make), batch, stats, key)
     found = zero.plan(*args, has_aux=True, compile=True)
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.compiled.alias_bytes == found.predicted.alias_bytes

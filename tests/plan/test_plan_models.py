@@ -5,7 +5,7 @@ import json
 
 import jax
 import pytest
-from test_plan import case
+from test_plan import BLOCK, case
 
 import zero_jax
 from zero_jax.adapters.lora import Lora
@@ -29,7 +29,8 @@ def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_grad
     matrices = config.layers * sum(a * b for a, b in pairs)
     adapters = config.layers * 16 * sum(a + b for a, b in pairs)
     stored = 4.25 / 8 * matrices + 2 * (families.num_params(config) - matrices) + 12 * adapters
-    of = case("--hf", tmp_path, "--devices", 4, "--seq", 64, "--lora", 16, "--base", "nf4")
+    args = ["--init-from", tmp_path, "--devices", 4, "--global-batch-size", 4, "--seq-len", 64]
+    of = case("memory", *args, *BLOCK, "--lora-rank", 16, "--lora-base-dtype", "nf4")
     batch = 65 * 4
     assert of.plan(3).predicted.argument_bytes - batch == pytest.approx(stored / 4, rel=3e-2)
     whole, adapted = TextModel(config), TextModel(config, Lora())
@@ -60,21 +61,21 @@ def test_bytes_and_words_are_those_of_the_program():
 
 
 def test_the_command_says_from_how_many_tokens_on_experts_are_better_gathered(capsys, monkeypatch):
-    held, below = Predicted(4, 8, 0, {}), "shorter on the wire at stage 3 below"
+    held, below = Predicted(4, 8, 0, {}), "less communication time at stage 3 below"
     plan = lambda self, stage, **_: Plan(stage, 1, "block", {"data": 64}, 1, (), 0, held)  # noqa: E731
     monkeypatch.setattr(Case, "plan", plan)
-    mixtral = ["--model", "mixtral-8x7b", "--devices", "64", "--capacity", "1.0"]
-    for args, words in [
-        ([], f"are gathered; with --experts 8 they stay: {below} 10,901"),
-        (["--experts", "8"], f"stay in 8 groups: {below} 10,901"),
-        (["--remat", "none", "--experts", "4"], f"in 4 groups: {below} 16,128"),
+    mixtral = ["--model", "mixtral-8x7b", "--devices", "64", "--expert-capacity-factor", "1.0"]
+    for args, how, tokens in [
+        (BLOCK, "are gathered; --mesh experts=8 makes them parallel", "10,901"),
+        ([*BLOCK, "--mesh", "experts=8"], "are parallel in 8 groups", "10,901"),
+        (["--remat", "none", "--mesh", "experts=4"], "in 4 groups", "16,128"),
     ]:
-        assert command.main([*mixtral, "--batch-per-device", "4", *args]) == 0
+        assert command.main(["memory", *mixtral, "--global-batch-size", "256", *args]) == 0
         said = capsys.readouterr().out
-        assert f"{words} tokens of a device and micro-batch, of which there are 4,096" in said
-    nano = case("--model", "nano-experts", "--devices", 8, "--auto", "--seq", 64)
-    assert nano.zero.mesh.shape["experts"] == 8, "--auto takes the groups"
-    few, many = (case(*mixtral, "--auto", "--batch-per-device", rows) for rows in (10, 11))
+        assert f"{how}. " in said and f" {below} {tokens} " in said and "has 4,096\n" in said
+    nano = case("auto", "--model", "nano-experts", "--devices", 8, "--seq-len", 64)
+    assert nano.zero.mesh.shape["experts"] == 8, "auto chooses the groups"
+    few, many = (case("auto", *mixtral, "--global-batch-size", 64 * each) for each in (10, 11))
     assert few.zero.mesh.shape["experts"] == 8, "10,240 tokens are fewer than 10,901"
     assert "experts" not in many.zero.mesh.shape
 
@@ -100,8 +101,8 @@ def test_from_there_on_gathering_sends_as_many_words():
     assert (at(tokens=int(tokens) - 1), at(tokens=int(tokens) + 1)) == (8, 1)
 
 
-def test_what_is_not_partitioned_along_its_first_dim_is_turned():
+def test_what_is_not_partitioned_along_its_first_dim_is_transposed():
     """Experts of a layer (4, 32, 48) along their width over 16 devices; XLA for GPUs."""
     zero = zero_jax.Zero(zero_jax.abstract_mesh(16), 3, remat="block")
     found = Case(CONFIG, zero, "adamw", 16, 16).plan(3).predicted
-    assert found.temporaries["turned"] == 4 * CONFIG.layers * 3 * (4 * 32 * 48) // 16
+    assert found.temporaries["transposed"] == 4 * CONFIG.layers * 3 * (4 * 32 * 48) // 16

@@ -13,46 +13,46 @@ from zero_jax.engine import grads
 from zero_jax.hlo import prove
 from zero_jax.translate import command as translate
 
-HUGE = "99999999999999999999"
+HUGE, TX = "99999999999999999999", optax.adamw(1e-3)
 # fmt: off
-ROWS = {  # arguments of the command, and words of its message
-    "--model nano": [
+ROWS = {  # first words of the command, then further ones and words of its message
+    "memory --model nano": [
         ("--target h10", "'h10' 'h100'"), ("--optimizer lyon", "'lyon' 'lion'"),
-        ("--remat blocks", "'blocks' 'block'"), ("--reduce fp16", "fp16 bf16"),
-        ("--memory-limit 0 --auto", "memory_limit=0 80e9"),
-        ("--devices 6 --model-parallel 4", "--devices 6 4"),
-        ("--batch-per-device 3 --grad-accum-steps 2", "--batch-per-device 3 2"),
-        ("--sequence-parallel", "none model=..."),
-        ("--target v100-32gb --compile", "v100-32gb h100"),
-        ("--devices 12 --compile", "12 devices 16 topology"),
-        ("--topology 2x1x8 --compile", "2x1x8 16 devices 8"),
-        ("--topology 8-1 --compile", "8-1 8x1x8"),
-        ("--latencies step.pbtxt", "--latencies --compile"),
-        ("--latencies step.pbtxt --auto", "--latencies --auto"),
-        ("--latencies step.txt --compile", "step.txt step.pbtxt"),
-        ("--latencies none/step.pbtxt --compile", "folder none"),
-        ("--latencies step.pbtxt --compile --target cpu", "cpu h100"),
-        ("--capacity nan", "--capacity nan 0"), ("--memory-limit -1", "--memory-limit -1 0"),
+        ("--remat blocks", "'blocks' 'block'"), ("--reduce-dtype fp16", "fp16 bf16"),
+        ("--devices 6 --mesh model=4", "--devices 6 4"), ("--sequence-parallel", "none model=..."),
+        ("--global-batch-size 12 --grad-accum-steps 2", "--global-batch-size 12 8 16"),
+        ("--batch 3", "--global-batch-size"), ("--memory-limit -1", "memory_limit '-1' 80GB"),
+        ("--latencies step.pbtxt", "--latencies"), ("--stage auto", "--stage zero_jax.plan auto"),
+        ("--expert-capacity-factor nan", "--expert-capacity-factor nan 0"),
         *((x, f"{x} 1") for x in (  # numbers out of range
-            "--devices 0", "--replica 0", "--experts 0", "--grad-accum-steps 0", "--vocab 0",
-            "--lora -1", "--bucket-bytes 0", "--model-parallel -1", "--batch-per-device -1",
-            f"--devices {HUGE}", f"--seq {HUGE}")),
-    ],
+            "--devices 0", "--mesh replica=0", "--mesh experts=0", "--grad-accum-steps 0",
+            "--vocab-size 0", "--lora-rank -1", "--bucket-bytes 0", "--mesh model=-1",
+            "--global-batch-size -1", f"--devices {HUGE}", f"--seq-len {HUGE}"))],
+    "auto --model nano": [
+        ("--memory-limit 0", "memory_limit '0' 80GB"), ("--latencies step.pbtxt", "--latencies"),
+        ("--stage 2", "auto --stage")],
+    "compile --model nano": [
+        ("--target v100-32gb", "v100-32gb h100"), ("--latencies step.txt", "step.txt step.pbtxt"),
+        ("--devices 12 --global-batch-size 12", "12 devices 16 topology"),
+        ("--devices 8 --topology 2x1x8", "2x1x8 16 devices 8"), ("--topology 8-1", "8-1 8x1x8"),
+        ("--latencies none/step.pbtxt", "folder none"),
+        ("--latencies step.pbtxt --target cpu", "cpu h100")],
     "meshes --model nano --devices 4": [
-        ("--latencies step.pbtxt", "--latencies meshes"), ("--target cpu", "--target cpu h100"),
-        ("--model-parallel 2", "--model-parallel meshes")],
-    "--model llama-3.1-8b": [
-        ("--base nf4", "--base nf4 --lora"), ("--lora-alpha 2", "--lora-alpha 2 --lora")],
-    "--model llama-3.1-8b --devices 8 --lora 16": [
-        ("--lora-targets attn/qq", "attn/qq"), ("--lora-targets attn/q,", "pattern"),
-        ("--lora-alpha inf", "--lora-alpha inf 0")],
-    "--model mixtral-8x7b": [
-        ("--experts 3 --devices 6", "experts=2 4 8"), ("--devices 8 --capacity 0", "capacity 0"),
-        ("--devices 8 --experts 3", "--devices 8 experts 3")],
-    "": [("--model 7b", "'7b' 7.5b"), ("--model llama-3.1-8", "'llama-3.1-8b'"),
-         ("--model qwen3-8b --seq 50000", "50000 40960"), ("--hf nowhere", "nowhere/config.json"),
-         ("--model qwen3-4b --devices 8 --experts 2", "experts"), ("meshes --seq -1", "--seq -1 1"),
-         ("mesh", "'mesh' 'meshes'"), ("scaling", "'scaling' plan meshes")],
+        ("--latencies step.pbtxt", "--latencies"), ("--target cpu", "--target cpu h100"),
+        ("--mesh model=2", "--mesh model=2 meshes"), ("--seq-len -1", "--seq-len -1 1")],
+    "memory --model llama-3.1-8b --devices 8": [
+        *((f"--lora-{x}", f"--lora-{x} --lora-rank") for x in ("base-dtype nf4", "alpha 2")),
+        ("--lora-rank 16 --lora-targets attn/qq", "attn/qq"),
+        ("--lora-rank 16 --lora-targets attn/q,", "pattern"),
+        ("--lora-rank 16 --lora-alpha inf", "--lora-alpha inf 0")],
+    "memory --devices 8 --model": [
+        ("mixtral-8x7b --mesh experts=3 --devices 6 --global-batch-size 6", "experts=2 4 8"),
+        ("mixtral-8x7b --mesh experts=3", "--devices 8 experts 3"), ("7b", "'7b' 7.5b"),
+        ("mixtral-8x7b --expert-capacity-factor 0", "capacity 0"),
+        ("llama-3.1-8", "'llama-3.1-8b'"), ("qwen3-8b --seq-len 50000", "50000 40960"),
+        ("nano --init-from nowhere", "nowhere/config.json"), ("nano --mesh experts=2", "experts")],
+    "": [("mesh", "'mesh' 'meshes'"), ("scaling", "'scaling' memory meshes"),
+         ("--model nano", "--model memory compile")],
 }
 # fmt: on
 
@@ -61,10 +61,11 @@ ROWS = {  # arguments of the command, and words of its message
 def test_the_command_names_what_is_wrong(first, capsys, monkeypatch):
     monkeypatch.setattr(prove, "_check_installed", lambda target: None)
     for args, words in ROWS[first]:
-        assert command.main([*first.split(), *args.split()]) == 2, args
+        with pytest.raises(SystemExit, match="2"):
+            raise SystemExit(command.main([*first.split(), *args.split()]))
         error = capsys.readouterr().err
         assert error.startswith("error: ") and all(word in error for word in words.split()), error
-    with_space = ["--model", "nano", "--latencies", "a step.pbtxt", "--compile"]
+    with_space = ["compile", "--model", "nano", "--latencies", "a step.pbtxt"]
     assert command.main(with_space) == 2 and "a step.pbtxt" in capsys.readouterr().err
 
 
@@ -72,11 +73,11 @@ def traced(*_, **__):
     pytest.fail("a step is traced")
 
 
-@pytest.mark.parametrize("what", ["--compile", "--auto"])
+@pytest.mark.parametrize("what", ["compile", "auto"])
 def test_a_missing_plugin_is_named_with_its_install_line_before_tracing(what, monkeypatch, capsys):
     monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(grads.GlobalLoss, "read", traced)
-    assert command.main(["--model", "nano", what]) == 2
+    assert command.main([what, "--model", "nano"]) == 2
     error = capsys.readouterr().err
     assert "jax_cuda12_plugin" in error and "pip install jax-cuda12-plugin==" in error
 
@@ -98,7 +99,7 @@ def loss(params, x):
 def called(how, mesh=None, stage=3, **options):
     zero = zero_jax.Zero(mesh or zero_jax.abstract_mesh(4), stage)
     params = zero.eval_shape(lambda: {"w": jnp.zeros((8, 8))})
-    return getattr(zero, how)(loss, optax.adamw(1e-3), params, jnp.ones((8, 8)), **options)
+    return getattr(zero, how)(loss, zero.optimizer(TX), params, jnp.ones((8, 8)), **options)
 
 
 def auto(limit):
@@ -116,9 +117,10 @@ CALLS = {
     "memory_limit": [lambda: called("choose", CPUS(), "auto"),
                      lambda: called("choose", stage="auto"),
                      lambda: called("choose", stage="auto", target="cpu"),
-                     *(functools.partial(auto, x) for x in (0, -1.0, "60e9", 1e999, True, 0.5))],
-    "zero.choose": [lambda: auto(1e9).value_and_grad(loss)],
-    "zero.choice": [lambda: auto(1e9).plan(loss, optax.sgd(1.0), {}, jnp.ones(8))],
+                     *(functools.partial(auto, x) for x in (0, -1.0, "60XB", 1e999, True, 0.5))],
+    "zero.choose": [lambda: auto(1e9).value_and_grad(loss),
+                    lambda: auto(1e9).plan(loss, optax.sgd(1.0), {}, jnp.ones(8))],
+    "tx": [lambda: auto(1e9).choose(loss, optax.sgd(1.0), {}, jnp.ones(8))],
 }
 # fmt: on
 

@@ -1,11 +1,10 @@
 """Plans whose programs are compiled for H100 ahead of time, with and without a model axis."""
 
-import dataclasses
 import functools
 import json
 
 import pytest
-from test_plan import case
+from test_plan import BLOCK, case
 
 import zero_jax
 from zero_jax.commands import plan as command
@@ -48,9 +47,9 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     assert known.compiled.total_bytes < 7.4e9, "GSPMD's: 8.13 GB"
     assert known.compiled.hidden(layers_only=True).fraction >= 0.99
     assert abs(known.error) < 0.03
-    args = ["--model", "llama-3.1-8b", "--devices", "64", "--batch-per-device", "4", "--reduce"]
-    args += ["bf16", "--remat", "block", "--latencies", str(path), "--target", "h100", "--compile"]
-    assert command.main([*args, "--json", str(tmp_path / "plan.json")]) == 0
+    args = ["--model", "llama-3.1-8b", "--devices", "64", "--global-batch-size", "256", *BLOCK]
+    args += ["--reduce-dtype", "bf16", "--latencies", str(path), "--target", "h100"]
+    assert command.main(["compile", *args, "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["covered_fraction"] >= 0.95 > known.time.covered
     assert found["step_time"]["seconds"] < known.time.seconds
@@ -60,10 +59,10 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
 
 
 def test_the_fastest_mesh_is_recommended(capsys):
-    args = ["--model", "nano", "--devices", "4", "--batch-per-device", "2", "--seq", "64"]
-    assert command.main(["meshes", *args, "--reduce", "bf16"]) == 0
+    args = ["--model", "nano", "--devices", "4", "--global-batch-size", "8", "--seq-len", "64"]
+    assert command.main(["meshes", *args, *BLOCK, "--reduce-dtype", "bf16"]) == 0
     said = capsys.readouterr().out
-    assert said.count("fastest that fits") == 1 and "take model=" in said.splitlines()[-1]
+    assert said.count("fastest that fits") == 1 and "use --mesh model=" in said.splitlines()[-1]
 
 
 PARALLEL = [(8, 1, ""), (8, 3, ""), (8, 3, "--sequence-parallel")]
@@ -73,9 +72,9 @@ PARALLEL += [(2, 3, "--remat block@partitioned")]
 @pytest.mark.parametrize(("mp", "stage", "more"), PARALLEL)
 def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, more):
     """7.5B, 36 layers of 4096 on 8 hosts of 8, N = 8, MP = 8, 4 rows of 1024 tokens."""
-    args = ["--model", "7.5b", "--devices", 64, "--model-parallel", mp, "--stage", stage]
-    args += ["--batch-per-device", 4, "--reduce", "bf16", *more.split()]
-    found = case(*args).plan(stage, target="h100")
+    args = ["--model", "7.5b", "--devices", 64, "--mesh", f"model={mp}", "--stage", stage]
+    args += ["--global-batch-size", 256 // mp, "--reduce-dtype", "bf16", *BLOCK, *more.split()]
+    found = case("compile", *args).plan(stage, target="h100")
     assert found.predicted.argument_bytes == found.compiled.argument_bytes
     assert found.predicted.alias_bytes == found.compiled.alias_bytes
     assert abs(found.error) < 0.06
@@ -102,13 +101,13 @@ def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks(
 
     @functools.cache
     def plan(candidate, compile):
-        model = Case(config, dataclasses.replace(auto, **candidate.settings), "adamw", 4 * n)
+        model = Case(config, auto.replace(**candidate.settings), "adamw", 4 * n)
         return model.plan(candidate.stage, target="h100" if compile else None)
 
     link = lambda c: 2 * plan(c, True).compiled.host_bytes / 64e9  # noqa: E731, PCIe 5
     seconds = lambda c: plan(c, True).time.seconds + link(c)  # noqa: E731
     held = lambda c: plan(c, True).total_bytes  # noqa: E731
-    tried = [c for c in of_zero(auto, 1, "h100", born=False) if c.remat in ("block", "block@host")]
+    tried = [c for c in of_zero(auto, 1, "h100", False) if c.remat in ("block", "block@host")]
     tried = [c for c in tried if c.stage > 1 and str(c.offload) != "optimizer"]
     limits, picked = sorted(set(map(held, tried))), set()
     for limit in limits:

@@ -13,6 +13,7 @@ import json
 import math
 import pathlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,8 +111,8 @@ _COMMANDS: dict[str, tuple[str, tuple[type, ...]]] = {
         (OutputSettings,),
     ),
     "compile": (
-        "Compiles the step of --stage ahead of time, without a GPU, and compares it with the\n"
-        "prediction.",
+        "Compiles the step of --stage ahead of time, without a GPU. Prints its memory,\n"
+        "collectives and modelled time beside the prediction.",
         (OutputSettings, ScheduleSettings),
     ),
     "auto": (
@@ -136,6 +137,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     name = words.pop(0)
     try:
+        if name.startswith("-"):
+            commands = ", ".join(_COMMANDS)
+            raise ValueError(f"a command is required before {name}: one of {commands}")
         if name not in _COMMANDS:
             raise ValueError(unknown("command", name, _COMMANDS))
         settings = parse(name, words)
@@ -146,9 +150,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    lines = [f"{name:8} {about.replace(chr(10), ' ')}" for name, (about, _) in _COMMANDS.items()]
-    commands = "\n".join(f"  {line}" for line in lines)
-    return f"usage: {_PROG} COMMAND [OPTIONS]\n\n{__doc__}\nCommands:\n{commands}"
+    abouts = {name: textwrap.fill(about, 88) for name, (about, _) in _COMMANDS.items()}
+    commands = "\n".join(
+        f"  {name:9}{textwrap.indent(about, ' ' * 11).lstrip()}" for name, about in abouts.items()
+    )
+    end = f"{_PROG} COMMAND --help lists the options of a command."
+    return f"usage: {_PROG} COMMAND [OPTIONS]\n\n{__doc__}\nCommands:\n{commands}\n\n{end}"
 
 
 def parse(command: str, args: Sequence[str]) -> PlanSettings:
@@ -205,7 +212,7 @@ def _plan(command: str, settings: PlanSettings) -> int:
     if shown.compiled is not None:
         print("\n" + format_proof(shown, memory_bytes))
     if settings.latencies is not None:
-        print("\nA run gets this schedule with XLA_FLAGS=" + proof.flags(settings.latencies))
+        print("\nTo run with this schedule, set XLA_FLAGS=" + proof.flags(settings.latencies))
     if settings.json:
         known = {**_settings(case, settings), **shown.as_dict()}
         known["stages"] = {str(p.stage): p.as_dict()["predicted"] for p in plans}
@@ -217,23 +224,27 @@ def _plan(command: str, settings: PlanSettings) -> int:
 
 
 def _limit(settings: PlanSettings, target: targets.Target) -> int:
-    """Bytes of a device that may be used; 0 if that is not known."""
+    """Returns the bytes of device memory that a step may use; 0 if unknown."""
     if settings.memory_limit is not None:
         return parse_bytes(settings.memory_limit, "--memory-limit")
     return candidates.usable(target) if target.memory_bytes else 0
 
 
 def _meshes(settings: PlanSettings) -> int:
-    """The same batch on every mesh."""
+    """Compares tensor-parallel sizes with the same batch; returns 1 if none fits."""
     _check_ranges(settings)
     sizes = mesh_sizes(settings.mesh)
     if sizes.keys() & {"model", "data"}:
-        raise ValueError(f"--mesh {settings.mesh}: meshes compares sizes of model: leave it out")
+        raise ValueError(
+            f"--mesh {settings.mesh}: meshes compares sizes of model, so leave model and data out"
+        )
     target, devices = targets.target(settings.target), devices_of(settings)
     prove.check(target, devices, settings.topology)
     limit = _limit(settings, target)
     if not limit or target.platform != "cuda":
-        raise ValueError(f"--target {target.name} has no figures to compare meshes by: take h100")
+        raise ValueError(
+            f"--target {target.name} has no modelled step time to compare meshes by: use h100"
+        )
     aim = {"target": settings.target, "topology": settings.topology}
 
     def plan(mp: int, compile: bool) -> Plan:
@@ -282,13 +293,13 @@ def _check_ranges(settings: PlanSettings) -> None:
 
     >>> _check_ranges(PlanSettings(seq_len=0))
     Traceback (most recent call last):
-    ValueError: --seq-len 0: it must be at least 1 and at most 1.67772e+07
+    ValueError: --seq-len 0: a number from 1 to 16,777,216 is required
     """
     for name, (least, most) in _RANGES.items():
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
             raise ValueError(
-                f"{flag(name)} {value}: it must be at least {least:g} and at most {most:g}"
+                f"{flag(name)} {value}: a number from {least:g} to {most:,.0f} is required"
             )
 
 
@@ -329,7 +340,7 @@ def _model(settings: PlanSettings) -> tuple[families.Config, int]:
         own["seq"] = tokens  # its positions are parameters
     config = dataclasses.replace(config, **own)
     if tokens > config.seq:
-        raise ValueError(f"--seq-len {tokens}: the model takes rows of at most {config.seq} tokens")
+        raise ValueError(f"--seq-len {tokens}: the model has at most {config.seq} positions")
     return config, tokens
 
 
@@ -351,7 +362,7 @@ def _title(case: Case, settings: PlanSettings) -> str:
 
 
 def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) -> str:
-    """Says from how many tokens on gathering experts takes less communication time."""
+    """Formats the token count above which gathering experts takes less communication time."""
     mesh = case.zero.mesh
     devices = axis_size(mesh, data_axis(mesh))
     groups = experts_size(mesh)
@@ -366,7 +377,7 @@ def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) ->
         how = f"experts are gathered; --mesh experts={would} makes them parallel"
     return (
         f"{how}. Expert parallelism takes less communication time at stage 3 below {even:,.0f} "
-        f"tokens per device and micro-batch; here are {tokens:,}\n"
+        f"tokens per device and micro-batch; this step has {tokens:,}\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Compiles a step for devices that are not there, in a process of its own.
+"""Compiles a step for a target device ahead of time, in a separate process.
 
 The step is traced here on an abstract mesh, exported (`jax.export`), and compiled by a child
 process that knows the target: an H100 by its description, a TPU by its topology, CPU devices by
@@ -38,13 +38,13 @@ _NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
-        "cuDNN's fused attention: without cuDNN what a model does elsewhere is compiled instead",
+        "cuDNN's fused attention: the model's attention for other devices is compiled instead",
     ),
     "tpu": (
-        "words: the compiler turns gathers and scatters into all-reduces",
-        "FLOPs: its products are convolutions, of which the padding is counted too",
+        "elements sent: the compiler turns gathers and scatters into all-reduces",
+        "FLOPs: its products are convolutions, whose padding is counted too",
     ),
-    "cpu": ("bf16 is widened to fp32, on the wire and in temporaries",),
+    "cpu": ("bf16 is widened to fp32, in communication and in temporaries",),
 }
 # There is nothing to time kernels on, and nobody runs them: they need not be fast.
 FLAGS = (
@@ -71,7 +71,7 @@ def check(target: Target, devices: int, given: str | None = None) -> str:
     """
     if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
-            f"{target.name} is for closed forms only, JAX does not run on it: compile for h100"
+            f"`target`={target.name!r} is for predictions only, JAX does not run on it: use h100"
         )
     _check_installed(target)
     return "" if target.platform == "cpu" else topology(target, devices, given)
@@ -152,7 +152,7 @@ def _check_installed(target: Target) -> None:
     modules = known.get(target.platform, ())
     if modules and not any(map(importlib.util.find_spec, modules)):
         raise ValueError(
-            f"compiling for {target.name} needs {modules[0]}, not installed here: "
+            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
             f"{install_line(target)}"
         )
 

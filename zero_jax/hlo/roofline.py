@@ -134,8 +134,8 @@ def format_step_time(t: StepTime) -> str:
         f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
         f"({t.flops / 1e12:.1f} TFLOP), memory {t.memory_seconds:.4f} s "
         f"({t.traffic_bytes / 1e9:.1f} GB)",
-        f"wire     {t.wire_seconds:9.4f} s  covered {t.covered_seconds:.4f} s ({t.covered:.0%}), "
-        f"exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
+        f"sending  {t.wire_seconds:9.4f} s  overlapped {t.covered_seconds:.4f} s "
+        f"({t.covered:.0%}), exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
     ]
     if t.model_flops_fraction is not None:
         lines.append(f"model    {t.model_flops_fraction:9.1%}    of the peak FLOP/s")
@@ -203,17 +203,17 @@ def _assumptions(
         "of memory; a run reaches less.",
         "A kernel takes the longer of its matrix products and its memory traffic, other arithmetic "
         "is free; kernels run one after the other, without launch gaps.",
-        "A kernel reads its operands from memory once and writes its results there: what caches "
-        "keep makes it faster, what it reads twice slower.",
+        "A kernel reads its operands from memory once and writes its results there; caches and "
+        "repeated reads are ignored.",
         f"Collectives are rings without latency: {fast:.4g} GB/s a device within a host of "
         f"{in_host}; between hosts {slow:.4g} GB/s for each device that the group has on a host, "
-        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host. Of an "
-        "all-to-all the parts for devices of the same host stay in it.",
-        "All collectives share one wire, one after the other as they are started; matrix products "
-        "scheduled meanwhile, at their peak, cover them, other kernels do not.",
+        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host. An "
+        "all-to-all sends only the parts for other hosts between hosts.",
+        "All collectives share one interconnect, one after the other as they are started. They "
+        "overlap with matrix products scheduled meanwhile, and with no other kernel.",
     ]
     if any(c.conditional for c in collectives):
-        found.append("Of a conditional the dearer branch runs.")
+        found.append("The more expensive branch of a conditional runs.")
     if uncounted:
         found.append(f"The FLOPs of these library calls are left out: {', '.join(uncounted)}.")
     return tuple(found)

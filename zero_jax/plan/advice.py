@@ -1,11 +1,11 @@
-"""Which stage to take, by an estimate of the step from a plan alone.
+"""Recommendation of a stage, by an estimate of the step time from a plan alone.
 
 Compiling gives a better figure (`hlo.roofline`); this one orders the stages before that. A step is
 the sum of
 
   products    FLOPs of forward and backward at the target's peak, recomputation included
   update      reading and writing parameters and optimizer state at the target's memory bandwidth
-  exposed     stages 1 and 2: the all-gather of all parameters, which stands before the first
+  exposed     stages 1 and 2: the all-gather of all parameters, which precedes the first
               product. Reductions overlap with the backward pass, at stage 3 all-gathers with both
               passes; exposed is what is longer. At stage 1 with several micro-batches the one
               reduce-scatter comes after the last product.
@@ -28,9 +28,9 @@ def least_seconds(plan: Plan, products: float, target: Target) -> float:
     """Returns an estimate of a step's seconds, mostly below the modelled time of its program.
 
     Args:
-      plan: predicted or compiled; of it the closed forms alone are used.
-      products: seconds of forward and backward products at the target's peak, once each.
-      target: gives memory bandwidth and interconnect; nan if it comes without figures.
+      plan: Predicted or compiled; only its closed forms are used.
+      products: Seconds of forward and backward products at the target's peak, once each.
+      target: Gives memory bandwidth and interconnect; the result is nan if they are unknown.
     """
     if not (products > 0 and target.slow_wire > 0 and target.memory_bandwidth > 0):
         return math.nan
@@ -54,31 +54,32 @@ def least_seconds(plan: Plan, products: float, target: Target) -> float:
 
 
 def format_advice(plans: Sequence[Plan], memory_bytes: int, seconds: Sequence[float]) -> str:
-    """Says which stage to take, and how long a step takes at least.
+    """Formats the recommended stage and the estimated step times.
 
     Args:
-      plans: a stage each.
-      memory_bytes: that may be used; 0 if that is not known.
-      seconds: of each by `least_seconds`; nan if that is not known.
+      plans: One plan per stage.
+      memory_bytes: Available bytes; 0 if unknown.
+      seconds: Seconds of each by `least_seconds`; nan if unknown.
     """
     fitting = [p for p in range(len(plans)) if plans[p].total_bytes <= memory_bytes]
     if memory_bytes and not fitting:
         return (
-            "none fits: use more devices, --grad-accum-steps, --remat, --offload or --mesh model=2 "
+            "no stage fits: use more devices, --grad-accum-steps, --remat, --offload or --mesh "
+            "model=2 "
             "(`auto` tries all but the first and last)\n"
         )
     if not memory_bytes:
         return ""
     if any(math.isnan(seconds[p]) for p in fitting):
         stages = ", ".join(f"--stage {plans[p].stage}" for p in fitting)
-        return f"fits: {stages}; the target has no figures to estimate the step by\n"
+        return f"fits: {stages}; this target has no peak rates to estimate step times from\n"
     least = min(seconds[p] for p in fitting)
     short = [p for p in fitting if seconds[p] <= least * (1 + TIE)]
     best = min(short, key=lambda p: plans[p].total_bytes)
     others = [f"{seconds[p]:.3g} s at stage {plans[p].stage}" for p in fitting if p != best]
-    reason = "the shortest step of those that fit" if others else "no other fits"
+    reason = "the shortest estimated step that fits" if others else "no other stage fits"
     return (
-        f"take --stage {plans[best].stage}: {reason}. Estimated from products and communication: "
-        f"{', '.join([f'{seconds[best]:.3g} s', *others])}; --compile models the compiled step, "
-        "1.1 to 3.4 times as long\n"
+        f"use --stage {plans[best].stage}: {reason}. Estimates from matmuls and communication: "
+        f"{', '.join([f'{seconds[best]:.3g} s', *others])}. `plan compile` models the compiled "
+        "step, which takes 1.1 to 3.4 times as long\n"
     )

@@ -3,8 +3,8 @@
 Candidates are tried in the order of `candidates.py`. One that is predicted to need clearly more
 than the limit is dropped, and so is one that no program that fits can be slower than
 (`Candidate.no_worse`). Any other is compiled. Of the programs that fit the one with the shortest
-modelled step is taken, of steps within `TIE` of it the one that holds least. On devices without
-figures for a model of time the first program that fits is taken. Stages 1 to 3 store the same
+modelled step is chosen, of steps within `TIE` of it the smallest one. On devices without a modelled
+step time the first program that fits is chosen. Stages 1 to 3 store the same
 shards, so an `AutoStep` can choose after initialisation; where parameters and optimizer state are
 stored is then no part of the choice.
 """
@@ -72,9 +72,9 @@ class Choice:
         if not self.others:
             return listed
         why = (
-            "come later in the order: without a model of time the first that fits is taken"
+            "follow in the order: without a modelled step time the first that fits is chosen"
             if seconds_of(self.chosen.plan) is None
-            else "send, accumulate, recompute and move to host memory no less than one that fits"
+            else "cannot be faster than one that fits"
         )
         return f"{listed}\n  not compiled: {self.others} others, which {why}"
 
@@ -126,7 +126,7 @@ def search(
         return choice
     report(_listed(considered, limit, trained))
     if left_out and not considered:
-        raise ValueError(f"no candidate can be run; of the last: {left_out[-1]}") from left_out[-1]
+        raise ValueError(f"no candidate can run. The last error: {left_out[-1]}") from left_out[-1]
     raise ValueError(_nothing_fits(considered, limit))
 
 
@@ -154,9 +154,9 @@ def _with_outcome(considered: Considered, best: Considered, least: float) -> Con
     seconds = seconds_of(considered.plan)
     step = "" if seconds is None else f", {seconds:.4g} s a step"
     if considered is best:
-        outcome = "fits, taken"
+        outcome = "fits, chosen"
     elif seconds is not None and seconds <= least * (1 + TIE):
-        outcome = "fits, as quick and larger"
+        outcome = "fits, as fast, larger"
     else:
         outcome = "fits, slower"
     return dataclasses.replace(considered, verdict=f"{considered.verdict}: {outcome}{step}")
@@ -189,7 +189,7 @@ def _by_cost(
             try:
                 planned = plan(candidate, False)
             except (CannotGroup, CannotStream, WrongHere) as error:
-                report(f"left out {candidate}: {error}")
+                report(f"skipped {candidate}: {error}")
                 left_out.append(error)
                 continue
             if candidate.uses_host:
@@ -210,7 +210,7 @@ def _judged(
     if size > limit * (1 + MARGIN):
         return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
     if host > host_limit:
-        verdict = f"predicted{beside[1:]}: too much, a device's part is {gigabytes(host_limit)}"
+        verdict = f"predicted{beside[1:]}: too much, {gigabytes(host_limit)} available per device"
         return Considered(candidate, planned, verdict)
     planned, verdict = _compiled(plan, candidate, planned)
     if verdict:
@@ -261,10 +261,11 @@ def _recomputing_more(
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:
     wide = max((len(str(c.candidate)) for c in considered), default=0)
     rows = [
-        f"  {c.candidate.cost(c.plan, trained)[0]:.3g}Ψ words  {c.candidate!s:{wide}} {c.verdict}"
+        f"  {c.candidate.cost(c.plan, trained)[0]:.3g}Ψ elements  {c.candidate!s:{wide}}  "
+        f"{c.verdict}"
         for c in considered
     ]
-    return "\n".join([f"for at most {gigabytes(limit)} a device:", *rows])
+    return "\n".join([f"candidates in {gigabytes(limit)} per device:", *rows])
 
 
 def decide(
@@ -314,21 +315,21 @@ def decide(
 
 def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
     if not considered:
-        return "there is no candidate: the micro-batches must divide the rows of a device"
+        return "there is no candidate: `grad_accum_steps` must divide the rows of a device"
     least = min(considered, key=lambda c: c.plan.total_bytes)
     plan = least.plan
     terms = sorted(plan.predicted.terms.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in terms)
-    at_rest = plan.predicted.alias_bytes
+    stored = plan.predicted.alias_bytes
     shards = math.prod(plan.axes.values())
-    if at_rest > limit:
-        more = -(-at_rest // limit)
-        advice = f"what rests alone is more than that: take at least {more} x {shards} devices"
+    if stored > limit:
+        more = -(-stored // limit)
+        advice = f"stored state alone is larger: use at least {more} x {shards} devices"
     else:
-        advice = "take more devices, shorter or fewer rows a device, or a smaller model"
+        advice = "use more devices, fewer or shorter rows per device, or a smaller model"
     return (
-        f"nothing fits in {gigabytes(limit)} a device. The smallest is {least.candidate}: "
-        f"{gigabytes(plan.total_bytes)} ({largest}). To fit, {advice}"
+        f"nothing fits in {gigabytes(limit)} per device. The smallest is {least.candidate}: "
+        f"{gigabytes(plan.total_bytes)} ({largest}). {advice.capitalize()}"
     )
 
 
@@ -356,7 +357,9 @@ class AutoStep:
           AttributeError: No settings are chosen yet.
         """
         if self._step is None:
-            raise AttributeError("nothing is chosen before the first step: call it, or lower it")
+            raise AttributeError(
+                "no settings are chosen before the first step: call or lower the step first"
+            )
         return self._step.settings
 
     def __call__(self, *args: Any, **named: Any) -> Any:

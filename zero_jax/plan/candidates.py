@@ -27,11 +27,11 @@ from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size
 from zero_jax.sharding.model_axis import SEQUENCE
 
-# The states' tiers, from the one that leaves the device least.
+# Tiers of the optimizer state, fewest bytes in host memory first.
 STATES = tuple(map(tiers.parse, ("none", "optimizer", "optimizer,params")))
-# Part of a device's memory left to what no plan shows: the runtime, its libraries, NCCL.
+# Fraction of device memory reserved for the runtime, its libraries and NCCL, which no plan shows.
 RESERVE = 0.08
-# Of host memory; the rest is left to the data, the system and the program.
+# Fraction of host memory to use; the rest is for the data, the system and the program.
 HOST_SHARE = 0.8
 # A process may see one device of a host, and the hosts of GPU clusters have eight.
 _HOST_DEVICES = 8
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields by name, for `dataclasses.replace` of a `Zero`."""
+        """The fields by name, for `Zero.replace`."""
         return dict(vars(self))
 
     @property
@@ -58,13 +58,13 @@ class Candidate:
     def cost(
         self, plan: Plan | None = None, trained: float = 1.0
     ) -> tuple[float, float, bool, int, int]:
-        """What candidates are ordered by; without a plan a lower bound, as if the host were free.
+        """Returns the sort key of a candidate; without a plan host transfers count as free.
 
-        The first number is words over Ψ / MP: those of the paper, and what crosses to the host.
+        The first number is elements sent over Ψ / MP: those of the paper, and host transfers.
 
         Args:
-          plan: of this candidate.
-          trained: the part of Ψ that is not frozen.
+          plan: The plan of this candidate.
+          trained: Fraction of Ψ that is not frozen.
         """
         words = words_per_param(self.stage, self.grad_accum_steps, self.remat, trained)
         crossing = plan.host_words_per_param if plan is not None else 0.0
@@ -91,9 +91,9 @@ class Candidate:
         )
 
     def __str__(self) -> str:
-        rests = f", {self.offload} in host memory" if self.offload.streams else ""
+        stored = f", {self.offload} in host memory" if self.offload.streams else ""
         return (
-            f"stage {self.stage}, {self.grad_accum_steps} micro-batches, remat {self.remat}{rests}"
+            f"stage {self.stage}, {self.grad_accum_steps} micro-batches, remat {self.remat}{stored}"
         )
 
 
@@ -105,14 +105,14 @@ def combinations(
     places: tuple[str, ...] = (),
     states: tuple[Offload, ...] = STATES[:1],
 ) -> list[Candidate]:
-    """All candidates, cheapest first as far as that is known without a plan.
+    """Returns all candidates, ordered by their cost without a plan.
 
     Args:
-      rows: rows of the batch on one device; k must divide them.
-      grad_accum_steps: the least k, a divisor of every k.
-      remat: the policy that keeps most. One with places or names of its own is the only one.
-      places: where else than on the device the inputs of layers may be kept.
-      states: what may be done with the optimizer state and the masters.
+      rows: Rows of the batch on one device; k must divide them.
+      grad_accum_steps: The smallest k, a divisor of every k.
+      remat: The policy that saves most. One with places or names is the only one.
+      places: Places other than the device where layer inputs may be saved.
+      states: Tiers of the optimizer state and the fp32 master parameters.
 
     >>> [str(c) for c in combinations(1)][:2]
     ['stage 2, 1 micro-batches, remat none', 'stage 2, 1 micro-batches, remat dots']
@@ -134,13 +134,13 @@ def _policies(remat: str, places: tuple[str, ...]) -> list[str]:
 def of_zero(
     zero: AnyZero, rows: int, target: str | Target | None, initialized: bool
 ) -> list[Candidate]:
-    """The candidates of a `Zero`.
+    """Returns the candidates of a `Zero`.
 
     Args:
-      zero: what it fixes is kept: offload if it is set, remat with a place.
-      rows: of the batch on one device.
-      target: as for `planning.of`.
-      initialized: parameters and optimizer state exist, and stay where they are.
+      zero: Its offload, if set, and its remat with a place are kept.
+      rows: Rows of the batch on one device.
+      target: See `planning.of`.
+      initialized: Parameters and optimizer state exist, and stay in their memory.
     """
     host = host_limit(zero, target) > 0
     split = zero.config.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
@@ -158,10 +158,10 @@ def of_zero(
 
 
 def device_limit(zero: AnyZero, target: str | Target | None) -> float:
-    """Bytes of a device that a step may use: `memory_limit`, or what the device has.
+    """Returns the bytes per device that a step may use: `memory_limit`, or the device's memory.
 
     Raises:
-      ValueError: the device does not say how much memory it has.
+      ValueError: The device does not report its memory.
     """
     if zero.config.memory_limit is not None:
         return zero.config.memory_limit
@@ -177,10 +177,10 @@ def device_limit(zero: AnyZero, target: str | Target | None) -> float:
 
 
 def usable(target: Target) -> int:
-    """Bytes of a target's memory that a step may use.
+    """Returns the bytes of a target's memory that a step may use.
 
     Raises:
-      ValueError: it does not say how much it has.
+      ValueError: The target's memory is unknown.
     """
     if not target.memory_bytes:
         raise _unsaid(target.name)
@@ -189,15 +189,15 @@ def usable(target: Target) -> int:
 
 def _unsaid(device: str) -> ValueError:
     return ValueError(
-        f"{device} does not say how much memory it has: give memory_limit= in bytes a device, "
-        "16e9 say (--memory-limit takes GB)"
+        f'{device} does not report its memory: set `memory_limit`, such as "16GB" per device '
+        "(--memory-limit 16GB)"
     )
 
 
 def host_limit(zero: AnyZero, target: str | Target | None) -> int:
-    """Bytes of host memory that a device may use; 0 where it has none of its own.
+    """Returns the bytes of host memory that a device may use; 0 if it is the device's own memory.
 
-    A forced CPU device has no memory but the host's, so nothing is gained by a move there.
+    A simulated CPU device has no memory but the host's, so a move there gains nothing.
     """
     if target is not None:
         aim = target_of(target)

@@ -1,4 +1,4 @@
-"""A model of `zero_jax.models` and how it is trained: what command line and figures plan."""
+"""A model of `zero_jax.models` and its training step, as planned by the command line."""
 
 import dataclasses
 import functools
@@ -27,15 +27,15 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and how it is to be trained; everything but the stage.
+    """A model and its training step; methods take the stage.
 
     Attributes:
-      config: of `models.families`.
-      zero: a `Zero`: the mesh and all settings; what it freezes is decided here.
-      optimizer: one of `models.optimizers`.
-      rows: rows of the global batch.
-      tokens: of a row; by default as many as the model is made for.
-      lora: what is trained instead of the model.
+      config: Model config of `models.families`.
+      zero: A `Zero` with the mesh and all settings; its `frozen` is replaced for adapters.
+      optimizer: Name in `models.optimizers`.
+      rows: Rows of the global batch.
+      tokens: Tokens of a row; the default is the model's limit.
+      lora: Adapters to train; None trains the model.
     """
 
     config: families.Config
@@ -61,12 +61,12 @@ class Case:
 
     @property
     def tx(self) -> optax.GradientTransformation:
-        """As `train.py` makes it."""
+        """The optimizer of `train.py`."""
         rate = optax.constant_schedule(optimizers.RATES[self.optimizer])
         return optimizers.make(self.optimizer, rate)
 
     def make(self) -> PyTree:
-        """The parameters; only ever traced here."""
+        """Returns the parameters; only traced."""
         return self.model.make()
 
     @property
@@ -83,7 +83,7 @@ class Case:
         return self.model.flops_per_token(self.row) * self.row * self.rows / self.zero.mesh.size
 
     def attention_on(self, target: Target) -> str:
-        """Says which attention a run on this target takes, of single and of packed documents."""
+        """Formats the attention kernel of a run on this target, and that of packed documents."""
         if target.platform != "cuda":
             return "attention: in blocks of queries"
         config, taken = self.config, []
@@ -95,14 +95,14 @@ class Case:
             if kernel == "auto":
                 dtype = self.zero.config.precision.compute
                 kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
-            name = "cuDNN's kernel" if kernel == "cudnn" else "in blocks of queries"
+            name = "cuDNN" if kernel == "cudnn" else "in blocks of queries"
             taken.append(f"{name} ({reason})" if reason else name)
         alone, packed_rows = taken
         said = alone if alone == packed_rows else f"{alone}; packed documents: {packed_rows}"
-        return f"attention on a GPU: {said}. Programs compiled without a GPU have blocks of queries"
+        return f"attention on a GPU: {said}. A compile check uses blocks of queries"
 
     def plan(self, stage: Stage, **options: Any) -> Plan:
-        """The plan at a stage; options are those of `planning.of`."""
+        """Returns the plan of a stage; options are those of `planning.of`."""
         zero = self.zero.at_stage(stage)
         params = zero.eval_shape(self.make)
         return zero.plan(
@@ -113,14 +113,14 @@ class Case:
         )
 
     def choose(self, **options: Any) -> "Case":
-        """The same with a stage and all that `Zero.choose` chooses, in place of "auto"."""
+        """Returns this case with the settings that `Zero.choose` chooses in place of "auto"."""
         params = self.zero.eval_shape(self.make)
         args = self.loss_fn, self.zero.optimizer(self.tx), params, self.batch
         choice = self.zero.choose(*args, has_aux=self.model.routes, **options)
         return dataclasses.replace(self, zero=choice.zero)
 
     def states(self, shards: int, stage: int) -> int:
-        """Bytes of model states on N devices, in closed form."""
+        """Returns the bytes of model states on N devices, in closed form."""
         shapes = jax.eval_shape(self.make)
         zero = self.zero.at_stage(3)
         params = zero.eval_shape(self.make)

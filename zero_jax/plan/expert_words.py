@@ -1,4 +1,4 @@
-"""What a step sends for experts that stay with their part of the devices, and when that is less."""
+"""Elements that expert parallelism sends, and the token count up to which they are fewer."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from zero_jax.remat import policies
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS
 
-# One wire for all, as fast for each device.
+# One interconnect of equal bandwidth for all devices.
 ONE_WIRE = dataclasses.replace(
     targets.target("cpu"), host_devices=2**30, fast_wire=1.0, slow_wire=1.0
 )
@@ -25,12 +25,13 @@ _EXCHANGES = frozenset(("all_to_all", "all_gather", "reduce_scatter"))
 
 
 def travelling(cuts: Sequence[Split], group: int) -> float:
-    """The part of all parameters that travels: of experts those of a group, and none where a group
-    is one device.
+    """Returns the fraction of the parameters that is gathered and reduced.
+
+    A group of devices gathers only its own experts, and a group of one device gathers none.
 
     Args:
-      cuts: how each leaf is cut.
-      group: how many devices share the experts of a group.
+      cuts: Partition of each leaf.
+      group: Number of devices that share the experts of a group.
 
     >>> cuts = [Split((8, 6), None, 1, experts=-2, expert_shards=4), Split((4, 8), -2, 4)]
     >>> travelling(cuts, 1), travelling(cuts, 2)
@@ -47,19 +48,20 @@ def travelling(cuts: Sequence[Split], group: int) -> float:
 def even(
     config: DecoderConfig, groups: int, devices: int, remat: str, target: Target = ONE_WIRE
 ) -> float:
-    """Tokens of a device from which gathering experts at stage 3 is shorter on the wire.
+    """Returns the tokens per device above which gathering experts communicates for less time.
 
-    Gathered twice and reduced once, all of them or, where a group is several devices, its own; or
-    of each token rows there and back, forward, backward and in recomputation, or the token itself
-    to all groups (`engine/tokens_gathered.py`), whose sum is not recomputed. Between hosts a gather
-    shares the wires of all its members on a host, and an all-to-all has that of its device.
+    At stage 3 experts are gathered twice and reduced once: all of them, or in a group of several
+    devices its own. Expert parallelism sends rows of tokens there and back, forward, backward and
+    in recomputation, or each token to all groups (`engine/tokens_gathered.py`), whose sum is not
+    recomputed. Between hosts a gather shares the links of all its members on a host; an all-to-all
+    uses that of its device.
 
     Args:
-      config: a decoder's, with experts.
-      groups: how many groups of devices there are, with experts of their own.
-      devices: in all; those of a group are neighbours.
-      remat: the policy.
-      target: whose wires; one that all share unless given, so that words are compared.
+      config: Config of a decoder with experts.
+      groups: Number of groups of devices.
+      devices: Number of devices; those of a group are neighbours.
+      remat: Remat policy.
+      target: Device with its links; by default one link for all, which compares elements sent.
 
     >>> from zero_jax.hlo import targets
     >>> from zero_jax.models.decoder import Mixture, preset
@@ -87,22 +89,23 @@ def even(
 
 
 def _ring(members: int, near: int, target: Target) -> float:
-    """Seconds a byte of the whole takes in a ring of so many, so many of them on a host."""
+    """Returns seconds per byte in a ring of `members` devices, `near` of them on each host."""
     return (1 - 1 / members) / target.ring_wire(members, near)
 
 
 def groups(
-    config: Config, devices: int, tokens: int, remat: str | None, target: Target | None = None
+    config: Config, devices: int, tokens: int, remat: str, target: Target | None = None
 ) -> int:
-    """How many groups of devices are the shortest on the wire: 1, which gathers experts, or as
-    many as divide both experts and devices.
+    """Returns the number of groups for `stage="auto"`, by the shortest communication time.
+
+    It is 1, which gathers experts, or the largest number that divides experts and devices.
 
     Args:
-      config: of a preset; 1 where it has no experts.
-      devices: that parameters are partitioned over.
-      tokens: of a device and micro-batch.
-      remat: the policy; None where it is not chosen yet.
-      target: as for `even`.
+      config: Model config; without experts the result is 1.
+      devices: Number of devices that parameters are partitioned over.
+      tokens: Tokens per device and micro-batch.
+      remat: The policy that saves most. For "none", "block" is assumed: it is only a lower bound.
+      target: See `even`.
 
     >>> from zero_jax.models.decoder import Mixture, preset
     >>> groups(preset("mixtral-8x7b", mixture=Mixture(8, 2, capacity=1.0)), 64, 4096, "block")
@@ -113,21 +116,22 @@ def groups(
     most = math.gcd(config.mixture.experts, devices)
     if most == 1:
         return 1
-    return most if tokens < even(config, most, devices, remat or "block", wires(target)) else 1
+    policy = "block" if remat == "none" else remat
+    return most if tokens < even(config, most, devices, policy, wires(target)) else 1
 
 
 def wires(target: Target | None) -> Target:
-    """A target, or one with a single wire where its own are not known."""
+    """Returns the target, or one with a single interconnect if its links are unknown."""
     known = target is not None and target.fast_wire > 0 and target.slow_wire > 0
     return target if target is not None and known else ONE_WIRE
 
 
 def tokens(jaxpr: jex.Jaxpr, wanted: Sequence[bool] | None = None) -> int:
-    """Words that a device sends to experts and back in one run of a traced step.
+    """Returns the elements that a device sends to experts and back in one run of a traced step.
 
     Args:
-      jaxpr: the step, or a call within it.
-      wanted: which of its results are read; what makes others does not run. All of them if None.
+      jaxpr: The step, or a call within it.
+      wanted: True for results that are read; others are not computed. None reads all.
     """
     wanted = wanted or [True] * len(jaxpr.outvars)
     needed = reads.needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted))

@@ -1,8 +1,8 @@
-"""Which mesh: the same devices and the same batch with more or less tensor parallelism, compared.
+"""Comparison of tensor-parallel sizes, for the same devices and the same batch.
 
-A mesh that fits need not be fast: what tensor parallelism saves in memory it pays in sums between
-layers, which no product hides. So each mesh is predicted, those that may fit are compiled, and the
-one whose step takes least on a roofline is named.
+A mesh that fits need not be fast: tensor parallelism saves memory, and its sums between layers are
+exposed communication. Each mesh is predicted, those that may fit are compiled, and the one with the
+shortest modelled step is recommended.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from zero_jax.plan.auto import MARGIN
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes, table
 
-_MOST = 16  # of MP: beyond, products are too small for their device
+_MOST = 16  # largest MP: beyond, matmuls are too small for a device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Row:
 
     Attributes:
       model_parallel: MP.
-      plan: compiled, if it may fit; None where the model cannot be split so.
-      why: what speaks against it, or nothing.
+      plan: Compiled if it may fit; None if the model cannot be split so.
+      why: Reason against it; empty if it fits.
     """
 
     model_parallel: int
@@ -31,12 +31,12 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, where it was compiled."""
+        """Modelled seconds of a step; None if it was not compiled."""
         return None if self.plan is None or self.plan.time is None else self.plan.time.seconds
 
 
 def splits(devices: int, replica: int = 1) -> list[int]:
-    """Which MP there may be.
+    """Returns the possible values of MP.
 
     >>> splits(48), splits(8, replica=2)
     ([1, 2, 4, 8, 16], [1, 2, 4])
@@ -49,9 +49,9 @@ def compare(counts: Sequence[int], plan: Callable[[int, bool], Plan], limit: int
     """Plans one mesh after the other.
 
     Args:
-      counts: the MP of each.
-      plan: makes the plan of one; compiles it if told to.
-      limit: bytes of a device that may be used.
+      counts: MP of each mesh.
+      plan: Function that plans one mesh; the second argument says whether to compile it.
+      limit: Bytes per device that may be used.
     """
     for mp in counts:
         try:
@@ -67,20 +67,20 @@ def compare(counts: Sequence[int], plan: Callable[[int, bool], Plan], limit: int
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:
-    """Of those that fit; None if none does."""
+    """Returns the fastest row that fits; None if none fits."""
     fitting = [row for row in rows if row.seconds is not None and not row.why]
     return min(fitting, key=lambda row: row.seconds or 0.0, default=None)
 
 
 def format_meshes(rows: Sequence[Row]) -> str:
-    """A table, and the mesh to take."""
-    lines = [["MP", "N", "GB", "words / Ψ", "covered", "step s", "waits", ""]]
+    """Formats the table and the recommended mesh."""
+    lines = [["MP", "N", "GB", "elements / Ψ", "overlapped", "step s", "exposed", ""]]
     best = fastest(rows)
     for row in rows:
         shape = [str(row.model_parallel), _shards(row.plan)]
         lines.append([*shape, *_figures(row.plan), "fastest that fits" if row is best else row.why])
-    none = "none fits: take more devices, or `--auto` for less memory"
-    return table(lines) + "\n" + (f"take model={best.model_parallel}" if best else none)
+    none = "none fits: use more devices, or `plan auto` to find settings with less memory"
+    return table(lines) + "\n" + (f"use --mesh model={best.model_parallel}" if best else none)
 
 
 def _shards(plan: Plan | None) -> str:
@@ -93,6 +93,6 @@ def _figures(plan: Plan | None) -> list[str]:
     size, time = gigabytes(plan.total_bytes), plan.time
     if time is None:
         return [size, "", "", "", ""]
-    waits = f"{time.exposed_seconds / time.seconds:.0%}"
-    words = f"{plan.words_per_param:.3f}" if plan.countable else "?"
-    return [size, words, f"{time.covered:.0%}", f"{time.seconds:.3f}", waits]
+    exposed = f"{time.exposed_seconds / time.seconds:.0%}"
+    elements = f"{plan.words_per_param:.3f}" if plan.countable else "?"
+    return [size, elements, f"{time.covered:.0%}", f"{time.seconds:.3f}", exposed]

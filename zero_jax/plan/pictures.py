@@ -1,4 +1,4 @@
-"""Plans as a picture, where matplotlib is installed."""
+"""Figures of plans; requires matplotlib."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,7 @@ def plot(
     try:
         from matplotlib.figure import Figure  # without pyplot no display is needed
     except ImportError as error:
-        raise ValueError(
-            "a picture needs matplotlib, which is not installed: pip install 'zero_jax[train]'"
-        ) from error
+        raise ValueError("a plot requires matplotlib: pip install 'zero_jax[train]'") from error
     drawn = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
     bars, lines = drawn.subplots(1, 2, width_ratios=[3, 2])
     _draw_bars(bars, plans, limit)
@@ -64,11 +62,11 @@ def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
         axes.annotate(text, (at, bottom[at]), ha="center", va="bottom", fontsize=8)
     _draw_limit(axes, limit)
     axes.set(ylabel="GB per device", ylim=(0, 1.15 * max(bottom)))
-    axes.set_title("predicted, at the worst instant of a step", fontsize=10)
+    axes.set_title("predicted, at the peak of a step", fontsize=10)
     axes.legend(fontsize=8)
 
 
 def _draw_limit(axes: Any, limit: int) -> None:
     if limit:
-        name = f"memory of a device, {limit / 1e9:.3g} GB"
+        name = f"device memory, {limit / 1e9:.3g} GB"
         axes.axhline(limit / 1e9, color="black", linestyle=":", linewidth=1, label=name)

@@ -103,7 +103,7 @@ def of(
     """
     aim = None if target is None else target_of(target)
     if topology is not None and aim is None:
-        raise ValueError(f"topology={topology!r} is that of a target: name it, target='h100' say")
+        raise ValueError(f"`topology`={topology!r} requires a target: set target='h100'")
     if aim is not None:
         prove.check(aim, zero.mesh.size, topology)
     proof.check(latencies, aim)
@@ -145,8 +145,8 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         ),
     )
     terms = dict(temporaries.terms)
-    if of_gpus and settings.stage == 3 and (turned := turned_bytes(traced.leaves)):
-        terms["turned"] = turned
+    if of_gpus and settings.stage == 3 and (transposed := transposed_bytes(traced.leaves)):
+        terms["transposed"] = transposed
     update = update_forecast.forecast(settings, step.transformation.plain, full)
     worst = max(terms, update.terms, key=lambda terms: sum(terms.values()))
     host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
@@ -190,18 +190,18 @@ def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
     )
 
 
-def turned_bytes(leaves: Sequence[Leaf]) -> int:
+def transposed_bytes(leaves: Sequence[Leaf]) -> int:
     """Returns the bytes of scanned leaves that XLA for GPUs transposes.
 
     A gather along a later dim needs that dim first in memory. XLA transposes the fp32 master
     parameters of all layers before the loop, once for both passes; it transposes gradients one by
     one (`under_way.py`). The experts of a layer (E, D, F) are split along D if N does not divide E.
     """
-    cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_turned(leaf.cut)]
+    cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_transposed(leaf.cut)]
     return sum(4 * math.prod(cut.device_shape) for cut in cuts)
 
 
-def _is_turned(cut: Split) -> bool:
+def _is_transposed(cut: Split) -> bool:
     if not cut.stacked or cut.dim is None:
         return False
     return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1

@@ -263,7 +263,7 @@ def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
     if memory_bytes:
         fits = ("fits" if p.total_bytes <= memory_bytes else "does not fit" for p in plans)
         rows.append([f"in {gigabytes(memory_bytes)}", *fits])
-    rows.append(["elements sent / Ψ", *(_words(p, 3) for p in plans)])
+    rows.append(["elements sent / Ψ", *(_elements_sent(p, 3) for p in plans)])
     rows.append(["sent per step", *(_bytes_sent(p) for p in plans)])
     return table([columns, *rows])
 
@@ -271,7 +271,7 @@ def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
 def format_layers(plan: Plan) -> str:
     """Formats the layers found in the loss, and their remat policies."""
     if not plan.layers:
-        return "layers: none found; activations are kept whatever remat says"
+        return "layers: none found, so remat has no effect"
     found = [
         f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.words:,} parameters, remat "
         f"{x.policy}"
@@ -301,12 +301,12 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         ["  outputs not aliased", gigabytes(audit.output_bytes - audit.alias_bytes)],
         ["  host", gigabytes(audit.host_bytes)],
         ["predicted", f"{gigabytes(plan.predicted.total_bytes)} ({plan.error:+.1%})"],
-        ["elements sent / Ψ", _words(plan, 4)],
+        ["elements sent / Ψ", _elements_sent(plan, 4)],
         ["sent per step", _bytes_sent(plan)],
-        ["  by overlap", _sent(plan, layers_only=False)],
-        ["  in layers' loops", _sent(plan, layers_only=True)],
-        *([] if plan.time is None else [["  covered", _covered(plan.time)]]),
-        ["matrix products", flops],
+        ["  whole step", _sent(plan, layers_only=False)],
+        ["  in layer loops", _sent(plan, layers_only=True)],
+        *([] if plan.time is None else [["  overlapped", _overlapped(plan.time)]]),
+        ["matmuls", flops],
     ]
     if audit.uncounted:
         rows.append(["  not counted", ", ".join(audit.uncounted)])
@@ -320,20 +320,20 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         parts += ["", "Step time", roofline.format_step_time(plan.time)]
         parts += [f"- {line}" for line in plan.time.assumptions]
         if audit.host_bytes:
-            crossing = f"up to {gigabytes(2 * audit.host_bytes)} cross it per step"
+            crossing = f"up to {gigabytes(2 * audit.host_bytes)} per step"
             if plan.host_seconds:
-                crossing += f", {plan.host_seconds:.4f} s if nothing overlaps"
-            parts += [f"- The link to host memory is not part of the step time; {crossing}."]
+                crossing += f", {plan.host_seconds:.4f} s without overlap"
+            parts += [f"- Transfers to host memory are not part of the step time: {crossing}."]
     if plan.target is not None:
         parts += [
             "",
-            "What such a compile does not show",
+            "Not shown by a compile check",
             *(f"- {line}" for line in prove.not_shown(plan.target)),
         ]
     return "\n".join(parts)
 
 
-def _words(plan: Plan, digits: int) -> str:
+def _elements_sent(plan: Plan, digits: int) -> str:
     return f"{plan.words_per_param:.{digits}f}" if plan.countable else "?"
 
 
@@ -346,16 +346,16 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
     if not plan.countable:
         return "unknown: a loop around a collective depends on data"
     sent = plan.compiled.hidden(layers_only=layers_only)
-    return f"{gigabytes(sent.hidden)} hidden, {gigabytes(sent.exposed)} exposed"
+    return f"{gigabytes(sent.hidden)} concurrent with a matmul, {gigabytes(sent.exposed)} exposed"
 
 
-def _covered(time: roofline.StepTime) -> str:
+def _overlapped(time: roofline.StepTime) -> str:
     """Formats the communication time that matrix products are long enough to overlap."""
-    waits = time.exposed_seconds / time.seconds if time.seconds else 0.0
-    said = f"{time.covered:.0%} of the wire's {time.wire_seconds:.4f} s"
-    if waits < _MUCH:
+    exposed = time.exposed_seconds / time.seconds if time.seconds else 0.0
+    said = f"{time.covered:.0%} of {time.wire_seconds:.4f} s of communication"
+    if exposed < _MUCH:
         return said
-    return f"{said}; the device waits {waits:.0%} of its step: compare `plan meshes`"
+    return f"{said}; exposed for {exposed:.0%} of the step: compare meshes with `plan meshes`"
 
 
 def term_names(plans: Sequence[Plan]) -> list[str]:

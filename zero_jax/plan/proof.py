@@ -1,4 +1,4 @@
-"""The proof of a plan: its step as the compiler of a target, or of the devices there, makes it."""
+"""Compile check of a plan: its step compiled for a target, or for the devices of the mesh."""
 
 import dataclasses
 import pathlib
@@ -17,45 +17,45 @@ from zero_jax.sharding.mesh import AnyMesh, abstract_of
 
 
 def check(latencies: str | pathlib.Path | None, target: Target | None) -> None:
-    """Raises ValueError unless there is something that such a file can be made of, and for."""
+    """Raises ValueError unless such a file can be written, for a target with known figures."""
     if latencies is None:
         return
     if target is None or target.platform != "cuda":
         name = "the devices of the mesh" if target is None else target.name
         raise ValueError(
-            f"latencies={str(latencies)!r} are told to XLA for GPUs, from a target's figures, and "
-            f"this plan is for {name}: give target='h100' say, or leave it out"
+            f"`latencies`={str(latencies)!r} requires a GPU target, and this plan is for {name}: "
+            "use target='h100', or leave it out"
         )
     path = pathlib.Path(latencies)
     if path.suffix != own_latencies.SUFFIX:
         raise ValueError(
-            f"latencies={str(latencies)!r}: XLA takes the file for text by its end, so call it "
-            f"{path.stem or 'step'}{own_latencies.SUFFIX}"
+            f"`latencies`={str(latencies)!r}: XLA reads text from {own_latencies.SUFFIX} files "
+            f"only: use {path.stem or 'step'}{own_latencies.SUFFIX}"
         )
     if not path.parent.is_dir():
-        raise ValueError(f"latencies={str(latencies)!r}: there is no folder {path.parent}")
+        raise ValueError(f"`latencies`={str(latencies)!r}: the folder {path.parent} does not exist")
     if len(str(path.absolute()).split()) > 1:
         raise ValueError(
-            f"latencies={str(latencies)!r}: XLA_FLAGS end at a blank, and {path.absolute()} has "
-            "one: name a file in a folder without"
+            f"`latencies`={str(latencies)!r}: XLA_FLAGS cannot contain the space in "
+            f"{path.absolute()}: use a path without spaces"
         )
 
 
 def flags(latencies: str | pathlib.Path) -> str:
-    """What XLA_FLAGS has to have for a run that is scheduled by such a file."""
+    """Returns the XLA flag of a run with the schedule of such a file."""
     return f"--{releases.LATENCIES}={pathlib.Path(latencies).absolute()}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """A step and what it is compiled for.
+    """A step and its compilation target.
 
     Attributes:
-      step: the step.
-      args: its arguments, arrays or their shapes.
-      mesh: its mesh.
+      step: The step.
+      args: Its arguments, arrays or their shapes.
+      mesh: Its mesh.
       target: None for the devices of the mesh.
-      topology: see `targets.topology`.
+      topology: See `targets.topology`.
     """
 
     step: TrainStep
@@ -65,12 +65,12 @@ class Proof:
     topology: str | None
 
     def compiled(self, latencies: str | pathlib.Path | None) -> auditor.Audit:
-        """The program; with latencies that which is made by the file that they are written to."""
+        """Compiles the step; with `latencies`, compiles it again with the file written there."""
         if self.target is None:
             if isinstance(self.mesh, AbstractMesh):
                 raise ValueError(
-                    "the mesh has no devices to compile for: name a target, as target='h100', or "
-                    "use zero_jax.make_mesh()"
+                    "the mesh has no devices to compile for: set `target`, such as target='h100', "
+                    "or use zero_jax.make_mesh()"
                 )
             return auditor.audit(self.step.lower(*self.args).compile(), dict(self.mesh.shape))
         found = self._for(self.target, None)
@@ -78,9 +78,9 @@ class Proof:
             return found
         if found.flops is None:
             raise ValueError(
-                f"latencies={str(latencies)!r}: a loop of the step has no trip count in the "
-                "program, so how long it takes is unknown; use a loop of fixed length "
-                "(jax.lax.scan), or leave latencies out"
+                f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
+                "use "
+                "a loop of fixed length (jax.lax.scan), or leave latencies out"
             )
         at_once = releases.at_once(self.step.compiler_options(*self.args))
         told = own_latencies.of(found.program, found.collectives, self.target, at_once)
@@ -88,7 +88,7 @@ class Proof:
         return self._for(self.target, told)
 
     def time(self, compiled: auditor.Audit, model_flops: float | None) -> roofline.StepTime | None:
-        """How long a step takes by the roofline; None where there are no figures for one."""
+        """Returns the modelled (roofline) step time; None for a device without known peaks."""
         device = self.target
         if device is None and not isinstance(self.mesh, AbstractMesh):
             device = targets.of_kind(self.mesh.devices.flat[0].device_kind)
