@@ -114,13 +114,13 @@ def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
         os.kill(left, signal.SIGTERM)  # asked to end: not started again
     ((got, out, error),) = finish([run], seconds=200)
     assert got == (0 if ends else 75 if code is None else code), error
-    assert ("starting 1 again" in error) == (code is None), error
+    assert ("restarting 1 " in error) == (code is None), error
     if ends:
-        assert "Going on from" in out and len(curve("out")) == 60 and last_loss("out") < 2.5
+        assert "Resuming from" in out and len(curve("out")) == 60 and last_loss("out") < 2.5
         return
     if code == 75:
         steps = [int(p.name) for p in saved.glob("[0-9]*")]
         assert max(steps) == max(line["step"] for line in metrics("out"))
     # The same command as a launcher gives it next; 75: to be given once more.
     ((got, out, error),) = finish([start(*args, "--max-hours", "1e-6")], seconds=240)
-    assert got == 75 and "Going on from" in out and "again in" not in error, error
+    assert got == 75 and "Resuming from" in out and "restarting" not in error, error
