@@ -35,7 +35,7 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, numb
     assert time.monotonic() - began < 3 * 3 + 10
     gone.kill()
     _, _, error = finish(running)[1 - rank]
-    said = "is gone" if number == signal.SIGKILL else "has given no sign of life"
+    said = "is gone" if number == signal.SIGKILL else "has sent no heartbeat"
     assert f"process {rank} (pid {gone.pid} on" in error and said in error, error
     assert "at step" in error
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
