@@ -190,7 +190,7 @@ class Checkpoints:
             raise ValueError(f"{self.directory} already holds step {number}: save a later step")
         if there and number < there[-1]:
             raise ValueError(
-                f"step={number} is below step {there[-1]}, the latest in {self.directory}: delete "
+                f"step {number} is below step {there[-1]}, the latest in {self.directory}: delete "
                 "the later checkpoints, or use another directory"
             )
         return number
@@ -212,9 +212,7 @@ class Checkpoints:
             try:
                 seal(self.directory / str(step))
             except OSError as error:  # it is complete without
-                _to_stderr(
-                    f"checkpoint {step} was saved without checksums of its metadata: {error}"
-                )
+                _to_stderr(f"checkpoint {step} was saved without its seal: {error}")
 
     def close(self) -> None:
         """Waits for the last save and releases the lock of the directory.

@@ -51,7 +51,7 @@ class Step:
       nbytes: of all its files.
       seconds: when it was finished, since 1970; None if that can't be read.
       manifest: None if it can't be read.
-        sealed: whether it has the checksums of its metadata.
+        sealed: whether it has its seal, the checksums of its metadata.
         problems: files that are missing, of another size, or damaged.
     """
 
@@ -65,7 +65,7 @@ class Step:
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.seconds or 0))
-        state = "complete" if self.sealed else "complete, without checksums of its metadata"
+        state = "complete" if self.sealed else f"complete, without {SEAL}"
         return (
             f"step {self.step}  {when if self.seconds else 'no time'}  "
             f"{self.nbytes / 1e6:,.3f} MB  {'INCOMPLETE' if self.problems else state}"
@@ -160,7 +160,7 @@ def read_checked(
         yield chunk, part
         del part  # or two chunks would be held while the next is read
     if total % MODULUS != entry.checksum:
-        raise Damaged(f"{name}: the checksum of {folder / entry.folder} does not match")
+        raise Damaged(f"{name}: its checksum does not match ({folder / entry.folder})")
 
 
 def _too_few_files(folder: pathlib.Path, entry: Entry) -> str:

@@ -64,8 +64,8 @@ def initialize(
             )
         if not 0 <= process_id < num_processes:
             raise ValueError(
-                f"process_id={process_id} must be from 0 to {num_processes - 1}, as "
-                f"num_processes={num_processes}"
+                f"process_id={process_id} of num_processes={num_processes}: the rank must be from "
+                f"0 to {num_processes - 1}"
             )
         if not wait_seconds > 0:
             raise ValueError(f"wait_seconds={wait_seconds!r}: it must be a positive number")

@@ -273,7 +273,7 @@ class Watchdog:
             return
         at = "before its first step" if self._number is None else f"after step {self._number}"
         what = "one step" if pause is None else pause[1]
-        said = f"{name_of(self._rank)} is stuck: {what} has taken {now - since:.0f} s, {at}"
+        said = f"{name_of(self._rank)} has been stuck in {what} for {now - since:.0f} s, {at}"
         if pause is None and len(self._durations) >= _LEAST_STEPS:
             self.end_run(f"{said}; the median is {statistics.median(self._durations):.2g} s")
             return

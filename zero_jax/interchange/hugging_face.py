@@ -103,7 +103,7 @@ def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
     model, files = config(folder), Folder(folder)
     if model.layers > len(files.kinds):  # before a table of its tensors is made
         raise ValueError(
-            f"{folder} does not match its config.json: {model.layers} layers, and "
+            f"{folder}: the model does not match its config.json: {model.layers} layers, and "
             f"its files have {len(files.kinds)} tensors"
         )
     known = folder_config.read(folder)
@@ -157,8 +157,8 @@ class _Model:
         problems = differences({place.name: place.shape for place in layout.places}, known)
         if problems:
             raise ValueError(
-                f"{where} does not match its config.json: {few(problems)}. Save it again with "
-                "save_pretrained of transformers"
+                f"{where}: the model does not match its config.json: {few(problems)}. Save it "
+                "again with save_pretrained of transformers"
             )
         self._places = {(place.path, place.at): place for place in layout.places}
 

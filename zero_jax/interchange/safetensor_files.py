@@ -158,9 +158,7 @@ class Folder:
             self.unused = index if os.path.lexists(index) else None
             return {ONE: ONE}
         if not os.path.lexists(index):
-            raise ValueError(
-                f"{self._folder} has neither {ONE} nor {INDEX}: {_instead(one.parent)}"
-            )
+            raise ValueError(f"{self._folder} has no {ONE} and no {INDEX}: {_instead(one.parent)}")
         listed = read_json(index, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise ValueError(f"{index} is not an index of safetensors: save the model again")
