@@ -165,8 +165,8 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
         )
     if config.profile and config.max_steps < profile.LAST:
         raise ValueError(
-            f"--profile traces steps {profile.FIRST} to {profile.LAST}, and --max-steps is "
-            f"{config.max_steps}: use --max-steps {profile.LAST} or more"
+            f"--profile traces steps {profile.FIRST} to {profile.LAST}, which "
+            f"--max-steps {config.max_steps} does not reach: use --max-steps {profile.LAST} or more"
         )
     if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
         asked = (

@@ -179,7 +179,7 @@ def _rows_per_shard(batch: int, seq: int, shard_index: int, shard_count: int) ->
         lower = batch - batch % shard_count
         raise ValueError(
             f"--global-batch-size {batch} must be a multiple of the {shard_count} processes: "
-            f"use {lower + shard_count}" + (f" or {lower}" if lower else "")
+            f"use --global-batch-size {lower + shard_count}" + (f" or {lower}" if lower else "")
         )
     return batch // shard_count
 

@@ -37,8 +37,8 @@ class DataChanged(OSError):
 
     def __init__(self, where: str, how: str) -> None:
         super().__init__(
-            f"{where} changed during the run ({how}): restore the file and repeat the command, or "
-            "train on the new file with another --output-dir"
+            f"{where} changed during the run ({how}): restore this file of --data and repeat the "
+            "command, or train on the new one with another --output-dir"
         )
 
 

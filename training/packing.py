@@ -119,7 +119,7 @@ class Lane:
                 left_out = 0
             elif (left_out := left_out + 1) > self.patience:
                 raise ValueError(
-                    f"{left_out} consecutive documents have nothing to learn within {self.seq + 1} "
+                    f"{left_out} documents in a row have nothing to learn within {self.seq + 1} "
                     "tokens: use a longer --seq-len"
                 )
             self.following += self.step

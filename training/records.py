@@ -216,7 +216,7 @@ class _Lines:
                 lines.seek(self._starts[at])
                 line = lines.readline()
         except FileNotFoundError as error:
-            raise DataChanged(self.where(at), f"{self._lines} is missing") from error
+            raise DataChanged(self.where(at), f"{self._lines} is gone") from error
         if zlib.crc32(line.strip()) != self.sums[at]:
             raise DataChanged(self.where(at), self._stamp.difference(now))
         record: Record = json.loads(line)

@@ -87,7 +87,7 @@ class RunLog:
                 self._files = files.pop_all()
         except OSError as error:
             raise ValueError(
-                f"--output-dir {self.out_dir} can't be written: {error}. Give a folder with write "
+                f"{self.out_dir} can't be written: {error}. Give --output-dir a folder with write "
                 "permission, or a new name"
             ) from error
         self._scalars: list[Scalars] = [TensorBoard(self.out_dir / "tensorboard", resumed)]

@@ -68,7 +68,7 @@ class Renderer:
         if "limit" in reply:
             self._exceeded[template] = self._exceeded.get(template, 0) + 1
             raise TemplateError(
-                f"it needs more than {reply['limit']} for one conversation: use another template"
+                f"it takes more than {reply['limit']} for one conversation: use another template"
             )
         self._exceeded.pop(template, None)
         if "error" in reply:

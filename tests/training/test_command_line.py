@@ -117,10 +117,10 @@ COMMANDS = [  # and what is said
 ]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [
-    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
+    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. To use less"), (KeyboardInterrupt(), 1, 130, "stopped"),
     (FULL, 4, "left with 2", "error: RESOURCE_EXHAUSTED"),
     (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
-    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
+    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. To use less"),
     (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
 ]  # fmt: skip
 

@@ -101,7 +101,7 @@ def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_pat
     whole = made.batches(None, 0, 1)
     seen = [text[:1] for _ in range(40) for text in texts_of(next(whole)[0])]
     assert seen.count(b"a") / len(seen) == pytest.approx(0.75, abs=0.05)
-    first, second = re.findall(r"jsonl ([\d.]+) times", made.outlook(50))
+    first, second = re.findall(r"([\d.]+) epochs", made.outlook(50))
     assert float(second) / float(first) == pytest.approx(1000 / 100 / 3, rel=0.01)
     held_out = [t for arrays in made.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
     kept = [*numbers("a", 1000)[900:], *numbers("b", 100)[90:]]
@@ -431,7 +431,7 @@ OTHERWISE = [
     (RUN, LORA, "--lora-rank 4 .*no --lora-rank"), ({**RUN, "clip": 0.0}, RUN, "--max-grad-norm 1.0 .*--max-grad-norm 0.0"),
     (LORA, {**LORA, "hf": None}, "no --init-from .*--init-from A"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
-     "--model 124m .*--model nano.*hidden_size 768, before 32"),
+     "--model 124m .*--model nano.*hidden_size 768 instead of 32"),
 ]  # fmt: skip
 
 

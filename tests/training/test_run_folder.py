@@ -288,7 +288,7 @@ def test_pages_of_failed_runs_and_failed_pages(tmp_path, monkeypatch, capsys, no
         write(log, [1], loss=1e308)
         write(log, [2], loss=-1e308)
     said = capsys.readouterr().out
-    assert "no loss.png: " in said and "no report.html: ZeroDivisionError" in said
+    assert "loss.png is not" in said and "report.html is not written: ZeroDivisionError" in said
     with RunLog(tmp_path / "c", {}) as log:
         log.evaluation(1, val_loss=2.0)
     assert (tmp_path / "c" / "loss.png").exists()
