@@ -124,7 +124,7 @@ def files_of(path: Path) -> list[Path]:
         ValueError: One is no regular file.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} is no file or folder: check the path")
+        raise FileNotFoundError(f"{path} does not exist: check the path")
     found = _shown(path) if path.is_dir() else [path]
     for own in found:
         if not own.is_file():  # to open a pipe would wait for somebody who writes to it
@@ -264,7 +264,7 @@ def check(record: Any) -> None:
 
     >>> check({"messages": [{"role": "usr", "content": "Hi"}]})
     Traceback (most recent call last):
-    ValueError: role 'usr' is none of system, developer, user, assistant, tool
+    ValueError: role 'usr' must be one of system, developer, user, assistant, tool
     """
     if not isinstance(record, dict) or not any(kind in record for kind in _KINDS):
         raise ValueError(
@@ -297,7 +297,7 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(message, dict) or "role" not in message:
             raise ValueError(f'a message must have "role" and "content": {_short(message)}')
         if message["role"] not in ROLES:
-            raise ValueError(f"role {message['role']!r} is none of {', '.join(ROLES)}")
+            raise ValueError(f"role {message['role']!r} must be one of {', '.join(ROLES)}")
         content = message.get("content")
         if content is not None:
             _check_text(content, "content")

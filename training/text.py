@@ -93,7 +93,7 @@ def load_tokens(
         tokens = _read_builtin()
     elif not path.exists():
         raise FileNotFoundError(
-            f"{path} is no file or folder: check the path, or leave it out for the built-in text"
+            f"{path} does not exist: check the path, or leave it out for the built-in text"
         )
     elif path.is_dir():
         tokens = _read_folder(path)
