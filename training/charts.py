@@ -209,10 +209,8 @@ def draw_losses(folder: Path) -> None:
         mean = np.transpose(running_mean(train))
         axes.plot(*np.transpose(train), color=blue, alpha=0.25, lw=0.8, label="train, per step")
         axes.plot(*mean, color=blue, lw=1.8, label="train, running mean")
-        if held_out:
-            axes.plot(
-                *np.transpose(held_out), "o-", color="#cc3311", lw=0.8, ms=5, label="held out"
-            )
+    if held_out:
+        axes.plot(*np.transpose(held_out), "o-", color="#cc3311", lw=0.8, ms=5, label="held out")
     for (name, level), dashes in zip(run.levels.items(), itertools.cycle(("--", ":"))):
         axes.axhline(level, color=gray, linestyle=dashes, lw=1)
         right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}

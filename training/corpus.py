@@ -90,8 +90,8 @@ class Text:
 
     @property
     def held_out_size(self) -> str:
-        """How much is held out, in words."""
-        return f"{self.rest.size:,} held out"
+        """Describes the amount of held-out data."""
+        return f"{self.rest.size:,} held-out {self.unit}s"
 
     @property
     def counts(self) -> None:

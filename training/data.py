@@ -123,8 +123,7 @@ def eval_batches(
     rows = _rows_per_shard(batch, seq, shard_index, shard_count)
     if tokens.size < 2:
         raise ValueError(
-            f"evaluation needs at least 2 held-out tokens, and there are {tokens.size}: hold out "
-            "more"
+            f"evaluation needs at least 2 tokens, and {tokens.size} are held out: hold out more"
         )
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"max_batches={max_batches}: it must be at least 1, or None for all")

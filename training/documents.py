@@ -179,8 +179,8 @@ class Documents:
 
     @property
     def held_out_size(self) -> str:
-        """How much is held out, in words."""
-        return f"{len(self.held_out_documents):,} documents held out"
+        """Describes the amount of held-out data."""
+        return f"{len(self.held_out_documents):,} held-out documents"
 
     @property
     def order(self) -> dict[str, Any]:

@@ -194,14 +194,14 @@ def print_plan(
     table["temporary"] = [s.in_flight for s in stages]
     table["total"] = [s.total for s in stages]
     show.print_table(
-        f"Predicted bytes per device on {shards}{split}, by ZeRO stage (without activations)",
+        f"Predicted bytes per device on {shards}{split}, by ZeRO stage (no activations)",
         ["", *(f"stage {n}{', this run' if n == zero.config.stage else ''}" for n in range(4))],
         [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
     )
     predicted = step.predicted
     rows = [[name.replace("_", " "), size] for name, size in predicted.terms.items() if size]
     show.print_table(
-        "Predicted peak memory per device",
+        "Predicted peak per device",
         ["term", "bytes"],
         [
             [name, show.human_bytes(size)]

@@ -375,7 +375,7 @@ def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, m
     assert tune(*LORA, "--output-dir", "whole", "--export-dir", "tuned") == 0
     said = capsys.readouterr().out
     assert said.index("all 72 documents in rows of 32 tokens:") < said.index("before training")
-    assert "documents in all rows:" in said and "8 documents held out" in said
+    assert "documents in all rows:" in said and "8 held-out documents" in said
     check_exported("tuned", said, lora=True)
     adapter = load_file("whole/adapter/adapter_model.safetensors")
     assert len(adapter) == 2 * 4 * 4
