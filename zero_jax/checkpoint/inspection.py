@@ -19,7 +19,7 @@ from zero_jax.checkpoint.arrays import CRC_BYTES, Damaged, regular_bytes
 from zero_jax.checkpoint.checkpoints import ITEM
 from zero_jax.checkpoint.checksum import MODULUS, checksum
 from zero_jax.checkpoint.manifest import Entry, Manifest
-from zero_jax.checkpoint.retention import AFTER, is_step
+from zero_jax.checkpoint.retention import AFTER, FOLDER, is_step
 from zero_jax.checkpoint.writer import SEAL, check_seal
 
 MANY = 10_000  # chunks of an array, beyond which files are counted before each is looked at
@@ -89,9 +89,10 @@ def folders(directory: pathlib.Path, step: int | None = None) -> dict[int, pathl
 
 
 def unfinished(directory: pathlib.Path) -> list[str]:
-    """Names of folders that a save which was cut off has left; the next run removes them."""
-    found = (p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith(AFTER))
-    return sorted(name for name in found if not is_step(name))
+    """Returns the names of folders left by an interrupted save; the next run removes them."""
+    found = (p for p in directory.iterdir() if p.is_dir() and not p.name.startswith(AFTER))
+    kept = (p.name for p in found if p.name != FOLDER or any(p.iterdir()))
+    return sorted(name for name in kept if not is_step(name))
 
 
 def chunks(entry: Entry) -> Iterator[Chunk]:
