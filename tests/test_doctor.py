@@ -49,4 +49,4 @@ def test_the_memory_limit_of_a_container(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_CGROUPS", (str(tmp_path / "limit"),))
     for limit, shown in ((2**63 - 1, "no limit"), ("max", "no limit"), (3_000_000_000, "3.00 GB")):
         (tmp_path / "limit").write_text(f"{limit}\n")
-        assert lines(capsys, "--quick")[0]["of"].endswith(shown)
+        assert lines(capsys, "--quick")[0]["cgroup"].endswith(shown)

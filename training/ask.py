@@ -35,10 +35,12 @@ MOST_TOKENS = 10**6  # each takes a pass over the window
 
 
 def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | None]:
-    """The model's folder and its adapters' of what was named; of a run those that it says.
+    """Returns the folder of the model and that of its adapters.
+
+    For the folder of a run these are the base model and the adapters that the run wrote.
 
     Raises:
-        ValueError: It is a run of a whole model, which is not in a folder of its own yet.
+        ValueError: The run trained all parameters, and its model is not exported yet.
     """
     known = folder_config.read(folder) if (folder / "config.json").exists() else {}
     if "zero_jax" not in known:  # that of a run says by which release it was made
@@ -48,26 +50,27 @@ def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | No
         return Path(base), adapter or own
     like = "" if base is None else f" --like {base}"
     raise ValueError(
-        f"{folder} is a run whose model is in its checkpoints: python -m zero_jax.checkpoint "
-        f"export {folder}/checkpoints DIR{like}, and ask DIR"
+        f"{folder} is a run whose model is in its checkpoints: export it with `python -m "
+        f"zero_jax.checkpoint export {folder}/checkpoints DIR{like}`, then pass DIR"
     )
 
 
 def answer(folder: Path, adapter: Path | None, question: str, length: int) -> str:
-    """What a model of transformers' says, with what ends its turn.
+    """Returns the answer of a transformers model, up to and including the end of its turn.
 
     Args:
-        folder: Of the model and its tokenizer.
-        adapter: Of adapters beside it, as PEFT has them; None for none.
-        question: Of at least one token.
-        length: Tokens at most.
+        folder: Folder of the model and its tokenizer.
+        adapter: Folder of PEFT adapters to add; None for none.
+        question: At least one token of text.
+        length: Maximum number of tokens.
 
     Raises:
         ValueError: A folder can't be read, the question is empty, or the device is too small.
     """
     if not question or not 1 <= length <= MOST_TOKENS:
         raise ValueError(
-            f"{question=}, {length=}: ask something, for an answer of 1 to {MOST_TOKENS} tokens"
+            f"{question=}, {length=}: give a question that is not empty, and a length from 1 to "
+            f"{MOST_TOKENS} tokens"
         )
     config, tokenizer = interchange.config(folder), Tokenizer(folder)
     tokenizer.check_fits(config.vocab)

@@ -207,7 +207,7 @@ def draw_losses(folder: Path) -> None:
     axes, blue, gray = figure.add_subplot(), "#4477aa", "#555555"
     if train:
         mean = np.transpose(running_mean(train))
-        axes.plot(*np.transpose(train), color=blue, alpha=0.25, lw=0.8, label="train, a step")
+        axes.plot(*np.transpose(train), color=blue, alpha=0.25, lw=0.8, label="train, per step")
         axes.plot(*mean, color=blue, lw=1.8, label="train, running mean")
     if held_out:
         axes.plot(*np.transpose(held_out), "o-", color="#cc3311", lw=0.8, ms=5, label="held out")

@@ -1,7 +1,8 @@
-"""The step of a run, compiled once more to look at: what it holds, and its largest temporaries.
+"""Compilation of a run's step for its report: bytes, and the largest temporaries.
 
-A run does not do this: it would compile twice. Its settings make the step anew, on as many devices
-of the same kind; a step that is foretold other bytes than the run noted is another, and refused.
+A run does not do this itself, because it would compile twice. The step is built again from the
+settings of the run, on as many devices of the same kind. It must have the predicted bytes that the
+run recorded.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def settings_of(known: Mapping[str, Any]) -> Config:
 
 
 def compile_step(run: RunFolder) -> None:
-    """Compiles the step of a run, and writes what it holds into the run's folder.
+    """Compiles the step of a run, and writes its memory use into the run's folder.
 
     Raises:
-        ValueError: The step can't be made from what is in the folder, on these devices.
+        ValueError: The files or devices do not give the step that the run trained with.
     """
     from training.main import join
     from training.trainer import Trainer
@@ -47,20 +48,21 @@ def compile_step(run: RunFolder) -> None:
     noted = run.last("start").get("predicted_total")
     if noted is None:
         raise ValueError(
-            f"{run.path} does not say what was predicted of its step: see events.jsonl"
+            f"{run.path}: events.jsonl has no `predicted_total` to compare with: give a run that "
+            "recorded one"
         )
     config = settings_of(run.config)
     join(config)
     if jax.device_count() != config.devices:
         raise ValueError(
-            f"{run.path} ran on {config.devices} devices, and here are {jax.device_count()}: "
-            "compile its step where there are as many"
+            f"{run.path} ran on {config.devices} devices, and {jax.device_count()} are available: "
+            f"compile its step on {config.devices} devices"
         )
     step = Trainer(load(config)).predict(compile=True)
     if step.predicted.total_bytes != noted:
         raise ValueError(
-            f"the settings of {run.path} make a step of {step.predicted.total_bytes:,} bytes here, "
-            f"and the run noted {noted:,}: go where its devices, its data and its release are"
+            f"the settings of {run.path} give a step of {step.predicted.total_bytes:,} bytes, and "
+            f"the run recorded {noted:,}: use the devices, the data and the release of the run"
         )
     assert step.compiled is not None
     found = {"predicted_total": noted, **step.compiled.as_dict()}

@@ -129,7 +129,7 @@ def check_numbers(config: Config) -> None:
     """
     for name, given in dataclasses.asdict(config).items():
         if given == "":
-            raise ValueError(f"{flag(name)} is empty: name something, or leave it out")
+            raise ValueError(f"{flag(name)} is empty: give a value, or leave it out")
     for name, least in _LEAST.items():
         given, most = getattr(config, name), _MOST.get(name, _LARGEST)
         if given is not None and not least <= given <= most:
@@ -160,13 +160,13 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
     check_numbers(config)
     if config.memory_limit is not None and config.stage != AUTO:
         raise ValueError(
-            f"--memory-limit {config.memory_limit} limits --stage auto, and the stage is "
+            f"--memory-limit {config.memory_limit} requires --stage auto, and --stage is "
             f"{config.stage}: use --stage auto, or leave --memory-limit out"
         )
     if config.profile and config.max_steps < profile.LAST:
         raise ValueError(
-            f"--profile with --max-steps {config.max_steps}: it traces steps {profile.FIRST} to "
-            f"{profile.LAST}, take at least so many"
+            f"--profile traces steps {profile.FIRST} to {profile.LAST}, which "
+            f"--max-steps {config.max_steps} does not reach: use --max-steps {profile.LAST} or more"
         )
     if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
         asked = (
@@ -175,14 +175,14 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
             else f"--remat {config.remat}"
         )
         raise ValueError(
-            f"{asked} keeps activations in parts on a model axis, and the mesh has none: give "
-            "--mesh model=2 say"
+            f"{asked} shards saved activations over a model axis, and the mesh has none: add one, "
+            "for example with --mesh model=2"
         )
     warmup = config.max_steps // 10 if config.warmup_steps is None else config.warmup_steps
     if warmup >= config.max_steps:
         raise ValueError(
-            f"--warmup-steps {warmup} must be below --max-steps {config.max_steps}: the rate falls "
-            "after it"
+            f"--warmup-steps {warmup} must be below --max-steps {config.max_steps}: use fewer "
+            "warmup steps"
         )
     lr = (
         rates[config.optimizer] / _gentler(config)

@@ -90,8 +90,8 @@ class Text:
 
     @property
     def held_out_size(self) -> str:
-        """How much is held out, in words."""
-        return f"{self.rest.size:,} held out"
+        """Describes the amount of held-out data."""
+        return f"{self.rest.size:,} held-out {self.unit}s"
 
     @property
     def counts(self) -> None:
@@ -116,7 +116,7 @@ class Text:
     def outlook(self, steps: int) -> str:
         """Says how often a run of so many steps trains on it."""
         times = steps * self._batch / samples_per_epoch(self.train.size, self._seq)
-        return f"{steps:,} steps train on {self.name} {human_count(times)} times"
+        return f"{steps:,} steps are {human_count(times)} epochs of {self.name}"
 
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, Any]]:
         """This process's rows of each batch, and the sample that comes after it, without end."""
@@ -170,16 +170,16 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
 
 
 def load(config: Config, vocab: int | None, seq: int) -> Corpus:
-    """What `--data` names.
+    """Loads the data of `--data`.
 
     Args:
         config: The settings.
-        vocab: Rows of the model's embedding; None if that follows from the data.
-        seq: S.
+        vocab: Rows of the model's embedding; None if the data decide it.
+        seq: Sequence length S.
 
     Raises:
-        ValueError: It can't be read, or does not fit the model.
-        FileNotFoundError: There is nothing.
+        ValueError: The data can't be read, or do not fit the model.
+        FileNotFoundError: There is no such file or folder.
     """
     tokenizer = tokenizer_of(config)
     if tokenizer is not None and vocab is not None:
@@ -189,13 +189,14 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
     if len(set(kinds.values())) > 1:
         text = next(path for path, documents in kinds.items() if not documents)
         raise ValueError(
-            f"--data {config.data}: {text} is text and others are documents. Write it as "
-            'documents too, each {"text": "..."} on a line of a .jsonl file'
+            f"--data {config.data}: {text} is text, and the other files are documents: save it as "
+            'a .jsonl file, with {"text": "..."} on each line'
         )
     if not any(kinds.values()):
         if len(paths) > 1:
             raise ValueError(
-                f"--data {config.data}: weights are for documents (.jsonl, .parquet, .csv)"
+                f"--data {config.data}: weights require documents (.jsonl, .parquet, .csv), and "
+                "these files are text: save them as documents"
             )
         corpus = load_tokens(config.data, vocab or 256)
         if (
@@ -205,9 +206,8 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
             and vocab != 256
         ):
             raise ValueError(
-                f"--init-from {config.init_from} has no tokenizer.json, as whose tokens text is "
-                "read: give "
-                "--tokenizer DIR"
+                f"--init-from {config.init_from} has no tokenizer.json, which --data of text "
+                "needs: give --tokenizer DIR"
             )
         if tokenizer is not None and corpus.byte_level:
             corpus = _tokenised(corpus, tokenizer)
@@ -219,9 +219,8 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
             else f"--init-from {config.init_from} has no tokenizer.json: "
         )
         raise ValueError(
-            f"{lacks}--data {config.data} has documents, which a tokenizer takes apart: give "
-            "--init-from "
-            "DIR of a model with its tokenizer, or --tokenizer DIR"
+            f"{lacks}--data {config.data} has documents, which need a tokenizer: give --init-from "
+            "DIR of a model with a tokenizer, or --tokenizer DIR"
         )
     return Documents(
         [Source(Records(path), weight) for path, weight in paths],

@@ -72,11 +72,11 @@ def batches(
     """
     rows = _rows_per_shard(batch, seq, shard_index, shard_count)
     if seed < 0 or start < 0:
-        raise ValueError(f"seed={seed} and start={start} are given, but both must be 0 or more")
+        raise ValueError(f"seed={seed}, start={start}: both must be 0 or more")
     if samples_per_epoch(tokens.size, seq) == 0:
         raise ValueError(
-            f"{tokens.size} tokens do not fill one sample of seq + 1 = {seq + 1}; "
-            "give more text or a shorter --seq-len"
+            f"{tokens.size} tokens do not fill one sample of seq + 1 = {seq + 1} tokens: "
+            "use more text, or a shorter --seq-len"
         )
     import grain
 
@@ -122,9 +122,11 @@ def eval_batches(
     """
     rows = _rows_per_shard(batch, seq, shard_index, shard_count)
     if tokens.size < 2:
-        raise ValueError(f"evaluation needs at least 2 tokens, got {tokens.size}; hold out more")
+        raise ValueError(
+            f"evaluation needs at least 2 tokens, and {tokens.size} are held out: hold out more"
+        )
     if max_batches is not None and max_batches < 1:
-        raise ValueError(f"max_batches={max_batches}, but 1 or more is needed, or None for all")
+        raise ValueError(f"max_batches={max_batches}: it must be at least 1, or None for all")
     import grain
 
     windows = grain.MapDataset.source(_PaddedWindows(tokens, seq, multiple_of=batch))
@@ -167,14 +169,16 @@ class _PaddedWindows:
 
 def _rows_per_shard(batch: int, seq: int, shard_index: int, shard_count: int) -> int:
     if batch < 1 or seq < 1 or shard_count < 1:
-        raise ValueError(f"{batch=}, {seq=} and {shard_count=} are given, but all must be above 0")
+        raise ValueError(f"{batch=}, {seq=}, {shard_count=}: all must be above 0")
     if not 0 <= shard_index < shard_count:
-        raise ValueError(f"{shard_index=}, but it must be in [0, {shard_count}), as shard_count is")
+        raise ValueError(
+            f"{shard_index=}: it must be in [0, {shard_count}), the range of shard_count"
+        )
     if batch % shard_count:
         lower = batch - batch % shard_count
         raise ValueError(
-            f"a batch of {batch} rows does not divide over {shard_count} processes; "
-            f"take --global-batch-size {lower + shard_count}" + (f" or {lower}" if lower else "")
+            f"--global-batch-size {batch} must be a multiple of the {shard_count} processes: "
+            f"use --global-batch-size {lower + shard_count}" + (f" or {lower}" if lower else "")
         )
     return batch // shard_count
 

@@ -37,9 +37,8 @@ class DataChanged(OSError):
 
     def __init__(self, where: str, how: str) -> None:
         super().__init__(
-            f"{where} changed while the run reads it ({how}). Files of --data must stay as they "
-            "are until the run ends: put the former file back and give the same command, or train "
-            "on the new one with another --output-dir"
+            f"{where} changed during the run ({how}): restore this file of --data and repeat the "
+            "command, or train on the new one with another --output-dir"
         )
 
 
@@ -80,7 +79,7 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file; save its contents to one first")
+        raise OSError(f"{path} is not a regular file: copy its contents to one")
     return os.fdopen(descriptor, "rb")
 
 
@@ -149,7 +148,7 @@ class TokenFile:
         """
         start, stop, step = at.indices(self.size)
         if step != 1:
-            raise ValueError(f"a slice with step={step}; a token file is read with step 1 only")
+            raise ValueError(f"step={step}: a token file supports slices with step 1 only")
         item = self.dtype.itemsize
         found = self._file.read(self._offset + start * item, max(0, stop - start) * item)
         return np.frombuffer(found, self.dtype)

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
 Arrays = tuple[Any, ...]
-SAID = {"empty": "left out, with nothing to learn within a row"}
+SAID = {
+    "whole": "unchanged",
+    "cut": "truncated",
+    "empty": "left out, with nothing to learn within a row",
+    "refused": "left out, not accepted by the tokenizer",
+}
 HELD_OUT = 10  # every so many documents one
 TRIED = 100  # of what is held out, for one to begin a sample with
 LOOKED = 1000  # documents that are read before a run, to say what it will meet
@@ -67,7 +72,7 @@ class Counts:
         kinds = {k: n for k, n in vars(self).items() if n and k not in ("why", "longest")}
         said = ", ".join(f"{n:,} {SAID.get(kind, kind)}" for kind, n in kinds.items()) or "none"
         if self.cut or self.dropped or self.empty:
-            said += f", the longest of {self.longest:,} tokens"
+            said += f", longest {self.longest:,} tokens"
         return said + (f" ({self.why})" if self.why else "")
 
 
@@ -80,11 +85,10 @@ class Source:
 
 
 def sources_of(given: str) -> list[tuple[Path, float]]:
-    """What `--data` names: a path, or paths with weights.
+    """Splits the value of `--data` into paths and weights.
 
     Raises:
         ValueError: A weight is not a number above 0.
-
     >>> sources_of("chat.jsonl=3,more=1")
     [(PosixPath('chat.jsonl'), 3.0), (PosixPath('more'), 1.0)]
     """
@@ -99,8 +103,8 @@ def sources_of(given: str) -> list[tuple[Path, float]]:
             found.append((Path(path), 0.0))
         if not path or not 0 < found[-1][1] < float("inf"):
             raise ValueError(
-                f"--data {given}: {part!r} is no path with a weight above 0: write "
-                "chat.jsonl=3,more.parquet=1 say"
+                f"--data {given}: {part!r} must be a path and a weight above 0, for example "
+                "chat.jsonl=3,more.parquet=1"
             )
     return found
 
@@ -144,8 +148,8 @@ class Documents:
         for own in sources:
             if len(own.records) < 2:
                 raise ValueError(
-                    f"{own.records.name} has one document: at least 2 are needed, of which one is "
-                    "held out"
+                    f"{own.records.name} has one document, and at least 2 are needed because one "
+                    "is held out: add documents"
                 )
         self._kept = [len(s.records) - max(1, len(s.records) // HELD_OUT) for s in sources]
         self._stream = self._endless()
@@ -175,8 +179,8 @@ class Documents:
 
     @property
     def held_out_size(self) -> str:
-        """How much is held out, in words."""
-        return f"{len(self.held_out_documents):,} documents held out"
+        """Describes the amount of held-out data."""
+        return f"{len(self.held_out_documents):,} held-out documents"
 
     @property
     def order(self) -> dict[str, Any]:
@@ -214,11 +218,10 @@ class Documents:
         return list(found)
 
     def outlook(self, steps: int) -> str:
-        """Says how many documents a run of so many steps will cut or leave out, and how often it
-        trains on each source.
+        """Describes which documents a run truncates or leaves out, and the epochs of each source.
 
-        The first documents of its order are looked at, a pass at most, and packed as in the run. A
-        source whose documents are all left out is trained on 0 times.
+        The estimate packs the first documents of the run's order, at most one epoch of them. A
+        source whose documents are all left out counts 0 epochs.
         """
         looked, counts = min(LOOKED, self._pass), Counts()
         taken = [Counts() for _ in self._sources]
@@ -238,13 +241,13 @@ class Documents:
             for own, kept, found in zip(self._sources, self._kept, taken, strict=True)
         ]
         times = [
-            f"{own.records.name} {human_count(often)} times"
+            f"{human_count(often)} epochs of {own.records.name}"
             for own, often in zip(self._sources, passes, strict=True)
         ]
         which = "all" if looked == self._pass else "the first"
         return (
             f"{which} {looked:,} documents in rows of {self._seq} tokens: {counts}; "
-            f"{steps:,} steps train on {', '.join(times)}"
+            f"{steps:,} steps are {', '.join(times)}"
         )
 
     def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Arrays, Any]]:
@@ -385,9 +388,8 @@ class Documents:
                 ids, _ = self._tokenized(own.records, at)
                 if len(ids) > self._seq + 1:
                     raise ValueError(
-                        f"{own.records.where(at)}: {len(ids)} tokens, of which --seq-len "
-                        f"{self._seq} "
-                        f"has room for {self._seq + 1}: use a longer one, or --long-documents "
+                        f"{own.records.where(at)}: {len(ids)} tokens, and --seq-len {self._seq} "
+                        f"allows {self._seq + 1}: use a longer --seq-len, or --long-documents "
                         "truncate or drop"
                     )
 

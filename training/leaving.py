@@ -24,18 +24,19 @@ def check(plan: Plan) -> None:
     """Raises an error for an unusable `--export-dir` or `--lora-init-from`, before training.
 
     Raises:
-        ValueError: The folder is in use, or what is needed is not asked for.
+        ValueError: The folder is in use, or a required setting is missing.
     """
     config = plan.config
     if config.lora_init_from is not None:
         if plan.model.lora is None:
             raise ValueError(
-                f"--lora-init-from {config.lora_init_from}: adapters are trained with --lora-rank"
+                f"--lora-init-from {config.lora_init_from} requires --lora-rank: set it to the "
+                "rank of these adapters"
             )
         if config.init_from is None:
             raise ValueError(
-                f"--lora-init-from {config.lora_init_from} stands beside a model: give --init-from "
-                "DIR"
+                f"--lora-init-from {config.lora_init_from} requires the base model of the "
+                "adapters: give --init-from DIR"
             )
         given = peft.adapter_config(config.lora_init_from)
         if (given.rank, given.scale) != (plan.model.lora.rank, plan.model.lora.scale):
@@ -48,12 +49,14 @@ def check(plan: Plan) -> None:
         return
     check_free(pathlib.Path(config.export_dir))
     if plan.model.lora is None and not config.save_steps:
-        raise ValueError("--export-dir writes the last checkpoint: leave --save-steps 0 out")
+        raise ValueError(
+            "--export-dir exports the last checkpoint, and --save-steps 0 writes none: leave one "
+            "of them out"
+        )
     if plan.model.lora is not None and config.init_from is None:
         raise ValueError(
-            "--export-dir adds adapters to the model of --init-from, and this one begins anew: "
-            "give --init-from DIR, "
-            "or leave --export-dir out"
+            "--export-dir merges adapters into the model of --init-from, which is not given: "
+            "give --init-from DIR, or leave --export-dir out"
         )
 
 
@@ -64,11 +67,11 @@ def adapters(trainer: Trainer, params: PyTree) -> PyTree:
 
 
 def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
-    """Writes what the run leaves, in one process; returns what to say of it.
+    """Writes the adapters and the exported model, in one process; returns the lines to print.
 
     Args:
-        trainer: Of the run, whose checkpoints are on the disk.
-        lora: From `adapters`, if it has some.
+        trainer: The trainer of a run whose checkpoints are on the disk.
+        lora: The result of `adapters`; None for a run without adapters.
     """
     config, plan, said = trainer.plan.config, trainer.plan, []
     folder = trainer.out / ADAPTER
@@ -76,9 +79,9 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
         assert plan.model.lora is not None
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
         peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.init_from)
-        said.append(f"adapters, as PEFT reads them: {folder}")
+        said.append(f"LoRA adapters in PEFT format: {folder}")
         if config.init_from is not None:
-            said.append(f"a question of your own: python -m training.ask {trainer.out} '...'")
+            said.append(f"To ask a question: python -m training.ask {trainer.out} '...'")
             said += _other_ends(pathlib.Path(config.init_from), plan.corpus.ends)
     if config.export_dir is None:
         return said
@@ -96,7 +99,7 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
         known = json.loads((out / "config.json").read_text())
         end = {"eos_token_id": byte_tokenizer.END[0], "bos_token_id": None}
         (out / "config.json").write_text(json.dumps(known | end, indent=2) + "\n")
-    return [*said, f"the model, as transformers reads it: {out}"]
+    return [*said, f"Exported transformers model: {out}"]
 
 
 def _other_ends(base: pathlib.Path, ends: Sequence[int]) -> list[str]:
@@ -109,8 +112,7 @@ def _other_ends(base: pathlib.Path, ends: Sequence[int]) -> list[str]:
         return []
     every = [*dict.fromkeys([*ends, *former])]
     return [
-        f"The adapters learned to end at token {', '.join(map(str, ends))}, and `eos_token_id` of "
-        f"{base} is {former or 'not set'}: generate with eos_token_id={every}, or give "
-        "--export-dir "
-        "DIR for a model with it"
+        f"The adapters are trained to end at token {', '.join(map(str, ends))}, and "
+        f"`eos_token_id` of {base} is {former or 'not set'}: generate with "
+        f"eos_token_id={every}, or use --export-dir DIR to write a model that has it"
     ]

@@ -40,7 +40,7 @@ def join(config: Config) -> None:
     known = config.devices is not None or "data" in mesh_sizes(config.mesh)
     if devices is not None and known and devices % count:
         raise ValueError(
-            f"{devices} devices must be a multiple of {count} processes: take --devices "
+            f"{devices} devices must be a multiple of {count} processes: use --devices "
             f"{(devices // count + 1) * count}"
         )
     each = max(1, (devices or DEVICES) // count)
@@ -48,7 +48,7 @@ def join(config: Config) -> None:
         asked = f"--devices {config.devices}" if config.devices else f"--mesh {config.mesh}"
         raise ValueError(
             f"{asked} is {each} devices for each of {count} processes, and a process simulates "
-            f"{MOST_DEVICES} at most: take fewer, or more processes"
+            f"at most {MOST_DEVICES}: use fewer devices, or more processes"
         )
     # Of states in host memory XLA pins no more than 64 GiB by itself.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
@@ -60,7 +60,7 @@ def join(config: Config) -> None:
 
 
 def say_error(*words: object) -> None:
-    """Tells why it ends; the exit code tells it too where stderr is on a disk that is full."""
+    """Prints an error to stderr; where stderr is on a full disk only the exit code reports it."""
     with contextlib.suppress(OSError):
         print(*words, file=sys.stderr, flush=True)
 
@@ -71,23 +71,22 @@ def supervised(config: Config, given: Sequence[str]) -> int:
     for name in ("coordinator", "num_processes", "process_id"):
         if getattr(config, name) is not None:
             say_error(
-                f"error: {flag(name)} {getattr(config, name)}: --supervise numbers and joins the "
-                f"processes it starts itself: leave {flag(name)} out, or --supervise"
+                f"error: {flag(name)} {getattr(config, name)}: --supervise starts and numbers the "
+                f"processes itself: leave {flag(name)} out, or --supervise"
             )
             return WRONG
     launched = launched_processes()
     if config.supervise > 1 and launched > 1:
         say_error(
-            f"error: --supervise {config.supervise} in each of {launched} processes of a launcher "
-            "would be as many runs in one folder: leave --supervise out, the launcher starts the "
-            "processes"
+            f"error: --supervise {config.supervise} under a launcher would start {launched} runs "
+            "in one folder: leave --supervise out, the launcher starts the processes"
         )
         return WRONG
     own = list(given)
     at = next(i for i, word in enumerate(own) if word.partition("=")[0] == "--supervise")
     del own[at : at + (1 if "=" in own[at] else 2)]
     if config.output_dir is None:
-        say_error("error: --supervise needs --output-dir, the folder to go on in")
+        say_error("error: --supervise requires --output-dir, the folder to resume in")
         return WRONG
     command = [sys.executable, str(pathlib.Path(__file__).parent.parent / "train.py"), *own]
     return supervise(
@@ -133,7 +132,7 @@ def main(args: Sequence[str] | None = None) -> int:
         say_error("error:", error)
         return NOT_JOINED
     except KeyboardInterrupt:
-        say_error("stopped before the run began")
+        say_error("stopped before training started")
         return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         full = "RESOURCE_EXHAUSTED" in str(error)
@@ -153,7 +152,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         if config.debug:
             raise
-        say_error(f"error: more than the memory of this machine: {error}{LESS_MEMORY}")
+        say_error(f"error: out of host memory: {error}{LESS_MEMORY}")
         return WRONG
     except (ValueError, OSError, OverflowError, zero_jax.NonFiniteError) as error:
         if config.debug:

@@ -73,11 +73,8 @@ def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | N
     keep = f"--lr {same:.3g} to resume at the former rate, or " if now else ""
     return (
         f"--max-steps {config.max_steps} is given, and step {step} was trained with --max-steps "
-        f"{steps}: the cosine of the learning rate is spread over all steps, so that the rate at "
-        "step "
-        f"{step} is {now:.2g} instead of {former:.2g}. Give {keep}--max-steps {steps} for the "
-        "former "
-        "schedule"
+        f"{steps}: the cosine schedule spans all steps. The learning rate at step {step} is "
+        f"{now:.2g} instead of {former:.2g}. Give {keep}--max-steps {steps} for the former schedule"
     )
 
 

@@ -120,7 +120,7 @@ class Lane:
             elif (left_out := left_out + 1) > self.patience:
                 raise ValueError(
                     f"{left_out} documents in a row have nothing to learn within {self.seq + 1} "
-                    "tokens: take a longer --seq-len"
+                    "tokens: use a longer --seq-len"
                 )
             self.following += self.step
 

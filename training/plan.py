@@ -59,7 +59,7 @@ def load(config: Config) -> Plan:
         positions = {"seq": seq_len} if isinstance(known, gpt.GPTConfig) else {}
         known = dataclasses.replace(known, vocab=vocab, **positions)
     if seq_len > known.seq:
-        raise ValueError(f"--seq-len {seq_len}: the model takes rows of at most {known.seq} tokens")
+        raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
     config = dataclasses.replace(config, vocab_size=known.vocab)
     return Plan(config, TextModel(known, config.adapters(config.seed)), given)
 
@@ -71,7 +71,7 @@ def _folder(config: Config) -> families.Config:
     if config.vocab_size not in (None, found.vocab):
         raise ValueError(
             f"--vocab-size {config.vocab_size}: the model in {config.init_from} has {found.vocab}; "
-            "leave it out"
+            "leave --vocab-size out"
         )
     interchange.check(config.init_from)  # before a size of config.json takes memory
     return found
@@ -87,8 +87,9 @@ def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
         below = batch // unit * unit
         raise ValueError(
             f"--global-batch-size {batch} must be a multiple of {devices} devices x "
-            f"{grad_accum_steps} "
-            f"micro-batches = {unit}: take " + (f"{below} or " if below else "") + f"{below + unit}"
+            f"{grad_accum_steps} micro-batches = {unit}: use "
+            + (f"{below} or " if below else "")
+            + f"{below + unit}"
         )
 
 
@@ -160,7 +161,7 @@ def print_plan(
     stages: Sequence[memory.Estimate],
     step: zero_jax.Plan,
 ) -> None:
-    """Prints what the run will do, and its memory.
+    """Prints the settings of the run and its predicted memory.
 
     Args:
         known: From `facts`.
@@ -187,21 +188,21 @@ def print_plan(
     parts, experts = zero.config.parts, mesh.experts_size(zero.mesh)
     split = f" x {zero.config.model_axis.size} (model)" if zero.config.model_axis.size > 1 else ""
     split += f", at stage 3 x {parts} (replica)" if parts > 1 else ""
-    split += f", in {experts} groups with experts of their own" if experts > 1 else ""
+    split += f", in {experts} expert-parallel groups" if experts > 1 else ""
     table = {name: [s.terms[name] for s in stages] for name in stages[0].terms}
-    table["at rest"] = [s.at_rest for s in stages]
-    table["in flight"] = [s.in_flight for s in stages]
+    table["between steps"] = [s.at_rest for s in stages]
+    table["temporary"] = [s.in_flight for s in stages]
     table["total"] = [s.total for s in stages]
     show.print_table(
-        f"Bytes per device on {shards}{split}, by stage (activations are not included)",
+        f"Predicted bytes per device on {shards}{split}, by ZeRO stage (no activations)",
         ["", *(f"stage {n}{', this run' if n == zero.config.stage else ''}" for n in range(4))],
         [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
     )
     predicted = step.predicted
     rows = [[name.replace("_", " "), size] for name, size in predicted.terms.items() if size]
     show.print_table(
-        "This run, predicted",
-        ["at the worst instant", "bytes"],
+        "Predicted peak per device",
+        ["term", "bytes"],
         [
             [name, show.human_bytes(size)]
             for name, size in [*rows, ["total", predicted.total_bytes]]

@@ -27,7 +27,7 @@ class Profile:
     def __exit__(self, *_: object) -> None:
         self._stop()
         if self._folder is not None and not self._traced:
-            print(f"--profile: this start had fewer than {FIRST} steps left, nothing is traced")
+            print(f"--profile: nothing is traced, this start had fewer than {FIRST} steps left")
 
     def before(self, step: int, results: Any) -> None:
         """To be called before each step, counted from 1, with the results of the one before."""

@@ -57,16 +57,15 @@ def is_documents(path: Path) -> bool:
     files = _shown(path) if path.is_dir() else [path]
     if files and files[0].exists() and all(tables.kind(file) == ".json" for file in files):
         raise ValueError(
-            f"{path}: as text a model would learn JSON's braces and quotes. Write each document as "
-            f"one line of a .jsonl file, by json.dumps; or name it {files[0].stem}.txt to have it "
-            "as text"
+            f"{path} is JSON, which is unsupported: save each document as one line of a .jsonl "
+            f"file (json.dumps), or rename it {files[0].stem}.txt to train on it as text"
         )
     named = [file for file in files if tables.kind(file) in (*tables.LINES, *tables.TABLES)]
     others = [file for file in files if tables.kind(file) not in (*tables.LINES, *tables.TABLES)]
     if named and others:
         raise ValueError(
-            f"{path} holds documents ({named[0].name}) and other files, {others[0].name} among "
-            "them: move those elsewhere"
+            f"{path} holds documents ({named[0].name}) and other files ({others[0].name}): move "
+            "the other files to another folder"
         )
     for file in others:
         _check_text_file(file)
@@ -78,19 +77,18 @@ def _check_text_file(path: Path) -> None:
     kind = tables.kind(path)
     if kind in tables.UNREAD:
         raise ValueError(
-            f"{path}: {kind} files are not read. Save it as .jsonl, .parquet or .csv with the "
+            f"{path}: {kind} files are unsupported. Save it as .jsonl, .parquet or .csv with the "
             "columns text, messages, or prompt and completion; or as .txt in UTF-8"
         )
     if tables.compression(path):
         raise ValueError(
-            f"{path} is compressed, and its name does not say that it has documents (as .jsonl.gz "
-            "does): unpack it first"
+            f"{path} is compressed, which is supported for documents only (.jsonl.gz): unpack it "
+            "first"
         )
     if kind != ".txt" and path.is_file() and _holds_documents(path):
         raise ValueError(
-            f"{path} holds JSON objects, whose braces and quotes a model would learn as text. Name "
-            f"it {path.stem}.jsonl, with one document a line, to have them as documents; or "
-            f"{path.stem}.txt to have it as text"
+            f"{path} holds JSON objects: rename it {path.stem}.jsonl to train on documents, one "
+            f"per line, or {path.stem}.txt to train on it as text"
         )
 
 
@@ -126,11 +124,11 @@ def files_of(path: Path) -> list[Path]:
         ValueError: One is no regular file.
     """
     if not path.exists():
-        raise FileNotFoundError(f"no file or folder at {path}; check the path")
+        raise FileNotFoundError(f"{path} does not exist: check the path")
     found = _shown(path) if path.is_dir() else [path]
     for own in found:
         if not own.is_file():  # to open a pipe would wait for somebody who writes to it
-            raise ValueError(f"{own} is not a regular file; save its contents to one first")
+            raise ValueError(f"{own} is not a regular file: copy its contents to one")
     return found
 
 
@@ -266,12 +264,12 @@ def check(record: Any) -> None:
 
     >>> check({"messages": [{"role": "usr", "content": "Hi"}]})
     Traceback (most recent call last):
-    ValueError: role 'usr' is none of system, developer, user, assistant, tool
+    ValueError: role 'usr' must be one of system, developer, user, assistant, tool
     """
     if not isinstance(record, dict) or not any(kind in record for kind in _KINDS):
         raise ValueError(
-            'a document is an object with "text", with "messages", or with "prompt" and '
-            f'"completion"; this is {_short(record)}'
+            'a document must be an object with "text", with "messages", or with "prompt" and '
+            f'"completion", and this is {_short(record)}'
         )
     template_options(record)
     if "messages" in record:
@@ -283,7 +281,9 @@ def check(record: Any) -> None:
                 _check_text(part, "prompt")
             return
         if not all(isinstance(part, list) for part in parts):
-            raise ValueError('"prompt" and "completion" are two texts, or two lists of messages')
+            raise ValueError(
+                '"prompt" and "completion" must be two texts, or two lists of messages'
+            )
         for part in parts:
             _check_messages(part)
     else:
@@ -292,12 +292,12 @@ def check(record: Any) -> None:
 
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'"messages" is {_short(messages)}, not a list of at least one message')
+        raise ValueError(f'"messages" is {_short(messages)}: give a list of at least one message')
     for message in messages:
         if not isinstance(message, dict) or "role" not in message:
-            raise ValueError(f'a message has "role" and "content"; this is {_short(message)}')
+            raise ValueError(f'a message must have "role" and "content": {_short(message)}')
         if message["role"] not in ROLES:
-            raise ValueError(f"role {message['role']!r} is none of {', '.join(ROLES)}")
+            raise ValueError(f"role {message['role']!r} must be one of {', '.join(ROLES)}")
         content = message.get("content")
         if content is not None:
             _check_text(content, "content")
@@ -310,16 +310,16 @@ def _check_flags(message: Mapping[str, Any]) -> None:
         flag = message.get(name)
         if flag is not None and flag not in (0, 1):
             raise ValueError(
-                f'"{name}" of a message is {_short(flag)}: use 0 or false for an answer that is '
-                "not learned, 1 or true for one that is"
+                f'"{name}" of a message is {_short(flag)}: use 0 or false to leave an answer out '
+                "of the loss, 1 or true to include it"
             )
         if flag is True and message["role"] != "assistant":
             raise ValueError(
-                f'"{name}" of a {message["role"]} message is true: only answers of the assistant '
-                "are learned one by one; remove it, or learn all tokens (--loss-on all)"
+                f'"{name}" of a {message["role"]} message is true, which only assistant messages '
+                "support: remove it, or train on all tokens (--loss-on all)"
             )
     if message.get("train_detail") is not None:
-        raise ValueError('"train_detail" of a message is unsupported: use "train" for all of it')
+        raise ValueError('"train_detail" of a message is unsupported: use "train" instead')
 
 
 def _check_text(value: Any, name: str) -> None:
@@ -328,7 +328,7 @@ def _check_text(value: Any, name: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f'"{name}" has half of a character ({error.reason})') from error
+        raise ValueError(f'"{name}" has an unpaired surrogate ({error.reason})') from error
 
 
 def _short(value: Any) -> str:
@@ -371,16 +371,16 @@ def template_options(record: Record) -> dict[str, Any]:
     """
     if record.get("functions") is not None and record.get("tools") is None:
         raise ValueError(
-            '"functions" of a document is unsupported: give "tools", each as {"type": "function", '
-            '"function": {...}}'
+            '"functions" of a document is unsupported: use "tools", with {"type": "function", '
+            '"function": {...}} for each'
         )
     tools = _decoded(record.get("tools"), "tools")
     if not isinstance(tools or [], list) or not all(isinstance(own, dict) for own in tools or []):
-        raise ValueError(f'"tools" is {_short(tools)}, not a list of objects or its JSON text')
+        raise ValueError(f'"tools" is {_short(tools)}: give a list of objects, or its JSON text')
     more = _decoded(record.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict) or {"messages", "tools", "add_generation_prompt"} & set(more):
         raise ValueError(
-            f'"chat_template_kwargs" is {_short(more)}, not an object with other variables than '
+            f'"chat_template_kwargs" is {_short(more)}: give an object without the keys '
             "messages, tools and add_generation_prompt"
         )
     return {**more, "tools": tools} if tools else more
@@ -398,7 +398,7 @@ def with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not calls:
         return message
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError(f'"tool_calls" is {_short(calls)}, not a list of objects')
+        raise ValueError(f'"tool_calls" is {_short(calls)}: give a list of objects')
     return {**message, "tool_calls": [_call(call, _as_object) for call in calls]}
 
 
@@ -430,7 +430,7 @@ def _call(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, A
     """A tool call, {"function": {"name", "arguments"}} or the inner part, with other arguments."""
     inner = call.get("function", call)
     if not isinstance(inner, dict):
-        raise ValueError(f'"function" of a tool call is {_short(inner)}, not an object')
+        raise ValueError(f'"function" of a tool call is {_short(inner)}: give an object')
     if inner.get("arguments") is None:
         return call
     inner = {**inner, "arguments": form(inner["arguments"])}
@@ -441,7 +441,7 @@ def _as_object(arguments: Any) -> Any:
     known = {} if arguments == "" else _decoded(arguments, "arguments")
     if not isinstance(known, dict):
         raise ValueError(
-            f'"arguments" of a tool call is {_short(arguments)}, not an object or its JSON text'
+            f'"arguments" of a tool call is {_short(arguments)}: give an object, or its JSON text'
         )
     return known
 

@@ -35,21 +35,21 @@ NAMED = 60  # intervals of steps that are named
 STATES = {"parameters": "parameters, fp32", "state": "optimizer state", "copy": "gathered copy"}
 TERMS = {
     "copy": "copy: gathered parameters",
-    "saved": "saved from forward to backward",
+    "saved": "saved: activations kept for the backward pass",
     "loss": "loss: logits and their gradients",
-    "buffers": "buffers: gradients on their way",
-    "work": "work: one layer, forward and backward",
+    "buffers": "buffers: gradients being reduced",
+    "work": "work: forward and backward pass of one layer",
     "fetched": "fetched from host memory",
-    "pieces": "pieces of what streams",
+    "pieces": "pieces: streamed optimizer state",
     "turned": "turned: transposed matrices",
 }
 # Title, unit and format of charts, by the name of the number; others are shown as they are named.
 SHORT = "{:.3g}".format
 CHARTS = {
     "tokens_per_second": ("Throughput", "tokens/s, mean of 20 steps", human_count),
-    "learning_rate": ("Learning rate", "of each step", SHORT),
+    "learning_rate": ("Learning rate", "per step", SHORT),
     "grad_norm": ("Gradient norm", "before clipping, mean", SHORT),
-    "memory_bytes": ("Peak memory of a device", "bytes", human_bytes),
+    "memory_bytes": ("Peak memory per device", "bytes", human_bytes),
 }
 SMOOTH = {"tokens_per_second", "learning_rate", "memory_bytes"}  # without a mean, and from 0
 NOT_CHARTED = {"step", "loss", "skipped", "step_seconds"}
@@ -123,7 +123,7 @@ def page(run: RunFolder) -> str:
 
 
 def _outcome(run: RunFolder) -> dict[str, Any]:
-    """What is trained on what, and how the run ended."""
+    """Returns the model and the data of a run, and how it ended."""
     known = run.config
     what = [f"{name} {known[name]}" for name in ("model", "optimizer") if name in known]
     if known.get("init_from") and "model" in known:
@@ -135,7 +135,7 @@ def _outcome(run: RunFolder) -> dict[str, Any]:
     if since and until:
         at += f", {timedelta(seconds=round((until - since).total_seconds()))} after its start"
     if end.get("event") != "end":
-        said = "No end is noted: the run is going on, or was killed." if end else ""
+        said = "No end is recorded: the run is still active, or was killed." if end else ""
     elif error is None:
         said = f"Finished {at}."
     else:
@@ -145,11 +145,11 @@ def _outcome(run: RunFolder) -> dict[str, Any]:
 
 
 def _curves(run: RunFolder) -> dict[str, Any]:
-    """Charts of what was measured, and the steps that went wrong."""
+    """Returns the charts of the metrics, and the skipped and non-finite steps."""
     train, held_out = run.curve("loss"), run.curve("val_loss")
     skipped = [line["step"] for line in run.steps if line.get("skipped")]
     begun = {event.get("step") for event in run.events if event.get("event") in ("states", "back")}
-    marks = {"skipped": skipped, "went on": sorted(begun & {x for x, _ in train})}
+    marks = {"skipped": skipped, "resumed": sorted(begun & {x for x, _ in train})}
     lines = [*_each_and_mean("train, ", train), Line("held out", held_out, "b", "dots")]
     about = "Training and held-out text", run.unit, lines, "{:.4g}".format, run.levels, marks
     others = []
@@ -160,7 +160,7 @@ def _curves(run: RunFolder) -> dict[str, Any]:
         points, zero = run.curve(name), name in SMOOTH
         lines = [Line(title, points)] if zero else _each_and_mean("", points)
         others.append(Chart(title, unit, lines, show, zero=zero))
-    wrong = {"skipped: no update, as gradients were not finite": skipped}
+    wrong = {"skipped, because gradients were not finite": skipped}
     norms = ("gradient norm", run.curve("grad_norm"))
     for name, points in (("loss", train), norms, ("held-out loss", held_out)):
         wrong[f"{name} not finite"] = [x for x, y in points if not math.isfinite(y)]
@@ -194,7 +194,7 @@ def _starts(run: RunFolder) -> dict[str, Any]:
 
 
 def _each_and_mean(name: str, points: Points) -> list[Line]:
-    each = Line(f"{name}a step", points, kind="faint")
+    each = Line(f"{name}per step", points, kind="faint")
     return [each, Line(f"{name}mean", running_mean(points))]
 
 
@@ -211,7 +211,7 @@ def _named(steps: Sequence[int]) -> str:
         else:
             intervals.append([step])
     said = [" to ".join(f"{step:,}" for step in ends) for ends in intervals[:NAMED]]
-    return ", ".join(said) + ", and later ones" * (len(intervals) > NAMED)
+    return ", ".join(said) + ", and more" * (len(intervals) > NAMED)
 
 
 def _moment(time: datetime | None) -> str:

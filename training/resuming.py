@@ -23,10 +23,10 @@ from training.data_files import fingerprint, open_regular
 
 # Reasons, by setting. A setting that older releases did not save is not compared.
 REFUSE = {
-    "optimizer": "its saved state is of another kind",
+    "optimizer": "the saved optimizer state has another structure",
     "lora_rank": "the saved adapters have another rank, or there are none",
-    "lora_alpha": "the saved adapters are trained at another scale, alpha / rank",
-    "lora_targets": "the saved adapters stand beside other matrices",
+    "lora_alpha": "the saved adapters have another scale, alpha / rank",
+    "lora_targets": "the saved adapters belong to other matrices",
     "vocab_size": "the saved embedding has another number of rows",
 }
 WARN = {
@@ -34,12 +34,12 @@ WARN = {
     "warmup_steps": "the learning rate changes",
     "weight_decay": "the updates change",
     "max_grad_norm": "the updates change",
-    "expert_capacity_factor": "experts take another number of tokens",
-    "lora_base_dtype": "the frozen model is rounded otherwise than the adapters were trained with",
-    "compute_dtype": "the model's arithmetic changes",
+    "expert_capacity_factor": "experts process another number of tokens",
+    "lora_base_dtype": "the frozen model is rounded differently",
+    "compute_dtype": "the dtype of the computation changes",
     "reduce_dtype": "gradients are summed in another dtype",
-    "param_comm_dtype": "parameters are rounded otherwise when they are gathered",
-    "grad_comm_dtype": "gradients are rounded otherwise when they are reduced",
+    "param_comm_dtype": "parameters are rounded differently when they are gathered",
+    "grad_comm_dtype": "gradients are rounded differently when they are reduced",
 }
 _WITH_STEPS = {"warmup_steps"}  # follows from --max-steps where it is not given
 
@@ -68,18 +68,19 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
             raise ValueError(_said(name, now[name], former[name], where, why) + _ways_out(former))
     clip, clipped = now.get("max_grad_norm"), former.get("max_grad_norm")
     if None not in (clip, clipped) and bool(clip) != bool(clipped):
-        why = "with and without clipping the saved state has another structure"
+        why = "the saved state has another structure with clipping than without"
         raise ValueError(_said("max_grad_norm", clip, clipped, where, why) + _ways_out(former))
     beside = now.get("lora_rank") is not None and "init_from" in now and "init_from" in former
     if beside and (now["init_from"] is None) != (former["init_from"] is None):
-        why = "the saved adapters are trained beside another model"
+        why = "the saved adapters are trained with another base model"
         said = _said("init_from", now["init_from"], former["init_from"], where, why)
         raise ValueError(said + _ways_out(former))
     if differences := _architecture(now, former):
         name = "init_from" if now.get("init_from") else "model"
         raise ValueError(
             f"{flag(name)} {now.get(name)} is given, and {where}, was trained with {flag(name)} "
-            f"{former.get(name)}: another model ({differences})" + _ways_out(former)
+            f"{former.get(name)}: the models differ ({differences}). Give {flag(name)} "
+            f"{former.get(name)} to resume" + _ways_out(former)
         )
     return [
         _said(name, now[name], former[name], where, why)
@@ -131,12 +132,12 @@ def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(now: Mapping[str, Any], former: Mapping[str, Any]) -> str:
-    """The first sizes of the models that differ, in words."""
+    """Describes the first differences between the sizes of the models."""
     mine, theirs = (json.loads(json.dumps(own.get("hf_config"))) for own in (now, former))
     if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
         return ""
     both = [n for n in mine if n in theirs and mine[n] != theirs[n]]
-    return "; ".join(f"{name} {mine[name]}, before {theirs[name]}" for name in both[:3])
+    return "; ".join(f"{name} {mine[name]} instead of {theirs[name]}" for name in both[:3])
 
 
 def _said(name: str, now: Any, former: Any, where: str, why: str) -> str:
@@ -152,5 +153,5 @@ def _given(name: str, value: Any) -> str:
 
 def _ways_out(former: Mapping[str, Any]) -> str:
     beside = former.get("lora_rank") is not None and former.get("init_from")
-    more = " (and --lora-init-from with the adapters of the former run)" if beside else ""
+    more = " (and --lora-init-from for the adapters of the former run)" if beside else ""
     return f", or another --output-dir for a new run{more}"

@@ -1,4 +1,4 @@
-"""Memory that a run may still take, and what to say when there is none."""
+"""Free memory of devices and host, and the message for a run that needs more."""
 
 import pathlib
 import re
@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 LESS_MEMORY = (
-    ". Less on each device: --grad-accum-steps, --remat, --offload, or more devices; "
-    "`python -m zero_jax.plan` says what each of them holds"
+    ". To use less memory per device: --grad-accum-steps, --remat, --offload, or more devices; "
+    "`python -m zero_jax.plan memory` estimates the memory of each"
 )
 
 
@@ -32,12 +32,12 @@ def peak_bytes() -> int | None:
 
 
 def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:
-    """Whether every device of every process has so much memory left; the same answer in all.
+    """Returns whether every device of every process has enough free memory; equal in all.
 
     Args:
-        size: Bytes on each device.
-        what: What they are for.
-        say: Told if there is none.
+        size: Bytes needed on each device.
+        what: Their use, for the message.
+        say: Called with a message if memory is short.
     """
     known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
     left = min((s["bytes_limit"] - s["bytes_in_use"] for s in known), default=size)
@@ -45,5 +45,5 @@ def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:
     shares = multihost_utils.process_allgather(np.float32(left / size))
     if np.min(shares) >= 1:
         return True
-    say(f"no {what}: it takes {size / 1e9:.1f} GB of a device, which has less left")
+    say(f"no {what}: it needs {size / 1e9:.1f} GB of a device, and less is free")
     return False

@@ -79,18 +79,18 @@ class Run:
             print(*words, sep=sep, flush=True)
 
     def train(self) -> PyTree:
-        """Goes on from the last checkpoint, or begins; returns the parameters after the last step.
+        """Trains from the last checkpoint or from the start; returns the final parameters.
 
         Raises:
-            Stopped: The run was asked to end; what it had is saved.
-            ValueError: It has more steps behind it than it was asked for.
+            Stopped: The run was asked to end; a checkpoint is saved.
+            ValueError: The checkpoint is past `max_steps`.
             NonFiniteError: Gradients were not finite too often or in every step, or the loss of
                 the model from a folder is not finite before any step.
         """
         config, trainer = self.trainer.plan.config, self.trainer
         found = self._found(self.saver.resume)
         if found is None:
-            with self.watchdog.pause("making the parameters", times=STORAGE):
+            with self.watchdog.pause("initialising the parameters", times=STORAGE):
                 found = trainer.init(), 0
             self._before(found[0][0])
         states, done = found
@@ -101,9 +101,8 @@ class Run:
         self.log.event("states", step=done, **noted.held(*states))
         if done > config.max_steps:
             raise ValueError(
-                f"{self.trainer.out} is at step {done}, beyond --max-steps {config.max_steps}: ask "
-                "for "
-                "more steps, or take another --output-dir"
+                f"{self.trainer.out} is at step {done}, past --max-steps {config.max_steps}: use a "
+                "larger --max-steps, or another --output-dir"
             )
         if done == config.max_steps:
             self.say(
@@ -122,7 +121,7 @@ class Run:
                 found = self._found(go_back) if left else None
                 if found is None:
                     raise
-                self.say(f"Went back to step {found[1]}, {left - 1} more times at most: {error}")
+                self.say(f"Rolled back to step {found[1]} ({left - 1} rollbacks left): {error}")
                 self.log.event("back", step=found[1])
                 states, done = found
         self._check_trained(states[1])
@@ -135,7 +134,7 @@ class Run:
             return None if found is None else (self.trainer.joined(found[0], self.say), found[1])
 
     def _before(self, params: PyTree) -> None:
-        """What a model that comes from a folder can do already."""
+        """Evaluates the model of `--init-from` before training, and shows a sample."""
         if self.trainer.plan.config.init_from is None:
             return
         loss = self.evaluate(params, self.trainer.plan.config.max_eval_batches)
@@ -145,7 +144,7 @@ class Run:
         self.show_sample(params, BEFORE)
 
     def check_loss(self, loss: float, when: str) -> None:
-        """Ends a run whose parameters are of no use.
+        """Raises an error if the loss of the parameters is not finite.
 
         Raises:
             NonFiniteError: The held-out loss is NaN or infinite.
@@ -153,14 +152,13 @@ class Run:
         if math.isfinite(loss):
             return
         config = self.trainer.plan.config
-        lower = "take a lower --lr, resume by --resume-step an earlier checkpoint, " * (
+        lower = "use a lower --lr, resume an earlier checkpoint with --resume-step, " * (
             when == AFTER
         )
         raise zero_jax.NonFiniteError(
-            f"the validation loss {when} is {loss}, so nothing can be learned from here, and "
-            f"nothing is exported: {lower}compute in another dtype than --compute-dtype "
-            f"{config.compute_dtype} (bf16 and fp32 hold larger numbers than fp16), or look at the "
-            "data"
+            f"the validation loss {when} is {loss}, and nothing is exported: {lower}use another "
+            f"dtype than --compute-dtype {config.compute_dtype} (bf16 and fp32 hold larger numbers "
+            "than fp16), or check the data"
         )
 
     def _check_trained(self, opt_state: PyTree) -> None:
@@ -168,21 +166,19 @@ class Run:
         steps = self.trainer.plan.config.max_steps
         if 0 < steps <= int(opt_state.guard.skipped):
             raise zero_jax.NonFiniteError(
-                f"all of --max-steps {steps} were skipped, since their gradients were not finite: "
-                "the "
-                "parameters are those of the beginning. Look at the data, or take another "
-                "--compute-dtype"
+                f"all of --max-steps {steps} were skipped because their gradients were not finite, "
+                "so the parameters are unchanged: check the data, or use another --compute-dtype"
             )
 
     def show_sample(self, params: PyTree, what: str) -> None:
-        """Shows how the model goes on from something held out, where a device has room for it."""
+        """Prints the model's continuation of held-out data, where a device has room for it."""
         trainer, config = self.trainer, self.trainer.plan.config
         held = sum(x.nbytes for x in jax.tree.leaves(params)) if trainer.model.adapted else 0
         size = 4 * families.num_params(trainer.model.config) + held
         prompt = trainer.plan.corpus.prompt(config.seq_len) if config.sample_tokens else None
         if prompt is None or not room_for(size, "sample", self.say):
             return
-        with self.watchdog.pause("making a sample", times=STORAGE):
+        with self.watchdog.pause("generating a sample", times=STORAGE):
             whole = trainer.zero.unshard(params)
             if self.lead:
                 self.say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
@@ -373,14 +369,14 @@ def run(config: Config) -> None:
                 log.evaluation(config.max_steps, val_loss=loss)
                 job.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / report_page.FILE).exists():
-            say(f"A page of this run: {page}")
+            say(f"Report of this run: {page}")
         say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.corpus.held_out_size}")
         for name, entropy in marks.items():
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
         job.show_sample(params, "sample")
         if counts := plan.corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
-            say(f"documents of {rows}: {counts}")
+            say(f"documents in {rows}: {counts}")
         lora = None if trainer.model.adapted is None else leaving.adapters(trainer, params)
 
         def leave_files() -> None:

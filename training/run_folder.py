@@ -77,8 +77,8 @@ class RunLog:
                 resumed = metrics.exists() and metrics.stat().st_size > 0
                 if resumed and not resume:
                     raise ValueError(
-                        f"{self.out_dir} already holds the metrics of a run, and two would mix; "
-                        "give another --output-dir, or resume that run"
+                        f"{self.out_dir} already holds the metrics of a run: use another "
+                        "--output-dir, or resume that run"
                     )
                 _write_config(self.out_dir, known)
                 self._metrics, self._events = (
@@ -87,9 +87,8 @@ class RunLog:
                 self._files = files.pop_all()
         except OSError as error:
             raise ValueError(
-                f"cannot write a run to {self.out_dir}: {error}; --output-dir needs a folder, or a "
-                "name "
-                "for a new one, where you may write"
+                f"{self.out_dir} can't be written: {error}. Give --output-dir a folder with write "
+                "permission, or a new name"
             ) from error
         self._scalars: list[Scalars] = [TensorBoard(self.out_dir / "tensorboard", resumed)]
         if wandb is not None:
@@ -126,7 +125,7 @@ class RunLog:
                 try:
                     make(self.out_dir)
                 except Exception as error:  # the run is done; the page can be made later
-                    print(f"no {name}: {type(error).__name__}: {error}")
+                    print(f"{name} is not written: {type(error).__name__}: {error}")
             for scalars in self._scalars:
                 scalars.close(failed)
 
@@ -249,7 +248,7 @@ def read(path: str | Path) -> RunFolder:
     path = Path(path)
     if not any((path / name).is_file() for name in (METRICS, CONFIG)):
         raise ValueError(
-            f"{path} has neither {METRICS} nor {CONFIG}: give the folder of a run, as runs/001"
+            f"{path} has neither {METRICS} nor {CONFIG}: give the folder of a run, such as runs/001"
         )
     steps, evaluations = read_metrics(path / METRICS)
     events = read_lines(path / EVENTS)
@@ -362,7 +361,7 @@ def _object(path: Path) -> Line:
 
 def _checkpoints(folder: Path, events: Sequence[Line]) -> list[Saved]:
     noted = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
-    found = {step: Saved(step, time, None, "not there any more") for step, time in noted.items()}
+    found = {step: Saved(step, time, None, "deleted") for step, time in noted.items()}
     if folder.is_dir():
         from zero_jax.checkpoint import inspection  # here: it imports jax
         from zero_jax.checkpoint.retention import is_step

@@ -28,10 +28,10 @@ FOLDER = "checkpoints"
 
 
 def goes_on(out: str | pathlib.Path | None, resume: bool) -> bool:
-    """Whether a folder belongs to a run that may go on there, finished or killed.
+    """Returns whether a folder holds a run that can resume there, finished or killed.
 
     Raises:
-        ValueError: It does, and the run is not to resume.
+        ValueError: It does, and `resume` is False.
     """
     there = out is not None and pathlib.Path(out, FOLDER).is_dir()
     if there and not resume:
@@ -77,7 +77,7 @@ def state_files(directory: str | None, out: pathlib.Path) -> Iterator[None]:
 
 
 def _begin_from(directory: pathlib.Path, step: int) -> None:
-    """Makes a checkpoint the latest."""
+    """Makes a checkpoint the latest, and moves the later ones to a subfolder."""
     try:
         folders(directory, step)
     except ValueError as error:
@@ -85,13 +85,13 @@ def _begin_from(directory: pathlib.Path, step: int) -> None:
     later = set_aside(directory, step)
     if later is None:
         print(
-            f"--resume-step {step} was carried out before: {directory / f'after-{step}'} is there. "
-            "Going on from the latest"
+            f"--resume-step {step} was applied by an earlier start ({directory / f'after-{step}'} "
+            "exists): resuming from the latest checkpoint"
         )
     elif later:
         print(
-            f"Going on from step {step}: {', '.join(map(str, later))} are set aside in "
-            f"{directory / f'after-{step}'}"
+            f"Resuming from step {step}: the later checkpoints ({', '.join(map(str, later))}) are "
+            f"moved to {directory / f'after-{step}'}"
         )
 
 
@@ -100,7 +100,7 @@ _FLAGS = ("seq_len", "global_batch_size", "seed", "loss_on", "long_documents")
 
 
 def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError if samples would come in another order than in the run that saved."""
+    """Raises ValueError if the order of samples differs from that of the saved run."""
     for name, value in order.items():
         if before.get(name) == value:
             continue
@@ -108,13 +108,13 @@ def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str
             flag = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{flag} {value} is given, and {where}, was trained with {flag} "
-                f"{before.get(name)}: samples would come in another order. Give {flag} "
+                f"{before.get(name)}: the order of samples would change. Give {flag} "
                 f"{before.get(name)}, or another --output-dir"
             )
         known = name.replace("_", " ")
         raise ValueError(
             f"--data has {known} {value}, and {where}, was trained with {known} "
-            f"{before.get(name)}: samples would come in another order. Put the former data back, "
+            f"{before.get(name)}: the order of samples would change. Restore the former data, "
             "or give another --output-dir"
         )
 
@@ -122,7 +122,7 @@ def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str
 def _changed_contents(
     contents: Mapping[str, str], before: Mapping[str, str], where: str
 ) -> list[str]:
-    """Returns warnings about data that has as many samples as before, and other content.
+    """Returns warnings about data with as many samples as before, and other content.
 
     Raises:
         ValueError: The tokenizer has another vocabulary, or the frozen model other weights.
@@ -136,25 +136,22 @@ def _changed_contents(
         if name == "tokenizer":
             raise ValueError(
                 f"--tokenizer (or that of --init-from) has another vocabulary than in {where} "
-                f"{sums}: ids "
-                "would mean other tokens. Give the former tokenizer, or another --output-dir"
+                f"{sums}. Give the former tokenizer, or another --output-dir"
             )
         if name == "base":
             raise ValueError(
-                f"--init-from holds other weights than in {where} {sums}: the saved adapters are "
-                "trained "
-                "beside the former model. Give the former folder, or another --output-dir (and "
-                "--lora-init-from "
-                "with the former run's adapters, to begin from them)"
+                f"--init-from holds other weights than in {where} {sums}, and the saved adapters "
+                "belong to the former weights. Give the former folder, or another --output-dir "
+                "(with --lora-init-from to start from the saved adapters)"
             )
         flag = {
             "data": "--data",
             "chat template": "The chat template of --tokenizer (or --init-from)",
         }[name]
         said.append(
-            f"{flag} was edited since {where} {sums}. The run resumes at the same place in the "
-            "edited data. To repeat the former run put the former files back; to begin anew give "
-            "another --output-dir"
+            f"{flag} changed since {where} {sums}. The run resumes at the same position in the "
+            "changed data. Restore the former files to repeat the former run, or give another "
+            "--output-dir for a new one"
         )
     return said
 
@@ -176,9 +173,9 @@ def _compare(
     is_ours = isinstance(before, Mapping) and isinstance(extra, Mapping) and "sample" in extra
     if not is_ours or not isinstance(extra.get("order"), Mapping):
         raise ValueError(
-            f"--output-dir: train.py did not write the checkpoint in {where}: it has no settings "
-            "or no "
-            "place in the data. Give another --output-dir, or restore it with zero_jax.Checkpoints"
+            f"--output-dir: train.py did not write the checkpoint in {where}, which has no "
+            "settings or no data position. Give another --output-dir, or restore it with "
+            "zero_jax.Checkpoints"
         )
     sums = extra.get("contents", {})
     if not isinstance(sums, Mapping):
@@ -192,10 +189,8 @@ def _compare(
     ):
         warnings.append(
             f"--init-from {settings.get('init_from')} is given, and {where}, was trained with "
-            "--init-from "
-            f"{before.get('init_from')}: an older release saved no checksum that would tell "
-            "whether the "
-            "frozen model is the same. Give the former folder if it is another"
+            f"--init-from {before.get('init_from')}. An older release saved no checksum of the "
+            "frozen model. Give the former folder if the weights differ"
         )
     return warnings + _changed_contents(contents, sums, where)
 
@@ -298,10 +293,11 @@ class Saver:
             if not earlier:
                 raise
             raise Damaged(
-                f"{error}. That is of step {latest}; steps {', '.join(map(str, earlier))} are "
-                f"there too: --resume-step {earlier[-1]} goes on from the last of them"
+                f"{error}. This is step {latest}; earlier steps are "
+                f"{', '.join(map(str, earlier))}: use --resume-step {earlier[-1]} to resume from "
+                "the last of them"
             ) from error
-        say(f"Going on from {self._checkpoints.directory}, {found}")
+        say(f"Resuming from {self._checkpoints.directory}, {found}")
         for line in changed:
             say(f"warning: {line}")
         self._saved = found.step

@@ -110,7 +110,7 @@ def import_wandb(project: str) -> Any:
         if hasattr(wandb, "init"):  # a folder `wandb` beside the script is imported as a module too
             return wandb
     raise ValueError(
-        f"`--wandb-project {project}` needs the package wandb: pip install wandb, or leave "
+        f"--wandb-project {project} requires the package wandb: pip install wandb, or leave "
         "--wandb-project out"
     )
 
@@ -161,7 +161,7 @@ class WeightsAndBiases:
             try:
                 self._entries.put_nowait({**values, "step": step})
             except queue.Full:
-                self._give_up(TimeoutError(f"it is {WAITING} entries behind"))
+                self._give_up(TimeoutError(f"{WAITING} entries are not sent yet"))
 
     def close(self, failed: bool) -> None:
         """Waits for what is queued and for the upload, both for a limited time."""
@@ -171,7 +171,7 @@ class WeightsAndBiases:
                 self._entries.put_nowait(None)
             self._thread.join(2 * FINISH_SECONDS)
             if self._thread.is_alive():
-                self._give_up(TimeoutError("it takes no more entries"))
+                self._give_up(TimeoutError("the queue is full"))
 
     def _send(self) -> None:
         try:
@@ -190,6 +190,6 @@ def _say_given_up(what: str, error: Exception) -> None:
     with contextlib.suppress(OSError):  # stdout may be on the same disk
         why = str(error).partition("\n")[0].rstrip(".")
         print(
-            f"no more {what}: {why}. The run continues, with all numbers in metrics.jsonl",
+            f"Stopped writing {what}: {why}. Training continues, and metrics.jsonl has all numbers",
             flush=True,
         )

@@ -104,4 +104,6 @@ class ProcessSettings:
     join_timeout_seconds: float = setting(300.0, "Timeout for all processes to join.")
     supervise: int | None = setting(None, "Processes to start here, and to restart on failure.")
     max_restarts: int = setting(10, "Maximum restarts by --supervise.")
-    heartbeat_timeout_seconds: float = setting(60.0, "Silence after which a process has failed.")
+    heartbeat_timeout_seconds: float = setting(
+        60.0, "Silence after which a process counts as dead."
+    )

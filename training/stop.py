@@ -1,4 +1,4 @@
-"""When a run is asked to end early: by a signal or by the clock, in all processes at the same step.
+"""Early end of a run, by a signal or a time limit, in all processes at the same step.
 
 Ctrl-C, SIGTERM (a scheduler that takes the machine back), SIGHUP (a terminal that is closed) and
 SIGUSR1 (SLURM's warning, with `--signal=USR1@120`) are handled between steps: the run saves and
@@ -67,18 +67,18 @@ class Stopped(BaseException):
             given: The arguments it was started with.
 
         >>> print(Stopped(130, Path("runs/001"), 37).said(["--max-steps", "90"]))
-        stopped after step 37, which is saved in runs/001. The command that goes on:
+        stopped after step 37, which is saved in runs/001. To resume:
         python train.py --max-steps 90 --output-dir runs/001
         """
         if self._saved is None:
-            return f"stopped; nothing is saved in {self._folder}"
+            return f"stopped; no checkpoint is saved in {self._folder}"
         how = "stopped at once; the newest checkpoint is of" if self._at_once else "stopped after"
         rest = "" if self._at_once else ", which is saved"
         own = _without(given, _ONCE)
         if not any(word.partition("=")[0] == "--output-dir" for word in own):
             own += ["--output-dir", str(self._folder)]
         return (
-            f"{how} step {self._saved}{rest} in {self._folder}. The command that goes on:\n"
+            f"{how} step {self._saved}{rest} in {self._folder}. To resume:\n"
             f"python train.py {shlex.join(own)}"
         )
 
@@ -127,7 +127,10 @@ class Stop:
     def _note(self, number: int, _: FrameType | None) -> None:
         self._code = max(self._code, CODES[signal.Signals(number)])
         if number == signal.SIGINT:
-            os.write(2, b"stopping after this step and a checkpoint; once more stops at once\n")
+            os.write(
+                2,
+                b"stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n",
+            )
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self) -> int:
@@ -168,9 +171,7 @@ class _HardExit:
             count += numbers.count(signal.SIGINT)
             if count > 1:
                 time.sleep(_PATIENCE)
-                said = (
-                    f"no end within {_PATIENCE:.0f} s of the second Ctrl-C: ended without waiting. "
-                )
+                said = f"exiting {_PATIENCE:.0f} s after the second Ctrl-C without waiting. "
                 os.write(2, f"{said}The same command resumes from the newest checkpoint\n".encode())
                 os._exit(INTERRUPTED)
         os.close(read)

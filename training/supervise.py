@@ -62,8 +62,8 @@ def supervise(
         wait = min(_LONGEST_WAIT, backoff * 2**attempt)
         said = ", ".join(f"{n} x {code}" for code, n in collections.Counter(codes).items())
         print(
-            f"supervise: the processes ended with {said}; starting {count} again in {wait:.0f} s, "
-            f"{restarts - attempt - 1} more times at most",
+            f"supervise: the processes exited with {said}; restarting {count} in {wait:.0f} s, "
+            f"{restarts - attempt - 1} restarts left",
             file=sys.stderr,
             flush=True,
         )

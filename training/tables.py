@@ -88,8 +88,8 @@ def rows(path: Path, columns: Sequence[str], *, content: Path) -> Iterator[Mappi
         known = [name for name in columns if name in names]
         if not known:
             raise ValueError(
-                f"{path} has the columns {', '.join(map(repr, names[:20]))}; documents need "
-                "text, messages, or prompt and completion: rename the columns"
+                f"{path} has the columns {', '.join(map(repr, names[:20]))}: rename those of the "
+                "documents to text, messages, or prompt and completion"
             )
         return known
 
@@ -118,7 +118,7 @@ def _pyarrow(path: Path) -> Any:
     except ImportError as error:
         name = {".parquet": "Parquet"}.get(path.suffix, path.suffix)
         raise ValueError(
-            f"{path}: pyarrow is not installed, which reads {name}: pip install 'zero_jax[chat]'"
+            f"{path}: reading {name} requires pyarrow: pip install 'zero_jax[chat]'"
         ) from error
     return pyarrow
 

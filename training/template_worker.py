@@ -169,5 +169,7 @@ def main(seconds):
 if __name__ == "__main__":
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
     if version < JINJA:
-        sys.exit(f"jinja2 {jinja2.__version__} is too old for chat templates of others: 3.1.6")
+        sys.exit(
+            f"jinja2 {jinja2.__version__} is too old for chat templates: install 3.1.6 or later"
+        )
     main(int(sys.argv[1]))

@@ -56,19 +56,19 @@ class Renderer:
         """
         if self._exceeded.get(template, 0) >= TRIES:
             raise TemplateError(
-                f"it took more than {SECONDS} s or its memory for {TRIES} conversations in a row; "
-                "take another template"
+                f"it exceeded {SECONDS} s or its memory limit for {TRIES} conversations in a row: "
+                "use another template"
             )
         request = {"template": template, "messages": messages, "variables": variables}
         try:
             line = json.dumps({**request, "marks": marks}, default=str)
         except (ValueError, RecursionError) as error:
-            raise TemplateError(f"a message can't be given to it: {error}") from error
+            raise TemplateError(f"a message can't be passed to it: {error}") from error
         reply = self._asked(line)
         if "limit" in reply:
             self._exceeded[template] = self._exceeded.get(template, 0) + 1
             raise TemplateError(
-                f"it takes more than {reply['limit']} for one conversation; take another template"
+                f"it takes more than {reply['limit']} for one conversation: use another template"
             )
         self._exceeded.pop(template, None)
         if "error" in reply:
@@ -90,7 +90,7 @@ class Renderer:
             self._process = None
             if process.wait() == -signal.SIGXCPU:
                 return {"limit": f"{SECONDS} s of CPU time"}
-        raise TemplateError(f"its process ended with code {process.returncode}: see stderr")
+        raise TemplateError(f"its process exited with code {process.returncode}: see stderr")
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:

@@ -80,25 +80,25 @@ def load_tokens(
     (True, True)
     """
     if not 1 <= vocab < 2**31:
-        raise ValueError(f"vocab={vocab}, but 1 <= vocab < 2**31 is needed: batches are int32")
+        raise ValueError(f"vocab={vocab}: it must be from 1 to 2**31 - 1, as batches are int32")
     if source is not None and not str(source):
-        raise ValueError("the source is an empty string; leave it out for the built-in text")
+        raise ValueError("source='': give a path, or leave it out for the built-in text")
     path = None if source is None else Path(source)
     suffix = "" if path is None else path.suffix.lower()
     if token_dtype is not None and suffix != ".bin":
-        raise ValueError(f"token_dtype={token_dtype} is for .bin files, got {source}; leave it out")
+        raise ValueError(f"token_dtype={token_dtype} is for .bin files, not {source}: leave it out")
 
     tokens: TokenArray
     if path is None:
         tokens = _read_builtin()
     elif not path.exists():
         raise FileNotFoundError(
-            f"no file or folder at {path}; check the path, or leave it out for the built-in text"
+            f"{path} does not exist: check the path, or leave it out for the built-in text"
         )
     elif path.is_dir():
         tokens = _read_folder(path)
     elif not path.is_file():  # to open a pipe would wait for somebody who writes to it
-        raise ValueError(f"{path} is not a regular file; save its contents to one first")
+        raise ValueError(f"{path} is not a regular file: copy its contents to one")
     elif suffix == ".bin":
         tokens = _open_bin(path, token_dtype)
     elif suffix == ".npy":
@@ -106,7 +106,7 @@ def load_tokens(
     else:
         tokens = _open_text(path)
     if tokens.size == 0:
-        raise ValueError(f"{source} is empty; at least one token is needed")
+        raise ValueError(f"{source} is empty: give a text of at least one token")
     name = "pydoc_data.topics" if path is None else path.resolve().name
     check_range(tokens, vocab, name)
     byte_level = path is None or path.is_dir() or suffix not in TOKEN_FILES
@@ -152,7 +152,7 @@ def split(
     [[0, 1, 2], [3, 4]]
     """
     if not 0 < fraction < 1:
-        raise ValueError(f"fraction={fraction} to hold out, but 0 < fraction < 1 is needed")
+        raise ValueError(f"fraction={fraction}: it must be above 0 and below 1")
     cut = tokens.size - round(tokens.size * fraction)
     train: TokenArray
     held_out: TokenArray
@@ -162,9 +162,9 @@ def split(
         train, held_out = tokens[:cut], tokens[cut:]
     if min(train.size, held_out.size) < seq + 1:
         raise ValueError(
-            f"holding out {fraction:g} of {tokens.size} tokens leaves {train.size} to train on and "
-            f"{held_out.size} held out, but one sequence takes seq + 1 = {seq + 1}; "
-            "give more text, a shorter --seq-len or another fraction"
+            f"fraction={fraction:g} of {tokens.size} tokens leaves {train.size} to train on and "
+            f"{held_out.size} held out, and each needs seq + 1 = {seq + 1}: "
+            "use more text, a shorter --seq-len or another fraction"
         )
     return train, held_out
 
@@ -190,7 +190,7 @@ def _read_builtin() -> IntArray:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ValueError(
-            "this Python comes without pydoc_data, the default text; name a text file instead"
+            "this Python lacks pydoc_data, the built-in text: give --data FILE"
         ) from error
     return np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
 
@@ -211,7 +211,9 @@ def files_in(folder: Path, note: Callable[[OSError], Any] | None = None) -> list
         for name in folders:
             inside = Path(root, name).resolve()
             if inside in above[root]:
-                raise ValueError(f"{Path(root, name)} links to a folder that it is in: remove it")
+                raise ValueError(
+                    f"{Path(root, name)} links to a folder that contains it: remove the link"
+                )
             above[os.path.join(root, name)] = above[root] | {inside}
         files += [Path(root, name) for name in names]
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
@@ -228,13 +230,13 @@ def _read_folder(folder: Path) -> IntArray:
         try:
             tokens = _open_text(path)
             if path.suffix.lower() in TOKEN_FILES:
-                raise ValueError(f"{path} is named as a file of token ids")
+                raise ValueError(f"{path} has the name of a file of token ids")
             parts.append(tokens[:].tobytes())
         except (OSError, ValueError) as error:
             troubles.append(str(error))
     if troubles:
         raise ValueError(
-            f"{folder} must hold readable text files only, but {len(troubles)} are not. Move them "
+            f"{folder} must hold readable text files only, and {len(troubles)} are not: move them "
             "elsewhere, or name one file: " + "\n".join(troubles[:3])
         )
     return np.frombuffer(b"".join(parts), np.uint8)
@@ -242,7 +244,7 @@ def _read_folder(folder: Path) -> IntArray:
 
 def _open(path: Path, dtype: np.dtype[Any]) -> TokenFile:
     if not path.is_file():
-        raise ValueError(f"{path} is not a regular file; save its contents to one first")
+        raise ValueError(f"{path} is not a regular file: copy its contents to one")
     return TokenFile(path, dtype)
 
 
@@ -263,7 +265,7 @@ def _open_text(path: Path) -> TokenFile:
 
 def _no_text(path: Path, what: str) -> str:
     return (
-        f"{path} is not text in UTF-8: {what}; save text as UTF-8 (iconv), and name a file of "
+        f"{path} is not UTF-8 text: {what}; convert text to UTF-8 (iconv), and name files of "
         "token ids .bin or .npy"
     )
 
@@ -273,14 +275,14 @@ def _open_bin(path: Path, token_dtype: npt.DTypeLike | None) -> TokenFile:
     dtype = np.dtype(named if token_dtype is None else token_dtype)
     if dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)):
         raise ValueError(
-            f"{path}: token_dtype={dtype}, but a .bin file holds uint16 or uint32; "
+            f"{path}: token_dtype={dtype}, and a .bin file must hold uint16 or uint32: "
             "save other types as .npy"
         )
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ValueError(
-            f"{path} has {size} bytes, not a multiple of {dtype.itemsize} as {dtype} ids need; "
-            "it may be cut short, or of another type (token_dtype)"
+            f"{path} has {size} bytes, which is not a multiple of {dtype.itemsize} as {dtype} ids "
+            "need: the file is incomplete, or of another type (token_dtype)"
         )
     return _open(path, dtype.newbyteorder("<"))
 
@@ -289,12 +291,12 @@ def _open_npy(path: Path) -> TokenFile:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # whatever NumPy makes of a header that is wrong
-        raise ValueError(f"{path} is not a readable .npy array ({error}); no pickles") from error
+        raise ValueError(f"{path} is not a .npy array without pickles: {error}") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         found = getattr(tokens, "dtype", "an archive"), getattr(tokens, "shape", "")
         raise ValueError(
-            f"{path} holds {found[0]} {found[1]}, but a one-dimensional array of an integer type "
-            "is needed; save np.asarray(ids, np.uint32).ravel()"
+            f"{path} holds {found[0]} {found[1]}, and a one-dimensional array of an integer type "
+            "is required: save np.asarray(ids, np.uint32).ravel()"
         )
     assert isinstance(tokens, np.memmap)  # mapped to read its header alone
     return TokenFile(path, tokens.dtype, tokens.offset, tokens.size)

@@ -65,8 +65,7 @@ class Tokenizer:
             import transformers
         except ImportError as error:
             raise ValueError(
-                f"transformers is not installed, which reads the tokenizer in {folder}: pip install"
-                " 'zero_jax[chat]'"
+                f"the tokenizer in {folder} requires transformers: pip install 'zero_jax[chat]'"
             ) from error
         if not has_tokenizer(self._folder):
             raise ValueError(f"{folder} has no tokenizer ({FILES[0]}): give --tokenizer DIR")
@@ -77,17 +76,16 @@ class Tokenizer:
         except Exception as error:  # whatever it makes of files that are wrong
             if own_code := _own_code(self._folder):
                 raise ValueError(
-                    f"`auto_map` in {own_code} names Python code in the folder, which is never run:"
-                    " save the tokenizer as tokenizer.json with a tokenizer_config.json without "
-                    "`auto_map`"
+                    f"`auto_map` in {own_code} names Python code, which is never run: save the "
+                    "tokenizer as tokenizer.json, and tokenizer_config.json without `auto_map`"
                 ) from error
             raise ValueError(
                 f"the tokenizer in {folder} can't be read: {printable(str(error))}"
             ) from error
         if not self._own.is_fast:
             raise ValueError(
-                f"the tokenizer in {folder} is of transformers' slow kind, which can't tell where "
-                "a token is in its text: save it with tokenizer.json"
+                f"the tokenizer in {folder} is a slow tokenizer of transformers, which has no "
+                "offsets of tokens: save it as tokenizer.json"
             )
         self._vocab: int | None = None
         self._lock = threading.Lock()
@@ -100,14 +98,14 @@ class Tokenizer:
     def check_fits(self, vocab: int) -> None:
         """Raises ValueError if a model has no embedding for one of the tokens.
 
-        Tokens that were added to a vocabulary may lie beyond it where a model of text never meets
-        them (Gemma's of images): a document that has one is refused.
+        Added tokens may lie beyond the vocabulary where a model of text never uses them (Gemma's
+        image tokens): a document that has one raises an error.
         """
         largest = max(self._own.vocab_size - 1, *self._end, 0)
         if largest >= vocab:
             raise ValueError(
                 f"the tokenizer in {self._folder} has tokens up to {largest}, and the model's "
-                f"embedding {vocab} rows: take the tokenizer that the model was trained with"
+                f"embedding has {vocab} rows: use the tokenizer that the model was trained with"
             )
         self._vocab = vocab
 
@@ -193,7 +191,7 @@ class Tokenizer:
         if self._vocab is not None and ids.size and ids.max() >= self._vocab:
             raise ValueError(
                 f"token {ids.max()} ({printable(self.decode([ids.max()]))!r}) has no row in the "
-                f"model's embedding of {self._vocab}"
+                f"model's embedding of {self._vocab} rows: remove it from the data"
             )
         return ids, mask
 
@@ -248,7 +246,7 @@ class Tokenizer:
             if others := [messages[at]["role"] for at in off if at not in answers]:
                 raise ValueError(
                     f'"weight": 0 of a {others[0]} message can\'t be combined with --loss-on all: '
-                    "remove the weight, or learn the answers alone (--loss-on assistant)"
+                    "remove the weight, or use --loss-on assistant"
                 )
             if not off:  # the template may write answers in any way
                 return ids, mask
@@ -280,9 +278,9 @@ class Tokenizer:
             groups = None if found is None else [[self._certain(whole, own)] for own in found]
         if groups is None:
             raise ValueError(
-                f"the chat template in {self._folder} writes the answers so that they can't be told"
-                " from the rest of this conversation: put {% generation %} and {% endgeneration %} "
-                "around each answer in the template, or learn all tokens (--loss-on all)"
+                "the answers of this conversation can't be located in the chat template in "
+                f"{self._folder}: put {{% generation %}} and {{% endgeneration %}} around each "
+                "answer in the template, or use --loss-on all"
             )
         return wanted, groups
 
@@ -324,8 +322,8 @@ class Tokenizer:
         """The template in use: of several named ones "tool_use" with tools, else "default"."""
         if self._own.chat_template is None:
             raise ValueError(
-                f"{self._folder} has no chat template, and the data has conversations: add "
-                "chat_template.jinja, or give prompts and completions"
+                f"{self._folder} has no chat template, which conversations require: add "
+                "chat_template.jinja, or use prompts and completions"
             )
         try:
             return str(self._own.get_chat_template(None, options.get("tools")))

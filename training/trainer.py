@@ -96,13 +96,13 @@ class Trainer:
         return jax.eval_shape(self.model.make, self._key)
 
     def like(self, saved: Mapping[str, Any] | None = None) -> States:
-        """What a checkpoint has, as it will rest; not allocated, but for files.
+        """Returns the abstract state of a checkpoint with its shardings; allocates files only.
 
         Args:
-            saved: What the run that saved it was started with; by default as this one.
+            saved: Settings of the run that saved it; by default those of this run.
 
         Raises:
-            ValueError: It has states of few bits, and this run states in files.
+            ValueError: The saved optimizer state is not fp32, and this run keeps state in files.
         """
         states = (
             self.zero.config.optimizer_state_dtype
@@ -112,8 +112,8 @@ class Trainer:
         if self.zero.config.offload.in_files:
             if states != FP32:
                 raise ValueError(
-                    f"{self.out} was saved with --optimizer-state-dtype {states}, and files hold "
-                    "fp32: resume without :nvme until the next checkpoint, then with it"
+                    f"{self.out} was saved with --optimizer-state-dtype {states}, and NVMe files "
+                    "hold fp32: resume without :nvme until the next checkpoint, then with it"
                 )
             return self.kept(self.init())
         zero = self.zero.replace(optimizer_state_dtype=states)
@@ -142,9 +142,8 @@ class Trainer:
         given = peft.load_adapter(config.lora_init_from, self.model.config)
         if set(given) != set(adapted.targets):
             raise ValueError(
-                f"--lora-init-from {config.lora_init_from} stands beside {', '.join(given)}, and "
-                "this run's are "
-                f"beside {', '.join(adapted.targets)}: give --lora-targets"
+                f"--lora-init-from {config.lora_init_from} has adapters of {', '.join(given)}, and "
+                f"this run's are of {', '.join(adapted.targets)}: give --lora-targets"
             )
         ordered = {name: given[name] for name in adapted.targets}
         return self._base() | alone.shard({"lora": ordered})
@@ -177,7 +176,7 @@ class Trainer:
             params = self._base() | params
         before, states = kind_of(state.inner), self.zero.config.optimizer_state_dtype
         if before != states:
-            say(f"States of the optimizer that were {before} are {states} from here on")
+            say(f"Converted the optimizer state from {before} to {states}")
             state = self.tx.restated(state, params)
         return params, state
 
@@ -206,12 +205,12 @@ class Trainer:
         max_batches: int | None = None,
         each: Callable[[int], Any] = lambda done: None,
     ) -> float:
-        """Held-out loss in nats per token: exact, however the batches fall.
+        """Returns the held-out loss in nats per token, exact for any number of batches.
 
         Args:
-            params: At rest.
-            max_batches: Of the first so many batches alone; None for all.
-            each: Is called after each batch with the number of those that are done.
+            params: Sharded parameters.
+            max_batches: Evaluate the first so many batches only; None for all.
+            each: Called after each batch with the number of finished batches.
         """
         rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)
         means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)
@@ -222,8 +221,7 @@ class Trainer:
         weights = sum(weight for _, weight in pairs)
         if not weights:
             raise ValueError(
-                "nothing that is held out has anything to learn within a row: take a longer "
-                "--seq-len"
+                "no held-out document has anything to learn within a row: use a longer --seq-len"
             )
         return sum(loss * weight for loss, weight in pairs) / weights
 

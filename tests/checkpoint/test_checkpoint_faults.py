@@ -397,7 +397,7 @@ def test_inspect_notices_missing_files_without_reading_arrays(tmp_path, run, mon
     for change in (lambda: path.write_bytes(good[:-1]), path.unlink):
         change()
         code, said = run("inspect", two)
-        assert code == 1 and "NOT WHOLE" in said and "params/w" in said
+        assert code == 1 and "INCOMPLETE" in said and "params/w" in said
     path.write_bytes(good)
     (two / "12" / "seal.json").unlink()
     (two / "13.orbax-checkpoint-tmp").mkdir()

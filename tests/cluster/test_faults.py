@@ -35,7 +35,7 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, numb
     assert time.monotonic() - began < 3 * 3 + 10
     gone.kill()
     _, _, error = finish(running)[1 - rank]
-    said = "is gone" if number == signal.SIGKILL else "has given no sign of life"
+    said = "is gone" if number == signal.SIGKILL else "has sent no heartbeat"
     assert f"process {rank} (pid {gone.pid} on" in error and said in error, error
     assert "at step" in error
     assert "Current thread" in error or "Thread 0x" in error, "the stacks"
@@ -114,13 +114,13 @@ def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
         os.kill(left, signal.SIGTERM)  # asked to end: not started again
     ((got, out, error),) = finish([run], seconds=200)
     assert got == (0 if ends else 75 if code is None else code), error
-    assert ("starting 1 again" in error) == (code is None), error
+    assert ("restarting 1 " in error) == (code is None), error
     if ends:
-        assert "Going on from" in out and len(curve("out")) == 60 and last_loss("out") < 2.5
+        assert "Resuming from" in out and len(curve("out")) == 60 and last_loss("out") < 2.5
         return
     if code == 75:
         steps = [int(p.name) for p in saved.glob("[0-9]*")]
         assert max(steps) == max(line["step"] for line in metrics("out"))
     # The same command as a launcher gives it next; 75: to be given once more.
     ((got, out, error),) = finish([start(*args, "--max-hours", "1e-6")], seconds=240)
-    assert got == 75 and "Going on from" in out and "again in" not in error, error
+    assert got == 75 and "Resuming from" in out and "restarting" not in error, error

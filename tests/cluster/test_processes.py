@@ -45,7 +45,7 @@ OWN = [  # environment, GPUs of this process
 ERRORS = [  # of the roll call
     ([0, 2], 4, {"wait": 0.5}, JoinError, "1, 3 of 4"),
     ([1], 2, {"wait": 0.5}, JoinError, r"process 1 .*127\.0\.0\.1:"),
-    ([0, 1, 1], 3, {"wait": 3.0}, JoinError, "process 1 came twice"),
+    ([0, 1, 1], 3, {"wait": 3.0}, JoinError, "two processes have rank 1"),
     ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, JoinError, "1 of 3"),
     ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
     (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]

@@ -93,4 +93,4 @@ def test_unsupported_flags_are_named(folder, capsys, monkeypatch, flag):
 def test_a_process_that_cannot_join_exits_with_a_code_of_its_own(folder, capsys):
     group = ["--coordinator-address", free_address(), "--num-processes", "2", "--process-id", "1"]
     assert program.main(["--output-dir", "out", *group, "--devices", "16", "--join-timeout-seconds", "1"]) == 69
-    assert "process 1 did not find process 0" in capsys.readouterr().err
+    assert "process 1 did not reach process 0" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
         wait(lambda: job("JobState") == "COMPLETED", Path(name))
         assert job("Restarts") == "2"
     text = log.read_text()
-    assert text.count("Going on from") == 2, text
+    assert text.count("Resuming from") == 2, text
     assert f"process {tasks - 1} (pid" in text and "is gone" in text, text
     assert [line["step"] for line in metrics("out") if "loss" in line][-1] == STEPS
     assert_losses_of_one_process(tasks)
@@ -154,5 +154,5 @@ def test_a_run_by_mpirun_with_a_killed_task_resumes(folder, tasks):
     assert first.returncode != 0, text
     again = subprocess.run(command, timeout=300, **options)
     assert again.returncode == 0, again.stdout
-    assert again.stdout.count("Going on from") == 1, again.stdout
+    assert again.stdout.count("Resuming from") == 1, again.stdout
     assert_losses_of_one_process(tasks)

@@ -117,10 +117,10 @@ COMMANDS = [  # and what is said
 ]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [
-    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. Less"), (KeyboardInterrupt(), 1, 130, "stopped"),
+    (FULL, 1, 2, "error: RESOURCE_.* 9 GB. To use less"), (KeyboardInterrupt(), 1, 130, "stopped"),
     (FULL, 4, "left with 2", "error: RESOURCE_EXHAUSTED"),
     (JaxRuntimeError("INTERNAL: gone"), 1, 76, "Traceback"),  # another try may help
-    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. Less"),
+    (MemoryError("9 TiB"), 1, 2, "error: .* 9 TiB. To use less"),
     (FileNotFoundError("nowhere\n.txt"), 1, 2, "error: nowhere .txt"),
 ]  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_the_first_signal_ends_a_run_between_steps(capfd):
             assert stop() == 0
             os.kill(os.getpid(), getattr(signal, name))
             assert stop() == code
-        assert ("once more" in capfd.readouterr().err) == (name == "SIGINT")
+        assert ("again" in capfd.readouterr().err) == (name == "SIGINT")
     assert Stop(mesh, hours=0)() == 75 and signal.getsignal(signal.SIGTERM) == kept
 
 
@@ -196,7 +196,7 @@ def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
     run = start("-c", HANGS, script=(), environment=ENVIRONMENT)
     assert run.stdout.readline()
     run.send_signal(signal.SIGINT)
-    assert "once more stops at once" in run.stderr.readline()
+    assert "again to stop at once" in run.stderr.readline()
     run.send_signal(signal.SIGINT)
     try:
         assert "second Ctrl-C" in run.communicate(timeout=60)[1] and run.returncode == 130

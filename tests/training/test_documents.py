@@ -101,7 +101,7 @@ def test_processes_resume_with_sources_drawn_by_their_weights(tokenizer, tmp_pat
     whole = made.batches(None, 0, 1)
     seen = [text[:1] for _ in range(40) for text in texts_of(next(whole)[0])]
     assert seen.count(b"a") / len(seen) == pytest.approx(0.75, abs=0.05)
-    first, second = re.findall(r"jsonl ([\d.]+) times", made.outlook(50))
+    first, second = re.findall(r"([\d.]+) epochs", made.outlook(50))
     assert float(second) / float(first) == pytest.approx(1000 / 100 / 3, rel=0.01)
     held_out = [t for arrays in made.held_out(0, 1) for t in texts_of(arrays) if t.strip(b"\0")]
     kept = [*numbers("a", 1000)[900:], *numbers("b", 100)[90:]]
@@ -125,10 +125,10 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     source = records(tmp_path / "a.jsonl", ["x" * (50 if n % 2 else 5) for n in range(40)])
     made = corpus(tokenizer, (source, 1.0))
     said = made.outlook(100)
-    assert said.startswith("all 36 documents in rows of 31 tokens: 18 whole, 18 cut")
-    assert "longest of 51 tokens" in said and str(made.counts) == "none"
+    assert said.startswith("all 36 documents in rows of 31 tokens: 18 unchanged, 18 truncated")
+    assert "longest 51 tokens" in said and str(made.counts) == "none"
     rows = 18 + 4  # of 36: one for each that is cut, five short ones in each of the others
-    assert said.endswith(f"100 steps train on a.jsonl {100 * 4 / rows:.3g} times"), said
+    assert said.endswith(f"100 steps are {100 * 4 / rows:.3g} epochs of a.jsonl"), said
     found = trained(made, 100)
     assert found == made.counts.whole + made.counts.cut, "those read ahead are not counted"
     # The 16 documents that wait for a row in each lane are short ones at the end.
@@ -151,13 +151,13 @@ def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenize
     half = [chat("x" * (60 if n % 2 else 3), "yes") for n in range(20)]
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
     said = made.outlook(18)  # of 4 rows with 3 documents each: 24 passes over 9
-    assert said.endswith("18 steps train on a.jsonl 24 times")
-    assert "left out" in said and "the longest of" in said
+    assert said.endswith("18 steps are 24 epochs of a.jsonl")
+    assert "left out" in said and "longest " in said
     assert trained(made, 18) == made.counts.whole == 24 * 9
     assert made.counts.empty == pytest.approx(24 * 9, rel=0.05)
     none = records(tmp_path / "b.jsonl", [chat("x" * 60, "yes")] * 20)
     said = corpus(tokenizer, (none, 1.0), (records(tmp_path / "c.jsonl", half), 1.0)).outlook(18)
-    assert "train on b.jsonl 0 times, c.jsonl" in said, said
+    assert " 0 epochs of b.jsonl, " in said, said
 
 
 def test_refused_conversations_are_left_out_and_named_or_end_the_run(tmp_path):
@@ -431,7 +431,7 @@ OTHERWISE = [
     (RUN, LORA, "--lora-rank 4 .*no --lora-rank"), ({**RUN, "clip": 0.0}, RUN, "--max-grad-norm 1.0 .*--max-grad-norm 0.0"),
     (LORA, {**LORA, "hf": None}, "no --init-from .*--init-from A"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
-     "--model 124m .*--model nano.*hidden_size 768, before 32"),
+     "--model 124m .*--model nano.*hidden_size 768 instead of 32"),
 ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def test_a_damaged_checkpoint_offers_the_one_before(folder, shared, capsys):
     # The same command once more, as after a kill, does not go back again.
     assert train_here(*EIGHT, "--resume-step", "6") == 0
     out = capsys.readouterr().out
-    assert "--resume-step 6 was carried out before" in out and "nothing is left to train" in out
+    assert "--resume-step 6 was applied" in out and "nothing is left to train" in out
     assert train_here(*EIGHT, "--resume-step", "7") == 2
     assert "--resume-step 7" in capsys.readouterr().err
     assert train_here("--max-steps", "9", "--warmup-steps", "2", *OWN) == 0

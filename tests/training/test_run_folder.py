@@ -230,7 +230,7 @@ def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(t
     assert said.count("step (optimizer updates)") == 5
     for name in ("loss not finite", "gradient norm not finite", "skipped"):
         assert any(row[0].startswith(name) and row[1:] == ["1", "5"] for row in found), name
-    assert any("step 5 train, a step not finite skipped" in words(t) for t in root.iter("title"))
+    assert any("step 5 train, per step not finite skipped" in words(t) for t in root.iter("title"))
     points, pieces = drawn(root, "faint a")
     assert [x for x, _ in points] == [0, 20, 40, 60, 100] and pieces == 2, "a gap at step 5"
     bars = "parameters, fp32 4 GB optimizer state 8 GB gathered copy 1 GB gradients 2 GB"
@@ -277,7 +277,7 @@ def test_pages_of_failed_runs_and_failed_pages(tmp_path, monkeypatch, capsys, no
     with pytest.raises(RuntimeError), RunLog(tmp_path / "a", {"model": evil, evil: [evil]}) as log:
         log.event("start", **START | evils)
         write(log, [1], loss=math.nan, **{evil: 1.0})
-        assert "No end is noted" in words(made(tmp_path / "a")[1])
+        assert "No end is recorded" in words(made(tmp_path / "a")[1])
         raise RuntimeError("out of <memory>\nand more")
     source = (tmp_path / "a" / "report.html").read_text()
     assert "RuntimeError: out of &lt;memory&gt;</p>" in source
@@ -288,7 +288,7 @@ def test_pages_of_failed_runs_and_failed_pages(tmp_path, monkeypatch, capsys, no
         write(log, [1], loss=1e308)
         write(log, [2], loss=-1e308)
     said = capsys.readouterr().out
-    assert "no loss.png: " in said and "no report.html: ZeroDivisionError" in said
+    assert "loss.png is not" in said and "report.html is not written: ZeroDivisionError" in said
     with RunLog(tmp_path / "c", {}) as log:
         log.evaluation(1, val_loss=2.0)
     assert (tmp_path / "c" / "loss.png").exists()

@@ -64,8 +64,8 @@ def done(first_run, folder, shared):
 
 def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_model(first_run):
     home, said = first_run
-    order = ["data 8", "Bytes per device on 8", "stage 0", "stage 3, this run", "at rest"]
-    order += ["This run, predicted", "4 steps train on text", "step 2/4", "step 4/4"]
+    order = ["data 8", "bytes per device on 8", "stage 0", "stage 3, this run", "between"]
+    order += ["Predicted peak", "4 steps are ", "step 2/4", "step 4/4"]
     order += ["nats per byte", "unigram", "bigram", "sample:", runs.TEXT[-240:][:16]]
     assert order == sorted(order, key=said.index)
     out = home / "out"
@@ -109,7 +109,7 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert runs.curve("out") == runs.curve(whole) and runs.last_loss("out") == runs.last_loss(whole)
     assert runs.saved_steps("out") == [2, 3, 4]
     page = Path("out/report.html").read_text()
-    assert page.count("8 x cpu") == 3 and page.count("whole") >= 3, "starts and checkpoints"
+    assert page.count("8 x cpu") == 3 and page.count("complete") >= 3, "starts and checkpoints"
     events = map(json.loads, Path("out/events.jsonl").read_text().splitlines())
     starts = [name for n in (2, 1, 0) for name in ("start", "states", *["checkpoint"] * n, "end")]
     assert [event["event"] for event in events] == starts
@@ -170,7 +170,7 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
     text, memory, total = compiled.as_text(), compiled.memory_analysis(), known["total_bytes"]
     parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert total == pytest.approx(parts, rel=0.3)
-    assert f"XLA gives it {human_bytes(total)}" in Path("out/report.html").read_text()
+    assert f"XLA allocates {human_bytes(total)}" in Path("out/report.html").read_text()
     for name in ("embed", "attention", "mlp", "loss", "zero_update"):
         assert f"/{name}" in text or f"({name})" in text, name
     for kind, name in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_reduce_scatter")):
@@ -180,9 +180,9 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
     events = Path("out/events.jsonl")
     events.write_text(re.sub('(predicted_total": )[0-9]+', r"\g<1>1", events.read_text()))
     report_page.write("out")
-    assert "XLA gives it" not in Path("out/report.html").read_text()
+    assert "XLA allocates" not in Path("out/report.html").read_text()
     assert report_page.main(["out", "--compile"]) == 2
-    assert "noted 1:" in capsys.readouterr().err
+    assert "recorded 1:" in capsys.readouterr().err
 
 
 def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
@@ -375,7 +375,7 @@ def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, m
     assert tune(*LORA, "--output-dir", "whole", "--export-dir", "tuned") == 0
     said = capsys.readouterr().out
     assert said.index("all 72 documents in rows of 32 tokens:") < said.index("before training")
-    assert "documents of all rows:" in said and "8 documents held out" in said
+    assert "documents in all rows:" in said and "8 held-out documents" in said
     check_exported("tuned", said, lora=True)
     adapter = load_file("whole/adapter/adapter_model.safetensors")
     assert len(adapter) == 2 * 4 * 4

@@ -1,4 +1,4 @@
-"""What one process does for all of them, and what all of them add up."""
+"""Work that one process does for all of them, and sums over processes."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def by_the_first(work: Callable[[], T]) -> T | None:
-    """The first process's result, there; if it fails, all processes raise."""
+    """Returns the result of `work`, run in the first process; if it fails, all processes raise."""
     trouble, result = None, None
     if jax.process_index() == 0:
         try:
@@ -23,7 +23,7 @@ def by_the_first(work: Callable[[], T]) -> T | None:
     if jax.process_count() > 1:
         failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(trouble is not None)))
         if failed and trouble is None:
-            trouble = OSError("process 0 can't write checkpoints: see its error")
+            trouble = OSError("process 0 can't write checkpoints: see the error that it prints")
     if trouble is not None:
         raise trouble
     return result

@@ -117,7 +117,7 @@ class Checkpoints:
     ):
         for name, value in (("keep", keep), ("keep_every", keep_every)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: give a number of at least 1, or None")
+                raise ValueError(f"{name}={value!r}: it must be an integer of at least 1, or None")
         self.directory = pathlib.Path(directory).resolve()  # TensorStore takes no ".."
         self._lock = None if read_only else by_the_first(lambda: locked(self.directory))
         self._unsealed: int | None = None
@@ -164,7 +164,7 @@ class Checkpoints:
           OSError: The disk is full, or an earlier save failed.
         """
         if self._manager is None:
-            raise ValueError("these checkpoints were opened with read_only=True")
+            raise ValueError("read_only=True does not support `save`: open with read_only=False")
         step = self._checked(step)
         json.dumps([config, extra])
         found = leaves(tree)
@@ -184,15 +184,14 @@ class Checkpoints:
         except TypeError:
             number = -1
         if number < 0:
-            raise ValueError(f"step={step!r}: give a whole number from 0")
+            raise ValueError(f"step={step!r}: it must be an integer of at least 0")
         there = self.steps
         if number in there:
-            raise ValueError(f"{self.directory} holds step {number} already")
+            raise ValueError(f"{self.directory} already holds step {number}: save a later step")
         if there and number < there[-1]:
             raise ValueError(
-                f"{self.directory} holds step {there[-1]}, and step {number} would never be its "
-                "latest: delete the later ones to go on from an earlier one, or take another "
-                "directory"
+                f"step {number} is below step {there[-1]}, the latest in {self.directory}: delete "
+                "the later checkpoints, or use another directory"
             )
         return number
 
@@ -212,8 +211,8 @@ class Checkpoints:
         if step is not None and jax.process_index() == 0:
             try:
                 seal(self.directory / str(step))
-            except OSError as error:  # it is whole without
-                _to_stderr(f"checkpoint {step} was saved, but not sealed: {error}")
+            except OSError as error:  # it is complete without
+                _to_stderr(f"checkpoint {step} was saved without its seal: {error}")
 
     def close(self) -> None:
         """Waits for the last save and releases the lock of the directory.
@@ -252,7 +251,7 @@ class Checkpoints:
         if step not in steps:
             there = f"steps {', '.join(map(str, steps))}" if steps else "none"
             wanted = "a checkpoint" if step is None else f"step {step}"
-            raise ValueError(f"{self.directory} does not hold {wanted}: there are {there}")
+            raise ValueError(f"{self.directory} does not hold {wanted}: it holds {there}")
         return self.directory / str(step) / ITEM
 
     def restore(
@@ -269,8 +268,8 @@ class Checkpoints:
 
         Args:
           like: A sharded tree with the structure given to `save`. Its leaves are arrays, or
-            ShapeDtypeStructs with shardings from `zero.abstract` and `zero.optimizer(tx).init`. Any
-            mesh and stage.
+            ShapeDtypeStructs with shardings from `zero.eval_shape` and `zero.optimizer(tx).init`.
+            Any mesh and stage.
           step: Step of the checkpoint; the newest by default.
           may_differ: Pattern of paths that may be missing, extra or of another shape or dtype. Such
             a leaf keeps the value it has in `like`.
@@ -300,7 +299,7 @@ class Checkpoints:
         names = [leaf.name for leaf in wanted if leaf.name in outcome["restored"]]
         for name, found in zip(names, over_processes(sums), strict=True):
             if found != manifest.arrays[name].checksum:
-                raise Damaged(f"{folder}: {name} is not as it was saved: its checksum differs")
+                raise Damaged(f"{folder} is damaged: the checksum of {name} does not match")
         tree = rebuilt(like, nodes)
         result = Restored(tree, manifest.step, manifest.config, manifest.extra, **outcome)
         if say is None:
@@ -334,11 +333,11 @@ def _check_space(directory: pathlib.Path, needed: int, files: int) -> None:
     free = known.f_bavail * known.f_frsize
     if free < needed:
         raise OSError(
-            f"{directory} has {free:,} bytes free, and a checkpoint takes {needed:,}: make room, "
-            "or keep fewer"
+            f"{directory} has {free:,} bytes free, and a checkpoint needs {needed:,}: free space, "
+            "or keep fewer checkpoints"
         )
     if known.f_files and known.f_favail < files:  # some file systems do not count them
         raise OSError(
-            f"{directory} has room for {known.f_favail:,} files, and a checkpoint takes {files:,} "
-            "at least: delete some, or keep fewer checkpoints"
+            f"{directory} has room for {known.f_favail:,} files, and a checkpoint needs at least "
+            f"{files:,}: delete files, or keep fewer checkpoints"
         )

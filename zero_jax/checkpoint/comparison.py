@@ -1,4 +1,4 @@
-"""What a tree asks for beside what a checkpoint holds: equal, or refused with the paths."""
+"""Comparison of a tree with the arrays of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,10 +13,10 @@ from zero_jax.sharding import paths
 def matched(
     wanted: Sequence[Leaf], manifest: Manifest, may_differ: str | None, where: str
 ) -> dict[str, tuple[str, ...]]:
-    """Which paths are restored, missing, extra and changed.
+    """Returns the paths that are restored, missing, extra and changed.
 
     Raises:
-      ValueError: one of the last three is not allowed.
+      ValueError: A missing, extra or changed path is not allowed by `may_differ`.
     """
     known = {leaf.name: leaf for leaf in wanted}
     held = manifest.arrays
@@ -34,7 +34,9 @@ def matched(
         raise ValueError(f"{where} does not match: {_differences(refused, known, held)}")
     for name in [*missing, *changed]:
         if not isinstance(known[name].value, (jax.Array, np.ndarray, int, float)):
-            raise ValueError(f"{name} is not restored and has no value in `like`: give an array")
+            raise ValueError(
+                f"{name} is not restored, and `like` has no value for it: give an array"
+            )
     left = {*missing, *changed}
     return {
         "restored": tuple(name for name in known if name not in left),
@@ -50,7 +52,7 @@ def _differences(names: Sequence[str], known: Mapping[str, Leaf], held: Mapping[
         if name not in held:
             said.append(f"{name} is missing")
         elif name not in known:
-            said.append(f"{name} was not asked for")
+            said.append(f"{name} is not in `like`")
         else:
             mine, theirs = known[name], held[name]
             said.append(
@@ -58,6 +60,6 @@ def _differences(names: Sequence[str], known: Mapping[str, Leaf], held: Mapping[
             )
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (
-        "; ".join(said) + more + ". Build the same model and optimizer, or name what may differ "
-        "with may_differ=, a pattern of such paths"
+        "; ".join(said) + more + ". Build the same model and optimizer, or set `may_differ` to a "
+        "pattern of these paths"
     )

@@ -1,7 +1,7 @@
-"""What is in a folder of checkpoints, and whether it is as it was written.
+"""Contents of a folder of checkpoints, and checks that they are undamaged.
 
-`glance` looks at names and sizes of files only; `damage` reads everything, one chunk at a time, and
-compares every checksum: that of each chunk, of each array, and of the files that are no chunks.
+`glance` compares names and sizes of files only. `damage` reads everything, one chunk at a time, and
+compares every checksum: of each chunk, of each array, and of the other files.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from zero_jax.checkpoint.arrays import CRC_BYTES, Damaged, regular_bytes
 from zero_jax.checkpoint.checkpoints import ITEM
 from zero_jax.checkpoint.checksum import MODULUS, checksum
 from zero_jax.checkpoint.manifest import Entry, Manifest
-from zero_jax.checkpoint.retention import AFTER, is_step
+from zero_jax.checkpoint.retention import AFTER, FOLDER, is_step
 from zero_jax.checkpoint.writer import SEAL, check_seal
 
 MANY = 10_000  # chunks of an array, beyond which files are counted before each is looked at
@@ -51,8 +51,8 @@ class Step:
       nbytes: of all its files.
       seconds: when it was finished, since 1970; None if that can't be read.
       manifest: None if it can't be read.
-      sealed: whether it has its seal.
-      problems: what is not whole.
+        sealed: whether it has its seal, the checksums of its metadata.
+        problems: files that are missing, of another size, or damaged.
     """
 
     step: int
@@ -65,18 +65,18 @@ class Step:
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.seconds or 0))
-        state = "whole" if self.sealed else "whole, without its seal"
+        state = "complete" if self.sealed else f"complete, without {SEAL}"
         return (
             f"step {self.step}  {when if self.seconds else 'no time'}  "
-            f"{self.nbytes / 1e6:,.3f} MB  {'NOT WHOLE' if self.problems else state}"
+            f"{self.nbytes / 1e6:,.3f} MB  {'INCOMPLETE' if self.problems else state}"
         )
 
 
 def folders(directory: pathlib.Path, step: int | None = None) -> dict[int, pathlib.Path]:
-    """The folder of each step, or of one; also of those that have lost their manifest.
+    """Returns the folder of each step, or of one; includes folders without a manifest.
 
     Raises:
-      ValueError: there is no such checkpoint.
+      ValueError: There is no such checkpoint.
     """
     found = directory.iterdir() if directory.is_dir() else iter(())
     every = {int(p.name): p for p in sorted(found) if is_step(p.name) and p.is_dir()}
@@ -84,14 +84,15 @@ def folders(directory: pathlib.Path, step: int | None = None) -> dict[int, pathl
         raise ValueError(f"{directory} does not hold a checkpoint")
     if step is not None and step not in every:
         there = ", ".join(map(str, sorted(every)))
-        raise ValueError(f"{directory} does not hold step {step}: there are steps {there}")
+        raise ValueError(f"{directory} does not hold step {step}: it holds steps {there}")
     return {n: every[n] for n in sorted(every) if step in (None, n)}
 
 
 def unfinished(directory: pathlib.Path) -> list[str]:
-    """Names of folders that a save which was cut off has left; the next run removes them."""
-    found = (p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith(AFTER))
-    return sorted(name for name in found if not is_step(name))
+    """Returns the names of folders left by an interrupted save; the next run removes them."""
+    found = (p for p in directory.iterdir() if p.is_dir() and not p.name.startswith(AFTER))
+    kept = (p.name for p in found if p.name != FOLDER or any(p.iterdir()))
+    return sorted(name for name in kept if not is_step(name))
 
 
 def chunks(entry: Entry) -> Iterator[Chunk]:
@@ -143,10 +144,10 @@ def _damage(folder: pathlib.Path, name: str, entry: Entry) -> str | None:
 def read_checked(
     folder: pathlib.Path, name: str, entry: Entry
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Reads an array chunk by chunk, each once; after the last compares its checksum.
+    """Yields an array chunk by chunk, each once; compares its checksum after the last.
 
     Raises:
-      Damaged: it is not as it was written.
+      Damaged: A chunk or the checksum differs.
     """
     if few := _too_few_files(folder, entry):
         raise Damaged(f"{name}: {few}")
@@ -160,7 +161,7 @@ def read_checked(
         yield chunk, part
         del part  # or two chunks would be held while the next is read
     if total % MODULUS != entry.checksum:
-        raise Damaged(f"{name}: its checksum differs ({folder / entry.folder})")
+        raise Damaged(f"{name}: its checksum does not match ({folder / entry.folder})")
 
 
 def _too_few_files(folder: pathlib.Path, entry: Entry) -> str:

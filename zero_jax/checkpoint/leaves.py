@@ -219,12 +219,12 @@ def leaves(tree: PyTree) -> list[Leaf]:
     times = collections.Counter(names)
     for leaf in found:
         if times[leaf.name] > 1:
-            raise ValueError(f"two leaves are called {leaf.name!r}: give them paths of their own")
+            raise ValueError(f"two leaves have the path {leaf.name!r}: give them different paths")
         kind = leaf.value
         if not isinstance(kind, _KINDS):
             raise ValueError(
-                f"{leaf.name} is a {type(kind).__name__}: a checkpoint holds arrays and numbers; "
-                "put other things into `extra`"
+                f"{leaf.name} is a {type(kind).__name__}, and a checkpoint holds arrays and "
+                "numbers: put other values into `extra`"
             )
     return found
 

@@ -81,7 +81,7 @@ class Manifest:
         try:
             data = regular_bytes(path)
         except FileNotFoundError as error:
-            raise ValueError(f"{folder} is no checkpoint of zero_jax: it has no {NAME}") from error
+            raise ValueError(f"{folder} is no zero_jax checkpoint: {NAME} is missing") from error
         text, _, digest = data.decode("utf-8", "replace").rstrip("\n").rpartition("\n")
         if digest != _digest(text) or not data.endswith(b"\n"):
             raise Damaged(f"{path} is damaged: its checksum does not match")
@@ -111,7 +111,7 @@ class _Later(ValueError):
 def _entry(known: dict[str, Any]) -> Entry:
     folder = pathlib.PurePosixPath(str(known["folder"]))
     if folder.is_absolute() or ".." in folder.parts:
-        raise ValueError(f"it names the folder {str(folder)!r}, which is outside the checkpoint")
+        raise ValueError(f"the folder {str(folder)!r} is outside the checkpoint")
     lists = {name: tuple(known[name]) for name in ("shape", "chunk")}
     return Entry(**{**known, **lists, "folder": str(folder)})
 
@@ -122,34 +122,34 @@ def _check(manifest: Manifest) -> None:
     Its SHA-256 tells damage only: an editor of the file can recompute it.
     """
     if not _is_count(manifest.step, 0):
-        raise ValueError(f"step {manifest.step!r} is no number of a step")
+        raise ValueError(f"`step` is {manifest.step!r}, not an integer of at least 0")
     if not isinstance(manifest.versions, Mapping):
-        raise ValueError(f"versions {manifest.versions!r:.80} are no object")
+        raise ValueError(f"`versions` is {manifest.versions!r:.80}, not an object")
     owners: dict[str, str] = {}
     for name, entry in manifest.arrays.items():
         path = pathlib.PurePosixPath(entry.folder)
         if len(path.parts) != 2 or path.parts[0] != "arrays":
             raise ValueError(f"{name} has the folder {entry.folder!r}, not arrays/NUMBER")
         if entry.folder in owners:
-            raise ValueError(f"{name} and {owners[entry.folder]} have their chunks in one folder")
+            raise ValueError(f"{name} and {owners[entry.folder]} share the folder {entry.folder}")
         owners[entry.folder] = name
         _check_entry(name, entry)
 
 
 def _check_entry(name: str, entry: Entry) -> None:
     if not all(_is_count(n, 0) for n in entry.shape):
-        raise ValueError(f"{name} has the shape {entry.shape}")
+        raise ValueError(f"{name} has the invalid shape {entry.shape}")
     if len(entry.chunk) != len(entry.shape) or not all(_is_count(n, 1) for n in entry.chunk):
-        raise ValueError(f"{name} has chunks of {entry.chunk} in the shape {entry.shape}")
+        raise ValueError(f"{name} has chunks of {entry.chunk} for the shape {entry.shape}")
     if any(part > max(1, n) for part, n in zip(entry.chunk, entry.shape, strict=True)):
-        raise ValueError(f"{name} has chunks of {entry.chunk}, beyond its shape {entry.shape}")
+        raise ValueError(f"{name} has chunks of {entry.chunk}, larger than its shape {entry.shape}")
     wanted = "uint32" if str(entry.dtype).startswith("key<") else entry.dtype
     if entry.stored != wanted:
-        raise ValueError(f"{name} is {entry.dtype}, and stored as {entry.stored}")
+        raise ValueError(f"{name} is {entry.dtype}, and is stored as {entry.stored}")
     if math.prod(entry.shape) * jnp.dtype(entry.stored).itemsize > MOST_BYTES:
-        raise ValueError(f"{name} has the shape {entry.shape}, which no disk holds")
+        raise ValueError(f"{name} has the shape {entry.shape}, larger than {MOST_BYTES:,} bytes")
     if not _is_count(entry.checksum, 0):
-        raise ValueError(f"{name} has the checksum {entry.checksum!r}")
+        raise ValueError(f"{name} has the invalid checksum {entry.checksum!r}")
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -52,8 +52,8 @@ def check_replicas(tree: PyTree) -> int:
                 most = max(held.values(), key=len)
                 others = sorted(d for devices in held.values() if devices != most for d in devices)
                 raise ReplicasDiffer(
-                    f"{name} is not the same on all devices that hold it: {others} differ from "
-                    f"{sorted(most)}. Go back to a checkpoint from before, without those devices"
+                    f"{name} differs between its replicas: on devices {others} it is not as on "
+                    f"{sorted(most)}. Resume an earlier checkpoint, without those devices"
                 )
     return len(shared)
 

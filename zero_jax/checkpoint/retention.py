@@ -77,7 +77,7 @@ class Sweeper:
             step = path.name.partition(".")[0]
             if beside.exists() and step not in self._told:
                 self._told.add(step)
-                print(f"{beside} is discarded, but can't be deleted", file=sys.stderr)
+                print(f"{beside} is discarded, and can't be deleted: delete it", file=sys.stderr)
 
 
 def _renamed(path: pathlib.Path) -> pathlib.Path:

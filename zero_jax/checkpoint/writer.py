@@ -109,7 +109,7 @@ def _write_together(folder: pathlib.Path, args: Save) -> None:
     attempt(write_part)
     attempt(_write_manifest)
     if trouble is None and not (folder / MANIFEST).exists():
-        trouble = OSError(f"another process could not write its part of {folder}: see its error")
+        trouble = OSError(f"another process could not write to {folder}: see the error it prints")
     if trouble is not None:
         raise trouble
 
@@ -136,8 +136,8 @@ def _write_manifest(folder: pathlib.Path, args: Save) -> None:
     parts = sorted(folder.glob("part-*.json"))
     if len(parts) != jax.process_count():
         raise OSError(
-            f"{folder} has the parts of {len(parts)} of {jax.process_count()} processes: see the "
-            "errors of the others; is it on storage that all of them share?"
+            f"{folder} has files of {len(parts)} of {jax.process_count()} processes: see the "
+            "errors of the others, or use storage that all processes share"
         )
     for part in parts:
         for name, value in json.loads(part.read_text()).items():
@@ -177,7 +177,7 @@ def check_seal(folder: pathlib.Path) -> None:
         raise Damaged(f"{folder / SEAL} is damaged: {error}") from error
     for name in sorted({*sums, *found}):
         if sums.get(name) != found.get(name):
-            raise Damaged(f"{folder / name} is not as it was written")
+            raise Damaged(f"{folder / name} is damaged: its checksum does not match")
 
 
 def _others(folder: pathlib.Path) -> list[str]:

@@ -15,19 +15,18 @@ class JoinError(OSError):
 
 
 def address_of(coordinator: str) -> Address:
-    """Host and port.
+    """Splits an address into host and port.
 
     Raises:
-      ValueError: it is not host:port.
-
+      ValueError: `coordinator` is not host:port.
     >>> address_of("10.0.0.1:7878"), address_of("[::1]:7878")
     (('10.0.0.1', 7878), ('::1', 7878))
     """
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(
-            f"coordinator={coordinator!r}: write host:port of process 0, with a port from 1 to "
-            "65535, as 10.0.0.1:7878"
+            f"coordinator={coordinator!r}: it must be host:port of process 0, with a port from 1 "
+            "to 65535, for example 10.0.0.1:7878"
         )
     return host.strip("[]"), int(port)
 
@@ -42,19 +41,18 @@ def written(host: str, port: int) -> str:
 
 
 def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
-    """Where process 0 listens: at the address that was given, and no other.
+    """Returns the address at which process 0 listens: that of `host`, and no other.
 
-    A name that this machine itself takes for a loopback address (as Debian does with its own) is
-    none where others find it, and neither is one that belongs to a gateway: then it listens on all
-    interfaces, and says so.
+    It listens on all interfaces, and prints a warning, where other machines can't reach that
+    address: a loopback address (Debian maps the own host name to one), or that of a gateway.
 
     Args:
-      host: as it was given.
-      port: of it.
-      wait_seconds: how long the name may take to be known (that of a pod that has just started).
+      host: Host name or address.
+      port: Port.
+      wait_seconds: Seconds to wait until the name is known, as for a pod that has just started.
 
     Raises:
-      JoinError: the name is not known then.
+      JoinError: The name is still unknown.
     """
     end = time.monotonic() + wait_seconds
     while True:
@@ -63,7 +61,7 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
             break
         except (OSError, UnicodeError) as error:
             if isinstance(error, UnicodeError) or time.monotonic() >= end:
-                raise JoinError(f"{host}: the address of process 0 is unknown: {error}") from error
+                raise JoinError(f"the address of process 0, {host}, is unknown: {error}") from error
             time.sleep(_RETRY)
     family, address = known[0][0], str(known[0][4][0])
     meant = host in ("localhost", address)
@@ -72,24 +70,24 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
             trial.bind((address, 0))
             return address, port
     print(
-        f"process 0 listens on all interfaces: {host} ({address}) is no address of this machine "
-        "by which others could reach it",
+        f"warning: process 0 listens on all interfaces, because other machines can't reach it "
+        f"at {host} ({address})",
         file=sys.stderr,
     )
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", port
 
 
 def free_port() -> int:
-    """A port that nobody listens at.
+    """Returns a port at which no program listens.
 
-    Not one that the system picks: any connection that begins meanwhile could be given it.
+    The system's own choice would be unsafe: a connection that opens meanwhile could get it.
     """
     for _ in range(1000):
         port = random.randrange(20000, 32000)
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("", port))
             return port
-    raise JoinError("no port from 20000 to 32000 can be listened at")
+    raise JoinError("no port from 20000 to 32000 is free")
 
 
 def _is_loopback(address: str) -> bool:

@@ -43,7 +43,7 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
     _check_devices()
     text = json.dumps({k: str(v) for k, v in settings.items()}).encode()
     if len(text) > _SETTINGS_BYTES:
-        raise ValueError(f"settings take {len(text)} bytes, at most {_SETTINGS_BYTES} are compared")
+        raise ValueError(f"settings take {len(text)} bytes, and the limit is {_SETTINGS_BYTES}")
     mine = np.zeros(_SETTINGS_BYTES, np.uint8)
     mine[: len(text)] = np.frombuffer(text, np.uint8)
     everyone = multihost_utils.process_allgather(mine)
@@ -84,5 +84,5 @@ def _check_devices() -> None:
         if count != counts[0]:
             raise ValueError(
                 f"the processes disagree on devices: process 0 has {counts[0]}, process {rank} has "
-                f"{count}. Give every process as many."
+                f"{count}. Give every process {counts[0]} devices"
             )

@@ -23,8 +23,8 @@ def check() -> None:
         for name in FILES:
             if os.environ.get(name.upper()):
                 raise ValueError(
-                    f"`{name.upper()}` asks for mutual TLS, which needs jax 0.12 or later; this is "
-                    f"{jax.__version__}. Install jax 0.12 (Python 3.12), or unset the variable"
+                    f"`{name.upper()}` needs jax 0.12 or later for mutual TLS, and this is "
+                    f"{jax.__version__}: install jax 0.12 (Python 3.12), or unset the variable"
                 )
         return
     files = {name: jax.config.values[name] for name in FILES}
@@ -33,7 +33,7 @@ def check() -> None:
     for name, path in files.items():
         if not path:
             raise ValueError(
-                f"`{name}` is not given, and mutual TLS needs it beside the other two: set "
+                f"`{name}` is not given, and mutual TLS needs all three files: set "
                 f"{', '.join(n.upper() for n in FILES)}"
             )
         try:
@@ -41,8 +41,8 @@ def check() -> None:
                 begins = file.read(1 << 20)
         except OSError as error:
             raise ValueError(
-                f"`{name}`={path!r} can't be read: {error.strerror}; give a PEM file that this "
-                "process may read"
+                f"`{name}`={path!r} can't be read: {error.strerror}. Give a PEM file with read "
+                "permission"
             ) from error
         if b"-----BEGIN " not in begins:
             raise ValueError(f"`{name}`={path!r} is not a PEM file: convert it with `openssl`")

@@ -43,8 +43,8 @@ def check_launcher(*, ranks: bool = True) -> None:
     for rank, count in _RANKS.items() if ranks else ():
         if rank in os.environ and count in os.environ and _number(rank) >= _number(count):
             raise ValueError(
-                f"{rank}={_number(rank)} of {count}={_number(count)}: ranks go from 0 to "
-                f"{_number(count) - 1}. Unset both, or start the processes with the launcher"
+                f"{rank}={_number(rank)} of {count}={_number(count)}: the rank must be below the "
+                "count. Unset both, or start the processes with the launcher"
             )
 
 
@@ -75,7 +75,7 @@ def _number(name: str) -> int:
     whole = text.isascii() and text.isdecimal() and len(text) <= 10
     if not whole or not least <= int(text) <= _MOST:
         raise ValueError(
-            f"{name}={text!r} in the environment: it must be a whole number of at least {least}, "
-            f"as the launcher sets it. Unset it to start without a launcher"
+            f"the environment variable {name}={text!r} must be an integer of at least {least}: "
+            "unset it to start without a launcher"
         )
     return int(text)

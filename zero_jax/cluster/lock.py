@@ -10,20 +10,20 @@ NAME = ".lock"
 
 
 def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
-    """Takes the lock of a directory, which is made if need be; returns a file to be closed.
+    """Takes the lock of a directory, created if missing; returns a file descriptor to close.
 
     Args:
-      directory: it.
-      what: is written there, for the message.
+      directory: Directory to lock.
+      what: Files that are written there, for the message.
 
     Raises:
-      ValueError: another process has it, or the directory can't be written or locked.
+      ValueError: Another process holds the lock, or the directory can't be written or locked.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ValueError(f"{what} can't be written to {directory}: {error.strerror}") from error
+        raise ValueError(f"{directory} can't be written for {what}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -31,13 +31,12 @@ def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
             os.close(lock)
             raise ValueError(
                 f"{directory} can't be locked for {what}: {error.strerror}. Mount its file "
-                "system with locks (Lustre: -o flock), or take another directory"
+                "system with locks (Lustre: -o flock), or use another directory"
             ) from error
         holder = os.read(lock, 200).decode("utf-8", "replace").strip()
         os.close(lock)
         raise ValueError(
-            f"another run writes {what} to {directory} ({holder}): end it, or take another "
-            "directory"
+            f"another run writes {what} to {directory} ({holder}): end it, or use another directory"
         ) from error
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -64,11 +64,11 @@ def initialize(
             )
         if not 0 <= process_id < num_processes:
             raise ValueError(
-                f"process_id={process_id} of num_processes={num_processes}: ranks go from 0 to "
-                f"{num_processes - 1}"
+                f"process_id={process_id} of num_processes={num_processes}: the rank must be from "
+                f"0 to {num_processes - 1}"
             )
         if not wait_seconds > 0:
-            raise ValueError(f"wait_seconds={wait_seconds!r}: give a positive number")
+            raise ValueError(f"wait_seconds={wait_seconds!r}: it must be a positive number")
         host, port = addresses.address_of(coordinator)
         if num_processes > 1:
             at, asked = (host, port), os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
@@ -122,7 +122,7 @@ def _link(seconds: float) -> None:
             host, port = socket.gethostname(), addresses.free_port()
             at, own = addresses.bind_address(host, port), f"{host}:{port}"
     except JoinError as error:
-        print(f"process 0 has no address of its own: {error}", file=sys.stderr)
+        print(f"warning: the address of process 0 is unknown: {error}", file=sys.stderr)
     own = of_the_first(own)
     if not own:
         return
@@ -131,8 +131,8 @@ def _link(seconds: float) -> None:
         _links.append(roll.call(at, rank, count, seconds, {}))
     except JoinError as error:
         print(
-            f"process {rank} has no links to the others, so one that dies is noticed by its "
-            f"missing signs of life alone: {error}",
+            f"warning: process {rank} is not connected to the others. If one dies, only its "
+            f"missing heartbeats show it: {error}",
             file=sys.stderr,
         )
 

@@ -99,8 +99,8 @@ def call(
     if answer is None or not answer.keys() >= {"fault", "differs", "name"}:
         link.close()
         raise JoinError(
-            f"process 0 at {at[0]}:{at[1]} gave no answer: it ended before all processes were "
-            "there, or something else listens at that port"
+            f"process 0 at {at[0]}:{at[1]} did not answer: it ended before all processes joined, "
+            "or another program listens at that port"
         )
     if answer["fault"] is not None:
         link.close()
@@ -119,7 +119,7 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _end(why: str) -> None:
     try:
-        print(f"{why}. This process ends with {ENDED}", file=sys.stderr, flush=True)
+        print(f"{why}. This process exits with code {ENDED}", file=sys.stderr, flush=True)
     finally:  # also where stderr is on a disk that is full
         os._exit(ENDED)
 
@@ -133,6 +133,6 @@ def _connect(at: Address, rank: int, end: float, wait_seconds: float) -> Link:
             trouble = error
             time.sleep(_RETRY)
     raise JoinError(
-        f"process {rank} did not find process 0 at {at[0]}:{at[1]} within {wait_seconds:g} s "
-        f"({trouble}): see whether it runs there, and whether the port is open to this machine"
+        f"process {rank} did not reach process 0 at {at[0]}:{at[1]} within {wait_seconds:g} s "
+        f"({trouble}): check that it runs there, and that this machine can reach the port"
     ) from trouble

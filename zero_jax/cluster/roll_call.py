@@ -84,8 +84,8 @@ class RollCall:
         named = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
         which = f"process {named}" if len(missing) == 1 else f"processes {named}"
         return (
-            f"{which} of {self._count} did not come within {self._wait:g} s: see why they did not "
-            "start, or wait longer"
+            f"{which} of {self._count} did not join within {self._wait:g} s: check why they did "
+            "not start, or use a longer timeout"
         )
 
     @contextlib.contextmanager
@@ -98,8 +98,8 @@ class RollCall:
         except OSError as error:
             said = os.strerror(error.errno) if error.errno else error
             raise JoinError(
-                f"process 0 can't listen on port {port} of {host}: {said}. Another program has it, "
-                "or it is not free yet: give another port to all processes"
+                f"process 0 can't listen on port {port} of {host}: {said}. Another program may use "
+                "it: give another port to all processes"
             ) from error
         accepting = threading.Thread(
             target=self._accept, args=(server,), daemon=True, name="roll call"
@@ -139,12 +139,12 @@ class RollCall:
             if told.get("count") != self._count or not 0 < rank < self._count:
                 self._fault = self._fault or (
                     f"{name} was started as {rank} of {told.get('count')} processes, and process "
-                    f"0 as one of {self._count}"
+                    f"0 as one of {self._count}: start all with the same number"
                 )
                 self._doubles.append(link)
             elif rank in self._links and not self._links[rank].has_ended():
                 self._fault = self._fault or (
-                    f"process {rank} came twice: {self._names[rank]} and {name}"
+                    f"two processes have rank {rank}: {self._names[rank]} and {name}"
                 )
                 self._doubles.append(link)
             else:
@@ -168,6 +168,6 @@ def differing(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> 
         if first.get(name) != other.get(name):
             return (
                 f"the processes disagree on {name}: process 0 has {first.get(name)!r}, "
-                f"process {rank} has {other.get(name)!r}. Start all with the same settings."
+                f"process {rank} has {other.get(name)!r}. Start all with the same settings"
             )
     return None

@@ -94,7 +94,7 @@ class Other:
 def _lock(folder: pathlib.Path) -> int | None:
     """The lock of a start's folder; None if a process that lives has it, or there are no locks."""
     with contextlib.suppress(ValueError):
-        return locked(folder, "signs of life")
+        return locked(folder, "heartbeats")
     return None
 
 

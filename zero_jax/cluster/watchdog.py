@@ -79,7 +79,7 @@ class Watchdog:
         limits = {"dead_after": dead_after, "slow_factor": slow_factor, "slow_after": slow_after}
         for name, value in limits.items():
             if not value > 0:
-                raise ValueError(f"{name}={value!r}: give a positive number")
+                raise ValueError(f"{name}={value!r}: it must be a positive number")
         self._dead_after, self._slow = dead_after, (slow_factor, slow_after)
         self._rank, self.count = jax.process_index(), jax.process_count()
         self.signs = Signs(pathlib.Path(folder), _agreed(time.time_ns()), self._rank)
@@ -273,24 +273,23 @@ class Watchdog:
             return
         at = "before its first step" if self._number is None else f"after step {self._number}"
         what = "one step" if pause is None else pause[1]
-        said = f"{name_of(self._rank)} has been in {what} for {now - since:.0f} s, {at}"
+        said = f"{name_of(self._rank)} has been stuck in {what} for {now - since:.0f} s, {at}"
         if pause is None and len(self._durations) >= _LEAST_STEPS:
             self.end_run(f"{said}; the median is {statistics.median(self._durations):.2g} s")
             return
         self.end_run(
-            f"{said}; the limit is {limit:.0f} s. The stacks say what it waits for. If it may take "
-            "that long, give a longer `dead_after` (train.py: --heartbeat-timeout-seconds), which lengthens it"
+            f"{said}; the limit is {limit:.0f} s. The stack traces show where. To allow more time, "
+            "increase `dead_after` (train.py: --heartbeat-timeout-seconds)"
         )
 
     def _silent(self, rank: int, other: Other, seconds: float) -> str:
         if other.counter == Other.UNSEEN:
             return (
                 f"{name_of(rank, host=False)} was not seen in {self.signs.folder} for "
-                f"{seconds:.0f} s: it is dead, or the folder is on storage that not all processes "
-                "share"
+                f"{seconds:.0f} s: it is dead, or the processes do not share that folder"
             )
         at = f", last seen at step {other.step}" if other.step is not None else ""
-        silent = f"has given no sign of life for {seconds:.0f} s{at}"
+        silent = f"has sent no heartbeat for {seconds:.0f} s{at}"
         return f"{other.name} {silent}: it is dead or stopped"
 
     def lost(self, why: str) -> None:

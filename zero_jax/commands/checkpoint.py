@@ -43,7 +43,7 @@ def _inspect(args: argparse.Namespace) -> int:
         print(step)
         print(*(f"  {problem}\n" for problem in step.problems), sep="", end="")
     for name in inspection.unfinished(args.dir):
-        print(f"{name}  left by a save that was cut off; the next run removes it")
+        print(f"{name}  is left by an interrupted save; the next run removes it")
     for step in steps:
         if step.step == shown and step.manifest is not None:
             _show(step.manifest)
@@ -64,7 +64,7 @@ def _verify(args: argparse.Namespace) -> int:
     damaged = False
     for step, folder in inspection.folders(args.dir, args.step).items():
         found = inspection.damage(folder)
-        print(f"step {step}: {'DAMAGED' if found else 'as written'}")
+        print(f"step {step}: {'DAMAGED' if found else 'undamaged'}")
         print(*(f"  {text}\n" for text in found), sep="", end="", flush=True)
         damaged = damaged or bool(found)
     return int(damaged)
@@ -89,10 +89,10 @@ def _import(args: argparse.Namespace) -> int:
     from flax import nnx
 
     if args.step < 0:
-        raise ValueError(f"step={args.step}: give 0 or more")
+        raise ValueError(f"step={args.step}: it must be at least 0")
     config = hugging_face.config(args.folder)
     if args.dir.is_dir() and Checkpoints(args.dir, read_only=True).steps:
-        raise ValueError(f"{args.dir} holds checkpoints already: choose another folder")
+        raise ValueError(f"{args.dir} already holds checkpoints: use another folder")
 
     def make() -> Any:
         return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)

@@ -72,7 +72,7 @@ def export(
       ValueError: There is no such checkpoint, its model is not in models/, or `out` is in use.
     """
     if not 1 <= max_file_bytes < math.inf:
-        raise ValueError(f"max_file_bytes={max_file_bytes}: give a number of at least 1")
+        raise ValueError(f"max_file_bytes={max_file_bytes}: it must be finite and at least 1")
     target = pathlib.Path(out).absolute()
     check_free(target)
     with Checkpoints(directory, read_only=True) as checkpoints:
@@ -155,7 +155,7 @@ def _noted_ends(manifest: Manifest) -> list[int]:
 def check_free(out: pathlib.Path) -> None:
     """Raises ValueError if there is something in a folder that is to be made."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already and not empty: choose another folder")
+        raise ValueError(f"{out} exists and is not empty: use another folder")
 
 
 @contextlib.contextmanager
@@ -167,7 +167,8 @@ def made_whole(out: pathlib.Path) -> Iterator[pathlib.Path]:
         beside.mkdir()
     except FileExistsError as error:
         raise ValueError(
-            f"{beside} is there: another export writes it, or was killed; remove it then"
+            f"{beside} exists: another export writes it, or was killed. Remove it in the latter "
+            "case"
         ) from error
     try:
         yield beside
@@ -188,7 +189,8 @@ def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str,
     arrays = {name[len(prefix) :]: held[name] for name in held if name.startswith(prefix)}
     if not arrays:
         raise ValueError(
-            f"{where}: nothing in it begins with {prefix!r}; the first is {next(iter(held), None)}"
+            f"{where}: no path begins with prefix={prefix!r}; the first path is "
+            f"{next(iter(held), None)}"
         )
     return arrays
 
@@ -196,9 +198,9 @@ def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str,
 def _elsewhere(held: Mapping[str, Entry]) -> str:
     ends = [(name, own) for name in held for own in _EMBEDDINGS if name.endswith(f"/{own}")]
     if not ends:
-        return f": {' and '.join(_EMBEDDINGS)} are missing, and nothing else can be exported"
+        return f": {' and '.join(_EMBEDDINGS)} are missing, and no other models can be exported"
     name, own = ends[0]
-    return f" where a run keeps them: if they are those, give --prefix {name[: -len(own)]}"
+    return f" under the usual paths. If {name} is one, give --prefix {name[: -len(own)]}"
 
 
 def _config_of(
@@ -214,13 +216,13 @@ def _config_of(
     try:
         config = folder_config.config(origin) if origin else _noted(manifest, arrays, heads, where)
     except ValueError as error:
-        raise ValueError(f"{where} is no model of models/: {error}") from error
+        raise ValueError(f"{where} does not hold a model of models/: {error}") from error
     problems = differences(hf.layout(config).shapes, known)
     if not problems and (len(dtypes) > 1 or not dtypes <= set(DTYPES)):
         said = ", ".join(sorted(dtypes))
-        problems = [f"its arrays are of {said}, but all must be one of {', '.join(DTYPES)}"]
+        problems = [f"its arrays are {said}, and all must be one of {', '.join(DTYPES)}"]
     if problems:
-        raise ValueError(f"{where} is no such model: {few(problems)}")
+        raise ValueError(f"{where} can't be exported: {few(problems)}")
     written = hf.json_of(config, next(iter(dtypes)))
     theirs = folder_config.read(origin) if origin else {}
     # Of a model with images the text alone goes out.
@@ -247,7 +249,7 @@ def _noted(
     name = noted.get("model")
     if isinstance(name, str) and name in decoder_presets.PRESETS:
         return decoder_presets.PRESETS[name]
-    raise ValueError("no shape tells all of its config: give --like DIR, with its config.json")
+    raise ValueError("shapes do not determine its config: give --like DIR with a config.json")
 
 
 def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
@@ -258,7 +260,7 @@ def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
     for value in (known.get("heads"), inner.get("heads"), _of_preset(model, arrays)):
         if isinstance(value, int):
             return value
-    raise ValueError(f"{where} does not say how many heads its model has: give --heads N")
+    raise ValueError(f"{where} does not record the number of attention heads: give --heads N")
 
 
 def _of_preset(name: Any, arrays: Mapping[str, Entry]) -> int | None:
@@ -301,7 +303,7 @@ def differences(
     wanted: Mapping[str, tuple[int, ...]], known: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     said = [f"{n} {list(shape)} is missing" for n, shape in wanted.items() if n not in known]
-    said += [f"{n} {list(s)} is not part of it" for n, s in known.items() if n not in wanted]
+    said += [f"{n} {list(s)} is not part of the model" for n, s in known.items() if n not in wanted]
     return said + [
         f"{name} is {list(known[name])}, not {list(shape)}"
         for name, shape in wanted.items()

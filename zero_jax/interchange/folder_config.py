@@ -35,23 +35,23 @@ def config(folder: Path) -> Any:
         return hf.config_of(known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         said = str(error)[:_MOST_SAID]
-        raise ValueError(f"{path} is of no model that can be imported: {said}") from error
+        raise ValueError(f"{path} describes an unsupported model: {said}") from error
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The content of config.json.
+    """Returns the content of config.json.
 
     Raises:
-      ValueError: there is none, or it is no JSON object.
+      ValueError: It is missing, or is not a JSON object.
     """
     path = pathlib.Path(folder) / "config.json"
     if not os.path.lexists(path):
         adapters = (path.parent / "adapter_config.json").exists()
         instead = (
-            "; the folder holds adapters: give the folder of the model they were trained beside, "
-            "and this one as `adapter` (--adapter)"
+            ". The folder holds adapters: give the folder of their base model, and this one as "
+            "`adapter` (--adapter)"
         )
-        raise ValueError(f"{path} is missing: a model of transformers has one{instead * adapters}")
+        raise ValueError(f"{path} is missing: transformers models have one{instead * adapters}")
     return read_json(path, MOST_CONFIG_BYTES)
 
 
@@ -70,9 +70,9 @@ def read_json(path: pathlib.Path, most_bytes: int) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply: it is damaged") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {str(error)[:_MOST_SAID]}") from error
+        raise ValueError(f"{path} is not JSON: {str(error)[:_MOST_SAID]}") from error
     if not isinstance(known, dict):
-        raise ValueError(f"{path} holds no settings: it should be a JSON object")
+        raise ValueError(f"{path} is not a JSON object: it is damaged")
     return known
 
 
@@ -97,7 +97,7 @@ def _check_not_quantised(known: Mapping[str, Any]) -> None:
             if given:
                 kind = given.get("quant_method") if isinstance(given, Mapping) else given
                 raise ValueError(
-                    f"`{name}` says that its weights are quantised ({kind!r}), and those of fp32, "
-                    "bf16 and fp16 are read: take the folder it was quantised from (a base of LoRA "
-                    "is quantised on reading, `base`=nf4)"
+                    f"`{name}` declares quantised weights ({kind!r}), and only fp32, bf16 and fp16 "
+                    "are supported: use the original folder (LoRA quantises its base model "
+                    "itself, `base`=nf4)"
                 )

@@ -65,9 +65,9 @@ def load(
     report = report or (print if jax.process_index() == 0 else lambda _: None)
     if model.left_out:
         names = few(model.left_out)
-        report(f"{folder}: {len(model.left_out)} tensors are no part of the model of text: {names}")
+        report(f"{folder}: {len(model.left_out)} tensors are not of the text model: {names}")
     if model.files.unused is not None:
-        report(f"{folder}: {ONE} is read, as transformers does, and not {INDEX} beside it")
+        report(f"{folder}: reads {ONE}, as transformers does, and ignores {INDEX}")
     last: dict[str, Packed] = {}
 
     def reader(leaf: Leaf) -> Read:
@@ -103,21 +103,21 @@ def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
     model, files = config(folder), Folder(folder)
     if model.layers > len(files.kinds):  # before a table of its tensors is made
         raise ValueError(
-            f"{folder} is not the model that its config.json describes: {model.layers} layers, and "
+            f"{folder}: the model does not match its config.json: {model.layers} layers, and "
             f"its files have {len(files.kinds)} tensors"
         )
     known = folder_config.read(folder)
     explicit = known.get("transformers_weights")
     if explicit not in (None, ONE if (folder / ONE).exists() else INDEX):
         raise ValueError(
-            f"{folder}: `transformers_weights` in config.json names {explicit!r}, and {ONE} or "
-            f"{INDEX} is read here: rename the file, and remove the key"
+            f"{folder}: `transformers_weights` in config.json names {explicit!r}, and only {ONE} "
+            f"or {INDEX} are supported: rename the file, and remove the key"
         )
     if os.path.lexists(folder / ADAPTERS):
         raise ValueError(
-            f"{folder}: `{ADAPTERS}` is beside the model, so transformers adds adapters when it "
-            "reads the folder, and here none are added: move it elsewhere, and give it as "
-            "`adapter` (--adapter) if it is meant"
+            f"{folder}: `{ADAPTERS}` would make transformers add adapters to the model, which is "
+            "unsupported: move it to another folder, and give that as `adapter` (--adapter) to "
+            "use it"
         )
     return _Model(files, hf.layout(model), str(folder), rounded)
 
@@ -126,8 +126,8 @@ def _check_like(nodes: dict[str, Any], layout: hf.Layout, folder: pathlib.Path) 
     problems = differences(layout.shapes, {name: tuple(x.shape) for name, x in nodes.items()})
     if problems:
         raise ValueError(
-            f"`like` is not the model in {folder}: {few(problems)}. Build it by models.gpt.GPT or "
-            f"models.decoder.Decoder with zero_jax.interchange.config({str(folder)!r})"
+            f"`like` is not the model in {folder}: {few(problems)}. Build it with models.gpt.GPT "
+            f"or models.decoder.Decoder from zero_jax.interchange.config({str(folder)!r})"
         )
 
 
@@ -157,8 +157,8 @@ class _Model:
         problems = differences({place.name: place.shape for place in layout.places}, known)
         if problems:
             raise ValueError(
-                f"{where} is not the model that its config.json describes: {few(problems)}. Save "
-                "it anew by save_pretrained of transformers"
+                f"{where}: the model does not match its config.json: {few(problems)}. Save it "
+                "again with save_pretrained of transformers"
             )
         self._places = {(place.path, place.at): place for place in layout.places}
 
@@ -183,7 +183,7 @@ class _Model:
                 raise self._untied(name, tied)
 
     def _untied(self, head: str, embedding: str) -> ValueError:
-        return ValueError(f"{self._where}: {head} differs from {embedding}, to which it is tied")
+        return ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
 
     def reader(self, path: str, dtype: np.dtype) -> Read:
         """Reads a part of our array, in a dtype."""
@@ -207,7 +207,7 @@ class _Model:
         found = self.files.kinds[self._names[full]][1]
         if found not in DTYPES or not (self._rounded or jnp.promote_types(found, dtype) == dtype):
             raise ValueError(
-                f"{self._where}: {self._names[full]} is {found}, which {dtype} does not hold "
+                f"{self._where}: {self._names[full]} is {found}, which {dtype} can't represent "
                 "exactly: save the model as float32"
             )
 

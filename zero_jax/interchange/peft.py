@@ -87,10 +87,10 @@ def save_adapter(
 
 
 def adapter_config(folder: Path) -> Lora:
-    """What a folder's adapters are: rank, alpha and the modules they stand beside.
+    """Returns the rank and scale of a folder's adapters.
 
     Raises:
-      ValueError: it has no such config, or the adapters are of a kind that we do not have.
+      ValueError: The config is missing, or the adapters are of an unsupported kind.
     """
     path = pathlib.Path(folder) / CONFIG
     try:
@@ -98,7 +98,7 @@ def adapter_config(folder: Path) -> Lora:
         kind, rank = known["peft_type"], known["r"]
         alpha = float(known.get("lora_alpha", rank))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no config of an adapter: {error!r}") from error
+        raise ValueError(f"{path} is not the config of an adapter: {error!r}") from error
     odd = {
         "peft_type": kind != "LORA",
         "bias": known.get("bias", "none") != "none",
@@ -119,7 +119,7 @@ def adapter_config(folder: Path) -> Lora:
     }
     for name, here in odd.items():
         if here:
-            raise ValueError(f"{path}: {name} {known[name]!r} is nothing that can be loaded here")
+            raise ValueError(f"{path}: {name} {known[name]!r} is unsupported")
     return Lora(rank, alpha)
 
 
@@ -150,13 +150,13 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
     for name, (a, b) in found.items():
         place = places.get((full_name(name + _WEIGHT) or "").removesuffix(_WEIGHT))
         if place is None or len(place.shape) != 2 or len(place.at) > 1:
-            problems.append(f"{name} is no matrix of it")
+            problems.append(f"{name} is not a matrix of the model")
             continue
         own = _ours(place, b)
         inputs, outputs = place.turn.shape(place.shape)
         if (a.shape[1], own.shape[1]) != (inputs, outputs):
             problems.append(
-                f"{name} is {inputs} x {outputs}, the adapter {a.shape[1]} x {own.shape[1]}"
+                f"{name} is {inputs} x {outputs}, its adapter {a.shape[1]} x {own.shape[1]}"
             )
             continue
         stacks.setdefault(place.path, {})[place.at] = (a.T, own)
@@ -167,7 +167,7 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
         if len(own) != every[path]
     ]
     if problems:
-        raise ValueError(f"the adapters in {folder} are of another model: {few(problems)}")
+        raise ValueError(f"the adapters in {folder} do not fit the model: {few(problems)}")
     return {path: _stacked(own) for path, own in stacks.items()}
 
 
@@ -179,9 +179,8 @@ def _check_ranks(
     if odd:
         raise ValueError(
             f"{pathlib.Path(folder) / CONFIG}: `r` is {rank}, and in {FILE} {len(odd)} of "
-            f"{len(pairs)} adapters have another rank ({few(odd)}), so that `lora_alpha` / `r` "
-            "would be the wrong scale: give the config that was saved with these tensors; "
-            "adapters of several ranks can't be loaded"
+            f"{len(pairs)} adapters have another rank ({few(odd)}). Give the config that was saved "
+            "with these tensors; adapters of several ranks are unsupported"
         )
 
 
@@ -213,8 +212,8 @@ def merge(
     by_name = {place.name: place for place in layout.places}
     if folder_config.read(folder).get("model_type") != hf.json_of(config, "float32")["model_type"]:
         raise ValueError(
-            f"{folder} is a model of text and images, and only its text is read here: import and "
-            "export it, and merge into that"
+            f"{folder} is a model of text and images, and only its text model is supported: "
+            "import and export it, and merge into the export"
         )
     kinds = {n: kind for n, kind in files.kinds.items() if layout.full_name(n) is not None}
     with made_whole(target) as beside:
@@ -250,7 +249,7 @@ def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, Place]
         known.setdefault(place.path, []).append(place)
     for path in adapters:
         if path not in known or len(known[path][0].shape) != 2:
-            raise ValueError(f"adapter {path!r} stands beside no matrix of transformers' model")
+            raise ValueError(f"adapter {path!r} has no matrix in the transformers model")
         for place in known[path]:
             yield path, place
 
@@ -287,7 +286,7 @@ def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A and B, as theirs, by the module's name."""
     path = pathlib.Path(folder) / FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing: adapters of PEFT are in such a file")
+        raise ValueError(f"{path} is missing: give a folder of PEFT adapters")
     try:
         tensors = safetensors().numpy.load_file(path)
     except Exception as error:
@@ -296,10 +295,10 @@ def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_([AB])\.weight", name)
         if match is None:
-            raise ValueError(f"{path}: {name} is no part of a LoRA adapter")
+            raise ValueError(f"{path}: {name} is not part of a LoRA adapter")
         check_finite(path, name, np.asarray(tensor))
         found.setdefault(match[1], {})[match[2]] = np.asarray(tensor).astype(jnp.float32)
     for name, pair in sorted(found.items()):
         if set(pair) != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
-            raise ValueError(f"{path}: {name} has no pair of A and B of one rank")
+            raise ValueError(f"{path}: {name} lacks A and B of the same rank")
     return {name: (pair["A"], pair["B"]) for name, pair in found.items()}

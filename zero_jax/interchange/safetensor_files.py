@@ -113,7 +113,7 @@ class Writer:
     def finish(self) -> None:
         """Writes the index, once every tensor is there."""
         left = [name for name, count in self._left.items() if count]
-        assert not left, f"not written whole: {left[:5]}"
+        assert not left, f"not fully written: {left[:5]}"
         if len(self._files) == 1:
             return
         total = sum(_nbytes(*kind) for kind in self._kinds.values())
@@ -149,7 +149,7 @@ class Folder:
             self._open(folder / file)
         lost = [name for name in listed if name not in self._where and name != ONE]
         if lost:
-            raise ValueError(f"{folder / INDEX} names tensors that no file has: {_few(lost)}")
+            raise ValueError(f"{folder / INDEX} names missing tensors: {_few(lost)}")
 
     def _listed(self) -> dict[str, str]:
         """The file of each tensor that the index knows; of the only file, itself."""
@@ -161,14 +161,14 @@ class Folder:
             raise ValueError(f"{self._folder} has no {ONE} and no {INDEX}: {_instead(one.parent)}")
         listed = read_json(index, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(listed, dict) or not listed:
-            raise ValueError(f"{index} is no index of safetensors: save the model anew")
+            raise ValueError(f"{index} is not an index of safetensors: save the model again")
         for file in listed.values():
             if not isinstance(file, str) or pathlib.PurePath(file).name != file:
-                raise ValueError(f"{index} names {file!r}, which is no file beside it")
+                raise ValueError(f"{index} names {file!r}, which is not a file in its folder")
         lost = [file for file in sorted({*listed.values()}) if not (self._folder / file).exists()]
         if lost:
             raise ValueError(
-                f"{index} names files that are missing, {_few(lost)}: copy all files of the folder"
+                f"{index} names missing files, {_few(lost)}: copy all files of the folder"
             )
         return listed
 
@@ -181,7 +181,7 @@ class Folder:
             raise ValueError(f"{path} is damaged: {error}") from error
         for name in file.keys():  # noqa: SIM118 - it is no dict
             if not name.isprintable():
-                raise ValueError(f"{path} is damaged: it names a tensor {name!r}")
+                raise ValueError(f"{path} is damaged: it has a tensor named {name!r}")
             if name in self._where:
                 raise ValueError(
                     f"{name} is in two files of {self._folder}, {self._paths[name].name} and "
@@ -221,27 +221,27 @@ def check_finite(path: pathlib.Path, name: str, part: np.ndarray) -> None:
     for start in range(0, bits.size, _AT_ONCE):
         if np.any((bits[start : start + _AT_ONCE] & exponent) == exponent):
             raise ValueError(
-                f"{path}: {name} has NaN or infinite values: the run that saved it diverged, or "
-                "the file is damaged; take an earlier save"
+                f"{path}: {name} has NaN or infinite values: the run diverged, or the file is "
+                "damaged. Use an earlier checkpoint"
             )
 
 
 def _instead(folder: pathlib.Path) -> str:
-    """Says what a folder without weights that can be read has, and what to do."""
+    """Describes the files of a folder without readable weights, and the way out."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     parts = [name for name in names if "-of-" in name and name.endswith(".safetensors")]
     others = [name for name in names if name.endswith(".safetensors")]
     if parts:
-        return f"its parts ({_few(parts)}) are read by that index only, so copy it too"
+        return f"its parts ({_few(parts)}) require the index, so copy it too"
     if "adapter_model.safetensors" in others:
         return (
-            "adapter_model.safetensors holds adapters; give the folder of the model they were "
-            "trained beside, and this one as `adapter` (--adapter)"
+            "adapter_model.safetensors holds adapters. Give the folder of their base model, and "
+            "this one as `adapter` (--adapter)"
         )
     pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in names)
-    named = f"{_few(others)} has names of another format; " if others else ""
-    named += "files of pickle (.bin) are not read; " if pickled else ""
-    return f"{named}save the model by save_pretrained of transformers as safetensors"
+    named = f"{_few(others)} has an unsupported name; " if others else ""
+    named += "pickle files (.bin) are unsupported; " if pickled else ""
+    return f"{named}save the model as safetensors with save_pretrained of transformers"
 
 
 def safetensors() -> Any:
@@ -251,7 +251,7 @@ def safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ValueError(
-            "safetensors is not installed, which reads such files: pip install safetensors, or "
+            "reading such files requires safetensors: pip install safetensors, or "
             "pip install 'zero_jax[train]'"
         ) from error
     return safetensors
