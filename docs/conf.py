@@ -89,7 +89,7 @@ copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. |\$ ", True
 
 
 def _reachable(site):
-    """True if a site serves its inventory: without a network the pages are built without its links."""
+    """True if a site serves its inventory. Without a network, pages are built without its links."""
     try:
         with urllib.request.urlopen(f"{site}objects.inv", timeout=5):
             return True
