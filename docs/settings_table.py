@@ -11,6 +11,7 @@ import inspect
 import json
 import pathlib
 import re
+import sys
 import types
 import typing
 from typing import Any, Literal, NamedTuple
@@ -93,6 +94,25 @@ def members(kind: Any) -> list[Any]:
     if typing.get_origin(kind) in (types.UnionType, typing.Union, Literal):
         return [member for k in typing.get_args(kind) for member in members(k)]
     return [] if kind is types.NoneType else [kind]
+
+
+def faults(known: list[Source]) -> list[str]:
+    """Returns the names with different types or defaults, and the numbers without a unit."""
+    found = []
+    for name in dict.fromkeys(source.name for source in known):
+        first, *flags = own = [source for source in known if source.name == name]
+        kinds = members(first.kind)
+        for source in flags if name != "mesh" else ():  # in Python an object, as a flag text
+            if source.default != first.default:
+                found.append(f"{name}: default {first.default!r} and {source.default!r}")
+            others = [k for k in members(source.kind) if k not in kinds]
+            if others and not (kinds == [str] and all(isinstance(k, str) for k in others)):
+                found.append(f"{name}: type {first.kind} and {source.kind}")
+        if len({str(source[2:]) for source in flags}) > 1:
+            found.append(f"{name}: different flags in {[source.place for source in flags]}")
+        if {int, float} & set(kinds) and not unit_of(own):
+            found.append(f"{name}: no unit")
+    return found
 
 
 def tables() -> str:
@@ -209,4 +229,6 @@ def _short(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if wrong := faults(sources()):
+        sys.exit("\n".join(wrong))
     PAGE.write_text(page(), encoding="utf-8")
