@@ -108,8 +108,9 @@ def faults(known: list[Source]) -> list[str]:
             others = [k for k in members(source.kind) if k not in kinds]
             if others and not (kinds == [str] and all(isinstance(k, str) for k in others)):
                 found.append(f"{name}: type {first.kind} and {source.kind}")
-        if len({str(source[2:]) for source in flags}) > 1:
-            found.append(f"{name}: different flags in {[source.place for source in flags]}")
+        lines = [source for source in own if source.place not in ("Zero", "Precision")]
+        if len({str(source[2:]) for source in lines}) > 1:
+            found.append(f"{name}: different flags in {[source.place for source in lines]}")
         if {int, float} & set(kinds) and not unit_of(own):
             found.append(f"{name}: no unit")
     return found
