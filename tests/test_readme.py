@@ -162,12 +162,8 @@ def test_settings_have_one_name_type_default_and_unit():
     table = runpy.run_path(str(ROOT / "docs" / "settings_table.py"))
     known, faults = table["sources"](), table["faults"]
     assert text_of("docs/settings.md") == table["page"]() and faults(known) == []
-    for name, new in (
-        ("stage", {"default": 7}),
-        ("remat", {"kind": int}),
-        ("seed", {"unit": None}),
-    ):
-        other = [x._replace(**new) if x[:2] == ("train.py", name) else x for x in known]
+    for name, key, new in (("stage", "default", 7), ("remat", "kind", int), ("seed", "unit", None)):
+        other = [x._replace(**{key: new}) if x[:2] == ("train.py", name) else x for x in known]
         assert faults(other) and all(fault.startswith(f"{name}: ") for fault in faults(other))
     assert list(inspect.signature(zero_jax.Zero).parameters) == list(Config.__dataclass_fields__)
     mesh, flags = zero_jax.abstract_mesh(2), ZeroSettings().zero_settings()
