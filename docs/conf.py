@@ -7,6 +7,7 @@ which stand above this folder, are written into it for a build, and links to the
 import os
 import pathlib
 import re
+import urllib.request
 
 import zero_jax
 
@@ -70,7 +71,9 @@ FROM_ABOVE = {
 HERE = pathlib.Path(__file__).parent
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions += ["sphinx.ext.intersphinx", "sphinx_copybutton"]
+autosummary_generate = False  # summaries are tables of names that other pages document
 exclude_patterns = ["_build"]
 html_theme, html_title, html_show_sphinx = "furo", "zero_jax", False
 html_static_path, html_css_files = ["_static"], ["site.css"]
@@ -83,6 +86,25 @@ autodoc_typehints, autodoc_preserve_defaults = "description", True
 autodoc_typehints_description_target = "documented_params"
 napoleon_use_rtype, napoleon_use_ivar = False, True
 copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. |\$ ", True
+
+
+def _reachable(site):
+    """True if a site serves its inventory. Without a network, pages are built without its links."""
+    try:
+        with urllib.request.urlopen(f"{site}objects.inv", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+_SITES = {
+    "python": "https://docs.python.org/3/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "jax": "https://docs.jax.dev/en/latest/",
+    "flax": "https://flax.readthedocs.io/en/latest/",
+    "optax": "https://optax.readthedocs.io/en/latest/",
+}
+intersphinx_mapping = {name: (site, None) for name, site in _SITES.items() if _reachable(site)}
 
 
 def setup(app):

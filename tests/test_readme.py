@@ -2,8 +2,10 @@
 
 import ast
 import importlib.util
+import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,38 +14,36 @@ from pathlib import Path
 import pytest
 
 import zero_jax
+from zero_jax.commands.settings import ZeroSettings
+from zero_jax.engine.config import Config
 
 ROOT = Path(__file__).parent.parent
-# Pages that docs/conf.py writes during a build.
-WRITTEN = ("index", "contributing", "changelog", "examples", "security")
-GENERATED = {f"docs/{name}.md" for name in WRITTEN}
-DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")} - GENERATED
+# docs/conf.py writes these pages during a build.
+WRITTEN = {f"docs/{x}.md" for x in ("index", "contributing", "changelog", "examples", "security")}
+DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")} - WRITTEN
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", *sorted(DOCS))
 FIRST = "docs/quickstart-training-loop.md"
-LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+LINK = re.compile(r"\]\((?!https://)([^)#\s]*)(?:#([^)\s]*))?\)")
 # Patterns that the output of each page's Python matches.
 # fmt: off
 PRINTS = {
-    "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"],
-    "docs/offload.md": ["pinned_host", "step 3"], "docs/plan.md": ["'optimizer_state'"],
+    "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"], "docs/offload.md": ["pinned_host", "step 3"],
+    "docs/plan.md": ["'optimizer_state'"], "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
+    "docs/parallelism.md": ["'model'", "block@partitioned"], "docs/losses.md": [r"\Aweight 21\n\Z"],
     "docs/checkpoints.md": ["step 4: restored", "{'sample': 32}"],
-    "docs/parallelism.md": ["'model'", "block@partitioned"],
-    "docs/nnx.md": [r" \(16, 1\)\n\Z"], "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
-    "docs/states.md": [r"\Auint8\nfloat32\n\Z"],
+    "docs/states.md": [r"\Auint8\nfloat32\n\Z"], "docs/multi-node.md": [r"\A\(64, 8\) 1\n\Z"],
     "docs/experts.md": [r"\Adropped [1-9]\d* of 4096\nas before True\n\Z"],
     "docs/models.md": [r"\Alinen (.*\n){9}annotated .*\n\Z"],
     "docs/out-of-memory.md": [r"stage 3 remat \w+\n\Z"],
     "docs/interchange.md": ["'model-00001-of-00003.safetensors'"],
     "docs/quickstart-planning.md": ["'optimizer_state'", r"GB per device\n\Z"],
     "docs/profiling.md": [r"\.xplane\.pb'\]\n\d+ \d+ \d+\n\Z"],
-    "docs/losses.md": [r"\Aweight 21\n\Z"],
     "docs/optimizers.md": [r"\Aloss of the average \d\.\d{3}, norm \d\.\d{3}\n\Z"],
-    "docs/gradient-accumulation.md": [r"\Aloss \d\.\d{3}\n\Z"],
+    "docs/gradient-accumulation.md": [r"\Aloss \d\.\d{3}\n\Z"], "docs/nnx.md": [r" \(16, 1\)\n\Z"],
     "docs/mixed-precision.md": [r"\Afloat32 skipped 0\n\Z"],
     "docs/activation-checkpointing.md": [
         "none .*'saved'", "block .*'buffers'", r"loss \d\.\d{3}\n\Z"],
-    "docs/evaluation.md": [r"full \(13, 9\)", r"Padded \(13, 9\)\n\Z"],
-    "docs/multi-node.md": [r"\A\(64, 8\) 1\n\Z"]}
+    "docs/evaluation.md": [r"full \(13, 9\)", r"Padded \(13, 9\)\n\Z"]}
 # fmt: on
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
@@ -58,10 +58,9 @@ def blocks_of(page: str, kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", text_of(page), re.DOTALL)
 
 
-RUN = [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PRINTS]
-
-
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PRINTS]
+)
 def test_code_blocks_run(page, capsys):
     exec(compile("\n".join(blocks_of(page, "python")), page, "exec"), {"__name__": page})
     printed = capsys.readouterr().out
@@ -73,8 +72,8 @@ def test_code_blocks_run(page, capsys):
 @pytest.mark.slow
 def test_the_first_steps_print_what_the_page_shows(tmp_path):
     (tmp_path / "first.py").write_text("\n".join(blocks_of(FIRST, "python")))
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
-    env |= {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    env = {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | env
     command = [sys.executable, "first.py"]
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ran.stdout == "".join(blocks_of(FIRST, "text")), ran.stderr
@@ -92,8 +91,7 @@ def test_messages_in_the_questions_are_those_of_the_code():
     assert {page for page in PAGES if blocks_of(page, "python")} == {FIRST, *PRINTS}
     messages = re.findall(r'^## "(.*)"$', text_of("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) >= 10
-    for message in messages:
-        assert any(message in text for text in texts), message
+    assert not [x for x in messages if not any(x in text for text in texts)]
 
 
 def test_every_name_and_file_exists():
@@ -111,14 +109,11 @@ def test_links_lead_to_pages_and_titles_and_the_readme_to_every_page():
     for page in PAGES:
         linked[page] = set()
         for target, anchor in LINK.findall(text_of(page)):
-            if target.startswith("https://"):
-                continue
             path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
             assert path.exists(), (page, target)
             linked[page].add(str(path.relative_to(ROOT)))
             if anchor:
                 titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-                # Letters, digits and hyphens, in lower case.
                 known = [re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in titles]
                 assert anchor in known, f"{page}: {target}#{anchor}"
     reached, waiting = set(), {"README.md"}
@@ -135,29 +130,22 @@ def commands(page, compiled):
     return [b for b in found if bool(re.search("plan (compile|auto|meshes)", b)) == compiled]
 
 
-def run_all(found, folder):
+MARKS = (False, pytest.mark.slow), (True, pytest.mark.compile)
+COMMANDS = [pytest.param(p, g, marks=m) for p in PAGES for g, m in MARKS if commands(p, g)]
+
+
+@pytest.mark.parametrize(("page", "compiled"), COMMANDS)
+def test_commands_run(page, compiled, tmp_path):
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
     for name in filter(None, tracked):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name, follow_symlinks=False)
     env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    env["PYTHONPATH"] = str(folder)
-    for block in found:
+    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": str(tmp_path)}
+    for block in commands(page, compiled):
         shell = ["bash", "-euo", "pipefail", "-c", block]
-        ran = subprocess.run(shell, cwd=folder, env=env, capture_output=True, text=True)
+        ran = subprocess.run(shell, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert ran.returncode == 0, f"{block}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
-
-
-COMPILED = pytest.mark.slow, pytest.mark.compile
-COMMANDS = [(p, gpus) for p in PAGES for gpus in (False, True) if commands(p, gpus)]
-
-
-@pytest.mark.parametrize(
-    ("page", "compiled"), [pytest.param(*row, marks=COMPILED[row[1]]) for row in COMMANDS]
-)
-def test_commands_run(page, compiled, tmp_path):
-    run_all(commands(page, compiled), tmp_path)
 
 
 def test_comments_say_why_a_block_is_not_run():
@@ -168,3 +156,15 @@ def test_comments_say_why_a_block_is_not_run():
     # Nothing is installed into the environment of the tests.
     found = [block for page in PAGES for both in (False, True) for block in commands(page, both)]
     assert all("-m venv" in block for block in found if "pip install" in block)
+
+
+def test_settings_have_one_name_type_default_and_unit():
+    table = runpy.run_path(str(ROOT / "docs" / "settings_table.py"))
+    known, faults = table["sources"](), table["faults"]
+    assert text_of("docs/settings.md") == table["page"]() and faults(known) == []
+    for name, key, new in (("stage", "default", 7), ("remat", "kind", int), ("seed", "unit", None)):
+        other = [x._replace(**{key: new}) if x[:2] == ("train.py", name) else x for x in known]
+        assert faults(other) and all(fault.startswith(f"{name}: ") for fault in faults(other))
+    assert list(inspect.signature(zero_jax.Zero).parameters) == list(Config.__dataclass_fields__)
+    mesh, flags = zero_jax.abstract_mesh(2), ZeroSettings().zero_settings()
+    assert zero_jax.Zero(mesh).config == Config(mesh) == zero_jax.Zero(mesh, **flags).config

@@ -46,14 +46,16 @@ class OptimizerSettings:
     """Learning rate and seed."""
 
     learning_rate: float | None = setting(
-        None, "Peak learning rate (default: by the optimizer).", alias="--lr"
+        None, "Peak learning rate (default: by the optimizer).", alias="--lr", unit="no unit"
     )
     warmup_steps: int | None = setting(
         None, "Linear warmup before cosine decay (default: a tenth)."
     )
-    weight_decay: float = setting(0.1, "Weight decay of matrices.")
-    max_grad_norm: float = setting(1.0, "Maximum global gradient norm; 0 for no clipping.")
-    seed: int = setting(0, "Seed of parameters, data order and samples.")
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", unit="no unit")
+    max_grad_norm: float = setting(
+        1.0, "Maximum global gradient norm; 0 for no clipping.", unit="no unit"
+    )
+    seed: int = setting(0, "Seed of parameters, data order and samples.", unit="no unit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +78,17 @@ class CheckpointSettings:
     """Checkpoints and resuming."""
 
     save_steps: int = setting(200, "Steps between checkpoints; 0 for none at all.")
-    save_total_limit: int = setting(3, "Number of latest checkpoints to keep.")
+    save_total_limit: int = setting(3, "Number of latest checkpoints to keep.", unit="checkpoints")
     keep_every_steps: int | None = setting(
         None, "Also keep checkpoints at multiples of this (default: none)."
     )
     resume: bool = setting(True, "Raise an error if --output-dir has checkpoints.")
-    resume_step: int | None = setting(None, "Checkpoint step to resume from (default: the latest).")
-    max_rollbacks: int = setting(0, "Maximum rollbacks after non-finite gradients.")
+    resume_step: int | None = setting(
+        None, "Checkpoint step to resume from (default: the latest).", unit="steps"
+    )
+    max_rollbacks: int = setting(
+        0, "Maximum rollbacks after non-finite gradients.", unit="rollbacks"
+    )
     max_hours: float | None = setting(
         None, "Hours after which to save and exit (default: no limit)."
     )
@@ -99,11 +105,13 @@ class ProcessSettings:
         None, "Number of processes (default: the launcher's, or 1)."
     )
     process_id: int | None = setting(
-        None, "Rank of this process, from 0 (default: the launcher's)."
+        None, "Rank of this process, from 0 (default: the launcher's).", unit="rank"
     )
     join_timeout_seconds: float = setting(300.0, "Timeout for all processes to join.")
-    supervise: int | None = setting(None, "Processes to start here, and to restart on failure.")
-    max_restarts: int = setting(10, "Maximum restarts by --supervise.")
+    supervise: int | None = setting(
+        None, "Processes to start here, and to restart on failure.", unit="processes"
+    )
+    max_restarts: int = setting(10, "Maximum restarts by --supervise.", unit="restarts")
     heartbeat_timeout_seconds: float = setting(
         60.0, "Silence after which a process counts as dead."
     )

@@ -6,7 +6,7 @@ optimizers can be trained in one program.
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 import jax
@@ -103,8 +103,10 @@ class Zero:
         grad_accum_steps: int = 1,
         remat: Remat = "none",
         frozen: Frozen = None,
-        param_specs: Any = None,
-        logical_axis_rules: Any = None,
+        param_specs: Mapping[str, PartitionSpec]
+        | Sequence[tuple[str, PartitionSpec]]
+        | None = None,
+        logical_axis_rules: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
         sequence_parallel: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         memory_limit: float | str | None = None,

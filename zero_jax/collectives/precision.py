@@ -66,8 +66,8 @@ class Precision:
     reduce_dtype: str = "fp32"
     param_comm_dtype: Literal["int8"] | None = None
     grad_comm_dtype: Literal["int8", "int4"] | None = None
-    initial_scale: float = 2.0**16
-    growth_interval: int = 2000
+    initial_scale: float = dataclasses.field(default=2.0**16, metadata={"unit": "no unit"})
+    growth_interval: int = dataclasses.field(default=2000, metadata={"unit": "steps"})
 
     def __post_init__(self) -> None:
         for name, allowed in (("compute_dtype", _COMPUTE), ("reduce_dtype", _REDUCE)):

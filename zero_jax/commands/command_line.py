@@ -30,13 +30,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def setting(
-    default: Any, help: str, *, metavar: str | None = None, alias: str | None = None
-) -> Any:
-    """Returns a dataclass field with its help, a metavar, and a second spelling of its flag."""
-    return dataclasses.field(
-        default=default, metadata={"help": help, "metavar": metavar, "alias": alias}
-    )
+def setting(default: Any, help: str, **about: str) -> Any:
+    """Returns a dataclass field with its help.
+
+    Args:
+      default: The default.
+      help: One sentence.
+      **about: `metavar`; `alias`, a second spelling of the flag; and `unit` of a number.
+    """
+    blank = dict.fromkeys(("metavar", "alias", "unit"))
+    return dataclasses.field(default=default, metadata={**blank, "help": help, **about})
 
 
 def parse(

@@ -25,6 +25,7 @@ from zero_jax.commands.command_line import flag, setting
 from zero_jax.commands.settings import (
     DEVICES,
     ROW,
+    SHARED,
     DeviceSettings,
     LoraSettings,
     ModelSettings,
@@ -158,6 +159,16 @@ def _overview() -> str:
     return f"usage: {_PROG} COMMAND [OPTIONS]\n\n{__doc__}\nCommands:\n{commands}\n\n{end}"
 
 
+def settings_of(command: str) -> tuple[type, ...]:
+    """Returns the groups of settings that a command has.
+
+    >>> OutputSettings in settings_of("meshes")
+    False
+    """
+    own = _COMMANDS[command][1]
+    return (*SHARED, TargetSettings, *own)
+
+
 def parse(command: str, args: Sequence[str]) -> PlanSettings:
     """Returns the settings of a command's command line; prints help or an error, and exits.
 
@@ -167,10 +178,8 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
     >>> parse("memory", ["--model", "124m", "--devices", "8"]).devices
     8
     """
-    about, own = _COMMANDS[command]
-    groups = (ModelSettings, DeviceSettings, ZeroSettings, LoraSettings, TargetSettings, *own)
-    prog = f"{_PROG} {command}"
-    given = command_line.parse(groups, args, prog=prog, description=about)
+    prog, about = f"{_PROG} {command}", _COMMANDS[command][0]
+    given = command_line.parse(settings_of(command), args, prog=prog, description=about)
     if command == "auto":
         if given.get("stage", AUTO) != AUTO or "paper_config" in given:
             raise ValueError("auto chooses the stage: leave --stage and --paper-config out")

@@ -18,7 +18,7 @@ ROW = 1024  # the default limit of a row, in tokens
 DEVICES = 4  # the default number of simulated devices
 
 
-def _zero(name: str, help: str, **about: Any) -> Any:
+def _zero(name: str, help: str, **about: str) -> Any:
     """Returns a field with the default of `Zero`, or of its `Precision`."""
     fields = {f.name: f for cls in (Config, Precision) for f in dataclasses.fields(cls)}
     default = fields[name].default
@@ -34,14 +34,14 @@ class ModelSettings:
         None, "Folder of a transformers model; replaces --model.", metavar="FOLDER"
     )
     vocab_size: int | None = setting(
-        None, "Vocabulary size (default: the model's, or 256 for bytes)."
+        None, "Vocabulary size (default: the model's, or 256 for bytes).", unit="tokens"
     )
     expert_capacity_factor: float | None = setting(
-        None, "Expert capacity factor (default: the model's)."
+        None, "Expert capacity factor (default: the model's).", unit="even shares"
     )
-    global_batch_size: int = setting(16, "Sequences per step, over all devices.")
+    global_batch_size: int = setting(16, "Sequences per step, over all devices.", unit="sequences")
     seq_len: int | None = setting(
-        None, "Tokens of a sequence (default: the model's limit, or 1024)."
+        None, "Tokens of a sequence (default: the model's limit, or 1024).", unit="tokens"
     )
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = setting(
         "adamw", "Optimizer"
@@ -53,7 +53,7 @@ class DeviceSettings:
     """Devices and mesh."""
 
     devices: int | None = setting(
-        None, "Devices (default: all GPUs; without, --mesh or 4 simulated)."
+        None, "Devices (default: all GPUs; without, --mesh or 4 simulated).", unit="devices"
     )
     mesh: str | None = setting(
         None, "Sizes of replica, experts, data, model (tensor parallel).", metavar="AXIS=SIZE,..."
@@ -96,7 +96,10 @@ class ZeroSettings:
     secondary_shards: bool = _zero("secondary_shards", "Shard states over replica too (stage 3).")
     bucket_bytes: int = _zero("bucket_bytes", "Maximum bytes per collective.")
     memory_limit: str | None = _zero(
-        "memory_limit", "Memory per device, such as 80GB (default: the device's).", metavar="BYTES"
+        "memory_limit",
+        "Memory per device, such as 80GB (default: the device's).",
+        metavar="BYTES",
+        unit="bytes",
     )
 
     def zero_settings(self) -> dict[str, Any]:
@@ -116,9 +119,11 @@ class LoraSettings:
     """LoRA adapters of a frozen model."""
 
     lora_rank: int | None = setting(
-        None, "Rank of the adapters (default: none, all weights are trained)."
+        None, "Rank of the adapters (default: none, all weights are trained).", unit="columns"
     )
-    lora_alpha: float | None = setting(None, "LoRA scale is alpha / rank (default: 2 x rank).")
+    lora_alpha: float | None = setting(
+        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="no unit"
+    )
     lora_targets: str = setting(
         ALL_LINEAR, "Adapted matrices, such as attn/q,attn/v.", metavar="PATHS"
     )

@@ -154,7 +154,7 @@ class Config:
 
     @property
     def resolved(self) -> Self:
-        """The settings that place arrays: stage="auto" stores the same shards as stage 3."""
+        """The settings that place arrays; stage="auto" stores the same shards as stage 3."""
         return self.at_stage(3) if self.stage == AUTO else self
 
     def at_stage(self, stage: Stage) -> Self:

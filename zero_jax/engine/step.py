@@ -138,7 +138,7 @@ class TrainStep:
 
     @property
     def function(self) -> Any:
-        """The step before `jit`: a function of `(params, opt_state, batch, *extras, **named)`."""
+        """The step before `jit`, a function of `(params, opt_state, batch, *extras, **named)`."""
         return self._step
 
     def trace(self, *args: Any, **named: Any) -> Any:

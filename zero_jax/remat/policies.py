@@ -110,22 +110,24 @@ class Remat:
 
     @property
     def passes(self) -> float:
-        """FLOPs of the layers in units of one forward pass; the backward pass alone is 2. Of what a
-        policy of JAX's keeps nobody knows before it is asked: at most one pass more."""
+        """FLOPs of the layers in units of one forward pass; the backward pass alone is 2.
+
+        For a policy of JAX this is an upper bound: it decides for each equation.
+        """
         return _PASSES[self.kind]
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every place that it names."""
+        """All places of saved values."""
         return (self.inputs, *(place for _, place in self.names))
 
     @property
     def partitioned(self) -> bool:
-        """Whether anything is kept in parts on the devices of the `model` axis."""
+        """True if saved values are sharded over the `model` axis."""
         return any(place.partitioned for place in self.places)
 
     def place_of(self, eqn: jex.JaxprEqn) -> Place | None:
-        """Where the results of an equation of a layer are kept, or None if they are not."""
+        """Returns where the results of an equation of a layer are saved; None if they are not."""
         if self.policy is not None:
             given = [atom.aval for atom in eqn.invars]
             return _answer(self.policy(eqn.primitive, *given, **eqn.params))
