@@ -97,8 +97,8 @@ class Decoder(nnx.Module):
         config, T = self.config, tokens_BxT.shape[-1]
         if T > config.seq:
             raise ValueError(
-                f"Rows of {T} tokens were given, but the model is made for {config.seq}; cut the "
-                f"rows, or build it with seq={T} or more."
+                f"rows have {T} tokens, but the model is built for {config.seq}: shorten the "
+                f"rows, or build it with seq={T} or more"
             )
         if positions_BxT is None:
             positions_BxT = jnp.arange(T)[None]

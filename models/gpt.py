@@ -196,8 +196,8 @@ class GPT(nnx.Module):
         config, T = self.config, tokens_BxT.shape[-1]
         if T > config.seq:
             raise ValueError(
-                f"Rows of {T} tokens were given, but the model has {config.seq} positions; "
-                f"cut the rows, or build it with seq={T} or more."
+                f"rows have {T} tokens, but the model has {config.seq} positions: shorten the "
+                f"rows, or build it with seq={T} or more"
             )
         key = dropout_key if config.dropout > 0.0 else None
         embed_key, blocks_key = _split(key, 2)

@@ -30,7 +30,8 @@ def config_of(known: Mapping[str, Any]) -> Config:
     if kind not in _KINDS:
         near = difflib.get_close_matches(str(kind), _KINDS, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"model_type {kind!r} is none of {', '.join(_KINDS)}, of which {near} is the nearest"
+            f"model_type is {kind!r}, but it must be one of {', '.join(_KINDS)}; the nearest is "
+            f"{near}"
         )
     found: Config = _KINDS[kind](known)
     return found

@@ -22,8 +22,8 @@ def chosen(
     if name not in presets:
         near = _nearest(presets, name.lower(), num_params)
         raise ValueError(
-            f"No preset is called {name!r}; the nearest is {near!r}. "
-            f"Choose one of {', '.join(presets)}, or write a config of models/."
+            f"no preset is called {name!r}; the nearest is {near!r}. Use one of "
+            f"{', '.join(presets)}, or write a config of models/"
         )
     return dataclasses.replace(presets[name], **overrides)
 

@@ -64,7 +64,7 @@ def _found(part: Callable[[], Rows]) -> Rows:
         return part()
     except Exception as error:  # whatever it is, the rest is worth having
         said = str(error).partition("\n")[0]
-        return [(part.__name__.strip("_"), f"not found out: {type(error).__name__}: {said}")]
+        return [(part.__name__.strip("_"), f"unavailable: {type(error).__name__}: {said}")]
 
 
 def _versions() -> Rows:
@@ -84,10 +84,10 @@ def _devices() -> Rows:
     rows = [
         ("backend", jax.default_backend()),
         ("devices", f"{len(devices)} x {devices[0].device_kind}"),
-        ("processes", f"{jax.process_count()}, of which this is {jax.process_index()}"),
+        ("processes", f"{jax.process_count()}, this is process {jax.process_index()}"),
     ]
     pool = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rows.append(("device memory", gigabytes(pool) + " for JAX" if pool else "not said"))
+    rows.append(("device memory", gigabytes(pool) + " for JAX" if pool else "unknown"))
     kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
     return [*rows, ("memories", ", ".join(kinds))]
 

@@ -92,8 +92,8 @@ def check_bucket(bucket_bytes: float, devices: int) -> int:
     number = isinstance(bucket_bytes, (int, float)) and not isinstance(bucket_bytes, bool)
     if not number or not least <= bucket_bytes < float("inf"):
         raise ValueError(
-            f"bucket_bytes={bucket_bytes!r}: one number of each of {devices} devices takes {least} "
-            f"bytes; the default is {BUCKET_BYTES}"
+            f"`bucket_bytes`={bucket_bytes!r}: at least {least} bytes are required, 4 for each of "
+            f"{devices} devices. The default is {BUCKET_BYTES}"
         )
     return int(bucket_bytes)
 

@@ -43,8 +43,8 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
     """
     if has_aux and (isinstance(out, Weighted) or not (isinstance(out, tuple) and len(out) == 2)):
         raise ValueError(
-            f"has_aux=True, but the loss function returned {type(out).__name__}: return "
-            "(loss, aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
+            f"`has_aux`=True, but the loss function returned {type(out).__name__}: return (loss, "
+            "aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
         )
     value, aux = out if has_aux else (out, None)
     if isinstance(value, tuple) and not isinstance(value, Weighted):
@@ -52,7 +52,7 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"the loss function returned {pairs}: return a scalar mean, or "
             "zero_jax.Weighted(sum, weight) for a mean whose weights differ between devices"
-            + ("" if has_aux else ", or pass has_aux=True if the second is no part of the loss")
+            + ("" if has_aux else ". If the second value is auxiliary, pass has_aux=True")
         )
     parts = value if isinstance(value, Weighted) else Weighted(value, jnp.ones((), jnp.float32))
     shapes = [None if not _is_number(p) else jnp.shape(p) for p in parts]
@@ -63,8 +63,8 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
         )
     if any(jnp.iscomplexobj(p) for p in parts):
         raise ValueError(
-            "the loss function returned a complex number: return a real one, its real part or "
-            "absolute value say"
+            "the loss function returned a complex number: return a real one, for example its real "
+            "part or absolute value"
         )
     total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
     if isinstance(value, Weighted):
@@ -100,9 +100,9 @@ def kinds_of(
         else:
             raise ValueError(
                 f"aux {path or 'of the loss'} is {like.dtype}{list(like.shape)} and differs "
-                "between devices and micro-batches: floats are averaged, rows of the batch come "
-                "back as rows, but this is neither. Return it as a float, for its mean, or make it "
-                "the same on all devices: jax.lax.psum(x, zero.batch_axes)"
+                "between devices and micro-batches, but is neither a float, which is averaged, "
+                "nor rows of the batch. Return a float for its mean, or make it equal on all "
+                "devices: jax.lax.psum(x, zero.batch_axes)"
             )
     return kinds
 

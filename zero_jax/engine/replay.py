@@ -124,9 +124,9 @@ def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | No
     if policy.kind != "names":
         return None
     raise ValueError(
-        f"remat={str(policy)!r} would keep a weight: the value marked {eqn.params['name']!r} "
-        "is made of parameters alone. A gathered weight is never kept, it is gathered again; "
-        "mark activations instead, or leave that name out"
+        f"`remat`={str(policy)!r}: the value marked {eqn.params['name']!r} depends on parameters "
+        "alone. Gathered parameters are never saved, they are gathered again. Mark activations "
+        "instead, or remove that name"
     )
 
 

@@ -302,6 +302,6 @@ def _check_names(jaxpr: jex.Jaxpr, policy: Remat) -> None:
         if name not in marked:
             known = ", ".join(sorted(marked)) or "none"
             raise ValueError(
-                f"remat={str(policy)!r}: no value of the loss is marked {name!r}; names that are: "
-                f"{known}. Mark values by jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+                f"`remat`={str(policy)!r}: no value of the loss is marked {name!r}; marked names: "
+                f"{known}. Mark values with jax.ad_checkpoint.checkpoint_name(x, {name!r})"
             )

@@ -38,13 +38,13 @@ _NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
-        "cuDNN's fused attention: without cuDNN what a model does elsewhere is compiled instead",
+        "cuDNN's fused attention: without cuDNN the model's other attention is compiled instead",
     ),
     "tpu": (
-        "words: the compiler turns gathers and scatters into all-reduces",
-        "FLOPs: its products are convolutions, of which the padding is counted too",
+        "elements sent: the compiler turns gathers and scatters into all-reduces",
+        "FLOPs: matrix products are convolutions, whose padding is counted too",
     ),
-    "cpu": ("bf16 is widened to fp32, on the wire and in temporaries",),
+    "cpu": ("bf16 is widened to fp32, in communication and in temporaries",),
 }
 # There is nothing to time kernels on, and nobody runs them: they need not be fast.
 FLAGS = (
@@ -71,7 +71,8 @@ def check(target: Target, devices: int, given: str | None = None) -> str:
     """
     if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
-            f"{target.name} is for closed forms only, JAX does not run on it: compile for h100"
+            f"`target`={target.name!r} is for closed forms only, because JAX does not run on it. "
+            "Compile for h100"
         )
     _check_installed(target)
     return "" if target.platform == "cpu" else topology(target, devices, given)
@@ -152,7 +153,7 @@ def _check_installed(target: Target) -> None:
     modules = known.get(target.platform, ())
     if modules and not any(map(importlib.util.find_spec, modules)):
         raise ValueError(
-            f"compiling for {target.name} needs {modules[0]}, not installed here: "
+            f"`target`={target.name!r} requires {modules[0]}, which is not installed: "
             f"{install_line(target)}"
         )
 
@@ -179,8 +180,9 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
         program = bytes(exported.serialize())
     except NotImplementedError as error:
         raise ValueError(
-            "the step calls back to Python (jax.debug.print, a callback), which can't be compiled "
-            f"for another machine: take that out to prove it. JAX says: {error}"
+            "the step calls back to Python (jax.debug.print, a callback), which cannot be "
+            "compiled for another machine. Remove the callback to compile ahead of time. The "
+            f"error of JAX: {error}"
         ) from error
     request = {
         "shapes": [list(x.shape) for x in plain],
@@ -211,9 +213,9 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     child = _ran(here, target, devices, timeout, flags)
     if child.returncode and flags and releases.NO_KERNEL in child.stderr:
         warnings.warn(
-            f"XLA for {target.name} finds no kernel of its own for a product of this step without "
-            "timing some, so all products are compiled as a library's: of other steps that moves "
-            "bytes by 1 % and seconds by 2 %",
+            f"XLA for {target.name} cannot choose a kernel for a matrix product of this step "
+            "without timing, so all products are compiled as library calls. In other steps this "
+            "changed bytes by 1 % and seconds by 2 %",
             stacklevel=2,
         )
         child = _ran(here, target, devices, timeout, f"{flags} {releases.BY_LIBRARY}")
@@ -223,7 +225,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     text = "\n".join(said)
     if child.returncode < 0 or "libdevice" in text or "ptxas" in text:
         raise ValueError(
-            f"the compiler for {target.name} ended with {child.returncode}, most often because "
+            f"the compiler for {target.name} exited with {child.returncode}, most often because "
             f"ptxas or libdevice is missing: {install_line(target)}\n{text}"
         )
     raise RuntimeError(f"compiling for {target.name} failed:\n{text}")
@@ -247,7 +249,7 @@ def _ran(
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(
-            f"compiling for {target.name} took more than {timeout:.0f} s and was ended"
+            f"compiling for {target.name} took more than {timeout:.0f} s and was stopped"
         ) from error
 
 

@@ -102,8 +102,8 @@ def step_time(
     """
     if not all(x > 0 for x in (target.flops, target.memory_bandwidth, target.slow_wire)):
         raise ValueError(
-            f"{target.name!r} comes without the FLOP/s, memory bandwidth and wires that are "
-            "needed; take an accelerator, 'h100' say"
+            f"`target`={target.name!r} has no FLOP/s, memory bandwidth or interconnect bandwidth: "
+            "use an accelerator, for example 'h100'"
         )
     flops = Flops(program)
     seconds, work, traffic = kernels(program, target, flops).computation(program.entry)
@@ -134,8 +134,8 @@ def format_step_time(t: StepTime) -> str:
         f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
         f"({t.flops / 1e12:.1f} TFLOP), memory {t.memory_seconds:.4f} s "
         f"({t.traffic_bytes / 1e9:.1f} GB)",
-        f"wire     {t.wire_seconds:9.4f} s  covered {t.covered_seconds:.4f} s ({t.covered:.0%}), "
-        f"exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
+        f"network  {t.wire_seconds:9.4f} s  overlapped {t.covered_seconds:.4f} s "
+        f"({t.covered:.0%}), exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
     ]
     if t.model_flops_fraction is not None:
         lines.append(f"model    {t.model_flops_fraction:9.1%}    of the peak FLOP/s")
@@ -199,21 +199,22 @@ def _assumptions(
     fast, slow, in_host = target.fast_wire / 1e9, target.slow_wire / 1e9, target.host_devices
     found = [
         f"Every kernel reaches the peaks of {target.name}: {target.flops / 1e12:.4g} TFLOP/s of "
-        f"16-bit matrix products, whatever the dtype, and {target.memory_bandwidth / 1e9:.4g} GB/s "
-        "of memory; a run reaches less.",
-        "A kernel takes the longer of its matrix products and its memory traffic, other arithmetic "
-        "is free; kernels run one after the other, without launch gaps.",
-        "A kernel reads its operands from memory once and writes its results there: what caches "
-        "keep makes it faster, what it reads twice slower.",
-        f"Collectives are rings without latency: {fast:.4g} GB/s a device within a host of "
-        f"{in_host}; between hosts {slow:.4g} GB/s for each device that the group has on a host, "
-        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host. Of an "
-        "all-to-all the parts for devices of the same host stay in it.",
-        "All collectives share one wire, one after the other as they are started; matrix products "
-        "scheduled meanwhile, at their peak, cover them, other kernels do not.",
+        f"16-bit matrix products, for all dtypes, and {target.memory_bandwidth / 1e9:.4g} GB/s of "
+        "memory. A run reaches less.",
+        "A kernel takes the longer of its matrix products and its memory traffic; other "
+        "arithmetic is free. Kernels run one after the other, without launch gaps.",
+        "A kernel reads its operands from memory once and writes its results there. Caches make "
+        "it faster, repeated reads slower.",
+        f"Collectives are rings without latency: {fast:.4g} GB/s per device within a host of "
+        f"{in_host}. Between hosts they have {slow:.4g} GB/s for each device that the group has "
+        f"on a host, {min(fast, in_host * slow):.4g} GB/s for all. Devices are numbered host by "
+        "host. In an all-to-all, parts for devices of the same host stay in it.",
+        "All collectives share one interconnect and run one after the other, in the order of "
+        "their starts. Matrix products scheduled meanwhile, at their peak, overlap with them; "
+        "other kernels do not.",
     ]
     if any(c.conditional for c in collectives):
-        found.append("Of a conditional the dearer branch runs.")
+        found.append("A conditional runs its dearer branch.")
     if uncounted:
-        found.append(f"The FLOPs of these library calls are left out: {', '.join(uncounted)}.")
+        found.append(f"The FLOPs of these library calls are not counted: {', '.join(uncounted)}.")
     return tuple(found)

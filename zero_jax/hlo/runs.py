@@ -80,8 +80,8 @@ class Totals:
         for cost, times in inside:
             if times is None and any(cost):
                 raise ValueError(
-                    f"the loop {i.name} has no trip count in the program, so what it computes in "
-                    "all is unknown; use a loop of fixed length (jax.lax.scan)"
+                    f"the loop {i.name} has no trip count in the program, so its cost is unknown: "
+                    "use a loop of fixed length (jax.lax.scan)"
                 )
             total = _plus(total, cost, times or 0)
         return total

@@ -197,16 +197,17 @@ def require_piecewise(
     found = why(inner)
     if found:
         name = blame(tx, lambda part: bool(why(part)))
-        setting, what = "offload", "what rests in host memory"
+        setting, what = "offload", "state in host memory"
         if optimizer_state_dtype != FP32:
             setting, what = (
                 "optimizer_state_dtype",
-                f"a state, which is stored as {optimizer_state_dtype}",
+                f"state stored as {optimizer_state_dtype}",
             )
         raise CannotStream(
-            f"{name} can't be updated in pieces: its {found} needs the whole of {what}. What looks "
-            "at gradients alone, as clip_by_global_norm, can stand before a transformation with a "
-            f"state; else leave {setting} out, or use an elementwise one, adamw say"
+            f"{name} cannot be updated in pieces, because of {found}: it needs all elements of "
+            f"{what}. A transformation of gradients alone, such as clip_by_global_norm, is "
+            f"supported before one with a state. Otherwise leave `{setting}` out, or use an "
+            "elementwise transformation, for example adamw"
         )
 
 

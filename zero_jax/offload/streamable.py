@@ -76,5 +76,5 @@ def recipes(
     for output in range(len(cuts) + len(held)):
         made = any(output in recipe.outputs for recipe in found.values())
         if not made and not traced.is_global(output):
-            raise NotPiecewise("a value that is no part of one leaf")
+            raise NotPiecewise("a value that is not part of one leaf")
     return found

@@ -127,7 +127,7 @@ def size_of(length: int) -> int:
     size = max(s for s in range(1, math.isqrt(length) + 1) if length % s == 0)
     if size == 1:
         raise CannotGroup(
-            f"remat='block_sqrt': a scan over {length} layers can't be cut into groups of one "
-            'size, since no number divides it: use "block", or another number of layers'
+            f"`remat`='block_sqrt': a scan over {length} layers has no groups of equal size, "
+            f'because no number divides {length}. Use "block", or another number of layers'
         )
     return size

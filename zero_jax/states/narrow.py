@@ -105,7 +105,7 @@ def check_kind(kind: str) -> str:
       ValueError: they can't.
     """
     if kind not in KINDS:
-        raise ValueError(f"optimizer_state_dtype={kind!r}: use one of {', '.join(KINDS)}")
+        raise ValueError(f"`optimizer_state_dtype`={kind!r}: use one of {', '.join(KINDS)}")
     return kind
 
 
@@ -159,8 +159,9 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
     )
     if given != own:
         raise ValueError(
-            "the optimizer state is of another transformation, or of other parameters: it has "
-            f"{_few(given - own)}, and this optimizer {_few(own - given)}"
+            "`state` is of another transformation or of other parameters: it has "
+            f"{_few(given - own)}, but this optimizer has {_few(own - given)}. Pass the state of "
+            "this transformation and these parameters"
         )
 
     def one(node: Any, own: PyTree) -> PyTree:
