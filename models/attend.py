@@ -22,10 +22,10 @@ def kernel_for(
     """Returns the attention that "auto" takes on a GPU, and the reason.
 
     Args:
-      dtype: of queries, keys and values.
+      dtype: Dtype of queries, keys and values.
       head_dim: H.
-      tokens: T, of a row.
-      packed: whether rows hold several documents, told apart by segments.
+      tokens: T, tokens in a row.
+      packed: True if rows hold several documents, separated by segments.
 
     >>> kernel_for("bfloat16", 128, 32768, packed=False)
     ('cudnn', '')

@@ -48,7 +48,7 @@ _OFF = {
 
 
 def from_json(given: Mapping[str, Any]) -> DecoderConfig:
-    """The config of a model of theirs.
+    """Returns the config of models/decoder.py for the content of a config.json.
 
     Raises:
       ValueError: models/decoder.py computes something else, or a size is missing.
@@ -100,7 +100,7 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _text_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model of a model of text and images; other configs as they are."""
+    """Returns the text config of a model of text and images; other configs unchanged."""
     if given.get("model_type") != "gemma3":
         return given
     text = given.get("text_config")
@@ -126,7 +126,7 @@ def _check_off(given: Mapping[str, Any]) -> None:
 
 
 def _mixture(known: Mapping[str, Any], family: str) -> Mixture | None:
-    """The experts of a config; every layer has them, or none."""
+    """Returns the experts of a config; all layers have experts, or none."""
     if family not in _EXPERTS:
         return None
     for name, every in (("mlp_only_layers", None), ("decoder_sparse_step", 1)):
@@ -151,13 +151,13 @@ def _query_scale(known: Mapping[str, Any], family: str, head_dim: int) -> float 
 
 
 def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> dict[str, Any]:
-    """Which layers slide, and how far they see.
+    """Returns the layers with sliding-window attention, and their window.
 
     Args:
-      known: the keys of the family.
-      named: the file's layer_types, which some families ignore.
-      family: which one.
-      layers: how many.
+      known: The keys of the family.
+      named: The file's layer_types, which some families ignore.
+      family: Name of the family.
+      layers: Number of layers.
     """
     window = known.get("sliding_window")
     if "use_sliding_window" in known and not flag(known, "use_sliding_window"):
@@ -201,7 +201,7 @@ def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> 
 
 
 def _ropes(known: Mapping[str, Any], family: str) -> tuple[Rope, Rope | None]:
-    """Of layers that see everything, and of those that slide if theirs is another."""
+    """Returns the RoPE of full attention, and that of sliding windows if it differs."""
     scaling, given = known["rope_scaling"] or {}, known["rope_parameters"] or {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(known[name] or {}, Mapping):
@@ -245,10 +245,10 @@ def _rope(given: Mapping[str, Any], theta: float, known: Mapping[str, Any]) -> R
 
 
 def to_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The content of their config.json, of the first family that computes this.
+    """Returns the content of a config.json, for the first family that computes this model.
 
     Raises:
-      ValueError: none does.
+      ValueError: No family computes it.
     """
     for family in _FAMILIES:
         known = _written(config, family, dtype)

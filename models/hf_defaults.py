@@ -128,7 +128,7 @@ def complete(given: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def size(known: Mapping[str, Any], name: str) -> int:
-    """Returns a size: a whole number from 1, below 2**31.
+    """Returns a size: an integer from 1, below 2**31.
 
     Raises:
       ValueError: It is something else.

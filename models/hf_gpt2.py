@@ -84,10 +84,10 @@ def layout(config: GPTConfig) -> Layout:
 
 
 def config_of_shapes(known: Mapping[str, Sequence[int]], heads: int) -> GPTConfig:
-    """The config of parameters of ours; no shape tells the number of heads.
+    """Returns the config of parameters of models/gpt.py, whose shapes do not depend on `heads`.
 
     Raises:
-      ValueError: they are not all there, or have no such shapes.
+      ValueError: A parameter is missing, or has an unsupported shape.
     """
     for path, dims in (("wte/embedding", 2), ("wpe/embedding", 2), ("blocks/ln1/scale", 2)):
         if path not in known:
@@ -117,7 +117,7 @@ def to_json(config: GPTConfig, dtype: str) -> dict[str, Any]:
 
 
 def from_json(known: Mapping[str, Any]) -> GPTConfig:
-    """The config of a model of theirs; dropout is left off.
+    """Returns the config of models/gpt.py for the content of a config.json, without dropout.
 
     Raises:
       ValueError: models/gpt.py computes something else, or a size is missing.

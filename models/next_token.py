@@ -95,7 +95,7 @@ def _weights(
         if given is not None and given.shape != labels_BxT.shape:
             B, T = labels_BxT.shape
             raise ValueError(
-                f"`{name}_BxT` has shape {given.shape}, but rows of T + 1 tokens {(B, T + 1)} need "
+                f"`{name}_BxT` has shape {given.shape}. Rows of T + 1 tokens {(B, T + 1)} need "
                 f"(B, T) = {(B, T)}: one value for each predicted token, for example mask[:, 1:]"
             )
     return jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT

@@ -14,10 +14,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])")
 def chosen(
     presets: Mapping[str, C], name: str, num_params: Callable[[C], int], **overrides: Any
 ) -> C:
-    """The named config, with fields replaced.
+    """Returns the named config, with fields replaced.
 
     Raises:
-      ValueError: no preset has that name.
+      ValueError: No preset has that name.
     """
     if name not in presets:
         near = _nearest(presets, name.lower(), num_params)

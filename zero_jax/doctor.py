@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _found(part: Callable[[], Rows]) -> Rows:
-    """A part of the report, or why there is none."""
+    """Returns a part of the report, or the error in its place."""
     try:
         return part()
     except Exception as error:  # whatever it is, the rest is worth having

@@ -186,7 +186,7 @@ def a_loop_that_carries_its_matrix():
 
 # fmt: off
 REFUSALS = [
-    ("rank=0", lambda: Lora(rank=0)),
+    ("rank`=0", lambda: Lora(rank=0)),
     ("base.*'nf5'", lambda: Lora(base="nf5")),
     (r"targets`=\[\]", lambda: Lora(targets=[])),
     ("targets`=.*''", lambda: Lora(targets=["attn/q", ""])),

@@ -107,7 +107,7 @@ REFUSALS = [
     ("compute_dtype`='bf15'.*'bf16'", lambda: Precision(compute_dtype="bf15")),
     ("compute_dtype`=.*int32", lambda: Precision(compute_dtype=jnp.int32)),
     ("reduce_dtype`='fp16'", lambda: Precision(reduce_dtype="fp16")),
-    ("growth_interval`=0", lambda: Precision(growth_interval`=0)),
+    ("growth_interval`=0", lambda: Precision(growth_interval=0)),
     ("param_comm_dtype`='int4'.*int8", lambda: Precision("bf16", param_comm_dtype="int4")),
     ("grad_comm_dtype`='fp8'.*int4", lambda: Precision("bf16", grad_comm_dtype="fp8")),
     ("loss_scale", lambda: zero_of(8, 0, compute="fp16")().value_and_grad(loss)(PARAMS, X)),

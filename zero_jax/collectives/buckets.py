@@ -80,10 +80,10 @@ def psum(full: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Array:
 
 
 def check_bucket(bucket_bytes: float, devices: int) -> int:
-    """The bucket as a whole number of bytes.
+    """Returns the bucket as an integer number of bytes.
 
     Raises:
-      ValueError: not even one number of every device fits in.
+      ValueError: It has no room for one fp32 element of each device.
 
     >>> check_bucket(128e6, 8)
     128000000

@@ -30,7 +30,7 @@ _OWN = str(pathlib.Path(__file__).parents[1])
 
 
 def check_context(mesh: AnyMesh) -> None:
-    """Raises ValueError if `jax.set_mesh` has put another mesh in force than the step's."""
+    """Raises ValueError if the mesh of `jax.set_mesh` differs from that of the step."""
     context = jax.sharding.get_abstract_mesh()
     if context.empty:
         return

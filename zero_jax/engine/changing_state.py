@@ -135,8 +135,10 @@ class _Change:
 
 
 def _change(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> _Change | None:
-    """The change at the first update; None without one, or where the update needs other arguments
-    than `value`."""
+    """Returns the change at the first update.
+
+    None if there is no change, or if the update needs other arguments than `value`.
+    """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:

@@ -64,7 +64,7 @@ def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
 
 @functools.cache
 def first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """The first of these options that the installed XLA has; a warning and none if it has none."""
+    """Returns the first of these options that the installed XLA supports; warns if none is."""
     for name, value in spellings:
         try:
             jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
@@ -133,7 +133,7 @@ class Program:
         return self._within(*args, **named)
 
     def _check_donation(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Raises before JAX uses an array that has no memory any more."""
+        """Raises ValueError if an argument was deleted, or is donated twice."""
         arrays = _arrays((args, named))
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return  # nothing is donated

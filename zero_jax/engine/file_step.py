@@ -41,14 +41,14 @@ class NvmeStep(TrainStep):
         self._update: _FileUpdate | None = None
 
     def trace(self, *args: Any, **named: Any) -> NoReturn:
-        """Not to be had: the step is no single program."""
+        """Raises ValueError: the step is not a single program."""
         raise ValueError(
             "`offload`: with the nvme tier a step is many programs and cannot be traced as one. "
             'Plan with offload="optimizer"; the files take twice its bytes of host memory'
         )
 
     def lower(self, *args: Any, **named: Any) -> NoReturn:
-        """Neither."""
+        """Raises ValueError, as `trace`."""
         self.trace()
 
     def _from_files(

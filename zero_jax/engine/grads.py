@@ -129,7 +129,7 @@ def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
 
 
 def _without_gradient(traced: Traced) -> ValueError:
-    """JAX's error about a loop without a gradient, with the parameters that it reads."""
+    """Returns the error for a loop without a gradient, with the parameters that it reads."""
     names = ", ".join(traced.looped) or "values derived from parameters"
     return ValueError(
         "a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are not "
@@ -140,7 +140,7 @@ def _without_gradient(traced: Traced) -> ValueError:
 
 
 def _check_masters(params: PyTree, frozen: list[bool]) -> None:
-    """Raises for a trained parameter of fewer bits: small updates would be rounded away."""
+    """Raises ValueError for a trained parameter below fp32: small updates would be rounded away."""
     for (name, leaf), still in zip(paths.named_leaves(params), frozen, strict=True):
         if not still and leaf.dtype != jnp.float32:
             raise ValueError(

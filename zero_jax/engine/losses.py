@@ -36,10 +36,10 @@ class Weighted(NamedTuple):
 
 
 def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
-    """(sum, weight, aux) of what a loss function returned, the first two scalars in fp32.
+    """Returns (sum, weight, aux) of the result of a loss function, sum and weight in fp32.
 
     Raises:
-      ValueError: it is none of the forms that a loss has.
+      ValueError: The result is not a supported form of a loss.
     """
     if has_aux and (isinstance(out, Weighted) or not (isinstance(out, tuple) and len(out) == 2)):
         raise ValueError(
@@ -79,15 +79,15 @@ def _is_number(x: Any) -> bool:
 def kinds_of(
     aux: Sequence[tuple[str, Any]], differs: Sequence[bool], rows: Sequence[bool]
 ) -> list[str]:
-    """What becomes of each leaf of the aux.
+    """Returns how each leaf of the aux is combined over devices.
 
     Args:
-      aux: path and type of each.
-      differs: whether it differs between devices.
-      rows: whether its dim 0 is that of the batch.
+      aux: Path and type of each leaf.
+      differs: True for each leaf that differs between devices.
+      rows: True for each leaf whose dim 0 is that of the batch.
 
     Raises:
-      ValueError: one that differs is no float, so it has no mean.
+      ValueError: A leaf that differs is not a float, so it has no mean.
     """
     kinds = []
     for (path, like), differ, row in zip(aux, differs, rows, strict=True):

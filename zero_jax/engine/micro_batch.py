@@ -74,7 +74,7 @@ def fold_keys(extras: Any, index: Any) -> Any:
 
 
 def check_batch(batch: PyTree, n: int, k: int) -> None:
-    """Raises unless n devices x k micro-batches divide the rows of every array of the batch."""
+    """Raises ValueError if n devices x k micro-batches do not divide the rows of an array."""
     rows = {}
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = jax.tree_util.keystr(path) or "the batch"

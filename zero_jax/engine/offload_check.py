@@ -65,13 +65,13 @@ class WrongHere(ValueError):
 
 
 def ensure(settings: Config) -> None:
-    """Checks offload, if any is asked for, the first time that it is used here.
+    """Checks offload, if it is used, the first time on this machine.
 
     Args:
-      settings: whose states, or whose remat policy, may use host memory.
+      settings: Settings whose state or remat policy may use host memory.
 
     Raises:
-      WrongHere: a result differs; names the versions and the device.
+      WrongHere: A result differs; the message has the versions and the device.
     """
     mesh = settings.mesh
     saves = any(place.host for place in policies.parse(settings.remat).places)

@@ -50,7 +50,7 @@ class ZeroState(NamedTuple):
     guard: Guard
 
     def __getattr__(self, name: str) -> Any:
-        """A field of the wrapped state: `optax.contrib.schedule_free_eval_params` asks for some."""
+        """Returns a field of the wrapped state, for `optax.contrib.schedule_free_eval_params`."""
         wraps = isinstance(self.inner, (NarrowState, ChangingState))
         inner = self.inner.inner if wraps else self.inner
         if name in getattr(inner, "_fields", ()):
@@ -91,11 +91,7 @@ def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform
       A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
       not finite changes only the counters of skipped steps and the loss scale.
     """
-    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        raise ValueError(
-            f"`tx`={tx!r} is not an optax transformation with `init` and `update`: pass for "
-            "example optax.adamw(1e-3)"
-        )
+    _check_transformation(tx)
     if isinstance(tx, ZeroTransform):
         raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
     made = _Partition(tx, config)
@@ -104,6 +100,14 @@ def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform
     wrapped.apply, wrapped.resume, wrapped.plain = made.apply, made.resume, tx
     wrapped.restated = made.restated
     return wrapped
+
+
+def _check_transformation(tx: Any) -> None:
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"`tx`={tx!r} is not an optax transformation with `init` and `update`: pass for "
+            "example optax.adamw(1e-3)"
+        )
 
 
 def _settings_of(config: Config) -> tuple[Any, ...]:
@@ -118,8 +122,9 @@ def check_made_for(tx: Any, config: Config) -> None:
     """Checks that a transformation was wrapped for these settings.
 
     Raises:
-      ValueError: It is a plain optax transformation, or has other settings.
+      ValueError: It is no transformation, a plain optax transformation, or has other settings.
     """
+    _check_transformation(tx)
     if not isinstance(tx, ZeroTransform):
         raise ValueError(
             f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, tx = "

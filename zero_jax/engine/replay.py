@@ -117,7 +117,7 @@ def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Plac
 
 
 def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | None:
-    """Where the results of an equation of a layer are kept, or None. A gathered weight never is."""
+    """Returns where the results of an equation are saved, or None, as for gathered parameters."""
     place = policy.place_of(eqn)
     if place is None or not any(v in pure for v in eqn.outvars):
         return place

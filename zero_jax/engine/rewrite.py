@@ -296,7 +296,7 @@ def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:
 
 
 def _check_names(jaxpr: jex.Jaxpr, policy: Remat) -> None:
-    """Raises if a name marks nothing."""
+    """Raises ValueError if a name marks no value."""
     marked = equations.names_in(jaxpr) if policy.names else set()
     for name, _ in policy.names:
         if name not in marked:

@@ -97,7 +97,7 @@ def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> N
 
 
 def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
-    """Raises `_Unlike` unless the state and the updates of shards are shards."""
+    """Raises `_Unlike` if the state or the updates of shards are not shards."""
     tx = optax.with_extra_args_support(tx)
 
     def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
@@ -127,7 +127,7 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 
 def _same_program(full: Any, piece: Any) -> None:
-    """Raises unless the results on shards are shards of the results on full leaves."""
+    """Raises `_Unlike` if results on shards are not shards of the results on full leaves."""
     one, other = getattr(full, "jaxpr", full), getattr(piece, "jaxpr", piece)
     sizes = [(len(p.eqns), len(p.invars), len(p.constvars)) for p in (one, other)]
     if sizes[0] != sizes[1]:
@@ -155,7 +155,7 @@ def _same_atoms(
 
 
 def _same_equation(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> None:
-    """Raises unless of operands that are shards it makes the shards of its results."""
+    """Raises `_Unlike` if the equation maps shards to anything but shards of its results."""
     name = full.primitive.name
     if full.primitive is not piece.primitive:
         raise _Unlike(f"it runs {piece.primitive.name} on a shard and {name} on a full leaf")
@@ -188,7 +188,7 @@ def _settings(eqn: jex.JaxprEqn) -> dict[str, Any]:
 
 
 def _cut_dim(full: Atom, piece: Atom) -> int | None:
-    """The dim along which a value is a shard; None if it is whole."""
+    """Returns the dim along which a value is sharded, or None."""
     shapes = _shape(full), _shape(piece)
     dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
     if len(dims) > 1 or len(shapes[0]) != len(shapes[1]):

@@ -229,7 +229,7 @@ def _unboxed(tree: PyTree) -> PyTree:
 
 
 def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
-    """Raises if the weight of the loss depends on parameters."""
+    """Raises ValueError if the weight of the loss depends on parameters."""
     if marks.marked(closed, trained, marks.HAS_GRADIENT)[1]:
         raise ValueError(
             "`weight` of zero_jax.Weighted(sum, weight) depends on the parameters, but no "
@@ -269,7 +269,7 @@ def _is_key(like: Any) -> bool:
 
 
 def _grow(program: _Program, rows: PyTree, unsure: Sequence[str]) -> list[bool]:
-    """Which leaves of the aux have the rows of the batch as dim 0: they grow with it."""
+    """Returns True for each aux leaf with the batch as dim 0, which grows with the batch."""
     count = jax.tree.leaves(rows)[0].shape[0]
     longer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
@@ -281,9 +281,8 @@ def _grow(program: _Program, rows: PyTree, unsure: Sequence[str]) -> list[bool]:
     except Exception as error:
         raise ValueError(
             f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), but the "
-            f"loss cannot be traced with {2 * count} rows to see if it grows. Write the loss for "
-            "any number of rows, or return values other than rows as aux[None]. The error of that "
-            f"trace: {error}"
+            f"loss cannot be traced with {2 * count} rows. Write the loss for any number of rows, "
+            f"or return values other than rows as aux[None]. The error of that trace: {error}"
         ) from error
     finally:
         program.aux, program.weighted = before

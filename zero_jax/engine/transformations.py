@@ -34,7 +34,7 @@ def refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None
 
 
 def check_updates(grads: PyTree, updates: PyTree) -> None:
-    """Raises where an update has lost the first dim of its gradient."""
+    """Raises ValueError if an update lacks the first dim of its gradient."""
     pairs = zip(paths.named_leaves(grads), jax.tree.leaves(updates), strict=False)
     for (name, given), made in pairs:
         if given.shape != made.shape and given.shape[1:] == made.shape:
@@ -49,8 +49,10 @@ def check_updates(grads: PyTree, updates: PyTree) -> None:
 def without_frozen(
     tx: optax.GradientTransformation, frozen: Frozen
 ) -> optax.GradientTransformation:
-    """The transformation on trained leaves only: the others get no state and no update. Its state
-    has the same structure before and after every update."""
+    """Returns the transformation on trained leaves only: others get no state and no update.
+
+    Its state has the same structure before and after every update.
+    """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
 

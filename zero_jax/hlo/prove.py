@@ -59,15 +59,15 @@ _MEMORY = tuple(
 
 
 def check(target: Target, devices: int, given: str | None = None) -> str:
-    """The topology that is compiled for; asked before anything is traced.
+    """Returns the topology to compile for; called before any tracing.
 
     Args:
-      target: what to compile for.
-      devices: how many.
-      given: see `topology`.
+      target: The target to compile for.
+      devices: Number of devices.
+      given: See `topology`.
 
     Raises:
-      ValueError: the target cannot be compiled for here; says what to install.
+      ValueError: The target cannot be compiled for here; the message says what to install.
     """
     if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
@@ -159,7 +159,7 @@ def _check_installed(target: Target) -> None:
 
 
 def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dict[str, Any]:
-    """The step as a portable program of flat arrays, and what the child must know of those."""
+    """Returns the step as a portable program of flat arrays, and the description of the arrays."""
     leaves, treedef = jax.tree.flatten(tuple(args))
     count = len(jax.tree.leaves(tuple(args[:donated])))
     impls = [

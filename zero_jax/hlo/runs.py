@@ -65,10 +65,10 @@ class Totals:
         return total
 
     def instruction(self, computation: Computation, i: Instruction) -> Cost:
-        """Of one run of an instruction.
+        """Returns the cost of one run of an instruction.
 
         Raises:
-          ValueError: it runs something that costs in a loop whose trip count is unknown.
+          ValueError: A loop with a cost has an unknown trip count.
         """
         own = self._cost(computation, i)
         if own is not None:

@@ -66,7 +66,7 @@ def recipes(
     frozen: Sequence[bool],
     masters: Sequence[bool],
 ) -> dict[int, Recipe]:
-    """A recipe for each leaf that has something in host memory."""
+    """Returns a recipe for each leaf with state or parameters in host memory."""
     found = {}
     for at, cut in enumerate(cuts):
         states = [j for j, (o, h) in enumerate(zip(owner, held, strict=True)) if o == at and h]

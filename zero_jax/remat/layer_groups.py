@@ -114,10 +114,10 @@ def loop(
 
 
 def size_of(length: int) -> int:
-    """How many of `length` scanned layers one group has; all groups are of one size.
+    """Returns the number of scanned layers in a group; all groups have the same size.
 
     Raises:
-      CannotGroup: it has no divisor, so that nothing would be gained.
+      CannotGroup: `length` has no divisor, so groups would save no memory.
 
     >>> size_of(36), size_of(48), size_of(98)
     (6, 6, 7)

@@ -207,10 +207,10 @@ def _check(policy: Remat) -> None:
 
 
 def on_host(text: str) -> str:
-    """The policy with all that it keeps in host memory: what `offload="activations"` makes of it.
+    """Returns the policy with all saved values in host memory, for `offload="activations"`.
 
     Raises:
-      ValueError: for a policy that keeps everything, or products, on the device.
+      ValueError: The policy saves all values, or products, on the device.
 
     >>> on_host("block"), on_host("names@partitioned:a,b")
     ('block@host', 'names@partitioned+host:a@host,b@host')
@@ -230,11 +230,11 @@ def check(text: str, mesh: AnyMesh) -> Remat:
     """Reads a policy and checks that the mesh has what it needs.
 
     Args:
-      text: the policy.
-      mesh: of real devices, or abstract, which has every kind of memory.
+      text: The policy.
+      mesh: A mesh of devices, or an abstract one, which has every kind of memory.
 
     Raises:
-      ValueError: as `parse`; partitioned without a `model` axis; host on devices without
+      ValueError: As in `parse`; partitioned without a `model` axis; host on devices without
         pinned host memory.
     """
     policy = parse(text)
@@ -259,7 +259,7 @@ def _at(place: Place) -> str:
 
 
 def _placed(text: str, part: str) -> tuple[str, Place]:
-    """One name with its place, "a@host"."""
+    """Parses one name with its place, "a@host"."""
     name, at, place = (word.strip() for word in part.partition("@"))
     if not at:
         return name, DEVICE

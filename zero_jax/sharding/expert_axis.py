@@ -22,14 +22,14 @@ class ExpertAxis:
     size: int = 1
 
     def dims(self, tree: PyTree, model: Sequence[int | None]) -> list[int | None]:
-        """The dim of each leaf that its model names "experts", counted from the end, or None.
+        """Returns the dim of each leaf that is named "experts", counted from the end, or None.
 
         Args:
-          tree: a logical tree, of arrays or ShapeDtypeStructs.
-          model: the dim of each that is split over `model`.
+          tree: A tree of full arrays or ShapeDtypeStructs.
+          model: The dim of each leaf that is sharded over `model`.
 
         Raises:
-          ValueError: no leaf has one, the groups do not divide it, or `model` splits it too.
+          ValueError: No leaf has one, the groups do not divide it, or it is sharded over `model`.
         """
         leaves = paths.named_leaves(tree)
         if self.size == 1:

@@ -189,7 +189,7 @@ def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
             )
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are real: store its "
+                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are real. Store its "
                 "real and imaginary parts as two float32 arrays, and join them in the loss "
                 "(jax.lax.complex)"
             )

@@ -78,7 +78,7 @@ class ModelAxis:
         return [0 < len(given) == len(x.shape) - 1 for x, given in names]
 
     def check_split(self, dims: Sequence[int | None]) -> None:
-        """Raises ValueError if a model axis splits no leaf at all."""
+        """Raises ValueError if no leaf is sharded over the model axis."""
         if self.size > 1 and dims and all(dim is None for dim in dims):
             if self.specs is not None:
                 given = {pattern: spec for pattern, spec in self.specs}
@@ -134,10 +134,10 @@ class ModelAxis:
 
 
 def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Model specs as pairs.
+    """Returns the specs as pairs of a pattern and a PartitionSpec.
 
     Raises:
-      ValueError: one is not a PartitionSpec.
+      ValueError: One is not a PartitionSpec.
     """
     specs = tuple(dict(given).items())
     for pattern, spec in specs:
@@ -150,12 +150,12 @@ def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
-    """Rules for the names of dims as pairs of a name and `model` or None.
+    """Returns the rules as pairs of a dim's name and `model` or None.
 
-    Axes that the step is manual over (a batch over `data`) are nothing to split by inside it.
+    The step is manual over the other axes (a batch over `data`), so they become None.
 
     Raises:
-      ValueError: one is not a pair of a name and a mesh axis.
+      ValueError: One is not a pair of a name and a mesh axis.
 
     >>> check_rules({"batch": "data", "mlp": ("model",)})
     (('batch', None), ('mlp', 'model'))

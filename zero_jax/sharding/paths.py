@@ -96,7 +96,7 @@ def _unwrapped(tree: PyTree, prefix: tuple[Any, ...]) -> Iterator[tuple[tuple[An
 
 
 def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
-    """Which names a pattern is found in; raises if it is in none, which is always a slip."""
+    """Returns True for each name that matches a pattern; raises ValueError if none does."""
     try:
         found = [re.search(pattern, name) is not None for name in names]
     except re.error as error:
