@@ -45,7 +45,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Prints the report; returns 1 if offload is wrong here, else 0."""
+    """Prints the report; returns 1 if the offload check fails, else 0."""
     parser = argparse.ArgumentParser("python -m zero_jax.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="Skip the offload check.")
@@ -59,12 +59,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _found(part: Callable[[], Rows]) -> Rows:
-    """Returns a part of the report, or the error in its place."""
+    """Returns the rows of a probe, or the error that it raised."""
     try:
         return part()
     except Exception as error:  # whatever it is, the rest is worth having
         said = str(error).partition("\n")[0]
-        return [(part.__name__.strip("_"), f"unavailable: {type(error).__name__}: {said}")]
+        return [(part.__name__.strip("_"), f"unknown: {type(error).__name__}: {said}")]
 
 
 def _versions() -> Rows:
@@ -84,7 +84,7 @@ def _devices() -> Rows:
     rows = [
         ("backend", jax.default_backend()),
         ("devices", f"{len(devices)} x {devices[0].device_kind}"),
-        ("processes", f"{jax.process_count()}, this is process {jax.process_index()}"),
+        ("processes", f"{jax.process_count()}, this is {jax.process_index()}"),
     ]
     pool = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     rows.append(("device memory", gigabytes(pool) + " for JAX" if pool else "unknown"))
@@ -110,7 +110,7 @@ def _host() -> Rows:
         if path.exists():
             said = path.read_text().strip()
             limited = said.isdigit() and int(said) < whole
-            rows.append(("of this group", gigabytes(int(said)) if limited else "no limit"))
+            rows.append(("cgroup memory", gigabytes(int(said)) if limited else "no limit"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = locked == resource.RLIM_INFINITY
     rows.append(("locked memory", "no limit" if unlimited else f"at most {gigabytes(locked)}"))

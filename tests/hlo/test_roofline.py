@@ -231,7 +231,7 @@ def test_of_a_conditional_the_branch_that_takes_longest_runs():
     assert t.exposed_seconds == pytest.approx(wire)
     said = " ".join(t.assumptions)
     peaks = ("989.4 TFLOP/s", "3352 GB/s", "450 GB/s", "50 GB/s", "400 GB/s")
-    for part in ("dearer branch", "__cudnn$fmhaSoftmax", "h100", *peaks):
+    for part in ("expensive branch", "__cudnn$fmhaSoftmax", "h100", *peaks):
         assert part in said
     said = " ".join(sent("all-gather", 64, "replica_groups={}").assumptions)
     assert "conditional" not in said and "library" not in said

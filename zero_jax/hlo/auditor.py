@@ -194,7 +194,7 @@ def format_table(report: Audit) -> str:
         source = c.op_name[-48:] or c.name
         cells = (c.kind, c.dtype, c.elements, c.group_size, runs, shown, source)
         rows.append((-words, line.format(*cells)))
-    title = line.format("kind", "dtype", "elements", "group", "runs", "sent", "from")
+    title = line.format("kind", "dtype", "elements", "group", "runs", "elements sent", "from")
     return "\n".join([title, *(row for _, row in sorted(rows))])
 
 

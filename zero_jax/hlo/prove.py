@@ -1,4 +1,4 @@
-"""Compiles a step for devices that are not there, in a process of its own.
+"""Compiles a step for a target device ahead of time, in a separate process.
 
 The step is traced here on an abstract mesh, exported (`jax.export`), and compiled by a child
 process that knows the target: an H100 by its description, a TPU by its topology, CPU devices by
@@ -38,11 +38,11 @@ _NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
-        "cuDNN's fused attention: without cuDNN the model's other attention is compiled instead",
+        "cuDNN's fused attention: the model's attention for other devices is compiled instead",
     ),
     "tpu": (
         "elements sent: the compiler turns gathers and scatters into all-reduces",
-        "FLOPs: matrix products are convolutions, whose padding is counted too",
+        "FLOPs: its products are convolutions, whose padding is counted too",
     ),
     "cpu": ("bf16 is widened to fp32, in communication and in temporaries",),
 }
@@ -71,8 +71,7 @@ def check(target: Target, devices: int, given: str | None = None) -> str:
     """
     if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
-            f"`target`={target.name!r} is for closed forms only, because JAX does not run on it. "
-            "Compile for h100"
+            f"`target`={target.name!r} is for predictions only, JAX does not run on it: use h100"
         )
     _check_installed(target)
     return "" if target.platform == "cpu" else topology(target, devices, given)
@@ -153,7 +152,7 @@ def _check_installed(target: Target) -> None:
     modules = known.get(target.platform, ())
     if modules and not any(map(importlib.util.find_spec, modules)):
         raise ValueError(
-            f"`target`={target.name!r} requires {modules[0]}, which is not installed: "
+            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
             f"{install_line(target)}"
         )
 

@@ -134,7 +134,7 @@ def format_step_time(t: StepTime) -> str:
         f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
         f"({t.flops / 1e12:.1f} TFLOP), memory {t.memory_seconds:.4f} s "
         f"({t.traffic_bytes / 1e9:.1f} GB)",
-        f"network  {t.wire_seconds:9.4f} s  overlapped {t.covered_seconds:.4f} s "
+        f"sending  {t.wire_seconds:9.4f} s  overlapped {t.covered_seconds:.4f} s "
         f"({t.covered:.0%}), exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
     ]
     if t.model_flops_fraction is not None:
@@ -199,22 +199,21 @@ def _assumptions(
     fast, slow, in_host = target.fast_wire / 1e9, target.slow_wire / 1e9, target.host_devices
     found = [
         f"Every kernel reaches the peaks of {target.name}: {target.flops / 1e12:.4g} TFLOP/s of "
-        f"16-bit matrix products, for all dtypes, and {target.memory_bandwidth / 1e9:.4g} GB/s of "
-        "memory. A run reaches less.",
-        "A kernel takes the longer of its matrix products and its memory traffic; other "
-        "arithmetic is free. Kernels run one after the other, without launch gaps.",
-        "A kernel reads its operands from memory once and writes its results there. Caches make "
-        "it faster, repeated reads slower.",
-        f"Collectives are rings without latency: {fast:.4g} GB/s per device within a host of "
-        f"{in_host}. Between hosts they have {slow:.4g} GB/s for each device that the group has "
-        f"on a host, {min(fast, in_host * slow):.4g} GB/s for all. Devices are numbered host by "
-        "host. In an all-to-all, parts for devices of the same host stay in it.",
-        "All collectives share one interconnect and run one after the other, in the order of "
-        "their starts. Matrix products scheduled meanwhile, at their peak, overlap with them; "
-        "other kernels do not.",
+        f"16-bit matrix products, whatever the dtype, and {target.memory_bandwidth / 1e9:.4g} GB/s "
+        "of memory; a run reaches less.",
+        "A kernel takes the longer of its matrix products and its memory traffic, other arithmetic "
+        "is free; kernels run one after the other, without launch gaps.",
+        "A kernel reads its operands from memory once and writes its results there; caches and "
+        "repeated reads are ignored.",
+        f"Collectives are rings without latency: {fast:.4g} GB/s a device within a host of "
+        f"{in_host}; between hosts {slow:.4g} GB/s for each device that the group has on a host, "
+        f"{min(fast, in_host * slow):.4g} GB/s for all; devices are numbered host by host. An "
+        "all-to-all sends only the parts for other hosts between hosts.",
+        "All collectives share one interconnect, one after the other as they are started. They "
+        "overlap with matrix products scheduled meanwhile, and with no other kernel.",
     ]
     if any(c.conditional for c in collectives):
-        found.append("A conditional runs its dearer branch.")
+        found.append("The more expensive branch of a conditional runs.")
     if uncounted:
-        found.append(f"The FLOPs of these library calls are not counted: {', '.join(uncounted)}.")
+        found.append(f"The FLOPs of these library calls are left out: {', '.join(uncounted)}.")
     return tuple(found)

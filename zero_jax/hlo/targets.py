@@ -251,13 +251,13 @@ def topology(target: Target, devices: int, given: str | None = None) -> str:
         parts = given.lower().split("x")
         if len(parts) != 3 or not all(p.isdigit() for p in parts):
             raise ValueError(
-                f"`topology`={given!r}: write three numbers, for example 8x1x8 for 8 hosts of 8 "
-                "GPUs"
+                f"`topology`={given!r}: write three numbers, such as 8x1x8 for 8 hosts of 8 GPUs"
             )
         if (count := math.prod(map(int, parts))) != devices:
             raise ValueError(
-                f"`topology`={given!r} has {count} devices, but the plan is for {devices}: make "
-                f"the product {devices}"
+                f"`topology`={given!r} has {count} devices, but the plan is for {devices}: the "
+                "product "
+                f"must be {devices}"
             )
         return given.lower()
     if target.platform == "tpu":
@@ -265,8 +265,8 @@ def topology(target: Target, devices: int, given: str | None = None) -> str:
     size = min(target.host_devices, devices)
     if devices % size:
         raise ValueError(
-            f"{devices} devices do not fill hosts of {size}: use {-(-devices // size) * size} "
-            f"devices, or a `topology`, for example {devices}x1x1 for one device per host"
+            f"{devices} devices do not fill hosts of {size}: use {-(-devices // size) * size}, or "
+            f"set a topology, such as {devices}x1x1 for one device per host"
         )
     return f"{devices // size}x1x{size}"
 
