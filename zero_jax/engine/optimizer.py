@@ -91,7 +91,7 @@ def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform
       A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
       not finite changes only the counters of skipped steps and the loss scale.
     """
-    _check_transformation(tx)
+    _check_transformation(tx, "optax.adamw(1e-3)")
     if isinstance(tx, ZeroTransform):
         raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
     made = _Partition(tx, config)
@@ -102,11 +102,11 @@ def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform
     return wrapped
 
 
-def _check_transformation(tx: Any) -> None:
+def _check_transformation(tx: Any, example: str) -> None:
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise ValueError(
             f"`tx`={tx!r} is not an optax transformation with `init` and `update`: pass for "
-            "example optax.adamw(1e-3)"
+            f"example {example}"
         )
 
 
@@ -124,7 +124,7 @@ def check_made_for(tx: Any, config: Config) -> None:
     Raises:
       ValueError: It is no transformation, a plain optax transformation, or has other settings.
     """
-    _check_transformation(tx)
+    _check_transformation(tx, "zero.optimizer(optax.adamw(1e-3))")
     if not isinstance(tx, ZeroTransform):
         raise ValueError(
             f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, tx = "
