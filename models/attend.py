@@ -22,10 +22,10 @@ def kernel_for(
     """Returns the attention that "auto" takes on a GPU, and the reason.
 
     Args:
-      dtype: of queries, keys and values.
+      dtype: Dtype of queries, keys and values.
       head_dim: H.
-      tokens: T, of a row.
-      packed: whether rows hold several documents, told apart by segments.
+      tokens: T, tokens in a row.
+      packed: True if rows hold several documents, separated by segments.
 
     >>> kernel_for("bfloat16", 128, 32768, packed=False)
     ('cudnn', '')
@@ -34,9 +34,9 @@ def kernel_for(
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return "xla", f"cuDNN takes bfloat16 and float16, not {dtype}"
+        return "xla", f"cuDNN supports bfloat16 and float16, not {dtype}"
     if head_dim % 8 or head_dim > LARGEST_HEAD:
-        return "xla", f"head dim {head_dim} is no multiple of 8 up to {LARGEST_HEAD}"
+        return "xla", f"head dim {head_dim} is not a multiple of 8 up to {LARGEST_HEAD}"
     if packed and tokens > LONGEST_PACKED:
         size = f"{2 * tokens**2 / 1e9:.1f} GB a row"
         return "xla", (

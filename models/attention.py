@@ -77,17 +77,23 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, window: int 
     heads = k.shape[2] if k.ndim == 4 else 0
     if kinds[1] != kinds[2] or k.shape != (B, T, heads, H) or q.dtype != k.dtype:
         raise ValueError(
-            f"queries, keys and values are {', '.join(kinds)}: give all the same shape and dtype "
-            "(keys and values may have fewer heads), or use jax.nn.dot_product_attention"
+            f"queries, keys and values are {', '.join(kinds)}: equal shapes and dtypes are "
+            "required (keys and values may have fewer heads). For others use "
+            "jax.nn.dot_product_attention"
         )
     if not heads or N % heads:
-        raise ValueError(f"{heads} heads of keys do not divide {N} of queries: {', '.join(kinds)}")
+        raise ValueError(
+            f"{heads} heads of keys must divide {N} heads of queries: {', '.join(kinds)}"
+        )
     if segments is not None and segments.shape != (B, T):
         raise ValueError(
-            f"segments are {list(segments.shape)}, but rows are {[B, T]}: give one for each token"
+            f"`segments` has shape {list(segments.shape)}, but rows have shape {[B, T]}: give one "
+            "number for each token"
         )
     if window is not None and window < 1:
-        raise ValueError(f"window={window}: a position sees itself at least, give 1 or more")
+        raise ValueError(
+            f"`window`={window}: at least 1 is required, because a position sees itself"
+        )
 
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -84,21 +84,21 @@ class Decoder(nnx.Module):
         segments_BxT: jax.Array | None = None,
         positions_BxT: jax.Array | None = None,
     ) -> tuple[jax.Array, Routed | None]:
-        """Returns the final hidden states, and what routers did, if any, stacked over layers.
+        """Returns the final hidden states, and the routing statistics, if any, stacked over layers.
 
         Args:
-          tokens_BxT: token ids.
-          segments_BxT: numbers of documents that share a row; a token sees its own alone.
-          positions_BxT: of each token in its document; by default its place in the row.
+          tokens_BxT: Token ids.
+          segments_BxT: Document numbers in a packed row; attention stays within a document.
+          positions_BxT: Position of each token in its document; by default its index in the row.
 
         Raises:
-          ValueError: the rows are longer than the model is made for.
+          ValueError: The rows have more than `config.seq` tokens.
         """
         config, T = self.config, tokens_BxT.shape[-1]
         if T > config.seq:
             raise ValueError(
-                f"Rows of {T} tokens were given, but the model is made for {config.seq}; cut the "
-                f"rows, or build it with seq={T} or more."
+                f"rows have {T} tokens, but the model is built for {config.seq}: shorten the "
+                f"rows, or build it with seq={T} or more"
             )
         if positions_BxT is None:
             positions_BxT = jnp.arange(T)[None]

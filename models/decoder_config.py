@@ -54,13 +54,13 @@ class Mixture:
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(
-                f"chosen={self.chosen} of experts={self.experts}: a token goes to one at least, "
-                "and to no expert twice."
+                f"`chosen`={self.chosen} with `experts`={self.experts}: a number from 1 to the "
+                "number of experts is required"
             )
         if self.capacity is not None and not self.capacity > 0:
             raise ValueError(
-                f"capacity={self.capacity} would drop every token: give 1.25 say, or None to drop "
-                "none."
+                f"`capacity`={self.capacity}: a positive number is required, for example 1.25, or "
+                "None to drop no token"
             )
 
     def room(self, tokens: int) -> int:
@@ -141,30 +141,31 @@ class DecoderConfig:
         sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "hidden", "vocab", "seq")
         for name in (*sizes, "loss_chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}, but it must be at least 1.")
+                raise ValueError(f"`{name}`={getattr(self, name)}: at least 1 is required")
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"kv_heads={self.kv_heads} must divide heads={self.heads}: each head of keys is "
-                "read by as many heads of queries."
+                f"`kv_heads`={self.kv_heads} must divide `heads`={self.heads}: each head of keys "
+                "serves the same number of heads of queries"
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim={self.head_dim}, but rotary positions turn pairs: make it even."
+                f"`head_dim`={self.head_dim}: an even number is required, because rotary "
+                "positions rotate pairs"
             )
         if self.mixture is not None and self.mlp_bias:
-            raise ValueError("mlp_bias=True, but experts have no biases: leave it out.")
+            raise ValueError("`mlp_bias`=True, but experts have no biases: leave it out")
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"window={self.window}, but a position sees itself at least: give 1 or more."
+                f"`window`={self.window}: at least 1 is required, because a position sees itself"
             )
         if self.sliding and (self.window is None or len(self.sliding) != self.layers):
             raise ValueError(
-                f"sliding names {len(self.sliding)} layers of {self.layers}, with "
-                f"window={self.window}: give one for each layer, and the window that they see."
+                f"`sliding` has {len(self.sliding)} values for {self.layers} layers, with "
+                f"`window`={self.window}: give one for each layer, and a window"
             )
         for name, known in (("attention", ATTENTION), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}, but it must be one of {known}.")
+                raise ValueError(f"`{name}`={getattr(self, name)!r}: use one of {known}")
 
     @property
     def slides(self) -> tuple[bool, ...]:

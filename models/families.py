@@ -55,8 +55,8 @@ def with_capacity(config: Config, capacity: float | None) -> Config:
     mixture = getattr(config, "mixture", None)
     if mixture is None:
         raise ValueError(
-            f"capacity={capacity}: the model has no experts to take tokens; leave it out, or take "
-            "one that has, mixtral-8x7b say"
+            f"`capacity`={capacity}: the model has no experts. Leave it out, or use a model with "
+            "experts, for example mixtral-8x7b"
         )
     return dataclasses.replace(config, mixture=dataclasses.replace(mixture, capacity=capacity))
 

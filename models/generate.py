@@ -42,8 +42,8 @@ def generate(
     """
     if prompt_T.ndim != 1 or prompt_T.size == 0:
         raise ValueError(
-            f"The prompt has shape {prompt_T.shape}, but it must be one row of at least one "
-            "token; pass jnp.zeros(1, int) to start from token 0."
+            f"`prompt_T` has shape {prompt_T.shape}, but one row of at least one token is "
+            "required, for example jnp.zeros(1, int)"
         )
     graphdef, state = nnx.split(model)
     window = min(model.config.seq, prompt_T.size + steps)

@@ -185,19 +185,19 @@ class GPT(nnx.Module):
         """Returns the final hidden states (B, T, D), after the last layer norm.
 
         Args:
-          tokens_BxT: token ids, T at most `config.seq`.
-          segments_BxT: numbers of documents that share a row; a token sees its own alone.
-          positions_BxT: of each token in its document; by default its place in the row.
-          dropout_key: a typed key of `jax.random.key`; None is deterministic.
+          tokens_BxT: Token ids, T at most `config.seq`.
+          segments_BxT: Document numbers in a packed row; attention stays within a document.
+          positions_BxT: Position of each token in its document; by default its index in the row.
+          dropout_key: A typed key of `jax.random.key`; None is deterministic.
 
         Raises:
-          ValueError: the rows are longer than there are positions.
+          ValueError: The rows have more tokens than the model has positions.
         """
         config, T = self.config, tokens_BxT.shape[-1]
         if T > config.seq:
             raise ValueError(
-                f"Rows of {T} tokens were given, but the model has {config.seq} positions; "
-                f"cut the rows, or build it with seq={T} or more."
+                f"rows have {T} tokens, but the model has {config.seq} positions: shorten the "
+                f"rows, or build it with seq={T} or more"
             )
         key = dropout_key if config.dropout > 0.0 else None
         embed_key, blocks_key = _split(key, 2)

@@ -43,20 +43,22 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocab", "seq", "loss_chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}, but it must be at least 1.")
+                raise ValueError(f"`{name}`={getattr(self, name)}: at least 1 is required")
         if self.width % self.heads:
             raise ValueError(
-                f"heads={self.heads} must divide width={self.width}, which leaves a remainder of "
-                f"{self.width % self.heads}; choose another number of heads, width // 64 say."
+                f"`heads`={self.heads} must divide `width`={self.width}, and leaves a remainder "
+                f"of {self.width % self.heads}. Use another number of heads, for example width // "
+                "64"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(
-                f"dropout={self.dropout}, but a rate must lie in [0, 1); use 0.0 to switch it off."
+                f"`dropout`={self.dropout}: a rate in [0, 1) is required, for example 0.0 to "
+                "switch it off"
             )
         if self.attention not in ATTENTION:
             raise ValueError(
-                f"attention={self.attention!r}, but it must be one of {ATTENTION}; "
-                '"auto" picks one for the device.'
+                f'`attention`={self.attention!r}: use one of {ATTENTION}; "auto" picks one for '
+                "the device"
             )
 
 

@@ -20,17 +20,17 @@ _KINDS: dict[str, Any] = {"gpt2": gpt2_from_json, **dict.fromkeys(MODEL_TYPES, d
 
 
 def config_of(known: Mapping[str, Any]) -> Config:
-    """The config of ours for the content of a config.json.
+    """Returns the config of models/ for the content of a config.json.
 
     Raises:
-      ValueError: it is of another kind of model, the nearest we have is named; or a setting of it
-        is one that ours does not compute.
+      ValueError: The model type or a setting is unsupported; the message has the nearest type.
     """
     kind = known.get("model_type", "gpt2")
     if kind not in _KINDS:
         near = difflib.get_close_matches(str(kind), _KINDS, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"model_type {kind!r} is none of {', '.join(_KINDS)}, of which {near} is the nearest"
+            f"model_type is {kind!r}, which is unsupported: {near} is the nearest of "
+            f"{', '.join(_KINDS)}"
         )
     found: Config = _KINDS[kind](known)
     return found

@@ -48,7 +48,7 @@ _OFF = {
 
 
 def from_json(given: Mapping[str, Any]) -> DecoderConfig:
-    """The config of a model of theirs.
+    """Returns the config of models/decoder.py for the content of a config.json.
 
     Raises:
       ValueError: models/decoder.py computes something else, or a size is missing.
@@ -56,7 +56,9 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
     given = _text_of(given)
     family = given.get("model_type")
     if family not in _FAMILIES:
-        raise ValueError(f"model_type {family!r} is none of {', '.join(MODEL_TYPES)}")
+        raise ValueError(
+            f"model_type is {family!r}, but it must be one of {', '.join(MODEL_TYPES)}"
+        )
     _check_off(given)
     known = complete(given, family)
     # Where all layers have experts, no layer has the MLP of intermediate_size.
@@ -73,7 +75,8 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
     activation = known[named]
     if activation not in _ACTIVATIONS:
         raise ValueError(
-            f"{named} is {activation!r}, and models/decoder.py has {' and '.join(_ACTIVATIONS)}"
+            f"{named} is {activation!r}, but models/decoder.py supports only "
+            f"{' and '.join(_ACTIVATIONS)}"
         )
     mixture = _mixture(known, family)
     check_tensors("num_hidden_layers", sizes["layers"], mixture.experts if mixture else 0)
@@ -97,12 +100,14 @@ def from_json(given: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _text_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model of a model of text and images; other configs as they are."""
+    """Returns the text config of a model of text and images; other configs unchanged."""
     if given.get("model_type") != "gemma3":
         return given
     text = given.get("text_config")
     if not isinstance(text, Mapping):
-        raise ValueError(f"text_config is {text!r}, but it should hold the settings of the text")
+        raise ValueError(
+            f"text_config is {text!r}, but it must have the settings of the text model"
+        )
     # transformers 5 reads the outer key, transformers 4 the inner one.
     outer, inner = (at.get("tie_word_embeddings", True) for at in (given, text))
     if outer != inner:
@@ -115,18 +120,20 @@ def _text_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_off(given: Mapping[str, Any]) -> None:
     for name, off in _OFF.items():
         if given.get(name) not in (None, off):
-            raise ValueError(f"{name} {given[name]!r} is not what models/decoder.py does, {off}")
+            raise ValueError(
+                f"{name} is {given[name]!r}, but models/decoder.py supports only {off}"
+            )
 
 
 def _mixture(known: Mapping[str, Any], family: str) -> Mixture | None:
-    """The experts of a config; every layer has them, or none."""
+    """Returns the experts of a config; all layers have experts, or none."""
     if family not in _EXPERTS:
         return None
     for name, every in (("mlp_only_layers", None), ("decoder_sparse_step", 1)):
         if (known.get(name, every) or None) != every:
             raise ValueError(
-                f"{name} is {known[name]!r}, so some layers have no experts, and in "
-                "models/decoder.py all have or none"
+                f"{name} is {known[name]!r}, so some layers have no experts. In models/decoder.py "
+                "all layers have experts, or none"
             )
     return Mixture(
         size(known, "num_local_experts"),
@@ -144,13 +151,13 @@ def _query_scale(known: Mapping[str, Any], family: str, head_dim: int) -> float 
 
 
 def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> dict[str, Any]:
-    """Which layers slide, and how far they see.
+    """Returns the layers with sliding-window attention, and their window.
 
     Args:
-      known: the keys of the family.
-      named: the file's layer_types, which some families ignore.
-      family: which one.
-      layers: how many.
+      known: The keys of the family.
+      named: The file's layer_types, which some families ignore.
+      family: Name of the family.
+      layers: Number of layers.
     """
     window = known.get("sliding_window")
     if "use_sliding_window" in known and not flag(known, "use_sliding_window"):
@@ -161,8 +168,8 @@ def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> 
         or any(kind not in (_FULL, _SLIDES) for kind in named)
     ):
         raise ValueError(
-            f"layer_types must name {_FULL} or {_SLIDES} for each of {layers} layers, and is "
-            f"{str(named)[:200]}"
+            f"layer_types is {str(named)[:200]}, but it must have {_FULL} or {_SLIDES} for each "
+            f"of {layers} layers"
         )
     if "layer_types" in known and named is not None:
         slides = tuple(kind == _SLIDES for kind in named)
@@ -176,14 +183,14 @@ def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> 
     else:
         first = known["max_window_layers"]
         if type(first) is not int:
-            raise ValueError(f"max_window_layers is {first!r}, but it should be a number")
+            raise ValueError(f"max_window_layers is {first!r}, but it must be a number")
         slides = tuple(at >= first for at in range(layers))
     if any(slides) and window is None:
-        raise ValueError(f"layer_types has {_SLIDES}, but sliding_window gives those no window")
+        raise ValueError(f"layer_types has {_SLIDES}, but sliding_window sets no window")
     if named is not None and slides != tuple(kind == _SLIDES for kind in named):
         raise ValueError(
             f"layer_types is ignored by a {family} of transformers, whose layers all have "
-            f"{_SLIDES if any(slides) else _FULL} here: remove it, or give another model_type"
+            f"{_SLIDES if any(slides) else _FULL} here. Remove it, or use another model_type"
         )
     if not any(slides):
         return {}
@@ -194,16 +201,18 @@ def _windows(known: Mapping[str, Any], named: Any, family: str, layers: int) -> 
 
 
 def _ropes(known: Mapping[str, Any], family: str) -> tuple[Rope, Rope | None]:
-    """Of layers that see everything, and of those that slide if theirs is another."""
+    """Returns the RoPE of full attention, and that of sliding windows if it differs."""
     scaling, given = known["rope_scaling"] or {}, known["rope_parameters"] or {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(known[name] or {}, Mapping):
-            raise ValueError(f"{name} is {known[name]!r}, but it should hold settings")
+            raise ValueError(f"{name} is {known[name]!r}, but it must have settings")
     theta = number(known, "rope_theta")
     if family != "gemma3_text":
         given = scaling or given
         if _FULL in given or _SLIDES in given:
-            raise ValueError(f"rope_parameters by kind of layer are for gemma3, not for {family}")
+            raise ValueError(
+                f"rope_parameters by kind of layer are supported for gemma3, not for {family}"
+            )
         return _rope(given, theta, known), None
     if given and not {*given} & {_FULL, _SLIDES}:
         raise ValueError(f"rope_parameters of gemma3 must have {_FULL} and {_SLIDES}")
@@ -216,7 +225,7 @@ def _ropes(known: Mapping[str, Any], family: str) -> tuple[Rope, Rope | None]:
 
 def _rope(given: Mapping[str, Any], theta: float, known: Mapping[str, Any]) -> Rope:
     if not isinstance(given, Mapping):
-        raise ValueError(f"rope_parameters has {given!r}, but it should hold settings")
+        raise ValueError(f"rope_parameters has {given!r}, but it must have settings")
     _check_off(given)
     kind = given.get("rope_type", given.get("type", "default"))
     own = {"rope_theta": theta, **given}
@@ -227,8 +236,7 @@ def _rope(given: Mapping[str, Any], theta: float, known: Mapping[str, Any]) -> R
         return Rope(theta, number(own, "factor"))
     if kind != "llama3":
         raise ValueError(
-            f"its positions are of the kind {kind!r}, and models/decoder.py has default, linear "
-            "and llama3"
+            f"rope_type is {kind!r}, but models/decoder.py supports only default, linear and llama3"
         )
     own = {"original_max_position_embeddings": known["max_position_embeddings"], **given}
     turns = number(own, "low_freq_factor"), number(own, "high_freq_factor")
@@ -237,10 +245,10 @@ def _rope(given: Mapping[str, Any], theta: float, known: Mapping[str, Any]) -> R
 
 
 def to_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The content of their config.json, of the first family that computes this.
+    """Returns the content of a config.json, for the first family that computes this model.
 
     Raises:
-      ValueError: none does.
+      ValueError: No family computes it.
     """
     for family in _FAMILIES:
         known = _written(config, family, dtype)
@@ -251,8 +259,8 @@ def to_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         if _saved(back) == _saved(config):
             return known
     raise ValueError(
-        f"no model of {', '.join(_FAMILIES)} computes what this config says, {config}: change what "
-        "sets it apart"
+        f"no model of {', '.join(_FAMILIES)} computes this config, {config}: change the setting "
+        "that none of them has"
     )
 
 

@@ -128,14 +128,14 @@ def complete(given: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def size(known: Mapping[str, Any], name: str) -> int:
-    """Returns a size: a whole number from 1, below 2**31.
+    """Returns a size: an integer from 1, below 2**31.
 
     Raises:
       ValueError: It is something else.
     """
     value = known[name]
     if type(value) is not int:
-        raise ValueError(f"{name} is {value!r}, but it should be a number")
+        raise ValueError(f"{name} is {value!r}, but it must be a number")
     if not 1 <= value < 2**31:
         raise ValueError(f"{name} is {value}, but it must be at least 1 and below 2**31")
     return value
@@ -149,7 +149,7 @@ def number(known: Mapping[str, Any], name: str, least: float = 0.0) -> float:
     """
     value = known.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}, but it should be a number")
+        raise ValueError(f"{name} is {value!r}, but it must be a number")
     if not (math.isfinite(value) and value > least):
         raise ValueError(f"{name} is {value}, but it must be finite and above {least:g}")
     return float(value)
@@ -163,7 +163,7 @@ def flag(known: Mapping[str, Any], name: str) -> bool:
     """
     value = known.get(name, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, but it should be true or false")
+        raise ValueError(f"{name} is {value!r}, but it must be true or false")
     return value
 
 
@@ -176,6 +176,6 @@ def check_tensors(name: str, layers: int, experts: int = 0) -> None:
     if layers * max(12, 3 * experts) > MOST_TENSORS:
         of = f" with {experts} experts each" if experts else ""
         raise ValueError(
-            f"{name} is {layers}{of}, more than {MOST_TENSORS:,} tensors: no model has "
+            f"{name} is {layers}{of}, which are more than {MOST_TENSORS:,} tensors. No model has "
             "so many, so config.json is damaged"
         )

@@ -84,16 +84,16 @@ def layout(config: GPTConfig) -> Layout:
 
 
 def config_of_shapes(known: Mapping[str, Sequence[int]], heads: int) -> GPTConfig:
-    """The config of parameters of ours; no shape tells the number of heads.
+    """Returns the config of parameters of models/gpt.py, whose shapes do not depend on `heads`.
 
     Raises:
-      ValueError: they are not all there, or have no such shapes.
+      ValueError: A parameter is missing, or has an unsupported shape.
     """
     for path, dims in (("wte/embedding", 2), ("wpe/embedding", 2), ("blocks/ln1/scale", 2)):
         if path not in known:
             raise ValueError(f"{path} is missing")
         if len(known[path]) != dims:
-            raise ValueError(f"{path} is {list(known[path])}, but it should have {dims} dims")
+            raise ValueError(f"{path} is {list(known[path])}, but it must have {dims} dims")
     (vocab, width), seq = known["wte/embedding"], known["wpe/embedding"][0]
     layers = known["blocks/ln1/scale"][0]
     return GPTConfig(layers=layers, width=width, heads=heads, vocab=vocab, seq=seq)
@@ -117,7 +117,7 @@ def to_json(config: GPTConfig, dtype: str) -> dict[str, Any]:
 
 
 def from_json(known: Mapping[str, Any]) -> GPTConfig:
-    """The config of a model of theirs; dropout is left off.
+    """Returns the config of models/gpt.py for the content of a config.json, without dropout.
 
     Raises:
       ValueError: models/gpt.py computes something else, or a size is missing.
@@ -125,15 +125,15 @@ def from_json(known: Mapping[str, Any]) -> GPTConfig:
     for name, values in _FIXED.items():
         if known.get(name, values[0]) not in values:
             said = " or ".join(map(repr, values))
-            raise ValueError(f"{name} {known[name]!r} is not what models/gpt.py does, {said}")
+            raise ValueError(f"{name} is {known[name]!r}, but models/gpt.py supports only {said}")
     known = {**dict.fromkeys(_SIZES), **known}
     sizes = {ours: size(known, theirs) for theirs, ours in _SIZES.items()}
     check_tensors("n_layer", sizes["layers"])
     config = GPTConfig(**sizes)  # type: ignore[arg-type]
     if known.get("n_inner") not in (None, 4 * config.width):
         raise ValueError(
-            f"n_inner {known['n_inner']!r} is not what models/gpt.py does, "
-            f"4 * n_embd = {4 * config.width}"
+            f"n_inner is {known['n_inner']!r}, but models/gpt.py supports only 4 * n_embd = "
+            f"{4 * config.width}"
         )
     return config
 

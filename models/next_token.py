@@ -67,7 +67,7 @@ def routed_loss(
     """
     mixture = model.config.mixture
     if mixture is None:
-        raise ValueError("The model has no experts: take loss.")
+        raise ValueError("the model has no experts: use loss")
     labels_BxT = tokens_BxT1[:, 1:]
     weights_BxT = _weights(labels_BxT, mask_BxT, segments_BxT, positions_BxT)
     x_BxTxD, routed = model.routed(tokens_BxT1[:, :-1], segments_BxT, positions_BxT)
@@ -95,8 +95,8 @@ def _weights(
         if given is not None and given.shape != labels_BxT.shape:
             B, T = labels_BxT.shape
             raise ValueError(
-                f"{name} has shape {given.shape}, but rows of T + 1 tokens {(B, T + 1)} "
-                f"need (B, T) = {(B, T)}: one for each predicted token, mask[:, 1:] say."
+                f"`{name}_BxT` has shape {given.shape}. Rows of T + 1 tokens {(B, T + 1)} need "
+                f"(B, T) = {(B, T)}: one value for each predicted token, for example mask[:, 1:]"
             )
     return jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
 

@@ -14,16 +14,16 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])")
 def chosen(
     presets: Mapping[str, C], name: str, num_params: Callable[[C], int], **overrides: Any
 ) -> C:
-    """The named config, with fields replaced.
+    """Returns the named config, with fields replaced.
 
     Raises:
-      ValueError: no preset has that name.
+      ValueError: No preset has that name.
     """
     if name not in presets:
         near = _nearest(presets, name.lower(), num_params)
         raise ValueError(
-            f"No preset is called {name!r}; the nearest is {near!r}. "
-            f"Choose one of {', '.join(presets)}, or write a config of models/."
+            f"no preset is called {name!r}; the nearest is {near!r}. Use one of "
+            f"{', '.join(presets)}, or write a config of models/"
         )
     return dataclasses.replace(presets[name], **overrides)
 

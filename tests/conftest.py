@@ -9,10 +9,8 @@ import platform
 import tempfile
 import zlib
 
-# Tests compile hundreds of small programs and run each for a moment: without LLVM's expensive
-# passes they compile in half the time, and without the newer kernel emitters, which can still be
-# switched off in 0.10, in a quarter; nor is it worth while to hand them out to threads. What XLA
-# itself does to a program stays as it is.
+# Without LLVM's expensive passes and the newer kernel emitters (optional in 0.10), small programs
+# compile in a quarter of the time. XLA's own passes are unchanged.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -30,13 +28,11 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Tracing creates many objects that live long. With Python's default thresholds, garbage collection
-# takes 15 % of the tests' CPU time.
+# With Python's default thresholds, garbage collection takes 15 % of the tests' CPU time.
 gc.set_threshold(200_000, 20, 1000)
 
 SYSTEM = platform.system()
 
-# Modules that need PyTorch, which is an extra.
 FIXTURES = {"interchange": "gpt2_models", "compile": "compiled_once"}
 NEED_TORCH = ("test_export", "test_families", "test_masks_of_trl", "test_peers")
 
@@ -133,6 +129,5 @@ def pytest_collection_modifyitems(config, items):
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = chosen
-    # The longest come first, or the last of them runs alone.
     first = {"test_fuzz", "cluster", "training", "plan"}
     items.sort(key=lambda item: first.isdisjoint({item.path.stem, item.path.parent.name}))

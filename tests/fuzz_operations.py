@@ -171,7 +171,6 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "donated": lambda w, x: head(jax.jit(lambda v: v + 1, donate_argnums=0)(w * 1.0), x),
     "tied": lambda w, x: jnp.mean(jnp.tanh(x @ square(w)) @ square(w).T),
 }
-# Operations on integers and booleans.
 COUNTS: dict[str, Callable[[Any, Any], Any]] = {
     "mask": filled(lambda m, x: jnp.mean(jnp.where(m != 0, 1.0, 0.5)) * jnp.mean(x)),
     "index": filled(lambda m, x: jnp.mean(x[:, jnp.abs(vector(m).astype(jnp.int32)) % FEATURES])),
@@ -187,7 +186,6 @@ GATHERS = {"equals": 2, "differs": 3, "while stopped": 2, "associative scan": 3,
            "halves": 0, "full": 0, "by dtype": 0}
 SCATTERS = {"associative scan": 3, "ragged dot": 2, "weight norm": 2, "concatenate": 2, "stack": 3,
             "tied": 2}
-# Those whose backward pass gathers it once more.
 BACKWARD = {"penalty", "broadcast", "strided", "first row", "last row", "column", "vmap norm",
             "while stopped", "switch", "custom_jvp", "checkpoint", "checkpoint dots", "weight norm",
             "sort", "argmax", "top k", "stack", "half and back"}
@@ -196,14 +194,12 @@ ROWS = {"broadcast", "first row", "last row"}  # these read one row
 UNROLLED = {"unrolled", "iterated"}  # these read row by row
 
 
-# Of a loop over rows: how many operations read a row, each of which gathers and scatters it under
-# `remat="none"`; whether it gathers rows again under JAX's `everything_saveable`; whether it has a
-# carry, so that layers form groups under `block_sqrt`. None: it reads the full leaf each time.
+# Loops over rows: operations that read a row, each a gather and a scatter; gathers again under
+# `everything_saveable`; has a carry (groups of `block_sqrt`). None: it reads the full leaf.
 FULL = ("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")
 LOOPS: dict[str, tuple[int, bool, bool] | None] = dict.fromkeys(FULL)
 LOOPS |= dict.fromkeys(("scan", "scan cast"), (3, True, True))
 LOOPS |= dict.fromkeys(("scan checkpoint", "scan beside"), (1, True, True))
 LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (1, False, True))
 LOOPS["map"] = (1, False, False)
-# These round cotangents to bf16.
 ROUNDS = ("scan cast", "half and back")

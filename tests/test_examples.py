@@ -19,7 +19,6 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 CLAIM = re.compile(r"\+(\d+) -(\d+) lines")
 HELD = re.compile(r"^cpu:(\d+): (.*) bytes$", re.MULTILINE)
 LOSS = re.compile(r"loss.* (\d+\.\d+) -> (\d+\.\d+)")
-# Imports the libraries once, and runs each example in its own process.
 RUN = """import multiprocessing, runpy, sys
 import flax.linen, flax.nnx, jax, optax, zero_jax
 names, sys.argv[1:] = sys.argv[1:], []
@@ -83,12 +82,10 @@ def test_docstrings_and_the_readme_claim_the_counted_lines():
         assert claim == ("+{} -{}".format(*changed(name)) if changed(name) else "")
         if changed(name):
             assert tuple(map(int, CLAIM.search(docstring).groups())) == changed(name)
-    # The mesh, the initialisation, the optimizer, the gradients, and the import.
     assert changed("haiku_mlp") == (5, 3)
     assert all((EXAMPLES / target).exists() for target in re.findall(r"\]\(([^)]+)\)", readme))
 
 
-# The second gathers each layer a third time.
 CHANGED = [("stage=3", "stage=2", "test_no_device_holds_more_than_its_share")]
 CHANGED += [('"block"', '"block_sqrt"', "test_a_step_sends_three_words_for_each_parameter")]
 

@@ -10,7 +10,6 @@ import zero_jax
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
-# The imports that are allowed to each package and module, as its `__init__` says.
 BELOW = {name: set() for name in ("jaxpr", "cluster", "sharding", "models", "translate")}
 BELOW |= {"collectives": {"sharding"}, "hlo": {"sharding"}}
 BELOW |= {name: {"jaxpr", "sharding"} for name in ("owners", "adapters", "states")}
@@ -21,15 +20,12 @@ BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"
 BELOW["engine"] = BELOW["offload"] | {"cluster", "remat", "offload", "owners"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
 PACKAGES = {*BELOW, "commands"}
-# Every package may import these modules, which import nothing of the library.
 FACTS = {"_version", "names", "releases", "streams"}
 BELOW |= {name: set() for name in (*FACTS, "__main__")}
-# Above the public API are the command lines and the diagnosis, which nothing imports.
 BELOW["zero"] = BELOW["doctor"] = BELOW["plan"] | {"plan"}
 BELOW["commands"] = BELOW["__init__"] = PACKAGES - {"commands"} | {"zero"}
 MODULES = sorted([*LIBRARY.rglob("*.py"), *(LIBRARY / "models").glob("*.py")])
-# Python runs `python -m zero_jax.plan` from a package's `__main__.py`: only that file may import
-# the command line, which is above its package.
+# A package's `__main__.py` may import the command line, which is above its package.
 ENTRIES = {path for path in MODULES if path.name == "__main__.py" and path.parent != LIBRARY}
 
 

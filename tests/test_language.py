@@ -1,12 +1,16 @@
-"""Language of docs and public docstrings: no banned opening or phrase, 35 words a sentence."""
+"""Language of docs, public docstrings, messages and help: no banned opening or phrase."""
 
+import ast
 import inspect
 import pkgutil
 import re
 import types
 
 import pytest
-from test_readme import PAGES, text_of
+from test_readme import PAGES, ROOT, text_of
+
+from training.main import main as train
+from zero_jax.commands import plan
 
 OPENING = re.compile(r"(What|Whether|Of|That|Whoever|As|For whoever) ")
 # fmt: off
@@ -16,6 +20,9 @@ PHRASES = (
     "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told")
 # fmt: on
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})s?\b", re.IGNORECASE)
+SPOKEN = {"warn", "_warn", "print", "say", "say_error", "report", "error"}  # functions
+SOURCES = [p for top in ("zero_jax", "training", "models") for p in (ROOT / top).rglob("*.py")]
+HELP = [(train,), *((plan.main, name) for name in ("memory", "compile", "auto", "meshes"))]
 DOCUMENTED = re.compile(r"\.\. auto(?:function|class|exception):: (\S+)")
 
 
@@ -44,6 +51,34 @@ def test_so_are_those_of_public_docstrings(name):
     for one in (value, *(x for key, x in own if key[0] != "_" and isinstance(x, kinds))):
         text = re.sub(r"^ *(>>>|\.\.\.) .*$", "", inspect.getdoc(one) or "", flags=re.MULTILINE)
         check(re.sub(r"^ *[\w, *]+:(\s|$)", "\n\n", text, flags=re.MULTILINE))
+
+
+def strings(node: ast.AST) -> str:
+    """Returns the strings of an expression as paragraphs, with X for placeholders."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(x.value if isinstance(x, ast.Constant) else "X" for x in node.values)
+    own = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return "\n\n".join([own, *map(strings, ast.iter_child_nodes(node))])
+
+
+@pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in SOURCES}))
+def test_so_are_those_of_messages(folder):
+    for node in (
+        n for p in (ROOT / folder).glob("*.py") for n in ast.walk(ast.parse(p.read_text()))
+    ):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        name = getattr(call, "func", None) and ast.unparse(call.func).rpartition(".")[2]
+        if name and (name in SPOKEN or call is not node):
+            check(strings(call))
+
+
+@pytest.mark.parametrize("command", HELP, ids=lambda command: command[-1])
+def test_so_are_those_of_help(command, capsys):
+    with pytest.raises(SystemExit):
+        command[0]([*command[1:], "--help"])
+    text = capsys.readouterr().out
+    assert "--stage" in text
+    check(re.sub(r"^ +-.*?(  |$)", "\n\n", text, flags=re.MULTILINE))
 
 
 def check(text):

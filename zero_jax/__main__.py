@@ -25,7 +25,7 @@ def main() -> int:
     print(__doc__)
     if name in ("-h", "--help"):
         return 0
-    print(f"error: {name!r} is none of {', '.join(_COMMANDS)}", file=sys.stderr)
+    print(f"error: {name!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
     return 2
 
 

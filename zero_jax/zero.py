@@ -219,7 +219,7 @@ class Zero:
         check_there(self.mesh)
         if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
             raise ValueError(
-                "jax_threefry_partitionable is off, so initial values would depend on the mesh: "
+                "`jax_threefry_partitionable` is off, so initial values would depend on the mesh: "
                 "remove the setting"
             )
         born, abstract, placed = self._born(fn, args)
@@ -301,7 +301,7 @@ class Zero:
         """
         if self.config.stage == AUTO:
             raise ValueError(
-                'stage="auto" is decided by the whole step, optimizer included: use '
+                '`stage`="auto" depends on the whole step, with the optimizer. Use '
                 "zero.train_step(loss_fn, tx), or zero.choose(loss_fn, tx, params, batch).zero"
             )
         loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
@@ -312,7 +312,7 @@ class Zero:
             if loss_scale is None and loss.settings.precision.scaled:
                 raise ValueError(
                     "fp16 gradients underflow without a loss scale: pass "
-                    "loss_scale=opt_state.guard.loss_scale, or use zero.train_step"
+                    "`loss_scale`=opt_state.guard.loss_scale, or use zero.train_step"
                 )
             scale = 1.0 if loss_scale is None else loss_scale
             out = loss.gradients(params, batch, extras, scale)
@@ -402,7 +402,7 @@ class Zero:
           ValueError: `stage` is "auto", or the step cannot be compiled for the target.
         """
         if self.config.stage == AUTO:
-            raise ValueError('stage="auto" has many plans: see zero.choose(...)')
+            raise ValueError('`stage`="auto" has a plan for each candidate: use zero.choose(...)')
         optimizer.check_made_for(tx, self.config)
         return planning.of(self, loss_fn, tx.plain, *args, **options)
 

@@ -181,15 +181,15 @@ def a_loop_that_carries_its_matrix():
 
 
 REFUSALS = [
-    ("rank=0", lambda: Lora(rank=0)),
+    ("rank`=0", lambda: Lora(rank=0)),
     ("base.*'nf5'", lambda: Lora(base="nf5")),
-    (r"targets=\[\]", lambda: Lora(targets=[])),
-    ("targets=.*''", lambda: Lora(targets=["attn/q", ""])),
+    (r"targets`=\[\]", lambda: Lora(targets=[])),
+    ("targets`=.*''", lambda: Lora(targets=["attn/q", ""])),
     ("'attn/qq'", lambda: TextModel(DECODER, Lora(targets="attn/qq")).adapted),
     ("embed/embedding", lambda: TextModel(DECODER, Lora(targets=["embed"])).adapted),
     (r"'\('", lambda: TextModel(DECODER, Lora(targets="(")).adapted),
-    ("targets='w'", a_loop_that_carries_its_matrix),
-    ("targets='all-linear'",
+    ("targets`='w'", a_loop_that_carries_its_matrix),
+    ("targets`='all-linear'",
      lambda: Lora().adapt(lambda p, x: jnp.sum(x @ p), jnp.ones(4), jnp.ones((2, 4)))),
 ]  # fmt: skip
 

@@ -152,10 +152,10 @@ def array(*shape):
 
 
 REFUSED = [
-    ("stage=0", lambda: partitioned(SGD, stage=0)),
-    ("stage='2'", lambda: partitioned(SGD, stage="2")),
-    ("axis_name='data'", lambda: partitioned(SGD).init({})),
-    ("axis_name='data'", lambda: partitioned(SGD).update({}, ())),
+    ("stage`=0", lambda: partitioned(SGD, stage=0)),
+    ("stage`='2'", lambda: partitioned(SGD, stage="2")),
+    ("axis_name`='data'", lambda: partitioned(SGD).init({})),
+    ("axis_name`='data'", lambda: partitioned(SGD).update({}, ())),
     ("tx", lambda: partition_specs(partitioned(SGD), odd_params(), 2)),
     # One device may be many tomorrow.
     ("clip_by_global_norm", lambda: Run(CLIP, odd_params(), 1).trained(odd_params(), 1)),

@@ -44,8 +44,7 @@ FULL["gpt2"] = {
     "n_positions": 40, "n_inner": 96, "activation_function": "gelu_pytorch_tanh",
     "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-# The keys of config classes that change no number: tokens, dropout (a setting of training), caches;
-# those that hf_decoder_config.py refuses unless they are off; and a name of transformers 5.
+# Keys of config classes without an effect, keys that must be off, and a name of transformers 5.
 OTHERS = {
     "initializer_range", "use_cache", "attention_dropout", "output_router_logits", "pad_token_id",
     "bos_token_id", "eos_token_id", "pretraining_tp", "router_jitter_noise", "rope_parameters",
@@ -147,7 +146,6 @@ def test_each_key_left_out_or_null_means_what_transformers_says(family):
         found = differences(known | {key: None})
         named = "sliding_window" if key == "use_sliding_window" else key
         assert not found or (isinstance(found, str) and named in found), key
-    # The least that a file can say: every key that may be left out at once.
     bare = {key: known[key] for key in ("model_type", *required) if key in known}
     assert differences(bare) == {}
     if family == "gpt2":
@@ -161,7 +159,6 @@ def test_each_key_left_out_or_null_means_what_transformers_says(family):
 
 
 def test_a_gemma_with_images_and_the_form_of_transformers_4_are_read_as_their_classes_do():
-    # The files of google/gemma-3-4b-it and its larger kin have no more than this.
     text = {"hidden_size": 64, "intermediate_size": 96, "model_type": "gemma3_text"}
     text |= {"num_hidden_layers": 7, "sliding_window": 16}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}

@@ -85,7 +85,6 @@ def test_in_and_out_and_in_again_is_the_same_to_the_bit(folders, tmp_path, name)
     again, back = loaded(tmp_path / "out", 2)
     assert again == config
     assert_bitwise(back, params)
-    # A config that is written anew is read as the same by both.
     known = hf.json_of(config, "float32")
     assert hf.config_of(known) == config
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known), **EAGER)

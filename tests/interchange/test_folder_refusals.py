@@ -105,7 +105,7 @@ CHANGES = {  # by family: settings whose first is named by the error, or (error,
         ("rope_parameters", {"rope_scaling": {"full_attention": {}}}),
         {"tie_word_embeddings": "false"}, ("hidden_act is 'relu'", {"hidden_act": "relu"}),
         {"layer_types": KINDS}, {"num_hidden_layers": 2**30}, {"hidden_size": 2**31},
-        ("kv_heads=3", {"num_key_value_heads": 3}), ("size is '128'", {"hidden_size": "128"}),
+        ("kv_heads`=3", {"num_key_value_heads": 3}), ("size is '128'", {"hidden_size": "128"}),
         {"tie_word_embeddings": False, "model_type": "gemma3", "text_config": TEXT},
         ("text_config", {"model_type": "gemma3"})],
     "mistral": [{"layer_types": KINDS}],
@@ -121,7 +121,7 @@ CHANGES = {  # by family: settings whose first is named by the error, or (error,
         ("num_experts", {"num_local_experts": 7}), {"mlp_only_layers": [1]},
         ("num_hidden_layers is 7 .*1073741824", {"num_experts": 2**30})],
     "gpt2": [
-        ("num_hidden_layers", {"model_type": "llama"}), ("heads=5", {"n_head": 5}),
+        ("num_hidden_layers", {"model_type": "llama"}), ("heads`=5", {"n_head": 5}),
         {"activation_function": "gelu"}, {"layer_norm_epsilon": 1e-6}, {"n_inner": 13},
         {"tie_word_embeddings": False}, {"scale_attn_weights": False}, {"n_layer": "2"},
         {"scale_attn_by_inverse_layer_idx": True}, {"add_cross_attention": True}, {"n_head": None}]}
@@ -233,7 +233,7 @@ TREES = [  # parameters in a checkpoint that are no GPT of its config
     (r"head \[3, 3\]", lambda p: p | {"head": jnp.ones((3, 3))}),
     (r"wpe/embedding is \[8, 13\]", lambda p: p | {"wpe": {"embedding": jnp.ones((8, 13))}}),
     ("int32", lambda p: p | {"wpe": {"embedding": jnp.ones((8, 12), int)}}),
-    ("seq=0", lambda p: p | {"wpe": {"embedding": jnp.ones((0, 12))}}),
+    ("seq`=0", lambda p: p | {"wpe": {"embedding": jnp.ones((0, 12))}}),
     (r"wte/embedding is \[12\]", lambda p: p | {"wte": {"embedding": jnp.ones(12)}})]
 # fmt: on
 

@@ -42,7 +42,6 @@ def results(function, q, k, v, dout):
 
 compiled = jax.jit(results, static_argnums=0)
 
-# Rows below one block, of one block, one token more, 2 to 3 blocks, and longer than 3 of 8.
 # fmt: off
 CASES = [
     (1, 3, 3, None, 0, None), (8, 4, 4, None, 3, 0.3), (9, 6, 2, 2, 0, None), (16, 4, 1, 1, 0, 0.3),

@@ -238,18 +238,18 @@ FIELDS = [
     (GPT, "loss_chunk", 0), (PLAIN, "layers", 0), (PLAIN, "kv_heads", 3), (PLAIN, "head_dim", 7),
     (PLAIN, "window", 0), (PLAIN, "activation", "relu")]
 REFUSALS = [
-    *((f"{k}={v!r}", changed(config, **{k: v})) for config, k, v in FIELDS),
+    *((f"{k}`={v!r}", changed(config, **{k: v})) for config, k, v in FIELDS),
     ("'13B'.*'13b'", lambda: gpt.preset("13B")),
     ("17 tokens.* 16 ", lambda: model(GPT).hidden(jnp.zeros((1, 17), int))),
     ("mask", lambda: gpt.loss(model(GPT), jnp.zeros((3, 12), int), jnp.ones((3, 12)))),
     ("prompt", lambda: gpt.generate(model(GPT), jnp.zeros(0, int), 1, jax.random.key(0))),
     ("sliding", changed(PLAIN, window=3, sliding=(True,))),
-    ("window=None", changed(PLAIN, window=None, sliding=(True, False))),
-    ("mlp_bias=True", changed(PLAIN, mlp_bias=True, mixture=decoder.Mixture(4, 2))),
+    ("window`=None", changed(PLAIN, window=None, sliding=(True, False))),
+    ("mlp_bias`=True", changed(PLAIN, mlp_bias=True, mixture=decoder.Mixture(4, 2))),
     ("'llama-3-8b'.*'llama-3.1-8b'", lambda: decoder.preset("llama-3-8b")),
-    ("chosen=5", lambda: decoder.Mixture(4, 5)),
-    ("capacity=0.0", lambda: decoder.Mixture(4, 2, capacity=0.0)),
-    ("capacity=1.5", lambda: families.with_capacity(GPT, 1.5)),
+    ("chosen`=5", lambda: decoder.Mixture(4, 5)),
+    ("capacity`=0.0", lambda: decoder.Mixture(4, 2, capacity=0.0)),
+    ("capacity`=1.5", lambda: families.with_capacity(GPT, 1.5)),
     ("experts", lambda: decoder.routed_loss(model(PLAIN), jnp.zeros((1, 5), int))),
     ("33 tokens", rows((1, 34))),
     ("mask", rows((1, 9), (1, 9))),
@@ -259,7 +259,7 @@ REFUSALS = [
     ("bfloat16.*float32", lambda: causal_attention(Q.astype(jnp.bfloat16), K, K)),
     ("3 .*2 ", lambda: causal_attention(Q, *[jnp.tile(K, (1, 1, 3, 1))] * 2)),
     (r"segments.*\[1, 5\]", lambda: causal_attention(Q, K, K, jnp.ones((1, 5), int))),
-    ("window=0", lambda: causal_attention(Q, K, K, window=0)),
+    ("window`=0", lambda: causal_attention(Q, K, K, window=0)),
 ]
 # fmt: on
 

@@ -31,10 +31,8 @@ def test_sizes_are_those_of_the_tree_and_of_the_names_and_matmuls_count_six_time
         assert {leaf.shape[0] for leaf in blocks} == {config.layers}
     for name, size in (("7.5b", 7.5e9), ("128b", 128e9), ("1t", 1e12)):
         assert gpt.num_params(gpt.preset(name)) == pytest.approx(size, rel=0.01)
-    # GPT-2 small as published: the 50257 tokens of its own vocabulary.
     assert round(gpt.num_params(gpt.preset("124m", vocab=50257)) / 1e6, 1) == 124.4
-    # Everything that is not a bias, a norm or a lookup multiplies; scores and mixing add
-    # 2 passes x 2 flops x D x T a layer, three times over.
+    # 6 FLOPs per token and matrix weight; scores and mixing add 3 x 2 x 2 x D x T per layer.
     config = gpt.preset("7.5b")
     d, layers, t = config.width, config.layers, config.seq
     idle = t * d + layers * 13 * d + 2 * d
@@ -46,8 +44,7 @@ def test_a_new_model_is_parameters_alone_with_the_deviations_of_gpt2(tiny):
     graphdef, params, rest = nnx.split(tiny, nnx.Param, ...)
     assert jax.tree.leaves(params) and not jax.tree.leaves(rest)
     assert graphdef == nnx.graphdef(abstract(TINY))  # so that jit's cache hits
-    # 512 samples or more, so a measured deviation is off by 3 percent or less (one sigma);
-    # a missing 1 / sqrt(2 * layers) would be off by 100.
+    # 512 samples or more: one sigma is 3 %; a missing 1 / sqrt(2 * layers) is 100 %.
     attn, mlp, out = tiny.blocks.attn, tiny.blocks.mlp, 0.02 / (2 * TINY.layers) ** 0.5
     for layer, deviation in [(attn.qkv, 0.02), (mlp.up, 0.02), (attn.proj, out), (mlp.down, out)]:
         assert float(jnp.std(layer.kernel[...])) == pytest.approx(deviation, rel=0.15)
@@ -66,7 +63,6 @@ def test_compute_follows_the_dtype_of_the_parameters(dtype):
 
     jaxpr, (hidden, *fp32) = jax.make_jaxpr(run, return_shape=True)(params)
     assert hidden.dtype == dtype and {x.dtype for x in jax.tree.leaves(fp32)} == {jnp.float32.dtype}
-    # Matrix products of the blocks too; only scores, head and statistics of norms are fp32.
     avals = [(e.primitive.name, v.aval) for e in equations_of(jaxpr.jaxpr) for v in e.outvars]
     shapes = {(2, 8, factor * TINY.width) for factor in (1, 3, 4)}
     assert shapes <= {x.shape for name, x in avals if name == "dot_general" and x.dtype == dtype}
@@ -74,8 +70,7 @@ def test_compute_follows_the_dtype_of_the_parameters(dtype):
 
 
 def test_dropout_differs_by_layer_branch_and_key_and_is_off_without_a_key():
-    # Branches add 1, 4, 16 or 64, so the residual stream is a number in base 4 whose digits say
-    # which of the four (two layers of two) were dropped, or kept at twice the size.
+    # Branches add 1, 4, 16 or 64: digits of the residual stream in base 4 show the dropped ones.
     model = gpt.GPT(dataclasses.replace(TINY, dropout=0.5, width=128), nnx.Rngs(0))
     for embed in (model.wte, model.wpe):
         embed.embedding[...] = jnp.zeros_like(embed.embedding[...])
@@ -84,8 +79,7 @@ def test_dropout_differs_by_layer_branch_and_key_and_is_off_without_a_key():
         linear.bias[...] = jnp.ones_like(linear.bias[...]) * jnp.array(sizes)[:, None]
     run = jax.jit(lambda key: model.hidden(jnp.zeros((1, 16), int), dropout_key=key)[0])
     hidden = np.asarray(run(jax.random.key(0)))
-    # 16 numbers if the four masks are independent, 4 if layers or branches share theirs, 2 if
-    # all do. The last norm stretches a row, but keeps apart what differs by 2 of about 100.
+    # 16 numbers if the four masks are independent, 4 if layers or branches share theirs.
     assert all(len(np.unique(np.round(row, 3))) == 16 for row in hidden)
     np.testing.assert_array_equal(hidden, run(jax.random.key(0)))
     assert not np.allclose(hidden, run(jax.random.key(1)))

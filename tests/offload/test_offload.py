@@ -387,12 +387,12 @@ BARE = types.SimpleNamespace(device_kind="Bare 1", addressable_memories=lambda: 
 BARE.devices = np.array([BARE])
 REFUSALS = [
     *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
-        ("offload='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
-        ("'hots'.*'host'", "optimizer:hots"), ("offload=3", 3),
-        ("offload='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
+        ("offload`='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
+        ("'hots'.*'host'", "optimizer:hots"), ("offload`=3", 3),
+        ("offload`='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
         ("params", "params"))),
-    ("piece_bytes=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
-    ("host_bytes=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
+    ("piece_bytes`=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
+    ("host_bytes`=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
     ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), BARE)),
     *((f"^{named} ", use(("init", tx), offload=offload)) for named, tx, offload in (
         ("scale_by_trust_ratio", optax.lars(1e-2), MASTERS),

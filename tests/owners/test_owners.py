@@ -165,7 +165,6 @@ def test_updates_equal_those_of_one_device(name):
 
 
 cube = lambda x: x @ x.T @ x * 1e-3  # noqa: E731
-# A while loop whose test is of each matrix.
 powers = lambda x: jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y)) > 0.5, cube, x)  # noqa: E731
 over_leaves = lambda g: jax.lax.fori_loop(0, 3, lambda _, t: jax.tree.map(cube, t), g)  # noqa: E731
 SQUARE = {name: (16, 16) for name in "abcdef"}
@@ -247,7 +246,6 @@ ROWS = jax.random.normal(jax.random.key(0), (5, 6, 8))
 ONE_BY_ONE = {
     "iteration": jax.vmap(orthogonal),
     "decomposition": lambda x: jax.vmap(root)(gram(x)),
-    # A factor for each matrix, and one matrix for all.
     "factors": lambda x: (gram(x) * FACTORS) @ x @ jnp.eye(8),
     "reshaped": lambda x: (gram(x).sum(1).reshape(5, 6, 1) * x).reshape(5, 48).reshape(5, 8, 6) @ x,
     "loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, y: gram(y) @ y / 50, x),

@@ -309,12 +309,12 @@ def prime_loss(params, x):
 
 PRIME = Problem(lambda: jnp.zeros((7, WIDTH, WIDTH)), prime_loss, X)
 REFUSALS = [
-    ("remat='blok'.*'block'", zero("blok")),
+    ("remat`='blok'.*'block'", zero("blok")),
     ("'hosst'.*'host'", zero("block@hosst")),
-    *((f"remat='{re.escape(text)}'", zero(text)) for text in (
+    *((f"remat`='{re.escape(text)}'", zero(text)) for text in (
         "dots@host", "names", "block:h", "names:", "names:a,a@host", "names:a@partitioned+host")),
     ("block@partitioned.*data.*model=2", zero("block@partitioned")),
-    ("activations.*remat='none'", zero("none", offload="activations")),
+    ("activations.*remat`='none'", zero("none", offload="activations")),
     ("block@host.*device", lambda: policies.check("block@host", BARE)),
     *(("'g'.*: h", lambda name=name: step_of(name, "names:h,g")) for name in ("plain", "scanned")),
     *(("'weight'", marked(mark, scanned)) for mark, scanned in (

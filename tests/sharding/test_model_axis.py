@@ -188,7 +188,7 @@ REFUSALS = [
     (r"up/kernel.*\[1, 2\]", of_gpt(4, param_specs={"up/kernel": P("model")})),
     ("wte/embedding", of_gpt(4, param_specs={"wte": P("model", "model")})),
     ("wte/embedding", of_gpt(4, param_specs={"wte": P(None, None, "model")})),
-    ("param_specs='nothing'", of_gpt(4, param_specs={"nothing": P("model")})),
+    ("param_specs`='nothing'", of_gpt(4, param_specs={"nothing": P("model")})),
     # Also without a model axis.
     ("'modle'", of_gpt(1, param_specs={"wte": P("modle")})),
     (r"w \(6, 8, 5\).*\[1\]", lambda: FIVE.dims({"w": jnp.zeros((6, 8, 5))})),

@@ -46,7 +46,6 @@ def tokenizer_for(tmp_path_factory):
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
 DIALOGUE = "x\n\nuser: b\n\nassistant: y"  # two ways to read the text, and one to write it
-# Templates that write an empty answer without its end, and that leave it out.
 OPEN = CHATML.replace(" + '<|im_end|>\\n' }}{% endgen", " }}{% endgen")
 SKIPPING = CHATML.replace("{% else %}", "{% else %}{% if m.content %}")
 SKIPPING = SKIPPING.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
@@ -103,10 +102,8 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     (BARE, chat("a", "one\n\ntwo"), "one\n\ntwo\n\n"),
     (BARE, chat("a", "x\n\ny", "b", "z"), "x\n\ny\n\nz\n\n"),
     (BARE, chat("a", DIALOGUE, "b", "z"), f"{DIALOGUE}\n\nz\n\n"),
-    # Answers of weight 0 are context.
     *((CHATML, flagged(*own), "positive" + END)
       for own in (("weight", 0, 1), ("train", False, True), ("training", False, None))),
-    # An empty answer costs no other its own.
     *((OPEN, record, "positiveno") for record in AFTER),
     *((SKIPPING, record, f"positive{END}no{END}") for record in AFTER),
     *((own, [*chat("is it"), calling(x), *chat("is it", "so")], f"<call>weather{END}so{END}")
@@ -171,7 +168,6 @@ def test_an_answer_of_weight_0_leaves_all_tokens_but_its_own(tokenizer_for):
         record["messages"][0]["weight"] = 0  # all tokens can't leave out a user's message
         with pytest.raises(ValueError, match='"weight": 0 .*--loss-on'):
             tokenizer.document(record, "all")
-    # A template may mark thoughts and text apart, and the end of the whole text.
     answer = "{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"
     thoughts = "{% generation %}{{ '<think>' + m.content + '</think>' }}{% endgeneration %}\n"
     both = CHATML.replace(answer, "{% if m.content == 'no' %}" + thoughts + "{% endif %}" + answer)
@@ -195,7 +191,6 @@ def test_a_text_has_one_beginning_and_one_end_which_is_learned(ends, tmp_path):
         assert (ids == 1).sum() == (ids == 2).sum() == 1, record
         assert ids[0] == 1 and mask[ids == 2].all()
         assert learned(tokenizer, record).replace("</s>", "").split()[-1] == "so"
-    # A question begins as the texts that were learned.
     ids = tokenizer.document({"text": "is it so"})[0]
     np.testing.assert_array_equal(tokenizer.asked("is it so"), ids[:-1])
     known = records(tmp_path / "a.jsonl", [cases[3]] * 2)

@@ -64,7 +64,6 @@ def table(new, records=PAIRS):
 
 
 LINES, PARQUET = jsonl(PAIRS), pyarrow.parquet.ParquetWriter
-# With a column that is left out, and in another order.
 CSV = 'number,completion,prompt\r\n1, 4,2 + 2 =\r\n1,true,"007, ""NA""\nü"\r\n1, 4,2 + 2 =\n'
 CSV, TSV = CSV.encode(), CSV.replace(",", "\t").replace("7\t", "7,").encode()
 FORMATS = [
@@ -170,7 +169,6 @@ def test_text_is_its_bytes_and_a_folder_its_files_in_the_order_of_their_paths(tm
     assert decode(load_tokens(tmp_path, vocab=256).tokens) == "héllo\n234"
     known = load_tokens(None, vocab=256).tokens  # English text
     assert " the " in decode(known[:2000]) and known.size > 100_000
-    # Text is printed without control characters.
     assert decode([27, 91, 50, 74, 0xFF, 300, -1]) == "\\x1b[2J\ufffd\ufffd\ufffd"
     assert 0 < bigram_entropy(known, 256) < unigram_entropy(known, 256) < math.log(256)
 

@@ -70,12 +70,12 @@ class Lora:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: an adapter has at least 1 column")
+            raise ValueError(f"`rank`={self.rank}: at least 1 is required")
         if self.base not in BASES:
             raise ValueError(unknown("base", self.base, BASES, "Choose one of"))
         if not self.targets or not all(self.targets):
             raise ValueError(
-                f"targets={self.targets!r}: an empty pattern is found in every path; say "
+                f"`targets`={self.targets!r}: an empty pattern matches every path. Use "
                 f"{ALL_LINEAR!r} for all matrices"
             )
 
@@ -222,8 +222,8 @@ def _targets(
     if given == ALL_LINEAR:
         if not multiplied:
             raise ValueError(
-                f"targets={ALL_LINEAR!r}: the loss multiplies with none of the parameters, among "
-                f"them {', '.join(names[:5])}, alone; name some by patterns"
+                f"`targets`={ALL_LINEAR!r}: the loss multiplies by none of the parameters alone, "
+                f"among them {', '.join(names[:5])}. Name them by patterns"
             )
         return [name for name in names if name in multiplied]
     chosen = set[str]()
@@ -232,8 +232,8 @@ def _targets(
         hit = [name for name, found in pairs if found]
         if not any(name in multiplied for name in hit):
             raise ValueError(
-                f"targets={pattern!r}: {hit[0]!r} is no matrix that the model only multiplies "
-                f"with; those are {', '.join(multiplied) or 'none'}"
+                f"`targets`={pattern!r}: {hit[0]!r} is not a matrix that the model only "
+                f"multiplies by; those are {', '.join(multiplied) or 'none'}"
             )
         chosen |= {name for name in hit if name in multiplied}
     return [name for name in names if name in chosen]

@@ -80,10 +80,10 @@ def psum(full: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Array:
 
 
 def check_bucket(bucket_bytes: float, devices: int) -> int:
-    """The bucket as a whole number of bytes.
+    """Returns the bucket as an integer number of bytes.
 
     Raises:
-      ValueError: not even one number of every device fits in.
+      ValueError: It has no room for one fp32 element of each device.
 
     >>> check_bucket(128e6, 8)
     128000000
@@ -92,8 +92,8 @@ def check_bucket(bucket_bytes: float, devices: int) -> int:
     number = isinstance(bucket_bytes, (int, float)) and not isinstance(bucket_bytes, bool)
     if not number or not least <= bucket_bytes < float("inf"):
         raise ValueError(
-            f"bucket_bytes={bucket_bytes!r}: one number of each of {devices} devices takes {least} "
-            f"bytes; the default is {BUCKET_BYTES}"
+            f"`bucket_bytes`={bucket_bytes!r}: at least {least} bytes are required, 4 for each of "
+            f"{devices} devices. The default is {BUCKET_BYTES}"
         )
     return int(bucket_bytes)
 

@@ -36,7 +36,9 @@ def parse_dtype(given: Any, allowed: tuple[str, ...], what: str) -> Any:
     dtype = _DTYPES.get(name)
     if dtype is None or dtype not in [_DTYPES[a] for a in allowed]:
         near = nearest(name, allowed)
-        raise ValueError(f"{what}={given!r}: use one of {', '.join(allowed)}, for example {near!r}")
+        raise ValueError(
+            f"`{what}`={given!r}: use one of {', '.join(allowed)}, for example {near!r}"
+        )
     return jnp.dtype(dtype)
 
 
@@ -76,17 +78,18 @@ class Precision:
             object.__setattr__(self, name, short)
         if self.param_comm_dtype not in (None, "int8"):
             raise ValueError(
-                f'param_comm_dtype={self.param_comm_dtype!r}: use "int8", or None for compute_dtype'
+                f'`param_comm_dtype`={self.param_comm_dtype!r}: use "int8", or None for '
+                "`compute_dtype`"
             )
         if self.grad_comm_dtype not in (None, "int8", "int4"):
             raise ValueError(
-                f'grad_comm_dtype={self.grad_comm_dtype!r}: use "int8" or "int4", or None for '
-                "reduce_dtype"
+                f'`grad_comm_dtype`={self.grad_comm_dtype!r}: use "int8" or "int4", or None for '
+                "`reduce_dtype`"
             )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(
-                f"initial_scale={self.initial_scale} and growth_interval={self.growth_interval} "
-                "must both be at least 1"
+                f"`initial_scale`={self.initial_scale} and "
+                f"`growth_interval`={self.growth_interval}: both must be at least 1"
             )
 
     @property

@@ -30,16 +30,16 @@ _OWN = str(pathlib.Path(__file__).parents[1])
 
 
 def check_context(mesh: AnyMesh) -> None:
-    """Raises ValueError if `jax.set_mesh` has put another mesh in force than the step's."""
+    """Raises ValueError if the mesh of `jax.set_mesh` differs from that of the step."""
     context = jax.sharding.get_abstract_mesh()
     if context.empty:
         return
     same = tuple(context.shape.items()) == tuple(mesh.shape.items())
     if not same or AxisType.Explicit in context.axis_types:
         raise ValueError(
-            f"the context `mesh` of jax.set_mesh is {dict(context.shape)} with axis types "
-            f"{context.axis_types}, and zero_jax runs on {dict(mesh.shape)} with Auto axes: call "
-            "it outside of that context, or under jax.set_mesh(zero.mesh)"
+            f"the mesh of `jax.set_mesh` is {dict(context.shape)} with axis types "
+            f"{context.axis_types}, but zero_jax runs on {dict(mesh.shape)} with Auto axes. Call "
+            "it outside that context, or under jax.set_mesh(zero.mesh)"
         )
 
 
@@ -68,10 +68,10 @@ def allowed(mesh: AnyMesh) -> Iterator[None]:
 def _unsupported(place: str, mesh: AnyMesh) -> ValueError:
     axes = _automatic(mesh)
     return ValueError(
-        f"{place} in the loss does not apply: each device runs the loss on its own rows, where "
+        f"{place} in the loss is unsupported: each device runs the loss on its own rows, and "
         f"{f'{axes[-1]!r} is the only axis' if axes else 'there is no axis'} of the mesh to shard "
-        "over, and explicit axis types are unsupported. Leave it out; zero_jax ignores "
-        "jax.lax.with_sharding_constraint with a NamedSharding of another mesh with Auto axes"
+        "over. Explicit axis types are unsupported. Remove it; jax.lax.with_sharding_constraint "
+        "with a NamedSharding of another mesh with Auto axes is ignored"
     )
 
 

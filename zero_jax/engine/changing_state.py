@@ -95,10 +95,10 @@ def with_one_structure(
         updates, new = tx.update(grads, state, params, **extra)
         if not _alike(state, new):
             raise ValueError(
-                f"`tx`: its state changes structure at an update: {_told(state, new)}. A step "
-                "needs a state of one structure, and this change is not known when the state is "
-                "made, because the update needs arguments by name "
-                f"({', '.join(extra) or 'none'}): let its init return all leaves"
+                f"`tx` changes the structure of its state in `update`: {_told(state, new)}. A "
+                "step requires one structure, and this `update` cannot be traced in advance, "
+                f"because it needs named arguments ({', '.join(extra) or 'none'}). Return all "
+                "leaves from `init`"
             )
         return updates, new
 
@@ -135,8 +135,10 @@ class _Change:
 
 
 def _change(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> _Change | None:
-    """The change at the first update; None without one, or where the update needs other arguments
-    than `value`."""
+    """Returns the change at the first update.
+
+    None if there is no change, or if the update needs other arguments than `value`.
+    """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
@@ -152,9 +154,8 @@ def _change(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> _Chang
     again = jax.eval_shape(update, like, later, like)[1]
     if not _alike(later, again):
         raise ValueError(
-            "`tx`: its state changes structure at the first update and at the second: "
-            f"{_told(later, again)}. A step needs a state of one structure: let its init return "
-            "all leaves"
+            "`tx` changes the structure of its state at the first update and at the second: "
+            f"{_told(later, again)}. A step requires one structure: return all leaves from `init`"
         )
     index = {key: at for at, key in enumerate(_keys(later))}
     sources = tuple(index.get(key) for key in _keys(state))

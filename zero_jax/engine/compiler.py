@@ -64,7 +64,7 @@ def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
 
 @functools.cache
 def first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """The first of these options that the installed XLA has; a warning and none if it has none."""
+    """Returns the first of these options that the installed XLA supports; warns if none is."""
     for name, value in spellings:
         try:
             jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
@@ -74,9 +74,9 @@ def first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
         else:
             return {name: value}
     warnings.warn(
-        f"the XLA of jaxlib {jax.lib.__version__} knows none of "
-        f"{', '.join(name for name, _ in spellings)}: weights of layers are gathered more in the "
-        "open than they could be; use a jaxlib from 0.10 to 0.12",
+        f"jaxlib {jax.lib.__version__} supports none of the XLA options "
+        f"{', '.join(name for name, _ in spellings)}: parameters of layers are gathered with more "
+        "exposed communication. Use a jaxlib from 0.10 to 0.12",
         stacklevel=2,
     )
     return {}
@@ -133,7 +133,7 @@ class Program:
         return self._within(*args, **named)
 
     def _check_donation(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Raises before JAX uses an array that has no memory any more."""
+        """Raises ValueError if an argument was deleted, or is donated twice."""
         arrays = _arrays((args, named))
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return  # nothing is donated
@@ -141,9 +141,9 @@ class Program:
         if any(x.is_deleted() for x in arrays):
             first = self._names_of(args, named, lambda x: x.is_deleted())[0]
             raise ValueError(
-                f"{first} was deleted: it was donated to an earlier call, whose results took over "
-                "its memory. Use those, params, opt_state, metrics = step(params, opt_state, "
-                "batch), or give that call a copy, jax.tree.map(jnp.copy, params)"
+                f"{first} was deleted: it was donated to an earlier call, which reused its "
+                "memory. Use the results of that call, params, opt_state, metrics = step(params, "
+                "opt_state, batch), or pass it a copy, jax.tree.map(jnp.copy, params)"
             )
         count = collections.Counter(map(id, arrays))
         if len(count) == len(arrays):
@@ -153,8 +153,8 @@ class Program:
         if twice is not None:
             same = self._names_of(args, named, lambda x: id(x) == twice)
             raise ValueError(
-                f"{' and '.join(same)} are one and the same array, and it is donated: give a copy "
-                "for one of them, x.copy()"
+                f"{' and '.join(same)} are the same array, and it is donated: pass a copy of one "
+                "of them, x.copy()"
             )
 
     def _names_of(

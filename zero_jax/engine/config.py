@@ -83,9 +83,9 @@ class Config:
         self._check_precision()
         if self.secondary_shards and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
-                f"secondary_shards=True with stage={self.stage!r} on {dict(self.mesh.shape)}: it "
-                f"shards states over {REPLICA!r} too, which requires stage=3 and "
-                "zero_jax.make_mesh(replica=...); or leave it out"
+                f"`secondary_shards`=True with `stage`={self.stage!r} on {dict(self.mesh.shape)}: "
+                f"stage 3 and an axis {REPLICA!r} are required. Use stage=3 with "
+                "zero_jax.make_mesh(replica=...), or leave `secondary_shards` out"
             )
 
     def _settle(self, name: str, value: Any) -> None:
@@ -95,60 +95,60 @@ class Config:
     def _check_numbers(self) -> None:
         if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
             raise ValueError(
-                f"stage={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
-                "state), 2 (and gradients) and 3 (and parameters). Use stage=3 for least memory, "
-                'or "auto" for the shortest modelled step that fits'
+                f"`stage`={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
+                "state), 2 (and gradients) and 3 (and parameters). Use 3 for least memory, or "
+                '"auto" for the shortest modelled step that fits'
             )
         if not isinstance(self.grad_accum_steps, int) or self.grad_accum_steps < 1:
             raise ValueError(
-                f"grad_accum_steps={self.grad_accum_steps!r}: use an int of at least 1"
+                f"`grad_accum_steps`={self.grad_accum_steps!r}: an int of at least 1 is required"
             )
 
     def _check_sequences(self, policy: policies.Remat) -> None:
         if self.sequence_parallel and model_size(self.mesh) == 1:
             raise ValueError(
-                "sequence_parallel=True splits sequences over the model axis, and this mesh has "
-                "none: make it with zero_jax.make_mesh(model=...)"
+                "`sequence_parallel`=True shards sequences over the model axis, but the mesh has "
+                "none: use zero_jax.make_mesh(model=...)"
             )
         if self.sequence_parallel and not self._by_sequence:
             raise ValueError(
-                f"sequence_parallel=True, but logical_axis_rules={self.logical_axis_rules} keep "
-                f"{SEQUENCE[0][0]!r} off the model axis: leave one of the two out"
+                f"`sequence_parallel`=True, but `logical_axis_rules`={self.logical_axis_rules} "
+                f"keep {SEQUENCE[0][0]!r} off the model axis: leave one of the two out"
             )
         if self._by_sequence and policy.partitioned:
             raise ValueError(
-                f"remat={self.remat!r} with sequences that are split over the model axis: what is "
-                "kept is split already, leave out partitioned"
+                f"`remat`={self.remat!r}: sequences are sharded over the model axis, so saved "
+                "activations are partitioned already. Leave partitioned out"
             )
 
     def _check_precision(self) -> None:
         if not self.skip_nonfinite and self.precision.scaled:
             raise ValueError(
-                "skip_nonfinite=False with fp16: skipped steps lower the loss scale. Use bf16, "
-                "or leave skip_nonfinite on"
+                "`skip_nonfinite`=False with fp16: skipped steps lower the loss scale. Use bf16, "
+                "or leave `skip_nonfinite` on"
             )
         for name in ("param_comm_dtype", "grad_comm_dtype"):
             bits = getattr(self.precision, name)
             if bits is not None and (self.stage == 0 or self._devices == 1):
                 raise ValueError(
-                    f"{name}={bits!r} with stage={self.stage!r} on {data_axis(self.mesh)}="
-                    f"{self._devices}: nothing is communicated there. Use stages 1 to 3 and at "
-                    "least 2 devices, or leave it out"
+                    f"`{name}`={bits!r} with `stage`={self.stage!r} on "
+                    f"{data_axis(self.mesh)}={self._devices}: nothing is communicated there. Use "
+                    f"stages 1 to 3 on at least 2 devices, or leave `{name}` out"
                 )
 
     def _check_states(self) -> None:
         if check_kind(self.optimizer_state_dtype) != FP32 and self.offload.in_files:
             raise ValueError(
-                f'optimizer_state_dtype="{self.optimizer_state_dtype}" with '
-                f'offload="{self.offload}": state in files is fp32. Use offload="optimizer" '
-                "(host memory), or leave optimizer_state_dtype out"
+                f'`optimizer_state_dtype`="{self.optimizer_state_dtype}" with '
+                f'`offload`="{self.offload}": state in files is fp32. Use offload="optimizer" '
+                "(host memory), or leave `optimizer_state_dtype` out"
             )
 
     def _move_activations(self) -> None:
         if self.stage == AUTO or self.offload.tier != "host":
             raise ValueError(
-                f'offload="{self.offload}" with stage={self.stage!r}: activations go to host '
-                'memory, of a stage that is named: remat="block@host" says the same'
+                f'`offload`="{self.offload}" with `stage`={self.stage!r}: activations require the '
+                'host tier and a stage from 0 to 3. Use remat="block@host" instead'
             )
         self._settle("remat", policies.on_host(self.remat))
 

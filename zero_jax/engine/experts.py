@@ -204,10 +204,9 @@ class _Retrace:
     ) -> ValueError:
         leaf = next(forms[a].leaf for a in atoms if equations.is_in(a, forms))
         return ValueError(
-            f"{self._paths[leaf]} has experts that stay with their devices, and {operation!r} "
-            "reads it, which is no product of each expert with rows of its own, as "
-            "jnp.einsum('ecd,edf->ecf', rows, experts) is: write it so, or make the mesh with "
-            "experts=1, which gathers them"
+            f"{self._paths[leaf]} is an expert parameter, and {operation!r} reads it: only a "
+            "product per expert is supported, such as jnp.einsum('ecd,edf->ecf', rows, experts). "
+            "Write it in this form, or use a mesh with experts=1, which gathers the experts"
         )
 
 

@@ -41,14 +41,14 @@ class NvmeStep(TrainStep):
         self._update: _FileUpdate | None = None
 
     def trace(self, *args: Any, **named: Any) -> NoReturn:
-        """Not to be had: the step is no single program."""
+        """Raises ValueError: the step is not a single program."""
         raise ValueError(
-            "with the nvme tier a step is many programs, driven by the host: plan it with "
-            'offload="optimizer", whose bytes of host memory are what the files hold, twice'
+            "`offload`: with the nvme tier a step is many programs and cannot be traced as one. "
+            'Plan with offload="optimizer"; the files take twice its bytes of host memory'
         )
 
     def lower(self, *args: Any, **named: Any) -> NoReturn:
-        """Neither."""
+        """Raises ValueError, as `trace`."""
         self.trace()
 
     def _from_files(
@@ -56,8 +56,8 @@ class NvmeStep(TrainStep):
     ) -> tuple[PyTree, ZeroState, Metrics]:
         if named:
             raise ValueError(
-                f"{', '.join(named)}: with the nvme tier a transformation is given value, the "
-                'loss, and no more: take offload="optimizer", which rests in host memory'
+                f"{', '.join(named)}: with the nvme tier a transformation gets `value`, the loss, "
+                'and no other named argument. Use offload="optimizer" (host memory)'
             )
         scale = guard_of(opt_state).loss_scale
         files = opt_state.inner.files

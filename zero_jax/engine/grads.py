@@ -129,23 +129,24 @@ def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
 
 
 def _without_gradient(traced: Traced) -> ValueError:
-    """JAX's error about a loop without a gradient, with the parameters that it reads."""
-    names = ", ".join(traced.looped) or "what is made of parameters"
+    """Returns the error for a loop without a gradient, with the parameters that it reads."""
+    names = ", ".join(traced.looped) or "values derived from parameters"
     return ValueError(
-        f"a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are not "
+        "a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are not "
         f"Python numbers) reads {names}, and JAX has no gradient of it. Use lax.scan or a fixed "
-        "number of turns, wrap what it reads in jax.lax.stop_gradient, or freeze those leaves"
+        "number of iterations, stop the gradient with jax.lax.stop_gradient, or freeze those "
+        "leaves"
     )
 
 
 def _check_masters(params: PyTree, frozen: list[bool]) -> None:
-    """Raises for a trained parameter of fewer bits: small updates would be rounded away."""
+    """Raises ValueError for a trained parameter below fp32: small updates would be rounded away."""
     for (name, leaf), still in zip(paths.named_leaves(params), frozen, strict=True):
         if not still and leaf.dtype != jnp.float32:
             raise ValueError(
-                f"`params`: {name!r} has dtype {leaf.dtype}, but trained parameters are fp32 "
-                "masters: zero.init and zero.shard convert to fp32. Give those, and compute in "
-                'fewer bits with Zero(mesh, precision="bf16")'
+                f"`params`: {name!r} has dtype {leaf.dtype}, but trained parameters must be fp32. "
+                "Make them with zero.init or zero.shard, and compute in fewer bits with "
+                'Zero(mesh, precision="bf16")'
             )
 
 
@@ -153,6 +154,7 @@ def _check_params(params: PyTree, cuts: list[Split]) -> None:
     for (name, leaf), cut in zip(paths.named_leaves(params), cuts, strict=True):
         if tuple(leaf.shape) != cut.rest_shape:
             raise ValueError(
-                f"{name} has shape {tuple(leaf.shape)}, but over {cut.shards} devices it rests as "
-                f"{cut.rest_shape}: make parameters with zero.init or zero.shard of the same Zero"
+                f"`params`: {name} has shape {tuple(leaf.shape)}, but its shape sharded over "
+                f"{cut.shards} devices is {cut.rest_shape}. Make parameters with zero.init or "
+                "zero.shard of the same Zero"
             )

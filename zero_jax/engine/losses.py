@@ -36,15 +36,15 @@ class Weighted(NamedTuple):
 
 
 def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
-    """(sum, weight, aux) of what a loss function returned, the first two scalars in fp32.
+    """Returns (sum, weight, aux) of the result of a loss function, sum and weight in fp32.
 
     Raises:
-      ValueError: it is none of the forms that a loss has.
+      ValueError: The result is not a supported form of a loss.
     """
     if has_aux and (isinstance(out, Weighted) or not (isinstance(out, tuple) and len(out) == 2)):
         raise ValueError(
-            f"has_aux=True, but the loss function returned {type(out).__name__}: return "
-            "(loss, aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
+            f"`has_aux`=True, but the loss function returned {type(out).__name__}: return (loss, "
+            "aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
         )
     value, aux = out if has_aux else (out, None)
     if isinstance(value, tuple) and not isinstance(value, Weighted):
@@ -52,7 +52,7 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"the loss function returned {pairs}: return a scalar mean, or "
             "zero_jax.Weighted(sum, weight) for a mean whose weights differ between devices"
-            + ("" if has_aux else ", or pass has_aux=True if the second is no part of the loss")
+            + ("" if has_aux else ". If the second value is auxiliary, pass has_aux=True")
         )
     parts = value if isinstance(value, Weighted) else Weighted(value, jnp.ones((), jnp.float32))
     shapes = [None if not _is_number(p) else jnp.shape(p) for p in parts]
@@ -63,8 +63,8 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
         )
     if any(jnp.iscomplexobj(p) for p in parts):
         raise ValueError(
-            "the loss function returned a complex number: return a real one, its real part or "
-            "absolute value say"
+            "the loss function returned a complex number: return a real one, for example its real "
+            "part or absolute value"
         )
     total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
     if isinstance(value, Weighted):
@@ -79,15 +79,15 @@ def _is_number(x: Any) -> bool:
 def kinds_of(
     aux: Sequence[tuple[str, Any]], differs: Sequence[bool], rows: Sequence[bool]
 ) -> list[str]:
-    """What becomes of each leaf of the aux.
+    """Returns how each leaf of the aux is combined over devices.
 
     Args:
-      aux: path and type of each.
-      differs: whether it differs between devices.
-      rows: whether its dim 0 is that of the batch.
+      aux: Path and type of each leaf.
+      differs: True for each leaf that differs between devices.
+      rows: True for each leaf whose dim 0 is that of the batch.
 
     Raises:
-      ValueError: one that differs is no float, so it has no mean.
+      ValueError: A leaf that differs is not a float, so it has no mean.
     """
     kinds = []
     for (path, like), differ, row in zip(aux, differs, rows, strict=True):
@@ -100,9 +100,9 @@ def kinds_of(
         else:
             raise ValueError(
                 f"aux {path or 'of the loss'} is {like.dtype}{list(like.shape)} and differs "
-                "between devices and micro-batches: floats are averaged, rows of the batch come "
-                "back as rows, but this is neither. Return it as a float, for its mean, or make it "
-                "the same on all devices: jax.lax.psum(x, zero.batch_axes)"
+                "between devices and micro-batches, but is neither a float, which is averaged, "
+                "nor rows of the batch. Return a float for its mean, or make it equal on all "
+                "devices: jax.lax.psum(x, zero.batch_axes)"
             )
     return kinds
 

@@ -74,15 +74,15 @@ def fold_keys(extras: Any, index: Any) -> Any:
 
 
 def check_batch(batch: PyTree, n: int, k: int) -> None:
-    """Raises unless n devices x k micro-batches divide the rows of every array of the batch."""
+    """Raises ValueError if n devices x k micro-batches do not divide the rows of an array."""
     rows = {}
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = jax.tree_util.keystr(path) or "the batch"
         shape = tuple(getattr(x, "shape", ()))
         if not shape:
             raise ValueError(
-                f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass what "
-                "all devices share as an extra argument after the batch"
+                f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass "
+                "values that all devices share as extra arguments after the batch"
             )
         rows[name] = shape[0]
     if not rows:
@@ -90,10 +90,9 @@ def check_batch(batch: PyTree, n: int, k: int) -> None:
     if len(set(rows.values())) > 1:
         told = ", ".join(f"{name} {count}" for name, count in list(rows.items())[:6])
         raise ValueError(
-            f"the arrays of the batch have different numbers of rows: {told}. Dim 0 of each is "
-            "split over the devices: give all the same. Of what has none in common, a graph's "
-            "nodes and edges, stack as many padded graphs as devices x micro-batches along a new "
-            "dim 0, and let the loss take x[0]"
+            f"the arrays of the batch have different numbers of rows: {told}. Dim 0 is sharded "
+            "over the devices and must be equal. For graphs, stack devices x micro-batches padded "
+            "graphs along a new dim 0, and use x[0] in the loss"
         )
     name, count = next(iter(rows.items()))
     if count == 0 or count % (n * k):

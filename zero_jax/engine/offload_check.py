@@ -65,13 +65,13 @@ class WrongHere(ValueError):
 
 
 def ensure(settings: Config) -> None:
-    """Checks offload, if any is asked for, the first time that it is used here.
+    """Checks offload, if it is used, the first time on this machine.
 
     Args:
-      settings: whose states, or whose remat policy, may use host memory.
+      settings: Settings whose state or remat policy may use host memory.
 
     Raises:
-      WrongHere: a result differs; names the versions and the device.
+      WrongHere: A result differs; the message has the versions and the device.
     """
     mesh = settings.mesh
     saves = any(place.host for place in policies.parse(settings.remat).places)
@@ -82,10 +82,10 @@ def ensure(settings: Config) -> None:
     failed = fault_on(mesh.local_devices[0])
     if failed:
         raise WrongHere(
-            f"offload gives wrong results with {versions(mesh.local_devices[0])}: {failed}. Known "
-            "causes are faults of XLA's host offload in single releases: install another jaxlib, "
-            "or leave offload out. python -m zero_jax.offload --check runs this again; "
-            "ZERO_JAX_OFFLOAD_CHECK=off goes on regardless"
+            f"`offload` gives wrong results with {versions(mesh.local_devices[0])}: {failed}. "
+            "Known causes are faults of XLA's host offload in single releases: install another "
+            "jaxlib, or leave `offload` out. python -m zero_jax.offload --check repeats this "
+            "check; ZERO_JAX_OFFLOAD_CHECK=off skips it"
         )
 
 
@@ -128,7 +128,10 @@ def check(device: jax.Device) -> list[Outcome]:
     """Runs every comparison on one device."""
     # A thread of its own, since a caller may be tracing.
     with ThreadPoolExecutor(1) as thread:
-        named = (("a step whose states stream", _states), ("saved activations", _residuals))
+        named = (
+            ("a step with streamed optimizer state", _states),
+            ("saved activations", _residuals),
+        )
         return [thread.submit(_compare, what, run, device).result() for what, run in named]
 
 

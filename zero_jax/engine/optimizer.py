@@ -50,13 +50,14 @@ class ZeroState(NamedTuple):
     guard: Guard
 
     def __getattr__(self, name: str) -> Any:
-        """A field of the wrapped state: `optax.contrib.schedule_free_eval_params` asks for some."""
+        """Returns a field of the wrapped state, for `optax.contrib.schedule_free_eval_params`."""
         wraps = isinstance(self.inner, (NarrowState, ChangingState))
         inner = self.inner.inner if wraps else self.inner
         if name in getattr(inner, "_fields", ()):
             return getattr(inner, name)
         raise AttributeError(
-            f"neither ZeroState nor the state that it wraps, a {type(inner).__name__}, has {name!r}"
+            f"ZeroState and the state that it wraps, a {type(inner).__name__}, have no attribute "
+            f"{name!r}"
         )
 
 
@@ -90,11 +91,7 @@ def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform
       A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
       not finite changes only the counters of skipped steps and the loss scale.
     """
-    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        raise ValueError(
-            f"`tx`={tx!r} is no optax transformation, which has `init` and `update`: use for "
-            "example optax.adamw(1e-3)"
-        )
+    _check_transformation(tx, "optax.adamw(1e-3)")
     if isinstance(tx, ZeroTransform):
         raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
     made = _Partition(tx, config)
@@ -103,6 +100,14 @@ def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform
     wrapped.apply, wrapped.resume, wrapped.plain = made.apply, made.resume, tx
     wrapped.restated = made.restated
     return wrapped
+
+
+def _check_transformation(tx: Any, example: str) -> None:
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"`tx`={tx!r} is not an optax transformation with `init` and `update`: pass for "
+            f"example {example}"
+        )
 
 
 def _settings_of(config: Config) -> tuple[Any, ...]:
@@ -117,12 +122,13 @@ def check_made_for(tx: Any, config: Config) -> None:
     """Checks that a transformation was wrapped for these settings.
 
     Raises:
-      ValueError: It is a plain optax transformation, or has other settings.
+      ValueError: It is no transformation, a plain optax transformation, or has other settings.
     """
+    _check_transformation(tx, "zero.optimizer(optax.adamw(1e-3))")
     if not isinstance(tx, ZeroTransform):
         raise ValueError(
-            f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, "
-            "tx = zero.optimizer(tx), that also makes the state, opt_state = tx.init(params)"
+            f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, tx = "
+            "zero.optimizer(tx), and make the state with it, opt_state = tx.init(params)"
         )
     if tx.made_for != _settings_of(config):
         raise ValueError(
@@ -210,7 +216,10 @@ class _Partition:
 
     def resume(self, params: PyTree) -> tuple[PyTree, ZeroState]:
         if not self.config.offload.in_files:
-            raise ValueError('only a state in files is resumed: Zero(offload="optimizer:nvme=DIR")')
+            raise ValueError(
+                f'`offload`="{self.config.offload}": only a state in files can be resumed. Use '
+                'Zero(offload="optimizer:nvme=DIR")'
+            )
         params, stored, guard = self._files(params, resume=True).resume(params)
         return params, ZeroState(stored, guard)
 
@@ -218,7 +227,8 @@ class _Partition:
         guard_of(state)
         if self.config.offload.in_files or isinstance(state.inner, Stored):
             raise ValueError(
-                'a state in files stays as it is: go on from a checkpoint with offload="optimizer"'
+                "`optimizer_state_dtype` of a state in files cannot change: restore a checkpoint "
+                'with offload="optimizer"'
             )
         if kind_of(state.inner) == self.config.optimizer_state_dtype:
             return state
@@ -269,19 +279,19 @@ class _Partition:
         guard_of(state)
         if kind_of(state.inner) != self.config.optimizer_state_dtype:
             raise ValueError(
-                f"the optimizer state is stored as {kind_of(state.inner)}, and this optimizer has "
-                f'optimizer_state_dtype="{self.config.optimizer_state_dtype}": convert it with '
+                f"the optimizer state is stored as {kind_of(state.inner)}, but this optimizer has "
+                f'`optimizer_state_dtype`="{self.config.optimizer_state_dtype}": convert it with '
                 "opt_state = tx.restated(opt_state, params)"
             )
         if self.config.offload.in_files:
             raise ValueError(
-                "a state in files is updated by the host, not inside jit: use zero.train_step"
+                "`offload`: the host updates a state in files, outside `jit`. Use zero.train_step"
             )
         if self.config.offload.streams_params and not apply:
             raise ValueError(
-                'with offload="optimizer,params" nothing can be added to masters in host memory as '
-                "a whole: write params, opt_state = tx.apply(grads, opt_state, params) for "
-                "tx.update and optax.apply_updates"
+                "`offload`: fp32 master parameters in host memory are updated in pieces. Use "
+                "params, opt_state = tx.apply(grads, opt_state, params) instead of tx.update and "
+                "optax.apply_updates"
             )
 
     def _whole(

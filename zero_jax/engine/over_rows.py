@@ -8,17 +8,17 @@ import jax.extend.core as jex
 from zero_jax.jaxpr import rows
 
 _SUM = (
-    "the loss function {doubt} a sum over the rows of the batch (dim 0), so it and its gradients "
-    "would be 1/{parts} of those of one device: losses are averaged over {parts} parts of the "
-    "batch (devices x micro-batches). Return a mean, jnp.mean(errors), or "
-    "zero_jax.Weighted(jnp.sum(errors), weight) with the number of rows, or of tokens, as `weight`"
+    "the loss function {doubt} a sum over the rows of the batch (dim 0). Losses are averaged "
+    "over {parts} parts of the batch (devices x micro-batches), so its value and gradients would "
+    "be 1/{parts} of those of one device. Return a mean, jnp.mean(errors), or "
+    "zero_jax.Weighted(jnp.sum(errors), weight), where `weight` is the number of rows or tokens"
 )
 _MIXED = (
-    "the loss function gives rows of the batch a mean over rows (normalised advantages, a softmax "
-    "over the batch, batch norm, products of all pairs of rows): it is that of the rows of one "
-    "device and micro-batch, 1/{parts} of the batch. For the mean over all devices use "
-    "jax.lax.pmean(jnp.mean(x, 0), zero.batch_axes), for rows of all devices jax.lax.all_gather; "
-    "compute what needs no gradient before the loss. See docs/models.md, Statistics over rows"
+    "the loss function uses a mean over rows (normalised advantages, a softmax over the batch, "
+    "batch norm, products of all pairs of rows). Each device and micro-batch has its own, over "
+    "1/{parts} of the batch. Use jax.lax.pmean(jnp.mean(x, 0), zero.batch_axes) for the mean "
+    "over all devices, and jax.lax.all_gather for their rows. Compute values without a gradient "
+    "before the loss. See docs/models.md, Statistics over rows"
 )
 
 

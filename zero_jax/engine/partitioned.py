@@ -81,8 +81,8 @@ def partitioned(
     """
     if stage not in (1, 2):
         raise ValueError(
-            f"partitioned(stage={stage!r}): stage must be 1 or 2 where parameters are replicated. "
-            "For stages 0 and 3 use zero_jax.Zero(mesh, stage=3)"
+            f"`stage`={stage!r}: `partitioned` requires 1 or 2, because parameters are "
+            "replicated. Use zero_jax.Zero(mesh, stage=3) for stages 0 and 3"
         )
     own = _OnShards(_plain(tx), axis_name, stage)
     return Partitioned(own.init, own.update)
@@ -163,8 +163,8 @@ def partition_specs(
     """
     if isinstance(tx, Partitioned):
         raise ValueError(
-            "partition_specs(tx) needs the transformation that was given to partitioned(tx), "
-            "not the one that it returned: partition_specs(optax.adam(1e-3), params, num_shards)"
+            "`tx` is the result of `partitioned`, but the transformation before it is required: "
+            "partition_specs(optax.adam(1e-3), params, num_shards)"
         )
     tx = _plain(tx)
 
@@ -188,8 +188,8 @@ def _axis_size(axis: str) -> int:
         return jax.lax.axis_size(axis)
     except NameError:
         raise ValueError(
-            f"partitioned(axis_name={axis!r}) runs inside jax.shard_map over a mesh with an axis "
-            f"{axis!r}, and there is none here. Outside shard_map use zero.optimizer(tx)"
+            f"`axis_name`={axis!r}: `partitioned` runs inside jax.shard_map over a mesh with an "
+            f"axis {axis!r}, and there is none here. Use zero.optimizer(tx) outside shard_map"
         ) from None
 
 
@@ -203,8 +203,8 @@ def _refuse_summed(grads: PyTree, axis: str) -> None:
     for name, leaf in paths.named_leaves(grads):
         if not _varies(leaf, axis):
             raise ValueError(
-                f"the gradient of {name} is already summed over {axis!r}: jax.grad with respect to "
-                "a replicated value does so inside shard_map. partitioned needs this device's own: "
-                f'differentiate with respect to jax.lax.pcast(params, {axis!r}, to="varying"), '
-                "or pass check_vma=False to shard_map"
+                f"the gradient of {name} is already summed over {axis!r}, because jax.grad of a "
+                "replicated value sums inside shard_map. `partitioned` needs the gradient of each "
+                f"device: differentiate with respect to jax.lax.pcast(params, {axis!r}, "
+                'to="varying"), or pass check_vma=False to shard_map'
             )

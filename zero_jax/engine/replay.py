@@ -117,16 +117,16 @@ def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Plac
 
 
 def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | None:
-    """Where the results of an equation of a layer are kept, or None. A gathered weight never is."""
+    """Returns where the results of an equation are saved, or None, as for gathered parameters."""
     place = policy.place_of(eqn)
     if place is None or not any(v in pure for v in eqn.outvars):
         return place
     if policy.kind != "names":
         return None
     raise ValueError(
-        f"remat={str(policy)!r} would keep a weight: the value marked {eqn.params['name']!r} "
-        "is made of parameters alone. A gathered weight is never kept, it is gathered again; "
-        "mark activations instead, or leave that name out"
+        f"`remat`={str(policy)!r}: the value marked {eqn.params['name']!r} depends on parameters "
+        "alone. Gathered parameters are never saved, they are gathered again. Mark activations "
+        "instead, or remove that name"
     )
 
 

@@ -296,12 +296,12 @@ def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:
 
 
 def _check_names(jaxpr: jex.Jaxpr, policy: Remat) -> None:
-    """Raises if a name marks nothing."""
+    """Raises ValueError if a name marks no value."""
     marked = equations.names_in(jaxpr) if policy.names else set()
     for name, _ in policy.names:
         if name not in marked:
             known = ", ".join(sorted(marked)) or "none"
             raise ValueError(
-                f"remat={str(policy)!r}: no value of the loss is marked {name!r}; names that are: "
-                f"{known}. Mark values by jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+                f"`remat`={str(policy)!r}: no value of the loss is marked {name!r}; marked names: "
+                f"{known}. Mark values with jax.ad_checkpoint.checkpoint_name(x, {name!r})"
             )

@@ -90,14 +90,14 @@ def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> N
     else:
         return
     raise ValueError(
-        f"{blame(tx, fails)} {verdict} elementwise, and inside shard_map it sees only this "
+        f"`tx`: {blame(tx, fails)} {verdict} elementwise, and inside shard_map it sees only this "
         f"device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, which is exact "
         "for every transformation"
     )
 
 
 def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
-    """Raises `_Unlike` unless the state and the updates of shards are shards."""
+    """Raises `_Unlike` if the state or the updates of shards are not shards."""
     tx = optax.with_extra_args_support(tx)
 
     def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
@@ -113,7 +113,7 @@ def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> N
     for tree, state in zip(trees, states, strict=True):
         made, results = _traced(update, tree, state, tree, value)
         if _shapes(results) != _shapes((tree, state)):
-            raise _Unlike("its update or its state has another shape than the one it was given")
+            raise _Unlike("its update or its state changes shape")
         updates.append(made)
     _same_program(*updates)
 
@@ -127,14 +127,14 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 
 def _same_program(full: Any, piece: Any) -> None:
-    """Raises unless the results on shards are shards of the results on full leaves."""
+    """Raises `_Unlike` if results on shards are not shards of the results on full leaves."""
     one, other = getattr(full, "jaxpr", full), getattr(piece, "jaxpr", piece)
     sizes = [(len(p.eqns), len(p.invars), len(p.constvars)) for p in (one, other)]
     if sizes[0] != sizes[1]:
-        raise _Unlike("it does something else on a shard, by its shape")
+        raise _Unlike("its program depends on the shape of a shard")
     for a, b in zip(getattr(full, "consts", ()), getattr(piece, "consts", ()), strict=True):
         if a is not b and not np.array_equal(a, b):
-            raise _Unlike("it holds another constant for a shard")
+            raise _Unlike("it contains another constant on a shard")
     known = dict(zip((*one.invars, *one.constvars), (*other.invars, *other.constvars), strict=True))
     for a, b in zip(one.eqns, other.eqns, strict=True):
         _same_atoms(a.invars, b.invars, known)
@@ -149,18 +149,18 @@ def _same_atoms(
     for a, b in itertools.zip_longest(full, piece):
         if isinstance(a, jex.Literal) and isinstance(b, jex.Literal):
             if not np.array_equal(a.val, b.val, equal_nan=True):
-                raise _Unlike(f"it uses {b.val} for a shard where it uses {a.val} for a full leaf")
+                raise _Unlike(f"it uses {b.val} on a shard and {a.val} on a full leaf")
         elif not isinstance(a, jex.Var) or known[a] is not b:
-            raise _Unlike("it uses other values for a shard")
+            raise _Unlike("it uses other values on a shard")
 
 
 def _same_equation(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> None:
-    """Raises unless of operands that are shards it makes the shards of its results."""
+    """Raises `_Unlike` if the equation maps shards to anything but shards of its results."""
     name = full.primitive.name
     if full.primitive is not piece.primitive:
-        raise _Unlike(f"it does {piece.primitive.name} on a shard and {name} on a full leaf")
+        raise _Unlike(f"it runs {piece.primitive.name} on a shard and {name} on a full leaf")
     if _settings(full) != _settings(piece):
-        raise _Unlike(f"its {name} is another one on a shard")
+        raise _Unlike(f"its {name} has other parameters on a shard")
     if name in _CALLS:
         for one, other in zip(_bodies(full.params), _bodies(piece.params), strict=True):
             _same_program(one, other)
@@ -188,11 +188,13 @@ def _settings(eqn: jex.JaxprEqn) -> dict[str, Any]:
 
 
 def _cut_dim(full: Atom, piece: Atom) -> int | None:
-    """The dim along which a value is a shard; None if it is whole."""
+    """Returns the dim along which a value is sharded, or None."""
     shapes = _shape(full), _shape(piece)
     dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
     if len(dims) > 1 or len(shapes[0]) != len(shapes[1]):
-        raise _Unlike(f"it has a value {shapes[1]} on a shard, and {shapes[0]} on a full leaf")
+        raise _Unlike(
+            f"it has a value of shape {shapes[1]} on a shard and {shapes[0]} on a full leaf"
+        )
     return dims[0] if dims else None
 
 

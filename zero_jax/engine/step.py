@@ -88,9 +88,7 @@ class TrainStep:
         max_skips: int,
     ):
         if max_skips < 1:
-            raise ValueError(
-                f"max_skips={max_skips}: at least 1 step must be allowed to be skipped"
-            )
+            raise ValueError(f"`max_skips`={max_skips}: at least 1 is required")
         self.settings = settings
         self._loss = grads.GlobalLoss(settings, loss_fn, has_aux)
         self._tx = tx
@@ -167,9 +165,9 @@ class TrainStep:
         leaf = self.first_bad_leaf(params, opt_state, batch, *extras)
         where = f"the gradient of {leaf}" if leaf else "an earlier batch (this one is finite)"
         raise NonFiniteError(
-            f"{skips} steps in a row were skipped (max_skips={self._max_skips}); not finite: "
+            f"{skips} steps in a row were skipped (`max_skips`={self._max_skips}); not finite: "
             f"{where}; loss scale {float(opt_state.guard.loss_scale):g}. Parameters are those of "
-            "the last good step: lower the learning rate, or look at the data"
+            "the last good step: lower the learning rate, or inspect the data"
         )
 
     def _agree(self, batch: PyTree) -> None:
@@ -204,11 +202,13 @@ def _check_named(named: dict[str, Any]) -> None:
     """Raises ValueError for a named argument that the transformation cannot take."""
     for name, given in named.items():
         if name in _GIVEN:
-            raise ValueError(f"{name}=...: the step gives the transformation its own {name}")
+            raise ValueError(
+                f"`{name}`: the step passes its own {name} to the transformation. Leave it out"
+            )
         if any(callable(x) for x in jax.tree.leaves(given)):
             raise ValueError(
-                f"{name}={given!r}: a step takes arrays for the transformation, no functions. "
-                "Write a step of your own: grads from zero.value_and_grad(loss_fn), then "
+                f"`{name}`={given!r}: a step passes arrays to the transformation, not functions. "
+                "Write the step yourself: gradients from zero.value_and_grad(loss_fn), then "
                 f"tx.update(grads, opt_state, params, {name}=...)"
             )
 

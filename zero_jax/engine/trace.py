@@ -229,12 +229,12 @@ def _unboxed(tree: PyTree) -> PyTree:
 
 
 def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
-    """Raises if the weight of the loss depends on parameters."""
+    """Raises ValueError if the weight of the loss depends on parameters."""
     if marks.marked(closed, trained, marks.HAS_GRADIENT)[1]:
         raise ValueError(
-            "the weight in zero_jax.Weighted(sum, weight) depends on the parameters, and no "
-            "gradient goes through it: a weight counts rows or tokens. Wrap it in "
-            "jax.lax.stop_gradient(weight) if it shall be taken as it is, or return a mean"
+            "`weight` of zero_jax.Weighted(sum, weight) depends on the parameters, but no "
+            "gradient is taken through it. Use jax.lax.stop_gradient(weight) to treat it as a "
+            "constant, or return a mean"
         )
 
 
@@ -269,7 +269,7 @@ def _is_key(like: Any) -> bool:
 
 
 def _grow(program: _Program, rows: PyTree, unsure: Sequence[str]) -> list[bool]:
-    """Which leaves of the aux have the rows of the batch as dim 0: they grow with it."""
+    """Returns True for each aux leaf with the batch as dim 0, which grows with the batch."""
     count = jax.tree.leaves(rows)[0].shape[0]
     longer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
@@ -280,10 +280,9 @@ def _grow(program: _Program, rows: PyTree, unsure: Sequence[str]) -> list[bool]:
         likes = jax.tree.leaves(program.aux)
     except Exception as error:
         raise ValueError(
-            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), and "
-            "whether these are its rows can't be told, since the loss can't be traced with "
-            f"{2 * count} rows. Write it for any number of rows; what is no row, return as "
-            f"aux[None]. The other trace says: {error}"
+            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), but the "
+            f"loss cannot be traced with {2 * count} rows. Write the loss for any number of rows, "
+            f"or return values other than rows as aux[None]. The error of that trace: {error}"
         ) from error
     finally:
         program.aux, program.weighted = before

@@ -34,23 +34,25 @@ def refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None
 
 
 def check_updates(grads: PyTree, updates: PyTree) -> None:
-    """Raises where an update has lost the first dim of its gradient."""
+    """Raises ValueError if an update lacks the first dim of its gradient."""
     pairs = zip(paths.named_leaves(grads), jax.tree.leaves(updates), strict=False)
     for (name, given), made in pairs:
         if given.shape != made.shape and given.shape[1:] == made.shape:
             raise ValueError(
-                f"the transformation makes of the gradient {given.shape} of {name} an update "
-                f"{made.shape}: it takes gradients of each example along dim 0 (as "
-                "optax.contrib.differentially_private_aggregate does), and Zero hands it their "
-                "mean. Clip and add noise inside the loss, or leave it out"
+                f"`tx` makes an update {made.shape} from the gradient {given.shape} of {name}: it "
+                "needs per-example gradients along dim 0 (as "
+                "optax.contrib.differentially_private_aggregate does). Zero passes their mean. "
+                "Clip and add noise inside the loss, or leave it out"
             )
 
 
 def without_frozen(
     tx: optax.GradientTransformation, frozen: Frozen
 ) -> optax.GradientTransformation:
-    """The transformation on trained leaves only: the others get no state and no update. Its state
-    has the same structure before and after every update."""
+    """Returns the transformation on trained leaves only: others get no state and no update.
+
+    Its state has the same structure before and after every update.
+    """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
 
@@ -76,13 +78,13 @@ def without_frozen(
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             given = ", ".join(["gradients", "state", "parameters", *extra])
             raise CannotUpdate(
-                f"the transformation did not take what it was given ({given}): {error}. "
-                "zero.train_step gives it the loss as value, and arrays that are passed by name, "
-                "step(params, opt_state, batch, name=array), but not where states rest in host "
-                "memory or in fewer bits. One that calls functions (grad_fn, value_fn), or takes "
-                "gradients of a part of the parameters (optax.lookahead), needs a step of your "
-                "own: grads from zero.value_and_grad(loss_fn), then tx.update(grads, opt_state, "
-                "params, ...)"
+                f"`tx` raised an error with the arguments {given}: {error}. zero.train_step "
+                "passes the loss as `value`, and arrays that are passed by name, step(params, "
+                "opt_state, batch, name=array). It passes none where state is in host memory or "
+                "in fewer bits. Transformations that call functions (grad_fn, value_fn) or take "
+                "gradients of some parameters (optax.lookahead) are unsupported there. Write the "
+                "step yourself: gradients from zero.value_and_grad(loss_fn), then "
+                "tx.update(grads, opt_state, params, ...)"
             ) from error
 
     # Without frozen leaves the state is exactly that of the user's own transformation.

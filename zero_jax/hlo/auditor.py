@@ -149,12 +149,12 @@ def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
     """
     if not hasattr(compiled, "memory_analysis"):
         raise ValueError(
-            f"audit was given a {type(compiled).__name__}, and reads a program that XLA has "
-            "compiled: step.lower(params, opt_state, batch).compile()"
+            f"`compiled` is a {type(compiled).__name__}: pass the compiled program, "
+            "step.lower(params, opt_state, batch).compile()"
         )
     memory = compiled.memory_analysis()
     if memory is None:
-        raise ValueError("this backend gives no memory_analysis(); call `collectives` instead")
+        raise ValueError("this backend has no memory_analysis(): use `collectives` instead")
     return of_text(compiled.as_text() or "", memory, mesh)
 
 
@@ -233,14 +233,14 @@ def assert_communication(
     slack = rel * sum(want.values())
     if any(abs(got.get(k, 0) - want.get(k, 0)) > slack for k in got | want):
         raise AssertionError(
-            f"words per parameter: sent {got}, expected {want} to within {slack:g}, "
-            f"for {num_params} parameters\n{format_table(report)}"
+            f"elements per parameter: sent {got}, expected {want} within {slack:g}, for "
+            f"{num_params} parameters\n{format_table(report)}"
         )
 
 
 def _count_params(compiled: Compiled | Audit) -> int:
     """Returns the number of elements of the first argument, without padding."""
     if isinstance(compiled, Audit) or not compiled.args_info[0]:
-        raise ValueError("an audit does not know Ψ: pass num_params=, the number of parameters")
+        raise ValueError("`num_params` is required for an audit: pass the number of parameters Ψ")
     leaves = jax.tree.leaves(compiled.args_info[0][0], is_leaf=lambda x: isinstance(x, Padded))
     return sum(math.prod(leaf.shape) for leaf in leaves)

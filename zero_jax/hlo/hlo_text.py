@@ -200,7 +200,7 @@ def parse(text: str) -> Program:
             instructions[instruction.name] = instruction
             root = instruction.name if is_root else root
     if not entry:
-        raise ValueError("no ENTRY computation in the text: give what compiled.as_text() returns")
+        raise ValueError("the text has no ENTRY computation: pass the result of compiled.as_text()")
     head = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     donated = frozenset(map(int, re.findall(r": \((\d+), \{\}, (?:may|must)-alias\)", head)))

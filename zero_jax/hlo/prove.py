@@ -59,15 +59,15 @@ _MEMORY = tuple(
 
 
 def check(target: Target, devices: int, given: str | None = None) -> str:
-    """The topology that is compiled for; asked before anything is traced.
+    """Returns the topology to compile for; called before any tracing.
 
     Args:
-      target: what to compile for.
-      devices: how many.
-      given: see `topology`.
+      target: The target to compile for.
+      devices: Number of devices.
+      given: See `topology`.
 
     Raises:
-      ValueError: the target cannot be compiled for here; says what to install.
+      ValueError: The target cannot be compiled for here; the message says what to install.
     """
     if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
@@ -158,7 +158,7 @@ def _check_installed(target: Target) -> None:
 
 
 def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dict[str, Any]:
-    """The step as a portable program of flat arrays, and what the child must know of those."""
+    """Returns the step as a portable program of flat arrays, and the description of the arrays."""
     leaves, treedef = jax.tree.flatten(tuple(args))
     count = len(jax.tree.leaves(tuple(args[:donated])))
     impls = [
@@ -179,8 +179,9 @@ def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dic
         program = bytes(exported.serialize())
     except NotImplementedError as error:
         raise ValueError(
-            "the step calls back to Python (jax.debug.print, a callback), which can't be compiled "
-            f"for another machine: take that out to prove it. JAX says: {error}"
+            "the step calls back to Python (jax.debug.print, a callback), which cannot be "
+            "compiled for another machine. Remove the callback to compile ahead of time. The "
+            f"error of JAX: {error}"
         ) from error
     request = {
         "shapes": [list(x.shape) for x in plain],
@@ -211,9 +212,9 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     child = _ran(here, target, devices, timeout, flags)
     if child.returncode and flags and releases.NO_KERNEL in child.stderr:
         warnings.warn(
-            f"XLA for {target.name} finds no kernel of its own for a product of this step without "
-            "timing some, so all products are compiled as a library's: of other steps that moves "
-            "bytes by 1 % and seconds by 2 %",
+            f"XLA for {target.name} cannot choose a kernel for a matrix product of this step "
+            "without timing, so all products are compiled as library calls. In other steps this "
+            "changed bytes by 1 % and seconds by 2 %",
             stacklevel=2,
         )
         child = _ran(here, target, devices, timeout, f"{flags} {releases.BY_LIBRARY}")
@@ -223,7 +224,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     text = "\n".join(said)
     if child.returncode < 0 or "libdevice" in text or "ptxas" in text:
         raise ValueError(
-            f"the compiler for {target.name} ended with {child.returncode}, most often because "
+            f"the compiler for {target.name} exited with {child.returncode}, most often because "
             f"ptxas or libdevice is missing: {install_line(target)}\n{text}"
         )
     raise RuntimeError(f"compiling for {target.name} failed:\n{text}")
@@ -247,7 +248,7 @@ def _ran(
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(
-            f"compiling for {target.name} took more than {timeout:.0f} s and was ended"
+            f"compiling for {target.name} took more than {timeout:.0f} s and was stopped"
         ) from error
 
 

@@ -102,8 +102,8 @@ def step_time(
     """
     if not all(x > 0 for x in (target.flops, target.memory_bandwidth, target.slow_wire)):
         raise ValueError(
-            f"{target.name!r} comes without the FLOP/s, memory bandwidth and wires that are "
-            "needed; take an accelerator, 'h100' say"
+            f"`target`={target.name!r} has no FLOP/s, memory bandwidth or interconnect bandwidth: "
+            "use an accelerator, for example 'h100'"
         )
     flops = Flops(program)
     seconds, work, traffic = kernels(program, target, flops).computation(program.entry)

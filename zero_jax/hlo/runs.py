@@ -65,10 +65,10 @@ class Totals:
         return total
 
     def instruction(self, computation: Computation, i: Instruction) -> Cost:
-        """Of one run of an instruction.
+        """Returns the cost of one run of an instruction.
 
         Raises:
-          ValueError: it runs something that costs in a loop whose trip count is unknown.
+          ValueError: A loop with a cost has an unknown trip count.
         """
         own = self._cost(computation, i)
         if own is not None:
@@ -80,8 +80,8 @@ class Totals:
         for cost, times in inside:
             if times is None and any(cost):
                 raise ValueError(
-                    f"the loop {i.name} has no trip count in the program, so what it computes in "
-                    "all is unknown; use a loop of fixed length (jax.lax.scan)"
+                    f"the loop {i.name} has no trip count in the program, so its cost is unknown: "
+                    "use a loop of fixed length (jax.lax.scan)"
                 )
             total = _plus(total, cost, times or 0)
         return total

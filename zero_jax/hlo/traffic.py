@@ -100,8 +100,8 @@ class Collective:
             return 0
         if self.runs is None:
             raise ValueError(
-                f"{self.kind} {self.name} ({self.op_name}) is in a loop whose trip count is not in "
-                "the program, so its words per step are unknown; use a loop of fixed length "
+                f"{self.kind} {self.name} ({self.op_name}) is in a loop without a trip count in "
+                "the program, so its elements per step are unknown. Use a loop of fixed length "
                 "(jax.lax.scan), or read `elements` instead"
             )
         return self.runs * self.elements * (2 if self.kind == "all-reduce" else 1)

@@ -64,8 +64,8 @@ class Store:
     def _create(self) -> None:
         if (self.folder / RECORD).exists():
             raise ValueError(
-                f"{self.folder} holds the state of step {committed(self.folder)}: go on from it "
-                "with tx.resume(params), or give an empty directory"
+                f"`offload`: {self.folder} holds the state of step {committed(self.folder)}. "
+                "Resume it with tx.resume(params), or use an empty directory"
             )
         made: list[pathlib.Path] = []
         try:
@@ -83,20 +83,25 @@ class Store:
         need = f"the optimizer state takes {2 * self.bytes:,} bytes here, in two slots"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.folder).free
-            return f"{self.folder} is full: {need}, and {free:,} are free. Give another directory"
+            return (
+                f"`offload`: {self.folder} has {free:,} bytes free, but {need}. Use another "
+                "directory"
+            )
         why = error.strerror or str(error)
-        return f"{self.folder} can't be written ({why}): give a directory that can; {need}"
+        return (
+            f"`offload`: {self.folder} cannot be written ({why}): {need}. Use a writable directory"
+        )
 
     def _open(self) -> int:
         if not (self.folder / RECORD).exists():
             raise ValueError(
-                f"{self.folder} holds no state to go on from: start with tx.init(params)"
+                f"`offload`: {self.folder} has no state to resume. Start with tx.init(params)"
             )
         record = json.loads((self.folder / RECORD).read_text())
         if record["arrays"] != self._layout:
             raise ValueError(
-                f"{self.folder} holds the state of another model, optimizer or mesh: resume with "
-                "those it was made with, or give an empty directory"
+                f"`offload`: {self.folder} holds the state of another model, optimizer or mesh. "
+                "Resume with the same ones, or use an empty directory"
             )
         return int(record["step"])
 

@@ -151,21 +151,21 @@ def require_piecewise(
     *,
     optimizer_state_dtype: str = FP32,
 ) -> None:
-    """Raises unless `tx` can be updated in pieces.
+    """Raises CannotStream if `tx` cannot be updated in pieces.
 
     Args:
-      tx: the user's transformation.
-      inner: the same, on trained leaves only.
-      params: logical parameters, abstract.
-      mesh: the mesh.
-      cuts: how they are split.
-      frozen: which of them are not trained.
-      masters: whether they rest in host memory too.
-      optimizer_state_dtype: dtype of states. Below fp32, a state must have the shape of its
+      tx: The user's transformation.
+      inner: The same transformation, on trained leaves only.
+      params: Full parameters, abstract.
+      mesh: The mesh.
+      cuts: The partition of each parameter.
+      frozen: True for each parameter that is not trained.
+      masters: True if the fp32 master parameters are in host memory too.
+      optimizer_state_dtype: Dtype of state. Below fp32, a state must have the shape of its
         parameter and be read element by element.
 
     Raises:
-      CannotStream: naming the transformation, within a chain the one that is to blame.
+      CannotStream: The message has the transformation, within a chain the one that fails.
     """
     leaves, treedef = jax.tree.flatten(params)
     # The gradient of a frozen leaf is a scalar.
@@ -197,16 +197,17 @@ def require_piecewise(
     found = why(inner)
     if found:
         name = blame(tx, lambda part: bool(why(part)))
-        setting, what = "offload", "what rests in host memory"
+        setting, what = "offload", "state in host memory"
         if optimizer_state_dtype != FP32:
             setting, what = (
                 "optimizer_state_dtype",
-                f"a state, which is stored as {optimizer_state_dtype}",
+                f"state stored as {optimizer_state_dtype}",
             )
         raise CannotStream(
-            f"{name} can't be updated in pieces: its {found} needs the whole of {what}. What looks "
-            "at gradients alone, as clip_by_global_norm, can stand before a transformation with a "
-            f"state; else leave {setting} out, or use an elementwise one, adamw say"
+            f"{name} cannot be updated in pieces, because of {found}: it needs all elements of "
+            f"{what}. A transformation of gradients alone, such as clip_by_global_norm, is "
+            f"supported before one with a state. Otherwise leave `{setting}` out, or use an "
+            "elementwise transformation, for example adamw"
         )
 
 

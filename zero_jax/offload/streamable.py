@@ -66,7 +66,7 @@ def recipes(
     frozen: Sequence[bool],
     masters: Sequence[bool],
 ) -> dict[int, Recipe]:
-    """A recipe for each leaf that has something in host memory."""
+    """Returns a recipe for each leaf with state or parameters in host memory."""
     found = {}
     for at, cut in enumerate(cuts):
         states = [j for j, (o, h) in enumerate(zip(owner, held, strict=True)) if o == at and h]
@@ -76,5 +76,5 @@ def recipes(
     for output in range(len(cuts) + len(held)):
         made = any(output in recipe.outputs for recipe in found.values())
         if not made and not traced.is_global(output):
-            raise NotPiecewise("a value that is no part of one leaf")
+            raise NotPiecewise("a value that is not part of one leaf")
     return found

@@ -62,15 +62,15 @@ class Offload:
     def __post_init__(self) -> None:
         if not isinstance(self.piece_bytes, int) or self.piece_bytes < 4096:
             raise ValueError(
-                f"piece_bytes={self.piece_bytes!r}: a piece of the update has at least 4096 bytes; "
-                f"the default is {PIECE_BYTES} (64 MiB)"
+                f"`piece_bytes`={self.piece_bytes!r}: at least 4096 bytes are required. The "
+                f"default is {PIECE_BYTES} (64 MiB)"
             )
         if self.host_bytes is not None and self.host_bytes < 1 << 14:
-            raise ValueError(f"host_bytes={self.host_bytes!r}: give it at least 16384 bytes")
+            raise ValueError(f"`host_bytes`={self.host_bytes!r}: at least 16384 bytes are required")
         if self.params and not self.optimizer:
             raise ValueError(
-                'offload="params" alone: masters are only read by the update, so offload the '
-                'optimizer state first: offload="optimizer,params"'
+                '`offload`="params": only the update uses fp32 master parameters, so the '
+                'optimizer state must be offloaded too. Use offload="optimizer,params"'
             )
 
     @property
@@ -116,7 +116,7 @@ def parse(given: "str | Offload | None") -> Offload:
     if isinstance(given, Offload):
         return given
     if not isinstance(given, str):
-        raise ValueError(f"offload={given!r}: write {GRAMMAR}, or pass an Offload")
+        raise ValueError(f"`offload`={given!r}: write {GRAMMAR}, or pass an Offload")
     names, _, place = given.partition(":")
     words = [word.strip() for word in names.split(",")]
     for word in words:
@@ -127,7 +127,7 @@ def parse(given: "str | Offload | None") -> Offload:
         raise ValueError(_unknown(given, tier, TIERS))
     if (tier == "nvme") != bool(directory):
         raise ValueError(
-            f"offload={given!r}: only the nvme tier has a directory, and it needs one: "
+            f"`offload`={given!r}: the nvme tier, and no other, requires a directory: "
             f"{names}:nvme=/path/on/nvme"
         )
     return Offload(
@@ -141,8 +141,8 @@ def parse(given: "str | Offload | None") -> Offload:
 def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
     near = nearest(word, known)
     return (
-        f"offload={given!r}: {word!r} is none of {', '.join(known)}; nearest: {near!r}. Write "
-        f'{GRAMMAR}, what is to leave the device: offload="optimizer" rests in host memory'
+        f"`offload`={given!r}: {word!r} is not one of {', '.join(known)}; the nearest is "
+        f'{near!r}. Write {GRAMMAR}; offload="optimizer" uses host memory'
     )
 
 
@@ -161,11 +161,11 @@ def settle(offload: Offload, mesh: AnyMesh) -> Offload:
     lacks = f"{device.device_kind} has no {HOST} memory in this JAX (it has {', '.join(kinds)})"
     if not offload.auto:
         raise ValueError(
-            f'offload="{offload}": {lacks}. Leave offload out, or use '
-            f'offload="{offload}:auto" to offload only where it can be done'
+            f'`offload`="{offload}": {lacks}. Leave `offload` out, or use '
+            f'offload="{offload}:auto" to offload only where it is supported'
         )
     stays = dataclasses.replace(offload, optimizer=False, params=False)
-    warnings.warn(f'offload="{offload}": {lacks}, so states stay on the device', stacklevel=4)
+    warnings.warn(f'`offload`="{offload}": {lacks}, so the state stays on the device', stacklevel=4)
     return stays
 
 

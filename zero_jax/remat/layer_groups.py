@@ -114,10 +114,10 @@ def loop(
 
 
 def size_of(length: int) -> int:
-    """How many of `length` scanned layers one group has; all groups are of one size.
+    """Returns the number of scanned layers in a group; all groups have the same size.
 
     Raises:
-      CannotGroup: it has no divisor, so that nothing would be gained.
+      CannotGroup: `length` has no divisor, so groups would save no memory.
 
     >>> size_of(36), size_of(48), size_of(98)
     (6, 6, 7)
@@ -127,7 +127,7 @@ def size_of(length: int) -> int:
     size = max(s for s in range(1, math.isqrt(length) + 1) if length % s == 0)
     if size == 1:
         raise CannotGroup(
-            f"remat='block_sqrt': a scan over {length} layers can't be cut into groups of one "
-            'size, since no number divides it: use "block", or another number of layers'
+            f"`remat`='block_sqrt': a scan over {length} layers has no groups of equal size, "
+            f'because no number divides {length}. Use "block", or another number of layers'
         )
     return size

@@ -95,7 +95,8 @@ class Remat:
         object.__setattr__(self, "inputs", self._place(self.inputs))
         if (self.kind == "jax") != (self.policy is not None):
             raise ValueError(
-                f'kind={self.kind!r} with policy={self.policy!r}: use kind "jax" for it'
+                f'`kind`={self.kind!r} with `policy`={self.policy!r}: kind "jax", and no other, '
+                "requires a policy"
             )
         if self.kind != "jax":
             _check(self)
@@ -188,26 +189,30 @@ def _check(policy: Remat) -> None:
     text, known = str(policy), [name for name, _ in policy.names]
     if policy.kind not in _ALL:
         near = nearest(policy.kind, _ALL)
-        raise ValueError(f"remat={text!r}: use one of {_listed(_ALL)}; nearest: {near!r}")
+        raise ValueError(f"`remat`={text!r}: use one of {_listed(_ALL)}; the nearest is {near!r}")
     if policy.inputs != DEVICE and policy.kind in ("none", "dots"):
         raise ValueError(
-            f"remat={text!r}: {policy.kind} saves its values on the device. Elsewhere can be "
-            'the inputs of layers, for example "block@host", or marked values, "names:a@host"'
+            f"`remat`={text!r}: {policy.kind} saves its values on the device. Other places are "
+            'for the inputs of layers, for example "block@host", or for marked values, '
+            '"names:a@host"'
         )
     if (policy.kind == "names") != bool(known):
         raise ValueError(
-            f"remat={text!r}: names, and only names, is followed by a colon and names of values: "
-            '"names:a,b" for values marked by jax.ad_checkpoint.checkpoint_name(x, "a")'
+            f'`remat`={text!r}: "names", and no other policy, requires names of values, for '
+            'example "names:a,b". Mark values with jax.ad_checkpoint.checkpoint_name(x, "a")'
         )
     if any(not name for name in known) or len(set(known)) < len(known):
-        raise ValueError(f"remat={text!r}: write each name once, with commas: names:a,b@host")
+        raise ValueError(
+            f"`remat`={text!r}: write each name once, separated by commas, for example "
+            '"names:a,b@host"'
+        )
 
 
 def on_host(text: str) -> str:
-    """The policy with all that it keeps in host memory: what `offload="activations"` makes of it.
+    """Returns the policy with all saved values in host memory, for `offload="activations"`.
 
     Raises:
-      ValueError: for a policy that keeps everything, or products, on the device.
+      ValueError: The policy saves all values, or products, on the device.
 
     >>> on_host("block"), on_host("names@partitioned:a,b")
     ('block@host', 'names@partitioned+host:a@host,b@host')
@@ -215,8 +220,8 @@ def on_host(text: str) -> str:
     policy = parse(text)
     if policy.kind in ("none", "dots", "jax"):
         raise ValueError(
-            f'offload="activations" with remat={text!r}: it moves what remat keeps of layers to '
-            'the host, and this keeps too much to move: use remat="block"'
+            f'`offload`="activations" with `remat`={text!r}: saved activations of layers move to '
+            'the host, but this policy saves too many. Use remat="block"'
         )
     names = tuple((name, dataclasses.replace(at, host=True)) for name, at in policy.names)
     inputs = dataclasses.replace(policy.inputs, host=True)
@@ -227,26 +232,26 @@ def check(text: str, mesh: AnyMesh) -> Remat:
     """Reads a policy and checks that the mesh has what it needs.
 
     Args:
-      text: the policy.
-      mesh: of real devices, or abstract, which has every kind of memory.
+      text: The policy.
+      mesh: A mesh of devices, or an abstract one, which has every kind of memory.
 
     Raises:
-      ValueError: as `parse`; partitioned without a `model` axis; host on devices without
+      ValueError: As in `parse`; partitioned without a `model` axis; host on devices without
         pinned host memory.
     """
     policy = parse(text)
     if policy.partitioned and MODEL not in mesh.axis_names:
         raise ValueError(
-            f"remat={text!r} splits what is kept over the mesh axis {MODEL!r}, and the mesh has "
-            f"only {_listed(mesh.axis_names)}: take zero_jax.make_mesh(model=2), or leave out "
-            "partitioned"
+            f"`remat`={text!r} partitions saved activations over the mesh axis {MODEL!r}, but the "
+            f"mesh has only {_listed(mesh.axis_names)}. Use zero_jax.make_mesh(model=2), or leave "
+            "partitioned out"
         )
     if any(p.host for p in policy.places) and not isinstance(mesh, AbstractMesh):
         kinds = [m.kind for m in mesh.local_devices[0].addressable_memories()]
         if "pinned_host" not in kinds:
             raise ValueError(
-                f"remat={text!r} keeps values in pinned host memory, and "
-                f"{mesh.local_devices[0]} has only {_listed(kinds)}: leave out host"
+                f"`remat`={text!r} saves values in pinned host memory, but "
+                f"{mesh.local_devices[0]} has only {_listed(kinds)}: leave host out"
             )
     return policy
 
@@ -256,15 +261,15 @@ def _at(place: Place) -> str:
 
 
 def _placed(text: str, part: str) -> tuple[str, Place]:
-    """One name with its place, "a@host"."""
+    """Parses one name with its place, "a@host"."""
     name, at, place = (word.strip() for word in part.partition("@"))
     if not at:
         return name, DEVICE
     if place not in PLACES:
         near = nearest(place, PLACES)
         raise ValueError(
-            f"remat={text!r}: no place is called {place!r}; use one of {_listed(PLACES)}; "
-            f"nearest: {near!r}"
+            f"`remat`={text!r}: {place!r} is unknown, use one of {_listed(PLACES)}; the nearest "
+            f"is {near!r}"
         )
     return name, PLACES[place]
 

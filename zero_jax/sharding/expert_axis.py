@@ -22,14 +22,14 @@ class ExpertAxis:
     size: int = 1
 
     def dims(self, tree: PyTree, model: Sequence[int | None]) -> list[int | None]:
-        """The dim of each leaf that its model names "experts", counted from the end, or None.
+        """Returns the dim of each leaf that is named "experts", counted from the end, or None.
 
         Args:
-          tree: a logical tree, of arrays or ShapeDtypeStructs.
-          model: the dim of each that is split over `model`.
+          tree: A tree of full arrays or ShapeDtypeStructs.
+          model: The dim of each leaf that is sharded over `model`.
 
         Raises:
-          ValueError: no leaf has one, the groups do not divide it, or `model` splits it too.
+          ValueError: No leaf has one, the groups do not divide it, or it is sharded over `model`.
         """
         leaves = paths.named_leaves(tree)
         if self.size == 1:
@@ -38,15 +38,15 @@ class ExpertAxis:
         dims = [self._dim(name, leaf.shape, given) for (name, leaf), given in both]
         if leaves and all(dim is None for dim in dims):
             raise ValueError(
-                f"the mesh has an experts axis of {self.size}, but no parameter has a dim that is "
-                "named 'experts': name the dims in the model (nnx.with_partitioning(init, "
-                "('experts', None, None))), or make the mesh with experts=1"
+                f"`mesh` has an experts axis of {self.size}, but no parameter has a dim named "
+                "'experts'. Name the dims in the model, nnx.with_partitioning(init, ('experts', "
+                "None, None)), or use a mesh with experts=1"
             )
         for (name, leaf), dim, other in zip(leaves, dims, model, strict=True):
             if dim is not None and dim == other:
                 raise ValueError(
                     f"{name} {leaf.shape} has one dim for both the experts and the model axis: "
-                    "name two, or make the mesh without one of these axes"
+                    "name two dims, or use a mesh without one of these axes"
                 )
         return dims
 
@@ -56,8 +56,8 @@ class ExpertAxis:
         # A layer names its own dims, and stacking it puts one before them.
         if len(given) not in (len(shape), len(shape) - 1):
             raise ValueError(
-                f"{name} {shape} has names for {len(given)} dims, {given}, of which one is "
-                "'experts': name each of them, or None"
+                f"{name} {shape} has names for {len(given)} dims, {given}, and 'experts' is one "
+                "of them: give each dim a name or None"
             )
         dim = given.index(EXPERTS) - len(given)
         if shape[dim] % self.size:

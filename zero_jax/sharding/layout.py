@@ -121,15 +121,15 @@ def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
             if piece.data.shape != cut.device_shape:
                 if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                     raise ValueError(
-                        f"{name} can't be sharded while jax.disable_jit() is in force: `jit` is "
-                        "what places shards. Remove it (the setting is jax_disable_jit), or use "
-                        "stage=0; jax.debug.print shows values within a loss"
+                        f"{name} cannot be sharded under jax.disable_jit(), because `jit` places "
+                        "the shards. Remove the setting (jax_disable_jit), or use stage=0; "
+                        "jax.debug.print shows values within a loss"
                     )
                 devices = cut.shards * cut.parts * cut.model_shards
                 raise ValueError(
                     f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
-                    f"{cut.device_shape} ({leaf.shape} over {devices} devices): it was not "
-                    "partitioned. Make it with zero.init or zero.shard."
+                    f"{cut.device_shape} ({leaf.shape} over {devices} devices): it is not "
+                    "partitioned. Make it with zero.init or zero.shard"
                 )
 
 
@@ -146,16 +146,16 @@ def check_arrays(tree: PyTree) -> None:
     split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
     if isinstance(tree, nnx.Module):
         raise ValueError(
-            f"the parameters are a module, {type(tree).__name__}: give its variables that are "
-            f"trained, {split}, and let the loss merge them with the others"
+            f"the parameters are a module, {type(tree).__name__}: pass its trained variables, "
+            f"{split}, and merge them with the others in the loss"
         )
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, node in flat[0]:
         if isinstance(node, _NOT_TRAINED):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"parameter {name!r} is a {type(node).__name__}, which is not trained: take the "
-                f"parameters alone, {split}, and pass the rest as an argument of the loss"
+                f"parameter {name!r} is a {type(node).__name__}, which is not trained: pass the "
+                f"parameters alone, {split}, and the rest as an argument of the loss"
             )
     for name, leaf in paths.named_leaves(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
@@ -173,7 +173,7 @@ def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
     """
     leaves = paths.named_leaves(tree)
     if not leaves:
-        raise ValueError("the parameters hold no arrays: return a tree of arrays")
+        raise ValueError("the parameters have no arrays: return a tree of arrays")
     for (name, leaf), still in zip(leaves, frozen, strict=True):
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
             raise ValueError(
@@ -183,22 +183,23 @@ def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
             )
         if leaf.size == 0 and devices > 1 and jax.lib.__version__ == CRASHES_ON_EMPTY:
             raise ValueError(
-                f"parameter {name!r} has shape {leaf.shape}, and the compiler of jaxlib "
-                f"{CRASHES_ON_EMPTY} crashes on arrays without elements on several "
-                "devices: take another jaxlib, or leave such leaves out"
+                f"parameter {name!r} has shape {leaf.shape}, but jaxlib {CRASHES_ON_EMPTY} "
+                "crashes on empty arrays on several devices: install another jaxlib, or leave "
+                "such leaves out"
             )
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are real: hold its "
-                "real and its imaginary part as two float32 arrays, and let the loss join them "
+                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are real. Store its "
+                "real and imaginary parts as two float32 arrays, and join them in the loss "
                 "(jax.lax.complex)"
             )
         if leaf.dtype == jnp.float64:
             raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but masters are fp32: make it float32"
+                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are stored in fp32: "
+                "convert it to float32"
             )
         if not still and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 2:
             raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but trained parameters are fp32 "
-                f"masters: make it float32, x.astype(jnp.float32), or freeze it: `frozen`={name!r}"
+                f"parameter {name!r} has dtype {leaf.dtype}, but trained parameters are stored in "
+                f"fp32: convert it with x.astype(jnp.float32), or freeze it with `frozen`={name!r}"
             )

@@ -55,9 +55,9 @@ def make_mesh(
         data = max(len(devices) // others, 1)
     if min(data, replica, experts, model) < 1 or data * others != len(devices):
         raise ValueError(
-            f"replica={replica} x experts={experts} x data={data} x model={model} = "
+            f"`replica`={replica} x `experts`={experts} x `data`={data} x `model`={model} = "
             f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
-            "pass devices=..."
+            "pass `devices`"
         )
     sizes = _sizes({REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}, data_axis)
     types = (AxisType.Auto,) * len(sizes)
@@ -90,7 +90,7 @@ def abstract_mesh(
     """
     given = {REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}
     if min(given.values()) < 1:
-        said = ", ".join(f"{axis}={size}" for axis, size in given.items())
+        said = ", ".join(f"`{axis}`={size}" for axis, size in given.items())
         raise ValueError(f"{said}: each must be at least 1")
     sizes = _sizes(given, data_axis)
     types = (AxisType.Auto,) * len(sizes)
@@ -110,23 +110,25 @@ def check_mesh(mesh: AnyMesh) -> None:
         explicit axis types.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(f"mesh={mesh!r}: give a jax.sharding.Mesh, from zero_jax.make_mesh() say")
+        raise ValueError(
+            f"`mesh`={mesh!r}: pass a jax.sharding.Mesh, for example zero_jax.make_mesh()"
+        )
     if isinstance(mesh, Mesh):
         (device, times), *_ = collections.Counter(mesh.devices.flat).most_common(1)
         if times > 1:
             raise ValueError(
-                f"the mesh has {device} {times} times: each place in it needs a device of its own"
+                f"`mesh` has {device} {times} times: each position needs another device"
             )
     data = data_axis(mesh)
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in (REPLICA, *names(data), MODEL):
             raise ValueError(
-                f"mesh axis {axis!r} of size {size}: Zero knows {names(data)[-1]!r}, 'replica', "
-                f"'experts' and 'model' only. Give {axis!r} size 1."
+                f"`mesh` has an axis {axis!r} of size {size}, but Zero supports "
+                f"{names(data)[-1]!r}, 'replica', 'experts' and 'model' only. Give {axis!r} size 1"
             )
     if any(t != AxisType.Auto for t in mesh.axis_types):
         raise ValueError(
-            f"the mesh has axis types {mesh.axis_types}, but Zero needs Auto axes (jax.make_mesh "
+            f"`mesh` has axis types {mesh.axis_types}, but Zero needs Auto axes (jax.make_mesh "
             "makes Explicit ones by default): use zero_jax.make_mesh()"
         )
 
@@ -148,9 +150,8 @@ def data_axis(mesh: AnyMesh) -> Axis:
     if len(others) == 1:
         return (EXPERTS, others[0]) if experts_size(mesh) > 1 else others[0]
     raise ValueError(
-        f"the mesh has axes {mesh.axis_names}, but parameters are partitioned over an axis named "
-        "'data', or the only one that is neither 'replica' nor 'experts' nor 'model': make the "
-        "mesh with zero_jax.make_mesh()"
+        f"`mesh` has axes {mesh.axis_names}, but parameters are partitioned over 'data', or over "
+        "the only axis that is not 'replica', 'experts' or 'model'. Use zero_jax.make_mesh()"
     )
 
 
@@ -183,8 +184,8 @@ def check_there(mesh: AnyMesh) -> None:
     """Raises ValueError for a mesh without devices, which cannot hold arrays."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"the mesh is an AbstractMesh, {dict(mesh.shape)}, without devices to make arrays on: "
-            "plan with the shapes of zero.eval_shape(...), or take zero_jax.make_mesh()"
+            f"`mesh` is an AbstractMesh, {dict(mesh.shape)}, without devices for arrays: plan "
+            "with the shapes of zero.eval_shape(...), or use zero_jax.make_mesh()"
         )
 
 
@@ -229,8 +230,8 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     first, count = min(held, default=0), max(len(held), 1)
     if held != set(range(first, first + count)) or first % count or shards % count:
         raise ValueError(
-            f"process {jax.process_index()} holds rows {sorted(held)} of {shards} parts of the "
-            "batch, which is not one even share: order the devices of the mesh by process"
+            f"`mesh`: process {jax.process_index()} holds rows {sorted(held)} of {shards} parts "
+            "of the batch, which is not one even share. Order the devices of the mesh by process"
         )
     return first // count, shards // count
 
@@ -252,9 +253,9 @@ def check_global(batch: Any, mesh: AnyMesh) -> None:
         )
         if not shared and not isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"batch leaf {jax.tree_util.keystr(path) or 'array'} is a {type(x).__name__} of "
-                "this process alone, and this run has several: make global arrays of each "
-                "process's rows by zero_jax.global_batch(mesh, rows)"
+                f"`batch`: {jax.tree_util.keystr(path) or 'array'} is a {type(x).__name__} of "
+                "this process alone, but the run has several processes. Make global arrays with "
+                "zero_jax.global_batch(mesh, rows)"
             )
 
 
@@ -278,9 +279,9 @@ def global_batch(mesh: Mesh, local: Any) -> Any:
         x = np.asarray(x)
         if x.ndim == 0 or x.shape[0] % pieces:
             raise ValueError(
-                f"batch leaf {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
-                f"process, but it feeds {pieces} parts of the batch, which must divide dim 0: make "
-                f"the batch a multiple of {batch_shards(mesh)}"
+                f"`local`: {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
+                f"process, but its {pieces} parts of the batch must divide dim 0. Make the batch "
+                f"a multiple of {batch_shards(mesh)}"
             )
         return jax.make_array_from_process_local_data(sharding, x)
 

@@ -78,20 +78,20 @@ class ModelAxis:
         return [0 < len(given) == len(x.shape) - 1 for x, given in names]
 
     def check_split(self, dims: Sequence[int | None]) -> None:
-        """Raises ValueError if a model axis splits no leaf at all."""
+        """Raises ValueError if no leaf is sharded over the model axis."""
         if self.size > 1 and dims and all(dim is None for dim in dims):
             if self.specs is not None:
                 given = {pattern: spec for pattern, spec in self.specs}
                 raise ValueError(
-                    f"the mesh has a model axis of {self.size}, but `param_specs`={given} split no "
-                    f"parameter over it: let one name {MODEL!r} for a dim of a matrix (dims with "
-                    "few elements are sharded over data instead), or make the mesh with model=1"
+                    f"`param_specs`={given} shard no parameter over the model axis of "
+                    f"{self.size}. Name {MODEL!r} for a dim of a matrix (dims with few elements "
+                    "are sharded over data instead), or use a mesh with model=1"
                 )
             raise ValueError(
-                f"the mesh has a model axis of {self.size}, but no parameter is split over it, so "
-                "each would be held and worked on that many times: give param_specs={'pattern of "
+                f"`mesh` has a model axis of {self.size}, but no parameter is sharded over it, so "
+                "each device would store and compute all of them. Pass `param_specs`={'pattern of "
                 "paths': PartitionSpec(None, 'model')}, name the dims in the model "
-                "(nnx.with_partitioning), or make the mesh with model=1"
+                "(nnx.with_partitioning), or use a mesh with model=1"
             )
 
     def axis_of(self, name: Any) -> Any:
@@ -118,8 +118,8 @@ class ModelAxis:
         where = f"{name} {shape} has the spec {PartitionSpec(*spec)}"
         if axis != MODEL:
             raise ValueError(
-                f"{where}, but the axis to split over is {MODEL!r}, not {axis!r}: the data axis "
-                f"takes a dim by itself. Write PartitionSpec(..., {MODEL!r})"
+                f"{where}: only {MODEL!r} can be named, not {axis!r}, because the data axis takes "
+                f"a dim by itself. Write PartitionSpec(..., {MODEL!r})"
             )
         if len(split) > 1 or dim >= len(shape):
             raise ValueError(f"{where}: name {MODEL!r} for one of its {len(shape)} dims")
@@ -127,35 +127,35 @@ class ModelAxis:
             fit = [d for d in range(len(shape)) if shape[d] % self.size == 0]
             raise ValueError(
                 f"{where}, but a model axis of {self.size} does not divide {shape[dim]}: "
-                + (f"dims {fit} would work" if fit else "none of its dims would work")
-                + ", or another size of the model axis"
+                + (f"use one of the dims {fit}, or " if fit else "use ")
+                + "another size of the model axis"
             )
         return dim - len(shape)
 
 
 def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Model specs as pairs.
+    """Returns the specs as pairs of a pattern and a PartitionSpec.
 
     Raises:
-      ValueError: one is not a PartitionSpec.
+      ValueError: One is not a PartitionSpec.
     """
     specs = tuple(dict(given).items())
     for pattern, spec in specs:
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
-                f"param_specs gives {pattern!r} the spec {spec!r}: write a "
-                f"jax.sharding.PartitionSpec, PartitionSpec(None, {MODEL!r}) say"
+                f"`param_specs` has {spec!r} for {pattern!r}: write a jax.sharding.PartitionSpec, "
+                f"for example PartitionSpec(None, {MODEL!r})"
             )
     return specs
 
 
 def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
-    """Rules for the names of dims as pairs of a name and `model` or None.
+    """Returns the rules as pairs of a dim's name and `model` or None.
 
-    Axes that the step is manual over (a batch over `data`) are nothing to split by inside it.
+    The step is manual over the other axes (a batch over `data`), so they become None.
 
     Raises:
-      ValueError: one is not a pair of a name and a mesh axis.
+      ValueError: One is not a pair of a name and a mesh axis.
 
     >>> check_rules({"batch": "data", "mlp": ("model",)})
     (('batch', None), ('mlp', 'model'))
@@ -165,8 +165,8 @@ def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(
-                f"logical_axis_rules has {pair!r}: write pairs of a dim's name and a mesh axis or "
-                f"None, for example (('mlp', {MODEL!r}), ('embed', None))"
+                f"`logical_axis_rules` has {pair!r}: write pairs of a dim's name and a mesh axis "
+                f"or None, for example (('mlp', {MODEL!r}), ('embed', None))"
             )
         axes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
         rules.append((pair[0], MODEL if MODEL in axes else None))

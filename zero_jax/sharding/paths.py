@@ -58,9 +58,9 @@ class Padded:
     def _said(self) -> str:
         at_rest = tuple(self.value.shape)
         return (
-            f"a parameter at rest, {self.shape} padded to {at_rest} so that all devices have as "
-            "much of it: zero_jax.unpad(tree) gives it without padding, zero.unshard(params) whole "
-            "on every device; a loss sees whole parameters anyway"
+            f"a sharded parameter of shape {self.shape}, padded to {at_rest} so that all devices "
+            "store equal parts: zero_jax.unpad(tree) removes the padding, and "
+            "zero.unshard(params) makes full arrays. A loss gets full parameters"
         )
 
 
@@ -96,14 +96,14 @@ def _unwrapped(tree: PyTree, prefix: tuple[Any, ...]) -> Iterator[tuple[tuple[An
 
 
 def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
-    """Which names a pattern is found in; raises if it is in none, which is always a slip."""
+    """Returns True for each name that matches a pattern; raises ValueError if none does."""
     try:
         found = [re.search(pattern, name) is not None for name in names]
     except re.error as error:
-        raise ValueError(f"{what}={pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"`{what}`={pattern!r} is not a regular expression: {error}") from error
     if not any(found):
         raise ValueError(
-            f"{what}={pattern!r} matches none of the {len(names)} parameters, among them "
+            f"`{what}`={pattern!r} matches none of the {len(names)} parameters, among them "
             f"{', '.join(names[:5])}: correct the pattern"
         )
     return found

@@ -99,13 +99,13 @@ def kind_of(state: PyTree) -> str:
 
 
 def check_kind(kind: str) -> str:
-    """Returns it if states can be kept so.
+    """Returns the optimizer state dtype.
 
     Raises:
-      ValueError: they can't.
+      ValueError: It is unsupported.
     """
     if kind not in KINDS:
-        raise ValueError(f"optimizer_state_dtype={kind!r}: use one of {', '.join(KINDS)}")
+        raise ValueError(f"`optimizer_state_dtype`={kind!r}: use one of {', '.join(KINDS)}")
     return kind
 
 
@@ -138,14 +138,14 @@ def narrowed(wide: PyTree, kept: tuple[Kept, ...], kind: str) -> NarrowState:
 
 
 def restated(state: PyTree, like: PyTree) -> PyTree:
-    """A state as it is kept elsewhere, with the same numbers.
+    """Converts a state to the dtypes of another.
 
     Args:
-      state: logical, with `NarrowState`s in it, or without.
-      like: with `NarrowState`s where they are to be, or without; abstract.
+      state: A full state, with or without `NarrowState`s.
+      like: An abstract state with the wanted `NarrowState`s, or without.
 
     Raises:
-      ValueError: they are of different transformations, or of different parameters.
+      ValueError: They are of different transformations or of different parameters.
 
     >>> adam, params = optax.adam(1e-3), {"w": jnp.ones((64, 64))}
     >>> like = jax.eval_shape(lambda p: initial(adam, p, "8bit"), params)
@@ -159,8 +159,9 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
     )
     if given != own:
         raise ValueError(
-            "the optimizer state is of another transformation, or of other parameters: it has "
-            f"{_few(given - own)}, and this optimizer {_few(own - given)}"
+            "`state` is of another transformation or of other parameters: it has "
+            f"{_few(given - own)}, but this optimizer has {_few(own - given)}. Pass the state of "
+            "this transformation and these parameters"
         )
 
     def one(node: Any, own: PyTree) -> PyTree:
