@@ -79,8 +79,8 @@ def test_help_shows_each_setting_once_with_its_default(capsys, command):
     text = capsys.readouterr().out
     lines, settings = text.splitlines(), Config if command == "train.py" else plan.PlanSettings
     assert len(lines) <= 100 and max(map(len, lines)) <= 100
-    shown = re.findall(r"^  (--\S+)(.*(?:\n {9}.*)*)", text, re.MULTILINE)
-    defaults = {name: re.findall(r"\(default: ([^)]+)\)", body) for name, body in shown}
+    shown = re.findall(r"^  (--[\w-]+)(.*(?:\n {9}.*)*)", text, re.MULTILINE)
+    found = {name: re.findall(r"\(default: ([^)]+)\)", " ".join(x.split())) for name, x in shown}
     known = {flag(f.name): f.default for f in dataclasses.fields(settings)} | {"--config": None}
     for name in LACKING.get(command, "").split():
         del known[name]
@@ -90,9 +90,8 @@ def test_help_shows_each_setting_once_with_its_default(capsys, command):
         assert max(sorted(groups)[:-1]) <= 8 and len(groups) == 12, "short groups, but ZeRO"
     assert sorted(known) == sorted(name for name, _ in shown)
     for name, default in known.items():
-        (said,) = defaults[name]
-        if default is not None:
-            assert " ".join(said.split()) == ("off" if default is False else str(default)), name
+        said = "off" if default is False else str(default)
+        assert found[name] == [said] or (default is None and len(found[name]) == 1), name
 
 
 def test_an_unknown_flag_is_an_error_with_the_nearest(capsys):
@@ -111,10 +110,11 @@ FILE += "grad-accum-steps: 2, profile: true, debug: no, resume: false, data: nul
 FLAGS = "--max-steps 50 --lr 1e-3 --mesh data=2,model=2 --stage auto --memory-limit 80e9 "
 FLAGS += "--grad-accum-steps 2 --profile --no-resume"
 WRONG = {  # in a file, and what the error names
-    "max_step: 5": "max_step |max_steps", "[max_steps]": "mapping", "max_steps: many": "steps|'many'",
-    "max_steps: true": "max_steps", "seed: [1]": "seed", "resume: 1": "resume", "profile: on it": "profile",
-    "stage: 7": "--stage|'7'", "config: a.yaml": "config ", "no_resume: true": "no_resume |is resume",
-    "a: b: c": "line 1", "at: 2024-13-40": "month", "seed: 1.5": "--seed|'1.5'", "\x00": "unacceptable",
+    "max_step: 5": "max_step |max_steps", "[seed]": "mapping", "max_steps: many": "steps|'many'",
+    "max_steps: true": "max_steps", "seed: [1]": "seed", "resume: 1": "resume", "a: b: c": "line 1",
+    "stage: 7": "--stage|'7'", "config: a.yaml": "config ", "no_resume: true": "no_resume |resume.",
+    "profile: an": "profile", "at: 2024-13-40": "month", "seed: 1.5": "--seed|'1.5'",
+    "\x00": "unacceptable",
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_a_file_of_settings_is_as_the_flags_which_override_it(folder, capsys):
 
 
 def test_a_run_is_repeated_from_its_config_yaml(folder, shared):
-    own = "--max-steps 3 --seed 5 --paper-config c4 --no-resume --output-dir one"
+    own = "--max-steps 3 --seed 5 --paper-config c1 --no-resume --output-dir one"
     assert program.main([*TINY, *HERE, *own.split()]) == 0
     assert program.main(["--config", "one/config.yaml", "--output-dir", "two"]) == 0
     one, two = (metrics(out, "loss", "val_loss") for out in ("one", "two"))
@@ -166,9 +166,9 @@ def test_the_command_that_resumes_has_the_flags_that_still_hold():
 
 
 COMMANDS = [  # and what is said
-    ("--data nowhere.txt", "nowhere.txt"), ("--global-batch-size 12", "--global-batch-size 12|8 or 16"),
-    ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "config c1|--stage|--remat"),
-    ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "--profile|steps 4"),
+    ("--data nowhere.txt", "nowhere.txt"), ("--global-batch-size 12", "batch-size 12|8 or 16"),
+    ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "c1|--stage|--remat"),
+    ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "file|steps 4"),
     ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"),
     ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat='none'"),
     ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
@@ -180,10 +180,11 @@ COMMANDS = [  # and what is said
     ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--sequence-parallel", "sequence_parallel"),
     ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
     ("--num-processes 3 --process-id 0 --coordinator-address 127.0.0.1:1", "--devices 9"),
-    ("--long-documents wrap", "'wrap'"), ("--loss-on user", "'user'"), ("--lora-base-dtype nf5", "'nf5'"),
+    ("--long-documents wrap", "'wrap'"), ("--lora-base-dtype nf5", "'nf5'"), ("--loss-on u", "'u'"),
     *((own, own) for own in (
-        "--max-steps 0", "--max-steps 99999999999999999999", "--lr nan", "--join-timeout-seconds inf",
-        "--mesh data=²", "--devices 2147483647", "--wandb-project zero")),
+        "--max-steps 0", "--max-steps 99999999999999999999", "--learning-rate nan",
+        "--join-timeout-seconds inf", "--mesh data=²", "--devices 2147483647",
+        "--wandb-project zero")),
 ]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [

@@ -6,7 +6,6 @@ names; flags override it.
 
 import argparse
 import dataclasses
-import functools
 import pathlib
 import types
 import typing
@@ -62,16 +61,13 @@ def parse(
     parser = _Parser(
         prog=prog,
         description=description,
-        formatter_class=functools.partial(
-            argparse.RawDescriptionHelpFormatter, max_help_position=_COLUMN, width=_WIDTH
-        ),
+        formatter_class=_Help,
         usage="%(prog)s [OPTIONS]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of these settings; flags override it."
-    )
+    about = "YAML file of these settings; flags override it (default: none)"
+    parser.add_argument("--config", metavar="FILE", help=about)
     for group in groups:
         _add(parser, group)
     given = vars(parser.parse_args(args))
@@ -79,6 +75,15 @@ def parse(
         parser.file = given.pop("config")
         given = {**vars(parser.parse_args(_words(parser))), **given}
     return given
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_COLUMN, width=_WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)  # the metavar once, also after two spellings
+        return names if action.nargs == 0 else f"{names} {action.metavar}"
 
 
 class _Parser(argparse.ArgumentParser):
