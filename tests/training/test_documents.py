@@ -139,7 +139,7 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     assert max(map(len, texts_of(next(dropped.batches(None, 0, 1))[0]))) == 6
     assert dropped.counts.dropped and "dropped" in str(dropped.counts)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq-len 31 "):
-        corpus(tokenizer, (source, 1.0), long="refuse")
+        corpus(tokenizer, (source, 1.0), long="error")
     # A sample begins with a held-out prompt that fits.
     known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
