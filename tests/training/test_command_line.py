@@ -175,7 +175,7 @@ COMMANDS = [  # and what is said
     ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="),
     ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "partitioned|--mesh model=2"),
     ("--stage 4", "--stage|'4'"), ("--paper-config c6", "'c6'"), ("--output-dir=", "--output-dir"),
-    pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
+    pytest.param("--stage auto --memory-limit 1000", "smallest", marks=pytest.mark.slow),
     ("--memory-limit 1e9", "--memory-limit 1e9|--stage auto"), ("--process-id 0", "process_id=0"),
     ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--sequence-parallel", "sequence_parallel"),
     ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),

@@ -288,7 +288,7 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = "--data ids.npy --vocab-size 300 --stage auto --memory-limit 1 --model nano-experts "
+    chosen = "--data ids.npy --vocab-size 300 --stage auto --memory-limit 1GB --model nano-experts "
     chosen += "--compute-dtype bf16 --reduce-dtype bf16 --max-grad-norm 0 --max-steps 14 --profile "
     chosen += "--output-dir out"
     assert main([*runs.TINY, *runs.HERE, *chosen.split()]) == 0
