@@ -54,9 +54,8 @@ class Run:
     def start(self, count: int) -> list[subprocess.Popen]:
         command = [sys.executable, str(ROOT / "train.py"), *SETTINGS.split()]
         command += ["--output-dir", self.out.name, "--devices", str(count)]
-        joined = ["--coordinator-address", free_address(), "--num-processes", str(count)]
-        joined += ["--process-id"]
-        ranks = [[*joined, str(rank)] for rank in range(count)] if count > 1 else [[]]
+        joined = f"--coordinator-address {free_address()} --num-processes {count} --process-id"
+        ranks = [[*joined.split(), str(rank)] for rank in range(count)] if count > 1 else [[]]
         # A compilation cache shortens the time before there is something to disturb.
         env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"), **os.environ}
         env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}

@@ -134,8 +134,7 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
         assert (precision.initial_scale, precision.growth_interval) == more["scale"]
     assert (settings.offload, str(zero.config.offload)) == (offload, offload or "none")
     assert made["global_batch_size"] == more.get("batch")
-    default = config.Config().global_batch_size
-    assert settings.global_batch_size == more.get("batch", default)
+    assert settings.global_batch_size == more.get("batch", 16)
     for flag, value in more.get("train", {}).items():
         assert getattr(settings, flag) == value, flag
     for verdict in ("unsupported", "unknown"):
@@ -231,9 +230,8 @@ def test_settings_of_deepspeed_become_arguments(devices, settings, expected):
     assert {name: made[name] for name in expected} == expected
     zero = run(made)["zero"]
     for name in {"stage", "remat", "offload", "secondary_shards"} & set(expected):
-        assert str(getattr(zero.config, name)) == str(
-            "none" if expected[name] is None else expected[name]
-        )
+        value = "none" if expected[name] is None else expected[name]
+        assert str(getattr(zero.config, name)) == str(value)
         assert getattr(train(made), name) == expected[name]
     if "grad_accum_steps" in expected:
         assert zero.config.grad_accum_steps == eval(
@@ -324,9 +322,8 @@ def test_auto_is_the_mixed_precision_of_accelerate(tmp_path):
     text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 8\n"
     text += "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
     found = translate(text, str(tmp_path / "a.yaml"))
-    assert found[0]["compute_dtype"] == "bf16" and row(found, "ds.json: bf16.enabled")[1].endswith(
-        "bf16"
-    )
+    assert found[0]["compute_dtype"] == "bf16"
+    assert row(found, "ds.json: bf16.enabled")[1].endswith("bf16")
     key = "deepspeed_config.deepspeed_config_file"
     assert row(translate(text, "elsewhere/a.yaml"), key)[0] == "unsupported"
     other = translate(text.replace("DEEPSPEED", "MULTI_GPU"), "a.yaml")
