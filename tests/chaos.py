@@ -36,8 +36,9 @@ from zero_jax.cluster.roll import ENDED
 STEPS, EVERY = 120, 10
 # SGD with momentum: its state is not divided by small sums, as Adam's is, so another summation
 # order in another number of processes stays below 1e-5; a lost or repeated batch does not.
-SETTINGS = f"--max-steps {STEPS} --global-batch-size 8 --seq-len 16 --optimizer sgd --lr 0.03 --eval-steps 0 "
-SETTINGS += f"--sample-tokens 0 --save-steps {EVERY} --data text.txt --heartbeat-timeout-seconds 3"
+SETTINGS = f"--max-steps {STEPS} --global-batch-size 8 --seq-len 16 --optimizer sgd --lr 0.03 "
+SETTINGS += f"--eval-steps 0 --sample-tokens 0 --save-steps {EVERY} --data text.txt "
+SETTINGS += "--heartbeat-timeout-seconds 3"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 40
 
 
@@ -53,8 +54,8 @@ class Run:
     def start(self, count: int) -> list[subprocess.Popen]:
         command = [sys.executable, str(ROOT / "train.py"), *SETTINGS.split()]
         command += ["--output-dir", self.out.name, "--devices", str(count)]
-        joined = ["--coordinator-address", free_address(), "--num-processes", str(count), "--process-id"]
-        ranks = [[*joined, str(rank)] for rank in range(count)] if count > 1 else [[]]
+        joined = f"--coordinator-address {free_address()} --num-processes {count} --process-id"
+        ranks = [[*joined.split(), str(rank)] for rank in range(count)] if count > 1 else [[]]
         # A compilation cache shortens the time before there is something to disturb.
         env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"), **os.environ}
         env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}

@@ -45,7 +45,7 @@ def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | No
     known = folder_config.read(folder) if (folder / "config.json").exists() else {}
     if "zero_jax" not in known:  # that of a run says by which release it was made
         return folder, adapter
-    base, own = known.get("hf"), folder / ADAPTER
+    base, own = known.get("init_from"), folder / ADAPTER
     if base is not None and own.is_dir():
         return Path(base), adapter or own
     like = "" if base is None else f" --like {base}"

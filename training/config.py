@@ -35,6 +35,8 @@ from zero_jax.engine.config import AUTO
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator_address", "process_id", "output_dir", "debug"))
+# Settings of one start, which a repetition of the run does not take over.
+_START = frozenset(("num_processes", "supervise", "resume", "resume_step", "export_dir"))
 GROUPS = (
     *(RunSettings, ModelSettings, DataSettings, DeviceSettings, OptimizerSettings, ZeroSettings),
     *(LoraSettings, LogSettings, CheckpointSettings, ProcessSettings),
@@ -69,12 +71,12 @@ def parse(args: Sequence[str]) -> Config:
 
 
 def as_yaml(config: Config) -> str:
-    """Returns the settings as a file for `--config`, without those of one process.
+    """Returns the settings as a file for `--config`, without those of one start or process.
 
     >>> "max_steps: 50" in as_yaml(Config(max_steps=50))
     True
     """
-    left_out = {*LOCAL, "paper_config"}  # the stage and remat that it set are in the file
+    left_out = LOCAL | _START | {"paper_config"}  # the stage and remat that it set are in the file
     known = dataclasses.asdict(config).items()
     return yaml.safe_dump({k: v for k, v in known if v is not None and k not in left_out})
 

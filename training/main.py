@@ -15,7 +15,7 @@ import zero_jax
 from training.config import Config, check_numbers, flag, mesh_sizes, parse
 from training.room import LESS_MEMORY, host_memory
 from training.run import run
-from training.stop import FAILED, INTERRUPTED, NOT_JOINED, Stopped
+from training.stop import FAILED, INTERRUPTED, NOT_JOINED, Stopped, without
 from training.supervise import WRONG, supervise
 from zero_jax.cluster.addresses import JoinError
 from zero_jax.cluster.processes import launched_processes
@@ -68,7 +68,7 @@ def say_error(*words: object) -> None:
 def supervised(config: Config, given: Sequence[str]) -> int:
     """Starts this command again, in as many processes as `--supervise` says."""
     assert config.supervise is not None
-    for name in ("coordinator", "num_processes", "process_id"):
+    for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(config, name) is not None:
             say_error(
                 f"error: {flag(name)} {getattr(config, name)}: --supervise starts and numbers the "
@@ -82,9 +82,13 @@ def supervised(config: Config, given: Sequence[str]) -> int:
             "in one folder: leave --supervise out, the launcher starts the processes"
         )
         return WRONG
-    own = list(given)
-    at = next(i for i, word in enumerate(own) if word.partition("=")[0] == "--supervise")
-    del own[at : at + (1 if "=" in own[at] else 2)]
+    own = without(given, {"--supervise": 1})
+    if parse(own).supervise is not None:
+        say_error(
+            f"error: --config sets supervise: {config.supervise}, which each of the processes "
+            "would read: write --supervise on the command line, and remove it from the file"
+        )
+        return WRONG
     if config.output_dir is None:
         say_error("error: --supervise requires --output-dir, the folder to resume in")
         return WRONG
@@ -117,7 +121,11 @@ def entry() -> int:
 def main(args: Sequence[str] | None = None) -> int:
     """Runs with these arguments, by default those of the command line; returns the exit code."""
     given = list(sys.argv[1:] if args is None else args)
-    config = parse(given)
+    try:
+        config = parse(given)
+    except ValueError as error:
+        say_error("error:", error)
+        return WRONG
     try:
         check_numbers(config)
         if config.supervise is not None:

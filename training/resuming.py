@@ -44,6 +44,21 @@ WARN = {
 _WITH_STEPS = {"warmup_steps"}  # follows from --max-steps where it is not given
 
 
+def check_release(before: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` if a checkpoint has settings under the names of an older release.
+
+    Args:
+        before: Settings saved with the checkpoint.
+        where: The checkpoint, in words.
+    """
+    if "max_steps" not in before:
+        raise ValueError(
+            f"--output-dir: an older release of train.py wrote the checkpoint in {where}: its "
+            "settings have other names and no `max_steps`. Give another --output-dir, or resume "
+            "with that release"
+        )
+
+
 def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where: str) -> list[str]:
     """Compares the settings of a run with those saved in the checkpoint it resumes from.
 

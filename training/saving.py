@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from training.resuming import check_settings
+from training.resuming import check_release, check_settings
 from zero_jax.checkpoint.all_processes import by_the_first
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import ITEM, Checkpoints
@@ -177,6 +177,7 @@ def _compare(
             "settings or no data position. Give another --output-dir, or restore it with "
             "zero_jax.Checkpoints"
         )
+    check_release(before, where)
     sums = extra.get("contents", {})
     if not isinstance(sums, Mapping):
         raise Damaged(f"{where}: its checksums of the data are {sums!r:.80}, not an object")

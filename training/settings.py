@@ -35,10 +35,8 @@ class DataSettings:
     tokenizer: str | None = setting(
         None, "Tokenizer (default: that of --init-from).", metavar="FOLDER"
     )
-    loss_on: Literal["assistant", "all"] = setting("assistant", "Conversation tokens in the loss")
-    long_documents: Literal["truncate", "drop", "error"] = setting(
-        "truncate", "Handling of documents above --seq-len"
-    )
+    loss_on: Literal["assistant", "all"] = setting("assistant", "Tokens in the loss")
+    long_documents: Literal["truncate", "drop", "error"] = setting("truncate", "Long documents")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,8 +74,11 @@ class Stopped(BaseException):
             return f"stopped; no checkpoint is saved in {self._folder}"
         how = "stopped at once; the newest checkpoint is of" if self._at_once else "stopped after"
         rest = "" if self._at_once else ", which is saved"
-        own = _without(given, _ONCE)
-        if not any(word.partition("=")[0] == "--output-dir" for word in own):
+        own = without(given, _ONCE)
+        names = {word.partition("=")[0] for word in own}
+        if "--config" in names:
+            own.append("--resume")  # the file may have `resume: false`
+        if "--output-dir" not in names:
             own += ["--output-dir", str(self._folder)]
         return (
             f"{how} step {self._saved}{rest} in {self._folder}. To resume:\n"
@@ -83,15 +86,19 @@ class Stopped(BaseException):
         )
 
 
-def _without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
-    """Removes flags and their values from arguments."""
+def without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+    """Removes flags and their values from arguments.
+
+    >>> without(["--supervise=2", "--seed", "1", "--no-resume"], {"--supervise": 1, "--seed": 1})
+    ['--no-resume']
+    """
     left, skip = [], 0
     for word in given:
-        name, _, value = word.replace("_", "-").partition("=")
+        name, equals, _ = word.partition("=")
         if skip:
             skip -= 1
         elif name in flags:
-            skip = 0 if value else flags[name]
+            skip = 0 if equals else flags[name]
         else:
             left.append(word)
     return left

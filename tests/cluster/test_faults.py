@@ -17,14 +17,15 @@ pytestmark = pytest.mark.slow
 __all__ = ["folder"]  # a fixture
 
 FAILING = str(Path(__file__).parents[1] / "failing_run.py")
-MANY = [*RUN, "--devices", "2", "--warmup-steps", "2", "--output-dir", "out", "--heartbeat-timeout-seconds", "3"]
+MANY = "--devices 2 --warmup-steps 2 --output-dir out --heartbeat-timeout-seconds 3"
+MANY = [*RUN, *MANY.split()]
 FAILS = [(0, "step", False), (1, "step", True), (1, "save", False)]
 LONG = [*MANY, "--max-steps", "100000", "--save-steps", "5"]
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, number):
-    """A dead one at once, before JAX aborts the others; a stopped one after --heartbeat-timeout-seconds."""
+    """A dead one at once, before JAX aborts the others; a stopped one after its timeout."""
     running = start_many(2, LONG)
     wait_for(lambda: trained_until(5), running[0])
     addresses = [address for run in running for address in listening(run.pid)]

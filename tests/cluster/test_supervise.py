@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,9 @@ def test_a_child_ends_with_its_supervisor_even_if_that_ended_first(tmp_path, whe
     assert (tmp_path / "alive").exists() == (when == "early")
 
 
-FLAGS = ["--process-id 0", "--num-processes 2", "--coordinator-address 127.0.0.1:7878", "--supervise 0"]
-FLAGS += ["--supervise 1000000000", "--max-restarts -1", "--heartbeat-timeout-seconds nan", "--supervise 2", "--output-dir"]
+FLAGS = ["--process-id 0", "--num-processes 2", "--coordinator-address 127.0.0.1:7878"]
+FLAGS += ["--supervise 1000000000", "--max-restarts -1", "--heartbeat-timeout-seconds nan"]
+FLAGS += ["--supervise 0", "--supervise 2", "--output-dir"]
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -90,7 +92,18 @@ def test_unsupported_flags_are_named(folder, capsys, monkeypatch, flag):
     assert flag in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["--supervise=2", "--supervise 3 --supervise 2", "supervise: 2"])
+def test_the_processes_do_not_supervise_others(folder, capsys, monkeypatch, words):
+    monkeypatch.setattr(program, "supervise", started := unittest.mock.Mock(return_value=0))
+    Path("run.yaml").write_text(words if (in_file := ":" in words) else "max_steps: 3")
+    own = ["--config=run.yaml", "--output-dir", "out"]
+    assert program.main([*words.split() * (not in_file), *own]) == 2 * in_file
+    assert ("supervise: 2" in capsys.readouterr().err) == in_file != started.called
+    assert in_file or (started.call_args[0][0][2:], started.call_args[0][1]) == (own, 2)
+
+
 def test_a_process_that_cannot_join_exits_with_a_code_of_its_own(folder, capsys):
     group = ["--coordinator-address", free_address(), "--num-processes", "2", "--process-id", "1"]
-    assert program.main(["--output-dir", "out", *group, "--devices", "16", "--join-timeout-seconds", "1"]) == 69
+    group += ["--output-dir", "out", "--devices", "16", "--join-timeout-seconds", "1"]
+    assert program.main(group) == 69
     assert "process 1 did not reach process 0" in capsys.readouterr().err

@@ -25,7 +25,8 @@ __all__ = ["folder"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
-ARGS = [*RUN, *f"--warmup-steps 2 --max-steps {STEPS} --save-steps 3 --heartbeat-timeout-seconds 5".split()]
+ARGS = f"--warmup-steps 2 --max-steps {STEPS} --save-steps 3 --heartbeat-timeout-seconds 5"
+ARGS = [*RUN, *ARGS.split()]
 # JAX looks for the coordinator on the first node, so that has to be a name of this machine.
 NODES = (socket.gethostname(), "zz-second")
 CONF = """ClusterName=here SlurmctldHost=localhost(127.0.0.1) AuthType=auth/none CredType=cred/none

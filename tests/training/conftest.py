@@ -33,5 +33,6 @@ def first_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.chdir(home)
         patch.setattr(training.run, "Trainer", shared_trainer)
-        assert main([*FIRST, "--output-dir", "out", "--export-dir", "small", "--sample-tokens", "8"]) == 0
+        own = ["--output-dir", "out", "--export-dir", "small", "--sample-tokens", "8"]
+        assert main([*FIRST, *own]) == 0
     return home, said.getvalue()

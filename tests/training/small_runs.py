@@ -17,15 +17,15 @@ from training.trainer import Trainer
 SCRIPT = Path(__file__).parents[2] / "train.py"
 TEXT = "Partition what each device holds, and gather what it needs.\n" * 80  # 4800 bytes
 HERE = ["--devices", "8"]  # those of conftest.py
-TINY = "--data text.txt --max-steps 4 --global-batch-size 8 --seq-len 16 --eval-steps 2 --max-eval-batches 1 "
-TINY = (TINY + "--sample-tokens 8 --optimizer sgd").split()
+TINY = "--data text.txt --max-steps 4 --global-batch-size 8 --seq-len 16 --eval-steps 2 "
+TINY = (TINY + "--max-eval-batches 1 --sample-tokens 8 --optimizer sgd").split()
 # Adam has a state; the rate is small, so that sums in another order stay near.
 RUN = [*TINY, "--optimizer", "adamw", "--sample-tokens", "0", "--eval-steps", "0", "--lr", "1e-3"]
 FIRST = "--seq-len 32 --devices 8 --warmup-steps 2 --eval-steps 2 --save-steps 2"
 FIRST = [*RUN, *FIRST.split()]
 # Settings of which a compiled step does not depend.
-FREE = "out export checkpoint_every keep from_step fresh sample_length eval_every eval_batches "
-FREE = (FREE + "max_hours rollbacks wandb").split()
+FREE = "output_dir export_dir save_steps save_total_limit resume_step resume sample_tokens "
+FREE = (FREE + "eval_steps max_eval_batches max_hours max_rollbacks wandb_project").split()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import itertools
 import math
 import os
 import re
@@ -18,17 +17,20 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
-from small_runs import HERE, TINY, folder, start
+from small_runs import HERE, TINY, folder, metrics, start
 
 from training import main as program
 from training import show
-from training.config import Config, flag, parse
+from training.config import Config, as_yaml, flag, parse
 from training.room import room_for
 from training.show import Speed, human_bytes, human_count, progress
 from training.stop import Stop, Stopped
-from zero_jax.plan.options import Options
+from zero_jax.commands import plan
 
 __all__ = ["folder"]  # a fixture
+# Flags that a command of the plan lacks.
+LACKING = {"memory": "--latencies", "compile": "", "auto": "--latencies"}
+LACKING |= {"meshes": "--latencies --json --plot"}
 
 
 def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
@@ -70,50 +72,119 @@ def test_speed_and_numbers_are_rounded_and_full_parameters_need_room(monkeypatch
     assert not room_for(601, "sample", print) and "no sample" in capsys.readouterr().out
 
 
-def test_help_shows_every_setting_once_in_short_groups(capsys):
-    for words in (["--stepz", "5"], ["--help"]):
-        with pytest.raises(SystemExit):
-            parse(words)
-        text = "".join(capsys.readouterr())
-        assert words[0] in text
-    groups = re.split(r"^\W*(\w+) options\W*$", text, flags=re.MULTILINE)[1:]
-    titles = "basic data device optimizer look checkpoint process adapter zero"
-    assert groups[::2] == titles.split()
-    flags = [re.findall(r"^\W{2,4}(--[a-z][a-z-]+)", group, re.MULTILINE) for group in groups[1::2]]
-    names = sorted(flag(field.name) for field in dataclasses.fields(Config))
-    assert sorted(itertools.chain(*flags)) == names
-    assert max(map(len, flags[:-1])) <= 8
-    assert set(flags[-1]) == {flag(field.name) for field in dataclasses.fields(Options)}
-    config = parse(["--max-steps", "50", "--mesh", "data=2", "--no-debug", "--process-id", "1"])
-    assert (config.steps, config.mesh, config.process_id) == (50, "data=2", 1)
-    # The command that resumes has the flags that still hold.
-    given = "--from_step=6 --no-fresh --max-steps 9 --coordinator-address h:1 --num-processes 4 --process-id=0"
+@pytest.mark.parametrize("command", ["train.py", *LACKING])
+def test_help_shows_each_setting_once_with_its_default(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--help"]) if command == "train.py" else plan.parse(command, ["--help"])
+    text = capsys.readouterr().out
+    lines, settings = text.splitlines(), Config if command == "train.py" else plan.PlanSettings
+    assert len(lines) <= 100 and max(map(len, lines)) <= 100
+    shown = re.findall(r"^  (--[\w-]+)(.*(?:\n {9}.*)*)", text, re.MULTILINE)
+    found = {name: re.findall(r"\(default: ([^)]+)\)", " ".join(x.split())) for name, x in shown}
+    known = {flag(f.name): f.default for f in dataclasses.fields(settings)} | {"--config": None}
+    for name in LACKING.get(command, "").split():
+        del known[name]
+    if settings is Config:
+        known["--no-resume"] = not known.pop("--resume")
+        groups = [group.count("\n  --") for group in re.split(r"^\S.*:$", text, flags=re.MULTILINE)]
+        assert max(sorted(groups)[:-1]) <= 8 and len(groups) == 12, "short groups, but ZeRO"
+    assert sorted(known) == sorted(name for name, _ in shown)
+    for name, default in known.items():
+        said = "off" if default is False else str(default)
+        assert found[name] == [said] or (default is None and len(found[name]) == 1), name
+
+
+def test_an_unknown_flag_is_an_error_with_the_nearest(capsys):
+    near = {"--steps": "--max-steps", "--batch": "--global-batch-size", "--seq=8": "--seq-len"}
+    near |= {"--ouput-dir": "--output-dir", "--output_dir": "--output-dir"}
+    names = [flag(field.name) for field in dataclasses.fields(Config)]
+    for word, name in (near | {f"{name}z": name for name in names}).items():
+        with pytest.raises(SystemExit, match="2"):
+            parse([word, "5"])
+        said = capsys.readouterr().err
+        assert f" {word.partition('=')[0]} " in said and f" {name}. " in said
+
+
+FILE = "{max_steps: 50, lr: 1e-3, mesh: 'data=2,model=2', stage: auto, memory_limit: 80e9, "
+FILE += "grad-accum-steps: 2, profile: true, debug: no, resume: false, data: null}"
+FLAGS = "--max-steps 50 --lr 1e-3 --mesh data=2,model=2 --stage auto --memory-limit 80e9 "
+FLAGS += "--grad-accum-steps 2 --profile --no-resume"
+WRONG = {  # in a file, and what the error names
+    "max_step: 5": "max_step |max_steps", "[seed]": "mapping", "max_steps: many": "steps|'many'",
+    "max_steps: true": "max_steps", "seed: [1]": "seed", "resume: 1": "resume", "a: b: c": "line 1",
+    "stage: 7": "--stage|'7'", "config: a.yaml": "config ", "no_resume: true": "no_resume |resume.",
+    "profile: an": "profile", "at: 2024-13-40": "month", "seed: 1.5": "--seed|'1.5'",
+    "\x00": "unacceptable",
+}  # fmt: skip
+
+
+def test_a_file_of_settings_is_as_the_flags_which_override_it(folder, capsys):
+    Path("run.yaml").write_text(FILE)
+    known = parse(FLAGS.split())
+    assert parse(["--config", "run.yaml"]) == known != Config()
+    other = dataclasses.replace(known, max_steps=9, stage=2, resume=True, profile=False)
+    words = ["--max-steps", "9", "--config=run.yaml", "--stage", "2", "--resume", "--no-profile"]
+    assert parse(words) == other
+    Path("run.yaml").write_text("")
+    assert parse(["--config", "run.yaml"]) == Config()
+    for text, names in {**WRONG, None: "No such file"}.items():
+        Path("run.yaml").write_text(text) if text else Path("run.yaml").unlink()
+        with pytest.raises(SystemExit, match="2"):
+            parse(["--config", "run.yaml"])
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and all(
+            x in said for x in ("run.yaml: ", *names.split("|"))
+        ), said
+    for text in ("", "{paper_config: c1, stage: 2}", "stage: 2", "paper_config: c1"):
+        Path("run.yaml").write_text(text)
+        own = ["--stage", "2"] * ("stage" not in text) + ["--paper-config", "c1"] * (
+            "c1" not in text
+        )
+        assert program.main(["--config", "run.yaml", *own]) == 2
+        assert re.match("error: .*--paper-config c1.*--stage", capsys.readouterr().err)
+
+
+def test_a_run_is_repeated_from_its_config_yaml(folder, shared):
+    own = "--max-steps 3 --seed 5 --paper-config c1 --no-resume --output-dir one"
+    assert program.main([*TINY, *HERE, *own.split()]) == 0
+    assert program.main(["--config", "one/config.yaml", "--output-dir", "two"]) == 0
+    one, two = (metrics(out, "loss", "val_loss") for out in ("one", "two"))
+    assert one == two and len(one) == 5
+    start = {"supervise": 2, "num_processes": 2, "process_id": 1, "resume": False, "resume_step": 1}
+    assert as_yaml(Config(**start, export_dir="DIR", output_dir="DIR")) == as_yaml(Config())
+
+
+def test_the_command_that_resumes_has_the_flags_that_still_hold():
+    given = "--resume-step=6 --resume --max-steps 9 --coordinator-address h:1 --num-processes 4"
     for words, on in (
         ("--resume-step 6 --lr 0.1 --output-dir a b --no-resume", "--lr 0.1 --output-dir a b"),
-        (given, "--max-steps 9 --output-dir runs/001"),
+        (f"{given} --process-id=0", "--max-steps 9 --output-dir runs/001"),
+        ("--config a.yaml --no-resume", "--config a.yaml --resume --output-dir runs/001"),
     ):  # fmt: skip
         said = Stopped(130, Path("runs/001"), 37).said(words.split())
         assert said.endswith(f"\npython train.py {on}")
 
 
 COMMANDS = [  # and what is said
-    ("--data nowhere.txt", "nowhere.txt"), ("--global-batch-size 12", "--global-batch-size 12|8 or 16"),
-    ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "--paper-config c1|--stage|--remat"),
-    ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "--profile|--max-steps 4"),
-    ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"), ("--output-dir=", "--output-dir"),
-    ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations --remat none", "remat='none'"),
+    ("--data nowhere.txt", "nowhere.txt"), ("--global-batch-size 12", "batch-size 12|8 or 16"),
+    ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "c1|--stage|--remat"),
+    ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "file|steps 4"),
+    ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"),
+    ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat='none'"),
     ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
-    ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="), ("--paper-config c6", "'c6'"),
-    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "--remat partitioned|--mesh model=2"),
-    ("--stage 4", "stage=4"),
-    pytest.param("--stage auto --memory-limit 1e-6", "smallest", marks=pytest.mark.slow),
-    ("--memory-limit 1e9", "--memory-limit 1e+09|--stage auto"), ("--process-id 0", "process_id=0"),
+    ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="),
+    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "partitioned|--mesh model=2"),
+    ("--stage 4", "--stage|'4'"), ("--paper-config c6", "'c6'"), ("--output-dir=", "--output-dir"),
+    pytest.param("--stage auto --memory-limit 1000", "smallest", marks=pytest.mark.slow),
+    ("--memory-limit 1e9", "--memory-limit 1e9|--stage auto"), ("--process-id 0", "process_id=0"),
     ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--sequence-parallel", "sequence_parallel"),
     ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
     ("--num-processes 3 --process-id 0 --coordinator-address 127.0.0.1:1", "--devices 9"),
+    ("--long-documents wrap", "'wrap'"), ("--lora-base-dtype nf5", "'nf5'"), ("--loss-on u", "'u'"),
     *((own, own) for own in (
-        "--max-steps 0", "--max-steps 99999999999999999999", "--lr nan", "--join-timeout-seconds inf",
-        "--mesh data=²", "--devices 2147483647", "--wandb-project zero")),
+        "--max-steps 0", "--max-steps 99999999999999999999", "--learning-rate nan",
+        "--join-timeout-seconds inf", "--mesh data=²", "--devices 2147483647",
+        "--wandb-project zero")),
 ]  # fmt: skip
 FULL = JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
 ERRORS = [
@@ -130,7 +201,8 @@ def test_input_of_no_use_is_refused_in_one_line(folder, shared, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
     Path("empty.txt").write_text("")
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    assert program.main([*TINY, *HERE, *args.split()]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(program.main([*TINY, *HERE, *args.split()]))
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "\n" not in error
     assert all(word in error for word in words.split("|")), error

@@ -139,7 +139,7 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     assert max(map(len, texts_of(next(dropped.batches(None, 0, 1))[0]))) == 6
     assert dropped.counts.dropped and "dropped" in str(dropped.counts)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: 51 tokens.* --seq-len 31 "):
-        corpus(tokenizer, (source, 1.0), long="refuse")
+        corpus(tokenizer, (source, 1.0), long="error")
     # A sample begins with a held-out prompt that fits.
     known = [chat("a", "b")] * 18 + [chat("x" * 90, "b"), chat("short", "b")]
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", known), 1.0))
@@ -244,8 +244,8 @@ def test_evaluation_sees_every_target_once_in_order():
 
 def test_batches_that_can_not_be_are_refused():
     for changed, said in (
-        ({"batch": 10, "shard_count": 4}, "--global-batch-size 12 or 8"), ({"seq": 1000}, "--seq-len"),
-        ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"batch": 0}, "batch=0"),
+        ({"batch": 10, "shard_count": 4}, "--global-batch-size 12 or 8"), ({"batch": 0}, "batch=0"),
+        ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"seq": 1000}, "--seq-len"),
         ({"seed": -1}, "seed=-1"), ({"max_batches": 0}, "max_batches=0"),
         ({"tokens": TOKENS[:1], "max_batches": None}, "at least 2 tokens"),
     ):  # fmt: skip
@@ -419,17 +419,18 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path)
         _changed_contents(contents(token="<|more|>"), first, DIR)
 
 
-RUN = vars(Config(lr=1e-3, warmup=2, steps=8, clip=1.0)) | {"hf_config": {"hidden_size": 32}}
-LORA = {**RUN, "lora": 4, "hf": "A"}
+RUN = vars(Config(learning_rate=1e-3, warmup_steps=2)) | {"hf_config": {"hidden_size": 32}}
+LORA, FREE = {**RUN, "lora_rank": 4, "init_from": "A"}, {**RUN, "max_grad_norm": 0.0}
 OTHER = {
-    "optimizer": "lion", "vocab": 512, "capacity": 1.5, "compute": "bf16", "reduce": "bf16",
-    "gather": "int8", "scatter": "int4", "lr": 1e-2, "warmup": 1, "clip": 0.5, "weight_decay": 0.0,
-    "lora": 8, "lora_alpha": 400.0, "lora_targets": "q", "base": "nf4",
+    "optimizer": "lion", "vocab_size": 512, "expert_capacity_factor": 1.5, "compute_dtype": "bf16",
+    "reduce_dtype": "bf16", "param_comm_dtype": "int8", "grad_comm_dtype": "int4",
+    "learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "weight_decay": 0.0,
+    "lora_rank": 8, "lora_alpha": 400.0, "lora_targets": "q", "lora_base_dtype": "nf4",
 }  # fmt: skip
 OTHERWISE = [
-    (LORA, RUN, "no --lora-rank .*--lora-rank 4"), (RUN, {**RUN, "clip": 0.0}, "--max-grad-norm 0.0 .*--max-grad-norm 1.0"),
-    (RUN, LORA, "--lora-rank 4 .*no --lora-rank"), ({**RUN, "clip": 0.0}, RUN, "--max-grad-norm 1.0 .*--max-grad-norm 0.0"),
-    (LORA, {**LORA, "hf": None}, "no --init-from .*--init-from A"),
+    (LORA, RUN, "no --lora-rank .*--lora-rank 4"), (RUN, LORA, "--lora-rank 4 .*no --lora-rank"),
+    (RUN, FREE, "--max-grad-norm 0.0 .*norm 1.0"), (FREE, RUN, "--max-grad-norm 1.0 .*norm 0.0"),
+    (LORA, {**LORA, "init_from": None}, "no --init-from .*--init-from A"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
      "--model 124m .*--model nano.*hidden_size 768 instead of 32"),
 ]  # fmt: skip
@@ -440,14 +441,15 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
         with pytest.raises(ValueError, match=f"{said}.*--output-dir"):
             check_settings(now, before, DIR)
     known = {**LORA, "hf_config": {"sizes": [1, 2]}}
-    same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "hf": "B", "steps": 9, "warmup": 3}
-    assert check_settings(same | {"lora_alpha": 8.0, "base": "bf16"}, known, DIR) == []
+    same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "init_from": "B"}
+    same |= {"max_steps": 9, "warmup_steps": 3, "lora_alpha": 8.0, "lora_base_dtype": "bf16"}
+    assert check_settings(same, known, DIR) == []
     for name in (*REFUSE, *WARN):  # with both values
-        before = LORA if name == "base" or "lora" in name else RUN
+        before = LORA if "lora" in name else RUN
         now = before | {name: OTHER[name]}
         assert check_settings(before, before, DIR) == []
-        assert check_settings(now, {"lora": now["lora"]}, DIR) == []  # of an older release
-        former = {"base": "bf16", "lora_alpha": 8.0}.get(name, before[name])
+        assert check_settings(now, {"lora_rank": now["lora_rank"]}, DIR) == []  # fewer settings
+        former = {"lora_base_dtype": "bf16", "lora_alpha": 8.0}.get(name, before[name])
         given = f"no {flag(name)}" if former is None else f"{flag(name)} {former}"
         given = f"{flag(name)} {OTHER[name]} .*{DIR}.*{given}"
         if name in REFUSE:
@@ -463,18 +465,19 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
         (tmp_path / name).mkdir()
         for file in files:
             save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / f"{file}.safetensors")
-        return base_checksum(Config(hf=str(tmp_path / name), lora=4))
+        return base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
 
     first = checksum("first", 1)
     assert checksum("moved", 1) == first
     assert checksum("two", 1, "ab") == checksum("last", 1, "ac") != first
     with pytest.raises(ValueError, match="--init-from .*--lora-init-from"):
         _changed_contents(checksum("other", 2), first, DIR)
-    assert base_checksum(Config(hf=str(tmp_path / "first"))) == {}  # all weights are saved
+    assert base_checksum(Config(init_from=str(tmp_path / "first"))) == {}  # all weights are saved
 
 
 def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
-    for at, more in enumerate(({}, {"config": {"lr": 1}}, {"extra": {"sample": 0}})):
+    old = {"config": {"steps": 4}, "extra": {"sample": 0, "order": {}}}  # names of older releases
+    for at, more in enumerate(({}, {"config": old["config"]}, {"extra": {"sample": 0}}, old)):
         with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
             checkpoints.save(1, {"w": np.ones(3)}, **more)
         with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):

@@ -180,7 +180,7 @@ DAMAGED = [
     (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
     ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
     ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
-    ("config.json", '{"steps": "many"}', "`steps`"),
+    ("config.json", '{"max_steps": "many"}', "`max_steps`"),
     ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
     ("events.jsonl", '{"event": "checkpoint", "step": [4]}\n', "`step`"),
     ("events.jsonl", '{"event": "start", "levels": [1]}\n', "`levels`"),
@@ -211,7 +211,7 @@ def drawn(root, kind):
 
 
 def test_a_page_has_losses_curves_memory_and_what_went_wrong_and_loads_nothing(tmp_path):
-    with RunLog(tmp_path, {"steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
+    with RunLog(tmp_path, {"max_steps": 6, "model": "nano", "tokens_per_step": 100}) as log:
         log.event("start", **START)
         log.event("states", step=0, parameters=4_000_000_000, optimizer_state=8_100_000_000)
         write(log, range(1, 5), memory_bytes=14_200_000_000, learning_rate=1e-3)

@@ -70,8 +70,8 @@ def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_mode
     assert order == sorted(order, key=said.index)
     out = home / "out"
     config, psi = read(out).config, gpt.num_params(gpt.preset("nano", seq=32))
-    known = {"stage": 3, "devices": 8, "vocab": 256, "seq": 32, "lr": 1e-3, "psi": psi}
-    assert config | known == config
+    known = {"stage": 3, "devices": 8, "vocab_size": 256, "seq_len": 32, "learning_rate": 1e-3}
+    assert config | known | {"psi": psi} == config
     assert {"mesh", "processes", "jax", "bigram entropy", "train_tokens"} <= config.keys()
     step = "step loss grad_norm tokens_per_second skipped step_seconds learning_rate"
     step, val = {*step.split()}, {"step", "val_loss"}  # a CPU does not count its memory
@@ -82,7 +82,7 @@ def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_mode
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.55e-3], rel=1e-5)
     assert all((out / name).stat().st_size > 0 for name in ("loss.png", "report.html"))
     manifest = Manifest.read(out / "checkpoints/4/state")
-    assert (manifest.config["steps"], manifest.extra["sample"]) == (4, 32)
+    assert (manifest.config["max_steps"], manifest.extra["sample"]) == (4, 32)
     assert str(home) not in (out / "checkpoints/4/state/manifest.json").read_text()
     assert {"tokenizer.json", "chat_template.jinja"} <= {x.name for x in home.glob("small/*")}
 
@@ -122,8 +122,9 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
 def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monkeypatch):
     Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
-    changes = {"--seq-len 8": "--seq-len 32", "--seed 7": "--seed 0", "--data other.txt": "text.txt"}
-    for args, former in (changes | {"--optimizer lion": "--optimizer adamw"}).items():
+    changes = {"--seq-len 8": "--seq-len 32", "--seed 7": "--seed 0"}
+    changes |= {"--data other.txt": "text.txt", "--optimizer lion": "--optimizer adamw"}
+    for args, former in changes.items():
         plan = load(parse([*OUT, *args.split()]))
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
@@ -214,7 +215,8 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
 
 
 def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(folder):
-    plan = load(parse([*runs.TINY, *runs.HERE, "--model", "nano-experts", "--expert-capacity-factor", "0.5"]))
+    own = ["--model", "nano-experts", "--expert-capacity-factor", "0.5"]
+    plan = load(parse([*runs.TINY, *runs.HERE, *own]))
     params = plan.model.make(jax.random.key(0))
     _, found = jax.jit(plan.model.trained_loss)(params, next(plan.corpus.batches(None, 0, 1))[0])
     assert hf.json_of(plan.model.config, "float32")["num_experts_per_tok"] == 2
@@ -230,8 +232,8 @@ def test_routers_of_experts_are_in_the_metrics_and_results_are_read_one_late(fol
 def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_cosine(monkeypatch):
     grads = {"kernel": jnp.full((2, 2), 100.0)}
     for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
-        config = Config(optimizer="sgd", lr=1.0, warmup=0, weight_decay=0.0, clip=clip)
-        tx = optimizers.make(config)
+        known = {"learning_rate": 1.0, "warmup_steps": 0, "max_grad_norm": clip}
+        tx = optimizers.make(Config(optimizer="sgd", weight_decay=0.0, **known))
         updates = jax.jit(lambda grads, tx=tx: tx.update(grads, tx.init(grads), grads)[0])(grads)
         assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)
     # Decay is for kernels and embeddings.
@@ -240,14 +242,16 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
     matrices = 4 * 12 * 128**2 + (256 + 128) * 128  # of four layers, of tokens and places
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
     # Of other steps than before both rates are said: half way of the cosine from 1 to 0.1, its end.
-    config, before = Config(lr=1.0, warmup=2, steps=10), {"steps": 6, "lr": 1.0, "warmup": 2}
+    before = {"max_steps": 6, "learning_rate": 1.0, "warmup_steps": 2}
+    config = Config(**before | {"max_steps": 10})
     said = optimizers.rescheduled(config, before, 6)
     words = "--max-steps 10", "--max-steps 6", "is 0.55 instead of 0.1", "--lr 0.182"
     assert all(x in said for x in words), "at --lr 0.182 the next step has the former rate"
     assert optimizers.rescheduled(config, before, 1) is None
-    assert optimizers.rescheduled(config, before | {"steps": 10}, 6) is None
+    assert optimizers.rescheduled(config, before | {"max_steps": 10}, 6) is None
     # The planned step has the same state and the same operations, at whatever rate.
-    monkeypatch.setattr(optimizers, "rate", lambda config: optax.constant_schedule(config.lr))
+    constant = optax.constant_schedule
+    monkeypatch.setattr(optimizers, "rate", lambda config: constant(config.learning_rate))
     for name in optimizers.RATES:
         config = resolve(Config(optimizer=name), optimizers.RATES)
         case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)
@@ -284,8 +288,9 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
     monkeypatch.setattr(jax.profiler, "start_trace", calls.start)
     monkeypatch.setattr(zero_jax.TrainStep, "__call__", lambda *args: calls.step(*args))
     np.save("ids.npy", np.tile(np.arange(300, dtype=np.uint16), 10))
-    chosen = "--data ids.npy --vocab-size 300 --stage auto --memory-limit 1 --model nano-experts "
-    chosen += "--compute-dtype bf16 --reduce-dtype bf16 --max-grad-norm 0 --max-steps 14 --profile --output-dir out"
+    chosen = "--data ids.npy --vocab-size 300 --stage auto --memory-limit 1GB --model nano-experts "
+    chosen += "--compute-dtype bf16 --reduce-dtype bf16 --max-grad-norm 0 --max-steps 14 --profile "
+    chosen += "--output-dir out"
     assert main([*runs.TINY, *runs.HERE, *chosen.split()]) == 0
     assert [call[0] for call in calls.mock_calls].index("start") == 9, "before step 10"
     (trace,) = Path("out/profile").rglob("*.trace.json.gz")
@@ -334,8 +339,9 @@ def test_all_processes_end_and_tell_why_when_one_can_not_train(folder, own, else
         assert code == 2 and re.search(words, error, re.DOTALL), error
 
 
-TUNE = "--init-from small --data chat.jsonl --max-steps 2 --seq-len 32 --global-batch-size 8 --devices 8 --optimizer sgd"
-TUNE = [*TUNE.split(), "--eval-steps", "0", "--max-eval-batches", "1", "--sample-tokens", "0"]
+TUNE = "--init-from small --data chat.jsonl --max-steps 2 --seq-len 32 --global-batch-size 8 "
+TUNE += "--devices 8 --optimizer sgd --eval-steps 0 --max-eval-batches 1 --sample-tokens 0"
+TUNE = TUNE.split()
 LORA = ["--lora-rank", "2", "--lora-base-dtype", "nf4"]
 ENDS = {"eos_token_id": 0, "bos_token_id": 1}
 
@@ -407,7 +413,8 @@ def test_all_weights_are_trained_unless_their_loss_is_not_finite(tune, capsys):
 
 
 def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
-    trainer = Trainer(load(Config(data="text.txt", lora=2, seq=16, batch=8, devices=8)))
+    sizes = {"lora_rank": 2, "seq_len": 16, "global_batch_size": 8, "devices": 8}
+    trainer = Trainer(load(Config(data="text.txt", **sizes)))
     states = trainer.init()
     (said,) = leaving.leave(trainer, leaving.adapters(trainer, states[0]))
     assert "adapter" in said and Path("adapter/adapter_config.json").exists()
@@ -427,18 +434,18 @@ EDITED = {  # folders by name: which files are edited, or left out
     "layers": {"config.json": lambda known: known | {"n_layer": 50_000}},
 }  # fmt: skip
 REFUSED = [
-    ("--lora-base-dtype nf4", "--lora-base-dtype nf4"), ("--vocab-size 300", "--vocab-size 300"), ("--init-from layers", "config.json"),
     ("--lora-targets q", "--lora-targets q"), ("--data text.txt=1,text.txt=2", "--data text.txt=1"),
-    ("--lora-rank 0", "--lora-rank 0"), ("--long-documents wrap", "'wrap'"), ("--init-from big", "256 rows"),
-    ("--lora-rank 2 --lora-base-dtype nf5", "'nf5'"), ("--long-documents refuse --seq-len 16", "chat.jsonl, line 1: .*--seq-len 16 "),
-    ("--lora-rank 2 --lora-targets attn/qq", "attn/qq"), ("--init-from bare", "chat.jsonl .*--tokenizer"),
-    ("--seq-len 64", "--seq-len 64.* 32 tokens"), ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"),
-    ("--loss-on user", "'user'"), ("--export-dir small", "small"), ("--init-from none", "config.json"),
-    ("--lora-init-from x", "--lora-init-from x.*--lora-rank"), ("--tokenizer broken", "broken"),
-    ("--lora-rank 2 --lora-init-from x", "x/adapter_config.json"), ("--init-from plain", "plain has no chat template"),
+    ("--lora-rank 0", "--lora-rank 0"), ("--init-from layers", "config.json"),
+    ("--lora-base-dtype nf4", "--lora-base-dtype nf4"), ("--vocab-size 300", "--vocab-size 300"),
+    ("--init-from big", "256 rows"), ("--init-from bare", "chat.jsonl .*--tokenizer"),
+    ("--long-documents error --seq-len 16", "chat.jsonl, line 1: .*--seq-len 16 "),
+    ("--lora-rank 2 --lora-targets attn/qq", "attn/qq"), ("--seq-len 64", "--seq-len 64.* 32 tok"),
+    ("--data chat.jsonl=1,text.txt=1", r"--data .*text\.txt"), ("--init-from none", "config.json"),
+    ("--export-dir small", "small"), ("--lora-init-from x", "--lora-init-from x.*--lora-rank"),
+    ("--tokenizer broken", "broken"), ("--init-from plain", "plain has no chat template"),
+    ("--lora-rank 2 --lora-init-from x", "x/adapter_config.json"), ("--init-from lama", "'lama'"),
     ("--save-steps 0 --export-dir new", "--export-dir.*--save-steps 0"),
     ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"), ("--tokenizer nowhere", "nowhere"),
-    ("--init-from lama", "'lama'"),
 ]  # fmt: skip
 
 
@@ -486,7 +493,7 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
     first = capsys.readouterr().out
     shown = first.rpartition("<|user|>what is 72<|end|><|assistant|>")[2]
     answers = []
-    for path, *more in (["out"], ["tuned"], ["small", "--lora-init-from", "out/adapter"], ["small"]):
+    for path, *more in (["out"], ["tuned"], ["small", "--adapter", "out/adapter"], ["small"]):
         assert ask.main([path, "what is 72", "--length", "8", *more]) == 0
         answers.append(capsys.readouterr().out[:-1])
     assert answers[0] and shown.startswith(answers[0]) and len(set(answers[:3])) == 1
@@ -499,7 +506,7 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
     shutil.rmtree("out/adapter")
     for words, message in (  # questions that can't be asked
         (["small", ""], "question=''"), (["small", "x", "--length", "0"], "length=0"),
-        (["whole", "x"], "config.json"), (["small", "x", "--lora-init-from", "."], "adapter_config.json"),
+        (["whole", "x"], "config.json"), (["small", "x", "--adapter", "."], "adapter_config.json"),
         (["out", "x"], "export .*out/checkpoints DIR"),
     ):  # fmt: skip
         assert ask.main(words) == 2

@@ -45,14 +45,15 @@ EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums
   },
   "deepspeed": {  # 8 rows a device, 5e-5, no decay and a norm of 1 are the Trainer's
     "accelerate_zero1.json": (1, 8, dict(FP16, batch=64, scale=(2.0**16, 1000), train=dict(
-        optimizer="adamw", lr=5e-5, clip=1.0))),
+        optimizer="adamw", learning_rate=5e-5, max_grad_norm=1.0))),
     "accelerate_zero3_offload.json": (3, 8, dict(FP16, batch=64, **BOTH)),
     "accelerate_tests_zero2.json": (2, 8, dict(FIRST, batch=64, train={"weight_decay": 0.0})),
     "transformers_zero2.json": (
-        2, 4, dict(FIRST, batch=32, train=dict(optimizer="adamw", lr=5e-5))),
+        2, 4, dict(FIRST, batch=32, train=dict(optimizer="adamw", learning_rate=5e-5))),
     "transformers_zero3.json": (3, 8, dict(BOTH, batch=64)),
     "transformers_zero3_2021.json": (  # without gradient_clipping there is none
-        3, 8, dict(FP16, **BOTH, train=dict(clip=0, lr=3e-5, weight_decay=3e-7))),
+        3, 8, dict(FP16, **BOTH, train=dict(
+            max_grad_norm=0, learning_rate=3e-5, weight_decay=3e-7))),
     "axolotl_zero1_torch_compile.json": (1, 8, dict(batch=64)),
     "axolotl_zero2.json": (2, 8, dict(FIRST, batch=64)),
     # DeepSpeed moves the 2Ψ/N of bf16; the 12Ψ/N of fp32 stay on the device there, as here.
@@ -63,16 +64,18 @@ EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums
             "fp16.hysteresis", "activation_checkpointing.partition_activations"])),
     "deepspeed_gpt2_zero2_offload.json": (2, 4, dict(FP16, **FIRST, batch=4)),
     "deepspeed_torch_compile_z3.json": (
-        3, 8, dict(BF16, batch=8, train=dict(optimizer="adamw", lr=1e-3, clip=1.0))),
+        3, 8, dict(BF16, batch=8, train=dict(
+            optimizer="adamw", learning_rate=1e-3, max_grad_norm=1.0))),
     "examples_bert_lamb.json": (0, 64, dict(
         precision="fp16", grad_accum_steps=65536 // 64 // 64, batch=65536,
-        train=dict(optimizer="lamb", lr=0.011, weight_decay=0.01), unsupported=[
+        train=dict(optimizer="lamb", learning_rate=0.011, weight_decay=0.01), unsupported=[
             "sparse_attention.*", "*.bias_correction", "*.max_coeff", "*.min_coeff"])),
     "examples_bert_01adam.json": (0, 64, dict(
         precision="fp16", grad_accum_steps=4, batch=4096, unsupported=[
             "optimizer.type", "*.bias_correction", "*.var_freeze_step", "*.local_step_scaler",
             "*.comm_backend_name"])),
-    "examples_imagenet_z1.json": (1, 8, dict(precision="fp16", batch=256, train={"clip": 0})),
+    "examples_imagenet_z1.json": (
+        1, 8, dict(precision="fp16", batch=256, train={"max_grad_norm": 0})),
     "examples_gpt2_w8a8.json": (
         0, 2, dict(precision="fp16", batch=8, unsupported=["compression_training.*"])),
   },
@@ -119,23 +122,19 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
     zero, settings = run(made)["zero"], train(made)
     mesh, offload = more.get("mesh", {"data": devices}), more.get("offload")
     expected = zero_jax.Precision(more.get("precision", "fp32"), more.get("reduce", "fp32"))
-    for one in zero, settings:
+    for one in zero.config, settings:
         assert (one.stage, one.grad_accum_steps) == (stage, more.get("grad_accum_steps", 1))
-        assert one.remat == more.get("remat", "none")
+        assert str(one.remat) == more.get("remat", "none")
     assert config.mesh_sizes(settings.mesh) == mesh
     assert {**zero.mesh.shape, "data": 0} == {**mesh, "data": 0}
-    assert (zero.config.precision.compute, zero.config.precision.reduce) == (
-        expected.compute,
-        expected.reduce,
-    )
-    assert zero_jax.Precision(settings.compute, settings.reduce) == expected
+    precision = zero.config.precision
+    assert (precision.compute, precision.reduce) == (expected.compute, expected.reduce)
+    assert zero_jax.Precision(settings.compute_dtype, settings.reduce_dtype) == expected
     if "scale" in more:
-        assert (zero.config.precision.initial_scale, zero.config.precision.growth_interval) == more[
-            "scale"
-        ]
+        assert (precision.initial_scale, precision.growth_interval) == more["scale"]
     assert (settings.offload, str(zero.config.offload)) == (offload, offload or "none")
-    assert made["batch"] == more.get("batch")
-    assert settings.batch == more.get("batch", config.Config().batch)
+    assert made["global_batch_size"] == more.get("batch")
+    assert settings.global_batch_size == more.get("batch", 16)
     for flag, value in more.get("train", {}).items():
         assert getattr(settings, flag) == value, flag
     for verdict in ("unsupported", "unknown"):
@@ -153,7 +152,7 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
     if name == "deepspeed/deepspeed_torch_compile_z3.json":
         names = run(made)
         params = names["zero"].init(lambda: {"w": jnp.ones((8, 8))})
-        state = names["zero"].optimizer(names["tx"]).init(params)
+        state = names["optimizer"].init(params)
         for _ in range(20):  # after the warm-up
             params, state, metrics = names["step"](params, state, jnp.ones((8, 8)))
         assert metrics.loss < (8 - 1) ** 2, "the printed lines train"
@@ -189,19 +188,19 @@ QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": 1}
 RECOMPUTED = {"partition_activations": True, "cpu_checkpointing": True}
 SETTINGS = [
     # A batch is rows x micro-batches x devices; "auto" is 8 rows, or what the two others leave.
-    *((n, sized(*sizes), {"batch": batch, "grad_accum_steps": k}) for n, sizes, batch, k in [
+    *((n, sized(*sizes), dict(global_batch_size=b, grad_accum_steps=k)) for n, sizes, b, k in [
         (4, (256, 8, None), 256, 8), (4, (None, 8, 3), 96, 3), (None, (256, None, 4), 256, 4),
         (8, (256, 4, "auto"), 256, 8), (4, ("auto", "auto", "auto"), 32, 1),
         (None, (256, 8, None), 256, "32 // D"), (None, (None, 8, 3), "24 * D", 3)]),
     # Gradients are reduced in the data type of the communication.
-    *((8, {x: {"enabled": True}}, dict(compute="bf16", reduce="bf16")) for x in BFLOAT),
+    *((8, {x: {"enabled": True}}, dict(compute_dtype="bf16", reduce_dtype="bf16")) for x in BFLOAT),
     (8, {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
-     dict(compute="bf16", reduce="fp32")),
+     dict(compute_dtype="bf16", reduce_dtype="fp32")),
     (8, {"fp16": {"enabled": True, "loss_scale": 128}},
-     dict(compute="fp16", reduce="fp32", initial_scale=128.0, growth_interval=1000)),
+     dict(compute_dtype="fp16", reduce_dtype="fp32", initial_scale=128.0, growth_interval=1000)),
     (8, {"zero_optimization": True}, dict(stage=1)),
     (8, zero(stage=3, zero_hpz_partition_size=4, **QUANTIZED),
-     dict(replica=2, secondary_shards=True, gather="int8", scatter="int4")),
+     dict(replica=2, secondary_shards=True, param_comm_dtype="int8", grad_comm_dtype="int4")),
     (None, zero(stage=3, zero_hpz_partition_size=4), dict(replica="len(jax.devices()) // 4")),
     (8, zero(stage=3, mics_shard_size=2), dict(replica=4, secondary_shards=False)),
     (8, zero(stage=2, cpu_offload=True), dict(offload="optimizer")),
@@ -231,13 +230,15 @@ def test_settings_of_deepspeed_become_arguments(devices, settings, expected):
     assert {name: made[name] for name in expected} == expected
     zero = run(made)["zero"]
     for name in {"stage", "remat", "offload", "secondary_shards"} & set(expected):
-        assert str(getattr(zero, name)) == str("none" if expected[name] is None else expected[name])
+        value = "none" if expected[name] is None else expected[name]
+        assert str(getattr(zero.config, name)) == str(value)
         assert getattr(train(made), name) == expected[name]
     if "grad_accum_steps" in expected:
         assert zero.config.grad_accum_steps == eval(
             str(expected["grad_accum_steps"]), {"D": zero.mesh.size}
         )
-    unknown = any(isinstance(made[name], str) for name in ("batch", "grad_accum_steps", "replica"))
+    sizes = ("global_batch_size", "grad_accum_steps", "replica")
+    unknown = any(isinstance(made[name], str) for name in sizes)
     assert ("--devices N" in command.train(made)) == unknown
 
 
@@ -251,8 +252,8 @@ def test_strategies_of_fsdp_are_stages_and_replicas():
         text = f"distributed_type: FSDP\nnum_machines: 2\nfsdp_config:\n  fsdp_{line}"
         made = run(translate(f"{text}\n  fsdp_offload_params: 'yes'", "a.yaml", 8)[0])["zero"]
         mesh = {"replica": 2, "data": 4} if "HYBRID" in line else {"data": 8}
-        assert (made.stage, dict(made.mesh.shape)) == (stage, mesh), line
-        assert str(made.offload) == "optimizer,params"
+        assert (made.config.stage, dict(made.mesh.shape)) == (stage, mesh), line
+        assert str(made.config.offload) == "optimizer,params"
     made, _ = translate(SIZED, "a.yaml")
     assert (made["devices"], made["model"], made["replica"]) == (8, 2, 1)
 
@@ -295,7 +296,7 @@ def test_the_rate_is_that_of_the_schedule_or_of_an_unknown_optimizer():
     for rate in ("auto", 5e-5):
         found = deepspeed(optimizer={"type": "AdamW", "params": {"lr": rate}}, scheduler=scheduler)
         assert row(found, "optimizer.params.lr")[1] == "scheduler.params.warmup_max_lr replaces it"
-        assert found[0]["peak"] == run(found[0])["lr"] == 2e-5
+        assert found[0]["learning_rate"] == run(found[0])["lr"] == 2e-5
     scheduler = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}}
     optimizer = {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1}}
     found = deepspeed(8, scheduler=scheduler, optimizer=optimizer)
@@ -321,7 +322,8 @@ def test_auto_is_the_mixed_precision_of_accelerate(tmp_path):
     text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 8\n"
     text += "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
     found = translate(text, str(tmp_path / "a.yaml"))
-    assert found[0]["compute"] == "bf16" and row(found, "ds.json: bf16.enabled")[1].endswith("bf16")
+    assert found[0]["compute_dtype"] == "bf16"
+    assert row(found, "ds.json: bf16.enabled")[1].endswith("bf16")
     key = "deepspeed_config.deepspeed_config_file"
     assert row(translate(text, "elsewhere/a.yaml"), key)[0] == "unsupported"
     other = translate(text.replace("DEEPSPEED", "MULTI_GPU"), "a.yaml")

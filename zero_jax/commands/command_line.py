@@ -6,7 +6,6 @@ names; flags override it.
 
 import argparse
 import dataclasses
-import functools
 import pathlib
 import types
 import typing
@@ -65,27 +64,34 @@ def parse(
     parser = _Parser(
         prog=prog,
         description=description,
-        formatter_class=functools.partial(
-            argparse.RawDescriptionHelpFormatter, max_help_position=_COLUMN, width=_WIDTH
-        ),
+        formatter_class=_Help,
         usage="%(prog)s [OPTIONS]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of these settings; flags override it."
-    )
+    about = "YAML file of these settings; flags override it (default: none)"
+    parser.add_argument("--config", metavar="FILE", help=about)
     for group in groups:
         _add(parser, group)
     given = vars(parser.parse_args(args))
     if "config" in given:
-        words = _words(parser, given.pop("config"))
-        given = vars(parser.parse_args([*words, *args]))
-        del given["config"]
+        parser.file = given.pop("config")
+        given = {**vars(parser.parse_args(_words(parser))), **given}
     return given
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_COLUMN, width=_WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)  # the metavar once, also after two spellings
+        return names if action.nargs == 0 else f"{names} {action.metavar}"
+
+
 class _Parser(argparse.ArgumentParser):
+    file: str | None = None  # that settings are read from
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
@@ -95,16 +101,30 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{unknown[0]!r} follows no flag: write --name value")
         return given
 
-    def unknown(self, name: str) -> NoReturn:
+    def known(self) -> list[str]:
+        """Returns all flags; for a file those that have a value, and switches once."""
         known = [word for word in self._option_string_actions if word.startswith("--")]
+        if self.file is None:
+            return known
+        left_out = ("--config", "--help", "--no-")
+        return [word for word in known if not word.startswith(left_out)]
+
+    def has(self, flag: str) -> bool:
+        return flag in self._option_string_actions
+
+    def unknown(self, name: str) -> NoReturn:
+        known = self.known()
         near = nearest(name, known)
-        if near == name or not near.startswith(name):
+        if not near.startswith(name):
             part = name.removeprefix("--")
             near = next((word for word in known if part in word[2:].split("-")), near)
+        if self.file is not None:
+            name, near = (word[2:].replace("-", "_") for word in (name, near))
         self.error(f"{name} is unknown; the nearest is {near}. --help lists all flags")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+        where = "" if self.file is None else f"--config {self.file}: "
+        self.exit(2, f"error: {where}{message}\n")
 
 
 def _add(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -119,15 +139,18 @@ def _add(parser: argparse.ArgumentParser, cls: type) -> None:
             negative = "--no-" + names[0][2:]
             shown, hidden = (negative, names[0]) if field.default else (names[0], negative)
             about["action"] = "store_false" if field.default else "store_true"
-            group.add_argument(shown, help=field.metadata["help"], **about)
+            text = field.metadata["help"].rstrip(".") + " (default: off)"
+            group.add_argument(shown, help=text, **about)
             about["action"] = "store_true" if field.default else "store_false"
             group.add_argument(hidden, help=argparse.SUPPRESS, **about)
             continue
         choices = [value for k in own if get_origin(k) is Literal for value in get_args(k)]
         listed = ": " + ", ".join(map(str, choices)) if len(choices) > 1 else ""
-        default = "" if field.default is None else f" (default: {field.default})"
         text = field.metadata["help"].rstrip(".")
         head, opening, tail = text.partition(" (default")
+        default = (
+            "" if opening else f" (default: {'none' if field.default is None else field.default})"
+        )
         about["help"] = (head + listed + opening + tail + default).replace("%", "%%")
         about["metavar"] = field.metadata["metavar"] or ("NAME" if choices else _METAVARS[own[0]])
         about["type"] = _choice(choices) if choices else _number(own[0])
@@ -167,20 +190,26 @@ def _number(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def _words(parser: _Parser, path: str) -> list[str]:
-    """Returns the settings of a YAML file as words of a command line."""
+def _words(parser: _Parser) -> list[str]:
+    """Returns the settings of the parser's YAML file as words of a command line."""
     try:
-        known = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        parser.error(f"--config {path}: {' '.join(str(error).split())}")
+        known = yaml.safe_load(pathlib.Path(parser.file or "").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(" ".join(str(error).split()))
     if known is not None and not isinstance(known, dict):
-        parser.error(f"--config {path}: a mapping is required, such as max_steps: 100")
-    words = []
+        parser.error("a mapping is required, such as max_steps: 100")
+    words, flags = [], parser.known()
     for name, value in (known or {}).items():
-        if not isinstance(value, str | int | float | None):
-            parser.error(f"--config {path}: {name}={value!r}: text, a number or a bool is required")
-        if value is False:
-            words.append("--no-" + flag(str(name))[2:])
+        positive = flag(str(name))
+        if positive not in flags:
+            parser.unknown(positive)
+        negative = "--no-" + positive[2:]
+        switch = parser.has(negative)
+        if isinstance(value, bool) != switch or not isinstance(value, str | int | float | None):
+            kind = "true or false" if switch else "text or a number"
+            parser.error(f"{name} is {value!r:.80}: {kind} is required")
+        if switch:
+            words.append(positive if value else negative)
         elif value is not None:
-            words.append(flag(str(name)) + ("" if value is True else f"={value}"))
+            words.append(f"{positive}={value}")
     return words

@@ -64,7 +64,7 @@ class DeviceSettings:
 class ZeroSettings:
     """ZeRO, precision and memory."""
 
-    stage: Literal[0, 1, 2, 3, "auto"] = _zero("stage", "ZeRO stage; auto chooses it, and more")
+    stage: Literal[0, 1, 2, 3, "auto"] = _zero("stage", "ZeRO stage")
     paper_config: Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None = setting(
         None, "Stage and remat of the ZeRO paper"
     )
@@ -171,7 +171,7 @@ def with_paper_config(given: Mapping[str, Any]) -> dict[str, Any]:
     for other in ("stage", "remat"):
         if other in given:
             raise ValueError(
-                f"--paper-config {name} sets {flag(other)}: leave {flag(other)} out, or "
+                f"--paper-config {name} sets --stage and --remat: leave {flag(other)} out, or "
                 "--paper-config"
             )
     return {**paper_config(name), **given}

@@ -30,10 +30,12 @@ _TOLERATED = re.compile(
     rf'("(?:\\.|[^"\\\n])*")|{_COMMENT}|,(?:\s|{_COMMENT})*+(?=[}}\]])', re.DOTALL
 )
 # Values that are not printed.
-_DEFAULTS = {"compute": "fp32", "reduce": "fp32", "grad_accum_steps": 1, "replica": 1, "model": 1}
+_DEFAULTS = {"compute_dtype": "fp32", "reduce_dtype": "fp32", "grad_accum_steps": 1}
 _DEFAULTS |= {"secondary_shards": False, "precision": "zero_jax.Precision()"}
-_FLAGS = "stage mesh batch grad_accum_steps compute reduce gather scatter remat offload "
-_FLAGS += "secondary_shards optimizer weight_decay lr steps warmup clip"
+_DEFAULTS |= {"replica": 1, "model": 1, "remat": "none"}
+_DTYPES = "compute_dtype reduce_dtype param_comm_dtype grad_comm_dtype"
+_FLAGS = f"stage mesh global_batch_size grad_accum_steps {_DTYPES} remat offload secondary_shards "
+_FLAGS += "optimizer weight_decay learning_rate max_steps warmup_steps max_grad_norm"
 
 
 def load(text: str, name: str) -> dict[str, Any]:
@@ -137,11 +139,8 @@ def _row(file: File, name: str, made: Arguments) -> Row:
 def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
     for key in names.split():
         if (value := made[key]) != _DEFAULTS.get(key):
-            quoted = isinstance(value, str) and key not in (
-                "grad_accum_steps",
-                "replica",
-                "precision",
-            )
+            is_code = key in ("grad_accum_steps", "replica", "precision")
+            quoted = isinstance(value, str) and not is_code
             words = [*words, f"{key}={json.dumps(value) if quoted else value}"]
     line = f"{name}({', '.join(words)})"
     return line if len(line) < 90 else f"{name}(\n    " + ",\n    ".join(words) + ",\n)"
@@ -149,7 +148,7 @@ def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
 
 def python(made: Arguments) -> str:
     """Returns lines that make the mesh, the Zero, the optimizer and the step."""
-    names = "compute reduce gather scatter initial_scale growth_interval"
+    names = f"{_DTYPES} initial_scale growth_interval"
     made = {**made, "precision": _call("zero_jax.Precision", [], made, names)}
     devices = f"{made['devices'] or 'all'} devices"
     lines = [f"mesh = {_call('zero_jax.make_mesh', [], made, 'replica model')}  # {devices}"]
@@ -159,11 +158,13 @@ def python(made: Arguments) -> str:
     lines += [f"zero = {_call('zero_jax.Zero', ['mesh'], made, names)}", *(made["lr"] or ())]
     lines += ["# The file has no known optimizer: put yours here."] * (made["call"] is None)
     tx = made["call"] or f"optax.adamw({'lr' if made['lr'] else 1e-4})"
-    if made["clip"]:
-        tx = _call("optax.chain", [f"optax.clip_by_global_norm({made['clip']})", tx], {}, "")
-    rows = f"  # a batch of {made['batch']} rows over all devices" if made["batch"] else ""
-    lines += [f"tx = {tx}", f"step = zero.train_step(loss_fn, tx){rows}"]
-    lines += ["# params = zero.init(...); opt_state = zero.optimizer(tx).init(params)"]
+    if norm := made["max_grad_norm"]:
+        tx = _call("optax.chain", [f"optax.clip_by_global_norm({norm})", tx], {}, "")
+    batch = made["global_batch_size"]
+    rows = f"  # a batch of {batch} rows over all devices" if batch else ""
+    lines += [f"tx = {tx}", "optimizer = zero.optimizer(tx)"]
+    lines += [f"step = zero.train_step(loss_fn, optimizer){rows}"]
+    lines += ["# params = zero.init(...); opt_state = optimizer.init(params)"]
     uses = {"math": "math.", "jax": "jax.devices", "jax.numpy as jnp": "jnp.", "optax": "tx"}
     used = [name for name, use in uses.items() if use in "\n".join(lines)]
     return "\n".join([*(f"import {name}" for name in [*used, "zero_jax"]), "", *lines])
@@ -172,10 +173,12 @@ def python(made: Arguments) -> str:
 def train(made: Arguments) -> str:
     """Returns the command line of train.py."""
     axes = [axis for axis in ("replica", "data", "model") if made.get(axis) != 1]
-    if "D" in f"{made['batch']} {made['grad_accum_steps']}" or (axes[1:] and not made["devices"]):
+    sizes = f"{made['global_batch_size']} {made['grad_accum_steps']}"
+    if "D" in sizes or (axes[1:] and not made["devices"]):
         return "python train.py: give --devices N, because sizes depend on it"
-    warmup = min(made["warmup"] or 0, made["steps"] - 1) if made["steps"] else None
-    made = {**made, "lr": made["peak"], "mesh": None, "warmup": warmup}
+    steps = made["max_steps"]
+    warmup = min(made["warmup_steps"] or 0, steps - 1) if steps else None
+    made = {**made, "mesh": None, "warmup_steps": warmup}
     if made["devices"]:
         made["data"] = made["devices"] // (made["replica"] * made["model"])
         made["mesh"] = ",".join(f"{axis}={made[axis]}" for axis in axes)

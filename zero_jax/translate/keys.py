@@ -75,23 +75,20 @@ _TYPE = {name.lower(): name for name in ("NO", *_TYPES.split(), "DEEPSPEED", "FS
 _TYPE |= {"false": "NO"}  # YAML reads `no` as false
 _STAGES = {"0": 0, "1": 1, "2": 2, "3": 3, "false": 0, "true": 1}
 _MIXED = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "false": "fp32"}
-_PRECISION = "Precision(compute_dtype={compute!r}, reduce_dtype={reduce!r})"
+_PRECISION = "Precision(compute_dtype={compute_dtype!r}, reduce_dtype={reduce_dtype!r})"
 _OFFLOAD = "Zero(offload={offload!r}): the update runs on the device, in pieces"
+_ACCUM = "Zero(grad_accum_steps={grad_accum_steps})"
 _CALL, _RATE = "in the call of optax", "in the rate lr"
 
 # A name that ends with a colon is the prefix of the names after it; block.* is a whole block.
 _TABLE = {
-    Key("a batch of {batch} rows", COUNT, None, ("total batch size", None)): "train_batch_size",
-    Key(
-        "Zero(grad_accum_steps={grad_accum_steps})", COUNT, None, ("per_device_train_batch_size", 8)
-    ): """
-        train_micro_batch_size_per_gpu""",
-    Key(
-        "Zero(grad_accum_steps={grad_accum_steps})", COUNT, None, ("gradient_accumulation_steps", 1)
-    ): """
-        gradient_accumulation_steps""",
-    Key("clip_by_global_norm({clip})", NUMBER, 0.0, ("max_grad_norm", 1.0)): "gradient_clipping",
-    Key("Precision(reduce_dtype={reduce!r})"): "communication_data_type",
+    Key("a batch of {global_batch_size} rows", COUNT, None, ("total batch size", None)): """
+        train_batch_size""",
+    Key(_ACCUM, COUNT, None, ("per_device_train_batch_size", 8)): "train_micro_batch_size_per_gpu",
+    Key(_ACCUM, COUNT, None, ("gradient_accumulation_steps", 1)): "gradient_accumulation_steps",
+    Key("clip_by_global_norm({max_grad_norm})", NUMBER, 0.0, ("max_grad_norm", 1.0)): """
+        gradient_clipping""",
+    Key("Precision(reduce_dtype={reduce_dtype!r})"): "communication_data_type",
     Key(_PRECISION, SWITCH, False, ("fp16 or bf16", False)): "fp16 fp16.enabled bf16.enabled",
     Key(_PRECISION, _MIXED, "fp32"): "mixed_precision",
     Key("Precision(initial_scale={initial_scale})", NUMBER, 16.0): "fp16.initial_scale_power",
@@ -103,12 +100,10 @@ _TABLE = {
     Key(_OFFLOAD, SWITCH): """fsdp_config.fsdp_offload_params
         zero_optimization.: cpu_offload cpu_offload_param cpu_offload_params""",
     Key("Zero(offload={offload!r})"): "zero_optimization.offload_optimizer.nvme_path",
-    Key(
-        "Precision(param_comm_dtype={gather!r})", SWITCH
-    ): "zero_optimization.zero_quantized_weights",
-    Key(
-        "Precision(grad_comm_dtype={scatter!r})", SWITCH
-    ): "zero_optimization.zero_quantized_gradients",
+    Key("Precision(param_comm_dtype={param_comm_dtype!r})", SWITCH): """
+        zero_optimization.zero_quantized_weights""",
+    Key("Precision(grad_comm_dtype={grad_comm_dtype!r})", SWITCH): """
+        zero_optimization.zero_quantized_gradients""",
     Key("make_mesh(replica={replica}), Zero(secondary_shards={secondary_shards})", COUNT, 1): """
         zero_optimization.: zero_hpz_partition_size
         parallelism_config.: parallelism_config_dp_replicate_size""",
@@ -225,11 +220,10 @@ _TABLE = {
     _unsupported("optax corrects the bias and bounds no ratio: write your own", same="true"): """
         optimizer.params.: bias_correction max_coeff min_coeff""",
     _unsupported("use optax.amsgrad"): "optimizer.params.amsgrad",
-    _unsupported(
-        'use Precision(grad_comm_dtype="int4"), which feeds no error back'
-    ): """optimizer.params.:
-        freeze_step var_freeze_step var_update_scaler local_step_scaler local_step_clipper
-        cuda_aware comm_backend_name coeff_beta factor_max factor_min factor_threshold
+    _unsupported('use Precision(grad_comm_dtype="int4"), which feeds no error back'): """
+        optimizer.params.: freeze_step var_freeze_step var_update_scaler local_step_scaler
+        local_step_clipper cuda_aware comm_backend_name coeff_beta factor_max factor_min
+        factor_threshold
         zero_optimization.: zeropp_loco_param.*""",
     _unsupported("use the launcher, for example srun --cpu-bind"): "enable_cpu_affinity",
     _unsupported("use frozen= to train others only"): "fsdp_config.fsdp_ignored_modules",

@@ -74,11 +74,13 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
         raise ValueError(f"{devices} devices are no multiple of {inner}: give another --devices N")
     if group > 1:
         replica = devices // inner if devices else f"len(jax.devices()) // {inner}"
-    if (clip := file["gradient_clipping"]) < 0:
+    if (norm := file["gradient_clipping"]) < 0:
         raise ValueError("`gradient_clipping` is negative: give a norm, or 0 for none")
-    made = dict.fromkeys(("call", "optimizer", "weight_decay", "lr", "peak", "warmup", "steps"))
-    made |= {"stage": stage, "remat": remat, "offload": offload, "devices": devices, "clip": clip}
+    made = dict.fromkeys(("call", "optimizer", "weight_decay", "lr"))
+    made |= dict.fromkeys(("learning_rate", "warmup_steps", "max_steps"))
+    made |= {"stage": stage, "remat": remat, "offload": offload, "devices": devices}
     made |= {"replica": replica, "model": model, "secondary_shards": hpz > 1}
+    made["max_grad_norm"] = norm
     made |= _batch(file, devices and devices // model) | _precision(file, kind)
     return made | _optimizer(file) | _rate(file)
 
@@ -111,10 +113,11 @@ def _precision(file: File, kind: str) -> Arguments:
         interval = file["fp16.loss_scale_window"]
         if not 1 <= scale <= 2.0**126:
             raise ValueError("`fp16.loss_scale` or its power: give a scale of 1 to 2^126")
-    made = {"compute": compute, "initial_scale": scale, "growth_interval": interval}
-    made |= {"reduce": "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"}
-    made |= {"gather": "int8" if file[f"{_ZERO}zero_quantized_weights"] else None}
-    return made | {"scatter": "int4" if file[f"{_ZERO}zero_quantized_gradients"] else None}
+    made = {"compute_dtype": compute, "initial_scale": scale, "growth_interval": interval}
+    made["reduce_dtype"] = "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"
+    made["param_comm_dtype"] = "int8" if file[f"{_ZERO}zero_quantized_weights"] else None
+    made["grad_comm_dtype"] = "int4" if file[f"{_ZERO}zero_quantized_gradients"] else None
+    return made
 
 
 def _offload(file: File) -> str | None:
@@ -168,14 +171,14 @@ def _batch(file: File, shares: int | None) -> Arguments:
         file.say(names[2], "the two other sizes decide it")
         parts = batch // unit if shares or batch == unit else f"{batch // unit} // D"
     batch = batch or (rows and (unit if shares else f"{unit} * D"))
-    return {"batch": batch, "grad_accum_steps": parts or 1}
+    return {"global_batch_size": batch, "grad_accum_steps": parts or 1}
 
 
 def _optimizer(file: File) -> Arguments:
     kind, lr = str(file["optimizer.type"] or "").lower(), file[f"{_ADAM}lr"]
     if not kind:
         return {}
-    made = {"lr": [f"lr = {lr}"], "peak": lr}
+    made: Arguments = {"lr": [f"lr = {lr}"], "learning_rate": lr}
     if file["scheduler.type"] in ("WarmupLR", "WarmupDecayLR"):
         file.say(f"{_ADAM}lr", "scheduler.params.warmup_max_lr replaces it")
     family = _PLAIN.get(kind, kind)
@@ -214,7 +217,7 @@ def _rate(file: File) -> Arguments:
         file.say("scheduler", "unknown: write lr as a function of the step", UNSUPPORTED)
         return {}
     if kind == "WarmupLR" and autos[0]:
-        return {"lr": [f"lr = {high}"], "peak": high}
+        return {"lr": [f"lr = {high}"], "learning_rate": high}
     if kind != "WarmupLR" and total is None and not autos[1]:
         raise ValueError(f"`{names[1]}` is missing: {kind} needs it")
     up: Any = "warmup" if autos[0] else max(2, warmup)  # of 1 step the logarithm would be 0
@@ -236,4 +239,5 @@ def _rate(file: File) -> Arguments:
         lines += [f"    return {low} + {high - low} * jnp.where(step < {up}, up, down)", ""]
     else:
         lines += [f"    return {low} + {high - low} * up", ""]
-    return {"lr": lines, "peak": high, "warmup": None if autos[0] else up, "steps": total}
+    made = {"lr": lines, "learning_rate": high, "max_steps": total}
+    return {**made, "warmup_steps": None if autos[0] else up}
