@@ -387,7 +387,8 @@ BARE = types.SimpleNamespace(device_kind="Bare 1", addressable_memories=lambda: 
 BARE.devices = np.array([BARE])
 REFUSALS = [
     *((named, lambda *_, given=given: zero_on(2, offload=given)) for named, given in (
-        ("offload`='optimiser'.*'optimizer'", "optimiser"), ("'param'.*'params'", "optimizer,param"),
+        ("offload`='optimiser'.*'optimizer'", "optimiser"),
+        ("'param'.*'params'", "optimizer,param"),
         ("'hots'.*'host'", "optimizer:hots"), ("offload`=3", 3),
         ("offload`='optimizer:nvme'", "optimizer:nvme"), ("host=/x", "optimizer:host=/x"),
         ("params", "params"))),

@@ -210,7 +210,7 @@ def misuse(make, update=False):
 MOMENTUM = optax.sgd(1e-2, momentum=0.9)
 NVME = f"optimizer:nvme={tempfile.gettempdir()}"
 REFUSALS = [
-    ("optimizer_state_dtype='4bit'", lambda: initialise(PLAIN, kind="4bit")),
+    ("optimizer_state_dtype`='4bit'", lambda: initialise(PLAIN, kind="4bit")),
     ("nvme", lambda: initialise(PLAIN, kind="8bit", offload=NVME)),
     ("8bit", lambda: initialise(optax.contrib.muon(1e-2), kind="8bit")),
     ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), kind="bf16")),

@@ -170,7 +170,7 @@ COMMANDS = [  # and what is said
     ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "c1|--stage|--remat"),
     ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "file|steps 4"),
     ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"),
-    ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat='none'"),
+    ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat`='none'"),
     ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
     ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="),
     ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "partitioned|--mesh model=2"),
