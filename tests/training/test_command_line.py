@@ -172,7 +172,7 @@ COMMANDS = [  # and what is said
     ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"),
     ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat`='none'"),
     ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
-    ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit="),
+    ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit"),
     ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "partitioned|--mesh model=2"),
     ("--stage 4", "--stage|'4'"), ("--paper-config c6", "'c6'"), ("--output-dir=", "--output-dir"),
     pytest.param("--stage auto --memory-limit 1000", "smallest", marks=pytest.mark.slow),
