@@ -159,10 +159,10 @@ def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, 
         ("not empty", "export", folder, full), ("not empty", "export", folder, full / "file"),
         ("step 4", "export", folder, new, "--step", 4), ("checkpoint", "export", new, out / "x"),
         ("'emma/'", "export", folder, new, "--prefix", "emma/"),
-        *((f"max_file_bytes={n}", "export", folder, new, "--max-file-bytes", n)
+        *((f"max_file_bytes`={n}", "export", folder, new, "--max-file-bytes", n)
           for n in (0, "nan", "inf")),
-        *((f"heads={n}", "export", folder, new, "--heads", n) for n in (0, 5)),
-        (str(folder), "import", out, folder), ("step=-1", "import", out, new, "--step", -1),
+        *((f"`heads`={n}", "export", folder, new, "--heads", n) for n in (0, 5)),
+        (str(folder), "import", out, folder), ("step`=-1", "import", out, new, "--step", -1),
         ("config.json", "import", full, new),
     ):
         # fmt: on

@@ -89,7 +89,7 @@ def _import(args: argparse.Namespace) -> int:
     from flax import nnx
 
     if args.step < 0:
-        raise ValueError(f"step={args.step}: it must be at least 0")
+        raise ValueError(f"`step`={args.step}: at least 0 is required")
     config = hugging_face.config(args.folder)
     if args.dir.is_dir() and Checkpoints(args.dir, read_only=True).steps:
         raise ValueError(f"{args.dir} already holds checkpoints: use another folder")
