@@ -72,7 +72,7 @@ def export(
       ValueError: There is no such checkpoint, its model is not in models/, or `out` is in use.
     """
     if not 1 <= max_file_bytes < math.inf:
-        raise ValueError(f"`max_file_bytes`={max_file_bytes}: a finite number of at least 1 is required")
+        raise ValueError(f"`max_file_bytes`={max_file_bytes}: it must be finite and at least 1")
     target = pathlib.Path(out).absolute()
     check_free(target)
     with Checkpoints(directory, read_only=True) as checkpoints:
