@@ -39,11 +39,9 @@ NEED_TORCH = ("test_export", "test_families", "test_masks_of_trl", "test_peers")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--days",
-        type=int,
-        default=1,
+        "--days", type=int, default=1,
         help="run one part of the chosen tests, another each day, and all within so many days",
-    )
+    )  # fmt: skip
 
 
 def pytest_configure(config):

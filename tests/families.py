@@ -10,17 +10,13 @@ import numpy as np
 import torch
 import transformers
 
-# fmt: off
-SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-BY_KIND = {
-    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+BY_KIND = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+           "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}  # fmt: skip
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 FAMILIES = {
@@ -44,9 +40,7 @@ FAMILIES = {
         **SIZES, head_dim=16, sliding_window=6, layer_types=MIXED, query_pre_attn_scalar=9,
         rope_parameters=BY_KIND),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64),
-}
-# fmt: on
+        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64)}  # fmt: skip
 
 
 def with_noise(make):

@@ -108,13 +108,10 @@ def settings_of(rng: np.random.Generator, first: bool) -> dict[str, Any]:
     model = 2 if data * replica <= 4 and rng.random() < 0.15 else 1
     remats = JAX_REMATS if rng.random() < 0.25 else REMATS
     found = {
-        "mesh": (data, replica, model),
-        "stage": 3 if first else int(rng.integers(4)),
-        "grad_accum_steps": int(rng.integers(1, 3)),
-        "remat": remats[str(rng.choice(list(remats)))],
+        "mesh": (data, replica, model), "stage": 3 if first else int(rng.integers(4)),
+        "grad_accum_steps": int(rng.integers(1, 3)), "remat": remats[str(rng.choice(list(remats)))],
         "bucket_bytes": 2**30 if rng.random() < 0.7 else 64,
-        "precision": "bf16" if rng.random() < 0.15 else "fp32",
-    }
+        "precision": "bf16" if rng.random() < 0.15 else "fp32"}  # fmt: skip
     if rng.random() < 0.15:
         number = str(rng.integers(3))
         found["frozen"] = lambda path: number in path

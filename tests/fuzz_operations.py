@@ -76,7 +76,6 @@ def filled(f):
     return lambda w, x: f(w, x) if w.ndim and w.size else head(w, x)
 
 
-# fmt: off
 OPS: dict[str, Callable[[Any, Any], Any]] = {
     "penalty": lambda w, x: jnp.sum(w**2) * jnp.mean(x),
     "equals": lambda w, x: head(jnp.where(w == 0, 2.0, w), x),
@@ -105,8 +104,7 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
         lax.scan(lambda c, v: (jnp.tanh(c + v), None), square(w), x)[0]),
     "scan of scan": lambda w, x: jnp.mean(
         lax.scan(lambda c, _: (c + _scan_xs(w, x), None), 0.0, None, length=2)[0]),
-    "scan metric": _scan_metric,
-    "scan beside": _scan_beside,
+    "scan metric": _scan_metric, "scan beside": _scan_beside,
     "unrolled": lambda w, x: jnp.mean(functools.reduce(
         lambda x, i: x + jnp.tanh(x @ square(_first(w)[i]).astype(x.dtype)),
         range(_first(w).shape[0]), x)),
@@ -169,8 +167,7 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "logsumexp": filled(lambda w, x: jax.nn.logsumexp(vector(w)) * jnp.mean(x)),
     "named": lambda w, x: jnp.mean(checkpoint_name(jnp.tanh(x @ square(w)), "h")),
     "donated": lambda w, x: head(jax.jit(lambda v: v + 1, donate_argnums=0)(w * 1.0), x),
-    "tied": lambda w, x: jnp.mean(jnp.tanh(x @ square(w)) @ square(w).T),
-}
+    "tied": lambda w, x: jnp.mean(jnp.tanh(x @ square(w)) @ square(w).T)}  # fmt: skip
 COUNTS: dict[str, Callable[[Any, Any], Any]] = {
     "mask": filled(lambda m, x: jnp.mean(jnp.where(m != 0, 1.0, 0.5)) * jnp.mean(x)),
     "index": filled(lambda m, x: jnp.mean(x[:, jnp.abs(vector(m).astype(jnp.int32)) % FEATURES])),
@@ -178,18 +175,16 @@ COUNTS: dict[str, Callable[[Any, Any], Any]] = {
     "halves": filled(
         lambda m, x: ((3 * jnp.ones_like(m.astype(jnp.int32))) // 2).mean() * jnp.mean(x)),
     "full": filled(lambda m, x: jnp.full_like(m, 2.7).astype("float32").mean() * jnp.mean(x)),
-    "by dtype": lambda m, x: jnp.mean(x) * jnp.dtype(m.dtype).itemsize,
-}
+    "by dtype": lambda m, x: jnp.mean(x) * jnp.dtype(m.dtype).itemsize}  # fmt: skip
 # How often an operation gathers a leaf at stage 3 and reduce-scatters its gradient, if not once.
 GATHERS = {"equals": 2, "differs": 3, "while stopped": 2, "associative scan": 3, "ragged dot": 2,
            "weight norm": 2, "argmax": 2, "concatenate": 2, "stack": 3, "logsumexp": 2, "tied": 2,
-           "halves": 0, "full": 0, "by dtype": 0}
+           "halves": 0, "full": 0, "by dtype": 0}  # fmt: skip
 SCATTERS = {"associative scan": 3, "ragged dot": 2, "weight norm": 2, "concatenate": 2, "stack": 3,
-            "tied": 2}
+            "tied": 2}  # fmt: skip
 BACKWARD = {"penalty", "broadcast", "strided", "first row", "last row", "column", "vmap norm",
             "while stopped", "switch", "custom_jvp", "checkpoint", "checkpoint dots", "weight norm",
-            "sort", "argmax", "top k", "stack", "half and back"}
-# fmt: on
+            "sort", "argmax", "top k", "stack", "half and back"}  # fmt: skip
 ROWS = {"broadcast", "first row", "last row"}  # these read one row
 UNROLLED = {"unrolled", "iterated"}  # these read row by row
 

@@ -13,12 +13,11 @@ from training.main import main as train
 from zero_jax.commands import plan
 
 OPENING = re.compile(r"(What|Whether|Of|That|Whoever|As|For whoever) ")
-# fmt: off
 PHRASES = (
     "of which", "in whose", "it is said", "of one's own", "unless given", "as far as", "to be had",
     "for ever", "foretold", "forecast", "at rest", "born", "fake device", "whoever", "worked off",
-    "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told")
-# fmt: on
+    "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told",
+)  # fmt: skip
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})s?\b", re.IGNORECASE)
 SPOKEN = {"warn", "_warn", "print", "say", "say_error", "report", "error"}  # functions
 SOURCES = [p for top in ("zero_jax", "training", "models") for p in (ROOT / top).rglob("*.py")]

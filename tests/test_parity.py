@@ -28,8 +28,7 @@ TX = {"gpt": ADAM, "zoo": ADAM, "few": ADAM, "resnet": SGD, "weighted": SGD, "ma
 RATED = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4)
 KINDS = {"matrix": RATED, "vector": optax.lion(1e-3)}
 OPTIMIZERS = {
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "muon": optax.contrib.muon(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4), "muon": optax.contrib.muon(1e-2),
     "MultiSteps of lamb": optax.MultiSteps(optax.lamb(1e-2, eps=1e-4), 3),
     "clip, lars, EMA": optax.chain(
         optax.clip_by_global_norm(1e-2), optax.lars(1e-1), optax.ema(0.9)),

@@ -25,7 +25,6 @@ PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", *s
 FIRST = "docs/quickstart-training-loop.md"
 LINK = re.compile(r"\]\((?!https://)([^)#\s]*)(?:#([^)\s]*))?\)")
 # Patterns that the output of each page's Python matches.
-# fmt: off
 PRINTS = {
     "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"], "docs/offload.md": ["pinned_host", "step 3"],
     "docs/plan.md": ["'optimizer_state'"], "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
@@ -43,8 +42,7 @@ PRINTS = {
     "docs/mixed-precision.md": [r"\Afloat32 skipped 0\n\Z"],
     "docs/activation-checkpointing.md": [
         "none .*'saved'", "block .*'buffers'", r"loss \d\.\d{3}\n\Z"],
-    "docs/evaluation.md": [r"full \(13, 9\)", r"Padded \(13, 9\)\n\Z"]}
-# fmt: on
+    "docs/evaluation.md": [r"full \(13, 9\)", r"Padded \(13, 9\)\n\Z"]}  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
 OURS = ("XLA_FLAGS", "JAX_", "ZERO_JAX_CACHE", "PYTEST_", "PYTHONPATH")  # not of a reader

@@ -18,9 +18,8 @@ from zero_jax.hlo import prove, targets
 from zero_jax.models import decoder, gpt
 from zero_jax.plan.text_model import TextModel
 
-DECODER = decoder.DecoderConfig(
-    layers=2, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72, vocab=48, seq=16,
-    qkv_bias=True, qk_norm=True)  # fmt: skip
+DECODER = decoder.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72,
+                                vocab=48, seq=16, qkv_bias=True, qk_norm=True)  # fmt: skip
 GPT = gpt.GPTConfig(layers=2, width=32, heads=4, vocab=48, seq=16)
 ROWS = jax.random.randint(jax.random.key(1), (24, 13), 0, 48)
 KEY = jax.random.key(0)
@@ -181,8 +180,7 @@ def a_loop_that_carries_its_matrix():
 
 
 REFUSALS = [
-    ("rank`=0", lambda: Lora(rank=0)),
-    ("base.*'nf5'", lambda: Lora(base="nf5")),
+    ("rank`=0", lambda: Lora(rank=0)), ("base.*'nf5'", lambda: Lora(base="nf5")),
     (r"targets`=\[\]", lambda: Lora(targets=[])),
     ("targets`=.*''", lambda: Lora(targets=["attn/q", ""])),
     ("'attn/qq'", lambda: TextModel(DECODER, Lora(targets="attn/qq")).adapted),
@@ -190,8 +188,7 @@ REFUSALS = [
     (r"'\('", lambda: TextModel(DECODER, Lora(targets="(")).adapted),
     ("targets`='w'", a_loop_that_carries_its_matrix),
     ("targets`='all-linear'",
-     lambda: Lora().adapt(lambda p, x: jnp.sum(x @ p), jnp.ones(4), jnp.ones((2, 4)))),
-]  # fmt: skip
+     lambda: Lora().adapt(lambda p, x: jnp.sum(x @ p), jnp.ones(4), jnp.ones((2, 4))))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)

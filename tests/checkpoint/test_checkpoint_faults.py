@@ -170,12 +170,11 @@ def lose_part(folder, args, write=writer.write_part):
 
 
 ON_FIRE = unittest.mock.Mock(side_effect=OSError("disk on fire"))
-# fmt: off
 FAULTS = [  # Orbax says that a save is in progress when processes can't agree that it ended.
     (Array, {"write": ON_FIRE}, "on fire"), (writer, {"write_part": lose_part}, "0 of 1"),
     (ocp.CheckpointManager,
-     {"wait_until_finished": ON_FIRE, "is_saving_in_progress": lambda _: True}, "on fire")]
-# fmt: on
+     {"wait_until_finished": ON_FIRE, "is_saving_in_progress": lambda _: True}, "on fire"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("where", "faults", "said"), FAULTS)

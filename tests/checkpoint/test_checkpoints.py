@@ -53,13 +53,12 @@ def filled(made, tx=ADAMW):
 MASTERS = "optimizer,params"
 # Devices on `data`, stage, devices on `model`, offload: each restores the checkpoint before. The
 # states of Adafactor and Muon have other shapes than the parameters.
-# fmt: off
 PLACES = {
     "zoo": [(8, 2, 1, None), (3, 3, 1, MASTERS), (1, 0, 1, None), (5, 1, 1, "optimizer"),
             (4, 3, 1, None)],
     "even gpt": [(2, 0, 2, None), (1, 1, 2, None), (2, 3, 4, None), (4, 2, 2, MASTERS)],
-    "adafactor": [(3, 3, 1, None), (2, 1, 1, None)], "muon": [(3, 3, 1, None), (2, 1, 1, None)]}
-# fmt: on
+    "adafactor": [(3, 3, 1, None), (2, 1, 1, None)], "muon": [(3, 3, 1, None), (2, 1, 1, None)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -174,7 +173,6 @@ def saving(step, more):
     return lambda c, m: c.save(step, TREE | more)
 
 
-# fmt: off
 REFUSALS = [  # c: checkpoints, m: monkeypatch
     ("keep=0", ValueError, lambda c, m: Checkpoints(c.directory, keep=0)),
     ("keep='3'", ValueError, lambda c, m: Checkpoints(c.directory, keep="3")),
@@ -201,8 +199,8 @@ REFUSALS = [  # c: checkpoints, m: monkeypatch
     ("new.*like", ValueError, restoring(jax.eval_shape(lambda: NEW), may_differ=".")),
     ("b/c", ValueError, restoring({"b": {}})),
     (r"weights.*\[4, 3\].*\[3, 4\]", ValueError, restoring({"weights": jnp.ones((3, 4))})),
-    ("weights.*float32.*int32", ValueError, restoring({"weights": jnp.ones((4, 3), jnp.int32)}))]
-# fmt: on
+    ("weights.*float32.*int32", ValueError, restoring({"weights": jnp.ones((4, 3), jnp.int32)})),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "error", "call"), REFUSALS)

@@ -35,21 +35,19 @@ ALONE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 FILES = ("JAX_MTLS_CA_FILE", "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE")
 ROOT, PLATFORM = Path(__file__).parents[2], {"JAX_PLATFORMS": "cpu"}
 LAUNCHERS = [("SLURM_PROCID", SLURM), ("OMPI_COMM_WORLD_RANK", OMPI)]
-# fmt: off
 OWN = [  # environment, GPUs of this process
     ({}, None), (GPUS, None), (GPUS | STEP, [3]), (STEP | {"CUDA_VISIBLE_DEVICES": "GPU-8f"}, [0]),
     (GPUS | STEP | ALONE, [0, 1, 2, 3]), (STEP | ALONE, None),
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, [2]),
     (GPUS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [0, 1, 2, 3]),
-    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]
+    (GPUS | STEP | {"JAX_LOCAL_DEVICE_IDS": "1,2"}, None)]  # fmt: skip
 ERRORS = [  # of the roll call
     ([0, 2], 4, {"wait": 0.5}, JoinError, "1, 3 of 4"),
     ([1], 2, {"wait": 0.5}, JoinError, r"process 1 .*127\.0\.0\.1:"),
     ([0, 1, 1], 3, {"wait": 3.0}, JoinError, "two processes have rank 1"),
     ([0, 1], 2, {"wait": 3.0, "counts": {1: 3}}, JoinError, "1 of 3"),
     ([0, 1], 2, {"settings": {1: {"seed": 7}}}, ValueError, "seed: process 0 .*'0'.* 1 .*'7'"),
-    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]
-# fmt: on
+    (range(24), 24, {"settings": {5: {"seed": 7}}}, ValueError, "process 5 has '7'")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rank", "known"), LAUNCHERS)
@@ -111,7 +109,6 @@ def test_files_of_mutual_tls_are_checked_before_processes_wait(monkeypatch, tmp_
             jax.config.update(name, value)
 
 
-# fmt: off
 REFUSALS = [
     *((f"coordinator='{at}'", partial(zero_jax.initialize, at, 2, 0))
       for at in ("10.0.0.1", "10.0.0.1:", ":80", "host:0", "host:99999", "h:a")),
@@ -121,8 +118,7 @@ REFUSALS = [
     ("settings take 700", partial(agreement.check_agreement, {"long_name": "x" * 70_000})),
     ("seed.*'1'.*process 2.*'7'", partial(agreement.check_agreement, {"seed": 1})),
     *((f"{name}={value}", partial(Watchdog, "folder", **{name: value}))
-      for name, value in (("dead_after", 0), ("slow_factor", -1), ("slow_after", 0)))]
-# fmt: on
+      for name, value in (("dead_after", 0), ("slow_factor", -1), ("slow_after", 0)))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "call"), REFUSALS)

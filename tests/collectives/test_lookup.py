@@ -107,18 +107,15 @@ TOKEN_ROWS = np.asarray(jax.random.randint(jax.random.key(3), (ROWS, TOKENS), 0,
 # Losses, devices, other settings than stage 3, and whether only the rows are sent.
 READ = [
     (loss, 4, {"grad_accum_steps": 2, "remat": "block"}, True),
-    (loss, 4, {"frozen": "embed"}, True),
-    (OTHERS["cast"], 4, {}, True),
-    (taken, 4, {"precision": BF16}, True),
-    (loss, 4, {"stage": 2}, False),
+    (loss, 4, {"frozen": "embed"}, True), (OTHERS["cast"], 4, {}, True),
+    (taken, 4, {"precision": BF16}, True), (loss, 4, {"stage": 2}, False),
     (loss, 4, {"precision": zero_jax.Precision("bf16", param_comm_dtype="int8")}, False),
-    (loss, 4, {"mesh": zero_jax.abstract_mesh(4, model=2)} | SPLIT, False),
-    (loss, 1, {}, False),
+    (loss, 4, {"mesh": zero_jax.abstract_mesh(4, model=2)} | SPLIT, False), (loss, 1, {}, False),
     (loss, 2, {}, False),  # 36 rows of 211 are not few
     (loss, 4, {"bucket_bytes": 2048}, False),  # all rows of three columns take more
     (OTHERS["filled"], 4, {"precision": BF16}, False),
     *((OTHERS[name], 4, {}, False) for name in ("tied", "flipped", "in a loop", "one column")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "devices", "settings", "by_rows"), READ)

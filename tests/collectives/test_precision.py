@@ -146,16 +146,14 @@ def repeated(layer):
 
 
 # Each model, other settings than stage 3, and whether its gradients are stored in bf16.
-MODELS = {
-    "scan": (scan(plain), {"stage": 2}, True),
-    "micro-batches": (scan(plain), {"grad_accum_steps": 2}, True),
-    "two operations": (scan(twice), {}, False),
-    "norm": (scan(lambda x, w: plain(x, w / jnp.linalg.norm(w))), {"stage": 2}, False),
-    "remat": (scan(jax.checkpoint(twice)), {}, True),
-    "shared": (lambda x, w: scan(plain)(scan(plain)(x, w), w), {"stage": 2}, False),
-    "loop of scans": (repeated(scan(plain)), {}, False),
-    "loop in a layer": (scan(repeated(plain)), {"stage": 2}, True),
-}
+MODELS = {"scan": (scan(plain), {"stage": 2}, True),
+          "micro-batches": (scan(plain), {"grad_accum_steps": 2}, True),
+          "two operations": (scan(twice), {}, False),
+          "norm": (scan(lambda x, w: plain(x, w / jnp.linalg.norm(w))), {"stage": 2}, False),
+          "remat": (scan(jax.checkpoint(twice)), {}, True),
+          "shared": (lambda x, w: scan(plain)(scan(plain)(x, w), w), {"stage": 2}, False),
+          "loop of scans": (repeated(scan(plain)), {}, False),
+          "loop in a layer": (scan(repeated(plain)), {"stage": 2}, True)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

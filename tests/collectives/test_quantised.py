@@ -80,11 +80,10 @@ def rounded(x):
     return (np.round(x / steps) * steps).astype(np.float32)
 
 
-CASES = [
-    (1, (3, 1, 2), {"param_comm_dtype": "int8"}, {}),
-    (3, (2, 3, 1), {"param_comm_dtype": "int8"}, {"secondary_shards": True}),
-    (1, (2, 2, 2), {"grad_comm_dtype": "int8"}, {}),
-    (3, (3, 1, 2), {"grad_comm_dtype": "int4"}, {"bucket_bytes": 2**10})]  # fmt: skip
+CASES = [(1, (3, 1, 2), {"param_comm_dtype": "int8"}, {}),
+         (3, (2, 3, 1), {"param_comm_dtype": "int8"}, {"secondary_shards": True}),
+         (1, (2, 2, 2), {"grad_comm_dtype": "int8"}, {}),
+         (3, (3, 1, 2), {"grad_comm_dtype": "int4"}, {"bucket_bytes": 2**10})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("stage", "sizes", "kinds", "settings"), CASES)

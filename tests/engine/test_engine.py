@@ -132,19 +132,15 @@ def taken_apart(params, x):
 CARRIED = [
     (with_head, {}, {"head": 0}),
     (with_head, {"remat": "block", "grad_accum_steps": 2}, {"head": 0}),
-    (transposed_before, {}, {"head": 0}),
-    (two_loops, {}, {"head": 1, "in": 0}),
+    (transposed_before, {}, {"head": 0}), (two_loops, {}, {"head": 1, "in": 0}),
     (after_a_loss_in_chunks, {}, {"head": 0}),
     # A loop over weights without a product can hide no communication.
     (lambda p, x: 0 * jax.lax.map(jnp.sum, p["layers"])[0] + with_head(p, x), {}, {"head": 1}),
-    (taken_apart, {}, {}),
-    (lambda p, x: with_head(p, x @ p["head"] @ p["head"].T), {}, {}),
-    (with_head, {"stage": 2}, {}),
-    (with_head, {"frozen": "head"}, {}),
+    (taken_apart, {}, {}), (lambda p, x: with_head(p, x @ p["head"] @ p["head"].T), {}, {}),
+    (with_head, {"stage": 2}, {}), (with_head, {"frozen": "head"}, {}),
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
-    (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {}),
-]  # fmt: skip
+    (lambda p, x: jnp.mean(x @ p["in"] @ p["head"]), {}, {})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "settings", "want"), CARRIED)
@@ -279,8 +275,7 @@ AHEAD = [
     (False, {"width": 64, "grad_accum_steps": 2, "scanned": False}),
     # Two layers are held, so not where one is many buckets.
     (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
-    (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}),
-]  # fmt: skip
+    (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ahead", "settings"), AHEAD)

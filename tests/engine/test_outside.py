@@ -201,8 +201,7 @@ LAYER = {
     "bool in custom_jvp": lambda x, w, b: gated_jvp(w, x + b, False),
     "bool in checkpoint": lambda x, w, b: jax.checkpoint(gated)(w, x + b, False),
     "bool as a result": lambda x, w, b: b + gated(w, *jax.checkpoint(
-        lambda w, y: (jnp.tanh(y @ w), False), policy=DOTS)(w, x)),
-}  # fmt: skip
+        lambda w, y: (jnp.tanh(y @ w), False), policy=DOTS)(w, x))}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -274,11 +273,9 @@ def same(x, *_):
     return x
 
 
-# fmt: off
 # Functions of activations and their parameter: with annotations, and without.
 FORMS = {
-    "four devices": (lambda x, w: rows(x), same),
-    "one device": (lambda x, w: rows(x, 1), same),
+    "four devices": (lambda x, w: rows(x), same), "one device": (lambda x, w: rows(x, 1), same),
     "rows over data": (lambda x, w: lax.with_sharding_constraint(
         x, NamedSharding(zero_on().mesh, P("data"))), same),
     "logical, a mesh": (lambda x, w: named(x, fsdp().mesh), same),
@@ -286,9 +283,7 @@ FORMS = {
     "device_put": (lambda x, w: jax.device_put(x, fsdp()), same),
     "jit": (lambda x, w: jax.jit(jnp.sin, in_shardings=fsdp())(x), lambda x, w: jnp.sin(x)),
     "nested": (lambda x, w: nested(x), lambda x, w: 4 * jnp.sin(x)),
-    "checkpointed loop": looped("checkpointed"),
-    "bounded loop": looped("bounded"),
-}
+    "checkpointed loop": looped("checkpointed"), "bounded loop": looped("bounded")}  # fmt: skip
 # A mesh with a model axis is visible to Flax, whose rules then have to name its axes.
 VISIBLE = ["four devices", "logical, a mesh", "nested"]
 UNSUPPORTED = {
@@ -298,9 +293,7 @@ UNSUPPORTED = {
     "out_sharding=": lambda x: jnp.einsum("ab,bc", x, jnp.ones((8, 8)), out_sharding=P("fsdp")),
     "shard_map": lambda x: jax.shard_map(
         jnp.sin, mesh=fsdp().mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))(x),
-    "device_put": lambda x: jax.device_put(x[:3], fsdp()),
-}
-# fmt: on
+    "device_put": lambda x: jax.device_put(x[:3], fsdp())}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -515,8 +508,7 @@ OPERATIONS = {
     "solve": lambda w: jnp.linalg.solve(w @ w.T + jnp.eye(4), w),
     "sort": lambda w: jnp.sort(w, axis=0) * jnp.arange(4.0)[:, None],
     "top_k": lambda w: jax.lax.top_k(w, 3)[0],
-    "conv": lambda w: jnp.convolve(w[0], w[1]),
-}  # fmt: skip
+    "conv": lambda w: jnp.convolve(w[0], w[1])}  # fmt: skip
 
 
 def test_gradients_of_operations_of_libraries_are_those_of_one_device():

@@ -333,17 +333,13 @@ def test_arrays_by_name_reach_the_transformation():
     near(average(state, params), average(plain_state, wanted))
 
 
-# fmt: off
 LBFGS = optax.lbfgs(0.1, memory_size=2)
 SAM = contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
 LOOKAHEAD = optax.lookahead(optax.adam(0.1), 2, slow_step_size=0.5)
-NEEDS = {
-    LBFGS: lambda value, grads, _: {
-        "value": value, "grad": grads, "value_fn": lambda params: curved(params, X)},
-    SAM: lambda *_: {"grad_fn": lambda params, _: jax.grad(curved)(params, X)},
-    LOOKAHEAD: lambda *_: {},
-}
-# fmt: on
+NEEDS = {LBFGS: lambda value, grads, _: {
+             "value": value, "grad": grads, "value_fn": lambda params: curved(params, X)},
+         SAM: lambda *_: {"grad_fn": lambda params, _: jax.grad(curved)(params, X)},
+         LOOKAHEAD: lambda *_: {}}  # fmt: skip
 
 
 @pytest.mark.parametrize(("tx", "stage"), [(LBFGS, 3), (SAM, 2), (LOOKAHEAD, 0), (LOOKAHEAD, 3)])

@@ -140,15 +140,10 @@ def test_aux_means_rows_sums_counters_and_keys(replica, k, stage, axis):
         centre = mean(x.mean(0)) if k == 1 else 0.0  # else of a micro-batch
         logits = jnp.tanh((x - centre) @ (params["w"] * params["w/2"]))  # paths that look alike
         aux = {
-            "logits": logits,
-            "mean": jnp.mean(logits),
-            "spread": logits.mean(0),
+            "logits": logits, "mean": jnp.mean(logits), "spread": logits.mean(0),
             "channels": x.mean(0),  # as long as the rows of a device where k is 1, and no rows
-            "rows": x.mean(1),
-            "n": count + 1,
-            "right": total((x[:, 0] > 0).sum()) if k == 1 else 0,
-            "key": jax.random.key(5),
-        }
+            "rows": x.mean(1), "n": count + 1, "right": total((x[:, 0] > 0).sum()) if k == 1 else 0,
+            "key": jax.random.key(5)}  # fmt: skip
         return jnp.mean(logits**2), aux
 
     def sharded(params, x, count):
@@ -305,7 +300,6 @@ def by_update(update):
     return optax.GradientTransformationExtraArgs(lambda _: {}, update)
 
 
-# fmt: off
 GROWING = by_update(lambda grads, old, *_, **__: (grads, {**old, str(len(old)): jnp.zeros(3)}))
 CURVED = by_update(lambda grads, *_, curvature, **__: (grads, {"curvature": curvature}))
 # Words of the message, and the call.
@@ -323,8 +317,7 @@ ROWS = [
     ("stage 4", lambda: zero_on(stage=4)),
     ("secondary_shards", lambda: zero_on({"replica": 1, "data": 2}, secondary_shards=True)),
     ("secondary_shards", lambda: zero_on({"replica": 2, "data": 2}, "auto", secondary_shards=True)),
-    ("stage '3'", lambda: zero_on(stage="3")),
-    ("stage True", lambda: zero_on(stage=True)),
+    ("stage '3'", lambda: zero_on(stage="3")), ("stage True", lambda: zero_on(stage=True)),
     ("stage auto", lambda: zero_on(stage="auto").value_and_grad(loss)),
     ("stage auto", lambda: zero_on(stage="auto").plan(loss, SGD)),
     ("grad_accum_steps 0", lambda: zero_on(grad_accum_steps=0)),
@@ -405,9 +398,7 @@ ROWS = [
     ("grad_fn zero.value_and_grad", lambda: traced(SAM)),
     ("zero.value_and_grad", lambda: traced(LOOKAHEAD)),
     ("value", lambda: step_of()(None, None, X, value=1.0)),
-    ("grad_fn zero.value_and_grad", lambda: step_of()(None, None, X, grad_fn=loss)),
-]
-# fmt: on
+    ("grad_fn zero.value_and_grad", lambda: step_of()(None, None, X, grad_fn=loss))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "call"), ROWS)

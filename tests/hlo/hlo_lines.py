@@ -67,7 +67,5 @@ def gather(name, elements=GATHERED, n=8, of="shard", more=""):
     """The start and the done of an all-gather over n devices; its result is %name-done."""
     part, full = f"bf16[{elements // n}]{{0}}", f"bf16[{elements}]{{0}}"
     how = f"replica_groups={{}}, dimensions={{0}}{more}"
-    return (
-        f"%{name}-start = (({part}), {full}) all-gather-start(%{of}), {how}",
-        f"%{name}-done = {full} all-gather-done(%{name}-start)",
-    )
+    return (f"%{name}-start = (({part}), {full}) all-gather-start(%{of}), {how}",
+            f"%{name}-done = {full} all-gather-done(%{name}-start)")  # fmt: skip

@@ -89,18 +89,15 @@ def cudnn(target, result, operands):
     return "%c = " + called(f"({result}{{3,2,1,0}}, u8[9])", operands, target, f", {DIMS}")
 
 
-STARTED = [
-    f"%s = {UNDER_WAY} async-start(%shard, %a, %b), calls=%gemm",
-    f"%u = {UNDER_WAY} async-update(%s), calls=%gemm",
-    f"%d = {RESULT} async-done(%u), calls=%gemm",
-]
+STARTED = [f"%s = {UNDER_WAY} async-start(%shard, %a, %b), calls=%gemm",
+           f"%u = {UNDER_WAY} async-update(%s), calls=%gemm",
+           f"%d = {RESULT} async-done(%u), calls=%gemm"]  # fmt: skip
 OTHERS = [f"%o{n} = {called('f32[4,8]', '%a', 'mine')}" for n in range(2)] + [
     "%p = " + called("f32[4,8]", "%a", "__cudnn$fmhaSoftmax"),
     "%room = " + called("f32[4,8]", "", "AllocateBuffer"),
 ]
 SPELLINGS = {
-    "fusions": ([f"%m = {FUSION}", f"%n = {FUSION}"], 2 * FLOPS),
-    "started": (STARTED, FLOPS),
+    "fusions": ([f"%m = {FUSION}", f"%n = {FUSION}"], 2 * FLOPS), "started": (STARTED, FLOPS),
     "gemm": (["%c = " + cublas("gemm", JSON)], FLOPS),
     "lt": (["%c = " + cublas("lt$matmul", ESCAPED)], FLOPS),
     "on another stream": (

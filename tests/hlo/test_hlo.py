@@ -50,11 +50,9 @@ def test_collectives_in_nested_loops_along_every_axis_send_their_closed_form():
         ("all-reduce", "model"): (2, S, OUTER * MIDDLE * INNER, OUTER * MIDDLE * INNER * 2 * S),
         ("all-gather", "data"): (2, 2 * S, OUTER * MIDDLE, OUTER * MIDDLE * 2 * S),
         ("reduce-scatter", "replica+model"): (4, S, OUTER, OUTER * S),
-        ("all-to-all", "model"): (2, S, 1, S),
-        ("collective-permute", "?"): (2, 7, 1, 7),
+        ("all-to-all", "model"): (2, S, 1, S), ("collective-permute", "?"): (2, 7, 1, 7),
         ("all-reduce", "replica+data+model"): (8, 1, 1, 2),
-        ("all-reduce", "replica+data"): (4, S, 1, 2 * S),
-    }
+        ("all-reduce", "replica+data"): (4, S, 1, 2 * S)}  # fmt: skip
     for c in found:
         assert (c.dtype, c.bytes, c.scalar) == ("f32", 4 * c.elements, c.elements == 1)
         assert (c.conditional, c.asynchronous, c.in_loop) == (False, False, c.runs > 1)
@@ -96,12 +94,8 @@ def test_each_branch_counts_as_taken_and_words_of_an_unknown_trip_count_are_an_e
 
 KNOWN = '{"known_trip_count":{"n":"36"}}'
 TRIPS = {
-    "{}": None,
-    KNOWN: 36,
-    '{"dynamic_variables":[],"known_trip_count":{"n":"36"}}': 36,
-    r'"{\"known_trip_count\":{\"n\":\"36\"}}"': 36,
-    "{known_trip_count={n=36}}": 36,
-}
+    "{}": None, KNOWN: 36, '{"dynamic_variables":[],"known_trip_count":{"n":"36"}}': 36,
+    r'"{\"known_trip_count\":{\"n\":\"36\"}}"': 36, "{known_trip_count={n=36}}": 36}  # fmt: skip
 
 
 def test_trip_count_spellings():
@@ -187,27 +181,21 @@ START, DONE = gather("g")
 SYNC_START, SYNC_DONE = gather("g", more=SYNC)
 FUSED = "%x = f32[4,16] fusion(%shard, %a, %b), kind=kCustom, calls=%gemm"
 WIDE = "%full = f32[32] broadcast(%a), dimensions={}"
-# fmt: off
 CALLED = [
     computation("gemm", ARGUMENTS, product("y")),
     computation("wrapped", FULL, f"%rs = f32[4] {SCATTER}, to_apply=%add"),
     computation("middle", FULL, "%x = f32[4] fusion(%q), kind=kCustom, calls=%wrapped"),
     computation("outer", FULL, "%x = f32[4] call(%q), to_apply=%middle"),
-    computation("called", ARGUMENTS, f"%g = bf16[48] all-gather(%shard), {EIGHT}"),
-]
+    computation("called", ARGUMENTS, f"%g = bf16[48] all-gather(%shard), {EIGHT}")]  # fmt: skip
 
 
-WRAPPED = [
-    WIDE, f"%s = {ASYNC} async-start(%full), calls=%outer", product("x"),
-    f"%u = {ASYNC} async-update(%s), calls=%outer", product("y"),
-    f"%v = {ASYNC} async-update(%u), calls=%outer", "%d = f32[4] async-done(%v), calls=%outer",
-    product("z")]
-OVERLAPS = {
-    "products": ([START, FUSED, product("y"), DONE], True, 2 * FLOPS),
-    "blocking": ([SYNC_START, product("y"), SYNC_DONE], False, 0),
-    "wrappers in wrappers": (WRAPPED, True, 2 * FLOPS),
-}
-# fmt: on
+WRAPPED = [WIDE, f"%s = {ASYNC} async-start(%full), calls=%outer", product("x"),
+           f"%u = {ASYNC} async-update(%s), calls=%outer", product("y"),
+           f"%v = {ASYNC} async-update(%u), calls=%outer",
+           "%d = f32[4] async-done(%v), calls=%outer", product("z")]  # fmt: skip
+OVERLAPS = {"products": ([START, FUSED, product("y"), DONE], True, 2 * FLOPS),
+            "blocking": ([SYNC_START, product("y"), SYNC_DONE], False, 0),
+            "wrappers in wrappers": (WRAPPED, True, 2 * FLOPS)}  # fmt: skip
 
 
 def audited(lines, computations=()):

@@ -46,8 +46,7 @@ CALLED = [computation(*given) for given in [
     ("write", {"stack": array(8), "x": array(), "at": "s32[]"}, f"%v = {array(8)} bitcast(%stack)",
      "%y = f32[256] negate(%x)", f"%r = {array(8)} dynamic-update-slice(%v, %y, %at)"),
     ("small", X, make("y", "x", units=2)),
-    ("large", X, make("t", "x", units=5), make("y", "t", units=2)),
-]]  # fmt: skip
+    ("large", X, make("t", "x", units=5), make("y", "t", units=2))]]  # fmt: skip
 
 
 def units(*lines, computations=()):
@@ -147,21 +146,16 @@ def test_the_peak_of_a_training_step_is_what_xla_plans(net, stage):
 # Sources: files with a line of each, and frames as (file, parent).
 
 FILES = {
-    "/home/me/zero_jax/models/gpt.py": 120,
-    "/lib/python3.12/site-packages/flax/nnx/module.py": 7,
+    "/home/me/zero_jax/models/gpt.py": 120, "/lib/python3.12/site-packages/flax/nnx/module.py": 7,
     f"{pathlib.Path(zero_jax.__file__).parent}/engine/grads.py": 9,
-    "/home/me/zero_jax/train.py": 33,
-    "<frozen runpy>": 88,
-}
+    "/home/me/zero_jax/train.py": 33, "<frozen runpy>": 88}  # fmt: skip
 FRAMES = [(4, 1), (1, 2), (2, 3), (3, 4), (2, 1), (5, 1), (2, 7)]
-SOURCES = {
-    "stack_frame_id=4": "models/gpt.py:120",  # in a clone, under two lines of libraries
-    "stack_frame_id=1": "zero_jax/train.py:33",
-    "stack_frame_id=5": "nnx/module.py:7",  # of libraries alone
-    "stack_frame_id=7": "nnx/module.py:7",  # begun by python -m
-    "": "",
-    'source_file="/home/me/models/gpt.py" source_line=120': "models/gpt.py:120",
-}  # fmt: skip
+SOURCES = {"stack_frame_id=4": "models/gpt.py:120",  # in a clone, under two lines of libraries
+           "stack_frame_id=1": "zero_jax/train.py:33",
+           "stack_frame_id=5": "nnx/module.py:7",  # of libraries alone
+           "stack_frame_id=7": "nnx/module.py:7",  # begun by python -m
+           "": "",
+           'source_file="/home/me/models/gpt.py" source_line=120': "models/gpt.py:120"}  # fmt: skip
 
 
 def test_a_temporary_knows_the_innermost_line_that_is_not_a_librarys():

@@ -67,16 +67,13 @@ def test_collectives_of_nested_loops_along_every_axis_send_their_closed_form():
     loops = compiled(f, arrays, out_specs=(P("data"), *[P()] * 5), axes=axes)
     found = [(c.kind, c.axis, c.group_size, c.elements, c.runs) for c in loops.collectives]
     assert sorted(found) == [
-        ("all-gather", "data", 2, S * S, OUTER),
-        ("all-gather", "data", 2, S * S, OUTER * INNER),
+        ("all-gather", "data", 2, S * S, OUTER), ("all-gather", "data", 2, S * S, OUTER * INNER),
         ("all-reduce", "data+model", 4, 5 * S, 1),
         ("all-reduce", "replica", 2, S * S, OUTER * INNER),
-        ("all-reduce", "replica+data+model", 8, 1, 1),
-        ("all-reduce", "replica+model", 4, 7 * S, 1),
+        ("all-reduce", "replica+data+model", 8, 1, 1), ("all-reduce", "replica+model", 4, 7 * S, 1),
         ("all-to-all", "model", 2, 4 * S, 1),
         ("collective-permute", "?", 2, 3 * S, 1),  # pairs, of which an axis is not asked
-        ("reduce-scatter", "data", 2, S * S, 1),
-    ]
+        ("reduce-scatter", "data", 2, S * S, 1)]  # fmt: skip
     for c in loops.collectives:
         wide = c.kind == "all-reduce" and c.axis != "replica"
         assert (c.dtype, c.bytes) == ("f32" if wide else "bf16", c.elements * (4 if wide else 2))

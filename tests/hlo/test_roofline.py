@@ -57,10 +57,8 @@ def test_each_kernel_takes_the_longer_of_its_two_times():
 ROWS, WIDE_ROW = "f32[36,64]{1,0}", "bf16[1,64]{1,0}"
 TABLE, IDS, TOKENS = "bf16[50304,4096]{1,0}", "s32[32,1]{1,0}", "bf16[32,1,4096]{2,1,0}"
 STACK, LAYER = "f32[36,64,4096]{2,1,0}", "bf16[1,64,4096]{2,1,0}"
-UPDATE = [
-    *("%c = f32[1,64]{1,0} convert(%row)", "%zero = s32[] constant(0)"),
-    f"%u = {ROWS} dynamic-update-slice(%p, %c, %at, %zero)",
-]
+UPDATE = [*("%c = f32[1,64]{1,0} convert(%row)", "%zero = s32[] constant(0)"),
+          f"%u = {ROWS} dynamic-update-slice(%p, %c, %at, %zero)"]  # fmt: skip
 ALL = {"p": ROWS, "row": WIDE_ROW, "at": "s32[]"}
 BOTH = f"({ROWS}, f32[36]{{0}})"
 SCATTERED = {"p": TABLE, "ids": IDS, "rows": TOKENS}
@@ -74,8 +72,7 @@ CALLED = [computation(*given) for given in [
     ("also_summed", ALL, *UPDATE, "%init = f32[] constant(0)",
      "%r = f32[36]{0} reduce(%u, %init), dimensions={1}, to_apply=%add",
      f"%t = {BOTH} tuple(%u, %r)"),
-    ("embedded", SCATTERED, f"%s = {TABLE} scatter(%p, %ids, %rows), to_apply=%add"),
-]]
+    ("embedded", SCATTERED, f"%s = {TABLE} scatter(%p, %ids, %rows), to_apply=%add")]]
 READ, WRITTEN = 2 * 64 + 4, 4 * 36 * 64  # a row in bf16 with its number; all rows in fp32
 
 
@@ -96,8 +93,7 @@ TRAFFIC = {
     "a scatter": (SCATTERED, [fused("embedded", TABLE, "%p, %ids, %rows")],
                   4 * 32 + 3 * 2 * 32 * 4096),
     "a gather": (SCATTERED, ["%g = bf16[32,4096]{1,0} gather(%p, %ids), slice_sizes={1,4096}"],
-                 4 * 32 + 2 * 2 * 32 * 4096),
-}
+                 4 * 32 + 2 * 2 * 32 * 4096)}
 # fmt: on
 
 

@@ -17,18 +17,15 @@ from zero_jax.models import decoder, gpt, hf
 from zero_jax.plan.text_model import TextModel
 
 TOKENS, EOS = {"pad_token_id": 3, "bos_token_id": 2}, "eos_token_id"
-# fmt: off
 ENDS = [  # config.json and generation_config.json, and both after 7 ends a turn
     ({EOS: 0}, {EOS: 0, "top_k": 2}, {EOS: 7}, {EOS: [7, 0], "top_k": 2}),
     ({}, None, {EOS: 7}, None), ({EOS: [0, 1]}, {EOS: [0, 1]}, {EOS: [7, 0, 1]}, {EOS: [7, 0, 1]}),
     ({EOS: 0, **TOKENS}, None, {EOS: 7, **TOKENS}, {EOS: [7, 0], **TOKENS}),
-    ({EOS: 7}, {EOS: 7}, {EOS: 7}, {EOS: 7})]
-CONFIGS = {
-    "decoder": decoder.DecoderConfig(
-        layers=3, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72, vocab=48, seq=16,
-        qkv_bias=True, tied=True),
-    "gpt": gpt.GPTConfig(layers=2, width=32, heads=4, vocab=48, seq=16)}
-# fmt: on
+    ({EOS: 7}, {EOS: 7}, {EOS: 7}, {EOS: 7})]  # fmt: skip
+CONFIGS = {"decoder": decoder.DecoderConfig(
+               layers=3, width=32, heads=4, kv_heads=2, head_dim=10, hidden=72, vocab=48, seq=16,
+               qkv_bias=True, tied=True),
+           "gpt": gpt.GPTConfig(layers=2, width=32, heads=4, vocab=48, seq=16)}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -111,7 +108,6 @@ def shorter(rank, rows):
 
 
 FILE = "adapter_model.safetensors.*(mlp|attn)"
-# fmt: off
 WRONG = [  # named by the error; changes the config and the tensors of an adapter
     ("blocks/", lambda _, t: [t.pop(name) for name in [*t][:2]]),
     ("attm", lambda _, t: [t.update({n.replace("attn", "attm"): t.pop(n)}) for n in [*t]]),
@@ -120,16 +116,14 @@ WRONG = [  # named by the error; changes the config and the tensors of an adapte
     ("base_model.model.x", lambda _, t: t.update({"base_model.model.x": np.zeros(1)})),
     ("NaN", each(lambda v: v * np.nan)),
     ("`r` is 6.* 3", shorter(6, (3, 3))),  # alpha / r would be another scale
-    ("`r` is 3.* 2", shorter(3, (2, 3)))]
-OTHERS = {
-    "bias": "all", "peft_type": "IA3", "use_dora": True, "init_lora_weights": "pissa", "r": 0,
-    "modules_to_save": ["lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 8},
-    "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "layer_replication": [[0, 2], [1, 3]],
-    "lora_alpha": float("nan")}
+    ("`r` is 3.* 2", shorter(3, (2, 3)))]  # fmt: skip
+OTHERS = {"bias": "all", "peft_type": "IA3", "use_dora": True, "init_lora_weights": "pissa", "r": 0,
+          "modules_to_save": ["lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 8},
+          "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "layer_replication": [[0, 2], [1, 3]],
+          "lora_alpha": float("nan")}  # fmt: skip
 WRONG += [
     (f"{name} {value!r}".replace("[", r"\["), lambda k, _, n=name, v=value: k.update({n: v}))
-    for name, value in (*OTHERS.items(), ("r", 3.5))]
-# fmt: on
+    for name, value in (*OTHERS.items(), ("r", 3.5))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "change"), WRONG)

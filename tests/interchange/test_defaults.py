@@ -9,12 +9,10 @@ import transformers
 from zero_jax.models import hf, hf_defaults
 
 # fmt: off
-SIZES = {
-    "num_hidden_layers": 7, "hidden_size": 128, "num_attention_heads": 64, "intermediate_size": 96,
-    "vocab_size": 99, "max_position_embeddings": 512}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64}
+SIZES = {"num_hidden_layers": 7, "hidden_size": 128, "num_attention_heads": 64,
+         "intermediate_size": 96, "vocab_size": 99, "max_position_embeddings": 512}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
 GEMMA = {
     "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 3e-4, "tie_word_embeddings": False,
     "rope_theta": 777.0, "attention_bias": True, "query_pre_attn_scalar": 50, "sliding_window": 9}
@@ -39,11 +37,10 @@ FULL = {
         **GEMMA, "hidden_activation": "silu", "sliding_window_pattern": 3, "layer_types": KINDS,
         "rope_local_base_freq": 55.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}}
 FULL = {family: {"model_type": family, **SIZES, **own} for family, own in FULL.items()}
-FULL["gpt2"] = {
-    "model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 3, "vocab_size": 30,
-    "n_positions": 40, "n_inner": 96, "activation_function": "gelu_pytorch_tanh",
-    "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+FULL["gpt2"] = {"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 3, "vocab_size": 30,
+                "n_positions": 40, "n_inner": 96, "activation_function": "gelu_pytorch_tanh",
+                "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
+                "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 # Keys of config classes without an effect, keys that must be off, and a name of transformers 5.
 OTHERS = {
     "initializer_range", "use_cache", "attention_dropout", "output_router_logits", "pad_token_id",
@@ -90,7 +87,6 @@ def differences(known):
     hidden = their.moe_intermediate_size if kind == "qwen3_moe" else their.intermediate_size
     act = ACTIVATIONS[their.hidden_activation if gemma else their.hidden_act]
     scale = (their.query_pre_attn_scalar if gemma else head_dim) ** -0.5
-    # fmt: off
     pairs |= {
         "kv_heads": (their.num_key_value_heads, our.kv_heads), "head_dim": (head_dim, our.head_dim),
         "hidden": (hidden, our.hidden), "eps": (their.rms_norm_eps, our.eps),
@@ -99,8 +95,7 @@ def differences(known):
         "mlp_bias": (kind == "llama" and their.mlp_bias, our.mlp_bias),
         "window": (window if any(slides) else None, our.window),
         "rope": (rope(ropes["full_attention"] if gemma else ropes), astuple(our.rope)),
-        "scale": (scale, our.query_scale or our.head_dim**-0.5)}
-    # fmt: on
+        "scale": (scale, our.query_scale or our.head_dim**-0.5)}  # fmt: skip
     if gemma:
         pairs["local rope"] = rope(ropes["sliding_attention"]), astuple(our.local_rope)
     if kind in ("mixtral", "qwen3_moe"):

@@ -19,14 +19,12 @@ from zero_jax.models import hf
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-# fmt: off
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 32,
     "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
 TIED = CONFIG | {"tie_word_embeddings": True}
 SIZES = ["head_dim", *[*CONFIG][1:7]]  # keys of config.json
-# fmt: on
 
 
 def tensors(value, known=CONFIG, dtype=np.float32):
@@ -95,7 +93,6 @@ def test_weights_that_are_not_finite_are_named_and_the_largest_are_read(tmp_path
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NAN, INF = float("nan"), float("inf")
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7}
-# fmt: off
 CHANGES = {  # by family: settings whose first is named by the error, or (error, settings)
     "llama": [
         {"rms_norm_eps": NAN}, {"rms_norm_eps": "1e-5"}, {"rope_theta": INF}, {"rope_theta": -1.0},
@@ -124,8 +121,8 @@ CHANGES = {  # by family: settings whose first is named by the error, or (error,
         ("num_hidden_layers", {"model_type": "llama"}), ("heads`=5", {"n_head": 5}),
         {"activation_function": "gelu"}, {"layer_norm_epsilon": 1e-6}, {"n_inner": 13},
         {"tie_word_embeddings": False}, {"scale_attn_weights": False}, {"n_layer": "2"},
-        {"scale_attn_by_inverse_layer_idx": True}, {"add_cross_attention": True}, {"n_head": None}]}
-# fmt: on
+        {"scale_attn_by_inverse_layer_idx": True}, {"add_cross_attention": True}, {"n_head": None}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "change"), [(f, own) for f in CHANGES for own in CHANGES[f]])

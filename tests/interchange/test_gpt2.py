@@ -56,15 +56,12 @@ def reads(monkeypatch):
     return found
 
 
-# fmt: off
 MESHES = [
     ("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2), ("even", 2, 0, 4),
-    ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]
-HEADS = [
-    (ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
-    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
-    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]
-# fmt: on
+    ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]  # fmt: skip
+HEADS = [(ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
+         (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
+         (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "n", "stage", "model"), MESHES)

@@ -114,12 +114,10 @@ def test_masks_are_trls_in_tokenizers_of_subwords(name, kind, tmp_path, trained)
         tokenizers.append(Tokenizer(folder))
     records = [{"messages": own} for own in conversations(6, subwords.WORDS, awkward=True)]
     if name == "qwen with tools":
-        messages = [
-            {"role": "user", "content": "is it so"},
-            {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
-            {"role": "tool", "content": "yes"},
-            {"role": "assistant", "content": "yes"},
-        ]
+        messages = [{"role": "user", "content": "is it so"},
+                    {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+                    {"role": "tool", "content": "yes"},
+                    {"role": "assistant", "content": "yes"}]  # fmt: skip
         records.append({"messages": messages, "tools": [CALL]})
     for record in records:
         wanted = masks_of_trl(tokenizers[0], record["messages"], record.get("tools"))

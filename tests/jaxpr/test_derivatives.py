@@ -43,11 +43,9 @@ def unrolled(layer, params, x, beside):
     return x, beside
 
 
-USUAL = [
-    (metric, scanned, "block", 3), (metric, unrolled, KNOWN.dots_saveable, 3),
-    (data, scanned, KNOWN.everything_saveable, 1), (data, unrolled, "dots", 3),
-    (jax.checkpoint(data), unrolled, "block", 3),
-]  # fmt: skip
+USUAL = [(metric, scanned, "block", 3), (metric, unrolled, KNOWN.dots_saveable, 3),
+         (data, scanned, KNOWN.everything_saveable, 1), (data, unrolled, "dots", 3),
+         (jax.checkpoint(data), unrolled, "block", 3)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "loop", "remat", "stage"), USUAL)

@@ -71,19 +71,15 @@ def test_sums_over_rows():
     assert not [name for name, x in means.items() if x.is_sum and x.sure]
 
 
-MIXED = {
-    "normalised": lambda w, x: jnp.mean(errors(w, normalised(x))),
-    "centred": lambda w, x: jnp.mean(jnp.tanh(x @ w) - jnp.mean(jnp.tanh(x @ w))),
-    "softmax": lambda w, x: jnp.mean(jax.nn.softmax(x @ w, axis=0) ** 2),
-    "contrastive": lambda w, x: jnp.mean(jax.nn.log_softmax((x @ w) @ x.T)),
-    "in a scan": lambda w, x: jnp.mean(scanned(w, x, normalised)),
-}
-APART = {
-    "of one row": lambda w, x: jnp.mean(x @ w - jnp.mean(x @ w, 1, keepdims=True)),
-    "of a mean": lambda w, x: jnp.mean(errors(w, x)) / (1 + jnp.mean(x)),
-    "attention": lambda w, x: jnp.mean(jnp.einsum("btd,bsd->bts", *[x[:, :, None] * w] * 2)),
-    "softmax of features": lambda w, x: jnp.mean(jax.nn.softmax(x @ w)),
-}
+MIXED = {"normalised": lambda w, x: jnp.mean(errors(w, normalised(x))),
+         "centred": lambda w, x: jnp.mean(jnp.tanh(x @ w) - jnp.mean(jnp.tanh(x @ w))),
+         "softmax": lambda w, x: jnp.mean(jax.nn.softmax(x @ w, axis=0) ** 2),
+         "contrastive": lambda w, x: jnp.mean(jax.nn.log_softmax((x @ w) @ x.T)),
+         "in a scan": lambda w, x: jnp.mean(scanned(w, x, normalised))}  # fmt: skip
+APART = {"of one row": lambda w, x: jnp.mean(x @ w - jnp.mean(x @ w, 1, keepdims=True)),
+         "of a mean": lambda w, x: jnp.mean(errors(w, x)) / (1 + jnp.mean(x)),
+         "attention": lambda w, x: jnp.mean(jnp.einsum("btd,bsd->bts", *[x[:, :, None] * w] * 2)),
+         "softmax of features": lambda w, x: jnp.mean(jax.nn.softmax(x @ w))}  # fmt: skip
 
 
 def test_statistics_over_rows_are_found():

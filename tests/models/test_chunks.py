@@ -42,16 +42,13 @@ def results(function, q, k, v, dout):
 
 compiled = jax.jit(results, static_argnums=0)
 
-# fmt: off
-CASES = [
-    (1, 3, 3, None, 0, None), (8, 4, 4, None, 3, 0.3), (9, 6, 2, 2, 0, None), (16, 4, 1, 1, 0, 0.3),
-    (23, 6, 2, 8, 5, 0.3), (24, 3, 3, 99, 0, None), (31, 6, 3, 11, 7, None),
-    (2 * BLOCK + 9, 4, 2, BLOCK + 3, 7, 0.3)]
+CASES = [(1, 3, 3, None, 0, None), (8, 4, 4, None, 3, 0.3), (9, 6, 2, 2, 0, None),
+         (16, 4, 1, 1, 0, 0.3), (23, 6, 2, 8, 5, 0.3), (24, 3, 3, 99, 0, None),
+         (31, 6, 3, 11, 7, None), (2 * BLOCK + 9, 4, 2, BLOCK + 3, 7, 0.3)]  # fmt: skip
 KERNELS = [
     ("bfloat16", 128, 131072, False, "cudnn"), ("bfloat16", 128, LONGEST_PACKED, True, "cudnn"),
     ("bfloat16", 128, LONGEST_PACKED + 1, True, "xla"), ("float32", 64, 512, False, "xla"),
-    ("float16", 256, 512, False, "xla"), ("float16", 12, 512, False, "xla")]
-# fmt: on
+    ("float16", 256, 512, False, "xla"), ("float16", 12, 512, False, "xla")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("T", "heads", "keys", "window", "documents", "scale"), CASES)

@@ -17,16 +17,14 @@ from zero_jax.models.attention import causal_attention
 from zero_jax.models.experts import Experts
 from zero_jax.plan.text_model import TextModel
 
-# fmt: off
 SIZES = {"width": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 40, "seq": 32}
-PLAIN = decoder.DecoderConfig(
-    layers=2, vocab=54, window=5, qkv_bias=True, out_bias=True, mlp_bias=True, loss_chunk=16,
-    **SIZES)
+PLAIN = decoder.DecoderConfig(layers=2, vocab=54, window=5, qkv_bias=True, out_bias=True,
+                              mlp_bias=True, loss_chunk=16, **SIZES)  # fmt: skip
 # Two kinds of layers, each with positions of its own, norms everywhere, a tied head.
 GEMMA = decoder.DecoderConfig(
     layers=3, vocab=54, window=4, sliding=(True, False, True), rope=decoder.Rope(1000.0, 4.0),
     local_rope=decoder.Rope(50.0), qk_norm=True, post_norms=True, norm_from_one=True, tied=True,
-    activation="gelu", embed_scale=24**0.5, query_scale=0.3, loss_chunk=16, **SIZES)
+    activation="gelu", embed_scale=24**0.5, query_scale=0.3, loss_chunk=16, **SIZES)  # fmt: skip
 MIXTURE = decoder.Mixture(5, 2, balance=0.02, z=0.001)
 EXPERTS = decoder.DecoderConfig(layers=2, vocab=53, mixture=MIXTURE, loss_chunk=16, **SIZES)
 CONFIGS = {"plain": PLAIN, "gemma": GEMMA, "experts": EXPERTS}
@@ -42,9 +40,7 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264, "mistral-7b": 7_248_023_552, "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560, "nano-experts": 7_277_120,
     "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168, "gemma-3-12b": 11_766_034_176,
-    "gemma-3-27b": 27_009_346_304,
-}
-# fmt: on
+    "gemma-3-27b": 27_009_346_304}  # fmt: skip
 
 
 @functools.cache
@@ -68,11 +64,9 @@ def test_shapes_in_closed_form_are_those_of_the_model_and_of_published_ones():
 
 
 ROPES = {
-    rotary.Rope(100.0): (1.0, 0.1),
-    rotary.Rope(2500.0, 4.0): (0.25, 0.005),
+    rotary.Rope(100.0): (1.0, 0.1), rotary.Rope(2500.0, 4.0): (0.25, 0.005),
     # Llama 3: 128 positions make 20.4 and 0.41 turns; those below 1 are stretched, over 4 kept.
-    rotary.Rope(2500.0, 8.0, (128, 1.0, 4.0)): (1.0, 0.0025),
-}
+    rotary.Rope(2500.0, 8.0, (128, 1.0, 4.0)): (1.0, 0.0025)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("rope", "angles"), ROPES.items())
@@ -232,11 +226,9 @@ def rows(*shapes):
     return lambda: jax.eval_shape(own.loss, jax.eval_shape(own.own), batch)
 
 
-# fmt: off
-FIELDS = [
-    (GPT, "heads", 3), (GPT, "dropout", 1.0), (GPT, "attention", "flash"), (GPT, "layers", 0),
-    (GPT, "loss_chunk", 0), (PLAIN, "layers", 0), (PLAIN, "kv_heads", 3), (PLAIN, "head_dim", 7),
-    (PLAIN, "window", 0), (PLAIN, "activation", "relu")]
+FIELDS = [(GPT, "heads", 3), (GPT, "dropout", 1.0), (GPT, "attention", "flash"), (GPT, "layers", 0),
+          (GPT, "loss_chunk", 0), (PLAIN, "layers", 0), (PLAIN, "kv_heads", 3),
+          (PLAIN, "head_dim", 7), (PLAIN, "window", 0), (PLAIN, "activation", "relu")]  # fmt: skip
 REFUSALS = [
     *((f"{k}`={v!r}", changed(config, **{k: v})) for config, k, v in FIELDS),
     ("'13B'.*'13b'", lambda: gpt.preset("13B")),
@@ -251,17 +243,13 @@ REFUSALS = [
     ("capacity`=0.0", lambda: decoder.Mixture(4, 2, capacity=0.0)),
     ("capacity`=1.5", lambda: families.with_capacity(GPT, 1.5)),
     ("experts", lambda: decoder.routed_loss(model(PLAIN), jnp.zeros((1, 5), int))),
-    ("33 tokens", rows((1, 34))),
-    ("mask", rows((1, 9), (1, 9))),
-    ("segments", rows((1, 9), (1, 8), (1, 3))),
-    ("positions", rows((1, 9), (1, 8), (1, 8), (2, 8))),
+    ("33 tokens", rows((1, 34))), ("mask", rows((1, 9), (1, 9))),
+    ("segments", rows((1, 9), (1, 8), (1, 3))), ("positions", rows((1, 9), (1, 8), (1, 8), (2, 8))),
     (r"\[1, 9, 2, 4\].*\[1, 7, 1, 4\]", lambda: causal_attention(Q, K[:, :7], K[:, :7])),
     ("bfloat16.*float32", lambda: causal_attention(Q.astype(jnp.bfloat16), K, K)),
     ("3 .*2 ", lambda: causal_attention(Q, *[jnp.tile(K, (1, 1, 3, 1))] * 2)),
     (r"segments.*\[1, 5\]", lambda: causal_attention(Q, K, K, jnp.ones((1, 5), int))),
-    ("window`=0", lambda: causal_attention(Q, K, K, window=0)),
-]
-# fmt: on
+    ("window`=0", lambda: causal_attention(Q, K, K, window=0))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")

@@ -52,10 +52,8 @@ def adam(rate=1e-2, **more):
     return optax.adam(rate, eps=1e-4, **more)
 
 
-# fmt: off
 OPTIMIZERS = {
-    "clip and adamw": lambda: ADAMW,
-    "sgd with momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "clip and adamw": lambda: ADAMW, "sgd with momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "schedule": lambda: adam(optax.cosine_decay_schedule(1e-2, STEPS)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         optax.linear_schedule(1e-2, 0.0, STEPS), eps=1e-4),
@@ -67,8 +65,7 @@ OPTIMIZERS = {
     "apply_if_finite": lambda: optax.apply_if_finite(adam(), 3),
     "closed-over arrays": lambda: optax.chain(adam(), rates_of_its_own()),
     # Its momentum streams: its norms are of parameters, which stay on the device.
-    "lars": lambda: optax.lars(1e-2),
-}
+    "lars": lambda: optax.lars(1e-2)}  # fmt: skip
 LARS = {"replica": 2, "precision": FP16, "grad_accum_steps": 2, "frozen": "prime"}
 CASES = [  # problem, setting, devices, stage, optimizer, further settings
     ("zoo", STATE, 3, 1, "lars", LARS),
@@ -77,8 +74,7 @@ CASES = [  # problem, setting, devices, stage, optimizer, further settings
         ("zoo", STATE, 3, 0, "clip and adamw"), ("zoo", MASTERS, 1, 3, "clip and adamw"),
         ("zoo", "in files", 4, 0, "noise"), ("zoo", "in files", 3, 3, "inject_hyperparams"),
         *(("zoo", MASTERS, 3, 3, name) for name in OPTIMIZERS if name != "lars"))),
-]
-# fmt: on
+]  # fmt: skip
 NAMES = ("name", "setting", "n", "stage", "optimizer", "more")
 
 
@@ -401,13 +397,11 @@ REFUSALS = [
         ("clip_by_global_norm", AFTER, STATE), ("partition", optax.contrib.muon(1e-2), STATE))),
     ("^scale_by_trust_ratio ", not_created),
     ("apply", use(("init", ADAMW), offload=MASTERS, update=True)),
-    ("train_step", use(("init", ADAMW), update=True)),
-    ("nvme", plan), ("/file.*slots", on_a_file), (r"[\d,]+ bytes", full),
-    ("step 0", use(("init", ADAMW), ("init", ADAMW))),
+    ("train_step", use(("init", ADAMW), update=True)), ("nvme", plan), ("/file.*slots", on_a_file),
+    (r"[\d,]+ bytes", full), ("step 0", use(("init", ADAMW), ("init", ADAMW))),
     ("process-00000", use(("init", ADAMW), ("resume", optax.sgd(1e-2, momentum=0.9)))),
     ("process-00000", use(("resume", ADAMW))),
-    ("files", use(("resume", ADAMW), offload="none")),
-]  # fmt: skip
+    ("files", use(("resume", ADAMW), offload="none"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)

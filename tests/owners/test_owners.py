@@ -129,28 +129,23 @@ SCHATTEN = {"preconditioning": "schatten", "adaptive": True}
 DION = {"ns_coeffs": "dion", "mu_dtype": jnp.bfloat16, "consistent_rms": 0.2}
 EVERY_SECOND = optax.MultiSteps(muon(), 2).gradient_transformation()
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), muon(), optax.clip_by_global_norm(0.1))
-MESHES = {
-    "replicas": {"sizes": {"replica": 2, "model": 2}, "secondary_shards": True},
-    "model axis": {"sizes": {"data": 1, "model": 2, "data_axis": "fsdp"}},
-}
+MESHES = {"replicas": {"sizes": {"replica": 2, "model": 2}, "secondary_shards": True},
+          "model axis": {"sizes": {"data": 1, "model": 2, "data_axis": "fsdp"}}}  # fmt: skip
 EQUAL = {
-    "muon": (muon(), SHAPES, 3),
-    "aol": (muon(preconditioning="aol"), some("odd", "vector"), 4),
+    "muon": (muon(), SHAPES, 3), "aol": (muon(preconditioning="aol"), some("odd", "vector"), 4),
     "schatten, adaptive": (muon(**SCHATTEN), some("odd", "vector"), 8),
     "dion, bf16": (muon(**DION), some("odd", "vector"), 4),
     "MultiSteps": (optax.MultiSteps(muon(), 2), some("odd", "down", "scalar"), 5),
     "branches": (optax.apply_if_finite(EVERY_SECOND, 3), some("odd", "up", "scalar"), 4),
     "apply_if_finite": (optax.apply_if_finite(muon(), 3), some("up", "vector"), 3),
     "between clips": (CLIPPED, some("odd", "up", "vector"), 4),
-    "by hand": (of_each(by_hand), some("odd", "up"), 3),
-    "shampoo": (shampoo(), TWO, 4),
+    "by hand": (of_each(by_hand), some("odd", "up"), 3), "shampoo": (shampoo(), TWO, 4),
     "galore": (contrib.galore(1e-2, rank=3, update_proj_gap=2), TWO, 3),
     "one kind": (of_each(lambda x: gram(x) * FACTORS @ x * 1e-3), STACKS, 4),
     "other constants": (without_state(other_constants), ALIKE, 4),
     "replicas": (muon(), some("odd", "up", "vector"), 8),
     "model axis": (muon(), some("odd", "up", "vector"), 2),
-    "outside of jit": (muon(), some("odd"), 2),
-}
+    "outside of jit": (muon(), some("odd"), 2)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -175,12 +170,9 @@ LEFT_TO_XLA = {
     "one loop over many leaves": (without_state(over_leaves), SQUARE),
     "a stack that is one": (of_each(lambda x: jax.lax.map(by_hand, x)), STACK),
     "a while loop for all": (of_each(jax.vmap(powers)), STACK),
-    "prodigy": (contrib.prodigy(), SHAPES),
-    "lbfgs": (optax.lbfgs(linesearch=None), SHAPES),
-    "adamw": (optax.adamw(1e-2), SHAPES),
-    "lamb": (optax.lamb(1e-2), SHAPES),
-    "adafactor": (optax.adafactor(1e-2), SHAPES),
-}
+    "prodigy": (contrib.prodigy(), SHAPES), "lbfgs": (optax.lbfgs(linesearch=None), SHAPES),
+    "adamw": (optax.adamw(1e-2), SHAPES), "lamb": (optax.lamb(1e-2), SHAPES),
+    "adafactor": (optax.adafactor(1e-2), SHAPES)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEFT_TO_XLA)

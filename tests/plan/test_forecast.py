@@ -141,7 +141,6 @@ def test_the_part_of_one_device_is_found_under_calls():
 
 # A split over a model axis of 4: of x before, of the result after.
 M, SHAPE, ONES = 4, (2, 8, 12, 16), jnp.ones
-# fmt: off
 RULES = [
     (lambda x: jnp.tanh(x) + ONES((2, 8, 1, 16)), 2, 2), (lambda x: x.transpose(2, 0, 3, 1), 2, 0),
     (lambda x: x.reshape(2, 8, 4, 3, 16), 2, 2), (lambda x: x.reshape(16, 12, 16), 2, 1),
@@ -157,8 +156,7 @@ RULES = [
     (lambda x: jax.lax.scan(lambda c, row: (c + row, None), ONES(SHAPE[1:]), x)[0], 2, 1),
     (lambda x: jax.lax.map(jax.jit(lambda row: row + 1), x), 2, 2),
     (lambda x: x[jnp.array([0, 1, 0])], 0, None),  # rows of an embedding, summed over devices
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "dim", "want"), RULES)

@@ -14,7 +14,6 @@ from zero_jax.hlo import prove
 from zero_jax.translate import command as translate
 
 HUGE, TX = "99999999999999999999", optax.adamw(1e-3)
-# fmt: off
 ROWS = {  # first words of the command, then further ones and words of its message
     "memory --model nano": [
         ("--target h10", "'h10' 'h100'"), ("--optimizer lyon", "'lyon' 'lion'"),
@@ -53,8 +52,7 @@ ROWS = {  # first words of the command, then further ones and words of its messa
         ("nano --init-from nowhere", "nowhere/config.json"), ("nano --mesh experts=2", "experts")],
     "": [("mesh", "'mesh' 'meshes'"), ("scaling", "'scaling' memory meshes"),
          ("--model nano", "--model memory compile")],
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("first", ROWS)
@@ -107,7 +105,6 @@ def auto(limit):
 
 
 CPUS = zero_jax.make_mesh
-# fmt: off
 CALLS = {
     "topology": [lambda: called("plan", target="h100", topology="8-1"),
                  lambda: called("plan", topology="1x1x4")],
@@ -120,9 +117,7 @@ CALLS = {
                      *(functools.partial(auto, x) for x in (0, -1.0, "60XB", 1e999, True, 0.5))],
     "zero.choose": [lambda: auto(1e9).value_and_grad(loss),
                     lambda: auto(1e9).plan(loss, optax.sgd(1.0), {}, jnp.ones(8))],
-    "tx": [lambda: auto(1e9).choose(loss, optax.sgd(1.0), {}, jnp.ones(8))],
-}
-# fmt: on
+    "tx": [lambda: auto(1e9).choose(loss, optax.sgd(1.0), {}, jnp.ones(8))]}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)

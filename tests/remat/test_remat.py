@@ -192,8 +192,7 @@ POLICIES = {
         offload_src="device", offload_dst="pinned_host"),
     "both": KNOWN.save_from_both_policies(
         KNOWN.save_only_these_names("up"), KNOWN.save_only_these_names("mixed")),
-    "a callable": lambda prim, *_, **params: prim.name == "tanh",
-}  # fmt: skip
+    "a callable": lambda prim, *_, **params: prim.name == "tanh"}  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -309,8 +308,7 @@ def prime_loss(params, x):
 
 PRIME = Problem(lambda: jnp.zeros((7, WIDTH, WIDTH)), prime_loss, X)
 REFUSALS = [
-    ("remat`='blok'.*'block'", zero("blok")),
-    ("'hosst'.*'host'", zero("block@hosst")),
+    ("remat`='blok'.*'block'", zero("blok")), ("'hosst'.*'host'", zero("block@hosst")),
     *((f"remat`='{re.escape(text)}'", zero(text)) for text in (
         "dots@host", "names", "block:h", "names:", "names:a,a@host", "names:a@partitioned+host")),
     ("block@partitioned.*data.*model=2", zero("block@partitioned")),
@@ -322,8 +320,7 @@ REFUSALS = [
     ("block_sqrt.*7 layers", lambda: step_of(PRIME, "block_sqrt")),
     ("activations.*remat", zero(KNOWN.dots_saveable, offload="activations")),
     ("'hots'.*'host'", lambda: Remat("block", "hots")), ("policy", lambda: Remat("jax")),
-    ("policy", lambda: Remat("dots", policy=KNOWN.dots_saveable)),
-]  # fmt: skip
+    ("policy", lambda: Remat("dots", policy=KNOWN.dots_saveable))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)
@@ -332,13 +329,11 @@ def test_remat_refusals(named, call):
         call()
 
 
-SPELLED = [
-    (Remat("block", "host"), "block@host"), (Remat("block_sqrt"), "block_sqrt@device"),
-    (Remat("block", "partitioned+host"), "block@partitioned+host"),
-    (Remat("names", names={"a": "host", "b": "device"}), "names:a@host, b"),
-    (Remat("names", "host", [("a", "partitioned")]), "names@host:a@partitioned"),
-    (Remat("jax", policy=KNOWN.dots_saveable), KNOWN.dots_saveable),
-]  # fmt: skip
+SPELLED = [(Remat("block", "host"), "block@host"), (Remat("block_sqrt"), "block_sqrt@device"),
+           (Remat("block", "partitioned+host"), "block@partitioned+host"),
+           (Remat("names", names={"a": "host", "b": "device"}), "names:a@host, b"),
+           (Remat("names", "host", [("a", "partitioned")]), "names@host:a@partitioned"),
+           (Remat("jax", policy=KNOWN.dots_saveable), KNOWN.dots_saveable)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "text"), SPELLED)

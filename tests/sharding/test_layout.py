@@ -15,11 +15,10 @@ from zero_jax.sharding.cuts import Splitter, split, state_splits
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 # The first dim that N divides; the least padding (7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5); a dim
 # that may count layers only where all others waste far more: 32 and 128 would be padded to 256.
-# fmt: off
 DIMS = [
     ((9, 8, 16), 8, -2), ((16, 8), 8, -2), ((10, 7), 4, -1), ((8, 3, 16), 8, -1),
-    ((8, 1000), 8, -1), ((8, 100), 8, -2), ((4096, 32, 128), 256, -3), ((4096, 32, 128), 128, -1)]
-# fmt: on
+    ((8, 1000), 8, -1), ((8, 100), 8, -2), ((4096, 32, 128), 256, -3), ((4096, 32, 128), 128, -1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "n", "dim"), DIMS)

@@ -81,16 +81,14 @@ PIECES = dataclasses.replace(tiers.NONE, piece_bytes=32768)
 HOST = dataclasses.replace(tiers.parse("optimizer,params"), piece_bytes=32768)
 SECONDARY = {"secondary_shards": True}
 CASES = {
-    "8 bits": (3, ALL, {}),
-    "stage 0": (8, ALL, {"stage": 0}),
-    "bf16": (5, ALL, {"stage": 1, "kind": "bf16"}),
-    "pieces": (3, FEW, {"offload": PIECES}),
+    "8 bits": (3, ALL, {}), "stage 0": (8, ALL, {"stage": 0}),
+    "bf16": (5, ALL, {"stage": 1, "kind": "bf16"}), "pieces": (3, FEW, {"offload": PIECES}),
     "host": (2, FEW, {"offload": HOST}),
     "replicas": (8, ALL, {"sizes": dict.fromkeys(("replica", "data", "model"), 2), **SECONDARY}),
     "padding": (3, FEW, {"tx": optax.GradientTransformation(ZEROS, large_of_zeros)}),
     "MultiSteps": (3, FEW, {"tx": optax.MultiSteps(optax.adamw(1e-2, mu_dtype=jnp.bfloat16), 2)}),
     "hyperparams": (3, FEW, {"tx": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,12 +118,10 @@ ADAM = optax.adam(1e-2)
 NARROW = [
     (PLAIN, {"0/mu", "0/nu"}),
     (optax.GradientTransformation(jax.jit(ADAM.init), ADAM.update), {"0/mu", "0/nu"}),
-    (optax.sgd(1e-2, momentum=0.9), {"0/trace"}),
-    (optax.lion(1e-2), {"0/mu"}),
+    (optax.sgd(1e-2, momentum=0.9), {"0/trace"}), (optax.lion(1e-2), {"0/mu"}),
     (optax.adam(1e-2, mu_dtype=jnp.bfloat16), {"0/nu"}),
     # z are weights.
-    (optax.contrib.schedule_free_adamw(1e-2), {"base_optimizer_state/0/nu"}),
-]
+    (optax.contrib.schedule_free_adamw(1e-2), {"base_optimizer_state/0/nu"})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tx", "want"), NARROW)
@@ -209,17 +205,15 @@ def misuse(make, update=False):
 
 MOMENTUM = optax.sgd(1e-2, momentum=0.9)
 NVME = f"optimizer:nvme={tempfile.gettempdir()}"
-REFUSALS = [
-    ("optimizer_state_dtype`='4bit'", lambda: initialise(PLAIN, kind="4bit")),
-    ("nvme", lambda: initialise(PLAIN, kind="8bit", offload=NVME)),
-    ("8bit", lambda: initialise(optax.contrib.muon(1e-2), kind="8bit")),
-    ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), kind="bf16")),
-    ("clip_by_block_rms", choose),
-    ("fp32", lambda: misuse(zero_of(2, kind="fp32", tx=PLAIN)[1].init, update=True)),
-    ("bf16", lambda: misuse(zero_of(2, kind="bf16", tx=PLAIN)[1].init, update=True)),
-    ("state", lambda: misuse(PLAIN.init)),
-    ("trace", lambda: misuse(zero_of(2, kind="fp32", tx=MOMENTUM)[1].init)),
-]
+REFUSALS = [("optimizer_state_dtype`='4bit'", lambda: initialise(PLAIN, kind="4bit")),
+            ("nvme", lambda: initialise(PLAIN, kind="8bit", offload=NVME)),
+            ("8bit", lambda: initialise(optax.contrib.muon(1e-2), kind="8bit")),
+            ("clip_by_block_rms", lambda: initialise(optax.adafactor(1e-2), kind="bf16")),
+            ("clip_by_block_rms", choose),
+            ("fp32", lambda: misuse(zero_of(2, kind="fp32", tx=PLAIN)[1].init, update=True)),
+            ("bf16", lambda: misuse(zero_of(2, kind="bf16", tx=PLAIN)[1].init, update=True)),
+            ("state", lambda: misuse(PLAIN.init)),
+            ("trace", lambda: misuse(zero_of(2, kind="fp32", tx=MOMENTUM)[1].init))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "call"), REFUSALS)

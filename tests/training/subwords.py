@@ -49,12 +49,10 @@ def metaspace(folder, template=None, *, prefix="first", ends=False):
     return _saved(made, folder, template, SPECIAL, sorted({*string.printable, *"".join(TEXT)}))
 
 
-KINDS = {
-    "byte-level": lambda folder, template: byte_level(folder, template, special=False),
-    "metaspace": lambda folder, template: metaspace(folder, template, prefix="first"),
-    "no prefix": lambda folder, template: metaspace(folder, template, prefix="never"),
-    "special": byte_level,
-}
+KINDS = {"byte-level": lambda folder, template: byte_level(folder, template, special=False),
+         "metaspace": lambda folder, template: metaspace(folder, template, prefix="first"),
+         "no prefix": lambda folder, template: metaspace(folder, template, prefix="never"),
+         "special": byte_level}  # fmt: skip
 
 
 def _saved(made, folder, template, special, alphabet):
@@ -111,7 +109,6 @@ _TOOLS = (
 )
 # The formats of model families. What differs between them is kept: where spaces and line breaks
 # are, if the prompt is part of the text, how a turn ends.
-# fmt: off
 TEMPLATES = {
     "chatml": _template(_IM, _said(_IM_ASK, "{{ m.content + '<|im_end|>\\n' }}"), _IM_ASK),
     "llama 2": _template(
@@ -153,6 +150,4 @@ TEMPLATES = {
         "'<Assistant><think>\\n'", first=_BOS),
     "qwen with tools": _template(
         _IM, _said(_IM_ASK, _CALLS), _IM_ASK, first=_TOOLS,
-        other="'<|im_start|>user\\n<result>' + m.content + '</result><|im_end|>\\n'"),
-}
-# fmt: on
+        other="'<|im_start|>user\\n<result>' + m.content + '</result><|im_end|>\\n'")}  # fmt: skip

@@ -317,12 +317,10 @@ def replaced(path, text):
     path.with_suffix(".new").rename(path)
 
 
-CHANGES = [
-    (lambda path: os.truncate(path, 900), r"size [\d,]+ bytes, now 900"),
-    (lambda path: path.write_text(""), "now 0"), (lambda path: path.unlink(), "is gone"),
-    (lambda path: overwritten(path, hellos(60, "adieu").encode()), "written 2"),
-    (lambda path: replaced(path, hellos(60)[99:]), r"inode \d+, now \d+"),
-]  # fmt: skip
+CHANGES = [(lambda path: os.truncate(path, 900), r"size [\d,]+ bytes, now 900"),
+           (lambda path: path.write_text(""), "now 0"), (lambda path: path.unlink(), "is gone"),
+           (lambda path: overwritten(path, hellos(60, "adieu").encode()), "written 2"),
+           (lambda path: replaced(path, hellos(60)[99:]), r"inode \d+, now \d+")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), CHANGES)
@@ -425,15 +423,13 @@ OTHER = {
     "optimizer": "lion", "vocab_size": 512, "expert_capacity_factor": 1.5, "compute_dtype": "bf16",
     "reduce_dtype": "bf16", "param_comm_dtype": "int8", "grad_comm_dtype": "int4",
     "learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "weight_decay": 0.0,
-    "lora_rank": 8, "lora_alpha": 400.0, "lora_targets": "q", "lora_base_dtype": "nf4",
-}  # fmt: skip
+    "lora_rank": 8, "lora_alpha": 400.0, "lora_targets": "q", "lora_base_dtype": "nf4"}  # fmt: skip
 OTHERWISE = [
     (LORA, RUN, "no --lora-rank .*--lora-rank 4"), (RUN, LORA, "--lora-rank 4 .*no --lora-rank"),
     (RUN, FREE, "--max-grad-norm 0.0 .*norm 1.0"), (FREE, RUN, "--max-grad-norm 1.0 .*norm 0.0"),
     (LORA, {**LORA, "init_from": None}, "no --init-from .*--init-from A"),
     (RUN, {**RUN, "model": "124m", "hf_config": {"hidden_size": 768}},
-     "--model 124m .*--model nano.*hidden_size 768 instead of 32"),
-]  # fmt: skip
+     "--model 124m .*--model nano.*hidden_size 768 instead of 32")]  # fmt: skip
 
 
 def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free():

@@ -170,21 +170,18 @@ def test_a_failed_run_is_one_at_wandb_and_nothing_infinite_is_sent(tmp_path, wan
 
 
 TERMS = {"parameters": 4e9, "state": 8e9, "copy": 1e9, "gradients": 2e9}
-START = {
-    "unit": "byte", "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4}, "stage": 2,
-    "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}], "predicted_total": 12.7e9,
-    "predicted": {"parameters": 4e9, "optimizer_state": 8e9, "work": 7e8, "host": 6e8},
-    "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2}, "versions": {"jax": "0.10.2"},
-}  # fmt: skip
-DAMAGED = [
-    (None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
-    ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
-    ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
-    ("config.json", '{"max_steps": "many"}', "`max_steps`"),
-    ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
-    ("events.jsonl", '{"event": "checkpoint", "step": [4]}\n', "`step`"),
-    ("events.jsonl", '{"event": "start", "levels": [1]}\n', "`levels`"),
-]  # fmt: skip
+START = {"unit": "byte", "levels": {"unigram entropy": 3.1, "bigram entropy": 2.4}, "stage": 2,
+         "stages": [TERMS, TERMS, TERMS, {**TERMS, "copy": 3e8}], "predicted_total": 12.7e9,
+         "predicted": {"parameters": 4e9, "optimizer_state": 8e9, "work": 7e8, "host": 6e8},
+         "devices": {"devices": 8, "kind": "NVIDIA H100", "processes": 2},
+         "versions": {"jax": "0.10.2"}}  # fmt: skip
+DAMAGED = [(None, None, "metrics.jsonl"), ("metrics.jsonl", "{}{}\n", "line 1"),
+           ("metrics.jsonl", "[1]\n", "line 1"), ("metrics.jsonl", '{"loss": 1}\n', "step"),
+           ("config.json", "{", "config.json"), ("config.json", "[1]", "[1]"),
+           ("config.json", '{"max_steps": "many"}', "`max_steps`"),
+           ("config.json", '{"tokens_per_step": true}', "`tokens_per_step`"),
+           ("events.jsonl", '{"event": "checkpoint", "step": [4]}\n', "`step`"),
+           ("events.jsonl", '{"event": "start", "levels": [1]}\n', "`levels`")]  # fmt: skip
 
 
 def made(out):

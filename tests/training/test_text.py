@@ -69,11 +69,10 @@ CSV, TSV = CSV.encode(), CSV.replace(",", "\t").replace("7\t", "7,").encode()
 FORMATS = [
     ("a.JSONL a.jsonlines a.jl a.Ndjson", LINES), ("a.jsonl.gz a.JSONL.GZ", gzip.compress(LINES)),
     ("a.csv a.CSV", CSV), ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)),
-    ("a.csv", b"\xef\xbb\xbf" + CSV), ("a.jl.xz", lzma.compress(LINES)),
-    ("a.tsv", TSV), ("a.parquet a.PARQUET", table(PARQUET)), ("a.jsonl.bz2", bz2.compress(LINES)),
+    ("a.csv", b"\xef\xbb\xbf" + CSV), ("a.jl.xz", lzma.compress(LINES)), ("a.tsv", TSV),
+    ("a.parquet a.PARQUET", table(PARQUET)), ("a.jsonl.bz2", bz2.compress(LINES)),
     ("a.arrow a.feather", table(pyarrow.ipc.new_file)), ("a.arrow", table(pyarrow.ipc.new_stream)),
-    ("a.csv.gz", gzip.compress(CSV)),
-]  # fmt: skip
+    ("a.csv.gz", gzip.compress(CSV))]  # fmt: skip
 REFUSED = [
     ("a.csv", b"question,answer\nis it,so\n", "'question', 'answer'"),
     ("a.csv", b"prompt;completion\nis it;so\n", "'prompt;completion'"), ("a.csv", b"", "a.csv"),
@@ -82,8 +81,7 @@ REFUSED = [
     ("a.csv", b"text\n\xff\xfe\n", "a.csv"), ("a.csv", b'messages\n"[{}]"\n', 'row 1: "messages"'),
     ("a.parquet", b"PAR1 and no more", "Parquet"), ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz .*\.gz"),
     ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a.jsonl.gz .*\.gz"), ("a.jsonl", b"\n", "a.jsonl"),
-    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst"),
-]  # fmt: skip
+    ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst .*\.zst")]  # fmt: skip
 BAD_LINES = [
     (b"{", ""), (b"[1]", r"\[1\]"), (b'{"txt": "x"}', '"text"'), (b'{"text": 3}', '"text" is 3'),
     (b'{"messages": []}', '"messages"'), (b'{"messages": [{"content": "x"}]}', '"role"'),
@@ -187,8 +185,7 @@ EVIL = f"cos\nmkdir\n(V{MADE}\ntR.".encode()  # a pickle that calls os.mkdir
 TYPES = [
     ("t.bin", "<u2", {}), ("t.u32.bin", "<u4", {}), ("t.bin", "<u4", {"token_dtype": "uint32"}),
     ("t.u32.bin", "<u2", {"token_dtype": np.uint16}), ("t.npy", "uint16", {}),
-    ("t.npy", "uint32", {}), ("t.npy", "int64", {}), ("t.npy", ">i4", {}),
-]  # fmt: skip
+    ("t.npy", "uint32", {}), ("t.npy", "int64", {}), ("t.npy", ">i4", {})]  # fmt: skip
 NO_TOKENS = [
     *((f"t.{kind}", b"", f"t.{kind}", {}) for kind in ("txt", "bin", "npy")),
     ("t.txt", b"abc\0d", "t.txt .*3", {}), ("t.pkl", pickle.dumps("letters"), "t.pkl", {}),
@@ -203,8 +200,7 @@ NO_TOKENS = [
     ("t.bin", b"abc", "t.bin .*3 bytes", {}), ("t.txt", b"abcd", "--vocab-size", {"vocab": 64}),
     *((f"t.{kind}", b"abcd", f"token_dtype={dtype}", {"token_dtype": dtype})
       for kind, dtype in (("bin", "float32"), ("bin", "int8"), ("txt", "uint16"))),
-    ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31}),
-]  # fmt: skip
+    ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31})]  # fmt: skip
 
 
 def test_token_files_are_read_as_their_type_and_other_files_are_refused(tmp_path, monkeypatch):
