@@ -79,7 +79,7 @@ def compared(name: str, jobs: int) -> dict[str, Any]:
         str(c): {
             "gb": round(p.total_bytes / 1e9, 3),
             "predicted_gb": round(p.predicted.total_bytes / 1e9, 3),
-            "words": round(p.words_per_param, 4),
+            "words": round(p.elements_per_param, 4),
             "seconds": round(p.time.seconds, 4) if p.time else None,
             "flops": p.compiled.flops if p.compiled else None,
         }

@@ -62,8 +62,8 @@ def compiled(
         "seq": seq,
         "total_bytes": plan.total_bytes,
         "error": round(plan.error, 4),
-        "words_per_param": round(plan.words_per_param, 4),
-        "covered": round(plan.time.covered, 3),
+        "elements_per_param": round(plan.elements_per_param, 4),
+        "overlapped": round(plan.time.overlapped, 3),
         "exposed_seconds": round(plan.time.exposed_seconds, 4),
         "seconds": round(plan.time.seconds, 4),
     }

@@ -271,7 +271,7 @@ def measured(name: str) -> dict[str, Any]:
         "temporaries_gb": round(audit.temp_bytes / 1e9, 3),
         "fragmentation": round(audit.fragmentation, 3),
         "step_seconds": round(plan.time.seconds, 4) if plan.time else None,
-        "covered": round(plan.time.covered, 3) if plan.time else None,
+        "overlapped": round(plan.time.overlapped, 3) if plan.time else None,
         "largest": largest[:8],
     }
 

@@ -40,8 +40,8 @@ def compiled(model: str, devices: int, optimizer: str) -> dict:
     plan = case.plan(3, target="h100")
     found = {"model": model, "devices": devices, "optimizer": optimizer}
     found["gb"] = round(plan.total_bytes / 1e9, 2)
-    found["words_per_param"] = round(plan.words_per_param, 3)
-    found["limit_of_words"] = round(3 + 3 / devices, 3)
+    found["elements_per_param"] = round(plan.elements_per_param, 3)
+    found["limit_of_elements"] = round(3 + 3 / devices, 3)
     found["forecast_error"] = round(plan.error, 4)
     found["step_seconds"] = round(plan.time.seconds, 4)
     full = jax.eval_shape(case.make)

@@ -76,23 +76,24 @@ def compiled(case: Case, target: targets.Target, told: bool) -> dict[str, dict]:
 
 def facts(audit: auditor.Audit, times: roofline.StepTime, num_params: int) -> dict:
     """What one program holds, sends and hides."""
-    step, layers = audit.hidden(), audit.hidden(layers_only=True)
+    step, layers = audit.overlap(), audit.overlap(layers_only=True)
     return {
         "total_bytes": audit.total_bytes,
         "temp_bytes": audit.temp_bytes,
-        "words_per_param": audit.words_per_param(num_params),
-        "hidden_in_layers": layers.fraction,
-        "hidden": step.fraction,
+        "elements_per_param": audit.elements_per_param(num_params),
+        "concurrent_in_layers": layers.fraction,
+        "concurrent": step.fraction,
         "exposed_bytes": step.exposed,
-        "wire_seconds": times.wire_seconds,
-        "covered": times.covered,
+        "communication_seconds": times.communication_seconds,
+        "overlapped": times.overlapped,
         "step_seconds": times.seconds,
     }
 
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| model, N | program | GB | words / Ψ | hidden in layers | hidden | covered | step s |",
+        "| model, N | program | GB | elements / Ψ | concurrent in layers | concurrent | overlapped "
+        "| step s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -102,8 +103,8 @@ def table(rows: list[dict]) -> str:
             case += ", latencies told" if row.get("latencies") else ""
             lines.append(
                 f"| {case} | {name} | {own['total_bytes'] / 1e9:.2f} | "
-                f"{own['words_per_param']:.4f} | {own['hidden_in_layers']:.1%} | "
-                f"{own['hidden']:.1%} | {own['covered']:.0%} | {own['step_seconds']:.3f} |"
+                f"{own['elements_per_param']:.4f} | {own['concurrent_in_layers']:.1%} | "
+                f"{own['concurrent']:.1%} | {own['overlapped']:.0%} | {own['step_seconds']:.3f} |"
             )
     return "\n".join(lines)
 

@@ -54,7 +54,7 @@ def compiled(model: str, devices: int, states: str) -> dict[str, Any]:
         "arguments_as_predicted": plan.compiled.argument_bytes == plan.predicted.argument_bytes,
         "gb": round(plan.total_bytes / 1e9, 3),
         "forecast_error": round(plan.error, 4),
-        "words_per_param": round(plan.words_per_param, 3),
+        "elements_per_param": round(plan.elements_per_param, 3),
         "step_seconds": round(plan.time.seconds, 4),
     }
 

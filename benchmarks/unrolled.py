@@ -121,7 +121,7 @@ def forms(config: gpt.GPTConfig) -> dict[str, tuple[Callable[[], Any], Callable[
 
     def nnx_loss(params: Any, rows: jax.Array) -> zero_jax.Weighted:
         model = nnx.merge(listed, params)
-        x = model.hidden(rows[:, :-1])
+        x = model.overlap(rows[:, :-1])
         return _entropy(x, model.wte.embedding[...], rows[:, 1:], chunk)
 
     def linen_loss(params: Any, rows: jax.Array) -> zero_jax.Weighted:
@@ -157,17 +157,17 @@ def measured(form: str, model: str, devices: int, remat: str) -> dict[str, Any]:
             model_flops=case.model_flops,
         )
     assert plan.compiled is not None and plan.time is not None
-    hidden = plan.compiled.hidden()
+    overlap = plan.compiled.overlap()
     return {
         "form": form,
         "devices": devices,
         "remat": remat,
-        "layers": [[x.count, x.words, x.scanned] for x in plan.layers],
+        "layers": [[x.count, x.elements, x.scanned] for x in plan.layers],
         "gb": round(plan.compiled.total_bytes / 1e9, 3),
         "predicted_gb": round(plan.predicted.total_bytes / 1e9, 3),
-        "words": round(sum(plan.compiled.words.values()) / plan.num_params, 4),
-        "hidden": round(hidden.fraction, 4),
-        "covered": round(plan.time.covered, 4),
+        "words": round(sum(plan.compiled.sent_elements.values()) / plan.num_params, 4),
+        "concurrent": round(overlap.fraction, 4),
+        "overlapped": round(plan.time.overlapped, 4),
         "step": round(plan.time.seconds, 4),
     }
 

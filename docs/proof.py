@@ -37,7 +37,14 @@ MORE = (
     (3, "block", 2, "fp32", 1),
     (3, "block", 16, "bf16", 1),
 )
-_KEPT = ("stage", "remat", "words_per_param", "error", "hidden_fraction", "covered_fraction")
+_KEPT = (
+    "stage",
+    "remat",
+    "elements_per_param",
+    "error",
+    "concurrent_fraction",
+    "overlapped_fraction",
+)
 _SHOWN = ("model", "devices", "stage", "remat", "rows", "reduce", "grad_accum_steps")
 FILE = pathlib.Path(__file__).parent / "proof.json"
 
@@ -64,7 +71,7 @@ def prove(
     plan = case.plan(stage, target="h100")
     known = plan.as_dict()
     row = {k: known[k] for k in _KEPT}
-    total, loops = plan.compiled.hidden(), plan.compiled.hidden(layers_only=True)
+    total, loops = plan.compiled.overlap(), plan.compiled.overlap(layers_only=True)
     return row | {
         "model": model,
         "devices": devices,
@@ -73,15 +80,15 @@ def prove(
         "grad_accum_steps": grad_accum_steps,
         "predicted": known["predicted"],
         "compiled": {k: v for k, v in known["compiled"].items() if k != "largest_temporaries"},
-        "hidden_bytes": dataclasses.asdict(total),
-        "hidden_bytes_loops": dataclasses.asdict(loops),
+        "overlap_bytes": dataclasses.asdict(total),
+        "overlap_bytes_loops": dataclasses.asdict(loops),
         "step_seconds": known["step_time"]["seconds"],
         "seconds": round(time.monotonic() - started, 1),
     }
 
 
 def tables(rows: list[dict]) -> str:
-    """Markdown: totals by stage and policy, then words and hidden bytes."""
+    """Markdown: totals by stage and policy, then elements and concurrent bytes."""
     lines = [
         "| model, N | remat | " + " | ".join(f"stage {s}" for s in range(4)) + " |",
         "|---|---|" + "---|" * 4,
@@ -98,21 +105,24 @@ def tables(rows: list[dict]) -> str:
             lines.append(f"| {model}, {devices} | {remat} | " + " | ".join(text) + " |")
     lines += [
         "",
-        "| model, N | stage | words / Ψ | hidden GB | exposed GB | hidden in loops | covered "
+        "| model, N | stage | elements / Ψ | concurrent GB | exposed GB | concurrent in loops | "
+        "overlapped "
         "| step s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in sorted(rows, key=lambda r: (CASES.index((r["model"], r["devices"])), r["stage"])):
         if r["remat"] == "block":
-            both, loops = r["hidden_bytes"], r["hidden_bytes_loops"]
-            inside = loops["hidden"] + loops["exposed"]
+            both, loops = r["overlap_bytes"], r["overlap_bytes_loops"]
+            inside = loops["concurrent"] + loops["exposed"]
             # Programs that were compiled before it was read do not have it.
-            covered = f"{r['covered_fraction']:z.0%}" if "covered_fraction" in r else "–"
-            share = f"{loops['hidden'] / inside:.0%} of {inside / 1e9:.1f}" if inside > 1e6 else "–"
+            overlapped = f"{r['overlapped_fraction']:z.0%}" if "overlapped_fraction" in r else "–"
+            share = (
+                f"{loops['concurrent'] / inside:.0%} of {inside / 1e9:.1f}" if inside > 1e6 else "–"
+            )
             lines.append(
-                f"| {r['model']}, {r['devices']} | {r['stage']} | {r['words_per_param']:.4f} | "
-                f"{both['hidden'] / 1e9:.1f} | {both['exposed'] / 1e9:.1f} | {share} | "
-                f"{covered} | {r['step_seconds']:.3f} |"
+                f"| {r['model']}, {r['devices']} | {r['stage']} | {r['elements_per_param']:.4f} | "
+                f"{both['concurrent'] / 1e9:.1f} | {both['exposed'] / 1e9:.1f} | {share} | "
+                f"{overlapped} | {r['step_seconds']:.3f} |"
             )
     return "\n".join(lines)
 

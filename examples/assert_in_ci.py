@@ -54,8 +54,8 @@ def test_no_device_holds_more_than_its_share():
 
 def test_a_step_sends_three_words_for_each_parameter():
     audit = compiled_step()
-    print("words sent by each device:", audit.words)
-    assert audit.words_per_param(PSI) <= 3.01  # the rest are sums of single numbers
+    print("words sent by each device:", audit.sent_elements)
+    assert audit.elements_per_param(PSI) <= 3.01  # the rest are sums of single numbers
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
     compiled = grad_fn.lower(stored, x).compile(compiler_options=OPTIONS)
     found = [c for c in traffic.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
-    sent = np.array([sum(c.words for c in found if c.kind == kind) for kind in KINDS])
+    sent = np.array([sum(c.sent_elements for c in found if c.kind == kind) for kind in KINDS])
     settled = mesh.shape, *(options[name] for name in ("stage", "grad_accum_steps", "remat"))
     rows = [at == case.first for at in range(len(leaves))]
     known = map(leaf_of, leaves, jax.tree.leaves(stored), case.ops, trained, rows)

@@ -51,7 +51,7 @@ ROWS += [(3, 3, "block"), SLOW(0, 3, "block"), SLOW(2, 1, "block"), SLOW(3, 2, "
 def test_a_step_sends_and_holds_what_the_paper_says(stage, k, remat):
     report = audit(stage, k, remat=remat)
     kinds = ("all-gather", "reduce-scatter", "all-reduce")
-    sent = [report.words.get(kind, 0) / PSI for kind in kinds]
+    sent = [report.sent_elements.get(kind, 0) / PSI for kind in kinds]
     assert sent == pytest.approx(ELEMENTS[stage](k), abs=0.01)
     # Ψ is divisible by 8 leaf by leaf; beside it: Adam's counter, the guard, the batch.
     states = 12 * PSI // (8 if stage else 1)
@@ -74,7 +74,7 @@ def test_clipping_by_the_global_norm_adds_no_collective():
     plain = audit(3)
     clipped = audit(3, tx=optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
     assert len(clipped.collectives) == len(plain.collectives)
-    assert sum(clipped.words.values()) - sum(plain.words.values()) < 100
+    assert sum(clipped.sent_elements.values()) - sum(plain.sent_elements.values()) < 100
 
 
 PAPER = [*(("7.5b", 64, stage, 1) for stage in range(3)), ("7.5b", 64, 3, 2), ("1t", 1024, 3, 1)]
@@ -89,7 +89,7 @@ def test_models_of_the_paper_send_and_hold_what_it_says(model, devices, stage, k
     rows = jax.ShapeDtypeStruct((devices * k, shapes.config.seq + 1), jnp.int32)
     params, psi = zero.eval_shape(shapes.make), gpt.num_params(shapes.config)
     report = zero.plan(shapes.trained_loss, zero.optimizer(tx), params, rows, target="cpu").compiled
-    assert report.words_per_param(psi) == pytest.approx(sum(ELEMENTS[stage](k)), rel=0.01)
+    assert report.elements_per_param(psi) == pytest.approx(sum(ELEMENTS[stage](k)), rel=0.01)
     states = 12 * psi // (devices if stage else 1) + 20
     assert report.argument_bytes == states + k * rows.shape[1] * 4
     like = jax.eval_shape(shapes.make)

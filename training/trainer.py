@@ -21,7 +21,7 @@ from zero_jax import interchange
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.models import generate
-from zero_jax.plan import expert_words
+from zero_jax.plan import expert_elements
 from zero_jax.sharding import mesh
 from zero_jax.states.narrow import FP32, kind_of
 
@@ -62,7 +62,7 @@ class Trainer:
         tokens = config.global_batch_size // (devices * config.grad_accum_steps) * config.seq_len
         wires = targets.of_kind(jax.devices()[0].device_kind)
         own = (self.model.config, devices, tokens, config.remat, wires)
-        return {"experts": expert_words.groups(*own)}
+        return {"experts": expert_elements.groups(*own)}
 
     def _planned(self) -> tuple[Any, ...]:
         """What a plan of the step is made from."""

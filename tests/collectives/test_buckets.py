@@ -49,7 +49,7 @@ def test_no_buffer_is_larger_than_a_bucket_and_no_element_more_is_sent():
     def sent(bucket):
         found = auditor.audit(lowered(bucket).compile()).collectives
         found = [c for c in found if c.kind != "all-reduce"]
-        return max(c.bytes for c in found), sum(c.words for c in found)
+        return max(c.bytes for c in found), sum(c.sent_elements for c in found)
 
     (large, words), (most, same) = sent(2**27), sent(small)
     assert small - 8 * 4 < most <= small < large / 2

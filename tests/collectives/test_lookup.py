@@ -163,5 +163,5 @@ def test_no_device_has_the_table_and_no_more_than_its_rows_travel(words, shard):
     args = params, tx.init(params), zero_jax.global_batch(mesh, TOKEN_ROWS)
     audit = auditor.audit(zero.train_step(loss, tx).lower(*args).compile(), dict(mesh.shape))
     assert all(c.elements < words * WIDTH / 2 for c in audit.collectives)
-    sent = sum(c.words for c in audit.collectives if c.kind == "all-to-all")
+    sent = sum(c.sent_elements for c in audit.collectives if c.kind == "all-to-all")
     assert sent == 2 * (ROWS // 4 * TOKENS) * WIDTH + 2 * shard

@@ -78,7 +78,7 @@ def test_a_plan_names_the_layers_it_found_and_their_policy():
 
     zero, (params, *_) = arguments(make, remat="block")
     plan = zero.plan(loss, zero.optimizer(TX), params, X)
-    found = {(x.count, x.words, x.scanned, x.policy) for x in plan.layers}
+    found = {(x.count, x.elements, x.scanned, x.policy) for x in plan.layers}
     layers = {(6, 144, True, "block"), (4, 144, False, "block"), (3, 288, False, "block")}
     assert layers == {x for x in found if x[0] > 1}
     assert any(count == 1 and "dots" in policy.lower() for count, _, _, policy in found)

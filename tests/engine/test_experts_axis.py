@@ -110,7 +110,7 @@ def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     args = zero.optimizer(ADAM), zero.eval_shape(own.make), own.batch
     plan = zero.plan(own.loss, *args, has_aux=True)
     of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
-    assert plan.token_words == pytest.approx(of_all, rel=0.02)
+    assert plan.token_elements == pytest.approx(of_all, rel=0.02)
 
 
 NAMES = ("experts", None, None)

@@ -120,7 +120,7 @@ def test_update_sends_two_elements_per_parameter(stage, barriers):
     run = Run(SGD, params, 8, stage)
     lowered = run.step.lower(params, jax.eval_shape(run.init, params), run.rows)
     assert lowered.as_text().count("optimization_barrier") == barriers
-    sent = [(c.kind, c.words) for c in auditor.collectives(lowered.compile())]
+    sent = [(c.kind, c.sent_elements) for c in auditor.collectives(lowered.compile())]
     assert {kind for kind, _ in sent} == {"reduce-scatter", "all-gather"}
     assert sum(words for _, words in sent) == 2 * (16 * 6 + 24)
 

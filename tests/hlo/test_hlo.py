@@ -46,7 +46,8 @@ def on_a_cube():
 
 def test_collectives_in_nested_loops_along_every_axis_send_their_closed_form():
     found = auditor.collectives(on_a_cube(), CUBE)
-    assert {(c.kind, c.axis): (c.group_size, c.elements, c.runs, c.words) for c in found} == {
+    sizes = lambda c: (c.group_size, c.elements, c.runs, c.sent_elements)  # noqa: E731
+    assert {(c.kind, c.axis): sizes(c) for c in found} == {
         ("all-reduce", "model"): (2, S, OUTER * MIDDLE * INNER, OUTER * MIDDLE * INNER * 2 * S),
         ("all-gather", "data"): (2, 2 * S, OUTER * MIDDLE, OUTER * MIDDLE * 2 * S),
         ("reduce-scatter", "replica+model"): (4, S, OUTER, OUTER * S),
@@ -80,11 +81,11 @@ def test_each_branch_counts_as_taken_and_words_of_an_unknown_trip_count_are_an_e
 
     report = auditor.audit(compile_on_8(f, jnp.ones(4)))
     known = [c for c in report.collectives if c.runs]
-    assert sorted((c.runs, c.conditional, c.words) for c in known) == [
+    assert sorted((c.runs, c.conditional, c.sent_elements) for c in known) == [
         *[(1, True, 2 * 4)] * 2, (7, True, 7 * 2 * 4)]  # fmt: skip
     (c,) = set(report.collectives) - set(known)
     assert (c.runs, c.conditional) == (None, False)
-    for ask in (lambda: report.words, lambda: c.words):
+    for ask in (lambda: report.sent_elements, lambda: c.sent_elements):
         with pytest.raises(ValueError, match="trip count"):
             ask()
     with pytest.raises(AssertionError, match="trip count"):
@@ -149,19 +150,21 @@ SPELLINGS = {
     "start": (
         f"%s = (bf16[2,4], bf16[16,4]) all-gather-start(%p2), {EIGHT}, "
         f'metadata={{op_name="{NAME}" stack_frame_id=37}}',
-        dict(kind="all-gather", dtype="bf16", elements=64, bytes=128, sent_bytes=128, words=64,
+        dict(kind="all-gather", dtype="bf16", elements=64, bytes=128, sent_bytes=128,
+             sent_elements=64,
              group_size=8, asynchronous=True, op_name=NAME)),
     "a start that blocks": (
         "%s = f32[5] all-reduce-start(%r), replica_groups={{0,4},{1,5},{2,6},{3,7}}, "
         f"to_apply=%add{SYNC}",
-        dict(group_size=2, asynchronous=False, words=2 * 5, sent_bytes=4 * 2 * 5)),
+        dict(group_size=2, asynchronous=False, sent_elements=2 * 5, sent_bytes=4 * 2 * 5)),
     "combined": (
         f"%s = ({BF16S}, /*index=5*/f32[104,4]{{1,0}}) all-gather({OPERANDS}), {EIGHT}",
         dict(dtype="bf16,f32", elements=8 * 4 * (sum(SIZES) + 13), scalar=False,
              sent_bytes=8 * 4 * (2 * sum(SIZES) + 4 * 13))),
     "to itself": ("%s = f32[5] collective-permute(%r), source_target_pairs={{0,0}}",
-                  dict(group_size=1, words=0)),
-    "send": (f"{SEND}, frontend_attributes={{{HOST}}}", dict(kind="send", elements=5, words=5)),
+                  dict(group_size=1, sent_elements=0)),
+    "send": (f"{SEND}, frontend_attributes={{{HOST}}}",
+             dict(kind="send", elements=5, sent_elements=5)),
 }  # fmt: skip
 
 
@@ -211,12 +214,12 @@ def test_products_between_start_and_done_hide_a_collective(name):
     lines, asynchronous, flops = OVERLAPS[name]
     report = audited(lines)
     (c,) = report.collectives
-    assert (c.asynchronous, c.overlapped_flops, c.hidden) == (asynchronous, flops, flops > 0)
+    assert (c.asynchronous, c.overlapped_flops, c.concurrent) == (asynchronous, flops, flops > 0)
     kind, elements, size = ("reduce-scatter", 32, 4) if lines[0] == WIDE else ("all-gather", 48, 2)
-    assert (c.kind, c.elements, c.words) == (kind, elements, elements)
+    assert (c.kind, c.elements, c.sent_elements) == (kind, elements, elements)
     sent = size * elements
-    assert report.hidden() == auditor.Hidden(*((sent, 0) if flops else (0, sent)))
-    assert report.hidden().fraction == (flops > 0)
+    assert report.overlap() == auditor.Overlap(*((sent, 0) if flops else (0, sent)))
+    assert report.overlap().fraction == (flops > 0)
 
 
 def test_collectives_under_way_at_once_and_computations_that_are_called_twice():
@@ -224,9 +227,9 @@ def test_collectives_under_way_at_once_and_computations_that_are_called_twice():
     lines = [one, product("x"), two, product("y"), one_done, product("z"), two_done]
     assert [c.overlapped_flops for c in audited(lines).collectives] == [2 * FLOPS] * 2
     calls = [f"%{n} = bf16[48]{{0}} call(%shard, %a, %b), to_apply=%called" for n in "xy"]
-    assert [c.words for c in audited(calls).collectives] == [GATHERED] * 2
-    assert audited([product("y")]).hidden() == auditor.Hidden(0, 0)
-    assert audited([product("y")]).hidden().fraction == 1
+    assert [c.sent_elements for c in audited(calls).collectives] == [GATHERED] * 2
+    assert audited([product("y")]).overlap() == auditor.Overlap(0, 0)
+    assert audited([product("y")]).overlap().fraction == 1
 
 
 def test_collectives_of_loops_with_products_are_those_of_layers():
@@ -234,15 +237,17 @@ def test_collectives_of_loops_with_products_are_those_of_layers():
     report = audited([*layers, *gather("h")], texts)
     found = [(c.runs, c.in_loop, c.in_layers, c.overlapped_flops) for c in report.collectives]
     assert found == [(5, True, True, FLOPS), (1, False, False, 0)]
-    assert report.hidden() == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=2 * GATHERED)
-    assert report.hidden().fraction == pytest.approx(5 / 6)
-    assert report.hidden(layers_only=True) == auditor.Hidden(hidden=5 * 2 * GATHERED, exposed=0)
+    assert report.overlap() == auditor.Overlap(concurrent=5 * 2 * GATHERED, exposed=2 * GATHERED)
+    assert report.overlap().fraction == pytest.approx(5 / 6)
+    assert report.overlap(layers_only=True) == auditor.Overlap(
+        concurrent=5 * 2 * GATHERED, exposed=0
+    )
 
     rows, row_texts = loop("rows", ARGUMENTS, ARGUMENTS, gather("g"), trips=5)
     report = audited(rows, row_texts)
     assert [(c.runs, c.in_layers) for c in report.collectives] == [(5, False)]
-    assert report.hidden(layers_only=True) == auditor.Hidden(0, 0)
-    assert report.hidden().exposed == 5 * 2 * GATHERED
+    assert report.overlap(layers_only=True) == auditor.Overlap(0, 0)
+    assert report.overlap().exposed == 5 * 2 * GATHERED
     layers, texts = loop("w", ARGUMENTS, ARGUMENTS, [*rows, product("y")], trips=3)
     (c,) = audited(layers, [*texts, *row_texts]).collectives
     assert (c.runs, c.in_layers) == (3 * 5, True)
@@ -258,8 +263,8 @@ def test_collectives_of_loops_with_products_are_those_of_layers():
 
 def test_communication_is_asserted_in_all_and_by_kind():
     step, psi = on_a_cube(), 30
-    sent = {kind: words / psi for kind, words in auditor.audit(step).words.items()}
-    assert auditor.audit(step).words_per_param(psi) == pytest.approx(sum(sent.values()))
+    sent = {kind: words / psi for kind, words in auditor.audit(step).sent_elements.items()}
+    assert auditor.audit(step).elements_per_param(psi) == pytest.approx(sum(sent.values()))
     for expected in (sum(sent.values()), sent):
         auditor.assert_communication(step, expected, num_params=psi)
     more = sent | {"all-gather": sent["all-gather"] + 1}

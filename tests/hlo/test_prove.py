@@ -80,11 +80,11 @@ def test_collectives_of_nested_loops_along_every_axis_send_their_closed_form():
         assert c.in_loop == (c.runs > 1)
     assert loops.flops == 2 * S**3 * (OUTER * INNER + OUTER)
     assert loops.uncounted == ()
-    # The sum that no product needs is hidden, and the gather is not.
+    # The sum that no product needs overlaps a matmul, the gather does not.
     (summed,) = (c for c in loops.collectives if c.axis == "replica")
     assert (summed.asynchronous, summed.overlapped_flops) == (True, 2 * S**3)
-    assert loops.hidden(layers_only=True) == auditor.Hidden(
-        hidden=OUTER * INNER * 2 * (2 * S * S), exposed=(OUTER * INNER + OUTER) * (2 * S * S)
+    assert loops.overlap(layers_only=True) == auditor.Overlap(
+        concurrent=OUTER * INNER * 2 * (2 * S * S), exposed=(OUTER * INNER + OUTER) * (2 * S * S)
     )
 
 
@@ -130,7 +130,7 @@ def test_a_training_step_sends_and_holds_what_its_schedule_says():
     assert runs["all-gather", "bf16", True] + runs["all-gather", "bf16", False] == 2 * net.L
     assert runs["reduce-scatter", "f32", True] + runs["reduce-scatter", "f32", False] == net.L
     assert runs["all-gather", "bf16", True] >= 2 * (net.L - 1)
-    assert report.words_per_param(net.psi) == pytest.approx(3, rel=1e-5)
+    assert report.elements_per_param(net.psi) == pytest.approx(3, rel=1e-5)
     assert report.flops == 4 * net.L * 2 * (8 * 64) * net.layer
     assert report.alias_bytes == 12 * net.psi // 8 + 16 + 4, "Adam's count, and the guard"
     assert report.argument_bytes == report.alias_bytes + net.carry

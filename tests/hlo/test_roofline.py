@@ -134,12 +134,17 @@ RINGS = [
 def test_a_ring_takes_its_bytes_over_the_wire(kind, n, groups, wire):
     t = sent(kind, n, f"replica_groups={groups}")
     sent_bytes = (1 + (kind == "all-reduce")) * 2 * SENT * (n - 1) / n
-    assert t.wire_bytes == pytest.approx(sent_bytes)
-    assert t.seconds == t.wire_seconds == t.exposed_seconds == pytest.approx(sent_bytes / wire)
-    assert t.kernel_seconds == t.covered_seconds == 0
+    assert t.communication_bytes == pytest.approx(sent_bytes)
+    assert (
+        t.seconds
+        == t.communication_seconds
+        == t.exposed_seconds
+        == pytest.approx(sent_bytes / wire)
+    )
+    assert t.kernel_seconds == t.overlapped_seconds == 0
     # Of a ring over hosts the fast wire is the limit.
     t = sent("all-gather", 64, "replica_groups={}", dataclasses.replace(H100, slow_wire=FAST))
-    assert t.wire_seconds == pytest.approx(2 * SENT * 63 / 64 / FAST)
+    assert t.communication_seconds == pytest.approx(2 * SENT * 63 / 64 / FAST)
 
 
 PAIRS = [
@@ -153,7 +158,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("kind", "how", "fast", "slow"), PAIRS)
 def test_pairs_use_one_wire_each(kind, how, fast, slow):
-    seconds = sent(kind, 64, how).wire_seconds
+    seconds = sent(kind, 64, how).communication_seconds
     assert seconds == pytest.approx(2 * SENT * (fast / FAST + slow / SLOW))
 
 
@@ -175,12 +180,12 @@ def test_a_gather_is_exposed_by_what_the_product_does_not_cover(share):
     numbers, wire = numbers_for(share * PRODUCT)
     start, done = gather("a", numbers, 64, "g")
     t = estimate(XW | given(numbers), start, dot(), done)
-    assert t.wire_seconds == pytest.approx(wire)
-    assert t.covered_seconds == pytest.approx(min(wire, PRODUCT))
+    assert t.communication_seconds == pytest.approx(wire)
+    assert t.overlapped_seconds == pytest.approx(min(wire, PRODUCT))
     assert t.exposed_seconds == pytest.approx(max(0, wire - PRODUCT))
     assert t.seconds == pytest.approx(max(PRODUCT, wire))
     lines = roofline.format_step_time(t).splitlines()
-    shown = [t.seconds, t.kernel_seconds, t.wire_seconds]
+    shown = [t.seconds, t.kernel_seconds, t.communication_seconds]
     assert [float(line.split()[1]) for line in lines] == pytest.approx(shown, abs=5e-5)
     assert len({line.index(" s ") for line in lines}) == 1
 
@@ -190,12 +195,12 @@ def test_collectives_wait_for_each_other():
     (a, a_done), (b, b_done) = (gather(name, numbers, 64, "g") for name in "ab")
     t = estimate(XW | given(numbers), a, b, dot(), a_done, b_done)
     assert once < PRODUCT < 2 * once, "one or both fit: the test shows nothing"
-    assert t.wire_seconds == pytest.approx(2 * once)
+    assert t.communication_seconds == pytest.approx(2 * once)
     assert t.exposed_seconds == pytest.approx(2 * once - PRODUCT)
-    assert t.covered == pytest.approx(PRODUCT / (2 * once))
+    assert t.overlapped == pytest.approx(PRODUCT / (2 * once))
     summed = f"%s = bf16[{numbers // 64}] all-reduce(%g), {SUMS}"
     t = estimate(XW | given(numbers), a, dot(), summed, a_done)
-    assert t.exposed_seconds == pytest.approx(t.wire_seconds - once), "a sum that blocks"
+    assert t.exposed_seconds == pytest.approx(t.communication_seconds - once), "a sum that blocks"
 
 
 @pytest.mark.parametrize("share", [0.5, 1.5])
@@ -206,13 +211,13 @@ def test_every_turn_of_a_loop_waits_alike_and_the_first_for_a_gather_around_it(s
     lines, texts = loop("l", XW, XW, body, trips=100)
     t = estimate(XW, *lines, computations=texts)
     assert t.kernel_seconds == pytest.approx(100 * PRODUCT)
-    assert t.wire_seconds == pytest.approx(100 * small)
+    assert t.communication_seconds == pytest.approx(100 * small)
     assert t.exposed_seconds == pytest.approx(100 * max(0, small - PRODUCT), abs=1e-12)
     if share < 1:
         numbers, large = numbers_for(10 * PRODUCT)
         start, done = gather("b", numbers, 64, "big")
         t = estimate(XW | given(numbers, "big"), start, *lines, done, computations=texts)
-        assert t.wire_seconds == pytest.approx(large + 100 * small)
+        assert t.communication_seconds == pytest.approx(large + 100 * small)
         assert t.exposed_seconds == pytest.approx(large + small - PRODUCT)
 
 
@@ -240,8 +245,8 @@ def test_a_wrapped_collective_is_under_way_until_its_done():
     start = f"%s = (({full}), {part}) async-start(%g), calls=%wrapped"
     done = f"%d = {part} async-done(%s), calls=%wrapped"
     t = estimate(XW | {"g": full}, start, dot(), done, computations=[called])
-    assert t.wire_seconds == pytest.approx(wire)
-    assert (t.exposed_seconds, t.covered) == (0, 1)
+    assert t.communication_seconds == pytest.approx(wire)
+    assert (t.exposed_seconds, t.overlapped) == (0, 1)
 
 
 # Latencies for XLA's scheduler.

@@ -217,7 +217,7 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
     found = [c for c in traffic.collectives(compiled.as_text()) if c.elements > 256]
     assert [c.kind for c in found] == ["all-to-all"] * 2
     (one,) = exchanges(muon(), shapes, n)
-    assert sum(c.words for c in found) == one.sent
+    assert sum(c.sent_elements for c in found) == one.sent
     matrices = 2 * 8 * 48 * 24 + 24 * 47
     assert 2 * matrices / n <= one.sent < 2.5 * matrices / n + 4 * 48 * 24
 

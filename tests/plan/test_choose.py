@@ -140,7 +140,7 @@ def planner(seconds=None, size=100, host=0, seen=None, least=100):
         found = types.SimpleNamespace(host_seconds=0.0, axes={"data": 1})
         found.total_bytes = total if compile or least is None else least
         found.predicted = types.SimpleNamespace(host=held, terms={}, alias_bytes=0)
-        found.host_words_per_param = held / 1000
+        found.host_elements_per_param = held / 1000
         found.time = types.SimpleNamespace(seconds=took) if compile and took else None
         return found
 
@@ -250,9 +250,9 @@ def test_the_fastest_mesh_of_those_that_fit_is_named(sizes, compiled, why, faste
             raise ValueError("12 heads do not divide by 16")
         asked.extend([mp] * compile)
         taken = {1: 1.0, 2: 2.0, 4: 4.0, 8: 3.0}[mp]
-        time = types.SimpleNamespace(seconds=taken, exposed_seconds=taken / 4, covered=0.5)
+        time = types.SimpleNamespace(seconds=taken, exposed_seconds=taken / 4, overlapped=0.5)
         more = {"total_bytes": sizes[mp.bit_length() - 1], "axes": {"data": 64 // mp}}
-        more |= {"countable": True, "words_per_param": 3.0, "time": time if compile else None}
+        more |= {"countable": True, "elements_per_param": 3.0, "time": time if compile else None}
         return types.SimpleNamespace(**more)
 
     rows = list(meshes.compare(meshes.splits(64), plan, 100))

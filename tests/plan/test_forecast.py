@@ -203,13 +203,13 @@ def test_updates_that_exchange_no_matrices():
     # Products of vectors are sums over devices: two elements for each of three numbers.
     scale = lambda g: g / jnp.sqrt(jnp.tensordot(g, g, g.ndim))  # noqa: E731
     normalised = optax.stateless(lambda grads, _: jax.tree.map(scale, grads))
-    assert update(normalised)[2] == Update(words=2 * 3)
+    assert update(normalised)[2] == Update(elements=2 * 3)
 
 
 def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
     """Six matrices for eight devices: one each at most, for which every device has a row."""
     zero, tx, found = update("muon")
-    assert found.words == 2 * A * B
+    assert found.elements == 2 * A * B
     rows = matrix = 4 * A * B
     assert 2 * rows + matrix < found.held < 2 * rows + 6 * matrix
     (one,) = update_forecast.exchanges(zero.config, tx, jax.eval_shape(make))
@@ -221,6 +221,6 @@ def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
 
     shape = jax.ShapeDtypeStruct((8, 4, A), jnp.float32)
     plan = zero.plan(loss, zero.optimizer(tx), zero.eval_shape(make), shape, compile=True)
-    assert plan.update_words == 2 * A * B
-    predicted = dataclasses.replace(plan, compiled=None).words_per_param
-    assert abs(plan.words_per_param / predicted - 1) < 0.02
+    assert plan.update_elements == 2 * A * B
+    predicted = dataclasses.replace(plan, compiled=None).elements_per_param
+    assert abs(plan.elements_per_param / predicted - 1) < 0.02

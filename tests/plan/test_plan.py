@@ -140,8 +140,8 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
     assert found.compiled.alias_bytes == found.predicted.alias_bytes
     assert found.total_bytes == found.compiled.total_bytes
     assert json.dumps(found.as_dict())
-    assert found.words_per_param == pytest.approx((2, 2, 2, 3)[stage], rel=0.02)  # and scalars
-    zero_jax.assert_communication(found.compiled, found.words_per_param, num_params=NET.psi)
+    assert found.elements_per_param == pytest.approx((2, 2, 2, 3)[stage], rel=0.02)  # and scalars
+    zero_jax.assert_communication(found.compiled, found.elements_per_param, num_params=NET.psi)
     again = zero.plan(*args, has_aux=True)
     assert again.compiled is None and again.predicted == found.predicted
     # Parameters in bf16, gradients in fp32: all-reduced, or gathered and scattered.
@@ -169,7 +169,7 @@ def test_what_is_in_host_memory_streams_in_two_pieces_and_crosses_twice():
     held = Predicted(0, 0, 0, {}, host_states=300, host_saved=50)
     plan = Plan(3, 2, "block@host", {"data": 8}, 1000, (), 0, held)  # two micro-batches
     assert plan.host_bytes_sent == 2 * (300 + 2 * 50)
-    assert plan.host_words_per_param == (300 + 2 * 50) / 1000
+    assert plan.host_elements_per_param == (300 + 2 * 50) / 1000
 
 
 def test_the_stage_with_the_least_estimate_has_the_shortest_compiled_step():
@@ -210,9 +210,9 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     assert [x.gradients for x in found] == [word * psi, first, *[2 * layer + shards] * 2]
     totals = [x.total for x in found]
     assert totals == sorted(totals, reverse=True) and totals[3] < totals[0] / 4
-    assert [memory.words_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
+    assert [memory.elements_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
     settings = {"shards": 1, "stage": 0, "tx": tx}
     free, frozen = (memory.estimate(shapes, **settings, frozen=x) for x in (None, "w"))
     assert free.state - frozen.state == 2 * 4 * 6 * 64 * 64, "nothing for what is frozen"
     assert (free.gradients, frozen.gradients) == (4 * psi, 4 * 6 * 64)
-    assert memory.words_per_param(3, k, trained=0.5) == 2.5 * k
+    assert memory.elements_per_param(3, k, trained=0.5) == 2.5 * k

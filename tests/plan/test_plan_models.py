@@ -13,7 +13,7 @@ from zero_jax.commands import plan as command
 from zero_jax.hlo import targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import decoder, decoder_config, families, hf
-from zero_jax.plan import expert_words, memory
+from zero_jax.plan import expert_elements, memory
 from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.text_model import TextModel
@@ -53,10 +53,10 @@ def test_bytes_and_words_are_those_of_the_program():
     assert plan.compiled.argument_bytes == closed.at_rest + 8 // 4 * 17 * 4
     # Tokens go there and back, forward twice and backward.
     room, D = CONFIG.mixture.room(16), CONFIG.width
-    assert plan.token_words == 6 * CONFIG.layers * (8 // 4) * 4 * room * D
-    assert plan.compiled.words["all-to-all"] == plan.token_words
-    predicted = plan.token_words / plan.num_params + 3 * plan.travelling
-    found = plan.compiled.words_per_param(plan.num_params)
+    assert plan.token_elements == 6 * CONFIG.layers * (8 // 4) * 4 * room * D
+    assert plan.compiled.sent_elements["all-to-all"] == plan.token_elements
+    predicted = plan.token_elements / plan.num_params + 3 * plan.travelling
+    found = plan.compiled.elements_per_param(plan.num_params)
     assert found == pytest.approx(predicted, rel=0.06), "small leaves, which are replicated, count"
 
 
@@ -84,20 +84,20 @@ def test_from_there_on_gathering_sends_as_many_words():
     """By hand: three products of 4096 x 14336 each; of what is sent 7 / 8 leave a device."""
     mixtral = families.with_capacity(families.preset("mixtral-8x7b"), 1.0)
     parameters = 32 * 8 * 3 * 4096 * 14336  # of experts, 45.1e9
-    tokens = expert_words.even(mixtral, 8, 8, "block")
+    tokens = expert_elements.even(mixtral, 8, 8, "block")
     assert 3 * parameters * 7 / 8 == pytest.approx(6 * 32 * tokens * 2 * 4096 * 7 / 8)
-    assert expert_words.groups(families.preset("qwen3-8b"), 64, 1, "block") == 1
+    assert expert_elements.groups(families.preset("qwen3-8b"), 64, 1, "block") == 1
     # Qwen3's eight choices of 128 at capacity 1.25: tokens are gathered in 8 groups on a host.
     config = families.with_capacity(families.preset("qwen3-30b-a3b"), 1.25)
     experts = config.layers * 128 * 3 * config.width * config.hidden
-    tokens = expert_words.even(config, 8, 8, "block")
+    tokens = expert_elements.even(config, 8, 8, "block")
     assert 3 * experts == pytest.approx(5 * config.layers * tokens * 8 * config.width)
     # Between hosts, in seconds: a ring of 64 has eight cards of 50 GB/s a host, and a group a host.
     h100 = targets.target("h100")
-    tokens = expert_words.even(mixtral, 8, 64, "block", h100)
+    tokens = expert_elements.even(mixtral, 8, 64, "block", h100)
     own, rows = 3 * parameters / 8 * 7 / 8 / 450e9, 6 * 32 * tokens * 2 * 4096 * 7 / 8 / 50e9
     assert 3 * parameters * 63 / 64 / 400e9 == pytest.approx(own + rows)
-    at = functools.partial(expert_words.groups, mixtral, 64, remat="block", target=h100)
+    at = functools.partial(expert_elements.groups, mixtral, 64, remat="block", target=h100)
     assert (at(tokens=int(tokens) - 1), at(tokens=int(tokens) + 1)) == (8, 1)
 
 

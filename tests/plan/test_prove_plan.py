@@ -28,10 +28,10 @@ def planned(model, devices, bucket):
 def test_all_is_hidden_and_less_is_held(model, devices, bucket, most, every_pass):
     found = planned(model, devices, bucket)
     assert found.compiled.total_bytes < most and abs(found.error) < 0.05
-    assert found.compiled.hidden(layers_only=True).fraction >= 0.99
-    assert found.compiled.hidden().fraction >= 0.95
+    assert found.compiled.overlap(layers_only=True).fraction >= 0.99
+    assert found.compiled.overlap().fraction >= 0.95
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
-    assert found.words_per_param == pytest.approx(3, rel=0.01)
+    assert found.elements_per_param == pytest.approx(3, rel=0.01)
     # XLA shares a few buffers in ways that the text does not tell.
     assert 0.97 < found.compiled.as_dict()["fragmentation"] < 1.2
     flops = gpt.flops_per_token(gpt.preset("7.5b"), 1024) * 4 * 1024
@@ -45,13 +45,13 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     known, path = planned("llama-3.1-8b", 64, 2**30), tmp_path / "step.pbtxt"
     # The head's gradient is under way while the last layer runs backward.
     assert known.compiled.total_bytes < 7.4e9, "GSPMD's: 8.13 GB"
-    assert known.compiled.hidden(layers_only=True).fraction >= 0.99
+    assert known.compiled.overlap(layers_only=True).fraction >= 0.99
     assert abs(known.error) < 0.03
     args = ["--model", "llama-3.1-8b", "--devices", "64", "--global-batch-size", "256", *BLOCK]
     args += ["--reduce-dtype", "bf16", "--latencies", str(path), "--target", "h100"]
     assert command.main(["compile", *args, "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["covered_fraction"] >= 0.95 > known.time.covered
+    assert found["overlapped_fraction"] >= 0.95 > known.time.overlapped
     assert found["step_time"]["seconds"] < known.time.seconds
     assert found["compiled"]["total_bytes"] < 7.3e9
     lines = path.read_text().splitlines()
@@ -80,7 +80,7 @@ def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, more):
     assert abs(found.error) < 0.06
     # Along data, for its part of the model. What is replicated on the model axis is a part in 1,300
     # of the model, but MP times that of Ψ / MP.
-    assert found.words_per_param == pytest.approx({1: 2, 3: 3}[stage], rel=0.007)
+    assert found.elements_per_param == pytest.approx({1: 2, 3: 3}[stage], rel=0.007)
     if mp == 8 and stage == 3:  # one part in N times MP, but of biases, norms and positions
         whole = 36 * 13 * 4096 + 1024 * 4096 + 2 * 4096
         split = gpt.num_params(gpt.preset("7.5b")) - whole

@@ -115,7 +115,7 @@ def test_a_compiled_step_has_the_flops_collectives_and_values(remat, stage, agai
     assert audit.flops == (3 + again) * 6 * 2 * (ROWS // 4) * WIDTH * WIDTH
     if gathers is not None:
         # Biases, 1 of 17, are not gathered again where the sum that they are a part of is kept.
-        words = {k: v / (6 * 17 * WIDTH) for k, v in audit.words.items()}
+        words = {k: v / (6 * 17 * WIDTH) for k, v in audit.sent_elements.items()}
         assert words["all-gather"] == pytest.approx(gathers, abs=0.06)
         assert words["reduce-scatter"] == pytest.approx(1, abs=0.05)
     for _ in range(3):

@@ -115,13 +115,13 @@ def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(
         # here, are gathered before the loop). The tied embedding is reduced at both of its uses.
         words += L * 12 * D * D // mp + CONFIG.vocab * D // mp
     # Outside of loops XLA may merge the last norm's two gathers, or not (jax 0.12 on CPU).
-    more = report.words_along("data") - words
+    more = report.elements_along("data") - words
     assert more == 0 or (stage == 3 and more == D)
     if stage == 0:
         # Megatron: two all-reduces of b·s·h in the forward pass and two in the backward, a layer.
         in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == L]
         assert {c.kind for c in in_layers} == {"all-reduce"}
-        assert sum(c.words for c in in_layers) == L * 4 * 2 * (ROWS // mp * CONFIG.seq) * D
+        assert sum(c.sent_elements for c in in_layers) == L * 4 * 2 * (ROWS // mp * CONFIG.seq) * D
 
 
 def test_axis_rules_do_not_leak_into_other_traces():

@@ -108,7 +108,7 @@ def test_a_block_on_several_devices_sends_two_elements():
     params = zero.eval_shape(lambda: {"table": jnp.zeros((101, 96)), "long": jnp.zeros(4099)})
     state = own.init(params)
     step = jax.jit(lambda g, s, p: own.apply(g, s, p), donate_argnums=(1, 2))
-    words = zero_jax.audit(step.lower(params, state, params).compile()).words
+    words = zero_jax.audit(step.lower(params, state, params).compile()).sent_elements
     scales = sum(x.size for x in state.inner.scales)
     # An all-reduce of two elements counts twice; 16 are for the norm.
     assert 4 * scales <= sum(words.values()) <= 4 * scales + 16

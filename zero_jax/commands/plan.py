@@ -39,7 +39,7 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import parse_bytes, unknown
-from zero_jax.plan import candidates, expert_words, meshes, pictures, proof
+from zero_jax.plan import candidates, expert_elements, meshes, pictures, proof
 from zero_jax.plan.advice import format_advice, least_seconds
 from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
@@ -322,7 +322,7 @@ def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> Abstr
         each = settings.global_batch_size // (devices // sizes.get("model", 1))
         each = each // settings.grad_accum_steps * tokens
         own = (config, devices // others, each, settings.remat, wires)
-        sizes["experts"] = expert_words.groups(*own)
+        sizes["experts"] = expert_elements.groups(*own)
         others *= sizes["experts"]
     data = sizes.pop("data", None)
     if devices % others or data not in (None, devices // others):
@@ -378,8 +378,8 @@ def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) ->
     would = groups if groups > 1 else math.gcd(experts, devices)
     if would == 1:
         return ""
-    wires = expert_words.wires(targets.target(target))
-    even = expert_words.even(config, would, devices, case.zero.config.remat, wires)
+    wires = expert_elements.wires(targets.target(target))
+    even = expert_elements.even(config, would, devices, case.zero.config.remat, wires)
     tokens = case.rows * case.row // (batch_shards(mesh) * case.zero.config.grad_accum_steps)
     how = f"experts are parallel in {groups} groups"
     if groups == 1:

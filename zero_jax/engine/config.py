@@ -234,7 +234,7 @@ class Config:
         # XLA would fetch activations ahead too, and compute them twice for it.
         if LIFETIMES[self.stage].copy != TOUCH or self._by_sequence:
             return None
-        words = max((layer.words for layer in layers), default=0)
+        words = max((layer.elements for layer in layers), default=0)
         gathered = self.wire.compute.itemsize if self.wire.gather_bits is None else 1
         return words * gathered, words * self.wire.reduce.itemsize
 

@@ -96,12 +96,12 @@ class Layers:
 
     Attributes:
       count: how many.
-      words: elements that one of them gathers on a device.
+      elements: elements that one of them gathers on a device.
       scanned: whether a loop runs them.
       policy: what they keep, as written; a `jax.checkpoint` of the model's own has its own.
     """
 
     count: int
-    words: int
+    elements: int
     scanned: bool
     policy: str

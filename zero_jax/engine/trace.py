@@ -64,7 +64,7 @@ class Traced:
         """Elements that one device gathers at once: the largest layer, or leaf that is in none."""
         alone = [leaf.cut for leaf in self.leaves if not (leaf.in_layer or leaf.by_rows)]
         sizes = [math.prod(cut.shape) // reading.shared(cut) for cut in alone]
-        return max([0, *sizes, *(layer.words for layer in self.layers)])
+        return max([0, *sizes, *(layer.elements for layer in self.layers)])
 
 
 def trace(

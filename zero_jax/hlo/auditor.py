@@ -25,22 +25,22 @@ from zero_jax.sharding.paths import Padded
 
 
 @dataclass(frozen=True)
-class Hidden:
+class Overlap:
     """Bytes of overlapped and of exposed communication.
 
     Attributes:
-      hidden: Bytes sent while matrix products are scheduled concurrently.
+      concurrent: Bytes sent while matrix products are scheduled concurrently.
       exposed: Bytes that the device waits for.
     """
 
-    hidden: int
+    concurrent: int
     exposed: int
 
     @property
     def fraction(self) -> float:
         """Fraction of the bytes that is overlapped; 1.0 if nothing is sent."""
-        both = self.hidden + self.exposed
-        return self.hidden / both if both else 1.0
+        both = self.concurrent + self.exposed
+        return self.concurrent / both if both else 1.0
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Audit:
         return self.temp_bytes / self.peak.bytes if self.peak.bytes else 1.0
 
     @property
-    def words(self) -> dict[str, int]:
+    def sent_elements(self) -> dict[str, int]:
         """Elements sent per device and step, by kind of collective.
 
         Raises:
             ValueError: If the trip count of a loop around a collective is unknown.
         """
         kinds = {c.kind: 0 for c in self.collectives}
-        return {k: sum(c.words for c in self.collectives if c.kind == k) for k in kinds}
+        return {k: sum(c.sent_elements for c in self.collectives if c.kind == k) for k in kinds}
 
-    def words_along(self, axis: str) -> int:
+    def elements_along(self, axis: str) -> int:
         """Returns the elements sent per device and step along one mesh axis.
 
         A collective over several axes counts for each of them.
@@ -102,9 +102,9 @@ class Audit:
         Args:
             axis: Name of the mesh axis.
         """
-        return sum(c.words for c in self.collectives if axis in c.axis.split("+"))
+        return sum(c.sent_elements for c in self.collectives if axis in c.axis.split("+"))
 
-    def words_per_param(self, num_params: int, model_parallel: int = 1) -> float:
+    def elements_per_param(self, num_params: int, model_parallel: int = 1) -> float:
         """Returns the elements sent over Ψ / MP: 2 at stages 0 to 2, 3 at stage 3.
 
         Args:
@@ -112,7 +112,9 @@ class Audit:
             model_parallel: Tensor-parallel degree, MP. Above 1, collectives along `model` alone are
                 left out.
         """
-        words = sum(c.words for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
+        words = sum(
+            c.sent_elements for c in self.collectives if model_parallel == 1 or c.axis != MODEL
+        )
         return words / num_params * model_parallel
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Audit:
             "largest_temporaries": [asdict(t) for t in self.peak.temporaries[:10]],
         }
 
-    def hidden(self, *, layers_only: bool = False) -> Hidden:
+    def overlap(self, *, layers_only: bool = False) -> Overlap:
         """Returns the bytes sent, split into overlapped and exposed communication.
 
         Args:
@@ -133,8 +135,8 @@ class Audit:
         sent = {True: 0, False: 0}
         for c in self.collectives:
             if c.in_layers or not layers_only:
-                sent[c.hidden] += c.sent_bytes
-        return Hidden(sent[True], sent[False])
+                sent[c.concurrent] += c.sent_bytes
+        return Overlap(sent[True], sent[False])
 
 
 def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
@@ -188,7 +190,7 @@ def format_table(report: Audit) -> str:
     line = "{:<18} {:<8} {:>12} {:>6} {:>6} {:>14}  {}"
     rows = []
     for c in report.collectives:
-        words = c.words if c.runs is not None or c.group_size == 1 else math.inf
+        words = c.sent_elements if c.runs is not None or c.group_size == 1 else math.inf
         runs = ("<=" if c.conditional else "") + str("?" if c.runs is None else c.runs)
         shown = "?" if words == math.inf else words
         source = c.op_name[-48:] or c.name
@@ -200,7 +202,7 @@ def format_table(report: Audit) -> str:
 
 def assert_communication(
     compiled: Compiled | Audit,
-    words_per_param: float | Mapping[str, float],
+    elements_per_param: float | Mapping[str, float],
     *,
     num_params: int | None = None,
     rel: float = 0.01,
@@ -209,7 +211,7 @@ def assert_communication(
 
     Args:
         compiled: The compiled step, or its audit (`Zero.plan(...).compiled`).
-        words_per_param: Expected elements sent divided by Ψ, in total or by kind of collective. By
+        elements_per_param: Expected elements sent over Ψ, in total or by kind of collective. By
             kind, an omitted kind must send nothing: stage 3 is
             `{"all-gather": 2, "reduce-scatter": 1}`.
         num_params: Ψ; None counts the leaves of a compiled function's first argument.
@@ -223,13 +225,13 @@ def assert_communication(
     if num_params is None:
         num_params = _count_params(compiled)
     try:
-        got = {kind: words / num_params for kind, words in report.words.items()}
+        got = {kind: words / num_params for kind, words in report.sent_elements.items()}
     except ValueError as error:
         raise AssertionError(f"{error}\n{format_table(report)}") from error
-    if isinstance(words_per_param, Mapping):
-        want = dict(words_per_param)
+    if isinstance(elements_per_param, Mapping):
+        want = dict(elements_per_param)
     else:
-        want, got = {"all": words_per_param}, {"all": sum(got.values())}
+        want, got = {"all": elements_per_param}, {"all": sum(got.values())}
     slack = rel * sum(want.values())
     if any(abs(got.get(k, 0) - want.get(k, 0)) > slack for k in got | want):
         raise AssertionError(

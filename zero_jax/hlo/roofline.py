@@ -39,12 +39,12 @@ class StepTime:
       kernel_seconds: Sum over kernels of the longer of compute and memory time.
       compute_seconds: Time of matrix products alone.
       memory_seconds: Time of memory traffic alone.
-      wire_seconds: Time of collectives alone.
+      communication_seconds: Time of collectives alone.
       exposed_seconds: Exposed communication time.
-      covered_seconds: Communication time overlapped by matrix products.
+      overlapped_seconds: Communication time overlapped by matrix products.
       flops: FLOPs of matrix products.
       traffic_bytes: Bytes that kernels read from and write to device memory.
-      wire_bytes: Bytes sent by each device.
+      communication_bytes: Bytes sent by each device.
       model_flops_fraction: Model FLOPs utilization, a fraction of the target's peak; None without
         `model_flops`.
       target: Target whose peaks were used.
@@ -55,20 +55,24 @@ class StepTime:
     kernel_seconds: float
     compute_seconds: float
     memory_seconds: float
-    wire_seconds: float
+    communication_seconds: float
     exposed_seconds: float
-    covered_seconds: float
+    overlapped_seconds: float
     flops: int
     traffic_bytes: int
-    wire_bytes: float
+    communication_bytes: float
     model_flops_fraction: float | None
     target: Target
     assumptions: tuple[str, ...]
 
     @property
-    def covered(self) -> float:
+    def overlapped(self) -> float:
         """Fraction of communication time that matrix products overlap; 1.0 if nothing is sent."""
-        return self.covered_seconds / self.wire_seconds if self.wire_seconds else 1.0
+        return (
+            self.overlapped_seconds / self.communication_seconds
+            if self.communication_seconds
+            else 1.0
+        )
 
 
 def step_time(
@@ -115,12 +119,12 @@ def step_time(
         kernel_seconds=seconds,
         compute_seconds=work / target.flops,
         memory_seconds=traffic / target.memory_bandwidth,
-        wire_seconds=clock.wire_seconds,
+        communication_seconds=clock.communication_seconds,
         exposed_seconds=clock.waited,
-        covered_seconds=max(0.0, clock.wire_seconds - clock.waited),
+        overlapped_seconds=max(0.0, clock.communication_seconds - clock.waited),
         flops=int(work),
         traffic_bytes=int(traffic),
-        wire_bytes=clock.wire_bytes,
+        communication_bytes=clock.communication_bytes,
         model_flops_fraction=fraction,
         target=target,
         assumptions=_assumptions(target, flops.uncounted(), collectives),
@@ -134,8 +138,9 @@ def format_step_time(t: StepTime) -> str:
         f"kernels  {t.kernel_seconds:9.4f} s  compute {t.compute_seconds:.4f} s "
         f"({t.flops / 1e12:.1f} TFLOP), memory {t.memory_seconds:.4f} s "
         f"({t.traffic_bytes / 1e9:.1f} GB)",
-        f"sending  {t.wire_seconds:9.4f} s  overlapped {t.covered_seconds:.4f} s "
-        f"({t.covered:.0%}), exposed {t.exposed_seconds:.4f} s ({t.wire_bytes / 1e9:.1f} GB)",
+        f"sending  {t.communication_seconds:9.4f} s  overlapped {t.overlapped_seconds:.4f} s "
+        f"({t.overlapped:.0%}), exposed {t.exposed_seconds:.4f} s "
+        f"({t.communication_bytes / 1e9:.1f} GB)",
     ]
     if t.model_flops_fraction is not None:
         lines.append(f"model    {t.model_flops_fraction:9.1%}    of the peak FLOP/s")
@@ -148,7 +153,7 @@ def play(program: Program, collectives: Sequence[Collective], target: Target) ->
     return Timeline(
         program,
         lambda computation, i: flops.instruction(computation, i)[0] / target.flops,
-        {c.name: _wire(c, program.num_devices, target) for c in collectives if c.words},
+        {c.name: _wire(c, program.num_devices, target) for c in collectives if c.sent_elements},
     )
 
 

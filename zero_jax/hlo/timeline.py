@@ -37,8 +37,8 @@ class Clock:
     now: float = 0.0  # seconds of products and of waiting so far
     free: float = 0.0  # when the wire is through with all that was given to it
     waited: float = 0.0
-    wire_seconds: float = 0.0
-    wire_bytes: float = 0.0
+    communication_seconds: float = 0.0
+    communication_bytes: float = 0.0
 
     @property
     def behind(self) -> float:
@@ -48,8 +48,8 @@ class Clock:
     def send(self, wire: Wire) -> float:
         """Gives the wire something; returns when it is through."""
         self.free = max(self.now, self.free) + wire.seconds
-        self.wire_seconds += wire.seconds
-        self.wire_bytes += wire.bytes
+        self.communication_seconds += wire.seconds
+        self.communication_bytes += wire.bytes
         return self.free
 
     def wait(self, end: float) -> None:
@@ -60,7 +60,7 @@ class Clock:
     def repeat(self, before: "Clock", times: int) -> None:
         """All that has happened since, so many times more."""
         self.free += times * (self.now - before.now)
-        for name in ("now", "waited", "wire_seconds", "wire_bytes"):
+        for name in ("now", "waited", "communication_seconds", "communication_bytes"):
             now = getattr(self, name)
             setattr(self, name, now + times * (now - getattr(before, name)))
 

@@ -64,22 +64,22 @@ class Collective:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the main fields as plain data, for JSON."""
-        names = ("kind", "dtype", "bytes", "axis", "runs", "asynchronous", "hidden", "in_loop")
+        names = ("kind", "dtype", "bytes", "axis", "runs", "asynchronous", "concurrent", "in_loop")
         return {**{name: getattr(self, name) for name in names}, "from": self.op_name}
 
     @property
-    def hidden(self) -> bool:
+    def concurrent(self) -> bool:
         """True if it is scheduled concurrently with matrix products, whatever their duration."""
         return self.asynchronous and self.overlapped_flops > 0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes each device sends per step: `words` in bytes.
+        """Bytes each device sends per step: `sent_elements` in bytes.
 
         Raises:
             ValueError: If the trip count of a loop around it is unknown.
         """
-        return self.words * self.bytes // max(self.elements, 1)
+        return self.sent_elements * self.bytes // max(self.elements, 1)
 
     @property
     def scalar(self) -> bool:
@@ -87,7 +87,7 @@ class Collective:
         return self.elements == 1
 
     @property
-    def words(self) -> int:
+    def sent_elements(self) -> int:
         """Elements each device sends per step: runs × elements, twice that for an all-reduce.
 
         This is the paper's convention for many devices: a ring's factor (N-1)/N is left out. Groups
@@ -132,7 +132,7 @@ def collectives(
         ...   %p = bf16[4,2]{1,0} parameter(0)
         ...   ROOT %ag = bf16[32,2]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
         ... }'''
-        >>> [(c.kind, c.elements, c.group_size, c.words) for c in collectives(text)]
+        >>> [(c.kind, c.elements, c.group_size, c.sent_elements) for c in collectives(text)]
         [('all-gather', 64, 8, 64)]
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()

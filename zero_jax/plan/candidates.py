@@ -20,7 +20,7 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import Offload
-from zero_jax.plan.memory import words_per_param
+from zero_jax.plan.memory import elements_per_param
 from zero_jax.plan.planning import AnyZero
 from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
@@ -66,8 +66,8 @@ class Candidate:
           plan: The plan of this candidate.
           trained: Fraction of Ψ that is not frozen.
         """
-        words = words_per_param(self.stage, self.grad_accum_steps, self.remat, trained)
-        crossing = plan.host_words_per_param if plan is not None else 0.0
+        words = elements_per_param(self.stage, self.grad_accum_steps, self.remat, trained)
+        crossing = plan.host_elements_per_param if plan is not None else 0.0
         policy = policies.parse(self.remat)
         order = (policy.passes, policy.partitioned, self.grad_accum_steps, -self.stage)
         return (words + crossing, *order)

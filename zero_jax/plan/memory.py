@@ -107,7 +107,7 @@ def estimate(
       frozen: See `Zero`.
       model_axis: Partition of leaves over `model`: `Zero.model_axis`.
       experts: Size of the `experts` axis, over which experts are split and never gathered.
-      window: Elements gathered at once: the largest `Layers.words` of a trace, or the largest leaf
+      window: Elements gathered at once: the largest `Layers.elements` of a trace, or largest leaf
         outside layers. The default is the largest leaf.
       optimizer_state_dtype: See `Zero`.
 
@@ -177,16 +177,16 @@ def sent_per_param(
     return ((0, 2 * trained), (1, trained), (1, sums), (gathers * grad_accum_steps, sums))[stage]
 
 
-def words_per_param(
+def elements_per_param(
     stage: int, grad_accum_steps: int, remat: str | policies.Remat = "none", trained: float = 1.0
 ) -> float:
     """Returns the elements each device sends a step over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
 
     Arguments as for `sent_per_param`.
 
-    >>> [words_per_param(stage, 4) for stage in range(4)]
+    >>> [elements_per_param(stage, 4) for stage in range(4)]
     [2.0, 2.0, 5.0, 12.0]
-    >>> [words_per_param(stage, 1, trained=0.0) for stage in range(4)]
+    >>> [elements_per_param(stage, 1, trained=0.0) for stage in range(4)]
     [0.0, 1.0, 1.0, 2.0]
     """
     return sum(sent_per_param(stage, grad_accum_steps, remat, trained))

@@ -94,5 +94,5 @@ def _figures(plan: Plan | None) -> list[str]:
     if time is None:
         return [size, "", "", "", ""]
     exposed = f"{time.exposed_seconds / time.seconds:.0%}"
-    elements = f"{plan.words_per_param:.3f}" if plan.countable else "?"
-    return [size, elements, f"{time.covered:.0%}", f"{time.seconds:.3f}", exposed]
+    elements = f"{plan.elements_per_param:.3f}" if plan.countable else "?"
+    return [size, elements, f"{time.overlapped:.0%}", f"{time.seconds:.3f}", exposed]

@@ -26,7 +26,7 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST
-from zero_jax.plan import expert_words, forecast, proof, update_forecast
+from zero_jax.plan import expert_elements, forecast, proof, update_forecast
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.sharding import layout
 from zero_jax.sharding.cuts import Split
@@ -166,9 +166,9 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
         window=traced.window,
         trained=trained_part(full, settings.frozen),
         precision=settings.precision,
-        update_words=update.words,
-        token_words=expert_words.tokens(jaxpr.jaxpr),
-        travelling=expert_words.travelling(
+        update_elements=update.elements,
+        token_elements=expert_elements.tokens(jaxpr.jaxpr),
+        travelling=expert_elements.travelling(
             cuts, axis_size(settings.mesh, data_axis(settings.mesh)) // experts_size(settings.mesh)
         ),
         predicted=Predicted(

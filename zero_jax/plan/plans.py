@@ -8,7 +8,7 @@ from zero_jax.collectives.precision import Precision
 from zero_jax.engine.lifetimes import Layers
 from zero_jax.hlo import auditor, prove, roofline
 from zero_jax.hlo.targets import Target
-from zero_jax.plan.memory import sent_per_param, words_per_param
+from zero_jax.plan.memory import elements_per_param, sent_per_param
 from zero_jax.plan.tables import gigabytes, table
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL
@@ -87,9 +87,9 @@ class Plan:
       window: Elements of the largest layer or leaf that is gathered at once.
       predicted: Predicted bytes by term.
       trained: Fraction of Ψ that is not frozen.
-      update_words: Elements that the update sends for matrix products of partitioned matrices, in
+      update_elements: Elements that the update sends for products of partitioned matrices, in
         addition to ZeRO's.
-      token_words: Elements of tokens sent to expert-parallel devices and back.
+      token_elements: Elements of tokens sent to expert-parallel devices and back.
       travelling: Fraction of Ψ outside expert parallelism, which is gathered and reduced.
       precision: Dtypes of the step, which determine the bytes per element sent.
       compiled: Audit of the compiled program; None if only predicted.
@@ -107,8 +107,8 @@ class Plan:
     window: int
     predicted: Predicted
     trained: float = 1.0
-    update_words: float = 0.0
-    token_words: float = 0.0
+    update_elements: float = 0.0
+    token_elements: float = 0.0
     travelling: float = 1.0
     precision: Precision = Precision()
     compiled: auditor.Audit | None = None
@@ -136,7 +136,7 @@ class Plan:
         return self.axes.get(MODEL, 1)
 
     @property
-    def words_per_param(self) -> float:
+    def elements_per_param(self) -> float:
         """Elements that ZeRO sends per device and step, divided by Ψ / MP.
 
         Counted in the compiled program if there is one. Otherwise it is the closed form of the
@@ -147,9 +147,9 @@ class Plan:
           ValueError: A loop with a collective has an unknown trip count; see `countable`.
         """
         if self.compiled is not None:
-            return self.compiled.words_per_param(self.num_params, self.model_parallel)
-        own = self.update_words + self.token_words
-        zeros = words_per_param(self.stage, self.grad_accum_steps, self.remat, self.trained)
+            return self.compiled.elements_per_param(self.num_params, self.model_parallel)
+        own = self.update_elements + self.token_elements
+        zeros = elements_per_param(self.stage, self.grad_accum_steps, self.remat, self.trained)
         return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
 
     @property
@@ -163,14 +163,14 @@ class Plan:
           ValueError: A loop with a collective has an unknown trip count; see `countable`.
         """
         if self.compiled is not None:
-            sent = self.compiled.hidden()
-            return sent.hidden + sent.exposed
+            sent = self.compiled.overlap()
+            return sent.concurrent + sent.exposed
         known = (self.stage, self.grad_accum_steps, self.remat, self.trained)
         gathered, reduced = sent_per_param(*known)
         precision, psi = self.precision, self.num_params / self.model_parallel
         each = gathered * precision.param_comm_bytes + reduced * precision.grad_comm_bytes
-        update = self.update_words * 4  # of fp32 momentum and what is made of it
-        tokens = self.token_words * precision.compute.itemsize
+        update = self.update_elements * 4  # of fp32 momentum and what is made of it
+        tokens = self.token_elements * precision.compute.itemsize
         return self.travelling * psi * each + update + tokens
 
     @property
@@ -180,7 +180,7 @@ class Plan:
         return 2 * (predicted.host_states + self.grad_accum_steps * predicted.host_saved)
 
     @property
-    def host_words_per_param(self) -> float:
+    def host_elements_per_param(self) -> float:
         """`host_bytes_sent` in elements of 2 bytes, divided by Ψ / MP."""
         return self.host_bytes_sent / _WORD_BYTES / max(self.num_params / self.model_parallel, 1)
 
@@ -213,7 +213,7 @@ class Plan:
                 "alias_bytes": self.predicted.alias_bytes,
                 "terms": self.predicted.terms,
             },
-            "words_per_param": self.words_per_param if self.countable else None,
+            "elements_per_param": self.elements_per_param if self.countable else None,
             "sent_bytes": self.sent_bytes if self.countable else None,
         }
         if self.compiled is None:
@@ -222,13 +222,13 @@ class Plan:
             "target": self.target.name if self.target else None,
             "error": self.error,
             "compiled": self.compiled.as_dict(),
-            "hidden_fraction": {
-                "layer_loop": self.compiled.hidden(layers_only=True).fraction,
-                "step": self.compiled.hidden().fraction,
+            "concurrent_fraction": {
+                "layer_loop": self.compiled.overlap(layers_only=True).fraction,
+                "step": self.compiled.overlap().fraction,
             }
             if self.countable
             else None,
-            "covered_fraction": self.time.covered if self.time else None,
+            "overlapped_fraction": self.time.overlapped if self.time else None,
             "collectives": [c.as_dict() for c in self.compiled.collectives],
             "flops": self.compiled.flops,
             "flops_not_counted": list(self.compiled.uncounted),
@@ -273,7 +273,7 @@ def format_layers(plan: Plan) -> str:
     if not plan.layers:
         return "layers: none found, so remat has no effect"
     found = [
-        f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.words:,} parameters, remat "
+        f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.elements:,} parameters, remat "
         f"{x.policy}"
         for x in plan.layers
     ]
@@ -334,7 +334,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
 
 
 def _elements_sent(plan: Plan, digits: int) -> str:
-    return f"{plan.words_per_param:.{digits}f}" if plan.countable else "?"
+    return f"{plan.elements_per_param:.{digits}f}" if plan.countable else "?"
 
 
 def _bytes_sent(plan: Plan) -> str:
@@ -345,14 +345,16 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
     assert plan.compiled is not None
     if not plan.countable:
         return "unknown: a loop around a collective depends on data"
-    sent = plan.compiled.hidden(layers_only=layers_only)
-    return f"{gigabytes(sent.hidden)} concurrent with a matmul, {gigabytes(sent.exposed)} exposed"
+    sent = plan.compiled.overlap(layers_only=layers_only)
+    return (
+        f"{gigabytes(sent.concurrent)} concurrent with a matmul, {gigabytes(sent.exposed)} exposed"
+    )
 
 
 def _overlapped(time: roofline.StepTime) -> str:
     """Formats the communication time that matrix products are long enough to overlap."""
     exposed = time.exposed_seconds / time.seconds if time.seconds else 0.0
-    said = f"{time.covered:.0%} of {time.wire_seconds:.4f} s of communication"
+    said = f"{time.overlapped:.0%} of {time.communication_seconds:.4f} s of communication"
     if exposed < _MUCH:
         return said
     return f"{said}; exposed for {exposed:.0%} of the step: compare meshes with `plan meshes`"

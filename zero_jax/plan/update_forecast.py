@@ -28,11 +28,11 @@ class Update:
     """Of one device and step.
 
     Attributes:
-      words: that are sent, of whatever dtype, for products over what is cut.
+      elements: that are sent, of whatever dtype, for products over what is cut.
       held: bytes of what is sent and received, and of what an owner works on, at the worst instant.
     """
 
-    words: float = 0
+    elements: float = 0
     held: int = 0
 
     @property
@@ -54,7 +54,7 @@ def forecast(settings: Config, tx: optax.GradientTransformation, full: PyTree) -
     made = program(settings, tx, full)
     held = [temporaries.forecast(one.traced, 0).bytes for one in made.exchanges]
     sent = sum(one.sent for one in made.exchanges)
-    return Update(words=sent + made.left, held=max(held, default=0))
+    return Update(elements=sent + made.left, held=max(held, default=0))
 
 
 def program(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> Program:
