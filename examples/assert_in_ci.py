@@ -1,8 +1,8 @@
-"""A test for one's own CI: what a device holds and what a step sends, read from the program.
+"""A continuous-integration test of memory and communication, read from the compiled program.
 
 Copy it beside your tests, with your model in the place of `make` and `loss_fn`. It needs no GPU:
-XLA compiles the step for eight fake devices, and its program says how much memory it takes and how
-often which collective runs. The day that a change makes a device hold or send more, it fails.
+XLA compiles the step for eight simulated CPU devices. The test fails when a change makes a device
+store or send more.
 
     pytest examples/assert_in_ci.py
     python examples/assert_in_ci.py
@@ -47,17 +47,17 @@ def compiled_step():
 def test_no_device_holds_more_than_its_share():
     audit = compiled_step()
     print(
-        f"each device holds {audit.argument_bytes:,} bytes at rest, {audit.total_bytes:,} at most"
+        f"bytes per device: {audit.argument_bytes:,} between steps, {audit.total_bytes:,} at most"
     )
     assert audit.total_bytes <= MOST_BYTES
 
 
-def test_a_step_sends_three_words_for_each_parameter():
+def test_a_step_sends_three_elements_per_parameter():
     audit = compiled_step()
-    print("words sent by each device:", audit.sent_elements)
+    print("elements sent by each device:", audit.sent_elements)
     assert audit.elements_per_param(PSI) <= 3.01  # the rest are sums of single numbers
 
 
 if __name__ == "__main__":
     test_no_device_holds_more_than_its_share()
-    test_a_step_sends_three_words_for_each_parameter()
+    test_a_step_sends_three_elements_per_parameter()

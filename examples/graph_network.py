@@ -19,7 +19,7 @@ from held import print_held
 
 import zero_jax
 
-jax.config.update("jax_num_cpu_devices", 4)  # fake devices in one line; GPUs stay as many as are
+jax.config.update("jax_num_cpu_devices", 4)  # simulated CPU devices; GPUs are all used
 
 PARTS, NODES, EDGES, GRAPHS, FEATURES = 8, 48, 96, 9, 16  # all but the first: of a part, padded
 

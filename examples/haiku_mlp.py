@@ -15,7 +15,7 @@ from held import print_held
 
 import zero_jax
 
-jax.config.update("jax_num_cpu_devices", 4)  # fake devices in one line; GPUs stay as many as are
+jax.config.update("jax_num_cpu_devices", 4)  # simulated CPU devices; GPUs are all used
 
 model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([256, 256, 8])(x)))
 x = jax.random.normal(jax.random.key(1), (64, 32))

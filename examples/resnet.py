@@ -19,7 +19,7 @@ from held import print_held
 
 import zero_jax
 
-jax.config.update("jax_num_cpu_devices", 4)  # fake devices in one line; GPUs stay as many as are
+jax.config.update("jax_num_cpu_devices", 4)  # simulated CPU devices; GPUs are all used
 
 
 class ResNet(nn.Module):

@@ -43,18 +43,19 @@ GROUPS = (
 )
 
 
+# Fields of the last base come first, so that a run lists its settings in the order of `--help`.
 @dataclasses.dataclass(frozen=True)
 class Config(
-    RunSettings,
-    ModelSettings,
-    DataSettings,
-    DeviceSettings,
-    OptimizerSettings,
-    ZeroSettings,
-    LoraSettings,
-    LogSettings,
-    CheckpointSettings,
     ProcessSettings,
+    CheckpointSettings,
+    LogSettings,
+    LoraSettings,
+    ZeroSettings,
+    OptimizerSettings,
+    DeviceSettings,
+    DataSettings,
+    ModelSettings,
+    RunSettings,
 ):
     """All settings of a run."""
 

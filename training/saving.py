@@ -183,16 +183,6 @@ def _compare(
         raise Damaged(f"{where}: its checksums of the data are {sums!r:.80}, not an object")
     _check_order(order, extra["order"], where)
     warnings = check_settings(settings, before, where)
-    if (
-        "base" in contents
-        and "base" not in sums
-        and settings.get("init_from") != before.get("init_from")
-    ):
-        warnings.append(
-            f"--init-from {settings.get('init_from')} is given, and {where}, was trained with "
-            f"--init-from {before.get('init_from')}. An older release saved no checksum of the "
-            "frozen model. Give the former folder if the weights differ"
-        )
     return warnings + _changed_contents(contents, sums, where)
 
 

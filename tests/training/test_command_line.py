@@ -29,7 +29,7 @@ from zero_jax.commands import plan
 
 __all__ = ["folder"]  # a fixture
 # Flags that a command of the plan lacks.
-LACKING = {"memory": "--latencies", "compile": "", "auto": "--latencies"}
+LACKING = {"memory": "--latencies", "compile": "", "auto": "--latencies --stage --paper-config"}
 LACKING |= {"meshes": "--latencies --json --plot"}
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
@@ -42,7 +42,12 @@ def setting(default: Any, help: str, **about: str) -> Any:
 
 
 def parse(
-    groups: Sequence[type], args: Sequence[str], *, prog: str, description: str
+    groups: Sequence[type],
+    args: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    hidden: Collection[str] = (),
 ) -> dict[str, Any]:
     """Returns the settings that a command line and its `--config` file give, by name.
 
@@ -54,6 +59,7 @@ def parse(
       args: The command line, without the program's name.
       prog: The program's name.
       description: First paragraphs of the help.
+      hidden: Settings that help does not show: the command raises an error for them.
 
     >>> @dataclasses.dataclass
     ... class Data:
@@ -72,7 +78,7 @@ def parse(
     about = "YAML file of these settings; flags override it (default: none)"
     parser.add_argument("--config", metavar="FILE", help=about)
     for group in groups:
-        _add(parser, group)
+        _add(parser, group, hidden)
     given = vars(parser.parse_args(args))
     if "config" in given:
         parser.file = given.pop("config")
@@ -127,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {where}{message}\n")
 
 
-def _add(parser: argparse.ArgumentParser, cls: type) -> None:
+def _add(parser: argparse.ArgumentParser, cls: type, hidden: Collection[str]) -> None:
     """Adds the fields of a dataclass as one group."""
     group = parser.add_argument_group((cls.__doc__ or "").partition("\n")[0].rstrip("."))
     kinds = typing.get_type_hints(cls)
@@ -137,12 +143,12 @@ def _add(parser: argparse.ArgumentParser, cls: type) -> None:
         about: dict[str, Any] = {"dest": field.name}
         if own == [bool]:
             negative = "--no-" + names[0][2:]
-            shown, hidden = (negative, names[0]) if field.default else (names[0], negative)
+            shown, other = (negative, names[0]) if field.default else (names[0], negative)
             about["action"] = "store_false" if field.default else "store_true"
             text = field.metadata["help"].rstrip(".") + " (default: off)"
             group.add_argument(shown, help=text, **about)
             about["action"] = "store_true" if field.default else "store_false"
-            group.add_argument(hidden, help=argparse.SUPPRESS, **about)
+            group.add_argument(other, help=argparse.SUPPRESS, **about)
             continue
         choices = [value for k in own if get_origin(k) is Literal for value in get_args(k)]
         listed = ": " + ", ".join(map(str, choices)) if len(choices) > 1 else ""
@@ -152,6 +158,8 @@ def _add(parser: argparse.ArgumentParser, cls: type) -> None:
             "" if opening else f" (default: {'none' if field.default is None else field.default})"
         )
         about["help"] = (head + listed + opening + tail + default).replace("%", "%%")
+        if field.name in hidden:
+            about["help"] = argparse.SUPPRESS
         about["metavar"] = field.metadata["metavar"] or ("NAME" if choices else _METAVARS[own[0]])
         about["type"] = _choice(choices) if choices else _number(own[0])
         group.add_argument(*names, **about)

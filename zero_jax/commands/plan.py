@@ -179,7 +179,10 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
     8
     """
     prog, about = f"{_PROG} {command}", _COMMANDS[command][0]
-    given = command_line.parse(settings_of(command), args, prog=prog, description=about)
+    hidden = ("stage", "paper_config") if command == "auto" else ()
+    given = command_line.parse(
+        settings_of(command), args, prog=prog, description=about, hidden=hidden
+    )
     if command == "auto":
         if given.get("stage", AUTO) != AUTO or "paper_config" in given:
             raise ValueError("auto chooses the stage: leave --stage and --paper-config out")

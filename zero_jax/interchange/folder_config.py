@@ -49,7 +49,7 @@ def read(folder: Path) -> dict[str, Any]:
         adapters = (path.parent / "adapter_config.json").exists()
         instead = (
             ". The folder holds adapters: give the folder of their base model, and this one as "
-            "`adapter` (--adapter)"
+            "`adapter` (train.py: --lora-init-from)"
         )
         raise ValueError(f"{path} is missing: transformers models have one{instead * adapters}")
     return read_json(path, MOST_CONFIG_BYTES)

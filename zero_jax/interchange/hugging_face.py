@@ -116,8 +116,8 @@ def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
     if os.path.lexists(folder / ADAPTERS):
         raise ValueError(
             f"{folder}: `{ADAPTERS}` would make transformers add adapters to the model, which is "
-            "unsupported: move it to another folder, and give that as `adapter` (--adapter) to "
-            "use it"
+            "unsupported. Move it to another folder, and give that as `adapter` (train.py: "
+            "--lora-init-from)"
         )
     return _Model(files, hf.layout(model), str(folder), rounded)
 

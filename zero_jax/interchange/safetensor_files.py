@@ -236,7 +236,7 @@ def _instead(folder: pathlib.Path) -> str:
     if "adapter_model.safetensors" in others:
         return (
             "adapter_model.safetensors holds adapters. Give the folder of their base model, and "
-            "this one as `adapter` (--adapter)"
+            "this one as `adapter` (train.py: --lora-init-from)"
         )
     pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in names)
     named = f"{_few(others)} has an unsupported name; " if others else ""
