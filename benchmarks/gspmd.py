@@ -73,7 +73,7 @@ def _mean_loss(case: Case, chunks: int) -> Callable[[PyTree, jax.Array], jax.Arr
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return jnp.sum(losses)
 
-        parts = model.overlap(tokens[:, :-1]), tokens[:, 1:]
+        parts = model.hidden(tokens[:, :-1]), tokens[:, 1:]
         if chunks == 1:
             return total(parts) / parts[1].size
         # Along rows: chunks of all tokens would be chunks of all devices' tokens, and be gathered.

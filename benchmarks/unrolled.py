@@ -121,7 +121,7 @@ def forms(config: gpt.GPTConfig) -> dict[str, tuple[Callable[[], Any], Callable[
 
     def nnx_loss(params: Any, rows: jax.Array) -> zero_jax.Weighted:
         model = nnx.merge(listed, params)
-        x = model.overlap(rows[:, :-1])
+        x = model.hidden(rows[:, :-1])
         return _entropy(x, model.wte.embedding[...], rows[:, 1:], chunk)
 
     def linen_loss(params: Any, rows: jax.Array) -> zero_jax.Weighted:

@@ -232,7 +232,7 @@ FIELDS = [(GPT, "heads", 3), (GPT, "dropout", 1.0), (GPT, "attention", "flash"),
 REFUSALS = [
     *((f"{k}`={v!r}", changed(config, **{k: v})) for config, k, v in FIELDS),
     ("'13B'.*'13b'", lambda: gpt.preset("13B")),
-    ("17 tokens.* 16 ", lambda: model(GPT).overlap(jnp.zeros((1, 17), int))),
+    ("17 tokens.* 16 ", lambda: model(GPT).hidden(jnp.zeros((1, 17), int))),
     ("mask", lambda: gpt.loss(model(GPT), jnp.zeros((3, 12), int), jnp.ones((3, 12)))),
     ("prompt", lambda: gpt.generate(model(GPT), jnp.zeros(0, int), 1, jax.random.key(0))),
     ("sliding", changed(PLAIN, window=3, sliding=(True,))),

@@ -59,7 +59,7 @@ def test_compute_follows_the_dtype_of_the_parameters(dtype):
 
     def run(params):
         model = nnx.merge(graphdef, params)
-        return model.overlap(tokens), model(tokens), gpt.loss(model, tokens)
+        return model.hidden(tokens), model(tokens), gpt.loss(model, tokens)
 
     jaxpr, (hidden, *fp32) = jax.make_jaxpr(run, return_shape=True)(params)
     assert hidden.dtype == dtype and {x.dtype for x in jax.tree.leaves(fp32)} == {jnp.float32.dtype}
@@ -77,7 +77,7 @@ def test_dropout_differs_by_layer_branch_and_key_and_is_off_without_a_key():
     for linear, sizes in [(model.blocks.attn.proj, (1, 16)), (model.blocks.mlp.down, (4, 64))]:
         linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
         linear.bias[...] = jnp.ones_like(linear.bias[...]) * jnp.array(sizes)[:, None]
-    run = jax.jit(lambda key: model.overlap(jnp.zeros((1, 16), int), dropout_key=key)[0])
+    run = jax.jit(lambda key: model.hidden(jnp.zeros((1, 16), int), dropout_key=key)[0])
     hidden = np.asarray(run(jax.random.key(0)))
     # 16 numbers if the four masks are independent, 4 if layers or branches share theirs.
     assert all(len(np.unique(np.round(row, 3))) == 16 for row in hidden)
