@@ -110,7 +110,7 @@ def test_a_slurm_job_with_a_killed_task_is_requeued_and_resumes(folder, tasks):
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     (script,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
     for old, new in [
-        (r"--nodes=2-8 --ntasks-per-node=8 --gpus-per-node=8", f"--nodes=2 -n {tasks}"),
+        (r"--nodes=2-4 --ntasks-per-node=8 --gpus-per-node=8", f"--nodes=2 -n {tasks}"),
         (r"srun python train.py .*", f"srun {' '.join(command)}"),
         (r"export JAX_COMPILATION_CACHE_DIR.*\n", ""),  # of GPU programs, and on a shared disk
     ]:

@@ -1,4 +1,4 @@
-"""Environment variables of SLURM and OpenMPI: how many processes, and which GPUs are whose."""
+"""Environment variables of SLURM and Open MPI: how many processes, and which GPUs are whose."""
 
 import os
 
@@ -21,7 +21,7 @@ _MOST = 2**32 - 1  # SLURM's job ids are unsigned
 
 
 def launched_processes() -> int:
-    """Returns how many processes SLURM or OpenMPI started; 1 where neither did.
+    """Returns how many processes SLURM or Open MPI started; 1 where neither did.
 
     Raises:
       ValueError: the variable that says so is not a whole number of at least 1.

@@ -30,7 +30,7 @@ def initialize(
 ) -> None:
     """Joins this process to the run; does nothing for a run of one process.
 
-    SLURM and OpenMPI 4 are recognised; otherwise give all three arguments. Call it before anything
+    SLURM and Open MPI 4 are recognised; otherwise give all three arguments. Call it before anything
     that uses a device.
 
     Under a launcher, each process takes the GPU of its local rank. It takes the only GPU that it
@@ -60,7 +60,7 @@ def initialize(
         if coordinator is None or num_processes is None or process_id is None:
             raise ValueError(
                 f"coordinator={coordinator!r}, num_processes={num_processes!r}, "
-                f"process_id={process_id!r}: give all three, or none under SLURM or OpenMPI"
+                f"process_id={process_id!r}: give all three, or none under SLURM or Open MPI"
             )
         if not 0 <= process_id < num_processes:
             raise ValueError(
