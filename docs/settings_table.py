@@ -167,7 +167,7 @@ def _row(own: list[Source]) -> str:
         "yes" if len(commands) == len(COMMANDS) else ", ".join(commands) or "no",
         python,
         _kind(own),
-        "required" if first.default is inspect.Parameter.empty else _value(first.default),
+        _default(own),
         unit_of(own),
         _meaning(own),
     ]
@@ -205,6 +205,12 @@ def _member(kind: Any) -> str:
         kind = typing.get_origin(kind)
     name = getattr(kind, "__name__", None)
     return f"`{name or json.dumps(kind)}`".replace("`Callable`", "function")
+
+
+def _default(own: list[Source]) -> str:
+    if own[0].default is not inspect.Parameter.empty:
+        return _value(own[0].default)
+    return "required" + (f"; as a flag {_value(own[-1].default)}" if len(own) > 1 else "")
 
 
 def _value(value: Any) -> str:

@@ -47,7 +47,7 @@ def make(
 
 
 def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay is for.
+    """Returns True for each leaf with weight decay: kernels and embeddings.
 
     >>> decayed({"qkv": {"kernel": 1.0, "bias": 1.0}})
     {'qkv': {'bias': False, 'kernel': True}}

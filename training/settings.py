@@ -44,16 +44,19 @@ class OptimizerSettings:
     """Learning rate and seed."""
 
     learning_rate: float | None = setting(
-        None, "Peak learning rate (default: by the optimizer).", alias="--lr", unit="no unit"
+        None,
+        "Peak learning rate (default: by --optimizer and --init-from).",
+        alias="--lr",
+        unit="none",
     )
     warmup_steps: int | None = setting(
         None, "Linear warmup before cosine decay (default: a tenth)."
     )
-    weight_decay: float = setting(0.1, "Weight decay of matrices.", unit="no unit")
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", unit="none")
     max_grad_norm: float = setting(
-        1.0, "Maximum global gradient norm; 0 for no clipping.", unit="no unit"
+        1.0, "Maximum global gradient norm; 0 for no clipping.", unit="none"
     )
-    seed: int = setting(0, "Seed of parameters, data order and samples.", unit="no unit")
+    seed: int = setting(0, "Seed of parameters, data order and samples.", unit="none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ class LogSettings:
     """Evaluation, logs and debugging."""
 
     eval_steps: int = setting(200, "Steps between evaluations; 0 for one at the end.")
-    max_eval_batches: int = setting(64, "Batches of all evaluations but the last.")
+    max_eval_batches: int = setting(64, "Batches per evaluation; the final one uses all.")
     sample_tokens: int = setting(256, "Tokens to generate at the end; 0 for none.")
     check_replicas_steps: int = setting(0, "Steps between comparisons of replicas; 0: none.")
     wandb_project: str | None = setting(

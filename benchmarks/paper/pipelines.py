@@ -116,7 +116,7 @@ def schedules(p: int, m: int, v: int = 2) -> dict[str, Schedule]:
     # i, from 0, keeps p-i versions of its weights.
     stale = replace(one, name="PipeDream", idle=Fraction(0), in_flight=Fraction(p), rounds=m)
     stale = replace(stale, late=p - 1, versions=p)
-    stale = replace(stale, changes="stages; an optimizer that bears late gradients")
+    stale = replace(stale, changes="stages; an optimizer that tolerates late gradients")
     made = (gpipe, one, one_zero, woven, zb_h1, zb_h2, stale)
     return {schedule.name.partition(", v=")[0]: schedule for schedule in made}
 
@@ -224,16 +224,16 @@ def shorter_below(zero_bytes: float, sent: float, seconds: float, idle: float) -
 def format_table(s: Setting) -> str:
     """Returns the rows as a table, and the setting they are for."""
     header = "|states GB|in flight|models|held GB|idle|weights GB|between GB|rows for 10%|late"
-    header += "|versions|below GB/s|asks for"
+    header += "|versions|below GB/s|requires"
     rows, device = [header.split("|"), *(_cells(row, s) for row in compare(s))], s.device
     pipelines, each = s.devices // s.stages, s.micro_batches * s.rows // s.stages
     notes = [
         f"- batch: {pipelines * s.micro_batches * s.rows} rows of {s.seq}; {pipelines} pipelines "
-        f"of {s.stages} with {s.micro_batches} micro-batches of {s.rows}, or {each} a device",
+        f"of {s.stages} with {s.micro_batches} micro-batches of {s.rows}, or {each} per device",
         f"- products: {s.seconds:.2f} s a step at {_EFFICIENCY:.0%} of {device.flops / 1e12:g} "
         f"TFLOP/s; memory of a device: {device.memory_bytes / 1e9:g} GB",
-        f"- wire: a ring of all has {device.ring_wire(s.devices, device.host_devices) / 1e9:g} "
-        f"GB/s a device, through hosts of {device.host_devices}; a device alone "
+        "- interconnect: a ring of all devices has "
+        f"{device.ring_wire(s.devices, device.host_devices) / 1e9:g} GB/s per device, through hosts of {device.host_devices}; a single device "
         f"{device.slow_wire / 1e9:g} GB/s to other hosts",
         f"- layers: {_shared(s.config.layers, s.stages, 'stages')}; interleaved, "
         + _shared(s.config.layers, s.stages * s.chunks, "chunks"),

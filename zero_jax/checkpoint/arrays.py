@@ -30,7 +30,7 @@ _KNOWN = {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "com
 
 
 class Damaged(ValueError):
-    """What is on the disk is not what was written."""
+    """A file of a checkpoint differs from the one that was written."""
 
 
 def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class Precision:
     reduce_dtype: str = "fp32"
     param_comm_dtype: Literal["int8"] | None = None
     grad_comm_dtype: Literal["int8", "int4"] | None = None
-    initial_scale: float = dataclasses.field(default=2.0**16, metadata={"unit": "no unit"})
+    initial_scale: float = dataclasses.field(default=2.0**16, metadata={"unit": "none"})
     growth_interval: int = dataclasses.field(default=2000, metadata={"unit": "steps"})
 
     def __post_init__(self) -> None:

@@ -71,7 +71,9 @@ class TargetSettings:
         "h100", "Device kind: h100, h200, a100, b200, v5p or cpu.", metavar="DEVICE"
     )
     topology: str | None = setting(
-        None, "Hosts and devices, such as 8x1x8 (default: full hosts).", metavar="HxHxD"
+        None,
+        "NVLink domains x hosts x GPUs, such as 8x1x8 (default: full hosts).",
+        metavar="DxHxG",
     )
 
 

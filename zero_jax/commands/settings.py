@@ -37,11 +37,11 @@ class ModelSettings:
         None, "Vocabulary size (default: the model's, or 256 for bytes).", unit="tokens"
     )
     expert_capacity_factor: float | None = setting(
-        None, "Expert capacity factor (default: the model's).", unit="even shares"
+        None, "Expert capacity factor (default: the model's).", unit="ratio"
     )
-    global_batch_size: int = setting(16, "Sequences per step, over all devices.", unit="sequences")
+    global_batch_size: int = setting(16, "Rows per step, over all devices.", unit="rows")
     seq_len: int | None = setting(
-        None, "Tokens of a sequence (default: the model's limit, or 1024).", unit="tokens"
+        None, "Tokens of a row (default: the model's limit, or 1024).", unit="tokens"
     )
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = setting(
         "adamw", "Optimizer"
@@ -53,7 +53,7 @@ class DeviceSettings:
     """Devices and mesh."""
 
     devices: int | None = setting(
-        None, "Devices (default: all GPUs; without, --mesh or 4 simulated).", unit="devices"
+        None, "Devices (default: all GPUs in train.py, else those of --mesh, or 4).", unit="devices"
     )
     mesh: str | None = setting(
         None, "Sizes of replica, experts, data, model (tensor parallel).", metavar="AXIS=SIZE,..."
@@ -84,11 +84,13 @@ class ZeroSettings:
     )
     remat: str = _zero(
         "remat",
-        "Activation checkpointing: dots, block, block_sqrt, names:a; @host.",
+        "Activation checkpointing: dots, block, block_sqrt, names:a; @host, @partitioned.",
         metavar="POLICY",
     )
     offload: str | None = _zero(
-        "offload", "CPU offload: optimizer[,params][,activations][:nvme=DIR].", metavar="STATES"
+        "offload",
+        "CPU offload: optimizer[,params][,activations][:nvme=DIR|:auto].",
+        metavar="STATES",
     )
     sequence_parallel: bool = _zero(
         "sequence_parallel", "Sequence parallelism over the model axis."
@@ -119,10 +121,10 @@ class LoraSettings:
     """LoRA adapters of a frozen model."""
 
     lora_rank: int | None = setting(
-        None, "Rank of the adapters (default: none, all weights are trained).", unit="columns"
+        None, "Rank of the adapters (default: none, all weights are trained).", unit="dims"
     )
     lora_alpha: float | None = setting(
-        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="no unit"
+        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="none"
     )
     lora_targets: str = setting(
         ALL_LINEAR, "Adapted matrices, such as attn/q,attn/v.", metavar="PATHS"

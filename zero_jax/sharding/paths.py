@@ -20,12 +20,12 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A leaf at rest whose split dim was padded with zeros up to a multiple of N.
+    """A stored leaf whose sharded dim was padded with zeros up to a multiple of N.
 
     Attributes:
-      value: the array at rest.
-      dim: the padded dim, counted from the end.
-      size: its logical size.
+      value: The stored array, padding included.
+      dim: The padded dim, counted from the end.
+      size: Its size without padding.
     """
 
     value: Any

@@ -132,7 +132,7 @@ def _row(file: File, name: str, made: Arguments) -> Row:
         return label, given, TRANSLATED, f"{key.trainer[0]} of the Trainer, {usual}"
     off = shown(value).removesuffix(".0").lower() in ((key.same,) if key.same else _OFF)
     if key.verdict == UNSUPPORTED and off:
-        return label, given, NOT_NEEDED, "it is off, or the same here"
+        return label, given, NOT_NEEDED, "off, or the same in zero_jax"
     return label, given, key.verdict, key.why.format_map(made)
 
 
