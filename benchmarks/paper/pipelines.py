@@ -233,8 +233,9 @@ def format_table(s: Setting) -> str:
         f"- products: {s.seconds:.2f} s a step at {_EFFICIENCY:.0%} of {device.flops / 1e12:g} "
         f"TFLOP/s; memory of a device: {device.memory_bytes / 1e9:g} GB",
         "- interconnect: a ring of all devices has "
-        f"{device.ring_wire(s.devices, device.host_devices) / 1e9:g} GB/s per device, through hosts "
-        f"of {device.host_devices}; a single device {device.slow_wire / 1e9:g} GB/s to other hosts",
+        f"{device.ring_wire(s.devices, device.host_devices) / 1e9:g} GB/s per device, through "
+        f"hosts of {device.host_devices}; a single device {device.slow_wire / 1e9:g} GB/s to other "
+        "hosts",
         f"- layers: {_shared(s.config.layers, s.stages, 'stages')}; interleaved, "
         + _shared(s.config.layers, s.stages * s.chunks, "chunks"),
     ]

@@ -13,8 +13,8 @@ the error against the compiled program.
 What lives at the worst instant is told apart by what it is for (`Forecast.terms`); L layers,
 B sequences, T tokens, D width, c bytes of the compute dtype, r of the reduce dtype:
 
-  copy       gathered parameters: stage 0 at most cΨ (0 if c = 4), 1 and 2 cΨ, 3 those of the current
-             layer and of the next, gathered ahead
+  copy       gathered parameters: stage 0 at most cΨ (0 if c = 4), 1 and 2 cΨ, 3 those of a layer
+             and of the next, gathered ahead
   gradients  of parameters: stage 0, and 1 of several micro-batches, the full cΨ, else fp32 shards
              4Ψ/N (of scanned matrices rΨ/N, if there is one micro-batch) and one layer's
   saved      from forward to backward: remat "block" L·B·T·D·c, "block_sqrt" about √L·B·T·D·c;
