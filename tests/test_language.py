@@ -76,7 +76,7 @@ def test_so_are_those_of_help(command, capsys):
     with pytest.raises(SystemExit):
         command[0]([*command[1:], "--help"])
     text = capsys.readouterr().out
-    assert "--stage" in text
+    assert "--remat" in text
     check(re.sub(r"^ +-.*?(  |$)", "\n\n", text, flags=re.MULTILINE))
 
 
