@@ -51,8 +51,8 @@ class Zero:
       precision: A `Precision`, or "fp32", "bf16", "fp16" for its `compute_dtype`.
       grad_accum_steps: Number of gradient-accumulation steps, k. Gradients accumulate in fp32.
       remat: Activations saved for the backward pass, and where: a `Remat`, or "none", "dots",
-        "block", "block_sqrt", "names:a,b", with a place such as "block@partitioned+host",
-        "names:a@host,b" or "names@host:a"; or a policy of `jax.checkpoint_policies`.
+        "block", "block_sqrt", "names:a,b", "block@partitioned+host",
+        "names:a@host,b", "names@host:a"; or a policy of `jax.checkpoint_policies`.
       frozen: Leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
@@ -67,9 +67,9 @@ class Zero:
       memory_limit: Memory per device that "auto" may use, in bytes or as "80GB". The default is the
         size of JAX's memory pool on the device. For an ahead-of-time target it is the device memory
         less 8 %, reserved for the runtime and its libraries.
-      offload: States stored in host memory: "optimizer", "optimizer,params" or either with
-        ",activations", and ":nvme=DIR" for files or ":auto" to skip devices without host memory; or
-        an `Offload`.
+      offload: States stored in host memory: "optimizer", "optimizer,params", with
+        ",activations", ":nvme=DIR" (files) or ":auto" (if the device has host memory); or an
+        `Offload`.
       secondary_shards: At stage 3, also shard states over `replica` (hpZ of ZeRO++). A device
         gathers its shard of the parameters over `replica` once a step, in the compute dtype. Layers
         are then gathered over `data` alone. Source: ZeRO++ (arXiv:2306.10209), section 3.2.
