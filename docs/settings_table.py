@@ -148,46 +148,27 @@ def unit_of(own: list[Source]) -> str:
 
 
 def _table(title: str, rows: list[list[Source]]) -> str:
-    head = "| name | flag | train.py | plan | Zero | type | default | unit | meaning |"
-    return "\n".join([f"## {title}", "", head, "|---" * 9 + "|", *map(_row, rows), ""])
+    head = "| name | where | type | default | unit | meaning |"
+    return "\n".join([f"## {title}", "", head, "|---" * 6 + "|", *map(_row, rows), ""])
 
 
 def _row(own: list[Source]) -> str:
-    first, places = own[0], {source.place for source in own}
-    last = own[-1]  # a command line lists the values that a dtype may have
+    first, places = own[0], [source.place for source in own]
     name = f"`{first.name}`"
     if first.name in LINKS:
         name = f"[{name}]({LINKS[first.name]})"
     commands = [command for command in COMMANDS if command in places]
-    python = "yes" if "Zero" in places else "`Precision`" if "Precision" in places else "no"
-    cells = [
-        name,
-        _flag(last) if places - {"Zero", "Precision"} else "",
-        "yes" if "train.py" in places else "no",
-        "yes" if len(commands) == len(COMMANDS) else ", ".join(commands) or "no",
-        python,
-        _kind(own),
-        _default(own),
-        unit_of(own),
-        _meaning(own),
-    ]
+    where = [place for place in ("Zero", "Precision", "train.py") if place in places]
+    if commands:
+        where.append("plan" if len(commands) == len(COMMANDS) else f"plan {', '.join(commands)}")
+    cells = [name, ", ".join(where), _kind(own), _default(own), unit_of(own), _meaning(own)]
     return "| " + " | ".join(cells).replace("  ", " ") + " |"
 
 
 def _meaning(own: list[Source]) -> str:
     text = own[0].help.rstrip(".") + "."
-    return (
-        f"{_flag(own[0])}: {text}"
-        if own[0].place == "train.py" and own[0].default is True
-        else text
-    )
-
-
-def _flag(source: Source) -> str:
-    known = [field for group in config.GROUPS for field in dataclasses.fields(group)]
-    alias = next((f.metadata["alias"] for f in known if f.name == source.name), None)
-    own = flag(source.name) if source.default is not True else flag("no_" + source.name)
-    return ", ".join(f"`{name}`" for name in (own, alias) if name)
+    negative = own[0].place == "train.py" and own[0].default is True
+    return f"`{flag('no_' + own[0].name)}`: {text}" if negative else text
 
 
 def _kind(own: list[Source]) -> str:
