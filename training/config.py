@@ -32,6 +32,7 @@ from zero_jax.commands.settings import (
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO
+from zero_jax.names import parse_bytes
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator_address", "process_id", "output_dir", "debug"))
@@ -140,6 +141,8 @@ def check_numbers(config: Config) -> None:
                 f"{flag(name)} {given}: it must be at least {least} and at most {most:g}"
             )
     mesh_sizes(config.mesh)
+    if config.memory_limit is not None:
+        parse_bytes(config.memory_limit, "--memory-limit")
 
 
 def resolve(config: Config, rates: Mapping[str, float]) -> Config:

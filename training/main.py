@@ -57,6 +57,13 @@ def join(config: Config) -> None:
         *(config.coordinator_address, config.num_processes, config.process_id),
         wait_seconds=config.join_timeout_seconds,
     )
+    there = jax.device_count()
+    if config.devices not in (None, there) and jax.default_backend() != "cpu":
+        raise ValueError(
+            f"--devices {config.devices}: this run has {there} devices, and --devices simulates "
+            "CPU "
+            "devices only. Leave it out, and choose GPUs by CUDA_VISIBLE_DEVICES"
+        )
 
 
 def say_error(*words: object) -> None:

@@ -139,7 +139,11 @@ class Zero:
         object.__setattr__(self, "config", config)
 
     def replace(self, **settings: Any) -> Self:
-        """Returns a `Zero` with some settings replaced; takes the arguments of `Zero`."""
+        """Returns a `Zero` with some settings replaced; takes the arguments of `Zero`.
+
+        Others stay as `config` has them: activations that `offload` moved to host memory are in
+        `remat`, and offload that ":auto" turned off stays off.
+        """
         return type(self)(**{**vars(self.config), **settings})
 
     def at_stage(self, stage: Stage) -> Self:

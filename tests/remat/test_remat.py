@@ -320,6 +320,9 @@ REFUSALS = [
     ("block_sqrt.*7 layers", lambda: step_of(PRIME, "block_sqrt")),
     ("activations.*remat", zero(KNOWN.dots_saveable, offload="activations")),
     ("'hots'.*'host'", lambda: Remat("block", "hots")), ("policy", lambda: Remat("jax")),
+    ("comma", lambda: Remat("names", names={"a,b": "host"})),
+    ("no @", lambda: Remat("names", names=["a@host"])), (r"remat`=\['block'", zero(["block"])),
+    ("decides both", lambda: Remat("jax", "host", policy=KNOWN.dots_saveable)),
     ("policy", lambda: Remat("dots", policy=KNOWN.dots_saveable))]  # fmt: skip
 
 
@@ -332,6 +335,7 @@ def test_remat_refusals(named, call):
 SPELLED = [(Remat("block", "host"), "block@host"), (Remat("block_sqrt"), "block_sqrt@device"),
            (Remat("block", "partitioned+host"), "block@partitioned+host"),
            (Remat("names", names={"a": "host", "b": "device"}), "names:a@host, b"),
+           (Remat("names", names=["a", "b"]), "names:a,b"),
            (Remat("names", "host", [("a", "partitioned")]), "names@host:a@partitioned"),
            (Remat("jax", policy=KNOWN.dots_saveable), KNOWN.dots_saveable)]  # fmt: skip
 

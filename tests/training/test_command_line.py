@@ -111,10 +111,10 @@ FLAGS = "--max-steps 50 --lr 1e-3 --mesh data=2,model=2 --stage auto --memory-li
 FLAGS += "--grad-accum-steps 2 --profile --no-resume"
 WRONG = {  # in a file, and what the error names
     "max_step: 5": "max_step |max_steps", "[seed]": "mapping", "max_steps: many": "steps|'many'",
-    "max_steps: true": "max_steps", "seed: [1]": "seed", "resume: 1": "resume", "a: b: c": "line 1",
+    "max_steps: true": "max-steps", "seed: [1]": "seed", "resume: 1": "resume", "a: b: c": "line 1",
     "stage: 7": "--stage|'7'", "config: a.yaml": "config ", "no_resume: true": "no_resume |resume.",
-    "profile: an": "profile", "at: 2024-13-40": "month", "seed: 1.5": "--seed|'1.5'",
-    "\x00": "unacceptable",
+    "profile: an": "profile", "at: 2024-13-40": "at ", "seed: 1.5": "--seed|'1.5'",
+    "\x00": "unacceptable", "{seed: 1, seed: 2}": "seed |twice",
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import jax
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.collectives.precision import parse_dtype
 from zero_jax.sharding.cuts import Splitter
 
 PyTree = Any
@@ -35,7 +36,11 @@ def gather(
       The full leaves. Their gradients are shards, summed over `axis_name`. Gradients of leaves too
       small to split stay local: sum them with `jax.lax.psum`.
     """
-    wire = Wire(compute_dtype and jax.numpy.dtype(compute_dtype), jax.numpy.dtype(reduce_dtype))
+    known = [
+        given and parse_dtype(given, ("fp32", "bf16", "fp16"), name)
+        for given, name in ((compute_dtype, "compute_dtype"), (reduce_dtype, "reduce_dtype"))
+    ]
+    wire = Wire(*known)
     cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [gather_scatter.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]

@@ -76,12 +76,15 @@ def parse(
         allow_abbrev=False,
     )
     about = "YAML file of these settings; flags override it (default: none)"
-    parser.add_argument("--config", metavar="FILE", help=about)
+    parser.add_argument("--config", metavar="FILE", help=about, action="append")
     for group in groups:
         _add(parser, group, hidden)
     given = vars(parser.parse_args(args))
     if "config" in given:
-        parser.file = given.pop("config")
+        files = given.pop("config")
+        if len(files) > 1:
+            parser.error(f"--config is given {len(files)} times: give one file")
+        parser.file = files[0]
         given = {**vars(parser.parse_args(_words(parser))), **given}
     return given
 
@@ -101,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
-            if word.startswith("--"):
+            if word.startswith("--") and word != "--":
                 self.unknown(word.partition("=")[0])
         if unknown:
             self.error(f"{unknown[0]!r} follows no flag: write --name value")
@@ -130,6 +133,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         where = "" if self.file is None else f"--config {self.file}: "
+        if message.endswith("expected one argument"):
+            message += "; write --name=value for one that begins with a dash"
         self.exit(2, f"error: {where}{message}\n")
 
 
@@ -201,7 +206,7 @@ def _number(kind: type) -> Callable[[str], Any]:
 def _words(parser: _Parser) -> list[str]:
     """Returns the settings of the parser's YAML file as words of a command line."""
     try:
-        known = yaml.safe_load(pathlib.Path(parser.file or "").read_text(encoding="utf-8"))
+        known = yaml.load(pathlib.Path(parser.file or "").read_text(encoding="utf-8"), _Yaml)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(" ".join(str(error).split()))
     if known is not None and not isinstance(known, dict):
@@ -212,12 +217,27 @@ def _words(parser: _Parser) -> list[str]:
         if positive not in flags:
             parser.unknown(positive)
         negative = "--no-" + positive[2:]
-        switch = parser.has(negative)
-        if isinstance(value, bool) != switch or not isinstance(value, str | int | float | None):
+        switch, on = parser.has(negative), _SWITCH.get(str(value).lower())
+        if not isinstance(value, str) or (switch and on is None):
             kind = "true or false" if switch else "text or a number"
             parser.error(f"{name} is {value!r:.80}: {kind} is required")
         if switch:
-            words.append(positive if value else negative)
-        elif value is not None:
+            words.append(positive if on else negative)
+        elif value not in _ABSENT:
             words.append(f"{positive}={value}")
     return words
+
+
+_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_ABSENT = ("", "~", "null", "None")
+
+
+class _Yaml(yaml.BaseLoader):
+    """Reads scalars as they are written, such as `output_dir: 001`; refuses repeated names."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is given twice: remove one")
+        return super().construct_mapping(node, deep=deep)

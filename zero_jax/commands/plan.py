@@ -263,12 +263,12 @@ def _meshes(settings: PlanSettings) -> int:
 
     def plan(mp: int, compile: bool) -> Plan:
         mesh = ",".join(f"{axis}={size}" for axis, size in {**sizes, "model": mp}.items())
-        case = case_of(dataclasses.replace(settings, mesh=mesh))
+        case = case_of(dataclasses.replace(settings, mesh=mesh, devices=devices))
         return case.plan(settings.stage, **(aim if compile else {}))
 
     counts = meshes.splits(devices, sizes.get("replica", 1) * sizes.get("experts", 1))
     rows = list(meshes.compare(counts, plan, limit))
-    print(_title(case_of(settings), settings))
+    print(_title(case_of(dataclasses.replace(settings, devices=devices)), settings))
     print(meshes.format_meshes(rows))
     return 0 if meshes.fastest(rows) else 1
 

@@ -174,7 +174,7 @@ def with_paper_config(given: Mapping[str, Any]) -> dict[str, Any]:
         if other in given:
             raise ValueError(
                 f"--paper-config {name} sets --stage and --remat: leave {flag(other)} out, or "
-                "--paper-config"
+                "--paper-config; also of the file of --config"
             )
     return {**paper_config(name), **given}
 

@@ -99,6 +99,11 @@ class Config:
                 "state), 2 (and gradients) and 3 (and parameters). Use 3 for least memory, or "
                 '"auto" for the shortest modelled step that fits'
             )
+        if not (isinstance(self.remat, str | policies.Remat) or callable(self.remat)):
+            raise ValueError(
+                f"`remat`={self.remat!r}: the name of a policy, a zero_jax.Remat or a function of "
+                'jax.checkpoint_policies is required, for example remat="block"'
+            )
         if not isinstance(self.grad_accum_steps, int) or self.grad_accum_steps < 1:
             raise ValueError(
                 f"`grad_accum_steps`={self.grad_accum_steps!r}: an int of at least 1 is required"

@@ -165,7 +165,7 @@ def settle(offload: Offload, mesh: AnyMesh) -> Offload:
             f'offload="{offload}:auto" to offload only where it is supported'
         )
     stays = dataclasses.replace(offload, optimizer=False, params=False)
-    warnings.warn(f'`offload`="{offload}": {lacks}, so the state stays on the device', stacklevel=4)
+    warnings.warn(f'`offload`="{offload}": {lacks}, so the state stays on the device', stacklevel=5)
     return stays
 
 

@@ -74,7 +74,7 @@ class Remat:
       kind: "none", "dots", "block", "block_sqrt", "names", or "jax" for `policy`.
       inputs: Where inputs of layers (of groups, for block_sqrt) are saved: a `Place` or its name:
         "device", "host", "partitioned" or "partitioned+host".
-      names: Names of saved values and their places: a mapping, or pairs.
+      names: Names of saved values and their places: a mapping, pairs, or names alone.
       policy: A policy of `jax.checkpoint_policies`, or a function with its signature; kind "jax".
 
     Raises:
@@ -91,6 +91,7 @@ class Remat:
 
     def __post_init__(self) -> None:
         pairs = self.names.items() if isinstance(self.names, Mapping) else self.names
+        pairs = [(pair, DEVICE) if isinstance(pair, str) else pair for pair in pairs]
         object.__setattr__(self, "names", tuple((name, self._place(at)) for name, at in pairs))
         object.__setattr__(self, "inputs", self._place(self.inputs))
         if (self.kind == "jax") != (self.policy is not None):
@@ -98,6 +99,8 @@ class Remat:
                 f'`kind`={self.kind!r} with `policy`={self.policy!r}: kind "jax", and no other, '
                 "requires a policy"
             )
+        if self.policy is not None and (self.names or self.inputs != DEVICE):
+            raise ValueError("`names` and `inputs` contradict `policy`, which decides both")
         if self.kind != "jax":
             _check(self)
 
@@ -201,6 +204,8 @@ def _check(policy: Remat) -> None:
             f'`remat`={text!r}: "names", and no other policy, requires names of values, for '
             'example "names:a,b". Mark values with jax.ad_checkpoint.checkpoint_name(x, "a")'
         )
+    if any(name != name.strip() or {",", "@"} & {*name} for name in known):
+        raise ValueError(f"`remat`={text!r}: a name has no comma, no @ and no blank at its ends")
     if any(not name for name in known) or len(set(known)) < len(known):
         raise ValueError(
             f"`remat`={text!r}: write each name once, separated by commas, for example "
