@@ -67,7 +67,7 @@ def _config(layers: int, width: int, heads: int) -> GPTConfig:
 
 
 PRESETS: dict[str, GPTConfig] = {
-    "nano": GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=128),
+    "nano": GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=64),
     "124m": _config(12, 768, 12),
     "1.5b": _config(48, 1600, 25),
     "7.5b": _config(36, 4096, 32),

@@ -239,7 +239,7 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
     # Decay is for kernels and embeddings.
     shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(gpt.preset("nano"), rngs=nnx.Rngs(0))))
     flags, sizes = jax.tree.leaves(decayed(shapes)), [x.size for x in jax.tree.leaves(shapes)]
-    matrices = 4 * 12 * 128**2 + (256 + 128) * 128  # of four layers, of tokens and places
+    matrices = 4 * 12 * 128**2 + (256 + 64) * 128  # of four layers, of tokens and places
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
     # Of other steps than before both rates are said: half way of the cosine from 1 to 0.1, its end.
     before = {"max_steps": 6, "learning_rate": 1.0, "warmup_steps": 2}
