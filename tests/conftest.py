@@ -47,7 +47,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Imports the fixtures of some tests only if -m asks for those."""
     for marker, module in FIXTURES.items():
-        if marker in config.option.markexpr:
+        if marker in config.option.markexpr.replace(f"not {marker}", ""):
             config.pluginmanager.import_plugin(module)
 
 
