@@ -20,10 +20,10 @@ from training.supervise import WRONG, supervise
 from zero_jax.cluster.addresses import JoinError
 from zero_jax.cluster.processes import launched_processes
 from zero_jax.cluster.roll import ENDED
+from zero_jax.commands.settings import DEVICES
 from zero_jax.streams import lasting_streams
 
 MOST_DEVICES = 1024  # simulated ones of a process: each has a thread pool of its own
-DEVICES = 4  # of a machine without GPUs, unless it is asked for others
 
 
 def cpu_devices(config: Config) -> int | None:

@@ -35,7 +35,6 @@ from training.templates import Renderer, TemplateError
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Options = Mapping[str, Any]  # `tools` and other variables of a template
-LOSS_ON = ("assistant", "all")
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a tokenizer one at least
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _AUTO_MAP = ("tokenizer_config.json", "config.json")  # may name Python files of the folder

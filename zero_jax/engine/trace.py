@@ -89,7 +89,7 @@ def trace(
       batch: the global batch, or its shapes.
       extras: further arguments.
       has_aux: whether it returns (loss, aux).
-      grad_accum_steps: how many parts a device's rows are worked off in.
+      grad_accum_steps: Number of gradient-accumulation steps, k.
       told: warnings that were given of this loss; extended.
 
     Raises:
