@@ -106,6 +106,7 @@ def texts(path):
     return ["".join(parts) for parts in text]
 
 
+@pytest.mark.slow
 def test_a_new_run_prints_what_is_stored(tmp_path):
     # XLA_FLAGS of other tests change the temporaries of a step.
     own = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(DOCS.parent)}

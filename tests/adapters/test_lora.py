@@ -49,7 +49,7 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
 MORE = [("nf4", 3, 3, "block"), ("bf16", 8, 3, "none"), ("fp32", 4, 2, "block"),
         ("nf4", 5, 0, "block"), ("int8", 6, 3, "block"), ("bf16", 7, 1, "block")]  # fmt: skip
 CASES = [pytest.param(b, "all-linear", *more, marks=pytest.mark.slow) for b, *more in MORE]
-CASES += [("nf4", ["attn/q/", "mlp/"], 2, 3, "none")]
+CASES += [pytest.param("nf4", ["attn/q/", "mlp/"], 2, 3, "none", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("base", "targets", "n", "stage", "remat"), CASES)

@@ -116,7 +116,7 @@ def test_a_finished_process_is_not_dead(tmp_path):
     assert told and all(why.startswith("r2 ") for why in told), told
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_storage_that_fails_does_not_count_against_others(tmp_path, monkeypatch, capsys, lost):
     """It looks at the others and times its step though it cannot write, nor to stderr if `lost`."""
     if lost:

@@ -55,13 +55,14 @@ def problem(experts, capacity):
 @pytest.mark.parametrize(
     ("experts", "capacity", "sizes", "settings"),
     [
-        (4, 0.75, {"experts": 4, "data": 2}, {"stage": 0}),
+        pytest.param(4, 0.75, {"experts": 4, "data": 2}, {"stage": 0}, marks=pytest.mark.slow),
         (4, 0.75, {"experts": 2, "data": 1}, {"stage": 1, "grad_accum_steps": 2}),
         (4, 0.75, BOTH | {"replica": 2}, {"secondary_shards": True, "remat": "block_sqrt"}),
         (4, 0.75, BOTH | {"model": 2}, {"remat": "dots"}),
         (4, 0.75, BOTH, {"offload": "optimizer,params", "remat": "block@host"}),
-        (3, None, {"experts": 3, "data": 1}, {}),  # as many groups as experts
         (24, 2.0, BOTH, {"stage": 2, "grad_accum_steps": 2}),
+        # As many groups as experts.
+        pytest.param(3, None, {"experts": 3, "data": 1}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_one_device(experts, capacity, sizes, settings):

@@ -100,8 +100,11 @@ def derivatives(evaluate, grad_fn, params):
 
 # Rounding to int8 has no derivatives: they are those of the values before it.
 INT8 = zero_jax.Precision(param_comm_dtype="int8", grad_comm_dtype="int8")
-RUNS = [(weighted, {"remat": "block"}), (mean, {"precision": INT8})]
-RUNS += [(mean, {"stage": 1, "grad_accum_steps": 2})]
+RUNS = [
+    (weighted, {"remat": "block"}),
+    pytest.param(mean, {"precision": INT8}, marks=pytest.mark.slow),
+]
+RUNS += [pytest.param(mean, {"stage": 1, "grad_accum_steps": 2}, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("loss", "settings"), RUNS)
@@ -423,7 +426,10 @@ def together(remat):
     return Case(lambda: [*(make() for make, _ in models), leaves()], loss, TENS)
 
 
-@pytest.mark.parametrize(("own", "n", "stage", "remat"), [(0, 3, 3, "block"), (1, 4, 1, "dots")])
+SLOW = pytest.param(0, 3, 3, "block", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("own", "n", "stage", "remat"), [SLOW, (1, 4, 1, "dots")])
 def test_models_train_as_on_one_device(own, n, stage, remat):
     """With remat of the models or not. Not Adam: it makes steps of the rounding of a bias."""
     check_parity(together(own), {"data": n}, optax.sgd(1e-2), 3, stage=stage, remat=remat)

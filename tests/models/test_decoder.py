@@ -102,7 +102,9 @@ def test_documents_that_share_rows_have_the_gradients_of_rows_of_their_own():
     assert jnp.array_equal(first[0, 6:], second[0, 6:])
 
 
-PARITY = [(3, 2, 2, "plain", None), (1, 3, 1, "gemma", None), (3, 3, 1, "experts", 0.75)]
+PARITY = [(1, 3, 1, "gemma", None)]
+SLOW = [(3, 2, 2, "plain", None), (3, 3, 1, "experts", 0.75)]
+PARITY += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize(("stage", "n", "split", "name", "capacity"), PARITY)

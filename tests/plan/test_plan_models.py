@@ -19,6 +19,7 @@ from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.text_model import TextModel
 
 
+@pytest.mark.slow
 def test_a_folder_is_planned_by_its_config_and_model_flops_leave_out_frozen_gradients(tmp_path):
     config = families.preset("qwen3-0.6b", layers=2, width=64, hidden=128, vocab=256)
     (tmp_path / "config.json").write_text(json.dumps(hf.json_of(config, "bfloat16")))
@@ -44,6 +45,7 @@ SMALL |= {"vocab": 64, "seq": 32, "loss_chunk": 64}
 CONFIG = decoder.DecoderConfig(**SMALL, mixture=decoder.Mixture(4, 2, capacity=1.0))
 
 
+@pytest.mark.slow
 def test_bytes_and_words_are_those_of_the_program():
     """Two groups of two devices at stage 3."""
     mesh = zero_jax.make_mesh(experts=2, devices=jax.devices()[:4])

@@ -91,7 +91,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("replicas", "pieces", "bf16", "padding")
+NAMES = [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_mesh_stage_pieces_or_memory_tier(name):
     n, names, settings = CASES[name]
     zero, own = zero_of(n, **settings)

@@ -144,6 +144,7 @@ def test_a_file_of_settings_is_as_the_flags_which_override_it(folder, capsys):
         assert re.match("error: .*--paper-config c1.*--stage", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_from_its_config_yaml(folder, shared):
     own = "--max-steps 3 --seed 5 --paper-config c1 --no-resume --output-dir one"
     assert program.main([*TINY, *HERE, *own.split()]) == 0

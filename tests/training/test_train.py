@@ -119,6 +119,7 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
     assert [{k.split("/")[-1]: v for k, v in x} for x in logged] == metrics("out")
 
 
+@pytest.mark.slow
 def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monkeypatch):
     Path("other.txt").write_text(runs.TEXT)
     known = Manifest.read(done / "out/checkpoints/4/state").config
@@ -149,6 +150,7 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
     assert files == {path: path.read_bytes() for path in Path("out").glob("*.json*")}
 
 
+@pytest.mark.slow
 def test_runs_whose_steps_are_skipped_fail(folder, shared, monkeypatch, capsys):
     step = zero_jax.TrainStep.__call__
 
@@ -377,6 +379,7 @@ def check_exported(out, said, lora):
         assert (before != after[name]).any() == bool(trained) or "wpe" in name, name
 
 
+@pytest.mark.slow
 def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, monkeypatch):
     assert tune(*LORA, "--output-dir", "whole", "--export-dir", "tuned") == 0
     said = capsys.readouterr().out
@@ -400,6 +403,7 @@ def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, m
     assert not Path("new").exists()
 
 
+@pytest.mark.slow
 def test_all_weights_are_trained_unless_their_loss_is_not_finite(tune, capsys):
     assert tune("--output-dir", "out", "--export-dir", "tuned") == 0
     check_exported("tuned", capsys.readouterr().out, lora=False)
