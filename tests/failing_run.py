@@ -9,11 +9,11 @@ import jax
 
 import zero_jax
 from training.main import main
-from zero_jax.checkpoint.arrays import Array
+from zero_jax.checkpoint.arrays import StoredArray
 
 rank, where = int(sys.argv[1]), sys.argv[2]
-step, save = (zero_jax.TrainStep, "__call__", 5), (Array, "write", 60)  # in the second checkpoint
-place, name, after = {"step": step, "save": save}[where]
+places = {"step": (zero_jax.TrainStep, "__call__", 5), "save": (StoredArray, "write", 60)}
+place, name, after = places[where]  # "save": in the second checkpoint
 works, calls = getattr(place, name), []
 
 

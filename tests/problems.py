@@ -154,7 +154,7 @@ def ulps(got, want) -> float:
 def whole(tree) -> dict[str, np.ndarray]:
     found = {}
     for leaf in leaves.leaves(tree):
-        out = np.zeros(leaf.shape, jnp.dtype(leaf.stored_dtype))
+        out = np.zeros(leaf.array.shape, jnp.dtype(leaf.array.stored))
         for starts, piece in leaf.pieces():
             out[tuple(slice(a, a + n) for a, n in zip(starts, piece.shape, strict=True))] = piece
         found[leaf.name] = out

@@ -27,10 +27,10 @@ from training.show import Show, Speed, progress
 from training.stop import Stop, Stopped
 from training.together import interrupted, leaving_together, together
 from training.trainer import Trainer
-from zero_jax.checkpoint.replicas import check_replicas
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
+from zero_jax.sharding.replicas import check_replicas
 
 PyTree = Any
 Found = tuple[PyTree, int]  # states, and the step they are of

@@ -363,13 +363,12 @@ def _checkpoints(folder: Path, events: Sequence[Line]) -> list[Saved]:
     noted = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
     found = {step: Saved(step, time, None, "deleted") for step, time in noted.items()}
     if folder.is_dir():
-        from zero_jax.checkpoint import inspection  # here: it imports jax
-        from zero_jax.checkpoint.retention import is_step
+        from zero_jax.checkpoint.inspection import summary  # here: it imports jax
+        from zero_jax.checkpoint.retention import step_folders
 
-        for own in folder.iterdir():
-            if is_step(own.name) and own.is_dir():
-                seen = inspection.glance(int(own.name), own)
-                done = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else None
-                known = done or noted.get(seen.step)
-                found[seen.step] = Saved(seen.step, known, seen.nbytes, "; ".join(seen.problems))
+        for step, own in step_folders(folder).items():
+            seen = summary(own)
+            done = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else None
+            known = done or noted.get(step)
+            found[step] = Saved(step, known, seen.nbytes, "; ".join(seen.problems))
     return [found[step] for step in sorted(found)]

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 
 from training.resuming import check_release, check_settings
-from zero_jax.checkpoint.all_processes import by_the_first
 from zero_jax.checkpoint.arrays import Damaged
-from zero_jax.checkpoint.checkpoints import ITEM, Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints, on_first_process
 from zero_jax.checkpoint.inspection import folders
-from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.checkpoint.manifest import ITEM, Manifest
 from zero_jax.checkpoint.retention import set_aside
 from zero_jax.cluster.agreement import of_the_first
 from zero_jax.offload.state_files import discard
@@ -242,7 +241,7 @@ class Saver:
         self.place: Any = None  # in the data, from which the run goes on; None: the beginning
         self._checkpoints = None
         if from_step is not None:
-            by_the_first(lambda: _begin_from(out / FOLDER, from_step))
+            on_first_process(lambda: _begin_from(out / FOLDER, from_step))
         if every:
             self._checkpoints = Checkpoints(out / FOLDER, keep=keep, keep_every=keep_every)
         self._saved = 0

@@ -21,11 +21,11 @@ import pytest
 
 import zero_jax
 from zero_jax.checkpoint import arrays, checksum, inspection, retention, writer
-from zero_jax.checkpoint.arrays import Array, Damaged
+from zero_jax.checkpoint.arrays import Damaged, StoredArray
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import Manifest
-from zero_jax.checkpoint.replicas import ReplicasDiffer, check_replicas
 from zero_jax.commands.checkpoint import main
+from zero_jax.sharding.replicas import ReplicasDiffer, check_replicas
 
 TREE = {"w": jnp.arange(12.0).reshape(3, 4), "v": jnp.arange(5.0)}
 PIPES = ["state/arrays/0000/c/0", "state/manifest.json", "seal.json", "_CHECKPOINT_METADATA"]
@@ -43,8 +43,7 @@ def saved(tmp_path):
 
 
 def restored(directory, like=TREE):
-    with Checkpoints(directory, read_only=True) as checkpoints:
-        return checkpoints.restore(like)
+    return Checkpoints(directory, read_only=True).restore(like)
 
 
 def sharded(directory):
@@ -100,7 +99,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, name, sealed):
     os.mkfifo(path)
     if not sealed:
         (saved / "1" / "seal.json").unlink()
-    assert inspection.glance(1, saved / "1").nbytes > 0
+    assert inspection.summary(saved / "1").nbytes > 0
     if not sealed and "state" not in name:
         assert restored(saved).step == 1
         return
@@ -122,7 +121,7 @@ def forge(directory, whole=(), digest=None, **entry):
 
 
 FORGED = [  # named by the error, changes
-    ("v .*w|w .*v", {"folder": "arrays/0000"}), (r"0000/\.\.", {"folder": "arrays/0000/.."}),
+    ("w .*0000.*0001", {"folder": "arrays/0000"}), (r"0000/\.\.", {"folder": "arrays/0000/.."}),
     ("/tmp", {"folder": "/tmp"}), ("elsewhere", {"folder": "../../elsewhere"}),
     ("state", {"folder": "state"}), ("folder", {"folder": None}), ("-4", {"shape": [3, -4]}),
     (str(2**40), {"shape": [2**40, 2**40]}), ("int", {"shape": 12}), ("3.0", {"shape": [3.0, 4]}),
@@ -138,7 +137,7 @@ FORGED = [  # named by the error, changes
 @pytest.mark.parametrize(("named", "changes"), FORGED)
 def test_a_forged_manifest_is_damage(saved, named, changes):
     forge(saved, **changes)
-    (said,) = inspection.glance(1, saved / "1").problems
+    (said,) = inspection.summary(saved / "1").problems
     assert re.search(named, said) and inspection.damage(saved / "1")
     if named != f"{2**50:,}":  # it is of another shape than TREE
         with pytest.raises(ValueError, match=named) as told:
@@ -149,16 +148,17 @@ def test_a_forged_manifest_is_damage(saved, named, changes):
 
 def test_the_array_on_the_device_is_compared_with_the_checksum(saved, monkeypatch):
     """A fault between the disk and the device: the chunks are right, the array is not."""
-    read = Array.read
-    monkeypatch.setattr(Array, "read", lambda *a: read(*a) + np.float32(1))
+    read = StoredArray.read
+    monkeypatch.setattr(StoredArray, "read", lambda *a: read(*a) + np.float32(1))
     with pytest.raises(Damaged, match="v"):
         restored(saved)
 
 
 def test_an_error_of_the_system_is_raised_with_its_file(tmp_path):
     (tmp_path / "a").write_text("a file where a folder should be")
+    array = StoredArray("a", (4,), "float32", "float32", (4,))
     with pytest.raises(NotADirectoryError) as told:
-        Array(str(tmp_path / "a"), (4,), "float32", (4,)).write([((0,), np.zeros(4, np.float32))])
+        array.write(tmp_path, [((0,), np.zeros(4, np.float32))])
     assert told.value.filename == str(tmp_path / "a" / "c" / "0")
 
 
@@ -171,7 +171,7 @@ def lose_part(folder, args, write=writer.write_part):
 
 ON_FIRE = unittest.mock.Mock(side_effect=OSError("disk on fire"))
 FAULTS = [  # Orbax says that a save is in progress when processes can't agree that it ended.
-    (Array, {"write": ON_FIRE}, "on fire"), (writer, {"write_part": lose_part}, "0 of 1"),
+    (StoredArray, {"write": ON_FIRE}, "on fire"), (writer, {"write_part": lose_part}, "0 of 1"),
     (ocp.CheckpointManager,
      {"wait_until_finished": ON_FIRE, "is_saving_in_progress": lambda _: True}, "on fire"),
 ]  # fmt: skip
@@ -192,11 +192,10 @@ def test_a_save_that_fails_leaves_the_one_before(saved, monkeypatch, where, faul
 
 
 def test_checksums_of_processes_are_added(saved, monkeypatch):
-    known = Manifest.read(saved / "1" / "state")
     for rank, part in enumerate([{"w": 2**64 - 1, "v": 3}, {"w": 5, "v": 4}]):
         (saved / f"part-{rank:05d}.json").write_text(json.dumps(part))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    writer._write_manifest(saved, writer.Save(known, {}))
+    writer._write_manifest(saved, writer.SaveArgs(Manifest.read(saved / "1" / "state"), {}))
     found = Manifest.read(saved).arrays
     assert (found["w"].checksum, found["v"].checksum) == (4, 7)
 
@@ -255,7 +254,7 @@ def test_the_checksum_is_that_of_all_elements(dtype, slab, monkeypatch):
         piece = np.asarray(np.random.default_rng(0).integers(0, 200, shape)).astype(dtype)
         starts, total = tuple(range(3, 3 + len(shape))), 0
         for index in np.ndindex(shape):
-            term = int(checksum.words(piece)[index])
+            term = int(checksum.as_unsigned(piece)[index])
             for dim, (start, at) in enumerate(zip(starts, index, strict=True)):
                 term *= int(checksum.factors(dim, start + at, 1)[0])
             total += term
@@ -304,10 +303,7 @@ def test_chunks_are_even_parts_of_a_shard():
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 80])
 def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path, count):
-    """`save` holds a state of 400 MiB once more, `restore` makes it and one leaf beside it.
-
-    The rest is threads, code and memory that the allocator keeps.
-    """
+    """`save` holds a state of 400 MiB once more, `restore` makes it and one leaf beside it."""
 
     def peak():
         status = pathlib.Path("/proc/self/status").read_text()
@@ -318,7 +314,7 @@ def test_host_memory_is_that_of_the_shards_and_one_leaf(tmp_path, count):
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is held
         before = peak()
         _kept = call(), checkpoints.wait()
-        assert 390 < peak() - before < 400 + 150
+        assert 390 < peak() - before < 400 + 150  # threads, code, and what the allocator keeps
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.ShapeDtypeStruct(((400 << 18) // count,), jnp.float32, sharding=here)
@@ -347,8 +343,7 @@ def run(capsys):
 
 
 def chunk_of(folder, name):
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        entry = checkpoints.manifest(12).arrays[name]
+    entry = Checkpoints(folder, read_only=True).manifest(12).arrays[name]
     return next(p for p in files_of(folder / "12" / "state" / entry.folder) if "c" in p.parts)
 
 
@@ -356,8 +351,7 @@ def test_inspect_shows_steps_and_the_tree_and_names_steps_that_do_not_exist(tmp_
     two = save(tmp_path / "run", 1, 12)
     code, said = run("inspect", two)
     lines = [" ".join(line.split()) for line in said.splitlines()]
-    assert code == 0
-    assert all(any(line.startswith(f"step {n} ") for line in lines) for n in (1, 12))
+    assert code == 0 and all(any(line.startswith(f"step {n} ") for line in lines) for n in (1, 12))
     assert {"params/w float32 (7, 3)", "params/b bfloat16 (3,)", "none float32 (0, 2)"} <= {*lines}
     assert f"key key<{jax.random.key_impl(jax.random.key(0))}> (2,)" in lines  # its words
     assert '{"width": 3}' in said and f"jax {jax.__version__}" in said and "zero_jax" in said
@@ -390,7 +384,7 @@ def test_verify_names_every_damaged_array(tmp_path, run, capsys, monkeypatch):
 
 def test_inspect_notices_missing_files_without_reading_arrays(tmp_path, run, monkeypatch):
     two = save(tmp_path / "run", 1, 12)
-    monkeypatch.setattr(arrays.Array, "read", None)
+    monkeypatch.setattr(arrays.StoredArray, "read", None)
     path = chunk_of(two, "params/w")
     good = path.read_bytes()
     for change in (lambda: path.write_bytes(good[:-1]), path.unlink):

@@ -45,7 +45,7 @@ def exported(tmp_path_factory):
 def reads(monkeypatch):
     """Shapes of the parts that are read from a checkpoint or safetensors, the latter with names."""
     found = []
-    for of in (arrays.Array, safetensor_files.Folder):
+    for of in (arrays.StoredArray, safetensor_files.Folder):
 
         def reading(*args, read=of.read):
             part = read(*args)
@@ -185,9 +185,9 @@ def test_damage_and_a_full_disk_leave_no_folder(exported, tmp_path, monkeypatch)
     with pytest.raises(Damaged, match="0003"):
         interchange.export(folder, out)
     chunk.write_bytes(good)
-    read, full = arrays.Array.read, OSError(28, "No space left on device")
+    read, full = arrays.StoredArray.read, OSError(28, "No space left on device")
     for owner, name, broken, error in (
-        (arrays.Array, "read", lambda *a: read(*a) + np.float32(1), Damaged),
+        (arrays.StoredArray, "read", lambda *a: read(*a) + np.float32(1), Damaged),
         (os, "posix_fallocate", unittest.mock.Mock(side_effect=full), OSError),
     ):
         with monkeypatch.context() as patch, pytest.raises(error):

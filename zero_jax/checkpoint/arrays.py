@@ -1,186 +1,209 @@
-"""One array on the disk: zarr 3 by TensorStore, in chunks that each carry a CRC-32C.
+"""Arrays on disk: zarr 3 by TensorStore, in chunks that each carry a CRC-32C.
 
-What is stored is the logical array. A chunk never crosses the border of two devices' shards, so
-every process writes its own chunks and none is written twice; a shard larger than CHUNK_BYTES has
-several, so that little has to be read for a small part of it. A chunk that is missing, cut short
-or altered is an error when it is read, never zeros.
+The stored array has its full, unpadded shape. No chunk crosses a border between the shards of two
+devices, so every process writes its own chunks. A shard above CHUNK_BYTES has several, so that a
+small part is read alone. A missing, truncated or altered chunk is an error, never zeros.
 """
 
 import contextlib
-import itertools
+import dataclasses
 import math
-import os
-import re
-import stat
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from zero_jax.checkpoint.checksum import words
+from zero_jax.checkpoint.checksum import as_unsigned
 
 CHUNK_BYTES = 64 * 2**20
 CRC_BYTES = 4
-# Names of dtypes that zarr knows; others are stored as unsigned integers of the same bits.
-_KNOWN = {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"} | {
+MAX_BYTES = 2**60  # of one array; 1 EiB
+KEY = "key<"  # begins the dtype of a random key
+# Dtypes of zarr; others are stored as unsigned integers of the same bits.
+_ZARR_DTYPES = {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
+Index = tuple[int, ...]
+Piece = tuple[Index, np.ndarray]  # with the index of its first element in the full array
 
 
 class Damaged(ValueError):
     """A file of a checkpoint differs from the one that was written."""
 
 
-def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The shape of a chunk: a shard, or an even part of it of about CHUNK_BYTES.
+class Chunk(NamedTuple):
+    """The position of a chunk in the grid, and its bounds in the array."""
 
-    Args:
-      shape: of the whole array.
-      shard: the largest piece that one device holds.
-      itemsize: bytes of an element.
+    position: Index
+    starts: Index
+    stops: Index
+
+
+def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> Index:
+    """Returns the shape of a chunk: a shard, or an even part of it of about CHUNK_BYTES.
 
     >>> chunk_shape((36, 4096, 4096), (36, 512, 4096), 4)
     (8, 512, 4096)
     """
     chunk = [max(1, min(a, b)) for a, b in zip(shape, shard, strict=True)]
-    cut = [a < b for a, b in zip(chunk, shape, strict=True)]
-    for dim in sorted(range(len(chunk)), key=lambda d: cut[d]):
+    sharded = [a < b for a, b in zip(chunk, shape, strict=True)]
+    for dim in sorted(range(len(chunk)), key=lambda d: sharded[d]):
         size = chunk[dim]
         least = min(size, math.ceil(math.prod(chunk) * itemsize / CHUNK_BYTES))
-        if not cut[dim]:
+        if not sharded[dim]:
             chunk[dim] = -(-size // least)
             continue
-        # Here shards begin at multiples of `size`, and so must chunks.
+        # Shards begin at multiples of `size` here, and so must chunks.
         even = (n for n in range(least, min(size, 8 * least) + 1) if size % n == 0)
         chunk[dim] = size // next(even, 1)
     return tuple(chunk)
 
 
-def regular_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a file; does not wait for a writer where a pipe took its place.
-
-    Raises:
-      Damaged: it is a pipe, a device, a socket or a folder.
-      OSError: it can't be opened.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
+def regular_bytes(path: Path) -> bytes:
+    """Returns the bytes of a file; raises Damaged for a pipe, whose writer it would wait for."""
+    if path.exists() and not path.is_file():
         raise Damaged(f"{path} is not a regular file")
-    with open(path, "rb") as file:
-        return file.read()
+    return path.read_bytes()
 
 
-class Array:
-    """An array on the disk.
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """One array of a checkpoint; methods take the folder of its manifest.
 
-    Args:
-      folder: where its chunks are.
-      shape: of the whole array.
-      dtype: its name.
-      chunk: from `chunk_shape`.
+    Raises ValueError for fields that no save writes.
+
+    Attributes:
+      folder: Folder of its chunks, within that of the manifest.
+      shape: Full shape, without padding.
+      dtype: Dtype in the tree; for a random key, "key<threefry2x32>", for example.
+      stored: Dtype on disk.
+      chunk: Shape of a chunk, from `chunk_shape`.
+      checksum: See checksum.py.
     """
 
-    def __init__(self, folder: str, shape: Sequence[int], dtype: str, chunk: Sequence[int]):
-        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
-        self._chunk = tuple(chunk)
-        self._folder = os.path.realpath(folder)  # TensorStore takes no ".."
-        self._stored = dtype if dtype in _KNOWN else f"uint{8 * self.dtype.itemsize}"
-        grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
-        self._spec = {
+    folder: str
+    shape: Index
+    dtype: str
+    stored: str
+    chunk: Index
+    checksum: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "chunk"):  # lists in JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        is_grid = len(self.chunk) == len(self.shape)
+        limits = zip(self.chunk, self.shape, strict=True)
+        valid = {
+            "shape": all(type(n) is int and n >= 0 for n in self.shape),
+            "chunk": is_grid and all(type(c) is int and 1 <= c <= max(1, n) for c, n in limits),
+            "stored": self.stored == ("uint32" if str(self.dtype)[:4] == KEY else self.dtype),
+            "checksum": type(self.checksum) is int and self.checksum >= 0,
+        }
+        for name, is_valid in valid.items():
+            if not is_valid:
+                raise ValueError(f"{self.folder} has the invalid `{name}` {getattr(self, name)!r}")
+        if self.nbytes > MAX_BYTES:
+            raise ValueError(f"{self.folder} has the shape {self.shape}, above {MAX_BYTES:,} bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full array."""
+        return math.prod(self.shape) * jnp.dtype(self.stored).itemsize
+
+    def create(self, root: Path) -> None:
+        """Writes zarr.json for other readers of zarr; one process calls it."""
+        with _system_errors(root / self.folder / "zarr.json"):
+            self._open(root, create=True)
+
+    def write(self, root: Path, pieces: Sequence[Piece]) -> None:
+        """Writes pieces, all chunks at once, without copying them; raises OSError if it fails."""
+        store, futures = self._open(root), []
+        for starts, piece in pieces:
+            value = piece if self.stored in _ZARR_DTYPES else as_unsigned(piece)
+            target = store[tuple(map(slice, starts, map(operator.add, starts, piece.shape)))]
+            futures.append(target.write(value, can_reference_source_data_indefinitely=True))
+        for (starts, _), future in zip(pieces, futures, strict=True):
+            first = [a // c for a, c in zip(starts, self.chunk, strict=True)]
+            with _system_errors(self._path(root, first)):
+                future.result()
+
+    def read(self, root: Path, starts: Index, stops: Index) -> np.ndarray:
+        """Reads the part between two indices; raises Damaged if a chunk is not as written."""
+        dtype, shape = jnp.dtype(self.stored), tuple(map(operator.sub, stops, starts))
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        for chunk in self.chunks(starts, stops):
+            self.check_file(root, chunk)
+        store = self._open(root)
+        try:
+            value = store[tuple(map(slice, starts, stops))].read().result()
+        except ValueError as error:  # TensorStore has no other type for a wrong CRC
+            raise Damaged(f"{root / self.folder}: {str(error).partition(' [')[0]}") from error
+        return np.asarray(value).view(dtype)
+
+    def chunks(self, starts: Index = (), stops: Index = ()) -> Iterator[Chunk]:
+        """Yields the chunks that overlap a box, by default all, with their bounds within it.
+
+        Lists nothing in advance: a forged manifest may describe 2^50 chunks.
+        """
+        box = starts or (0,) * len(self.shape), stops or self.shape, self.chunk
+        first, last, size = (np.array(x, np.int64) for x in box)
+        origin = first // size
+        counts = np.where(first < last, -(-last // size) - origin, 0).tolist()
+        for number in range(math.prod(counts)):
+            at = origin + np.array(np.unravel_index(number, tuple(counts)), np.int64)
+            bounds = np.maximum(first, at * size), np.minimum(last, (at + 1) * size)
+            yield Chunk(*(tuple(x.tolist()) for x in (at, *bounds)))
+
+    def check_file(self, root: Path, chunk: Chunk) -> None:
+        """Raises Damaged if a chunk's file is missing, a pipe or of another size than a chunk.
+
+        TensorStore would wait for the writer of a pipe, and read a file of any size.
+        """
+        path = self._path(root, chunk.position)
+        nbytes = math.prod(self.chunk) * jnp.dtype(self.stored).itemsize + CRC_BYTES
+        size = path.stat().st_size if path.is_file() else None
+        if size != nbytes:
+            problem = "is no regular file" if size is None else f"has {size:,} bytes"
+            count = math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+            raise Damaged(f"{path} {problem}; the array has {count:,} chunks of {nbytes:,} bytes")
+
+    def _path(self, root: Path, position: Sequence[int]) -> Path:
+        return root.joinpath(self.folder, "c", *map(str, position))
+
+    def _open(self, root: Path, create: bool = False) -> Any:
+        bits = 8 * jnp.dtype(self.stored).itemsize
+        folder = (root / self.folder).resolve()  # TensorStore takes no ".."
+        spec = {
             "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{self._folder}/"},
+            "kvstore": {"driver": "file", "path": f"{folder}/"},
             "metadata": {
-                "shape": list(shape),
-                "data_type": self._stored,
-                "chunk_grid": grid,
+                "shape": self.shape,
+                "data_type": self.stored if self.stored in _ZARR_DTYPES else f"uint{bits}",
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.chunk}},
                 "chunk_key_encoding": {"name": "default"},
                 "codecs": [
                     {"name": "bytes", "configuration": {"endian": "little"}},
                     {"name": "crc32c"},
                 ],
             },
+            # Zeros are stored as any other number, so that a missing chunk is always an error.
+            "fill_missing_data_reads": False,
+            "store_data_equal_to_fill_value": True,
         }
-
-    def create(self) -> None:
-        """Writes the description that other readers of zarr need; one process does."""
-        with _os_errors(self._folder):
-            ts.open(self._spec, create=True, open=False).result()
-
-    def write(self, pieces: Sequence[tuple[tuple[int, ...], np.ndarray]]) -> None:
-        """Writes pieces, each with where it starts; all of their chunks at once.
-
-        They are not copied, and must not change until this returns.
-        """
-        store = self._open()
-        known = jnp.dtype(self._stored)
-        futures = []
-        for starts, piece in pieces:
-            value = piece if piece.dtype == known else words(piece)
-            place = store[_box(starts, piece.shape)]
-            futures.append(place.write(value, can_reference_source_data_indefinitely=True))
-        with _os_errors(self._folder):
-            for future in futures:
-                future.result()
-
-    def read(self, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
-        """Reads a part.
-
-        Raises:
-          Damaged: a chunk is not as it was written.
-        """
-        shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
-        if 0 in shape:
-            return np.zeros(shape, self.dtype)
-        self._check_files(starts, stops)
-        try:
-            value = self._open()[_box(starts, shape)].read().result()
-        except ValueError as error:  # what TensorStore raises for all of this
-            raise Damaged(f"{self._folder}: {str(error).partition(' [')[0]}") from error
-        return np.asarray(value).view(self.dtype)
-
-    def _check_files(self, starts: Sequence[int], stops: Sequence[int]) -> None:
-        """Raises Damaged if a chunk is missing, a pipe, or larger than it can be.
-
-        TensorStore waits for a pipe's writer without end, and reads a file of any size.
-        """
-        largest = math.prod(self._chunk) * self.dtype.itemsize + CRC_BYTES
-        bounds = zip(starts, stops, self._chunk, strict=True)
-        for at in itertools.product(*(range(a // n, -(-b // n)) for a, b, n in bounds)):
-            path = "/".join([self._folder, "c", *map(str, at)])
-            try:
-                found = os.stat(path)
-            except OSError as error:
-                raise Damaged(f"{path} can't be read: {error.strerror}") from error
-            if not stat.S_ISREG(found.st_mode):
-                raise Damaged(f"{path} is not a regular file")
-            if found.st_size > largest:
-                raise Damaged(f"{path} has {found.st_size:,} bytes, and its chunk {largest:,}")
-
-    def _open(self) -> Any:
-        # Zeros are written as any other number, so that a missing chunk is always an error.
-        more = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
-        spec = {**self._spec, **more}
-        return ts.open(spec, open=True, assume_metadata=True).result()
+        known = not create
+        return ts.open(spec, create=create, open=known, assume_metadata=known).result()
 
 
 @contextlib.contextmanager
-def _os_errors(folder: str) -> Iterator[None]:
-    """What the system says of a write that fails, and of which chunk: TensorStore adds much more.
-
-    Raises:
-      OSError: it said something.
-    """
+def _system_errors(path: Path) -> Iterator[None]:
+    """Raises the OSError of a failed write, which TensorStore reports as a ValueError."""
     try:
         yield
     except ValueError as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        if code is None:
-            raise
-        named = re.search(r'"([^"]+)"', str(error))
-        number = int(code[1])
-        raise OSError(number, os.strerror(number), named[1] if named else folder) from None
-
-
-def _box(starts: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(starts, shape, strict=True))
+        with path.open("ab"):  # repeats the error of the system, unless the disk is full
+            raise OSError(f"{path} can't be written: {error}") from error

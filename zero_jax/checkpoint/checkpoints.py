@@ -1,26 +1,27 @@
 """Checkpoints that load on any mesh: `Checkpoints(directory).save(step, tree)` and `restore`.
 
-Orbax commits a checkpoint (written to a temporary folder, renamed when every process is done),
-deletes old ones, and writes files while training continues. The format is zero_jax's own: full
-arrays without padding or mesh (leaves.py), in chunks with checksums (arrays.py), and a manifest
-(manifest.py). Reading a checkpoint executes no file of it.
+Orbax writes while training continues, commits a checkpoint by renaming it when every process is
+done, and selects old ones to delete. TensorStore stores arrays without padding or mesh, in chunks
+with checksums. Reading executes no file. Host memory: `save` copies the shards of this process,
+`restore` takes one leaf at a time.
 
-    DIR/120/state/manifest.json
+    DIR/120/state/manifest.json          versions, settings, arrays with checksums
     DIR/120/state/arrays/0007/c/0/3      a chunk
-    DIR/.lock                            of the run that writes here
-    DIR/.discarded                       folders being deleted (retention.py)
-
-Host memory: `save` copies this process's shards and returns; `restore` takes one leaf at a time.
+    DIR/120/seal.json                    checksums of all files but chunks
+    DIR/.discarded                       old checkpoints being deleted
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import operator
 import os
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -28,26 +29,17 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from zero_jax.checkpoint import retention
-from zero_jax.checkpoint.all_processes import by_the_first, over_processes
 from zero_jax.checkpoint.arrays import Damaged
-from zero_jax.checkpoint.comparison import matched
-from zero_jax.checkpoint.leaves import leaves, rebuilt
+from zero_jax.checkpoint.checksum import sum_over_processes, total
+from zero_jax.checkpoint.leaves import FileLeaf, NamedLeaf, leaves, unflatten
+from zero_jax.checkpoint.manifest import ITEM, Manifest, check_seal, write_seal
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
-from zero_jax.checkpoint.manifest import Manifest
-from zero_jax.checkpoint.writer import (
-    Handler,
-    Save,
-    check_seal,
-    entries,
-    seal,
-    snapshot,
-    total,
-    versions,
-)
+from zero_jax.checkpoint.writer import OrbaxHandler, SaveArgs, new_manifest, snapshot
 from zero_jax.cluster.lock import locked
+from zero_jax.sharding import paths
 
 PyTree = Any
-ITEM = "state"
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +67,13 @@ class Restored:
     changed: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = [f"step {self.step}: restored {len(self.restored)} arrays"]
-        for what, names in (
-            ("missing", self.missing),
-            ("extra", self.extra_arrays),
-            ("of another shape or dtype", self.changed),
-        ):
-            parts.append(f"{what}: {', '.join(names) or 'none'}")
-        return "; ".join(parts)
+        missing, extra, changed = (
+            ", ".join(names) or "none" for names in (self.missing, self.extra_arrays, self.changed)
+        )
+        return (
+            f"step {self.step}: restored {len(self.restored)} arrays; missing: {missing}; "
+            f"extra: {extra}; of another shape or dtype: {changed}"
+        )
 
 
 class Checkpoints:
@@ -117,12 +108,31 @@ class Checkpoints:
     ):
         for name, value in (("keep", keep), ("keep_every", keep_every)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: it must be an integer of at least 1, or None")
-        self.directory = pathlib.Path(directory).resolve()  # TensorStore takes no ".."
-        self._lock = None if read_only else by_the_first(lambda: locked(self.directory))
+                raise ValueError(f"`{name}={value!r}`: at least 1, or None, is required")
+        self.directory = pathlib.Path(directory).resolve()
+        self._manager: ocp.CheckpointManager | None = None
         self._unsealed: int | None = None
-        self._manager = None if read_only else _manager(self.directory, keep, keep_every)
-        self._sweeper = None if self._lock is None else retention.Sweeper(self.directory)
+        self._at_close = contextlib.ExitStack()
+        if read_only:
+            return
+        lock = on_first_process(lambda: locked(self.directory))
+        if lock is not None:
+            self._at_close.callback(os.close, lock)
+            self._at_close.callback(retention.Sweeper(self.directory).close)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            keep_period=keep_every,
+            cleanup_tmp_directories=True,
+            todelete_subdir=retention.FOLDER,
+            save_root_metadata=False,
+            # Else files could be written before their folder is made.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        handlers = {ITEM: OrbaxHandler()}
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_handlers=handlers
+        )
+        self._at_close.callback(self._manager.close)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -134,8 +144,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending; waits for a save in progress."""
         self.wait()
-        found = self.directory.glob(f"*/{ITEM}/{MANIFEST}")
-        return sorted(int(p.parts[-3]) for p in found if retention.is_step(p.parts[-3]))
+        every = retention.step_folders(self.directory)
+        return [step for step, folder in every.items() if (folder / ITEM / MANIFEST).exists()]
 
     @property
     def latest(self) -> int | None:
@@ -144,8 +154,8 @@ class Checkpoints:
         All processes return the value of the first: shared storage may show a new checkpoint late.
         """
         mine = np.int32(max(self.steps, default=-1))
-        last = int(multihost_utils.broadcast_one_to_all(mine))
-        return None if last < 0 else last
+        latest = int(multihost_utils.broadcast_one_to_all(mine))
+        return None if latest < 0 else latest
 
     def save(self, step: int, tree: PyTree, *, config: Any = None, extra: Any = None) -> None:
         """Copies this process's shards to host memory and writes them asynchronously.
@@ -159,39 +169,35 @@ class Checkpoints:
           extra: Other state needed to resume, such as the position in the data, as JSON.
 
         Raises:
-          ValueError: The step exists, is below the newest or is not a number, a leaf cannot be
-            saved, or the checkpoints are read-only.
+          ValueError: The step is not above the newest or is not a number, a leaf cannot be saved,
+            or the checkpoints are read-only.
           OSError: The disk is full, or an earlier save failed.
         """
         if self._manager is None:
-            raise ValueError("read_only=True does not support `save`: open with read_only=False")
+            raise ValueError("`read_only=True` does not support `save`: open with read_only=False")
         step = self._checked(step)
         json.dumps([config, extra])
-        found = leaves(tree)
-        needed = sum(leaf.nbytes for leaf in found)
-        by_the_first(lambda: _check_space(self.directory, needed, 2 * len(found)))
-        manifest = Manifest(step, entries(found), versions(), config, extra)
-        args = ocp.args.Composite(**{ITEM: Save(manifest, snapshot(found))})
+        saved = leaves(tree)
+        manifest = new_manifest(step, saved, config, extra)
+        nbytes = sum(array.nbytes for array in manifest.arrays.values())
+        on_first_process(lambda: _check_space(self.directory, nbytes, 2 * len(saved)))
+        args = ocp.args.Composite(**{ITEM: SaveArgs(manifest, snapshot(saved))})
         self._manager.save(step, args=args)
         self._unsealed = step
-        if any(leaf.in_files for leaf in found):
-            self.wait()  # the next step writes to those files
+        if any(isinstance(leaf, FileLeaf) for leaf in saved):
+            self.wait()  # the next step overwrites those files
 
     def _checked(self, step: Any) -> int:
         """Returns the step as an int above the newest checkpoint."""
+        newest = max(self.steps, default=-1)
         try:
             number = operator.index(step)
         except TypeError:
             number = -1
-        if number < 0:
-            raise ValueError(f"step={step!r}: it must be an integer of at least 0")
-        there = self.steps
-        if number in there:
-            raise ValueError(f"{self.directory} already holds step {number}: save a later step")
-        if there and number < there[-1]:
+        if number <= newest:
             raise ValueError(
-                f"step {number} is below step {there[-1]}, the latest in {self.directory}: delete "
-                "the later checkpoints, or use another directory"
+                f"`step={step!r}`: an integer above {newest}, the newest step in {self.directory}, "
+                "is required. Delete later checkpoints, or use another directory"
             )
         return number
 
@@ -206,13 +212,13 @@ class Checkpoints:
         step, self._unsealed = self._unsealed, None
         try:
             self._manager.wait_until_finished()
-        except Exception as error:
+        except Exception as error:  # of any type that Orbax raises
             raise OSError(f"saving to {self.directory} failed: {error}") from error
         if step is not None and jax.process_index() == 0:
             try:
-                seal(self.directory / str(step))
-            except OSError as error:  # it is complete without
-                _to_stderr(f"checkpoint {step} was saved without its seal: {error}")
+                write_seal(self.directory / str(step))
+            except OSError as error:  # the checkpoint is complete without
+                print(f"checkpoint {step} was saved without its seal: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Waits for the last save and releases the lock of the directory.
@@ -223,13 +229,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._manager is not None:
-                self._manager.close()
-            if self._sweeper is not None:
-                self._sweeper.close()
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            self._at_close.close()
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Returns the manifest of a checkpoint: versions, settings and arrays.
@@ -249,9 +249,8 @@ class Checkpoints:
         steps = self.steps
         step = self.latest if step is None else step
         if step not in steps:
-            there = f"steps {', '.join(map(str, steps))}" if steps else "none"
             wanted = "a checkpoint" if step is None else f"step {step}"
-            raise ValueError(f"{self.directory} does not hold {wanted}: it holds {there}")
+            raise ValueError(f"{self.directory} does not hold {wanted}: it holds steps {steps}")
         return self.directory / str(step) / ITEM
 
     def restore(
@@ -287,57 +286,78 @@ class Checkpoints:
         check_seal(folder.parent)
         manifest = Manifest.read(folder)
         wanted = leaves(like)
-        outcome = matched(wanted, manifest, may_differ, str(folder))
-        nodes, sums = [], []
+        paths_by_kind = _compare(wanted, manifest, may_differ, str(folder))
+        names, nodes, sums = set(paths_by_kind["restored"]), [], []
         for leaf in wanted:
-            if leaf.name not in outcome["restored"]:
+            if leaf.name not in names:
                 nodes.append(leaf.node)
                 continue
-            entry = manifest.arrays[leaf.name]
-            nodes.append(leaf.build(entry.array(folder).read))
+            nodes.append(leaf.build(functools.partial(manifest.arrays[leaf.name].read, folder)))
             sums.append(total(dataclasses.replace(leaf, node=nodes[-1]).pieces()))
-        names = [leaf.name for leaf in wanted if leaf.name in outcome["restored"]]
-        for name, found in zip(names, over_processes(sums), strict=True):
-            if found != manifest.arrays[name].checksum:
+        for name, actual in zip(paths_by_kind["restored"], sum_over_processes(sums), strict=True):
+            if actual != manifest.arrays[name].checksum:
                 raise Damaged(f"{folder} is damaged: the checksum of {name} does not match")
-        tree = rebuilt(like, nodes)
-        result = Restored(tree, manifest.step, manifest.config, manifest.extra, **outcome)
-        if say is None:
-            say = _to_stderr if jax.process_index() == 0 else lambda _: None
-        say(str(result))
-        return result
+        tree = unflatten(like, nodes)
+        restored = Restored(tree, manifest.step, manifest.config, manifest.extra, **paths_by_kind)
+        if say is not None:
+            say(str(restored))
+        elif jax.process_index() == 0:
+            print(restored, file=sys.stderr)
+        return restored
 
 
-def _manager(
-    directory: pathlib.Path, keep: int | None, keep_every: int | None
-) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        keep_period=keep_every,
-        cleanup_tmp_directories=True,
-        todelete_subdir=retention.FOLDER,
-        save_root_metadata=False,
-        # Else files could be written before their folder is made.
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-    )
-    return ocp.CheckpointManager(directory, options=options, item_handlers={ITEM: Handler()})
+def on_first_process(work: Callable[[], T]) -> T | None:
+    """Runs `work` in process 0 and returns its result there; raises in all if it fails."""
+    failure: ValueError | OSError | None = None
+    result = None
+    if jax.process_index() == 0:
+        try:
+            result = work()
+        except (ValueError, OSError) as error:
+            failure = error
+    failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failure is not None)))
+    if failed:
+        raise failure or OSError("process 0 can't write checkpoints: see the error that it prints")
+    return result
 
 
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+def _compare(
+    wanted: Sequence[NamedLeaf], manifest: Manifest, may_differ: str | None, where: str
+) -> dict[str, tuple[str, ...]]:
+    """Returns paths restored, missing, extra and changed; raises ValueError for one not allowed."""
+    old = {name: f"{x.dtype}{list(x.shape)}" for name, x in manifest.arrays.items()}
+    new = {leaf.name: f"{leaf.array.dtype}{list(leaf.array.shape)}" for leaf in wanted}
+    missing = {name: "is missing" for name in new if name not in old}
+    extra = {name: "is not in `like`" for name in old if name not in new}
+    shared = [name for name in new if name in old]
+    changed = {n: f"is {old[n]}, not {new[n]}" for n in shared if old[n] != new[n]}
+    problems = missing | extra | changed
+    matched = may_differ and problems and paths.matches(may_differ, [*problems], "may_differ")
+    allowed = itertools.zip_longest(problems.items(), matched or [])
+    refused = [f"{name} {problem}" for (name, problem), is_allowed in allowed if not is_allowed]
+    if refused:
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        raise ValueError(
+            f"{where} does not match `like`: {'; '.join(refused[:5])}{more}. Build the same model "
+            "and optimizer, or set `may_differ` to a pattern of these paths"
+        )
+    for leaf in wanted:
+        kept = leaf.name in missing or leaf.name in changed
+        if kept and not isinstance(leaf.value, (jax.Array, np.ndarray, int, float)):
+            raise ValueError(
+                f"{leaf.name} is not restored, and `like` has no value for it: give an array"
+            )
+    restored = tuple(name for name in shared if name not in changed)
+    differing = {"missing": missing, "extra_arrays": extra, "changed": changed}
+    return {"restored": restored} | {kind: tuple(names) for kind, names in differing.items()}
 
 
-def _check_space(directory: pathlib.Path, needed: int, files: int) -> None:
+def _check_space(directory: pathlib.Path, nbytes: int, files: int) -> None:
     """Raises OSError if the file system has too few bytes or files left."""
     known = os.statvfs(directory)
-    free = known.f_bavail * known.f_frsize
-    if free < needed:
+    free, free_files = known.f_bavail * known.f_frsize, known.f_favail
+    if free < nbytes or (known.f_files and free_files < files):  # some do not count files
         raise OSError(
-            f"{directory} has {free:,} bytes free, and a checkpoint needs {needed:,}: free space, "
-            "or keep fewer checkpoints"
-        )
-    if known.f_files and known.f_favail < files:  # some file systems do not count them
-        raise OSError(
-            f"{directory} has room for {known.f_favail:,} files, and a checkpoint needs at least "
-            f"{files:,}: delete files, or keep fewer checkpoints"
+            f"{directory} has {free:,} bytes free and room for {free_files:,} files, a checkpoint "
+            f"needs {nbytes:,} and {files:,}: free space, or keep fewer checkpoints"
         )

@@ -1,7 +1,7 @@
-"""What retention takes away: set aside by a rename, then deleted beside training.
+"""Removal of old checkpoints: renamed first, then deleted in the background.
 
-A folder that is deleted file by file is half there when its process is killed, and still has the
-name of a checkpoint. Once it is set aside it has none.
+A process that is killed while it deletes a checkpoint would leave an incomplete one. So Orbax moves
+old checkpoints to `.discarded`, and a `Sweeper` deletes them there.
 """
 
 import pathlib
@@ -12,78 +12,70 @@ import uuid
 
 FOLDER = ".discarded"
 AFTER = "after-"
-_INTERVAL = 1.0
+_INTERVAL = 1.0  # seconds
 
 
-def is_step(name: str) -> bool:
-    """Whether a folder is called as a checkpoint is; "²" is a digit too."""
-    return name.isascii() and name.isdigit()
+def step_folders(directory: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Returns the folders of checkpoints by step, ascending; their names are ASCII digits."""
+    paths = directory.iterdir() if directory.is_dir() else iter(())
+    return dict(sorted((int(p.name), p) for p in paths if _is_step(p.name) and p.is_dir()))
 
 
 def set_aside(directory: pathlib.Path, after: int) -> list[int] | None:
-    """Takes later checkpoints out of the way of a run that goes on from an earlier one.
+    """Moves the checkpoints after a step to `after-STEP`, to resume from that step.
 
-    They are kept, in `after-STEP` beside the others. Where that is there, nothing is done: a run
-    that is started again by the same command is not to lose what it has done since.
-
-    Args:
-      directory: of the checkpoints; nobody writes there.
-      after: the step that is to be the latest.
-
-    Returns:
-      Their steps; None if it was done before.
+    Returns the steps that were moved. Returns None and moves nothing if that folder exists: a run
+    that is started again by the same command keeps its progress.
     """
     folder = directory / f"{AFTER}{after}"
     if folder.exists():
         return None
-    later = [p for p in directory.iterdir() if is_step(p.name) and int(p.name) > after]
-    for path in later:
+    later = {step: path for step, path in step_folders(directory).items() if step > after}
+    for path in later.values():
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
-    return sorted(int(p.name) for p in later)
+    return list(later)
 
 
 class Sweeper:
-    """Deletes what is set aside in the directory of a run, and what a killed run left there."""
+    """Deletes discarded checkpoints of this run and of killed ones, in the background."""
 
     def __init__(self, directory: pathlib.Path):
-        self._folder = directory / FOLDER
-        self._over = threading.Event()
-        self._told: set[str] = set()
-        # A daemon: what a process leaves that ends without `close`, the next run deletes.
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._folder, self._closed = directory / FOLDER, threading.Event()
+        self._reported: set[str] = set()
+        # A daemon: after an end without `close` the next run deletes the rest.
+        self._thread = threading.Thread(target=self._sweep, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Deletes what is still there."""
-        self._over.set()
+        """Deletes the remaining ones."""
+        self._closed.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        over = False
-        while not over:
-            self._sweep()
-            over = self._over.wait(_INTERVAL)
-        self._sweep()
-
     def _sweep(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closed.wait(_INTERVAL)
+            try:
+                discarded = list(self._folder.glob("*"))
+            except OSError:  # the storage does not answer: retried in the next sweep
+                continue
+            for path in discarded:
+                self._delete(path)
+
+    def _delete(self, path: pathlib.Path) -> None:
+        step = path.name.partition(".")[0]
         try:
-            found = list(self._folder.iterdir())
-        except OSError:  # nothing was ever set aside, or the storage does not answer now
-            return
-        for path in found:
-            beside = _renamed(path)
-            shutil.rmtree(beside, ignore_errors=True)  # goes on with the rest
-            step = path.name.partition(".")[0]
-            if beside.exists() and step not in self._told:
-                self._told.add(step)
-                print(f"{beside} is discarded, and can't be deleted: delete it", file=sys.stderr)
+            if _is_step(path.name):  # frees the name: the same step may be discarded again
+                path = path.rename(path.with_name(f"{step}.{uuid.uuid4().hex}"))
+            shutil.rmtree(path, ignore_errors=True)  # deletes every file that it can
+            if path.exists():
+                shutil.rmtree(path)
+        except OSError as error:
+            if step not in self._reported:
+                self._reported.add(step)
+                print(f"delete {path}, which is discarded: {error}", file=sys.stderr)
 
 
-def _renamed(path: pathlib.Path) -> pathlib.Path:
-    """Under a name of its own: the same step may be set aside again before this one is gone."""
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        return path.rename(beside) if is_step(path.name) else path
-    except OSError:
-        return path
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit()

@@ -8,24 +8,27 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from zero_jax.checkpoint import inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.manifest import SEAL, Manifest
 from zero_jax.interchange import folder_config, hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
 from zero_jax.models import families, gpt
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero
 
+Command = Callable[[argparse.Namespace], int]
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code: 1 for damage, 2 for an error."""
-    # A GPU that is there has better things to do.
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # leaves GPUs to others
     parsed = _parser().parse_args(args)
     try:
         return int(parsed.run(parsed))
@@ -37,20 +40,28 @@ def main(args: Sequence[str] | None = None) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     folders = inspection.folders(args.dir)
     shown = max(folders) if args.step is None else args.step
-    inspection.folders(args.dir, shown)  # raises if it is not there
-    steps = [inspection.glance(step, folder) for step, folder in folders.items()]
-    for step in steps:
-        print(step)
-        print(*(f"  {problem}\n" for problem in step.problems), sep="", end="")
+    inspection.folders(args.dir, shown)  # raises if it does not exist
+    summaries = {step: inspection.summary(folder) for step, folder in folders.items()}
+    for step, summary in summaries.items():
+        _print_summary(step, summary)
     for name in inspection.unfinished(args.dir):
         print(f"{name}  is left by an interrupted save; the next run removes it")
-    for step in steps:
-        if step.step == shown and step.manifest is not None:
-            _show(step.manifest)
-    return int(any(step.problems for step in steps))
+    if (manifest := summaries[shown].manifest) is not None:
+        _print_manifest(manifest)
+    return int(any(summary.problems for summary in summaries.values()))
 
 
-def _show(manifest: Any) -> None:
+def _print_summary(step: int, summary: inspection.Summary) -> None:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.seconds or 0))
+    complete = "complete" if summary.sealed else f"complete, without {SEAL}"
+    print(
+        f"step {step}  {when if summary.seconds else 'no time'}  {summary.nbytes / 1e6:,.3f} MB  "
+        f"{'INCOMPLETE' if summary.problems else complete}"
+    )
+    print(*(f"  {problem}\n" for problem in summary.problems), sep="", end="")
+
+
+def _print_manifest(manifest: Manifest) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"\nstep {manifest.step}, written by {versions}")
     print(f"config {json.dumps(manifest.config)}")
@@ -61,13 +72,13 @@ def _show(manifest: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    damaged = False
+    is_damaged = False
     for step, folder in inspection.folders(args.dir, args.step).items():
-        found = inspection.damage(folder)
-        print(f"step {step}: {'DAMAGED' if found else 'undamaged'}")
-        print(*(f"  {text}\n" for text in found), sep="", end="", flush=True)
-        damaged = damaged or bool(found)
-    return int(damaged)
+        problems = inspection.damage(folder)
+        print(f"step {step}: {'DAMAGED' if problems else 'undamaged'}")
+        print(*(f"  {problem}\n" for problem in problems), sep="", end="", flush=True)
+        is_damaged = is_damaged or bool(problems)
+    return int(is_damaged)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -99,13 +110,13 @@ def _import(args: argparse.Namespace) -> int:
 
     params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).eval_shape(make))
     with Checkpoints(args.dir) as checkpoints:
-        checkpoints.save(args.step, (params,), config=_noted(args.folder, config))
+        checkpoints.save(args.step, (params,), config=_export_config(args.folder, config))
     print(f"{args.dir}: step {args.step}, {config}")
     return 0
 
 
-def _noted(folder: pathlib.Path, config: Any) -> dict[str, Any]:
-    """What an export will need to know of a model."""
+def _export_config(folder: pathlib.Path, config: Any) -> dict[str, Any]:
+    """The config of the checkpoint, from which `export` rebuilds the model."""
     if isinstance(config, gpt.GPTConfig):
         return {"model": dataclasses.asdict(config)}
     return {"hf_config": folder_config.read(folder)}
@@ -119,10 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help, description=help)
-        made.set_defaults(run=run)
-        return made
+    def command(name: str, run: Command, help: str) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(name, help=help, description=help)
+        subparser.set_defaults(run=run)
+        return subparser
 
     inspect = command(
         "inspect", _inspect, "List steps, sizes, versions, arrays and damage; exits 1 on damage."
@@ -137,12 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("dir", type=pathlib.Path, help="Checkpoint folder.")
     verify.add_argument("--step", type=int, help="Step to verify (default: all).")
     _add_export(command("export", _export, "Write the parameters as a transformers model."))
-    given = command("import", _import, "Make a checkpoint of a transformers model to train from.")
-    given.add_argument(
+    load = command("import", _import, "Make a checkpoint of a transformers model to train from.")
+    load.add_argument(
         "folder", type=pathlib.Path, metavar="IN", help="Folder with config.json and safetensors."
     )
-    given.add_argument("dir", type=pathlib.Path, help="Checkpoint folder to write.")
-    given.add_argument("--step", type=int, default=0, help="Step of the checkpoint (default: 0).")
+    load.add_argument("dir", type=pathlib.Path, help="Checkpoint folder to write.")
+    load.add_argument("--step", type=int, default=0, help="Step of the checkpoint (default: 0).")
     return parser
 
 

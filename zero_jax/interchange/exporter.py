@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax.checkpoint.checkpoints import ITEM, Checkpoints
-from zero_jax.checkpoint.inspection import Chunk, read_checked
-from zero_jax.checkpoint.manifest import Entry, Manifest
-from zero_jax.checkpoint.writer import check_seal
+from zero_jax.checkpoint.arrays import Chunk, StoredArray
+from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.inspection import read_checked
+from zero_jax.checkpoint.manifest import ITEM, Manifest, check_seal
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.folder_config import Path
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
@@ -178,7 +178,7 @@ def made_whole(out: pathlib.Path) -> Iterator[pathlib.Path]:
         raise
 
 
-def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str, Entry]:
+def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str, StoredArray]:
     """The arrays under a prefix, without it."""
     held = manifest.arrays
     if prefix is None:
@@ -195,7 +195,7 @@ def _parameters(manifest: Manifest, prefix: str | None, where: str) -> dict[str,
     return arrays
 
 
-def _elsewhere(held: Mapping[str, Entry]) -> str:
+def _elsewhere(held: Mapping[str, StoredArray]) -> str:
     ends = [(name, own) for name in held for own in _EMBEDDINGS if name.endswith(f"/{own}")]
     if not ends:
         return f": {' and '.join(_EMBEDDINGS)} are missing, and no other models can be exported"
@@ -205,7 +205,7 @@ def _elsewhere(held: Mapping[str, Entry]) -> str:
 
 def _config_of(
     manifest: Manifest,
-    arrays: Mapping[str, Entry],
+    arrays: Mapping[str, StoredArray],
     heads: int | None,
     origin: pathlib.Path | None,
     where: str,
@@ -235,7 +235,7 @@ def _config_of(
 
 
 def _noted(
-    manifest: Manifest, arrays: Mapping[str, Entry], heads: int | None, where: str
+    manifest: Manifest, arrays: Mapping[str, StoredArray], heads: int | None, where: str
 ) -> hf.Config:
     """The config that a run noted with its checkpoint, or that shapes and heads tell."""
     if _EMBEDDINGS[0] in arrays:
@@ -252,7 +252,7 @@ def _noted(
     raise ValueError("shapes do not determine its config: give --like DIR with a config.json")
 
 
-def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
+def _heads(config: Any, arrays: Mapping[str, StoredArray], where: str) -> int:
     """The number of heads that a run noted with its checkpoint."""
     known = config if isinstance(config, Mapping) else {}
     model = known.get("model")
@@ -263,7 +263,7 @@ def _heads(config: Any, arrays: Mapping[str, Entry], where: str) -> int:
     raise ValueError(f"{where} does not record the number of attention heads: give --heads N")
 
 
-def _of_preset(name: Any, arrays: Mapping[str, Entry]) -> int | None:
+def _of_preset(name: Any, arrays: Mapping[str, StoredArray]) -> int | None:
     preset = gpt_config.PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
         return None
@@ -272,7 +272,7 @@ def _of_preset(name: Any, arrays: Mapping[str, Entry]) -> int | None:
 
 def _stream(
     folder: pathlib.Path,
-    arrays: Mapping[str, Entry],
+    arrays: Mapping[str, StoredArray],
     layout: hf.Layout,
     out: pathlib.Path,
     max_file_bytes: int,
@@ -283,7 +283,7 @@ def _stream(
     places = {(place.path, place.at): place for place in layout.places}
     stacks = {place.path: len(place.at) for place in layout.places}
     for path, entry in arrays.items():
-        for chunk, part in read_checked(folder, path, entry):
+        for chunk, part in read_checked(folder, entry):
             for at, starts, tensor in _tensors(chunk, part, stacks[path]):
                 place = places[path, at]
                 files.write(place.name, *place.turn.put(starts, tensor))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.adapters.quantised import named
-from zero_jax.checkpoint.leaves import Leaf, Read, leaves, rebuilt
+from zero_jax.checkpoint.leaves import NamedLeaf, Read, leaves, unflatten
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.exporter import Path, differences, few
 from zero_jax.interchange.exporter import export as export
@@ -70,16 +70,16 @@ def load(
         report(f"{folder}: reads {ONE}, as transformers does, and ignores {INDEX}")
     last: dict[str, Packed] = {}
 
-    def reader(leaf: Leaf) -> Read:
+    def reader(leaf: NamedLeaf) -> Read:
         path, _, part = leaf.name.rpartition("/")
         if path not in nodes:
-            return model.reader(leaf.name, jnp.dtype(leaf.stored_dtype))
+            return model.reader(leaf.name, jnp.dtype(leaf.array.stored))
         if path not in last:
             last.clear()
             last[path] = Packed(model.reader(path, np.dtype("float32")), nodes[path])
         return last[path].part(part)
 
-    return rebuilt(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
+    return unflatten(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
 
 
 def check(folder: Path) -> None:

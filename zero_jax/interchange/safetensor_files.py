@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.checksum import words
+from zero_jax.checkpoint.checksum import as_unsigned
 from zero_jax.interchange.folder_config import MOST_INDEX_BYTES, check_regular, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -106,7 +106,7 @@ class Writer:
         shape, dtype = self._kinds[name]
         assert str(part.dtype) == dtype, f"{name} is {dtype}, not {part.dtype}"
         path, begin = self._places[name]
-        value = words(part)
+        value = as_unsigned(part)
         np.memmap(path, value.dtype, mode="r+", offset=begin, shape=tuple(shape))[box] = value
         self._left[name] -= part.nbytes
 

@@ -1,4 +1,5 @@
 """Sharding of leaves: partition by shape, meshes, tensor parallelism over `model`.
 
-Names the leaves of a tree and assigns a partition to each. May import nothing of zero_jax.
+Names the leaves of a tree, assigns a partition to each, and compares replicas. May import nothing
+of zero_jax.
 """
