@@ -18,7 +18,7 @@ import optax
 from problems import Problem
 
 import zero_jax
-from zero_jax.offload.mapped_store import Store
+from zero_jax.offload.nvme import FileArray
 from zero_jax.offload.tiers import Offload
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
@@ -52,15 +52,15 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     begun = any(Path(folder).glob("*/step.json"))
     params, state = wrapped.resume(params) if begun else (params, wrapped.init(params))
     step = zero.train_step(problem.loss, wrapped)
-    writes, write = [0], Store.write
+    writes, write = [0], FileArray.put
 
-    def counted(self: Store, number: int, *args: object) -> None:
+    def counted(self: FileArray, number: int, *args: object) -> None:
         writes[0] += number == int(kill_in)
         if writes[0] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, number, *args)
 
-    Store.write = counted
+    FileArray.put = counted
     own = np.split(np.asarray(problem.batch), jax.process_count())[jax.process_index()]
     batch = zero_jax.global_batch(mesh, own)
     begin = state.inner.files.store.step

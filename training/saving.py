@@ -11,8 +11,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-
 from training.resuming import check_release, check_settings
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints, on_first_process
@@ -20,7 +18,7 @@ from zero_jax.checkpoint.inspection import folders
 from zero_jax.checkpoint.manifest import ITEM, Manifest
 from zero_jax.checkpoint.retention import set_aside
 from zero_jax.cluster.agreement import of_the_first
-from zero_jax.offload.state_files import discard
+from zero_jax.offload.nvme import discard, folder_of
 
 PyTree = Any
 FOLDER = "checkpoints"
@@ -68,7 +66,7 @@ def state_files(directory: str | None, out: pathlib.Path) -> Iterator[None]:
     if directory is None:
         yield
         return
-    owner = pathlib.Path(directory, f"process-{jax.process_index():05d}", "run.txt")
+    owner = folder_of(directory) / "run.txt"
     if owner.is_file() and owner.read_text() == str(out):
         discard(directory)
     yield

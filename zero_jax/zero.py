@@ -21,9 +21,8 @@ from zero_jax.collectives.precision import Precision, cast
 from zero_jax.engine import grads, offload_check, optimizer
 from zero_jax.engine.compiler import Program
 from zero_jax.engine.config import AUTO, Config, Remat, Stage
-from zero_jax.engine.file_step import NvmeStep
 from zero_jax.engine.optimizer import ZeroTransform
-from zero_jax.engine.step import TrainStep
+from zero_jax.engine.step import NvmeStep, TrainStep
 from zero_jax.engine.transformations import Frozen
 from zero_jax.names import parse_bytes, unknown
 from zero_jax.offload import tiers

@@ -12,7 +12,7 @@ from problems import assert_bitwise
 
 import zero_jax
 from zero_jax.hlo import targets
-from zero_jax.offload.piecewise import CannotStream
+from zero_jax.offload.streaming import CannotStream
 from zero_jax.plan import candidates, meshes
 from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import STATES, Candidate, combinations

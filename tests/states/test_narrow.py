@@ -14,8 +14,8 @@ import pytest
 import zero_jax
 from zero_jax.offload import tiers
 from zero_jax.states import codes
+from zero_jax.states.codes import noise, to_bfloat16
 from zero_jax.states.narrow import initial
-from zero_jax.states.rounding import noise, to_bfloat16
 
 pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 ADAMW = optax.chain(optax.clip_by_global_norm(1e9), optax.adamw(1e-2))
@@ -239,7 +239,7 @@ def spread(shape, octaves):
 @jax.jit
 def rounded(x, uniform):
     scales = codes.scales_of(x, 0)
-    return codes.open(codes.close(x, scales, 0, uniform), scales, 0)
+    return codes.decode(codes.encode(x, scales, 0, uniform), scales, 0)
 
 
 drawn_at = lambda x, step: noise(x.shape, (0,) * x.ndim, x.shape, 0, jnp.int32(step))  # noqa: E731

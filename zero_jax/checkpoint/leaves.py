@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.arrays import KEY, Index, Piece, StoredArray, chunk_shape
-from zero_jax.offload.state_in_files import InFiles, Stored
+from zero_jax.offload.nvme import FileArray, Stored
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any
 # Reads the part of the unpadded array between two indices.
 Read = Callable[[Index, Index], np.ndarray]
-_KINDS = (jax.Array, jax.ShapeDtypeStruct, InFiles, np.ndarray, np.generic, int, float)
+_KINDS = (jax.Array, jax.ShapeDtypeStruct, FileArray, np.ndarray, np.generic, int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,31 +117,31 @@ class NamedLeaf:
 class FileLeaf(NamedLeaf):
     """A leaf whose values are in files (`offload="optimizer:nvme=DIR"`)."""
 
-    node: InFiles
+    node: FileArray
 
     def _shard_shape(self, data: Any) -> Index:
         return self.node.cut.device_shape
 
     def pieces(self) -> list[Piece]:
         pieces = []
-        for name, starts, stops, is_first in self._shards():
+        for first, stops, is_first in self._shards():
             if is_first:
-                sizes = tuple(map(operator.sub, stops, starts))
-                pieces.append((starts, self.node.read(name, (0,) * len(sizes), sizes)))
+                sizes = tuple(map(operator.sub, stops, first))
+                pieces.append((first, self.node.read(first, (0,) * len(sizes), sizes)))
         return pieces
 
-    def build(self, read: Read) -> InFiles:
-        for name, starts, stops, _ in self._shards():
-            self.node.write(name, (0,) * len(starts), read(starts, stops))
+    def build(self, read: Read) -> FileArray:
+        for first, stops, _ in self._shards():
+            self.node.write(first, (0,) * len(first), read(first, stops))
         return self.node
 
-    def _shards(self) -> Iterator[tuple[str, Index, Index, bool]]:
-        """Yields name, bounds without padding, and whether this is the first copy of a shard."""
-        for name, starts, is_first in self.node.shards():
-            ends = map(operator.add, starts, self.node.cut.device_shape)
+    def _shards(self) -> Iterator[tuple[Index, Index, bool]]:
+        """Yields bounds without padding, and whether this is the first copy of a shard."""
+        for first, is_first in self.node.shards():
+            ends = map(operator.add, first, self.node.cut.device_shape)
             stops = tuple(map(min, ends, self.array.shape))
-            if all(map(operator.lt, starts, stops)):
-                yield name, starts, stops, is_first
+            if all(map(operator.lt, first, stops)):
+                yield first, stops, is_first
 
 
 def leaves(tree: PyTree) -> list[NamedLeaf]:
@@ -152,7 +152,7 @@ def leaves(tree: PyTree) -> list[NamedLeaf]:
     times = collections.Counter(names)
     result: list[NamedLeaf] = []
     for number, (name, node) in enumerate(zip(names, nodes, strict=True)):
-        leaf = (FileLeaf if isinstance(node, InFiles) else NamedLeaf)(name, node, number)
+        leaf = (FileLeaf if isinstance(node, FileArray) else NamedLeaf)(name, node, number)
         if times[name] > 1:
             raise ValueError(f"two leaves have the path {name!r}: give them different paths")
         if not isinstance(leaf.value, _KINDS):
@@ -175,7 +175,7 @@ def unflatten(tree: PyTree, nodes: list[Any]) -> PyTree:
 
 
 def _unfolded(tree: PyTree) -> PyTree:
-    """The tree with an `InFiles` for every leaf in files."""
+    """The tree with an `FileArray` for every leaf in files."""
     return jax.tree.map(lambda x: x.unfolded() if _is_stored(x) else x, tree, is_leaf=_is_stored)
 
 

@@ -1,12 +1,12 @@
 """Any optax transformation on partitioned parameters, exact at every stage and every N.
 
 The transformation runs on sharded global arrays, inside `jit` and outside `shard_map`: the
-partitioner inserts the sum over devices that a norm, a trust ratio or a row mean needs. Leaves
-that are padded at rest are cut to their logical shape before it sees them and padded after,
-which sends nothing, because the tiles line up.
+partitioner inserts the sum over devices that a norm, a trust ratio or a row mean needs. The
+transformation gets leaves without padding. Removing and adding it needs no communication, because
+shards stay in place.
 
-State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp32 master is the
-parameter itself). Source: ZeRO, section 5.1.
+State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp32 master parameter
+is the parameter itself). Source: ZeRO, section 5.1.
 """
 
 import dataclasses
@@ -20,22 +20,19 @@ import optax
 from flax import nnx
 
 from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
-from zero_jax.engine import pieces
 from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, refuse_per_example, without_frozen
-from zero_jax.offload import streamable, tiers
-from zero_jax.offload.piecewise import at_rest, require_piecewise
-from zero_jax.offload.state_files import Files
-from zero_jax.offload.state_in_files import Stored
+from zero_jax.offload import streaming, tiers
+from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.owners import update as owners
-from zero_jax.sharding import layout, paths
+from zero_jax.sharding import layout
 from zero_jax.sharding.cuts import Split, Splitter, state_splits
-from zero_jax.states.narrow import FP32, NarrowState, cuts_of, initial, kind_of, restated
+from zero_jax.states.narrow import FP32, NarrowState, initial, kind_of, restated, splits_of
 
 PyTree = Any
-Trees = tuple[PyTree, PyTree, PyTree | None]  # gradients, state and parameters, at rest
+Trees = tuple[PyTree, PyTree, PyTree | None]  # gradients, state and parameters, as stored
 
 
 class ZeroState(NamedTuple):
@@ -138,10 +135,10 @@ def check_made_for(tx: Any, config: Config) -> None:
 
 
 def guard_of(state: Any) -> Guard:
-    """The guard of an optimizer state.
+    """Returns the guard of an optimizer state.
 
     Raises:
-      ValueError: it is that of a plain optax transformation.
+      ValueError: The state is that of a plain optax transformation.
     """
     if not isinstance(state, ZeroState):
         raise ValueError(
@@ -153,7 +150,7 @@ def guard_of(state: Any) -> Guard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
-    """What `partition` was given, and the functions that it returns."""
+    """The arguments of `partition`, and the functions of the transformation that it returns."""
 
     tx: optax.GradientTransformation
     config: Config
@@ -161,6 +158,10 @@ class _Partition:
     @functools.cached_property
     def splitter(self) -> Splitter:
         return self.config.splitter
+
+    @functools.cached_property
+    def _partition(self) -> streaming.Partitioning:
+        return streaming.Partitioning(self.splitter, self.config.frozen, self.config.mesh)
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -174,8 +175,7 @@ class _Partition:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
         if self.config.offload.in_files:
-            files = self._files(params, resume=False)
-            return ZeroState(files.begin(params), files.guard)
+            return ZeroState(*self._files(params, resume=False).begin(params))
         return jax.jit(self._born, out_shardings=placed)(params)
 
     def _born(self, params: PyTree) -> ZeroState:
@@ -187,31 +187,42 @@ class _Partition:
         return layout.at_rest(state, self._state_cuts(state, full))
 
     def _state_cuts(self, state: PyTree, params: PyTree) -> list[Split]:
-        return cuts_of(state, params, self.splitter(params))
+        return splits_of(state, params, self.splitter(params))
 
     def _placed(self, abstract: ZeroState, full: PyTree) -> PyTree:
-        """The state's shardings; raises where it can't be updated in pieces, and must be."""
+        """Returns the state's shardings; raises if updates in pieces are needed and impossible."""
         state = jax.eval_shape(layout.unpad, abstract)
         placed = layout.shardings(abstract, self._state_cuts(state, full), self.config.mesh)
         if self._in_pieces or self.config.offload.in_files:
-            still = paths.frozen_leaves(full, self.config.frozen)
-            cuts, masters = self.splitter(full), self.config.offload.streams_params
-            given = self.tx, self.inner, full, self.config.mesh, cuts, still, masters
-            require_piecewise(*given, optimizer_state_dtype=self.config.optimizer_state_dtype)
+            self._traced(full)
         if self.config.offload.streams:
-            return streamable.placed_on_host(placed, state, full, self.splitter(full))
+            return tiers.place_state(placed, tiers.offloaded(state, full, self.splitter))
         return placed
+
+    def _traced(self, full: PyTree) -> streaming.PiecewiseUpdate:
+        """Returns the update in pieces; raises CannotStream if that is impossible."""
+        return streaming.traced_update(
+            self.inner,
+            full,
+            self._partition,
+            params_streamed=self.config.offload.streams_params,
+            optimizer_state_dtype=self.config.optimizer_state_dtype,
+        )
 
     @property
     def _in_pieces(self) -> bool:
-        """Whether states are updated piece by piece inside the step."""
+        """True if states are updated in pieces inside the step."""
         return self.config.offload.streams or self.config.optimizer_state_dtype != FP32
 
-    def _files(self, params: PyTree, *, resume: bool) -> Files:
-        cuts = self.splitter(jax.eval_shape(layout.unpad, params))
-        start = init_guard(self.config.precision)
-        return Files(
-            self.inner, self.config.mesh, params, start, cuts, self.config.offload, resume=resume
+    def _files(self, params: PyTree, *, resume: bool) -> StateFiles:
+        return StateFiles(
+            self.inner,
+            self._traced(jax.eval_shape(layout.unpad, params)),
+            params,
+            init_guard(self.config.precision),
+            functools.partial(next_guard, precision=self.config.precision),
+            self.config.offload,
+            resume=resume,
         )
 
     def resume(self, params: PyTree) -> tuple[PyTree, ZeroState]:
@@ -269,7 +280,7 @@ class _Partition:
         return made, ZeroState(inner, counters)
 
     def _joined(self, state: ZeroState, params: PyTree) -> ZeroState:
-        """The state as it was made: `nnx.Optimizer` hands back padded leaves taken apart."""
+        """Returns the state in its structure: `nnx.Optimizer` flattens padded leaves."""
         if not any(map(_is_apart, jax.tree.leaves(state, is_leaf=_is_apart))):
             return state
         like = jax.tree.structure(jax.eval_shape(self._born, params))
@@ -297,19 +308,19 @@ class _Partition:
     def _whole(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
     ) -> tuple[PyTree, PyTree]:
-        """(updates, state) of whole arrays, or with `apply` (parameters, state)."""
+        """Returns (updates, state) from full arrays, or with `apply` (parameters, state)."""
         grads, state, params = layout.unpad(trees)
         updates, new = self._updated((grads, state, params), layout.unpad(extra))
         check_updates(grads, updates)
         settle = functools.partial(unless_skipped, finite)
         updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)
         like = grads if params is None else params
-        rest = at_rest(new, self._state_cuts(new, like), self.config.mesh)
-        updates = at_rest(updates, self.splitter(like), self.config.mesh)
+        rest = layout.constrained(new, self._state_cuts(new, like), self.config.mesh)
+        updates = layout.constrained(updates, self.splitter(like), self.config.mesh)
         return optax.apply_updates(trees[2], updates) if apply else updates, rest
 
     def _updated(self, trees: Trees, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        """The transformation's own update, of logical trees."""
+        """Returns the transformation's own update of full trees."""
 
         def update(grads: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> Any:
             return self.inner.update(grads, state, params, **extra)
@@ -323,13 +334,19 @@ class _Partition:
     def _pieces(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
     ) -> tuple[PyTree, PyTree]:
-        """The same, in pieces, of states in host memory or in fewer bits."""
+        """As `_whole`, in pieces, for state in host memory or in 8 or 16 bits."""
 
         def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return self.inner.update(grads, state, params, **layout.unpad(extra))
 
-        given = pieces.Given(*trees, self.splitter, self.config.frozen, self.config.mesh)
-        return given.run(update, finite, apply, self.config.offload.piece_bytes)
+        return streaming.update_in_pieces(
+            update,
+            trees,
+            self._partition,
+            finite=finite,
+            apply=apply,
+            piece_bytes=self.config.offload.piece_bytes,
+        )
 
 
 def _is_apart(node: Any) -> bool:
@@ -337,7 +354,7 @@ def _is_apart(node: Any) -> bool:
 
 
 def all_finite(grads: PyTree) -> jax.Array:
-    """Whether every floating number is finite, also where the sum of squares would overflow."""
+    """Returns whether all elements are finite, even if their sum of squares overflows."""
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)]
 
     def squares(factor: jax.Array | float) -> jax.Array:

@@ -1,13 +1,13 @@
-"""Whether a transformation does to shards what it does to full leaves: read from its trace.
+"""Check that a transformation does to shards what it does to full leaves, from its trace.
 
-Inside `shard_map` an optimizer sees this device's shards and nothing else, so a norm, a mean or
-a factored moment is taken over the wrong numbers and nobody notices. So `init` and `update` are
-traced twice, on full leaves and on shards, and the two programs are compared equation by
-equation. If they are the same, and no equation mixes elements along the dim that is cut, then what
-comes of a shard is the shard of what comes of the full leaf. What is equal on every device
-(counters, schedules, leaves too small to be cut) may be used in any way.
+Inside `shard_map` an optimizer gets this device's shards alone, so it would compute a norm, a mean
+or a factored moment from the wrong elements without an error. So `init` and `update` are traced
+twice, on full leaves and on shards, and the two programs are compared equation by equation. If they
+are the same, and no equation mixes elements along the sharded dim, then the result of a shard is
+the shard of the full result. Values that are equal on every device (counters, schedules, leaves too
+small to be sharded) may be used in any way.
 
-No values are looked at, nothing is run and nothing is sent.
+The check runs nothing and needs no communication.
 """
 
 import itertools
@@ -24,33 +24,36 @@ import optax
 
 from zero_jax.jaxpr.equations import JIT, REMAT
 from zero_jax.jaxpr.operations import ELEMENTWISE
-from zero_jax.offload.blame import blame
+from zero_jax.jaxpr.sources import transformation_of
 from zero_jax.sharding.cuts import Split
 
 PyTree = Any
 Atom = jex.Var | jex.Literal
 Pair = tuple[Atom, Atom]  # the same value in the two programs: of full leaves, and of shards
 
-# What these do is what the jaxprs among their parameters do, with their own operands.
+# These do what the jaxprs among their parameters do, with their own operands.
 _CALLS = JIT | REMAT | {"custom_jvp_call", "custom_vjp_call", "cond", "while", "scan"}
 
 
 class _Unlike(ValueError):
-    """Something that is not on a shard what it is on a full leaf."""
+    """A value of a shard is not the shard of the value of the full leaf."""
+
+    sources: Sequence[jex.JaxprEqn] = ()  # the equation, then the calls that it is in
 
 
 def require_elementwise(
     tx: optax.GradientTransformation, params: PyTree, cuts: Sequence[Split]
 ) -> None:
-    """Raises unless `tx` makes of shards the shards of what it makes of full leaves.
+    """Checks that the results of `tx` for shards are the shards of its results for full leaves.
 
     Args:
-      tx: the transformation.
-      params: the parameters it is for; only their tree, shapes and dtypes are looked at.
-      cuts: how they are cut, into two pieces or more.
+      tx: The transformation.
+      params: The parameters; only their tree, shapes and dtypes matter.
+      cuts: The partition of each, into two shards or more.
 
     Raises:
-      ValueError: naming the transformation, within a chain the one that is to blame.
+      ValueError: They are not; the message has the transformation, within a chain the one that
+        fails.
     """
     full, piece = at_rest_and_shard(params, cuts)
     # A thread of its own: here `init` is being traced under the mesh's manual axes.
@@ -59,9 +62,9 @@ def require_elementwise(
 
 
 def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, PyTree]:
-    """Parameters as they rest and as one shard, abstract.
+    """Returns abstract parameters as stored and as one shard.
 
-    At rest a dim that is cut is longer than on a shard, even one of 1, which is padded.
+    A sharded dim is longer as stored than on a shard: even one of size 1 is padded.
     """
     leaves, treedef = jax.tree.flatten(params)
 
@@ -73,26 +76,22 @@ def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, Py
 
 
 def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
-    def fails(part: optax.GradientTransformation) -> bool:
-        try:
-            _compare(part, full, piece)
-        except _Unlike:
-            return True
-        return False
-
+    sources: Sequence[jex.JaxprEqn | Exception]
     try:
         _compare(tx, full, piece)
     except _Unlike as error:
-        verdict, why = "is not", str(error)
+        verdict, why, sources = "is not", str(error), error.sources
     except Exception as error:
         said = str(error).partition("\n")[0]
         verdict, why = "could not be shown to be", f"it raised {type(error).__name__}: {said}"
+        sources = [error]
     else:
         return
+    whole = getattr(tx.update, "__qualname__", type(tx).__name__).partition(".<locals>")[0]
     raise ValueError(
-        f"`tx`: {blame(tx, fails)} {verdict} elementwise, and inside shard_map it sees only this "
-        f"device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, which is exact "
-        "for every transformation"
+        f"`tx`: {transformation_of(sources) or whole} {verdict} elementwise, and inside shard_map "
+        f"it sees only this device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, "
+        "which is exact for every transformation"
     )
 
 
@@ -131,14 +130,21 @@ def _same_program(full: Any, piece: Any) -> None:
     one, other = getattr(full, "jaxpr", full), getattr(piece, "jaxpr", piece)
     sizes = [(len(p.eqns), len(p.invars), len(p.constvars)) for p in (one, other)]
     if sizes[0] != sizes[1]:
-        raise _Unlike("its program depends on the shape of a shard")
+        error = _Unlike("its program depends on the shape of a shard")
+        pairs = zip(one.eqns, other.eqns, strict=False)
+        error.sources = [a for a, b in pairs if a.primitive is not b.primitive][:1]
+        raise error
     for a, b in zip(getattr(full, "consts", ()), getattr(piece, "consts", ()), strict=True):
         if a is not b and not np.array_equal(a, b):
             raise _Unlike("it contains another constant on a shard")
     known = dict(zip((*one.invars, *one.constvars), (*other.invars, *other.constvars), strict=True))
     for a, b in zip(one.eqns, other.eqns, strict=True):
-        _same_atoms(a.invars, b.invars, known)
-        _same_equation(a, b)
+        try:
+            _same_atoms(a.invars, b.invars, known)
+            _same_equation(a, b)
+        except _Unlike as error:
+            error.sources = [*error.sources, a]
+            raise
         known.update(zip(a.outvars, b.outvars, strict=True))
     _same_atoms(one.outvars, other.outvars, known)
 
@@ -173,7 +179,7 @@ def _same_equation(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> None:
 
 
 def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters."""
+    """Yields the jaxprs among an equation's parameters."""
     for value in params.values():
         for item in value if isinstance(value, tuple) else (value,):
             if hasattr(getattr(item, "jaxpr", item), "eqns"):
@@ -181,7 +187,7 @@ def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _settings(eqn: jex.JaxprEqn) -> dict[str, Any]:
-    """An equation's parameters but for shapes, which operands and results have, and functions."""
+    """Returns an equation's parameters without functions and shapes, which operands have."""
     if eqn.primitive.name in _CALLS:
         return {k: v for k, v in eqn.params.items() if isinstance(v, int)}
     return {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
@@ -203,11 +209,13 @@ def _shape(atom: Atom) -> tuple[int, ...]:
 
 
 def _along(eqn: jex.JaxprEqn, given: Sequence[int | None], made: int | None) -> bool:
-    """Whether it mixes nothing along the dims that are cut, those of operands and of the result."""
+    """Returns True if it mixes no elements along the sharded dims of operands and result."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [_shape(a) for a in eqn.invars]
     if name in ELEMENTWISE:
         return all(at == made for at, shape in zip(given, shapes, strict=True) if shape)
+    if not shapes:
+        return False
     at, shape = given[0], shapes[0]
     if name == "broadcast_in_dim":
         places = params["broadcast_dimensions"]

@@ -1,7 +1,7 @@
 """The training step: gradients, guard, update and metrics in one jitted program."""
 
 import collections
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +196,40 @@ class TrainStep:
             }
         )
         self._agreed = True
+
+
+class NvmeStep(TrainStep):
+    """A `TrainStep` whose optimizer state is in files: gradients in one program, then pieces."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._jitted: Any = self._from_files
+
+    def trace(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises ValueError: the step is not a single program."""
+        raise ValueError(
+            "`offload`: with the nvme tier a step is many programs and cannot be traced as one. "
+            'Plan with offload="optimizer"; the files take twice its bytes of host memory'
+        )
+
+    def lower(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises ValueError, as `trace`."""
+        self.trace()
+
+    def _from_files(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
+    ) -> tuple[PyTree, ZeroState, Metrics]:
+        if named:
+            raise ValueError(
+                f"{', '.join(named)}: with the nvme tier a transformation gets `value`, the loss, "
+                'and no other named argument. Use offload="optimizer" (host memory)'
+            )
+        guard, stored = guard_of(opt_state), opt_state.inner
+        out = self._gradients(params, batch, extras, guard.loss_scale)
+        params, *state = stored.files.step(
+            *(out.grads, stored, params, guard), finite=out.finite, loss=out.loss
+        )
+        return params, ZeroState(*state), reported(out, state[1], guard.loss_scale)
 
 
 def _check_named(named: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
-"""What is asked of a user's transformation, and done to it, before it is run on shards."""
+"""Checks of a user's transformation, and its restriction to trained leaves."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,14 +12,14 @@ PyTree = Any
 
 
 class CannotUpdate(ValueError):
-    """A transformation needs something else than it was given."""
+    """A transformation needs other arguments than the step passes."""
 
 
-Frozen = str | Callable[[str], bool] | None
+Frozen = paths.Frozen
 
 
 def refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Raises for a transformation that takes gradients of each example: they come as their mean."""
+    """Raises ValueError for a transformation of per-example gradients; `Zero` passes their mean."""
 
     def update(params: PyTree) -> Any:
         return tx.update(params, tx.init(params), params)[0]

@@ -2,7 +2,7 @@
 
   optimizer    the optimizer state, 8Ψ/N bytes per device for Adam
   params       the fp32 master parameters, 4Ψ/N bytes; requires `optimizer` (on nvme a copy of
-               them, see state_files.py)
+               them, see nvme.py)
   activations  activations saved by remat; applied through the remat policy and only parsed here
 
 The host tier is JAX's `pinned_host` memory, which the devices read and write directly. The third
@@ -12,6 +12,7 @@ next step); piecewise updates as in ZeRO-Offload (arXiv:2101.06840), section 5.
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax.names import nearest
+from zero_jax.sharding.cuts import Splitter, mirrors, state_splits
 from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
@@ -174,6 +176,22 @@ def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
     if not offload.streams_params:
         return placed
     return jax.tree.map(lambda s, x: s.with_memory_kind(HOST) if x.shape else s, placed, leaves)
+
+
+def offloaded(state: PyTree, params: PyTree, splitter: Splitter) -> list[bool]:
+    """Returns True for each state leaf that is offloaded: it mirrors a parameter with a dim."""
+    splits = splitter(params)
+    of_state = state_splits(state, params, splits)
+    owners = mirrors(of_state, splits)
+    return [o is not None and bool(x.shape) for x, o in zip(of_state, owners, strict=True)]
+
+
+def place_state(placed: PyTree, offloaded: Sequence[bool]) -> PyTree:
+    """Returns shardings of a state: in host memory for the leaves that are offloaded."""
+    leaves, treedef = jax.tree.flatten(placed)
+    pairs = zip(leaves, offloaded, strict=True)
+    moved = [s.with_memory_kind(HOST) if flag else s for s, flag in pairs]
+    return jax.tree.unflatten(treedef, moved)
 
 
 def is_on_host(leaf: Any) -> bool:

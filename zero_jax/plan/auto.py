@@ -24,7 +24,7 @@ from zero_jax.engine.grads import LossFn
 from zero_jax.engine.offload_check import WrongHere
 from zero_jax.engine.step import TrainStep
 from zero_jax.hlo.targets import Target
-from zero_jax.offload.piecewise import CannotStream
+from zero_jax.offload.streaming import CannotStream
 from zero_jax.plan import candidates, planning
 from zero_jax.plan.advice import TIE
 from zero_jax.plan.candidates import Candidate

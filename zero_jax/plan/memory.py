@@ -36,7 +36,7 @@ from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter, split
 from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.model_axis import ModelAxis
-from zero_jax.states.narrow import FP32, cuts_of, initial
+from zero_jax.states.narrow import FP32, initial, splits_of
 
 PyTree = Any
 
@@ -229,5 +229,5 @@ def _state_bytes(
     state = jax.eval_shape(lambda params: initial(plain, params, optimizer_state_dtype), masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
-    splits = cuts_of(state, params, cuts) + [split((), 1)] * len(guard)
+    splits = splits_of(state, params, cuts) + [split((), 1)] * len(guard)
     return layout.bytes_per_device(splits, leaves)

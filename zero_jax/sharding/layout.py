@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.cuts import Split, split
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.sharding.paths import Padded
 
@@ -88,6 +88,17 @@ def _pad(leaf: Any, cut: Split) -> Any:
     if leaf.ndim == 0:
         return Padded(leaf, cut.dim, cut.size)
     return Padded(pad_dim(leaf, cut.dim, cut.shard_size * cut.shards), cut.dim, cut.size)
+
+
+def constrained(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
+    """Pads a full tree and constrains it to its shards, inside `jit`.
+
+    The update of a frozen leaf is a scalar, whatever the leaf's shape, and is replicated.
+    """
+    pairs = zip(splits, jax.tree.leaves(tree), strict=True)
+    placed = [cut if cut.shape == x.shape else split(x.shape, 1) for cut, x in pairs]
+    padded = at_rest(tree, splits)
+    return jax.lax.with_sharding_constraint(padded, shardings(padded, placed, mesh))
 
 
 def shardings(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:

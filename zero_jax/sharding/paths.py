@@ -15,6 +15,7 @@ from flax import nnx
 from flax.core import meta
 
 PyTree = Any
+Frozen = str | Callable[[str], bool] | None  # a pattern or a predicate of paths
 
 
 @jax.tree_util.register_dataclass
@@ -109,8 +110,8 @@ def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
     return found
 
 
-def frozen_leaves(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> list[bool]:
-    """Which leaves are not trained: those whose path matches, and all that are not floats."""
+def frozen_leaves(tree: PyTree, frozen: Frozen) -> list[bool]:
+    """Returns True for each leaf that is not trained: its path matches, or it is not a float."""
 
     names = [name for name, _ in named_leaves(tree)]
     if isinstance(frozen, str):
@@ -122,8 +123,8 @@ def frozen_leaves(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> l
     return [not jnp.issubdtype(x.dtype, jnp.floating) or hit for x, hit in pairs]
 
 
-def trained_part(tree: PyTree, frozen: str | Callable[[str], bool] | None) -> float:
-    """The part of the elements of a logical tree that is not frozen; 1.0 of an empty tree.
+def trained_part(tree: PyTree, frozen: Frozen) -> float:
+    """Returns the trained fraction of the elements of a full tree; 1.0 if it is empty.
 
     >>> trained_part({"base": jnp.ones(3), "lora": jnp.ones(1)}, "base")
     0.25

@@ -1,20 +1,31 @@
-"""Numbers in one byte: floats of 8 bits, whose exponents count from the largest of their block.
+"""8-bit floats with a shared exponent per block, and unbiased rounding to 8 and 16 bits.
 
-A block is 128 elements along one dim, by logical indices, so codes are the same however a leaf is
-cut. Its scale is the exponent of its largest number: nothing is divided, a code is the first bits
-of a float.
+A block is 128 elements along one dim, by index in the full array, so codes do not depend on the
+partition. Its scale is the exponent of its largest element, and a code is the first bits of a
+float: nothing is divided.
 
-  with negative numbers   sign, 4 bits of exponent, 3 of mantissa: 14 octaves below the largest;
-                          what is smaller is 0
-  without any             5 bits of exponent, 3 of mantissa: 30 octaves; what is smaller is the
-                          smallest there is, never 0, since roots of it are divided by
+  signed blocks    sign, 4 bits of exponent, 3 of mantissa: 14 octaves below the largest element;
+                   smaller elements become 0
+  positive blocks  5 bits of exponent, 3 of mantissa: 30 octaves; smaller elements become the
+                   smallest code, never 0, since optimizers divide by their roots
 
-The second has twice the octaves, as squares have. Infinities and NaN have codes of their own and
-change nothing about the rest of their block. Bits a number, scales included: 8.125; 8 + 16/d along
-a dim of d < 128.
-Source: blocks and a dynamic range as in Dettmers et al., 8-bit Optimizers via Block-wise
-Quantization, arXiv:2110.02861; exponents that a block shares as in OCP's Microscaling Formats.
+Positive blocks have twice the octaves, as squares need. Infinities and NaN have their own codes and
+change nothing else in their block. Bits per element with scales: 8.125; 8 + 16/d along a dim of
+d < 128.
+
+An average that moves by a thousandth per step never moves if it is rounded to the nearest of eight
+values per octave: the root of a second moment with decay 0.999 would be half of what it should be.
+So rounding goes up as often as the dropped bits say. A low-discrepancy sequence decides (multiples
+of the golden ratio, offset by a hash of the element's index), which strays less than random bits
+and does not depend on the number of devices.
+
+Source: block-wise dynamic range as in 8-bit Optimizers via Block-wise Quantization
+(arXiv:2110.02861); shared exponents as in OCP Microscaling Formats.
 """
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,34 +34,38 @@ import numpy as np
 from zero_jax.sharding.cuts import split
 
 BLOCK = 128
-_SHORT = 16  # a block of fewer elements is mostly scale
+_SHORT = 16  # along shorter dims, blocks would be mostly scale
 _MANTISSA = 3
-_CUT = 23 - _MANTISSA  # bits of a float that a code does not have
-_UNIT = 1 << _CUT  # the least that two codes differ by, in the bits of a float
+_CUT = 23 - _MANTISSA  # bits of a float that a code drops
+_UNIT = 1 << _CUT  # the difference of two adjacent codes, in the bits of a float
 _OCTAVE = 1 << _MANTISSA  # codes of one exponent
 _INFINITY = 255 << 23  # in the bits of a float
-_SIGNED, _POSITIVE = 15, 31  # octaves below the largest
-_SIGN = 1 << 8  # in a scale, above the exponent: some have one
-_NAN = 128  # the code of "minus zero", where there are signs
+_SIGNED, _POSITIVE = 15, 31  # octaves below the largest element
+_SIGN = 1 << 8  # in a scale, above the exponent: the block has negative elements
+_NAN = 128  # the code of "minus zero" in signed blocks
 _LIKELY = 64  # devices
+_GOLDEN = 2654435769  # 2^32 / 1.618...
+_LARGEST_BF16 = 0x7F7F  # the largest finite one
 
 
 def block_dim(shape: tuple[int, ...]) -> int:
-    """Along which dim a leaf's blocks run: a long one that many devices would not cut.
+    """Returns the dim of a leaf's blocks: a long one that is not sharded over many devices.
 
-    The same for every N: where it is cut all the same, blocks may straddle shards.
+    It is the same for every N. If it is sharded all the same, blocks may span devices.
 
     >>> block_dim((72, 3072, 12288)), block_dim((50257, 1600)), block_dim((4096,))
     (2, 0, 0)
     """
-    cut = split(shape, _LIKELY).dim
+    sharded = split(shape, _LIKELY).dim
     dims = range(len(shape))
-    whole = [d for d in dims if (cut is None or d != cut % len(shape)) and shape[d] >= _SHORT]
-    return max(whole or dims, key=lambda d: (shape[d], d))
+    rest = [
+        d for d in dims if (sharded is None or d != sharded % len(shape)) and shape[d] >= _SHORT
+    ]
+    return max(rest or dims, key=lambda d: (shape[d], d))
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One scale for each block.
+    """Returns the shape of the scales: one for each block.
 
     >>> scales_shape((72, 3072, 12288)), scales_shape((50257, 1600))
     ((72, 3072, 96), (393, 1600))
@@ -60,13 +75,13 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scales_of(x: jax.Array, dim: int) -> jax.Array:
-    """The scales of blocks: uint16, exponents as floats have them, and whether any has a sign.
+    """Returns the scales of blocks, uint16: the exponent of a float, and a bit for signed blocks.
 
-    The scale of two halves of a block is the `larger` of theirs.
+    The scale of a block is the `larger` of those of its two halves.
 
     Args:
-      x: fp32; a leaf, or a part of it that begins where a block does.
-      dim: along which dim blocks run.
+      x: A leaf in fp32, or a part of it that begins at a block.
+      dim: The dim of the blocks.
 
     >>> scales_of(jnp.array([0.0, 1.0, -0.5]), 0)
     Array([383], dtype=uint16)
@@ -81,31 +96,28 @@ def scales_of(x: jax.Array, dim: int) -> jax.Array:
 
 
 def larger(scales: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """The scales of blocks that lie on several devices, of those of their parts.
+    """Returns the scales of blocks that span devices, inside `shard_map`.
 
     Args:
-      scales: of the same blocks on all devices, 0 for those of which a device has nothing.
-      axis: the mesh axes that the devices are of; inside `shard_map`.
+      scales: The scales of the parts of the same blocks on each device, 0 for absent ones.
+      axis: The mesh axes that the blocks span.
     """
     wide = scales.astype(jnp.uint32)
     parts = jax.lax.pmax(jnp.stack([wide & 255, wide & _SIGN]), axis)
     return (parts[0] | parts[1]).astype(jnp.uint16)
 
 
-def close(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.Array:
-    """Floats as codes.
+def encode(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.Array:
+    """Encodes fp32 as uint8 codes of the same shape.
 
     Args:
       x: fp32, as for `scales_of`.
-      scales: of its blocks.
-      dim: along which dim they run.
-      noise: uint32 of the same shape, all values equally likely: what decides about rounding.
-
-    Returns:
-      uint8 of the same shape.
+      scales: The scales of its blocks.
+      dim: The dim of the blocks.
+      noise: uint32 of the same shape, uniform: decides the rounding.
 
     >>> x = jnp.array([0.0, 1.0, -0.5])
-    >>> close(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32))
+    >>> encode(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32))
     Array([  0, 120, 240], dtype=uint8)
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -121,18 +133,18 @@ def close(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.Ar
     return jnp.where(magnitude > 0, code, 0).astype(jnp.uint8)
 
 
-def open(codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
-    """The inverse: fp32.
+def decode(codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
+    """Decodes the codes of `encode` to fp32.
 
     >>> x = jnp.array([0.0, 1.0, -0.5])
-    >>> open(close(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32)), scales_of(x, 0), 0)
+    >>> decode(encode(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32)), scales_of(x, 0), 0)
     Array([ 0. ,  1. , -0.5], dtype=float32)
     """
     each = _to_each(scales, dim, codes.shape)
     code, signed = codes.astype(jnp.int32), each >= _SIGN
     magnitude = jnp.where(signed, code & 127, code)
     bits = magnitude + _lowest(each)
-    # 0, or less than the smallest float that is not subnormal.
+    # 0, or below the smallest float that is not subnormal.
     bits = jnp.where((magnitude > 0) & (bits >= _OCTAVE), bits, 0) << _CUT
     infinity, nan = _not_finite(signed)
     bits = jnp.where(magnitude == infinity, _INFINITY, bits)
@@ -141,18 +153,18 @@ def open(codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
 
 
 def _not_finite(signed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The codes of infinity and of NaN."""
+    """Returns the codes of infinity and of NaN."""
     return jnp.where(signed, 127, 254), jnp.where(signed, _NAN, 255)
 
 
 def _lowest(scales: jax.Array) -> jax.Array:
-    """The smallest float of a block, in units of a code."""
+    """Returns the smallest float of a block, in units of a code."""
     octaves = jnp.where(scales >= _SIGN, _SIGNED, _POSITIVE)
     return ((scales & 255) - octaves) << _MANTISSA
 
 
 def _largest(x: jax.Array, dim: int) -> jax.Array:
-    """Of each block."""
+    """Returns the maximum of each block."""
     size = x.shape[dim]
     blocks = -(-size // BLOCK)
     widths = [(0, blocks * BLOCK - size if d == dim else 0) for d in range(x.ndim)]
@@ -162,8 +174,76 @@ def _largest(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _to_each(scales: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
-    """For each element its block's; int32."""
+    """Returns the scale of each element, int32."""
     apart = jnp.expand_dims(scales.astype(jnp.int32), dim + 1)
     apart = jnp.broadcast_to(apart, (*apart.shape[: dim + 1], BLOCK, *apart.shape[dim + 2 :]))
     joined = apart.reshape(*shape[:dim], scales.shape[dim] * BLOCK, *shape[dim + 1 :])
     return jax.lax.slice_in_dim(joined, 0, shape[dim], axis=dim)
+
+
+def noise(
+    shape: Sequence[int],
+    starts: Sequence[jax.Array | int],
+    full_shape: Sequence[int],
+    leaf: int,
+    step: jax.Array,
+) -> jax.Array:
+    """Returns uint32 for each element of a piece of a leaf, which decides its rounding.
+
+    Args:
+      shape: Shape of the piece.
+      starts: Where it begins in the leaf.
+      full_shape: The leaf's full shape.
+      leaf: The leaf's number, so that leaves are rounded differently.
+      step: Number of earlier updates.
+
+    >>> full = noise((4, 2), (0, 0), (4, 2), 0, jnp.int32(3))
+    >>> full[2:] == noise((2, 2), (2, 0), (4, 2), 0, jnp.int32(3))
+    Array([[ True,  True],
+           [ True,  True]], dtype=bool)
+    """
+    index = jnp.full(shape, jnp.uint32(leaf * _GOLDEN % 2**32))
+    for dim, start in enumerate(starts):
+        at = jax.lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(start, jnp.uint32)
+        index += at * jnp.uint32(math.prod(full_shape[dim + 1 :]) % 2**32)
+    return _hash(index) + step.astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+
+
+def without_padding(
+    piece: jax.Array, starts: Sequence[Any], full_shape: Sequence[int]
+) -> jax.Array:
+    """Replaces the padding of a piece by zeros, which then share blocks with elements harmlessly.
+
+    Args:
+      piece: A piece of a leaf, padded along a sharded dim.
+      starts: Where it begins: traced along sharded dims, numbers elsewhere.
+      full_shape: The leaf's full shape.
+
+    >>> without_padding(jnp.ones(4), [jnp.int32(4)], (6,))
+    Array([1., 1., 0., 0.], dtype=float32)
+    """
+    for dim, start in enumerate(starts):
+        if isinstance(start, jax.Array):
+            at = jax.lax.broadcasted_iota(jnp.int32, piece.shape, dim) + start
+            piece = jnp.where(at < full_shape[dim], piece, 0)
+    return piece
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """Hashes uint32 (the finaliser of MurmurHash3): each bit depends on all bits of x."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
+    """Rounds fp32 to bf16; finite elements stay finite, others keep their kind.
+
+    >>> to_bfloat16(jnp.float32(1 + 2**-9), jnp.uint32(2**32 - 1)) > 1
+    Array(True, dtype=bool)
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = bits & jnp.uint32(1 << 31)
+    up = jnp.minimum(((bits ^ sign) + (noise >> 16)) >> 16, _LARGEST_BF16) | sign >> 16
+    rounded = jax.lax.bitcast_convert_type(up.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

@@ -1,46 +1,66 @@
-"""A state some of whose leaves rest in 8 or 16 bits: made, opened, made another.
+"""Optimizer state with leaves in 8 or 16 bits.
 
-Bytes: of a leaf in 8 bits one for each element and two for each block of 128, of one in bf16 two.
-It is updated in pieces (offload/update_in_pieces.py), which sends nothing but what straddling
-blocks need (coded.py).
+Narrow are the leaves with the shape of a parameter, in fp32, of at least 4096 elements. A leaf that
+is computed from parameters in `init` (an average, a slow copy) is a weight, not a statistic, and
+stays in fp32: the trace of `init` shows it, names do not matter.
+
+Bytes per element: 1 in 8 bits and 2 per block of 128; 2 in bf16. `offload/streaming.py` updates the
+state in pieces. Only blocks that span devices need communication (coded.py).
 """
 
 import dataclasses
+import zlib
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.jaxpr.equations import CALLS, is_var, written_out
+from zero_jax.jaxpr.reads import needed
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import Split, state_splits
-from zero_jax.states.coded import Coding, scales_cut
-from zero_jax.states.selection import Kept, selected
+from zero_jax.sharding.cuts import Split, Splitter, mirrors, state_splits
+from zero_jax.states.coded import Coding, scales_split
 
 PyTree = Any
 FP32 = "fp32"
 OptimizerStateDtype = Literal["fp32", "bf16", "8bit"]
 KINDS = get_args(OptimizerStateDtype)
+_SMALL = 4096  # elements
+
+
+class NarrowLeaf(NamedTuple):
+    """A state leaf in 8 or 16 bits.
+
+    Attributes:
+      at: Its position in the state.
+      number: Decides its rounding: a hash of its parameter's path plus its position among the
+        parameter's states, so that other leaves do not change its bits.
+    """
+
+    at: int
+    number: int
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NarrowState:
-    """The state of a transformation in fewer bits.
+    """The state of a transformation with narrow leaves.
 
     Attributes:
-      inner: as the transformation has it; narrow leaves are uint8 (8bit) or bf16.
-      scales: of 8 bits, of each narrow leaf the scales of its blocks, uint16.
-      count: how often it was updated.
-      kept: which leaves are narrow.
+      inner: The state as the transformation has it; narrow leaves are uint8 (8bit) or bf16.
+      scales: In 8 bits, the scales of the blocks of each narrow leaf, uint16.
+      count: Number of updates.
+      leaves: The narrow leaves.
       kind: "8bit" or "bf16".
     """
 
     inner: PyTree
     scales: tuple[Any, ...]
     count: Any
-    kept: tuple[Kept, ...] = dataclasses.field(metadata={"static": True})
+    leaves: tuple[NarrowLeaf, ...] = dataclasses.field(metadata={"static": True})
     kind: str = dataclasses.field(metadata={"static": True})
 
     @property
@@ -52,45 +72,42 @@ class NarrowState:
         ['0/mu/w', '0/nu/w']
         """
         names = [name for name, _ in paths.named_leaves(self.inner)]
-        return [names[kept.at] for kept in self.kept]
+        return [names[leaf.at] for leaf in self.leaves]
 
     def parts(self) -> list[tuple[Any, ...]]:
-        """Of each leaf of `inner` its array, and its scales if it has any."""
-        positions = (kept.at for kept in self.kept)
+        """Returns the array of each leaf of `inner`, with its scales if there are any."""
+        positions = (leaf.at for leaf in self.leaves)
         scales = dict(zip(positions, jax.tree.leaves(self.scales), strict=False))
         leaves = enumerate(jax.tree.leaves(self.inner))
         return [(x, scales[at]) if at in scales else (x,) for at, x in leaves]
 
-    def codings(self, shapes: PyTree) -> list[Coding | None]:
-        """How each leaf is kept; None for one that is as the transformation has it.
-
-        Args:
-          shapes: the logical `inner`.
-        """
-        numbers = {kept.at: kept.number for kept in self.kept}
+    def codings(self, full: PyTree) -> list[Coding | None]:
+        """Returns the storage of each leaf, or None, given `inner` with full shapes."""
+        numbers = {leaf.at: leaf.number for leaf in self.leaves}
         return [
             Coding(x.shape, self.kind, numbers[at]) if at in numbers else None
-            for at, x in enumerate(jax.tree.leaves(shapes))
+            for at, x in enumerate(jax.tree.leaves(full))
         ]
 
     def wide(self) -> PyTree:
-        """The transformation's own state, in fp32; of a logical state."""
+        """Returns the transformation's own state in fp32; for a full state."""
         pairs = zip(self.codings(self.inner), self.parts(), strict=True)
-        opened = [
-            parts[0] if how is None else how.open(parts, _whole(parts[0])) for how, parts in pairs
+        decoded = [
+            parts[0] if coding is None else coding.decode(parts, _origin(parts[0]))
+            for coding, parts in pairs
         ]
-        return jax.tree.unflatten(jax.tree.structure(self.inner), opened)
+        return jax.tree.unflatten(jax.tree.structure(self.inner), decoded)
 
     def with_parts(self, parts: Sequence[Sequence[Any]], count: Any) -> "NarrowState":
-        """The same with other arrays, in the order of `parts`."""
-        inner = jax.tree.unflatten(jax.tree.structure(self.inner), [own[0] for own in parts])
-        own = [own[1] for own in parts if len(own) > 1]
-        scales = jax.tree.unflatten(jax.tree.structure(self.scales), own)
+        """Returns the state with other arrays, in the order of `parts`."""
+        inner = jax.tree.unflatten(jax.tree.structure(self.inner), [leaf[0] for leaf in parts])
+        scales = [leaf[1] for leaf in parts if len(leaf) > 1]
+        scales = jax.tree.unflatten(jax.tree.structure(self.scales), scales)
         return dataclasses.replace(self, inner=inner, scales=scales, count=count)
 
 
 def kind_of(state: PyTree) -> str:
-    """As what a transformation's state is kept.
+    """Returns the dtype of a transformation's state, one of `KINDS`.
 
     >>> kind_of(optax.adam(1e-3).init({"w": jnp.ones((64, 64))}))
     'fp32'
@@ -110,7 +127,7 @@ def check_kind(kind: str) -> str:
 
 
 def initial(tx: optax.GradientTransformation, params: PyTree, kind: str) -> PyTree:
-    """The state that a transformation begins with, as it is kept.
+    """Returns the initial state of a transformation in a dtype.
 
     >>> params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
     >>> state = initial(optax.adam(1e-3), params, "8bit")
@@ -118,22 +135,37 @@ def initial(tx: optax.GradientTransformation, params: PyTree, kind: str) -> PyTr
     (dtype('uint8'), dtype('float32'))
     """
     state = tx.init(params)
-    return state if kind == FP32 else narrowed(state, selected(tx, params), kind)
+    return state if kind == FP32 else _narrowed(state, _narrow_leaves(tx, params), kind)
 
 
-def narrowed(wide: PyTree, kept: tuple[Kept, ...], kind: str) -> NarrowState:
-    """A transformation's own state as it is kept, not updated yet.
+def _narrow_leaves(tx: optax.GradientTransformation, params: PyTree) -> tuple[NarrowLeaf, ...]:
+    """Returns the leaves of a transformation's state that are stored narrow."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    closed = written_out(closed, CALLS)  # every result of a call depends on all its operands
+    splits, inputs = Splitter(1)(params), set(closed.jaxpr.invars)
+    owners = mirrors(state_splits(state, params, splits), splits)
+    names = [name for name, _ in paths.named_leaves(params)]
+    leaves, states = [], Counter[int]()
+    known = zip(jax.tree.leaves(state), owners, closed.jaxpr.outvars, strict=True)
+    for at, (leaf, owner, result) in enumerate(known):
+        if owner is None:
+            continue
+        states[owner] += 1
+        large = leaf.dtype == jnp.float32 and leaf.size >= _SMALL
+        weight = is_var(result) and not inputs.isdisjoint(needed(closed.jaxpr.eqns, [result]))
+        if large and not weight:
+            leaves.append(NarrowLeaf(at, zlib.crc32(names[owner].encode()) + states[owner]))
+    return tuple(leaves)
 
-    Args:
-      wide: the state, logical.
-      kept: which leaves are kept in fewer bits.
-      kind: how.
-    """
+
+def _narrowed(wide: PyTree, leaves: tuple[NarrowLeaf, ...], kind: str) -> NarrowState:
+    """Encodes a full fp32 state that has not been updated."""
     count = jnp.zeros((), jnp.int32)
-    scales = (0,) * len(kept) if kind == "8bit" else ()  # until they are made
-    like = NarrowState(wide, scales, count, kept, kind)
+    scales = (0,) * len(leaves) if kind == "8bit" else ()  # replaced below
+    like = NarrowState(wide, scales, count, leaves, kind)
     pairs = zip(like.codings(wide), jax.tree.leaves(wide), strict=True)
-    parts = [(x,) if how is None else how.close(x, _whole(x), count) for how, x in pairs]
+    parts = [(x,) if coding is None else coding.encode(x, _origin(x), count) for coding, x in pairs]
     return like.with_parts(parts, count)
 
 
@@ -153,19 +185,19 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
     True
     """
     wide, wanted = _wide(state), jax.eval_shape(_wide, like)
-    given, own = (
+    has, needs = (
         {f"{name} {tuple(x.shape)}" for name, x in paths.named_leaves(tree)}
         for tree in (wide, wanted)
     )
-    if given != own:
+    if has != needs:
         raise ValueError(
             "`state` is of another transformation or of other parameters: it has "
-            f"{_few(given - own)}, but this optimizer has {_few(own - given)}. Pass the state of "
+            f"{_few(has - needs)}, but this optimizer has {_few(needs - has)}. Pass the state of "
             "this transformation and these parameters"
         )
 
-    def one(node: Any, own: PyTree) -> PyTree:
-        return narrowed(own, node.kept, node.kind) if _is_narrow(node) else own
+    def one(node: Any, tree: PyTree) -> PyTree:
+        return _narrowed(tree, node.leaves, node.kind) if _is_narrow(node) else tree
 
     return jax.tree.map(one, like, wide, is_leaf=_is_narrow)
 
@@ -178,8 +210,7 @@ def _wide(state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.wide() if _is_narrow(x) else x, state, is_leaf=_is_narrow)
 
 
-def _whole(x: jax.Array) -> tuple[int, ...]:
-    """Where a whole leaf begins."""
+def _origin(x: jax.Array) -> tuple[int, ...]:
     return (0,) * x.ndim
 
 
@@ -187,17 +218,17 @@ def _is_narrow(node: Any) -> bool:
     return isinstance(node, NarrowState)
 
 
-def cuts_of(state: PyTree, params: PyTree, param_cuts: Sequence[Split]) -> list[Split]:
-    """As `state_splits`, with `NarrowState`s in it: scales are cut as their leaves are."""
-    found = state_splits(state, params, param_cuts)
+def splits_of(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:
+    """Returns the partition of each state leaf, as `state_splits`, and of scales."""
+    splits = state_splits(state, params, param_splits)
     at = 0
     for node in jax.tree.leaves(state, is_leaf=_is_narrow):
         if not _is_narrow(node):
             at += 1
             continue
         first, at = at, at + len(jax.tree.leaves(node.inner))
-        for kept, _ in zip(node.kept, node.scales, strict=False):
-            found[at] = scales_cut(found[first + kept.at])
+        for leaf, _ in zip(node.leaves, node.scales, strict=False):
+            splits[at] = scales_split(splits[first + leaf.at])
             at += 1
         at += 1  # the counter
-    return found
+    return splits
