@@ -10,14 +10,14 @@ import zero_jax
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
-BELOW = {name: set() for name in ("jaxpr", "cluster", "sharding", "models", "translate")}
+BELOW = {name: set() for name in ("jaxpr", "distributed", "sharding", "models", "translate")}
 BELOW |= {"collectives": {"sharding"}, "hlo": {"sharding"}}
 BELOW |= {name: {"jaxpr", "sharding"} for name in ("owners", "adapters", "states")}
 BELOW["remat"] = {"jaxpr", "sharding", "collectives"}
 BELOW["offload"] = {"jaxpr", "sharding", "collectives", "states"}
-BELOW["checkpoint"] = {"cluster", "sharding", "offload"}
+BELOW["checkpoint"] = {"distributed", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"}
-BELOW["engine"] = BELOW["offload"] | {"cluster", "remat", "offload", "owners"}
+BELOW["engine"] = BELOW["offload"] | {"distributed", "remat", "offload", "owners"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
 PACKAGES = {*BELOW, "commands"}
 FACTS = {"_version", "names", "releases", "streams"}

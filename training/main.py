@@ -17,10 +17,10 @@ from training.room import LESS_MEMORY, host_memory
 from training.run import run
 from training.stop import FAILED, INTERRUPTED, NOT_JOINED, Stopped, without
 from training.supervise import WRONG, supervise
-from zero_jax.cluster.addresses import JoinError
-from zero_jax.cluster.processes import launched_processes
-from zero_jax.cluster.roll import ENDED
 from zero_jax.commands.settings import DEVICES
+from zero_jax.distributed.launchers import launched_processes
+from zero_jax.distributed.rendezvous import JoinError
+from zero_jax.distributed.watchdog import EXIT_CODE
 from zero_jax.streams import lasting_streams
 
 MOST_DEVICES = 1024  # simulated ones of a process: each has a thread pool of its own
@@ -160,7 +160,7 @@ def main(args: Sequence[str] | None = None) -> int:
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)
         say_error("error:", said)
-        code = WRONG if full else ENDED  # to start again would help against the latter only
+        code = WRONG if full else EXIT_CODE  # to start again would help against the latter only
         if jax.process_count() == 1:
             return code
         os._exit(code)  # a usual exit waits for the other processes, and one of them is gone

@@ -27,7 +27,7 @@ from training.show import Show, Speed, progress
 from training.stop import Stop, Stopped
 from training.together import interrupted, leaving_together, together
 from training.trainer import Trainer
-from zero_jax.cluster.watchdog import Watchdog
+from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
 from zero_jax.sharding.replicas import check_replicas
@@ -348,7 +348,7 @@ def run(config: Config) -> None:
     trainer.out = same_everywhere(log.out_dir)
     with (
         interrupted(trainer.out),
-        Watchdog(trainer.out / "alive", dead_after=config.heartbeat_timeout_seconds) as watchdog,
+        Watchdog(dead_after=config.heartbeat_timeout_seconds) as watchdog,
         leaving_together(),
     ):
         with contextlib.ExitStack() as stack:

@@ -67,7 +67,7 @@ class RunLog:
         self.out_dir, self._open = Path(out_dir), enabled
         if not enabled:
             return
-        from zero_jax.cluster.lock import locked  # here: it imports jax
+        from zero_jax.distributed.lock import locked  # here: it imports jax
 
         metrics, events, known = self.out_dir / METRICS, self.out_dir / EVENTS, _plain(config)
         try:

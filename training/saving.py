@@ -17,7 +17,7 @@ from zero_jax.checkpoint.checkpoints import Checkpoints, on_first_process
 from zero_jax.checkpoint.inspection import folders
 from zero_jax.checkpoint.manifest import ITEM, Manifest
 from zero_jax.checkpoint.retention import set_aside
-from zero_jax.cluster.agreement import of_the_first
+from zero_jax.distributed.agreement import gather_texts
 from zero_jax.offload.nvme import discard, folder_of
 
 PyTree = Any
@@ -49,7 +49,7 @@ def newest(out: pathlib.Path) -> int | None:
 
 def same_everywhere(path: pathlib.Path) -> pathlib.Path:
     """The first process's path, as an absolute one: checkpoints are on storage that all share."""
-    return pathlib.Path(of_the_first(str(path.resolve())))
+    return pathlib.Path(gather_texts(str(path.resolve()))[0])
 
 
 @contextlib.contextmanager

@@ -2,18 +2,21 @@
 
     python train.py --supervise 4 --output-dir runs/long ...
 
-is `python train.py --num-processes 4 ...` in four processes that find each other. When one dies
-the others end by themselves (zero_jax.Watchdog), and the run resumes from its last checkpoint in
-as many processes as are left. A run that ended on purpose is not started again: a wrong setting,
-gradients that are not finite, a signal or `--max-hours`. The processes end when the supervisor
-does, however it ends. On a cluster the scheduler does this.
+runs `python train.py --num-processes 4 ...` in four processes. When one dies, the others end by
+themselves (`zero_jax.Watchdog`), and the run resumes from its last checkpoint in the remaining
+processes. A run that ended on purpose is not restarted: an invalid setting, non-finite gradients, a
+signal or `--max-hours`. The processes end with the supervisor, even if it is killed. On a cluster
+the scheduler does this.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,9 +25,8 @@ from types import FrameType
 
 from training import orphans
 from training.stop import CODES, FAILED, GO_ON_LATER, INTERRUPTED, handled
-from zero_jax.cluster.addresses import free_port
 
-WRONG = 2  # a setting that can't be
+WRONG = 2  # an invalid setting
 # Exit codes of runs that ended on purpose, the most important first.
 ON_PURPOSE = (WRONG, FAILED, INTERRUPTED, GO_ON_LATER)
 _LONGEST_WAIT = 60.0
@@ -42,10 +44,10 @@ def supervise(
     """Runs until the run is done; returns its exit code.
 
     Args:
-        command: The command of each process, without the flags that tell it from the others.
+        command: The command of each process, without the flags of its rank.
         count: Number of processes.
-        restarts: How often at most they are started again.
-        grace: Seconds that the others have to end by themselves when one has failed.
+        restarts: Maximum number of restarts.
+        grace: Seconds in which the others must end by themselves after one has failed.
         divides: A number that the count of processes must divide: the devices of the run.
         backoff: Seconds before the first restart; doubled for each further one.
     """
@@ -56,8 +58,8 @@ def supervise(
             return 0
         if group.asked or set(codes) & set(ON_PURPOSE) or attempt == restarts:
             return outcome(codes, group.asked)
-        # JAX aborts processes that live, on machines that are there, when another one is gone.
-        lost = sum(code < 0 and code != -signal.SIGABRT for code in group.own)
+        # JAX aborts healthy processes when another one has died.
+        lost = sum(code < 0 and code != -signal.SIGABRT for code in group.exited)
         count = max(n for n in range(1, max(1, count - lost) + 1) if divides % n == 0)
         wait = min(_LONGEST_WAIT, backoff * 2**attempt)
         said = ", ".join(f"{n} x {code}" for code, n in collections.Counter(codes).items())
@@ -89,8 +91,17 @@ def outcome(codes: Sequence[int], asked: int = 0) -> int:
 
 
 def free_address() -> str:
-    """Returns an address at which processes of this machine can find each other."""
-    return f"127.0.0.1:{free_port()}"
+    """Returns an address at which processes of this machine can find each other.
+
+    The system would choose a port from the range that it uses for outgoing connections, so another
+    connection could take the port first.
+    """
+    for _ in range(1000):
+        port = random.randrange(20000, 32000)
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("", port))
+            return f"127.0.0.1:{port}"
+    raise OSError("no port from 20000 to 32000 is free")
 
 
 class _Group:
@@ -99,8 +110,8 @@ class _Group:
     def __init__(self, command: Sequence[str], count: int):
         self.asked = 0  # the exit code for the signal that was passed on
         self._signal = 0  # its number
-        self._told: set[int] = set()  # ids of processes that it was passed on to
-        self.own: list[int] = []  # exit codes of those that ended by themselves
+        self._signalled: set[int] = set()  # ids of processes that received it
+        self.exited: list[int] = []  # exit codes of those that ended by themselves
         self._processes: list[subprocess.Popen[bytes]] = []
         address = free_address()
         names = ("--coordinator-address", address, "--num-processes", str(count), "--process-id")
@@ -108,16 +119,16 @@ class _Group:
         self._commands = [[*command, *flags] for flags in group]
 
     def run(self, grace: float) -> list[int]:
-        """Starts all of them and waits; ends those that do not end when another has failed."""
+        """Starts the processes and waits; kills those still running `grace` s after a failure."""
         before = {number: signal.signal(number, self._pass_on) for number in handled()}
         try:
             environment = {**os.environ, orphans.VARIABLE: str(os.getpid())}
             for command in self._commands:
-                # In sessions of their own: a Ctrl-C in the terminal reaches them once, from here.
+                # A new session: a Ctrl-C in the terminal reaches each process once, from here.
                 process = subprocess.Popen(command, env=environment, start_new_session=True)
                 self._processes.append(process)
-            if self._signal:  # it came while they were started
-                self._send([p for p in self._processes if p.pid not in self._told])
+            if self._signal:  # it came during the starts
+                self._send([p for p in self._processes if p.pid not in self._signalled])
             end = None
             while any(p.poll() is None for p in self._processes):
                 failed = any(p.poll() not in (None, 0) for p in self._processes)
@@ -126,7 +137,7 @@ class _Group:
                 if end is not None and time.monotonic() > end:
                     break
                 time.sleep(0.1)
-            self.own = [p.returncode for p in self._processes if p.poll() is not None]
+            self.exited = [p.returncode for p in self._processes if p.poll() is not None]
         finally:
             for process in self._processes:
                 process.kill()  # a stopped process too
@@ -144,4 +155,4 @@ class _Group:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(self._signal)
-                self._told.add(process.pid)
+                self._signalled.add(process.pid)

@@ -1,4 +1,4 @@
-"""How the processes of a run fail, are interrupted, and leave: all of them when one does."""
+"""Errors, interrupts and the end of a run, in all of its processes together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import jax
 import zero_jax
 from training.saving import newest
 from training.stop import INTERRUPTED, Stopped
-from zero_jax.cluster.processes import leave
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def interrupted(folder: pathlib.Path) -> Iterator[None]:
-    """After a Ctrl-C that does not wait says what is on the disk."""
+    """Raises `Stopped` with the newest checkpoint when a second Ctrl-C interrupts the block."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -33,17 +32,17 @@ def interrupted(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_together() -> Iterator[None]:
-    """Leaves the group while the watchdog looks on: who leaves waits for all others."""
+    """Leaves JAX's process group, which waits for all processes, while the watchdog still runs."""
     try:
         yield
     except Stopped:
-        leave()
+        jax.distributed.shutdown()
         raise
-    leave()
+    jax.distributed.shutdown()
 
 
 def together(settings: Mapping[str, Any], what: str, attempt: Callable[[], T]) -> T:
-    """Does what may fail in one process alone, so that all of them end when it does."""
+    """Returns the result of `attempt`; if it fails in one process, all processes raise."""
     trouble: Exception | None = None
     try:
         result = attempt()

@@ -3,12 +3,12 @@
 from zero_jax._version import __version__
 from zero_jax.adapters.lora import Lora
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.cluster.addresses import JoinError
-from zero_jax.cluster.agreement import check_agreement
-from zero_jax.cluster.processes import initialize
-from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.collectives import manual
 from zero_jax.collectives.precision import Precision
+from zero_jax.distributed.agreement import check_agreement
+from zero_jax.distributed.initialize import initialize
+from zero_jax.distributed.rendezvous import JoinError
+from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.engine.losses import Weighted
 from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.step import Metrics, NonFiniteError, TrainStep, first_nonfinite

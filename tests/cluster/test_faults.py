@@ -11,7 +11,7 @@ from test_resume import RUN, curve, last_loss, trained_until, wait_for
 from test_train import finish, folder, metrics, start, start_many
 
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.cluster.watchdog import ENDED
+from zero_jax.distributed.watchdog import EXIT_CODE
 
 pytestmark = pytest.mark.slow
 __all__ = ["folder"]  # a fixture
@@ -32,7 +32,7 @@ def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, numb
     gone, other = running[rank], running[1 - rank]
     gone.send_signal(number)
     began = time.monotonic()
-    assert other.wait(timeout=60) == ENDED
+    assert other.wait(timeout=60) == EXIT_CODE
     assert time.monotonic() - began < 3 * 3 + 10
     gone.kill()
     _, _, error = finish(running)[1 - rank]
@@ -60,7 +60,7 @@ def test_an_error_of_one_process_ends_the_run(folder, rank, where, full):
         how = {"stderr": device} if full else {}
         running = start_many(2, LONG, script=[FAILING, str(rank), where], **how)
         results = finish(running, seconds=200)
-    assert [code for code, _, _ in results] == [ENDED if where == "step" else 2] * 2, results
+    assert [code for code, _, _ in results] == [EXIT_CODE if where == "step" else 2] * 2, results
     for own, (_, _, error) in enumerate(() if full else results):
         said = "this host's disk is gone" if where == "step" or own == rank else "error"
         assert said in error, error
@@ -102,7 +102,7 @@ def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
     args = [*LONG, "--supervise", "2", *(["--max-steps", "60"] if ends else [])]
     run = start(*args)
     saved = Path("out/checkpoints")
-    wait_for(lambda: trained_until(7) and any(saved.glob("[0-9]*")), run)
+    wait_for(lambda: trained_until(7) and any(p.name.isdigit() for p in saved.glob("*")), run)
     pids = children(run.pid)
     assert len(pids) == 2
     os.kill(run.pid if who == "supervisor" else pids[int(who[-1])], number)

@@ -1,40 +1,33 @@
 """The watchdog of one process: which steps and processes count as stuck, and its messages."""
 
 import contextlib
-import json
-import sys
+import socket
 import threading
 import time
-import unittest.mock
 
+import jax
 import pytest
 
-from zero_jax.cluster.signs import Other
-from zero_jax.cluster.watchdog import Watchdog
+from zero_jax.distributed.rendezvous import Peer
+from zero_jax.distributed.watchdog import Watchdog
 
-FULL = unittest.mock.Mock(side_effect=OSError("No space left on device"))
 HANGS = [("before its first step", 0), ("after step 2", 2), ("in an evaluation", 8)]
 
 
-def started(folder, **limits):
-    """A watchdog, and the list of reasons for which it would end the run."""
-    watchdog, told = Watchdog(folder, **limits), []
+def started(count=1, **limits):
+    """A watchdog, the reasons for which it would end the run, and those it is connected with."""
+    watchdog, told, pairs = Watchdog(**limits), [], [socket.socketpair() for _ in range(1, count)]
     watchdog.end_run = told.append
-    return watchdog, told
+    watchdog._peers = {i: Peer(own) for i, (own, _) in enumerate(pairs, 1)}
+    others = [Peer(other) for _, other in pairs]
+    for i, other in enumerate(others, 1):
+        other.send(name=f"r{i}", step=1)
+    return watchdog, told, others
 
 
-def test_folders_of_earlier_starts_are_removed(tmp_path):
-    (tmp_path / "data").mkdir()
-    with Watchdog(tmp_path):
-        pass
-    with Watchdog(tmp_path) as first, Watchdog(tmp_path) as second:
-        names = {watchdog.signs.folder.name for watchdog in (first, second)}
-        assert {p.name for p in tmp_path.iterdir()} == {"data", *names}
-
-
-def test_limits_of_first_steps_pauses_and_later_steps(tmp_path):
+def test_limits_of_first_steps_pauses_and_later_steps():
     long = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
-    with Watchdog(tmp_path, dead_after=0.1, slow_factor=2, slow_after=1e-9) as watchdog:
+    with Watchdog(dead_after=0.1, slow_factor=2, slow_after=1e-9) as watchdog:
         for number in range(3):
             assert watchdog.limit == pytest.approx(long)
             watchdog.step(number)
@@ -54,9 +47,9 @@ def test_limits_of_first_steps_pauses_and_later_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("said", "steps"), HANGS)
-def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(tmp_path, said, steps):
+def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(said, steps):
     """An evaluation that makes progress may take any time."""
-    watchdog, told = started(tmp_path, dead_after=0.125, slow_after=0.25)  # a limit of 1.5 s
+    watchdog, told, _ = started(dead_after=0.125, slow_after=0.25)  # a limit of 1.5 s
     with watchdog, contextlib.ExitStack() as stack:
         for number in range(1, steps + 1):
             watchdog.step(number)
@@ -73,69 +66,51 @@ def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(tmp_path, said,
     assert told and said in told[0] and "`dead_after`" in told[0] and "2 s" in told[0], told
 
 
-def others(watchdog, **how):
-    for rank, known in how.items():
-        known = {"counter": 5, "step": 1, "process": rank, "failed": False} | known
-        watchdog.signs.path_of(int(rank[1:])).write_text(json.dumps(known))
-
-
-def holding(watchdog, count):
-    """The first of so many processes has an error."""
-    watchdog.count = count
+def holding(watchdog):
+    """The first process has an error."""
     held = threading.Thread(target=watchdog.hold, args=(OSError("gone"),))
     held.start()
     return held
 
 
-def test_an_error_is_raised_when_all_others_have_one_or_are_done_or_ends_the_run(tmp_path):
-    """All of them, not only those that this one watches."""
-    watchdog, told = started(tmp_path, dead_after=2)
+def test_an_error_is_raised_when_all_others_have_one_or_are_done_or_ends_the_run(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    watchdog, told, others = started(6, dead_after=2)
     with watchdog:
-        others(watchdog, **{f"r{rank}": {"failed": True} for rank in range(1, 5)}, r5={})
-        held = holding(watchdog, 6)
+        for other in others[:4]:
+            other.send(failed=True)
+        held = holding(watchdog)
         held.join(1.5)
-        assert held.is_alive(), "one has none yet"
-        assert json.loads(watchdog.signs.path_of(0).read_text())["failed"], "the others can read it"
-        others(watchdog, r5={"counter": 0})
+        assert held.is_alive() and others[0].state["running"] == 1, "one has none yet"
+        others[4].send(left=True)
         held.join(20)
+        assert others[0].state["failed"] and others[0].state["running"] == 0
+        others[0].close()
+        time.sleep(0.5)
     assert not held.is_alive() and not told
-    watchdog, told = started(tmp_path, dead_after=0.5)
+    watchdog, told, others = started(3, dead_after=0.5)
     with watchdog:
-        others(watchdog, r1={"failed": True}, r2={})
-        holding(watchdog, 3).join(20)
+        others[0].send(failed=True)
+        held = holding(watchdog)
+        while held.is_alive():
+            others[1].send(step=2)
+            time.sleep(0.05)
     (why,) = told
     assert "process 0 (pid" in why and why.endswith("OSError: gone")
 
 
-def test_a_finished_process_is_not_dead(tmp_path):
-    watchdog, told = started(tmp_path, dead_after=0.5)
+def test_a_finished_process_is_not_dead_and_a_silent_one_is():
+    watchdog, told, others = started(3, dead_after=0.5)
     with watchdog:
-        others(watchdog, r1={"counter": 0}, r2={})
-        watchdog._others = {rank: Other(time.monotonic()) for rank in (1, 2)}
+        others[0].send(left=True)
         time.sleep(1.5)
     assert told and all(why.startswith("r2 ") for why in told), told
+    assert "has sent no heartbeat" in told[0] and "at step 1" in told[0]
 
 
-@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_storage_that_fails_does_not_count_against_others(tmp_path, monkeypatch, capsys, lost):
-    """It looks at the others and times its step though it cannot write, nor to stderr if `lost`."""
-    if lost:
-        monkeypatch.setattr(sys.stderr, "write", FULL, raising=False)
-    watchdog, told = started(tmp_path, dead_after=1)
+def test_a_step_that_takes_far_longer_than_those_before_is_stuck():
+    watchdog, told, _ = started(dead_after=0.5, slow_after=0.5, slow_factor=1)
     with watchdog:
-        others(watchdog, r1={})
-        watchdog._others = {1: Other(time.monotonic())}
-        monkeypatch.setattr(watchdog, "_beat", FULL)
-        time.sleep(2)
-        assert not told and watchdog._others[1].counter == 5, "it looks"
-        monkeypatch.delattr(watchdog, "_beat")
-        time.sleep(2)
-        assert told and told[0].startswith("r1 "), "and the time of the other runs again"
-    if not lost:
-        assert capsys.readouterr().err.count("No space left") == 1, "once, not each second"
-    watchdog, told = started(tmp_path, dead_after=0.5, slow_after=0.5, slow_factor=1)
-    with watchdog:
-        monkeypatch.setattr(watchdog, "_look", FULL)
         for number in range(5):
             watchdog.step(number)
         time.sleep(2)

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from problems import gpt_problem, train_zero, ulps, zoo_problem
 
 import zero_jax
-from zero_jax.cluster.addresses import free_port
+from training.supervise import free_address
 from zero_jax.commands.offload import main
 from zero_jax.engine import offload_check
 from zero_jax.models import gpt
@@ -193,7 +193,7 @@ def run(folder, out, processes, kill_in=0):
     """The exit code of the last of some processes, which train for five steps."""
     env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, nvme_run.__file__, str(folder), str(out), "5"]
-    group, started = [f"127.0.0.1:{free_port()}", str(processes)], []
+    group, started = [free_address(), str(processes)], []
     for rank in range(processes):
         kill = str(kill_in if rank == processes - 1 else 0)
         args = [*command, kill, *[*group, str(rank)] * (processes > 1)]

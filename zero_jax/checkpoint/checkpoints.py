@@ -35,7 +35,7 @@ from zero_jax.checkpoint.leaves import FileLeaf, NamedLeaf, leaves, unflatten
 from zero_jax.checkpoint.manifest import ITEM, Manifest, check_seal, write_seal
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
 from zero_jax.checkpoint.writer import OrbaxHandler, SaveArgs, new_manifest, snapshot
-from zero_jax.cluster.lock import locked
+from zero_jax.distributed.lock import locked
 from zero_jax.sharding import paths
 
 PyTree = Any

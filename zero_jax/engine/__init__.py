@@ -2,5 +2,5 @@
 
 It traces the loss, reads the lifetimes of its leaves from the trace, runs the program with shards
 in place of parameters, reduces the gradients and applies the update. May import `jaxpr`,
-`cluster`, `sharding`, `collectives`, `remat`, `offload`, `states` and `owners`.
+`distributed`, `sharding`, `collectives`, `remat`, `offload`, `states` and `owners`.
 """

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from zero_jax.cluster.agreement import check_agreement
+from zero_jax.distributed.agreement import check_agreement
 from zero_jax.engine import grads
 from zero_jax.engine.compiler import Program
 from zero_jax.engine.config import Config

@@ -1,4 +1,4 @@
-"""A lock on a directory that ends with the process that holds it, however that ends."""
+"""A lock on a directory, released by the kernel when the process that holds it ends."""
 
 import errno
 import fcntl

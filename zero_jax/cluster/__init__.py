@@ -1,4 +1,0 @@
-"""Multi-process runs: joining, comparing settings, locking files, and ending after a failure.
-
-Imports nothing of zero_jax.
-"""

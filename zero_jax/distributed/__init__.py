@@ -1,0 +1,1 @@
+"""Multi-process runs: joining, settings, locks, the watchdog. Imports nothing of zero_jax."""

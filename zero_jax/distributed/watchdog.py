@@ -1,0 +1,259 @@
+"""Detection of dead, stuck and failed processes.
+
+A collective waits indefinitely for a stopped process. JAX's own heartbeats end such a run after 100
+seconds, by SIGABRT, without a stack trace. Here every process also sends heartbeats over its
+connection with process 0; the connection of a process that dies ends at once.
+"""
+
+import collections
+import contextlib
+import faulthandler
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+
+from zero_jax.distributed.initialize import peers
+from zero_jax.distributed.rendezvous import Peer, process_name
+
+EXIT_CODE = 76  # of a process whose run was ended because one is dead, stuck or failed
+_LEAST_STEPS = 3
+# In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one.
+_HELD, _STUCK = 1.5, 2.0
+
+
+class _Activity(NamedTuple):
+    """A step or a pause that is timed."""
+
+    name: str
+    since: float
+    limit: float | None = None  # None for a step: it depends on earlier steps
+
+
+class Watchdog:
+    """Ends a run of several processes if one is dead, stuck or failed; a context manager.
+
+    All processes start it together, after `zero_jax.initialize`. A process is dead or stopped if it
+    sends no heartbeats, stuck if a step takes far longer than earlier ones, and failed if it has an
+    error that the others do not have. Then all processes print the reason and their stacks, and
+    exit with code 76, for a supervisor that restarts the run.
+
+    If an error leaves the `with` block in one process, that process waits until all others have an
+    error too or are done; the error is then raised as usual. After 1.5 × `dead_after` seconds the
+    run ends with this error. Use it around the training loop::
+
+        with Watchdog(dead_after=60) as watchdog:
+            for number, batch in enumerate(batches):
+                params, opt_state, metrics = step(params, opt_state, batch)
+                watchdog.step(number)
+            watchdog.rest()  # no step is timed from here
+
+    Args:
+      dead_after: Seconds without a heartbeat after which a process counts as dead.
+      slow_factor: A step is stuck if it takes this many times the median of earlier steps.
+      slow_after: A step must also take this many seconds, and 2 × `dead_after`, to be stuck.
+        Pauses, the time until the first step is done, and the first three steps have a longer
+        limit: 6 × `slow_after` or 12 × `dead_after`, whichever is longer (12 minutes by default).
+
+    Raises:
+      ValueError: A number is not positive, or `zero_jax.initialize` did not join the processes.
+    """
+
+    def __init__(
+        self, *, dead_after: float = 60.0, slow_factor: float = 20.0, slow_after: float = 120.0
+    ):
+        limits = {"dead_after": dead_after, "slow_factor": slow_factor, "slow_after": slow_after}
+        for name, value in limits.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}: it must be a positive number")
+        self._dead_after, self._slow_factor, self._slow_after = limits.values()
+        self._long = max(6 * slow_after, 12 * dead_after)
+        self._interval = min(1.0, dead_after / 5)
+        self._rank, self._peers = jax.process_index(), peers
+        if jax.process_count() > 1:
+            if not peers:
+                raise ValueError("Watchdog needs `zero_jax.initialize` in place of JAX's own")
+            multihost_utils.sync_global_devices("zero_jax.Watchdog")
+        self._durations: collections.deque[float] = collections.deque(maxlen=100)
+        self._activity: _Activity | None = None
+        self._number: int | None = None  # of the last step
+        self._error: Exception | None = None
+        self._ending, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+
+    def __enter__(self) -> "Watchdog":
+        for peer in self._peers.values():
+            peer.silence, peer.on_change = 0.0, self._check_peer
+        self.begin()
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self.hold(error)
+            if self._error is error:
+                return  # the thread goes on: a usual exit waits for processes that may be dead
+        self._ended.set()
+        self._thread.join()
+        if error is None or not jax.distributed.is_initialized():
+            self._send(left=True)
+
+    def step(self, number: int) -> None:
+        """Records that step `number` is done, and its duration."""
+        now = time.monotonic()
+        if self._activity is not None and self._number is not None:  # the first one was compiled
+            self._durations.append(now - self._activity.since)
+        self._activity, self._number = _Activity("one step", now), number
+
+    @contextlib.contextmanager
+    def pause(self, what: str = "a pause", *, times: float = 1.0) -> Iterator[None]:
+        """Context manager for work that is not a step: evaluation, compilation, waiting for a save.
+
+        A pause that takes too long ends the run too, after 12 minutes by default. Call `progress`
+        in it if it takes longer.
+
+        Args:
+          what: Name of the pause, for the message.
+          times: Factor of the limit.
+        """
+        outer = self._activity
+        self._activity = _Activity(what, time.monotonic(), times * self._long)
+        try:
+            yield
+        finally:
+            self._activity = outer
+            self.progress()
+
+    def progress(self) -> None:
+        """Records progress in a pause: its time limit starts again."""
+        if self._activity is not None:
+            self._activity = self._activity._replace(since=time.monotonic())
+
+    def begin(self) -> None:
+        """Starts timing again after `rest`: the next step is timed."""
+        self._activity = _Activity("one step", time.monotonic())
+
+    def rest(self) -> None:
+        """Stops timing until the next step is done."""
+        self._activity = None
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Context manager that reports an error in its block at once, and holds it there.
+
+        Use it inside a `with` block of checkpoints: closing them waits for the other processes,
+        which may wait for this one.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.hold(error)
+            raise
+
+    def hold(self, error: Exception) -> None:
+        """Waits until all other processes have an error too or are done; otherwise ends the run."""
+        if not self._peers or self._error is error or not jax.distributed.is_initialized():
+            return
+        self._error, self._activity = error, None
+        end = time.monotonic() + _HELD * self._dead_after
+        while time.monotonic() < end:
+            time.sleep(self._interval)
+            if not self._running():
+                # The others must receive that before this process exits. JAX aborts them when
+                # process 0 does.
+                time.sleep((4 if self._rank == 0 else 2) * self._interval)
+                return
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.end_run(
+            f"{process_name(self._rank)} has an error that the others do not have: {reason}"
+        )
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds after which the current step or pause is stuck; None if nothing is timed."""
+        activity = self._activity  # another thread sets it
+        if activity is None or activity.limit is not None:
+            return activity and activity.limit
+        if len(self._durations) < _LEAST_STEPS:
+            return self._long
+        # A step that waits for a process that is dead or has an error is not stuck itself.
+        least = max(self._slow_after, _STUCK * self._dead_after)
+        return max(least, self._slow_factor * statistics.median(self._durations))
+
+    def end_run(self, why: str) -> None:
+        """Sends the reason to all processes, prints it with the stacks, and ends this one."""
+        self._send(verdict=why)
+        self._exit(why)
+
+    def _exit(self, why: str) -> None:
+        self._ending.acquire()  # never released: one thread prints, and ends the process
+        try:
+            print(f"watchdog of {process_name(self._rank)}: {why}", file=sys.stderr, flush=True)
+            if self._error is not None:
+                traceback.print_exception(self._error)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            sys.stderr.flush()
+        finally:  # also if stderr is on a disk that is full
+            if self._rank == 0:
+                time.sleep(2 * self._interval)  # JAX aborts the others when this process ends
+            os._exit(EXIT_CODE)  # a usual exit waits for the other processes
+
+    def _send(self, **values: object) -> None:
+        for peer in self._peers.values():
+            peer.send(**values)
+
+    def _running(self) -> int:
+        """Returns how many processes have no error and are not done, as process 0 knows."""
+        states = [peer.state for peer in self._peers.values()]
+        if self._rank == 0:
+            running = sum(not (state.get("failed") or state.get("left")) for state in states)
+            return running + (self._error is None)
+        return sum(state.get("running", 1) for state in states if not state.get("left"))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval):
+            failed = self._error is not None
+            self._send(step=self._number, failed=failed, left=False, running=self._running())
+            for peer in self._peers.values():
+                peer.silence += self._interval  # not real time: this process may be suspended
+                self._check_peer(peer)
+            self._check_activity()
+
+    def _check_peer(self, peer: Peer) -> None:
+        """Ends the run if another process ends it, is dead, or is stopped."""
+        state = peer.state
+        if self._ended.is_set():
+            return
+        if "verdict" in state:
+            self.end_run(state["verdict"])
+        elif state.get("left") or (state.get("failed") and self._error is not None):
+            return
+        elif peer.is_closed:
+            at = f"this process was at step {self._number or 0}"
+            self.end_run(f"{state.get('name')} is gone: its connection ended; {at}")
+        elif peer.silence > self._dead_after:
+            silent = f"{state.get('name')} has sent no heartbeat for {peer.silence:.0f} s"
+            at = f"last seen at step {state.get('step') or 0}"
+            self.end_run(f"{silent}, {at}: it is dead or stopped")
+
+    def _check_activity(self) -> None:
+        """Ends the run if this process's step or pause is stuck."""
+        limit, activity, now = self.limit, self._activity, time.monotonic()
+        if limit is None or activity is None or now - activity.since <= limit:
+            return
+        at = "before its first step" if self._number is None else f"after step {self._number}"
+        how = (
+            f"the limit is {limit:.0f} s. The stack traces show where. To allow more time, "
+            "increase `dead_after` (train.py: --heartbeat-timeout-seconds)"
+        )
+        if activity.limit is None and len(self._durations) >= _LEAST_STEPS:
+            how = f"the median is {statistics.median(self._durations):.2g} s"
+        stuck = f"stuck in {activity.name} for {now - activity.since:.0f} s, {at}; {how}"
+        self.end_run(f"{process_name(self._rank)} has been {stuck}")
