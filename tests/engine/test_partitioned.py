@@ -15,8 +15,8 @@ from one_device import zero_on
 from optax import contrib
 
 import zero_jax
+from zero_jax.engine.elementwise_check import require_elementwise
 from zero_jax.engine.partitioned import partition_specs, partitioned
-from zero_jax.engine.shard_proof import require_elementwise
 from zero_jax.hlo import auditor
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Splitter

@@ -15,7 +15,7 @@ import zero_jax
 from zero_jax.hlo import auditor
 from zero_jax.models import optimizers
 from zero_jax.plan import update_forecast
-from zero_jax.plan.flat_trace import device_part, flatten, spread
+from zero_jax.plan.flat_trace import device_part, flatten
 from zero_jax.plan.forecast import NO_HABITS
 from zero_jax.plan.forecast import forecast as forecast_of
 from zero_jax.plan.update_forecast import Update
@@ -177,7 +177,7 @@ def test_parts_that_are_manual_over_model_see_pieces_and_constraints_split():
     assert dot.outputs[0].shape == (6, 2)
     assert (flat.inputs[0].split, flat.results[0].split) == (1, 1), "what is handed in pieces too"
     constrained = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
-    assert spread(jax.make_jaxpr(constrained)(ONES((6, 8))).eqns[0], [0]) == [1]
+    assert flatten(jax.make_jaxpr(constrained)(ONES((6, 8))), [0], M).results[0].split == 1
 
 
 # Updates that multiply partitioned matrices: memory and communication, from their trace.

@@ -20,7 +20,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zero_jax.adapters.quantised import Quantised
-from zero_jax.jaxpr import equations
+from zero_jax.tracing import jaxpr as equations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The ZeRO engine: from a loss and an optimizer to a sharded training step.
 
 It traces the loss, reads the lifetimes of its leaves from the trace, runs the program with shards
-in place of parameters, reduces the gradients and applies the update. May import `jaxpr`,
-`distributed`, `sharding`, `collectives`, `remat`, `offload`, `states` and `owners`.
+in place of parameters, reduces the gradients and applies the update. May import `tracing`,
+`distributed`, `sharding`, `collectives`, `remat`, `offload`, `states` and `matrix_updates`.
 """

@@ -17,8 +17,8 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from zero_jax.jaxpr import equations
 from zero_jax.sharding.mesh import AnyMesh, batch_axes
+from zero_jax.tracing.jaxpr import Atom, Rewriter
 
 # Functions of JAX that annotate. Their frames tell that JAX failed in one.
 _ANNOTATING = frozenset(
@@ -89,71 +89,38 @@ def without(closed: jex.ClosedJaxpr, mesh: AnyMesh) -> jex.ClosedJaxpr:
     >>> where = NamedSharding(mesh, PartitionSpec("data"))
     >>> fun = lambda x: jax.lax.with_sharding_constraint(x, where) + 1
     >>> program = jax.make_jaxpr(fun)(jax.numpy.ones(2))
-    >>> [eqn.primitive.name for eqn in without(program, mesh).eqns]
-    ['add']
+    >>> "sharding_constraint" in str(program), "sharding_constraint" in str(without(program, mesh))
+    (True, False)
     """
-    return _value(closed, mesh)
+    return _WithoutAnnotations(mesh)(closed)
 
 
 def _automatic(mesh: AnyMesh) -> list[str]:
     return [axis for axis in mesh.axis_names if axis not in batch_axes(mesh)]
 
 
-def _jaxpr(jaxpr: jex.Jaxpr, mesh: AnyMesh) -> jex.Jaxpr:
-    same: dict[Any, Any] = {}
-    eqns = []
+class _WithoutAnnotations(Rewriter):
+    def __init__(self, mesh: AnyMesh):
+        self._mesh = mesh
 
-    def current(atoms: Sequence[Any]) -> list[Any]:
-        return [same.get(a, a) if equations.is_var(a) else a for a in atoms]
-
-    for eqn in jaxpr.eqns:
-        new = _equation(eqn, mesh)
-        if new is None:
-            same.update(zip(eqn.outvars, current(eqn.invars), strict=True))
-        elif new is eqn and same.keys().isdisjoint(equations.variables([eqn])):
-            eqns.append(eqn)
-        else:
-            eqns.append(new.replace(invars=current(eqn.invars)))
-    unchanged = len(eqns) == len(jaxpr.eqns) and all(map(_is, eqns, jaxpr.eqns))
-    return jaxpr if unchanged else jaxpr.replace(eqns=eqns, outvars=current(jaxpr.outvars))
-
-
-def _equation(eqn: jex.JaxprEqn, mesh: AnyMesh) -> jex.JaxprEqn | None:
-    """The equation without annotations inside; None for one that is an annotation to drop."""
-    mapped = eqn.primitive.name == "shard_map" and not _automatic(mesh)
-    if mapped or any(map(_is_explicit, eqn.outvars)):
-        raise _unsupported(f"{_line(eqn)}{eqn.primitive.name}", mesh)
-    if eqn.primitive.name == "device_put":
-        return None if all(map(_is_place, eqn.params["devices"])) else eqn
-    if eqn.primitive.name == "sharding_constraint":
-        sharding = _kept(eqn.params["sharding"], mesh)
-        if sharding is None or sharding is eqn.params["sharding"]:
-            return eqn if sharding is not None else None
-        return eqn.replace(params={**eqn.params, "sharding": sharding})
-    params = {key: _value(value, mesh) for key, value in eqn.params.items()}
-    changed = not all(params[key] is value for key, value in eqn.params.items())
-    return eqn.replace(params=params) if changed else eqn
+    def equation(self, eqn: jex.JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        name = eqn.primitive.name
+        mapped = name == "shard_map" and not _automatic(self._mesh)
+        if mapped or any(map(_is_explicit, eqn.outvars)):
+            raise _unsupported(f"{_line(eqn)}{name}", self._mesh)
+        if name == "device_put" and all(map(_is_device, eqn.params["devices"])):
+            return values
+        if name == "sharding_constraint":
+            sharding = _automatic_part(eqn.params["sharding"], self._mesh)
+            if sharding is None:
+                return values
+            if sharding is not eqn.params["sharding"]:
+                eqn = eqn.replace(params={**eqn.params, "sharding": sharding})
+        return super().equation(eqn, values)
 
 
-def _value(value: Any, mesh: AnyMesh) -> Any:
-    """A parameter of an equation; the same object if there is nothing to drop in it."""
-    if isinstance(value, jex.ClosedJaxpr):
-        body = _jaxpr(value.jaxpr, mesh)
-        return value if body is value.jaxpr else jex.ClosedJaxpr(body, value.consts)
-    if isinstance(value, jex.Jaxpr):
-        return _jaxpr(value, mesh)
-    if isinstance(value, tuple) and any(isinstance(x, jex.ClosedJaxpr) for x in value):
-        bodies = tuple(_value(x, mesh) for x in value)
-        return value if all(map(_is, bodies, value)) else bodies
-    return value
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
-
-
-def _kept(sharding: Any, mesh: AnyMesh) -> Sharding | None:
-    """The part of a sharding that is over automatic axes of the mesh, or None."""
+def _automatic_part(sharding: Any, mesh: AnyMesh) -> Sharding | None:
+    """Returns the part of a sharding over automatic axes of the mesh, or None."""
     if not isinstance(sharding, NamedSharding) or not _automatic(mesh):
         return None
     if tuple(sharding.mesh.shape.items()) != tuple(mesh.shape.items()):
@@ -169,8 +136,8 @@ def _kept(sharding: Any, mesh: AnyMesh) -> Sharding | None:
     return sharding if spec == sharding.spec else NamedSharding(sharding.mesh, spec)
 
 
-def _is_place(device: Any) -> bool:
-    """Returns whether it names devices alone, and not a memory other than theirs."""
+def _is_device(device: Any) -> bool:
+    """Returns True for devices in their own memory."""
     if isinstance(device, Sharding):
         return device.memory_kind in (None, "device")
     return isinstance(device, jax.Device)
@@ -200,8 +167,8 @@ def _annotating_line(error: BaseException) -> str | None:
 def _line(eqn: jex.JaxprEqn) -> str:
     """The user's line that an equation comes from; "" if JAX does not know."""
     frames: Any = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
-    own = (f"{f.file_name}:{f.line_num}: " for f in frames if not _is_library(f.file_name))
-    return next(own, "")
+    lines = (f"{f.file_name}:{f.line_num}: " for f in frames if not _is_library(f.file_name))
+    return next(lines, "")
 
 
 def _is_library(file: str) -> bool:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero_jax.jaxpr import equations
 from zero_jax.sharding import layout, paths
+from zero_jax.tracing import jaxpr as equations
 
 PyTree = Any
 

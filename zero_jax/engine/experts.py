@@ -1,25 +1,26 @@
-"""Finds in a trace what multiplies with experts, and has it done where these are.
+"""Expert parallelism: products with experts run on the devices that store these.
 
-A matrix of experts (E, ...) that stays with its part of the devices is there in parts when the loss
-runs, and not as it was traced. So the loss is traced again, of the experts of one group: products
-with them, and what lies between those and is said expert by expert, by `at_home.py`, which sends
-rows there and back; all else as it was. What comes of it is a trace like any other.
+A matrix of experts (E, ...) is sharded over groups of devices and never gathered over them. So the
+loss is traced again for the experts of one group. Products with them, and per-expert operations
+between these, are replaced by `expert_all_to_all.py` or `expert_all_gather.py`, which communicate
+tokens; all other operations are unchanged. The result is a trace like any other.
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
-from zero_jax.engine import at_home, tokens_gathered
+from zero_jax.engine import expert_all_gather, expert_all_to_all
 from zero_jax.engine.weights import Form, follow
-from zero_jax.jaxpr import equations
 from zero_jax.sharding.cuts import Split
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.dataflow import Graph
+from zero_jax.tracing.interpreter import Evaluator
+from zero_jax.tracing.jaxpr import is_in, shape_of
 
-# Places of equations in a jaxpr, and what lies around products where tokens are gathered.
-_Wide = tuple[list[int], tokens_gathered.Region | None]
 # Traces a function of arrays of these shapes as a device of the mesh runs it.
 Stage = Callable[..., jex.ClosedJaxpr]
 
@@ -32,239 +33,210 @@ def at_their_devices(
     *,
     parts: bool,
 ) -> jex.ClosedJaxpr:
-    """The same loss, of the experts of one group of devices.
+    """Returns the loss for the experts of one group of devices.
 
     Args:
-      closed: of the loss; its first inputs are the leaves.
-      cuts: how each leaf is cut.
-      paths: their names.
-      stage: traces it.
-      parts: whether rows may go in parts. Each multiplies with the same experts, so not where every
-        product gathers these for itself.
+      closed: The loss; its first inputs are the leaves.
+      cuts: Partition of each leaf.
+      paths: Names of the leaves.
+      stage: Traces the loss.
+      parts: True to allow an all-to-all in parts of the rows. Each part multiplies with the same
+        experts, so it is False where every product gathers these separately.
 
     Raises:
-      ValueError: something else reads experts than products of each with rows of its own.
+      ValueError: An operation other than a product per expert reads experts.
     """
     if all(cut.experts is None for cut in cuts):
         return closed
-    forms, shapes = dict[jex.Var, Form](), []
+    shapes, leaves = [], set[int]()
     for at, var in enumerate(closed.jaxpr.invars):
-        shape = list(equations.shape_of(var))
+        shape = list(shape_of(var))
         if at < len(cuts) and (cut := cuts[at]).experts is not None:
-            forms[var] = Form(at, len(shape), cut.dim)
+            leaves.add(at)
             shape[cut.experts] //= cut.expert_shards
-        shapes.append(_like(var, shape))
-    own = _Retrace(cuts, paths, at_home.MOST_PARTS if parts else 1)
-    return stage(lambda *args: own.run(closed, args, forms), *shapes)
+        aval: Any = var.aval
+        shapes.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+    evaluator = _OfOneGroup(cuts, paths, expert_all_to_all.MOST_PARTS if parts else 1)
+
+    def loss(*args: Any) -> list[Any]:
+        values = [_LocalExperts(x, at) if at in leaves else x for at, x in enumerate(args)]
+        return evaluator.run(closed, values)
+
+    return stage(loss, *shapes)
 
 
-class _Retrace:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _LocalExperts:
+    """The experts of this device's group, in place of those of all groups.
+
+    Attributes:
+      array: The experts.
+      leaf: The leaf that they are, or are a slice of.
+    """
+
+    array: Any
+    leaf: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    """Equations that run together.
+
+    Attributes:
+      at: Their positions; the step runs where the last of them is.
+      reads: Variables that they read.
+      products: Equations that are computed per expert, as a jaxpr, with the inputs that are
+        experts and their dims; None for any other equation.
+      region: Set where tokens are gathered.
+    """
+
+    at: list[int]
+    reads: list[jex.Var]
+    products: tuple[jex.ClosedJaxpr, dict[int, int]] | None = None
+    region: expert_all_gather.TokenRegion | None = None
+
+
+class _OfOneGroup(Evaluator):
+    """Evaluates a loss on the experts of one group of devices."""
+
     def __init__(self, cuts: Sequence[Split], paths: Sequence[str], most: int):
+        super().__init__()
         self._cuts, self._paths, self._most = cuts, paths, most
+        self._groups = next(cut.expert_shards for cut in cuts if cut.experts is not None)
 
-    def run(
-        self, closed: jex.ClosedJaxpr, args: Sequence[Any], forms: Mapping[jex.Var, Form]
-    ) -> list[Any]:
-        """Runs a jaxpr, of experts on those of a group."""
-        jaxpr, known = closed.jaxpr, dict(forms)
-        products = [at for at, eqn in enumerate(jaxpr.eqns) if self._is_product(eqn, known)]
-        if any(equations.is_in(a, known) for a in jaxpr.outvars):
-            raise self._refused("return", jaxpr.outvars, known)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        groups = self._groups(jaxpr, products, known)
-        waiting = _steps(jaxpr, [self._widened(jaxpr, group, groups, known) for group in groups])
-        while waiting:  # in their order; but what needs a stretch waits until all of that can run
-            step = next(s for s in waiting if all(v in env for v in s.needed))
+    def is_replaced(self, value: Any) -> bool:
+        return isinstance(value, _LocalExperts)
+
+    def run(self, closed: jex.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        jaxpr, graph = closed.jaxpr, Graph(closed.jaxpr)
+        pairs = list(zip(jaxpr.invars, values, strict=True))
+        forms = {var: self._form(x) for var, x in pairs if isinstance(x, _LocalExperts)}
+        products = graph.where(lambda eqn: self._is_product(eqn, forms))
+        if any(is_in(a, forms) for a in jaxpr.outvars):
+            raise self._unsupported("return", jaxpr.outvars, forms)
+        env: dict[Any, Any] = {
+            **dict(zip(jaxpr.constvars, closed.consts, strict=True)),
+            **dict(pairs),
+        }
+        waiting = self._steps(graph, products, forms)
+        while waiting:  # in order, but readers of a step's equations wait until all of it can run
+            step = next(s for s in waiting if all(v in env for v in s.reads))
             waiting.remove(step)
-            if step.region is not None:
-                env[step.region.total] = tokens_gathered.run(step.region, env)
-            elif step.results is not None:
-                self._stretched(step, env, known)
-            else:
-                self._alone(step, env, known)
-        return [equations.read(env, atom) for atom in jaxpr.outvars]
+            self._run_step(step, graph, env)
+        return [jaxprs.read(env, atom) for atom in jaxpr.outvars]
+
+    def _form(self, experts: _LocalExperts) -> Form:
+        return Form(experts.leaf, experts.array.ndim, self._cuts[experts.leaf].dim)
+
+    def _run_step(self, step: _Step, graph: Graph, env: dict[Any, Any]) -> None:
+        if step.products is None:
+            (eqn,) = graph.part(step.at)
+            made = self.equation(eqn, [jaxprs.read(env, atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, made, strict=True))
+            return
+        arrays = {v: x.array if isinstance(x, _LocalExperts) else x for v, x in env.items()}
+        if step.region is not None:
+            env[step.region.total] = expert_all_gather.run(step.region, arrays)
+            return
+        closed, experts = step.products
+        inputs = [arrays[v] for v in closed.jaxpr.invars]
+        made = expert_all_to_all.run(closed, inputs, experts, self._most)
+        env.update(zip(closed.jaxpr.outvars, made, strict=True))
+
+    def default(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        (experts,) = values  # it rearranges experts
+        if eqn.primitive.name == "slice":
+            limits = eqn.params["limit_indices"][:1] + experts.array.shape[1:]
+            eqn = eqn.replace(params={**eqn.params, "limit_indices": limits})
+        return [_LocalExperts(x, experts.leaf) for x in jaxprs.function(eqn)(experts.array)]
 
     def _is_product(self, eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> bool:
-        """Whether an equation multiplies with experts; knows of those that it re-arranges."""
-        read = [a for a in eqn.invars if equations.is_in(a, forms)]
-        if not read or self._is_inside(eqn):
+        """Returns True for a product with experts; adds to `forms` those that it rearranges."""
+        name, experts = eqn.primitive.name, [a for a in eqn.invars if is_in(a, forms)]
+        # The bodies of scans and of rematerialised functions are evaluated like this one.
+        if not experts or name == "scan" or name in jaxprs.REMAT:
             return False
         if follow(eqn, forms):
-            form = next(forms[v] for v in eqn.outvars)
-            own = self._cuts[form.leaf].experts
-            if form.arranged or own is None or form.rank + own < 0 or _takes(eqn, read, forms, own):
-                raise self._refused(eqn.primitive.name, read, forms)
+            form = forms[eqn.outvars[0]]
+            dim = self._dim(form)
+            first = forms[experts[0]].rank == -(self._cuts[form.leaf].experts or 0)
+            takes_some = first and name in ("slice", "squeeze", "unstack")
+            if dim is None or takes_some:
+                raise self._unsupported(name, experts, forms)
             return False
-        if self._stretch([eqn], forms) is None:
-            raise self._refused(eqn.primitive.name, read, forms)
+        if self._per_expert([eqn], forms) is None:
+            raise self._unsupported(name, experts, forms)
         return True
 
-    def _is_inside(self, eqn: jex.JaxprEqn) -> bool:
-        """Whether it is a loop or a layer of the model's own, which is looked into."""
-        return eqn.primitive.name == "scan" or eqn.primitive.name in equations.REMAT
+    def _dim(self, form: Form) -> int | None:
+        """Returns the dim that counts experts, or None if it is not known."""
+        experts = self._cuts[form.leaf].experts
+        if form.arranged or experts is None or form.rank + experts < 0:
+            return None
+        return form.rank + experts
 
-    def _stretched(self, step: "_Step", env: dict[Any, Any], forms: Mapping[jex.Var, Form]) -> None:
-        stretch = self._stretch(step.eqns, forms, step.results or ())
-        assert stretch is not None
-        body, experts = stretch
-        made = at_home.run(body, [env[v] for v in body.invars], experts, self._most)
-        env.update(zip(body.outvars, made, strict=True))
-
-    def _alone(self, step: "_Step", env: dict[Any, Any], forms: Mapping[jex.Var, Form]) -> None:
-        (eqn,) = step.eqns
-        values = [equations.read(env, atom) for atom in eqn.invars]
-        if any(equations.is_in(a, forms) for a in eqn.invars):
-            eqn, values = self._local(eqn, values, forms)
-        env.update(zip(eqn.outvars, equations.function(eqn)(*values), strict=True))
-
-    def _local(
-        self, eqn: jex.JaxprEqn, values: list[Any], forms: Mapping[jex.Var, Form]
-    ) -> tuple[jex.JaxprEqn, list[Any]]:
-        """An equation that only re-arranges experts, or has what multiplies with them inside, as it
-        is of those of a group."""
-        if eqn.primitive.name == "slice":
-            limits = eqn.params["limit_indices"][:1] + values[0].shape[1:]
-            return eqn.replace(params={**eqn.params, "limit_indices": limits}), values
-        if not self._is_inside(eqn):
-            return eqn, values
-        first = sum(equations.state_of(eqn)) if eqn.primitive.name == "scan" else len(eqn.invars)
-        body, given, shapes = equations.written_out(equations.inner(eqn)), {}, []
-        for i, (var, atom) in enumerate(zip(body.jaxpr.invars, eqn.invars, strict=True)):
-            shape = list(equations.shape_of(var))
-            if equations.is_in(atom, forms):
-                given[var] = forms[atom].sliced() if i >= first else forms[atom]
-                shape = values[i].shape[1:] if i >= first else values[i].shape
-            shapes.append(_like(var, shape))
-        made = jax.make_jaxpr(lambda *args: self.run(body, args, given))(*shapes)
-        made = equations.written_out(made)
-        if not made.consts or isinstance(eqn.params.get("jaxpr"), jex.ClosedJaxpr):
-            return equations.with_inner(eqn, made), values
-        consts = made.jaxpr.constvars
-        jaxpr = made.jaxpr.replace(constvars=[], invars=[*consts, *made.jaxpr.invars])
-        atoms = [jex.Var(v.aval) for v in consts]
-        opened = eqn.replace(invars=[*atoms, *eqn.invars])
-        return equations.with_inner(opened, jex.ClosedJaxpr(jaxpr, ())), [*made.consts, *values]
-
-    def _groups(
-        self, jaxpr: jex.Jaxpr, products: list[int], forms: Mapping[jex.Var, Form]
-    ) -> list[list[int]]:
-        """Products with what lies between them, as many together as can be: those of a layer."""
-        groups: list[list[int]] = []
-        for at in products:
-            together = _between(jaxpr, [*groups[-1], at]) if groups else [at]
-            if self._stretch([jaxpr.eqns[n] for n in together], forms) is None:
-                groups.append([at])
-            else:
-                groups[-1:] = [together]
-        return groups
-
-    def _widened(
-        self,
-        jaxpr: jex.Jaxpr,
-        group: list[int],
-        groups: Sequence[Sequence[int]],
-        forms: Mapping[jex.Var, Form],
-    ) -> _Wide:
-        """Products of a group, with what lies around them where tokens are to be gathered."""
-        eqns = [jaxpr.eqns[at] for at in group]
-        stretch = self._stretch(eqns, forms)
-        assert stretch is not None
-        experts = {stretch[0].invars[at]: dim for at, dim in stretch[1].items()}
-        size = next(cut.expert_shards for cut in self._cuts if cut.experts is not None)
-        others = [jaxpr.eqns[at] for other in groups if other is not group for at in other]
-        region = tokens_gathered.around(jaxpr, eqns, experts, size, others)
-        own = {id(eqn) for eqn in region.eqns} if region else set()
-        return sorted({*group, *(n for n, e in enumerate(jaxpr.eqns) if id(e) in own)}), region
-
-    def _stretch(
+    def _per_expert(
         self,
         eqns: Sequence[jex.JaxprEqn],
         forms: Mapping[jex.Var, Form],
         results: Sequence[jex.Var] = (),
-    ) -> tuple[jex.Jaxpr, dict[int, int]] | None:
-        """Equations as a jaxpr, and which dim of which of its inputs counts experts; None where
-        they are not said expert by expert."""
-        made = {v for eqn in eqns for v in eqn.outvars}
-        given = [v for v in dict.fromkeys(equations.variables(eqns)) if v not in made]
-        experts = {}
-        for at, var in enumerate(given):
-            if var in forms:
-                form = forms[var]
-                own = self._cuts[form.leaf].experts
-                assert own is not None
-                if form.arranged or form.rank + own < 0:
-                    return None
-                experts[at] = form.rank + own
-        jaxpr = equations.new_jaxpr(given, results, list(eqns))
-        return None if at_home.places(jaxpr, experts) is None else (jaxpr, experts)
+    ) -> tuple[jex.ClosedJaxpr, dict[int, int]] | None:
+        """Returns equations as a jaxpr, and the inputs that are experts with their dims.
 
-    def _refused(
+        None where an equation is not computed per expert.
+        """
+        inputs = jaxprs.inputs_of(eqns)
+        dims = {at: self._dim(forms[v]) for at, v in enumerate(inputs) if v in forms}
+        experts = {at: dim for at, dim in dims.items() if dim is not None}
+        closed = jaxprs.stretch(eqns, results)
+        if len(experts) < len(dims) or expert_all_to_all.expert_dims(closed, experts) is None:
+            return None
+        return closed, experts
+
+    def _steps(
+        self, graph: Graph, products: Sequence[int], forms: Mapping[jex.Var, Form]
+    ) -> list[_Step]:
+        """Returns groups of products, each at its last equation, and all other equations."""
+        groups: list[list[int]] = []
+        for at in products:  # as many as possible are grouped: those of a layer
+            together = graph.between([*groups[-1], at]) if groups else [at]
+            if self._per_expert(graph.part(together), forms) is None:
+                groups.append([at])
+            else:
+                groups[-1:] = [together]
+        steps = {}
+        for group in groups:
+            others = {at for other in groups if other is not group for at in other}
+            step = self._group(graph, group, others, forms)
+            steps[step.at[-1]] = step
+        within = {at for step in steps.values() for at in step.at}
+        for at in graph.positions:
+            if at not in within:
+                steps[at] = _Step([at], jaxprs.variables(graph.part([at])))
+        return [steps[at] for at in sorted(steps)]
+
+    def _group(
+        self,
+        graph: Graph,
+        group: Sequence[int],
+        others: set[int],
+        forms: Mapping[jex.Var, Form],
+    ) -> _Step:
+        """Returns products that run together, with the region around them if that is cheaper."""
+        products = self._per_expert(graph.part(group), forms, graph.results(group))
+        assert products is not None
+        experts = {products[0].jaxpr.invars[at]: dim for at, dim in products[1].items()}
+        region = expert_all_gather.around(graph, group, experts, self._groups, others)
+        at = sorted({*group, *(region.at if region else ())})
+        return _Step(at, jaxprs.inputs_of(graph.part(at)), products, region)
+
+    def _unsupported(
         self, operation: str, atoms: Sequence[Any], forms: Mapping[jex.Var, Form]
     ) -> ValueError:
-        leaf = next(forms[a].leaf for a in atoms if equations.is_in(a, forms))
+        leaf = next(forms[a].leaf for a in atoms if is_in(a, forms))
         return ValueError(
             f"{self._paths[leaf]} is an expert parameter, and {operation!r} reads it: only a "
             "product per expert is supported, such as jnp.einsum('ecd,edf->ecf', rows, experts). "
             "Write it in this form, or use a mesh with experts=1, which gathers the experts"
         )
-
-
-def _like(var: jex.Var, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), getattr(var.aval, "dtype"))  # noqa: B009
-
-
-def _takes(eqn: jex.JaxprEqn, read: Sequence[Any], forms: Mapping[jex.Var, Form], own: int) -> bool:
-    """Whether it takes some of the experts, as if they were layers."""
-    return forms[read[0]].rank + own == 0 and eqn.primitive.name in ("slice", "squeeze", "unstack")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Step:
-    """Equations that run together, and what they need; of a stretch what others read of it, and
-    what lies around it where its tokens are gathered."""
-
-    eqns: list[jex.JaxprEqn]
-    needed: list[Any]
-    results: list[jex.Var] | None = None
-    region: tokens_gathered.Region | None = None
-
-
-def _steps(jaxpr: jex.Jaxpr, stretches: Sequence[_Wide]) -> list[_Step]:
-    """Stretches, each where its last equation is, and all other equations alone."""
-    last = {group[-1]: (group, region) for group, region in stretches}
-    within = {at for group, _ in stretches for at in group}
-    steps = []
-    for at, eqn in enumerate(jaxpr.eqns):
-        if at in last:
-            steps.append(_stretch_of(jaxpr, *last[at]))
-        elif at not in within:
-            steps.append(_Step([eqn], equations.variables([eqn])))
-    return steps
-
-
-def _stretch_of(
-    jaxpr: jex.Jaxpr, group: Container[int], region: tokens_gathered.Region | None
-) -> _Step:
-    mine = [eqn for at, eqn in enumerate(jaxpr.eqns) if at in group]
-    others = [eqn for at, eqn in enumerate(jaxpr.eqns) if at not in group]
-    made = [v for eqn in mine for v in eqn.outvars]
-    read = {*equations.variables(others), *filter(equations.is_var, jaxpr.outvars)}
-    needed = [v for v in equations.variables(mine) if v not in set(made)]
-    return _Step(mine, needed, [v for v in made if v in read], region)
-
-
-def _between(jaxpr: jex.Jaxpr, given: Sequence[int]) -> list[int]:
-    """Equations with all that lie between them."""
-    after, made = set[int](), set[jex.Var]()
-    for at, eqn in enumerate(jaxpr.eqns):
-        if at in given or any(equations.is_in(a, made) for a in eqn.invars):
-            after.add(at)
-            made.update(eqn.outvars)
-    before, needed = set[int](), set[jex.Var]()
-    for at in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[at]
-        if at in given or any(v in needed for v in eqn.outvars):
-            before.add(at)
-            needed.update(filter(equations.is_var, eqn.invars))
-    return sorted(after & before)

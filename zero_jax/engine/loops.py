@@ -9,9 +9,9 @@ import jax.extend.core as jex
 from zero_jax.engine.replay import How, replay
 from zero_jax.engine.riders import loop as riding
 from zero_jax.engine.weights import Apart, Source, Weight, follow, opened
-from zero_jax.jaxpr import equations
 from zero_jax.remat import layer_groups, recompute
 from zero_jax.remat.policies import DEVICE
+from zero_jax.tracing import jaxpr as equations
 
 
 class Loop:

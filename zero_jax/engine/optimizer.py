@@ -24,9 +24,9 @@ from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, refuse_per_example, without_frozen
+from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import streaming, tiers
 from zero_jax.offload.nvme import StateFiles, Stored
-from zero_jax.owners import update as owners
 from zero_jax.sharding import layout
 from zero_jax.sharding.cuts import Split, Splitter, state_splits
 from zero_jax.states.narrow import FP32, NarrowState, initial, kind_of, restated, splits_of
@@ -329,7 +329,7 @@ class _Partition:
         cuts = self.splitter(grads if params is None else params)
         states = state_splits(state, grads if params is None else params, cuts)
         known = [*cuts, *states, *(cuts if params is not None else ())]
-        return owners.run(update, (*trees, extra), known, self.config.mesh)
+        return matrix_updates.run(update, (*trees, extra), known, self.config.mesh)
 
     def _pieces(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool

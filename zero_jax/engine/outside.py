@@ -1,7 +1,7 @@
 """Derivatives of a global loss, and of its gradients, taken by the caller.
 
 The engine differentiates a loss with respect to the trained leaves alone: its trace reads all that
-they do not change through `stop_gradient` (`jaxpr/derivatives.py`). `jax.grad` of a result with
+they do not change through `stop_gradient` (`tracing/passes.py`). `jax.grad` of a result with
 respect to the batch, an extra argument, a captured array, a frozen leaf, or once more with respect
 to the trained leaves, needs the rest too. JAX asks for it through a `custom_jvp` rule: only then is
 the same trace prepared again, without those stops. A program that nobody differentiates is

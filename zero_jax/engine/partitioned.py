@@ -7,7 +7,7 @@ gradients, reduce-scatters them, updates this device's shard and gathers the upd
     sent:   2Ψ elements per step: a reduce-scatter of Ψ and a gather of Ψ
 
 The all-reduce of plain data parallelism sends the same. Inside `shard_map` a transformation
-receives shards only, so `init` raises for those that are not elementwise (shard_proof.py).
+receives shards only, so `init` raises for those that are not elementwise (elementwise_check.py).
 Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 """
 
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
 from zero_jax.collectives.manual import shard
-from zero_jax.engine.shard_proof import at_rest_and_shard, require_elementwise
+from zero_jax.engine.elementwise_check import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.cuts import Split, Splitter
 

@@ -14,10 +14,10 @@ from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.engine import repeats
 from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.weights import Form, follow
-from zero_jax.jaxpr import equations
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
 from zero_jax.sharding.cuts import Split
+from zero_jax.tracing import jaxpr as equations
 
 _NONE = policies.parse("none")
 

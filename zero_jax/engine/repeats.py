@@ -14,7 +14,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from zero_jax.engine.weights import Form, follow
-from zero_jax.jaxpr.equations import bytes_of, is_in, last_reads
+from zero_jax.tracing.jaxpr import bytes_of, is_in, last_reads
 
 # A stretch whose own parts repeat over so much of it is several layers.
 _MOST = 0.5

@@ -9,12 +9,13 @@ from typing import Any
 import jax.extend.core as jex
 
 from zero_jax.engine.weights import Apart, Opener, Weight
-from zero_jax.jaxpr import equations, reads
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
 from zero_jax.remat.policies import Place, Remat
 from zero_jax.remat.recompute import Midway
+from zero_jax.tracing import dataflow as reads
+from zero_jax.tracing import jaxpr as equations
 
 NONE = policies.parse("none")
 Tap = Callable[[Any, Any], Any]

@@ -33,9 +33,9 @@ from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
 from zero_jax.engine.unrolled import Unrolled
 from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
-from zero_jax.jaxpr import equations
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.policies import Place, Remat
+from zero_jax.tracing import jaxpr as equations
 
 # Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
 # whole, or a function that has a gradient of its own since it should not be.

@@ -19,12 +19,14 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, reading
 from zero_jax.engine.config import Config
-from zero_jax.jaxpr import derivatives, equations, marks, row_major
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards, on_gpu
 from zero_jax.sharding.model_axis import named_activations
+from zero_jax.tracing import passes
+from zero_jax.tracing.dataflow import HasGradient, Varies
+from zero_jax.tracing.jaxpr import is_float, new_jaxpr, written_out
 
 PyTree = Any
 
@@ -100,7 +102,7 @@ def trace(
     rows = jax.tree.map(lambda x: _rows(x, parts), batch)
     traced = program.of(rows)
     if not on_gpu(settings.mesh):
-        traced = row_major.with_row_major_ffts(traced)
+        traced = passes.with_row_major_ffts(traced)
     closed, captured = _opened(traced)
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
@@ -116,7 +118,7 @@ def trace(
     policy = policies.parse(settings.remat)
 
     def read(moved: Sequence[bool], wanted: Sequence[bool], outside: bool) -> Traced:
-        found = derivatives.settled(closed, moved, wanted)
+        found = passes.without_dead_derivatives(closed, moved, wanted)
         found = experts.at_their_devices(
             *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
         )
@@ -143,7 +145,7 @@ def _opened(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
     """The same with floats under trace, which the loss closes over, as inputs: they may have
     derivatives from outside. Returns these too."""
     pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    own = [isinstance(x, jax.core.Tracer) and equations.is_float(v) for v, x in pairs]
+    own = [isinstance(x, jax.core.Tracer) and is_float(v) for v, x in pairs]
     if not any(own):
         return closed, ()
     still = [pair for pair, mine in zip(pairs, own, strict=True) if not mine]
@@ -151,7 +153,7 @@ def _opened(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
     body = closed.jaxpr
     invars = [*body.invars, *(v for v, _ in moved)]
     constvars = [v for v, _ in still]
-    jaxpr = equations.new_jaxpr(invars, body.outvars, body.eqns, body.effects, constvars)
+    jaxpr = new_jaxpr(invars, body.outvars, body.eqns, body.effects, constvars)
     return jex.ClosedJaxpr(jaxpr, [x for _, x in still]), tuple(x for _, x in moved)
 
 
@@ -179,7 +181,7 @@ def _on_a_device(mesh: AnyMesh, fn: Callable[..., Any], *shapes: Any) -> jex.Clo
         check_vma=False,
     )
     jax.eval_shape(mapped)
-    return annotations.without(equations.written_out(found[0]), mesh)
+    return annotations.without(written_out(found[0]), mesh)
 
 
 class _Program:
@@ -230,7 +232,7 @@ def _unboxed(tree: PyTree) -> PyTree:
 
 def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
     """Raises ValueError if the weight of the loss depends on parameters."""
-    if marks.marked(closed, trained, marks.HAS_GRADIENT)[1]:
+    if HasGradient().run(closed, trained)[1]:
         raise ValueError(
             "`weight` of zero_jax.Weighted(sum, weight) depends on the parameters, but no "
             "gradient is taken through it. Use jax.lax.stop_gradient(weight) to treat it as a "
@@ -255,7 +257,7 @@ def _kinds(
     keys = [_is_key(x) for x in jax.tree.leaves(program.extras)]
     own = len(closed.jaxpr.invars) - params - len(keys) - captured
     given = [*[False] * params, *[True] * own, *keys, *[False] * captured]
-    differs = marks.marked(closed, given, marks.differs(axes))[2:]
+    differs = Varies(axes).run(closed, given)[2:]
     count = jax.tree.leaves(rows)[0].shape[0]
     maybe = [len(like.shape) > 0 and like.shape[0] == count for _, like in aux]
     if any(maybe):

@@ -9,10 +9,10 @@ import jax.extend.core as jex
 from zero_jax.engine import chain
 from zero_jax.engine.replay import How, replay
 from zero_jax.engine.weights import Apart, Weight, whole
-from zero_jax.jaxpr import equations
 from zero_jax.remat import layer_groups, policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.policies import Place
+from zero_jax.tracing import jaxpr as equations
 
 _BLOCK = policies.parse("block")
 

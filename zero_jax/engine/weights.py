@@ -19,7 +19,7 @@ import jax.extend.core as jex
 
 from zero_jax.collectives import barriers
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.jaxpr.equations import LAYOUT, function, is_in, takes_elements
+from zero_jax.tracing.jaxpr import LAYOUT, function, is_in, takes_elements
 
 # What does the same to a slice as to the whole.
 _CASTS = frozenset(("convert_element_type", "copy", "name", "stop_gradient"))

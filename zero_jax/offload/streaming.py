@@ -32,20 +32,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.norms import unless_skipped
-from zero_jax.jaxpr import operations
-from zero_jax.jaxpr.equations import (
-    CALLS,
-    Atom,
-    as_function,
-    is_var,
-    new_jaxpr,
-    read,
-    shape_of,
-    variables,
-    written_out,
-)
-from zero_jax.jaxpr.reads import needed
-from zero_jax.jaxpr.sources import transformation_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import is_on_host
 from zero_jax.sharding import layout, paths
@@ -55,6 +41,21 @@ from zero_jax.sharding.paths import Frozen
 from zero_jax.states.coded import Coding, blocks_span, on_devices, scales_split
 from zero_jax.states.codes import BLOCK, scales_shape
 from zero_jax.states.narrow import FP32, NarrowState
+from zero_jax.tracing.dataflow import needed
+from zero_jax.tracing.jaxpr import (
+    CALLS,
+    Atom,
+    as_function,
+    is_var,
+    new_jaxpr,
+    on_piece,
+    read,
+    runs_on_pieces,
+    shape_of,
+    variables,
+    written_out,
+)
+from zero_jax.tracing.sources import transformation_of
 
 PyTree = Any
 Update = Callable[..., tuple[PyTree, PyTree]]
@@ -158,7 +159,7 @@ class PiecewiseUpdate:
         for number, eqn in enumerate(self._eqns):
             if not self._streamed.isdisjoint(variables([eqn])):
                 self._streamed.update(eqn.outvars)
-                on_pieces = (operations.runs_on_pieces(eqn, shape_of(v)) for v in eqn.outvars)
+                on_pieces = (runs_on_pieces(eqn, shape_of(v)) for v in eqn.outvars)
                 if self._culprit is None and not all(on_pieces):
                     self._culprit = number
 
@@ -184,7 +185,7 @@ class PiecewiseUpdate:
         """Returns the recipe for outputs of the shape of parameter `at`."""
         wanted, eqns = {self._outputs[i] for i in outputs}, list[jex.JaxprEqn]()
         for eqn in reversed(self._eqns):
-            if not wanted.isdisjoint(eqn.outvars) and operations.runs_on_pieces(eqn, shape):
+            if not wanted.isdisjoint(eqn.outvars) and runs_on_pieces(eqn, shape):
                 eqns.append(eqn)
                 wanted.update(variables([eqn]))
         wanted -= {var for eqn in eqns for var in eqn.outvars}
@@ -288,7 +289,7 @@ class PiecewiseUpdate:
             env.update(zip(names, values, strict=True))
         for eqn in recipe.eqns:
             atoms = [read(env, atom) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, operations.on_piece(eqn, atoms, shape), strict=True))
+            env.update(zip(eqn.outvars, on_piece(eqn, atoms, shape), strict=True))
         new = {i: jnp.broadcast_to(read(env, self._outputs[i]), shape) for i in recipe.outputs}
         update = new.pop(at)
         for i, state in new.items():

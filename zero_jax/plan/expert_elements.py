@@ -1,7 +1,6 @@
 """Elements that expert parallelism sends, and the token count up to which they are fewer."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +9,13 @@ import jax.extend.core as jex
 
 from zero_jax.hlo import targets
 from zero_jax.hlo.targets import Target
-from zero_jax.jaxpr import equations, reads
 from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
 from zero_jax.models.families import Config
 from zero_jax.remat import policies
 from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS
+from zero_jax.tracing.dataflow import executed
+from zero_jax.tracing.jaxpr import shape_of
 
 # One interconnect of equal bandwidth for all devices.
 ONE_WIRE = dataclasses.replace(
@@ -52,7 +52,7 @@ def even(
 
     At stage 3 experts are gathered twice and reduced once: all of them, or in a group of several
     devices its own. Expert parallelism sends rows of tokens there and back, forward, backward and
-    in recomputation, or each token to all groups (`engine/tokens_gathered.py`), whose sum is not
+    in recomputation, or each token to all groups (`engine/expert_all_gather.py`), whose sum is not
     recomputed. Between hosts a gather shares the links of all its members on a host; an all-to-all
     uses that of its device.
 
@@ -126,26 +126,16 @@ def wires(target: Target | None) -> Target:
     return target if target is not None and known else ONE_WIRE
 
 
-def tokens(jaxpr: jex.Jaxpr, wanted: Sequence[bool] | None = None) -> int:
+def tokens(jaxpr: jex.Jaxpr) -> int:
     """Returns the elements that a device sends to experts and back in one run of a traced step.
 
-    Args:
-      jaxpr: The step, or a call within it.
-      wanted: True for results that are read; others are not computed. None reads all.
+    Operations whose results are not read are not counted: they are not compiled.
     """
-    wanted = wanted or [True] * len(jaxpr.outvars)
-    needed = reads.needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted))
     total = 0
-    for eqn in jaxpr.eqns:
-        made = [v in needed for v in eqn.outvars]
-        if not any(made):
-            continue
-        times, is_call = eqn.params.get("length", 1), eqn.primitive.name in equations.CALLS
-        for body in jex.jaxprs_in_params(eqn.params):
-            total += times * tokens(body, made if is_call else None)
+    for eqn, times in executed(jaxpr):
         if _axis(eqn) == (EXPERTS,):
             sides = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
-            total += sum(math.prod(equations.shape_of(atom)) for atom in sides)
+            total += times * sum(math.prod(shape_of(atom)) for atom in sides)
     return total
 
 

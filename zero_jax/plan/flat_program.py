@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from zero_jax.jaxpr.equations import bytes_of, shape_of
-from zero_jax.jaxpr.spread import Dim
+from zero_jax.tracing.dataflow import Dim
+from zero_jax.tracing.jaxpr import bytes_of, shape_of
 
 SCATTERS = frozenset(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"))
 # What writes its result over its first operand.

@@ -30,8 +30,7 @@ Source: ZeRO (arXiv:1910.02054), sections 3 and 6, for what there is to count.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_jax.engine import at_home
-from zero_jax.jaxpr.equations import AnyJaxpr
+from zero_jax.engine import expert_all_to_all
 from zero_jax.plan import under_way
 from zero_jax.plan.flat_program import Body, Flat, Operation, Value
 from zero_jax.plan.flat_trace import device_part, flatten
@@ -40,6 +39,7 @@ from zero_jax.plan.loop_ends import LoopEnds, Loops
 from zero_jax.plan.under_way import Habits as Habits
 from zero_jax.plan.under_way import Held as Held
 from zero_jax.plan.under_way import held_as, total
+from zero_jax.tracing.jaxpr import AnyJaxpr
 
 NO_HABITS = Habits()  # of XLA for CPUs
 TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
@@ -187,7 +187,7 @@ class _Walk:
         ends = self._alive(2 * self.end) + waits + ahead
         # Few collectives run at once, and all of a layer waits for those of its tokens: weights of
         # more than a bucket come after these.
-        sends = any(at_home.SCOPE in o.context for o in operations)
+        sends = any(expert_all_to_all.SCOPE in o.context for o in operations)
         if not sends or total(ahead) <= habits.bucket_bytes:
             own = own + ahead
         return max(own, ends, self._turned(), key=total) + before

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_jax.engine import at_home
+from zero_jax.engine import expert_all_to_all
 from zero_jax.engine.loops import TOGETHER
 from zero_jax.plan.flat_program import Operation, Value
 from zero_jax.plan.lifespans import SOLID, readers_of
@@ -50,7 +50,9 @@ class Habits:
 
 def gathered(layer: Sequence[Operation], habits: Habits, which: str) -> list[Held]:
     """Of the weights that a layer gathers those that are there before it begins."""
-    weights = (o for o in layer if o.name == "all_gather" and at_home.SCOPE not in o.context)
+    weights = (
+        o for o in layer if o.name == "all_gather" and expert_all_to_all.SCOPE not in o.context
+    )
     values = [v for o in weights for v in o.outputs]
     bucket = habits.bucket_bytes
     most = math.inf if sum(v.bytes for v in values) <= TOGETHER * bucket else bucket

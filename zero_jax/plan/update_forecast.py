@@ -1,9 +1,9 @@
 """What a partitioned update holds and sends beside its states, foretold from its trace.
 
-An elementwise transformation computes on shards and sends nothing. What needs whole matrices
-(Muon, Shampoo, GaLore) sends each to its owner and gets back what was made of it, see `owners`:
-there and back are a row for each owner, as long as the longest. What products need of each other's
-pieces and owners would not save (those of vectors) is sent as XLA has it.
+An elementwise transformation computes on shards and communicates nothing. An update that needs full
+matrices (Muon, Shampoo, GaLore) sends each to its assigned device and receives the results, see
+`matrix_updates`: a row to each device, in each direction, as long as the longest. Other products
+over sharded dims (those of vectors) are partitioned by XLA.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ import optax
 
 from zero_jax.engine.config import Config
 from zero_jax.engine.transformations import without_frozen
-from zero_jax.owners.kinds import Exchange
-from zero_jax.owners.update import Program, program_of
+from zero_jax.matrix_updates.assign import Exchange
+from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.plan import forecast as temporaries
 from zero_jax.sharding.cuts import state_splits
 from zero_jax.states.narrow import FP32
@@ -57,8 +57,8 @@ def forecast(settings: Config, tx: optax.GradientTransformation, full: PyTree) -
     return Update(elements=sent + made.left, held=max(held, default=0))
 
 
-def program(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> Program:
-    """The update of logical parameters told apart: what is computed by owners, and by whom."""
+def program(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> AssignedUpdate:
+    """Returns the update of logical parameters, with its exchanges."""
     plain = without_frozen(tx, settings.frozen)
     state = jax.eval_shape(plain.init, full)
     cuts = settings.splitter(full)
@@ -67,7 +67,7 @@ def program(settings: Config, tx: optax.GradientTransformation, full: PyTree) ->
         *(full, state, full, loss)
     )
     own = [*cuts, *state_splits(state, full, cuts), *cuts]
-    return program_of(traced, own, settings.mesh)
+    return assigned_update(traced, own, settings.mesh)
 
 
 def exchanges(settings: Config, tx: optax.GradientTransformation, full: PyTree) -> list[Exchange]:

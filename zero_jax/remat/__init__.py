@@ -1,5 +1,5 @@
 """Rematerialisation: policies for saved activations and where to store them, and recomputed layers.
 
-Layers are functions of arrays, independent of stages and shards. May import `jaxpr`, `sharding` and
-`collectives`.
+Layers are functions of arrays, independent of stages and shards. May import `tracing`, `sharding`
+and `collectives`.
 """

@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays, is_float, known
-from zero_jax.jaxpr import equations
+from zero_jax.tracing import jaxpr as equations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.collectives.barriers import Arrays, instead, is_float, known, together, waiting
-from zero_jax.jaxpr import reads
 from zero_jax.remat import activations
 from zero_jax.remat.policies import DEVICE, Place
+from zero_jax.tracing import dataflow as reads
 
 # Runs a layer: given its inputs, what is told each kept result, with its place, and gives another,
 # and which inputs have gradients, by position.

@@ -1,4 +1,4 @@
 """Optimizer state in 8 or 16 bits.
 
-The stored bits do not depend on the partition. May import `jaxpr` and `sharding`.
+The stored bits do not depend on the partition. May import `tracing` and `sharding`.
 """

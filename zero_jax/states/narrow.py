@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.jaxpr.equations import CALLS, is_var, written_out
-from zero_jax.jaxpr.reads import needed
 from zero_jax.sharding import paths
 from zero_jax.sharding.cuts import Split, Splitter, mirrors, state_splits
 from zero_jax.states.coded import Coding, scales_split
+from zero_jax.tracing.dataflow import needed
+from zero_jax.tracing.jaxpr import CALLS, is_var, written_out
 
 PyTree = Any
 FP32 = "fp32"

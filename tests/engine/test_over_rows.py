@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from zero_jax.jaxpr import equations, rows
+from zero_jax.engine.over_rows import facts_of
 
 R, D = 4, 8
 W, X = jnp.ones((D, D)), jnp.ones((R, D))
@@ -22,8 +22,7 @@ def scanned(w, x, before=lambda x: x):
 
 
 def read(loss):
-    closed = equations.written_out(jax.make_jaxpr(loss)(W, X))
-    return rows.read(closed, [True, False], [False, True])
+    return facts_of(jax.make_jaxpr(loss)(W, X), [True, False], [False, True])
 
 
 SUMS = {

@@ -12,10 +12,9 @@ from problems import ulps
 
 import zero_jax
 from zero_jax.hlo import traffic
-from zero_jax.jaxpr import equations
-from zero_jax.owners.deal import deal
-from zero_jax.owners.regions import Walk, regions
-from zero_jax.owners.units import units
+from zero_jax.matrix_updates.assign import assign
+from zero_jax.matrix_updates.regions import ShardedProgram, regions
+from zero_jax.matrix_updates.units import units
 from zero_jax.plan import update_forecast
 
 SHAPES = {"alone": (8, 16), "odd": (17, 9), "up": (5, 12, 8), "down": (5, 8, 12)}
@@ -197,12 +196,12 @@ def test_loads_of_devices():
     """The dearest matrix makes the difference at most, and dear ones are assigned first."""
     kinds = [(36, 206), (36, 481), (36, 618), (36, 618), (1, 40)]
     for count in (1, 2, 3, 5, 8, 64):
-        counts = np.array(deal(kinds, count))
+        counts = np.array(assign(kinds, count))
         assert counts.sum(0).tolist() == [total for total, _ in kinds]
         loads = counts @ [cost for _, cost in kinds]
         assert loads.max() - loads.min() <= 618
         assert loads.max() / loads.mean() < 1.15
-    assert deal([(2, 5)], 3) == [[1], [1], [0]]
+    assert assign([(2, 5)], 3) == [[1], [1], [0]]
     shapes = {**{f"small{i}": (8, 8) for i in range(4)}, "a": (40, 40), "b": (40, 40)}
     (one,) = exchanges(of_each(lambda x: jnp.linalg.svd(x)[0]), shapes, 2)
     assert sorted(kind.counts for kind in one.kinds) == [(1, 1), (2, 2)]
@@ -223,8 +222,7 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
 
 
 def found(fn, *args, dims):
-    closed = equations.written_out(jax.make_jaxpr(fn)(*args), equations.CALLS)
-    return regions(Walk(closed.jaxpr, [(d,) for d in dims]))
+    return regions(ShardedProgram(jax.make_jaxpr(fn)(*args), [(d,) for d in dims]))
 
 
 def test_a_product_needs_full_matrices_where_a_device_lacks_something():
@@ -249,9 +247,9 @@ ONE_BY_ONE = {
 def test_one_by_one_equals_all_at_once(name):
     (region,) = found(ONE_BY_ONE[name], ROWS, dims=[1])
     one = units(region)
-    assert (one.count, [v.aval.shape for v in region.dealt]) == (5, [ROWS.shape])
-    keys = jax.random.split(jax.random.key(1), len(region.same))
-    pairs = zip(region.same, keys, strict=True)
+    assert (one.count, [v.aval.shape for v in region.sharded]) == (5, [ROWS.shape])
+    keys = jax.random.split(jax.random.key(1), len(region.replicated))
+    pairs = zip(region.replicated, keys, strict=True)
     same = [jax.random.uniform(k, v.aval.shape, minval=0.5).astype(v.aval.dtype) for v, k in pairs]
     want = jax.extend.core.jaxpr_as_fun(region.closed)(ROWS, *same)
     run = jax.jit(lambda at, x: one.run(at, [x], same))

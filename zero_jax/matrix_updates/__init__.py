@@ -1,5 +1,5 @@
 """Updates that need full matrices, such as Muon: each matrix is updated on its assigned device.
 
 Finds such updates in the trace, assigns the matrices of all leaves to devices, sends them there
-and back, and leaves the rest of the update sharded. May import `jaxpr` and `sharding`.
+and back, and leaves the rest of the update sharded. May import `tracing` and `sharding`.
 """

@@ -1,8 +1,8 @@
-"""Matrices sent to their owners, and what is made of them sent back. Runs inside `shard_map`.
+"""Matrices sent to their assigned devices, and results sent back. Runs inside `shard_map`.
 
-Each device has a piece of every matrix. To each owner it sends a row of its pieces of that owner's
-matrices, and gets a row of theirs back: two all-to-alls of N rows, as long as the longest. Nothing
-is ever whole but the matrices that an owner is working on.
+Each device has a piece of every matrix. It sends a row to each device, with its pieces of the
+matrices assigned to that device, and receives a row of results: two all-to-alls of N rows, as long
+as the longest. Only the matrices that a device computes are full.
 """
 
 import functools
@@ -13,60 +13,63 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.owners.pieces import Pieces
+from zero_jax.matrix_updates.pieces import Pieces
 
 Arrays = list[Any]
-# Rows of all owners by dtype, (N, length).
+# Rows of all devices by dtype, (N, length).
 Rows = dict[Any, jax.Array]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Matrices that are computed alike.
+    """Matrices with the same computation.
 
     Attributes:
-      one: of (index, dealt, same) to what is made, of one matrix.
-      dealt: how what they are made of is cut.
-      made: how results are.
-      counts: how many matrices each owner has.
+      one: The computation for one matrix: (index, sharded, replicated) to results.
+      sharded: Partition of the sharded inputs.
+      results: Partition of the results.
+      counts: Number of matrices of each device.
     """
 
     one: Callable[[Any, Arrays, Arrays], Arrays]
-    dealt: tuple[Pieces, ...]
-    made: tuple[Pieces, ...]
+    sharded: tuple[Pieces, ...]
+    results: tuple[Pieces, ...]
     counts: tuple[int, ...]
 
-    def first(self, owner: int) -> int:
-        """The first matrix of an owner."""
-        return sum(self.counts[:owner])
+    def first(self, device: int) -> int:
+        """Returns the first matrix of a device."""
+        return sum(self.counts[:device])
 
 
 def exchange(
-    kinds: Sequence[Kind], axes: tuple[str, ...], dealt: list[Arrays], same: list[Arrays]
+    kinds: Sequence[Kind], axes: tuple[str, ...], sharded: list[Arrays], replicated: list[Arrays]
 ) -> list[Arrays]:
-    """What is made of all matrices, each by its owner.
+    """Computes all matrices, each on its assigned device.
 
     Args:
-      kinds: what is computed.
-      axes: the mesh axes that number devices.
-      dealt: of each kind, this device's pieces of its matrices, stacked.
-      same: of each kind, what each device has whole.
+      kinds: The kinds of matrices.
+      axes: The mesh axes that number devices.
+      sharded: For each kind, this device's pieces of its matrices, stacked.
+      replicated: For each kind, the inputs that each device has in full.
 
     Returns:
-      The same of what is made.
+      For each kind, this device's pieces of the results, stacked.
     """
     loads = list(zip(*(kind.counts for kind in kinds), strict=True))
-    there, back = Layout([k.dealt for k in kinds], loads), Layout([k.made for k in kinds], loads)
-    received = _to_all(there.sent(dealt), axes)
+    there, back = (
+        RowLayout([k.sharded for k in kinds], loads),
+        RowLayout([k.results for k in kinds], loads),
+    )
+    received = _to_all(there.sent(sharded), axes)
     me = jax.lax.axis_index(axes)
     firsts = [jnp.asarray([k.first(o) for o in range(len(loads))])[me] for k in kinds]
 
     def work(load: tuple[int, ...], received: Rows) -> Rows:
         given = there.received(received, load)
-        parts = zip(kinds, firsts, given, same, strict=True)
+        parts = zip(kinds, firsts, given, replicated, strict=True)
         return back.answered([_each(*part) for part in parts])
 
-    # Owners of as many of each kind run the same program.
+    # Devices with equal numbers of each kind run the same program.
     alike = sorted(set(loads))
     branches = [functools.partial(work, load) for load in alike]
     which = jnp.asarray([alike.index(load) for load in loads])[me]
@@ -75,25 +78,25 @@ def exchange(
 
 
 def _to_all(rows: Rows, axes: tuple[str, ...]) -> Rows:
-    """Row i goes to device i; what comes back as row i is from device i."""
+    """Sends row i to device i; row i of the result is from device i."""
     return {
         dtype: jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
         for dtype, x in rows.items()
     }
 
 
-def _each(kind: Kind, first: Any, given: Arrays, same: Arrays) -> Arrays:
-    """Of a kind's matrices here all devices' pieces (count, N, size) to those of what is made."""
+def _each(kind: Kind, first: Any, given: Arrays, replicated: Arrays) -> Arrays:
+    """Computes a kind's matrices of this device, from and to the pieces of all (count, N, size)."""
 
     def one(numbered: tuple[Any, Arrays]) -> Arrays:
         index, pieces = numbered
-        whole = [p.join(x) for p, x in zip(kind.dealt, pieces, strict=True)]
-        made = kind.one(index, whole, same)
-        return [p.part(x) for p, x in zip(kind.made, made, strict=True)]
+        whole = [p.join(x) for p, x in zip(kind.sharded, pieces, strict=True)]
+        made = kind.one(index, whole, replicated)
+        return [p.part(x) for p, x in zip(kind.results, made, strict=True)]
 
     count, devices = given[0].shape[:2]
     if count == 0:
-        return [jnp.zeros((0, devices, p.size), p.dtype) for p in kind.made]
+        return [jnp.zeros((0, devices, p.size), p.dtype) for p in kind.results]
     return jax.lax.map(one, (first + jnp.arange(count), given))
 
 
@@ -101,12 +104,12 @@ def _some(stack: Any, first: int, count: int) -> Any:
     return jax.lax.slice_in_dim(stack, first, first + count).reshape(-1)
 
 
-class Layout:
-    """What a row holds: of each kind and array an owner's matrices, one after the other.
+class RowLayout:
+    """The content of a row: the matrices of a device, by kind and array.
 
     Args:
-      pieces: of each kind, how its arrays are cut.
-      loads: of each owner, how many matrices of each kind it has.
+      pieces: For each kind, the partition of its arrays.
+      loads: For each device, the number of matrices of each kind.
     """
 
     def __init__(self, pieces: Sequence[Sequence[Pieces]], loads: Sequence[tuple[int, ...]]):
@@ -118,11 +121,11 @@ class Layout:
 
     @property
     def length(self) -> int:
-        """Elements of a row, of whatever dtype."""
+        """Elements of a row, of all dtypes."""
         return sum(self._lengths.values())
 
     def _places(self, load: tuple[int, ...]) -> Iterator[tuple[int, int, Pieces, slice]]:
-        """Kind, array, how it is cut, and where it is in the row of its dtype."""
+        """Yields kind, array, its partition, and its slice in the row of its dtype."""
         ends: dict[Any, int] = {}
         for kind, (arrays, count) in enumerate(zip(self._pieces, load, strict=True)):
             for at, pieces in enumerate(arrays):
@@ -134,7 +137,7 @@ class Layout:
         return {pieces.dtype: part.stop for _, _, pieces, part in self._places(load)}
 
     def _joined(self, parts: Sequence[tuple[Any, Any]], load: tuple[int, ...]) -> Rows:
-        """Parts (dtype, (..., n)) in their order, filled up to the longest row."""
+        """Concatenates parts (dtype, (..., n)), padded to the longest row."""
         made = {}
         for dtype, length in self._lengths.items():
             own = [x for kind, x in parts if kind == dtype]
@@ -144,12 +147,12 @@ class Layout:
             )
         return made
 
-    def sent(self, dealt: Sequence[Arrays]) -> Rows:
-        """A row for each owner, of this device's pieces of all matrices."""
+    def sent(self, sharded: Sequence[Arrays]) -> Rows:
+        """Returns a row for each device, of this device's pieces of all matrices."""
         first, rows = [0] * len(self._pieces), []
         for load in self._loads:
             parts = [
-                (p.dtype, _some(dealt[kind][at], first[kind], load[kind]))
+                (p.dtype, _some(sharded[kind][at], first[kind], load[kind]))
                 for kind, at, p, _ in self._places(load)
             ]
             rows.append(self._joined(parts, load))
@@ -157,7 +160,7 @@ class Layout:
         return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._lengths}
 
     def received(self, rows: Rows, load: tuple[int, ...]) -> list[Arrays]:
-        """Of each kind and array all devices' pieces of an owner's matrices, (count, N, size)."""
+        """Returns the pieces (count, N, size) of a device's matrices, by kind and array."""
         found: list[Arrays] = [[] for _ in self._pieces]
         for kind, _, p, part in self._places(load):
             own = rows[p.dtype][:, part].reshape(len(self._loads), load[kind], p.size)
@@ -165,7 +168,7 @@ class Layout:
         return found
 
     def answered(self, made: Sequence[Arrays]) -> Rows:
-        """The inverse: a row for each device."""
+        """Inverts `received`: returns a row for each device."""
         load = tuple(arrays[0].shape[0] for arrays in made)
         parts = [
             (p.dtype, jnp.swapaxes(made[kind][at], 0, 1).reshape(len(self._loads), -1))
@@ -174,11 +177,11 @@ class Layout:
         return self._joined(parts, load)
 
     def returned(self, rows: Rows) -> list[Arrays]:
-        """Of each kind this device's pieces of what was made, of rows from each owner."""
+        """Returns this device's pieces of the results, from a row of each device, by kind."""
         found: list[list[Arrays]] = [[[] for _ in arrays] for arrays in self._pieces]
-        for owner, load in enumerate(self._loads):
+        for device, load in enumerate(self._loads):
             for kind, at, p, part in self._places(load):
-                found[kind][at].append(rows[p.dtype][owner, part])
+                found[kind][at].append(rows[p.dtype][device, part])
         return [
             [jnp.concatenate(x).reshape(-1, *p.piece) for p, x in zip(arrays, own, strict=True)]
             for arrays, own in zip(self._pieces, found, strict=True)

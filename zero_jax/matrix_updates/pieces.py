@@ -1,4 +1,4 @@
-"""How matrices are cut over devices: each one's piece of each matrix, and back."""
+"""Partition of matrices over devices: the piece of each device, and its inverse."""
 
 import itertools
 import math
@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 
 @dataclass(frozen=True)
 class Pieces:
-    """How matrices of one shape are cut, alike.
+    """The partition of matrices of one shape.
 
     Attributes:
-      shape: of a matrix, logical: any array of rank 1 up.
-      dtype: of an element.
-      axes: of each dim the mesh axes that cut it; each axis cuts one dim.
-      sizes: of the mesh axes, in the order in which devices are numbered.
+      shape: Logical shape of a matrix: any array of rank 1 or more.
+      dtype: Dtype of an element.
+      axes: For each dim the mesh axes that shard it; each axis shards one dim.
+      sizes: Sizes of the mesh axes, in the order in which devices are numbered.
 
     >>> rows = Pieces((5, 3), jnp.dtype("float32"), (("data",), ()), (("data", 2),))
     >>> rows.piece, rows.size, rows.stack_spec == PartitionSpec(None, "data", None)
@@ -33,18 +33,18 @@ class Pieces:
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """The shape of a device's piece of a matrix, padding included."""
+        """Shape of a device's piece of a matrix, padding included."""
         pairs = zip(self.shape, self._over, strict=True)
         return tuple(-(-n // math.prod(over)) for n, over in pairs)
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Elements of a piece."""
         return math.prod(self.piece)
 
     @property
     def stack_spec(self) -> PartitionSpec:
-        """Where matrices are that are stacked along a dim 0, for `shard_map`."""
+        """Partition of matrices stacked along a dim 0, for `shard_map`."""
         return PartitionSpec(None, *(names or None for names in self.axes))
 
     @property
@@ -59,29 +59,29 @@ class Pieces:
 
     @property
     def _order(self) -> list[int]:
-        """Of (devices by axis, piece by dim) those of each dim together."""
+        """Permutation of (devices by axis, piece by dim) that groups them by dim."""
         at = {name: i for i, (name, _) in enumerate(self.sizes)}
         together = ((*(at[n] for n in names), len(at) + d) for d, names in enumerate(self.axes))
         return list(itertools.chain(*together))
 
     def padded(self, x: Any) -> Any:
-        """A matrix, or a stack of them along dim 0, with its dims filled up by zeros."""
+        """Returns a matrix, or a stack along dim 0, padded with zeros."""
         own = zip(x.shape[-len(self.shape) :], self._padded, strict=True)
         stacked = [(0, 0)] * (x.ndim - len(self.shape))
         return jnp.pad(x, [*stacked, *((0, n - size) for size, n in own)])
 
     def stripped(self, x: Any) -> Any:
-        """The inverse."""
+        """Inverts `padded`."""
         shape = (*x.shape[: x.ndim - len(self.shape)], *self.shape)
         return jax.lax.slice(x, [0] * x.ndim, shape)
 
     def join(self, pieces: Any) -> Any:
-        """A matrix, of all devices' pieces of it: (N, size)."""
+        """Returns a matrix, given the pieces of all devices (N, size)."""
         by_axis = pieces.reshape(*(n for _, n in self.sizes), *self.piece)
         return self.stripped(by_axis.transpose(self._order).reshape(self._padded))
 
     def part(self, matrix: Any) -> Any:
-        """The inverse."""
+        """Inverts `join`."""
         pairs = zip(self._over, self.piece, strict=True)
         split = itertools.chain(*((*over, n) for over, n in pairs))
         by_dim = self.padded(matrix).reshape(list(split))

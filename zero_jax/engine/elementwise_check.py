@@ -1,0 +1,229 @@
+"""Check that an optax transformation computes the same on shards as on full leaves.
+
+Inside `shard_map` an optimizer sees the shards of one device, so a norm, a mean or a factored
+moment would be taken over the wrong numbers without an error. `init` and `update` are traced twice,
+on full leaves and on shards, and the two programs are compared equation by equation. If they are
+the same, and no equation combines elements along a sharded dim, the results for a shard are the
+shard of the results for the full leaf. Values that are equal on every device (counters, schedules,
+leaves too small to be sharded) may be used in any way.
+
+Nothing is run and nothing is communicated.
+"""
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zero_jax.sharding.cuts import Split
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.dataflow import Dim, sharded_dims
+from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Walk, shape_of
+from zero_jax.tracing.sources import transformation_of
+
+PyTree = Any
+_LAYOUT = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze"))
+_REDUCTIONS = frozenset(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or"))
+
+
+class _ShardDiffersError(ValueError):
+    """A result for a shard is not the shard of the result for the full leaf.
+
+    Attributes:
+      sources: The equation, then the calls and loops that it is in.
+    """
+
+    sources: Sequence[jex.JaxprEqn] = ()
+
+
+def require_elementwise(
+    tx: optax.GradientTransformation, params: PyTree, cuts: Sequence[Split]
+) -> None:
+    """Raises ValueError unless `tx` returns for shards the shards of its result for full leaves.
+
+    Args:
+      tx: The transformation.
+      params: Its parameters; only their tree, shapes and dtypes are used.
+      cuts: Their partitions, over two devices or more.
+
+    Raises:
+      ValueError: The message has the transformation, within a chain the one that fails.
+    """
+    full, piece = at_rest_and_shard(params, cuts)
+    # In another thread: here `init` is being traced under the mesh's manual axes.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_require, tx, full, piece).result()
+
+
+def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, PyTree]:
+    """Returns parameters as stored, and one shard of them, abstract.
+
+    A sharded dim is longer in storage than on a shard, even a dim of 1, which is padded.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+
+    def of(shapes: Sequence[tuple[int, ...]]) -> PyTree:
+        pairs = zip(shapes, leaves, strict=True)
+        return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in pairs])
+
+    return of([cut.rest_shape for cut in cuts]), of([cut.shard_shape for cut in cuts])
+
+
+def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
+    sources: Sequence[jex.JaxprEqn | Exception]
+    try:
+        _compare(tx, full, piece)
+    except _ShardDiffersError as error:
+        verdict, why, sources = "is not", str(error), error.sources
+    except Exception as error:
+        line = str(error).partition("\n")[0]
+        verdict, why = "could not be shown to be", f"it raised {type(error).__name__}: {line}"
+        sources = [error]
+    else:
+        return
+    whole = getattr(tx.update, "__qualname__", type(tx).__name__).partition(".<locals>")[0]
+    raise ValueError(
+        f"`tx`: {transformation_of(sources) or whole} {verdict} elementwise, and inside shard_map "
+        f"it sees only this device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, "
+        "which is exact for every transformation"
+    )
+
+
+def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
+    """Raises `_ShardDiffersError` if the state or the updates of shards are not shards."""
+    tx = optax.with_extra_args_support(tx)
+
+    def run(grads: PyTree, params: PyTree, value: jax.Array) -> PyTree:
+        state = tx.init(params)
+        return state, tx.update(grads, state, params, value=value)
+
+    value, trees = jax.ShapeDtypeStruct((), jnp.float32), (full, piece)
+    traces = [jax.make_jaxpr(run, return_shape=True)(tree, tree, value) for tree in trees]
+    programs, results = zip(*traces, strict=True)
+    if len({jax.tree.structure(state) for state, _ in results}) > 1:
+        raise _ShardDiffersError("its state has another structure on a shard")
+    for tree, (state, made) in zip(trees, results, strict=True):
+        if _shapes(made) != _shapes((tree, state)):
+            raise _ShardDiffersError("its update or its state changes shape")
+    _require_same(*programs)
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def _require_same(full: jex.ClosedJaxpr, piece: jex.ClosedJaxpr) -> None:
+    """Raises `_ShardDiffersError` if results for shards are not shards of those for full leaves."""
+    sizes = {(len(p.eqns), len(p.invars), len(p.constvars)) for p in (full.jaxpr, piece.jaxpr)}
+    if len(sizes) > 1:
+        error = _ShardDiffersError("its program depends on the shape of a shard")
+        pairs = zip(full.jaxpr.eqns, piece.jaxpr.eqns, strict=False)
+        error.sources = [a for a, b in pairs if a.primitive is not b.primitive][:1]
+        raise error
+    results = _SideBySide(piece).run(full, piece.jaxpr.invars)
+    _require_same_atoms(results, piece.jaxpr.outvars)
+
+
+class _SideBySide(Walk[Atom]):
+    """Walks through a program of full leaves beside that of shards.
+
+    The value of a variable is the variable of the other program.
+    """
+
+    def __init__(self, piece: jex.ClosedJaxpr):
+        self._eqns = iter(piece.jaxpr.eqns)
+        self._constants = zip(piece.jaxpr.constvars, piece.consts, strict=True)
+
+    def literal(self, atom: jex.Literal) -> Atom:
+        return atom
+
+    def constant(self, var: jex.Var, value: Any) -> Atom:
+        other, shard = next(self._constants)
+        if value is not shard and not np.array_equal(value, shard):
+            raise _ShardDiffersError("it contains another constant on a shard")
+        return other
+
+    def equation(self, eqn: jex.JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        other = next(self._eqns)
+        try:
+            _require_same_atoms(values, other.invars)
+            _require_same_operation(eqn, other)
+        except _ShardDiffersError as error:
+            error.sources = [*error.sources, eqn]
+            raise
+        return other.outvars
+
+
+def _require_same_atoms(full: Sequence[Atom], piece: Sequence[Atom]) -> None:
+    for a, b in itertools.zip_longest(full, piece):
+        if isinstance(a, jex.Literal) and isinstance(b, jex.Literal):
+            if not np.array_equal(a.val, b.val, equal_nan=True):
+                raise _ShardDiffersError(f"it uses {b.val} on a shard and {a.val} on a full leaf")
+        elif a is not b:
+            raise _ShardDiffersError("it uses other values on a shard")
+
+
+def _require_same_operation(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> None:
+    """Raises `_ShardDiffersError` if shards are mapped to anything but shards of the results."""
+    name = full.primitive.name
+    if full.primitive is not piece.primitive:
+        raise _ShardDiffersError(
+            f"it runs {piece.primitive.name} on a shard and {name} on a full leaf"
+        )
+    if _settings(full) != _settings(piece):
+        raise _ShardDiffersError(f"its {name} has other parameters on a shard")
+    if _bodies(full):
+        for pair in zip(_bodies(full), _bodies(piece), strict=True):
+            _require_same(*pair)
+        return
+    of_operands, of_results = (
+        [_sharded_dim(*pair) for pair in zip(*sides, strict=True)]
+        for sides in ((full.invars, piece.invars), (full.outvars, piece.outvars))
+    )
+    if any(d is not None for d in (*of_operands, *of_results)) and not _keeps_shards(
+        full, of_operands, of_results
+    ):
+        raise _ShardDiffersError(f"its {name} needs full leaves")
+
+
+def _bodies(eqn: jex.JaxprEqn) -> list[jex.ClosedJaxpr]:
+    """Returns the jaxprs that a call, a loop or a branch runs."""
+    if eqn.primitive.name in CALLS:
+        return [jaxprs.inner(eqn)]
+    ends = [eqn.params["cond_jaxpr"]] if eqn.primitive.name == "while" else []
+    return [*(body for body, _ in jaxprs.bodies(eqn)), *ends]
+
+
+def _settings(eqn: jex.JaxprEqn) -> dict[str, Any]:
+    """Returns an equation's parameters except for shapes, which its atoms have, and functions."""
+    if _bodies(eqn):
+        return {k: v for k, v in eqn.params.items() if isinstance(v, int)}
+    return {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
+
+
+def _sharded_dim(full: Atom, piece: Atom) -> Dim:
+    """Returns the dim along which a value is sharded, or None."""
+    shapes = shape_of(full), shape_of(piece)
+    dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
+    if len(dims) > 1 or len(shapes[0]) != len(shapes[1]):
+        raise _ShardDiffersError(
+            f"it has a value of shape {shapes[1]} on a shard and {shapes[0]} on a full leaf"
+        )
+    return dims[0] if dims else None
+
+
+def _keeps_shards(eqn: jex.JaxprEqn, of_operands: Sequence[Dim], of_results: Sequence[Dim]) -> bool:
+    """Returns True if it combines nothing along the sharded dims of operands and its result."""
+    name = eqn.primitive.name
+    if len(of_results) > 1 or name not in ELEMENTWISE | _LAYOUT | _REDUCTIONS:
+        return False
+    if name == "broadcast_in_dim" and of_operands[0] is None:
+        sizes = zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True)
+        return all(d != of_results[0] or size == 1 for d, size in sizes)
+    return of_results[0] is not None and sharded_dims(eqn, of_operands) == of_results

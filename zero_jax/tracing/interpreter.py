@@ -1,0 +1,146 @@
+"""The interpreter of jaxprs: one table of handlers, which every transformation extends.
+
+  Interpreter   values of any kind. Dataflow facts and memory estimates subclass it
+  Evaluator     arrays, and pytrees in place of some of them. LoRA, expert parallelism and updates
+                on assigned devices subclass it
+
+A handler receives an equation and the values of its inputs, and returns those of its results.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.jaxpr import T, Walk
+
+
+class Interpreter(Walk[T]):
+    """Visits a jaxpr and handles each equation by its kind.
+
+    Without handlers of a subclass, calls, rematerialised functions and functions with custom
+    derivatives are interpreted in place, and loops and branches are operations like any other.
+
+    Attributes:
+      handlers: By the name of the primitive; others are handled by `default`.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Callable[[jex.JaxprEqn, list[T]], Sequence[T]]] = {
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": self.cond,
+            **dict.fromkeys(jaxprs.JIT, self.call),
+            **dict.fromkeys(jaxprs.REMAT, self.remat),
+            **dict.fromkeys(jaxprs.OWN_GRADIENT, self.custom_derivative),
+        }
+
+    def equation(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.handlers.get(eqn.primitive.name, self.default)(eqn, values)
+
+    def default(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        raise NotImplementedError
+
+    def scan(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.default(eqn, values)
+
+    def while_loop(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.default(eqn, values)
+
+    def cond(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.default(eqn, values)
+
+    def call(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.run(jaxprs.inner(eqn), values)
+
+    def remat(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.call(eqn, values)
+
+    def custom_derivative(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        return self.call(eqn, values)
+
+
+class Evaluator(Interpreter[Any]):
+    """Evaluates a jaxpr on arrays, and on pytrees that replace some of them.
+
+    An equation of arrays alone is run as it is. A subclass handles the others. Loops, branches and
+    rematerialised functions of replaced arrays are built again around the interpreted body.
+    """
+
+    inlined = jaxprs.JIT  # calls that are inlined in the bodies of loops and branches
+
+    def is_replaced(self, value: Any) -> bool:
+        """Returns True for a pytree in place of an array."""
+        raise NotImplementedError
+
+    def agreed(self, values: list[Any], like: Sequence[Any]) -> list[Any]:
+        """Returns the values that an iteration or a branch hands over.
+
+        Args:
+          values: Its results.
+          like: Those of the iteration before it, or of the first branch.
+        """
+        return values
+
+    def literal(self, atom: jex.Literal) -> Any:
+        return jaxprs.typed(atom.val, atom)
+
+    def constant(self, var: jex.Var, value: Any) -> Any:
+        return value
+
+    def evaluate(self, closed: jex.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr, its calls inlined."""
+        return self.run(jaxprs.written_out(closed, self.inlined), values)
+
+    def equation(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        if any(map(self.is_replaced, values)):
+            return super().equation(eqn, values)
+        return jaxprs.function(eqn)(*values)
+
+    def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        start, carried = jaxprs.state_of(eqn)
+        fixed, stop = values[:start], start + carried
+
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = self.evaluate(jaxprs.inner(eqn), [*fixed, *carry, *slices])
+            return self.agreed(made[:carried], carry), made[carried:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(step, values[start:stop], values[stop:], **options)
+        return [*carry, *stacked]
+
+    def while_loop(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        ((body, first),), (start, _) = jaxprs.bodies(eqn), jaxprs.state_of(eqn)
+        of_test, fixed = values[:first], values[first:start]
+
+        def continues(state: list[Any]) -> Any:
+            made = self.evaluate(eqn.params["cond_jaxpr"], [*of_test, *state])
+            return self.agreed(made, [True])[0]
+
+        def step(state: list[Any]) -> list[Any]:
+            return self.agreed(self.evaluate(body, [*fixed, *state]), state)
+
+        return jax.lax.while_loop(continues, step, values[start:])
+
+    def cond(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        first: list[Any] = []
+
+        def case(branch: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
+            def run(*operands: Any) -> list[Any]:
+                made = self.evaluate(branch, operands)
+                first[:] = first or made
+                return self.agreed(made, first)
+
+            return run
+
+        cases = [case(branch) for branch, _ in jaxprs.bodies(eqn)]
+        return jax.lax.switch(values[0], cases, *values[1:])
+
+    def remat(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+        again: Callable[..., list[Any]] = jax.checkpoint(
+            lambda *values: self.evaluate(jaxprs.inner(eqn), values), **options
+        )
+        return again(*values)
