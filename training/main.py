@@ -61,8 +61,7 @@ def join(config: Config) -> None:
     if config.devices not in (None, there) and jax.default_backend() != "cpu":
         raise ValueError(
             f"--devices {config.devices}: this run has {there} devices, and --devices simulates "
-            "CPU "
-            "devices only. Leave it out, and choose GPUs by CUDA_VISIBLE_DEVICES"
+            "CPU devices only. Leave it out, and choose GPUs by CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -334,7 +334,7 @@ class _Partition:
     def _pieces(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
     ) -> tuple[PyTree, PyTree]:
-        """As `_whole`, in pieces, for state in host memory or in 8 or 16 bits."""
+        """Updates like `_whole`, in pieces, for state in host memory or in 8 or 16 bits."""
 
         def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return self.inner.update(grads, state, params, **layout.unpad(extra))

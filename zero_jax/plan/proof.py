@@ -79,8 +79,7 @@ class Proof:
         if found.flops is None:
             raise ValueError(
                 f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
-                "use "
-                "a loop of fixed length (jax.lax.scan), or leave latencies out"
+                "use a loop of fixed length (jax.lax.scan), or leave latencies out"
             )
         at_once = releases.at_once(self.step.compiler_options(*self.args))
         told = own_latencies.of(found.program, found.collectives, self.target, at_once)
