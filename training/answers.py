@@ -1,15 +1,15 @@
 """Positions of the assistant's answers in the text that a chat template writes.
 
-An answer begins where the prompt ends that the model gets at use, `add_generation_prompt` included,
-and ends with the text that closes its turn. Templates that mark answers by {% generation %} give
-these positions themselves. For others the conversation is rendered in parts, and again with a
-placeholder for each answer, since many templates write a turn differently when others follow it.
+An answer begins after the prompt of inference, `add_generation_prompt` included, and ends with the
+text that closes its turn. Templates with {% generation %} blocks give these positions. For others
+the conversation is rendered in parts, and again with a placeholder for each answer, because many
+templates write a turn differently when others follow it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +30,9 @@ class Span(NamedTuple):
     Attributes:
         start: Position of the first character.
         end: Position after the last one.
-        ending: The text after `end` if the conversation ended there, where it differs from the
-            text that follows. `end` may then include the first characters of the next turn, if
-            both begin alike. Empty if the end is certain.
+        ending: The text after `end` if the conversation ended there, if it differs from the text
+            that follows. `end` may then include the first characters of the next turn, if both
+            begin alike. Empty if the end is certain.
     """
 
     start: int
@@ -48,8 +48,8 @@ def answers_in(messages: Messages) -> list[int]:
 def tokens_in(span: Span, starts: Integers, ends: Integers) -> slice:
     """Returns the tokens of an answer: the first ends in it, the last starts in it.
 
-    A token that contains the space before an answer and its first word belongs to the answer,
-    because the model has to predict it there.
+    A token with the space before an answer and its first word belongs to the answer, because the
+    model predicts it there.
 
     >>> starts, ends = np.array([0, 4, 7, 11]), np.array([4, 7, 11, 15])
     >>> tokens_in(Span(5, 11), starts, ends)
@@ -58,8 +58,8 @@ def tokens_in(span: Span, starts: Integers, ends: Integers) -> slice:
     inside = (ends > span.start) & (starts < span.end)
     if span.ending:
         inside &= ends <= span.end
-    found = np.flatnonzero(inside)
-    return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+    tokens = np.flatnonzero(inside)
+    return slice(int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else slice(0, 0)
 
 
 def spans_of_marked(
@@ -69,8 +69,8 @@ def spans_of_marked(
 
     Args:
         messages: The conversation.
-        marked: Its blocks, in order. A template may write several, or none, for one answer.
-        render: Returns the text of a conversation.
+        marked: Its blocks, in order. A template may write several blocks, or none, for an answer.
+        render: Returns the text of messages, with or without the generation prompt.
 
     Returns:
         The blocks of each answer; None if a block belongs to no answer or to several.
@@ -78,28 +78,29 @@ def spans_of_marked(
     answers = answers_in(messages)
     if len(marked) == len(answers):
         return [[span] for span in marked]
-    whole = render(messages, False)
-    owners: list[list[int]] = [[] for _ in marked]
+    full_text = render(messages, False)
+    candidates: list[list[int]] = [[] for _ in marked]  # answers of each block
     for at in answers:
-        start, end = _changed(whole, render(_replaced(messages, [at]), False))
-        for block, span in zip(owners, marked, strict=True):
+        start, end = _changed(full_text, render(_replaced(messages, [at]), False))
+        for block, span in zip(candidates, marked, strict=True):
             if span.start <= end and start <= span.end:
                 block.append(at)
-    for block in reversed(owners):  # a template may mark the end of the whole text too
+    for block in reversed(candidates):  # a template may also mark the end of the full text
         if block:
             break
         block.append(answers[-1])
-    if any(len(block) != 1 for block in owners):
+    if any(len(block) != 1 for block in candidates):
         return None
-    return [[s for s, own in zip(marked, owners, strict=True) if own == [at]] for at in answers]
+    pairs = list(zip(marked, candidates, strict=True))
+    return [[span for span, block in pairs if block == [at]] for at in answers]
 
 
-def spans_of(messages: Messages, whole: str, render: Render) -> list[Span] | None:
+def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] | None:
     """Finds the answers in the text of a template that does not mark them.
 
     Args:
         messages: The conversation.
-        whole: Its text.
+        full_text: Its text.
         render: Returns the text of messages, with or without the generation prompt.
 
     Returns:
@@ -107,47 +108,36 @@ def spans_of(messages: Messages, whole: str, render: Render) -> list[Span] | Non
     """
     full = [at for at in answers_in(messages) if messages[at]["content"]]
     text = render(_replaced(messages, full), False) if full else ""
-    # A template may leave out the text of a message that calls a tool, but of no other.
+    # A template may leave out the text of a message that calls a tool, but not of others.
     written = [at for at in full if text.count(_PLACEHOLDER.format(at)) == 1]
     if any(at not in written and not messages[at].get("tool_calls") for at in full):
         return None
-    for places in _attempts(written):
-        spans = _located(messages, whole, render, places)
+    # Text within an answer, such as thoughts, can change how a template writes it: where the
+    # placeholders do not fit, the last answer keeps its text, and then all do.
+    for places in dict.fromkeys([tuple(written), tuple(written[:-1]), ()]):
+        spans = _located(messages, full_text, render, places)
         if spans is not None:
             return spans
     return None
 
 
-def _attempts(written: list[int]) -> Iterator[list[int]]:
-    """Yields answers to replace by placeholders: all, all but the last, none.
-
-    Text within an answer can change how a template writes it, thoughts between <think> marks for
-    instance, so the placeholder's surroundings are not those of the answer.
-    """
-    seen: list[list[int]] = []
-    for places in (written, written[:-1], []):
-        if places not in seen:
-            seen.append(places)
-            yield places
-
-
 def _located(
-    messages: Messages, whole: str, render: Render, places: Sequence[int]
+    messages: Messages, full_text: str, render: Render, places: Sequence[int]
 ) -> list[Span] | None:
     replaced = _replaced(messages, places)
     literals = _PLACEHOLDERS.split(render(replaced, False))
-    gaps = match_between(literals, whole) if len(literals) == len(places) + 1 else None
+    gaps = match_between(literals, full_text) if len(literals) == len(places) + 1 else None
     if gaps is None:
         return None
-    bases = [0, *(end for _, end in gaps)]  # where each literal begins in the whole text
+    bases = [0, *(end for _, end in gaps)]  # where each literal begins in the full text
     contents = dict(zip(places, gaps, strict=True))
     spans = []
     for at in answers_in(messages):
         turn = _Turn(replaced, at, render, literals, bases)
-        start = turn.start(whole, contents.get(at))
+        start = turn.start(full_text, contents.get(at))
         if start is None:
             return None
-        end, ending = turn.end(whole, at in contents)
+        end, ending = turn.end(full_text, at in contents)
         if end is None:
             return None
         spans.append(Span(start, max(start, end), ending))
@@ -155,7 +145,7 @@ def _located(
 
 
 class _Turn:
-    """One answer: the text before it, the prompt for it, and the text up to its end."""
+    """One answer, with the rendered beginnings: before it, up to its prompt, and up to its end."""
 
     def __init__(
         self,
@@ -178,15 +168,15 @@ class _Turn:
                 raise
             return ""  # many templates do not take an empty conversation
 
-    def start(self, whole: str, content: tuple[int, int] | None) -> int | None:
-        """Position after the prompt; None if it is unknown."""
+    def start(self, full_text: str, content: tuple[int, int] | None) -> int | None:
+        """Returns the position after the prompt; None if it is unknown."""
         prompt = self._asked[common_prefix(self._before, self._asked) :]
         place, rest = self._reached(self._asked)
         if content is not None:
             if not prompt:
-                return self._after_spaces(whole, content[0])
+                return self._after_spaces(full_text, content[0])
             if rest:
-                literal = whole[self._base(self._asked) : content[0]]
+                literal = full_text[self._base(self._asked) : content[0]]
                 if prompt in literal:
                     return content[0] - len(literal) + literal.rindex(prompt) + len(prompt)
         elif not prompt:
@@ -194,31 +184,31 @@ class _Turn:
         # A prompt may open with thoughts that the text leaves out: it is followed while it agrees.
         return place if not rest or place > self._reached(self._before)[0] else None
 
-    def end(self, whole: str, has_content: bool) -> tuple[int | None, str]:
-        """Position after the text that closes the turn, and how it would go on at the end."""
+    def end(self, full_text: str, has_content: bool) -> tuple[int | None, str]:
+        """Returns the position after the text that closes the turn, and the ending (see `Span`)."""
         place, rest = self._reached(self._until)
-        # Some templates close the last turn differently; the whole text then ends with the rest.
-        return (place if has_content or whole.endswith(rest) else None), rest
+        # Some templates close the last turn differently; the full text then ends with the rest.
+        return (place if has_content or full_text.endswith(rest) else None), rest
 
     def _without_content(self, place: int, rest: str) -> int | None:
-        """Start of an answer without text in a template without a generation prompt."""
+        """Returns the start of an answer without text in a template without a generation prompt."""
         if rest or self._messages[self._at]["content"]:
             return None
         full = self._render(_replaced(self._messages, [self._at])[: self._at + 1], False)
-        header, found, _ = full[len(self._asked) :].partition(_PLACEHOLDER.format(self._at))
-        agrees = found and self._until.startswith(self._asked + header)
+        header, placeholder, _ = full[len(self._asked) :].partition(_PLACEHOLDER.format(self._at))
+        agrees = placeholder and self._until.startswith(self._asked + header)
         return place + (len(header) if agrees and header.strip() else 0)
 
-    def _after_spaces(self, whole: str, content: int) -> int:
-        """Start of the answer where the prompt ends without the spaces that precede the text."""
-        spaces = content - len(whole[:content].rstrip())
+    def _after_spaces(self, full_text: str, content: int) -> int:
+        """Returns the start of an answer if the prompt ends before the spaces ahead of the text."""
+        spaces = content - len(full_text[:content].rstrip())
         ends = range(content - spaces, content + 1)
         tail = _PLACEHOLDERS.split(self._asked)[-1][-_TAIL:]
-        found = (at for at in ends if (whole[:at].endswith(tail) if tail else at == 0))
-        return next(found, content)
+        starts = (at for at in ends if (full_text[:at].endswith(tail) if tail else at == 0))
+        return next(starts, content)
 
     def _reached(self, text: str) -> tuple[int, str]:
-        """How far a rendered beginning agrees with the whole text, and what is left of it."""
+        """Returns the position up to which a beginning agrees with the full text, and its rest."""
         tail = _PLACEHOLDERS.split(text)[-1]
         count = common_prefix(tail, self._literals[self._index(text)])
         return self._base(text) + count, tail[count:]
@@ -231,7 +221,7 @@ class _Turn:
         return len(_PLACEHOLDERS.findall(text))
 
 
-def match_between(literals: Sequence[str], whole: str) -> list[tuple[int, int]] | None:
+def match_between(literals: Sequence[str], full_text: str) -> list[tuple[int, int]] | None:
     """Finds the gaps between literals that make up a text, in linear time.
 
     None if the literals do not fit, or fit in two ways: the first matches from the left and the
@@ -243,14 +233,14 @@ def match_between(literals: Sequence[str], whole: str) -> list[tuple[int, int]] 
     True
     """
     if len(literals) == 1:
-        return [] if literals[0] == whole else None
+        return [] if literals[0] == full_text else None
     first, *inner, last = literals
-    low, high = len(first), len(whole) - len(last)
-    if not whole.startswith(first) or not whole.endswith(last) or low > high:
+    low, high = len(first), len(full_text) - len(last)
+    if not full_text.startswith(first) or not full_text.endswith(last) or low > high:
         return None
     left = []
     for literal in inner:
-        at = whole.find(literal, low, high)
+        at = full_text.find(literal, low, high)
         if at < 0:
             return None
         left.append(at)
@@ -258,11 +248,11 @@ def match_between(literals: Sequence[str], whole: str) -> list[tuple[int, int]] 
     right = []
     end = high
     for literal in reversed(inner):
-        end = whole.rfind(literal, 0, end)
+        end = full_text.rfind(literal, 0, end)
         right.append(end)
     if left != right[::-1]:
         return None
-    starts = [len(first), *(at + len(own) for at, own in zip(left, inner, strict=True))]
+    starts = [len(first), *(at + len(literal) for at, literal in zip(left, inner, strict=True))]
     return list(zip(starts, [*left, high], strict=True))
 
 
@@ -289,7 +279,7 @@ def _changed(first: str, second: str) -> tuple[int, int]:
 
 
 def _replaced(messages: Messages, places: Sequence[int]) -> list[Message]:
-    """The conversation with placeholders as the text of these messages."""
+    """Returns the conversation with placeholders as the text of some messages."""
     changed = list(messages)
     for at in places:
         changed[at] = {**messages[at], "content": _PLACEHOLDER.format(at)}

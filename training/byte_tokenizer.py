@@ -1,7 +1,7 @@
-"""The tokenizer of models that read bytes, as transformers reads one: a token is a byte of UTF-8.
+"""Byte-level tokenizer in the format of transformers: a token is a byte of UTF-8.
 
-Bytes that UTF-8 does not use stand for what begins and ends a message, so that a model of 256 ids
-that was trained on text can be taught conversations without another row in its embedding.
+Bytes that UTF-8 does not use are the special tokens that begin and end messages, so that a model of
+256 ids that was trained on text learns conversations without another row in its embedding.
 """
 
 import json
@@ -19,15 +19,15 @@ TEMPLATE = (
 
 
 def characters() -> dict[int, str]:
-    """The printable character that stands for each byte in such files.
+    """Returns the printable character of each byte in such files, as GPT-2 defines it.
 
     >>> characters()[32], characters()[65]
     ('Ġ', 'A')
     """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in shown]
-    moved = {byte: chr(256 + at) for at, byte in enumerate(others)}
-    return {byte: moved.get(byte, chr(byte)) for byte in range(256)}
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {byte: byte for byte in printable} | {b: 256 + at for at, b in enumerate(others)}
+    return {byte: chr(codes[byte]) for byte in range(256)}
 
 
 def write(folder: Path) -> None:
@@ -35,7 +35,7 @@ def write(folder: Path) -> None:
     special = SPECIAL | dict([END])
     vocab = {char: byte for byte, char in characters().items() if byte < min(special)}
     same = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    known = {
+    tokenizer = {
         "version": "1.0",
         "added_tokens": [
             {
@@ -53,6 +53,6 @@ def write(folder: Path) -> None:
         "eos_token": END[1],
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer.json").write_text(json.dumps(known, ensure_ascii=False))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,186 +1,202 @@
-"""Batches of token sequences, the same for any number of processes.
+"""Windows of one text as batches, in the same order for any number of processes.
 
-A sample is a window of `S + 1` tokens: `S` inputs, and the same shifted by one as targets.
-Windows start `S` apart, so each token but the first of a split is a target once per epoch; a tail
-shorter than `S` is left out of training, never of evaluation.
+A sample is `S + 1` tokens: `S` inputs, and the same shifted by one as targets. Samples start `S`
+tokens apart, so each token but the first is a target once per epoch. Training leaves out a last
+sample that is shorter; evaluation pads it.
 
-The stream is indexed by one number, the global sample index: batch `i` of `B` rows is samples
-`i B` to `(i + 1) B`, of which process `p` of `P` reads only its own `B / P` consecutive rows. A
-run in four processes sees the data of a run in one, and going on from sample `start` costs
-nothing, since grain's shuffle is a permutation computed per index, not a shuffled list.
+Batch `i` of `B` rows holds samples `i B` to `(i + 1) B`, and process `p` of `P` reads its `B / P`
+consecutive rows. Resuming reads no earlier sample, because grain computes its shuffle by index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from training.text import TokenArray
+from training.entropy import bigram_entropy, unigram_entropy
+from training.show import human_count, printable
+from training.text import IntArray, TokenArray, Tokens, decode, split
+from training.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
 Batch = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.float32]
+PROMPT = 16  # held-out tokens at the beginning of a generated sample
 
 
-def samples_per_epoch(num_tokens: int, seq: int) -> int:
-    """How many training windows of `seq + 1` tokens, `seq` apart, the tokens hold.
-
-    >>> samples_per_epoch(9, seq=4), samples_per_epoch(12, seq=4)
-    (2, 2)
-    """
-    return max(0, (num_tokens - 1) // seq)
-
-
-def batches(
-    tokens: TokenArray,
-    *,
-    batch: int,
-    seq: int,
-    seed: int,
-    shard_index: int,
-    shard_count: int,
-    start: int = 0,
-) -> Iterator[Batch]:
-    """This process's rows of an endless stream of shuffled batches.
-
-    Every epoch is a new order. The same `seed` gives the same stream, whatever `shard_count` is.
+class Text:
+    """One text as windows of `S + 1` tokens; the last tenth is held out.
 
     Args:
-        tokens: Token ids `(N,)`, possibly a `TokenFile`.
-        batch: Rows `B` of the global batch.
+        corpus: Tokens of the text.
         seq: Sequence length `S`.
-        seed: Any non-negative integer.
-        shard_index: This process, in `[0, shard_count)`.
-        shard_count: Number of processes `P`; must divide `B`.
-        start: Samples the run has consumed before, over all processes: steps done times `B`.
-
-    Returns:
-        An iterator of int32 `(B / P, S + 1)`: rows `shard_index B / P` and on of each batch.
+        batch: Rows `B` of the global batch.
+        seed: Seed of the order.
+        tokenizer: Tokenizer of the tokens, if they are not bytes.
 
     Raises:
-        ValueError: `B` is not a multiple of `P`, the text is shorter than one sample, or a number
-            is out of range.
+        ValueError: A part does not fill one sample, or a number is out of range.
 
-    >>> rows = batches(np.arange(9), batch=2, seq=4, seed=0, shard_index=0, shard_count=1)
-    >>> sorted(next(rows).tolist())
-    [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    >>> text = Text(Tokens(np.arange(40), "numbers", False), seq=2, batch=1, seed=0)
+    >>> [(rows.tolist(), mask.tolist()) for rows, mask in text.held_out(0, 1)]
+    [([[36, 37, 38]], [[1.0, 1.0]]), ([[38, 39, 0]], [[1.0, 0.0]])]
     """
-    rows = _rows_per_shard(batch, seq, shard_index, shard_count)
-    if seed < 0 or start < 0:
-        raise ValueError(f"seed={seed}, start={start}: both must be 0 or more")
-    if samples_per_epoch(tokens.size, seq) == 0:
-        raise ValueError(
-            f"{tokens.size} tokens do not fill one sample of seq + 1 = {seq + 1} tokens: "
-            "use more text, or a shorter --seq-len"
-        )
-    import grain
 
-    # grain shuffles epoch e with seed + e, so that neighbouring seeds would share their epochs.
-    mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    samples = grain.MapDataset.source(_Windows(tokens, seq)).shuffle(seed=mixed).repeat()
-    # 2**62 samples stand for endless: grain's own length, 2**63 - 1, overflows in batches of one.
-    return _iterate(samples[start : 2**62].batch(rows)[shard_index::shard_count])
+    temperature = 0.8  # of generated samples
+    counts = None  # no document is left out
+
+    def __init__(
+        self, corpus: Tokens, seq: int, batch: int, seed: int, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self._corpus, self._tokenizer = corpus, tokenizer
+        if batch < 1 or seq < 1 or seed < 0:
+            raise ValueError(
+                f"{batch=}, {seq=}, {seed=}: the first two must be above 0, seed 0 or more"
+            )
+        self._seq, self._batch, self._seed = seq, batch, seed
+        self.train, self.rest = split(corpus.tokens, seq=seq)
+        self.name, self.byte_level = corpus.name, corpus.byte_level
+        self.unit = "byte" if corpus.byte_level else "token"
+        self.facts: dict[str, Any] = {
+            "train_tokens": self.train.size,
+            "held_out_tokens": self.rest.size,
+        }
+        self.held_out_size = f"{self.rest.size:,} held-out {self.unit}s"
+        self.order: dict[str, Any] = {  # settings that determine the order of samples
+            "corpus": self.name,
+            "train_tokens": self.train.size,
+            "seq_len": seq,
+            "seed": seed,
+        }
+        self.ends: list[int] = []  # a window ends anywhere
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Number of full windows of the training text."""
+        return (self.train.size - 1) // self._seq
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Checksum of the text or its tokens, by the flag that names it."""
+        return {"data": self._corpus.fingerprint}
+
+    def outlook(self, steps: int) -> str:
+        """Describes how many epochs a run of `steps` steps is."""
+        epochs = steps * self._batch / self.samples_per_epoch
+        return f"{steps:,} steps are {human_count(epochs)} epochs of {self.name}"
+
+    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, int]]:
+        """Yields this process's rows of an endless stream of batches, and the place after each.
+
+        Every epoch has a new order, which depends on the seed and not on the number of processes.
+
+        Args:
+            place: Samples that the run has used before, over all processes; None for 0.
+            index: Index of this process, in `[0, count)`.
+            count: Number of processes `P`; must divide `B`.
+
+        Returns:
+            An iterator of (tokens,) of int32 `(B / P, S + 1)`, and the place.
+
+        Raises:
+            ValueError: `B` is not a multiple of `P`, or a number is out of range.
+        """
+        rows, start = self._rows_per_process(index, count), int(place or 0)
+        import grain
+
+        # grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
+        seed = int(np.random.SeedSequence(self._seed).generate_state(1)[0])
+        source = _Samples(self.train, self._seq, self.samples_per_epoch)
+        # 2**62 samples stand for endless: grain's own length, 2**63 - 1, overflows in batches of 1.
+        endless = grain.MapDataset.source(source).shuffle(seed=seed).repeat()[start : 2**62]
+        for tokens, _ in _iterate(endless.batch(rows)[index::count]):
+            start += self._batch
+            yield (tokens,), start
+
+    def held_out(
+        self, index: int, count: int, most: int | None = None
+    ) -> Iterator[tuple[Batch, Mask]]:
+        """Returns this process's rows of one pass, in order, over all held-out tokens.
+
+        Each token but the first is a target once. The last batch is padded with token 0 under mask
+        0. All processes get the same number of batches, so the exact mean loss is
+        `sum(mask * loss) / sum(mask)` with both sums over all batches and processes.
+
+        Args:
+            index: Index of this process, in `[0, count)`.
+            count: Number of processes `P`; must divide `B`.
+            most: Number of batches to stop after; None for all.
+
+        Returns:
+            An iterator of int32 `(B / P, S + 1)` and its float32 mask over targets, `(B / P, S)`.
+
+        Raises:
+            ValueError: `B` is not a multiple of `P`, or a number is out of range.
+        """
+        rows = self._rows_per_process(index, count)
+        if most is not None and most < 1:
+            raise ValueError(f"most={most}: it must be at least 1, or None for all")
+        import grain
+
+        padded = self.held_out_batches() * self._batch
+        samples = grain.MapDataset.source(_Samples(self.rest, self._seq, padded))
+        return _iterate(samples.batch(rows)[index::count][:most])
+
+    def held_out_batches(self) -> int:
+        """Returns the number of batches of such a pass."""
+        return -(-(self.rest.size - 1) // (self._seq * self._batch))
+
+    def _rows_per_process(self, index: int, count: int) -> int:
+        if not 0 <= index < count:
+            raise ValueError(f"{index=}: it must be in [0, {count}), the range of `count`")
+        if self._batch % count:
+            lower = self._batch - self._batch % count
+            raise ValueError(
+                f"--global-batch-size {self._batch} must be a multiple of the {count} processes: "
+                f"use --global-batch-size {lower + count}" + (f" or {lower}" if lower else "")
+            )
+        return self._batch // count
+
+    def marks(self, vocab: int) -> dict[str, float]:
+        """Returns the losses that counting tokens and pairs reaches, in nats per token."""
+        return {
+            "unigram entropy": unigram_entropy(self.rest, vocab),
+            "bigram entropy": bigram_entropy(self.rest, vocab),
+        }
+
+    def prompt(self, most: int) -> IntArray:
+        """Returns the first held-out tokens, at most `most`."""
+        return self.rest[: min(PROMPT, most)]
+
+    def show(self, tokens: Sequence[int], prompt_size: int) -> str:
+        """Returns tokens as text; the first `prompt_size` tokens are the prompt."""
+        if self.byte_level:
+            return decode(tokens)
+        if self._tokenizer is not None:
+            return printable(self._tokenizer.decode(tokens))
+        return str(list(map(int, tokens)))
 
 
-def eval_batches(
-    tokens: TokenArray,
-    *,
-    batch: int,
-    seq: int,
-    shard_index: int,
-    shard_count: int,
-    max_batches: int | None = None,
-) -> Iterator[tuple[Batch, Mask]]:
-    """This process's rows of one pass, in order, over all held-out tokens.
+class _Samples:
+    """Samples by index, padded where the text ends, and the masks of their targets."""
 
-    Each token but the first is a target exactly once. What is missing in the last batch is
-    padding: token 0 under mask 0. All processes get the same number of batches, so the exact mean
-    loss is `sum(mask * loss) / sum(mask)` with both sums over all batches and processes.
-
-    Args:
-        tokens: Token ids `(N,)`, at least two.
-        batch: Rows `B` of the global batch.
-        seq: Sequence length `S`.
-        shard_index: This process, in `[0, shard_count)`.
-        shard_count: Number of processes `P`; must divide `B`.
-        max_batches: Stop after so many batches; None for all.
-
-    Returns:
-        An iterator of int32 `(B / P, S + 1)` and its float32 mask over targets, `(B / P, S)`.
-
-    Raises:
-        ValueError: As for `batches`; two tokens are enough here.
-
-    >>> it = eval_batches(np.arange(4), batch=1, seq=2, shard_index=0, shard_count=1)
-    >>> [(rows.tolist(), mask.tolist()) for rows, mask in it]
-    [([[0, 1, 2]], [[1.0, 1.0]]), ([[2, 3, 0]], [[1.0, 0.0]])]
-    """
-    rows = _rows_per_shard(batch, seq, shard_index, shard_count)
-    if tokens.size < 2:
-        raise ValueError(
-            f"evaluation needs at least 2 tokens, and {tokens.size} are held out: hold out more"
-        )
-    if max_batches is not None and max_batches < 1:
-        raise ValueError(f"max_batches={max_batches}: it must be at least 1, or None for all")
-    import grain
-
-    windows = grain.MapDataset.source(_PaddedWindows(tokens, seq, multiple_of=batch))
-    return _iterate(windows.batch(rows)[shard_index::shard_count][:max_batches])
-
-
-class _Windows:
-    """Full windows only; grain reads them by index."""
-
-    def __init__(self, tokens: TokenArray, seq: int) -> None:
-        self._tokens, self._seq = tokens, seq
+    def __init__(self, tokens: TokenArray, seq: int, count: int) -> None:
+        self._tokens, self._seq, self._count = tokens, seq, count
 
     def __len__(self) -> int:
-        return samples_per_epoch(self._tokens.size, self._seq)
-
-    def __getitem__(self, index: int) -> Batch:
-        first = index * self._seq
-        return np.asarray(self._tokens[first : first + self._seq + 1], np.int32)
-
-
-class _PaddedWindows:
-    """All windows and their masks; the last partial one is padded, and so is their number."""
-
-    def __init__(self, tokens: TokenArray, seq: int, multiple_of: int) -> None:
-        self._tokens, self._seq = tokens, seq
-        windows = -(-(tokens.size - 1) // seq)
-        self._len = -(-windows // multiple_of) * multiple_of
-
-    def __len__(self) -> int:
-        return self._len
+        return self._count
 
     def __getitem__(self, index: int) -> tuple[Batch, Mask]:
         first = index * self._seq
-        found = self._tokens[first : first + self._seq + 1]
-        row, mask = np.zeros(self._seq + 1, np.int32), np.zeros(self._seq, np.float32)
-        row[: found.size] = found
-        mask[: max(0, found.size - 1)] = 1
-        return row, mask
-
-
-def _rows_per_shard(batch: int, seq: int, shard_index: int, shard_count: int) -> int:
-    if batch < 1 or seq < 1 or shard_count < 1:
-        raise ValueError(f"{batch=}, {seq=}, {shard_count=}: all must be above 0")
-    if not 0 <= shard_index < shard_count:
-        raise ValueError(
-            f"{shard_index=}: it must be in [0, {shard_count}), the range of shard_count"
-        )
-    if batch % shard_count:
-        lower = batch - batch % shard_count
-        raise ValueError(
-            f"--global-batch-size {batch} must be a multiple of the {shard_count} processes: "
-            f"use --global-batch-size {lower + shard_count}" + (f" or {lower}" if lower else "")
-        )
-    return batch // shard_count
+        window = self._tokens[first : first + self._seq + 1]
+        row = np.zeros(self._seq + 1, np.int32)
+        row[: window.size] = window
+        return row, (np.arange(1, self._seq + 1) < window.size).astype(np.float32)
 
 
 def _iterate(dataset: grain.MapDataset[Any]) -> Iterator[Any]:

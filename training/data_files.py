@@ -1,8 +1,8 @@
 """Data files that a run reads for hours: opened without blocking, and checked for changes.
 
-A run remembers the size, the modification time and the inode of a file, and checksums of its
-content. A read that meets other content raises `DataChanged`: the run never trains on it. Files
-are read, not mapped, because a mapped file that shrinks ends the process by SIGBUS.
+A run remembers the size, modification time and inode of a file, and checksums of its content. A
+read that meets other content raises `DataChanged`: the run never trains on it. Files are read, not
+mapped, because a mapped file that shrinks ends the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,42 +32,60 @@ class DataChanged(OSError):
 
     Args:
         where: The file, and the line where there is one.
-        how: The difference, from `Stamp.difference`.
+        change: The difference, from `difference`.
     """
 
-    def __init__(self, where: str, how: str) -> None:
+    def __init__(self, where: str, change: str) -> None:
         super().__init__(
-            f"{where} changed during the run ({how}): restore this file of --data and repeat the "
-            "command, or train on the new one with another --output-dir"
+            f"{where} changed during the run ({change}): restore this file of --data and repeat "
+            "the command, or train on the new one with another --output-dir"
         )
 
 
-class Stamp(NamedTuple):
-    """State of a file: its size in bytes, its modification time and its inode."""
+_NOT_REGULAR = "{} is not a regular file: copy its contents to one"
 
-    size: int
-    time_ns: int
-    inode: int
 
-    @classmethod
-    def from_stat(cls, status: os.stat_result) -> Stamp:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+def check_regular(path: Path) -> None:
+    """Raises ValueError for a pipe or a device: opening one may wait, reading one may not end."""
+    if not path.is_file():
+        raise ValueError(_NOT_REGULAR.format(path))
 
-    def difference(self, now: Stamp) -> str:
-        """Describes the differences of a later stamp, for an error message.
 
-        >>> Stamp(9, 0, 1).difference(Stamp(4, 10**18, 2))
-        'size 9 bytes, now 4; written 2001-09-09 01:46:40 UTC; inode 1, now 2'
-        """
-        found = []
-        if now.size != self.size:
-            found.append(f"size {self.size:,} bytes, now {now.size:,}")
-        if now.time_ns != self.time_ns:
-            written = datetime.fromtimestamp(now.time_ns // 10**9, UTC)
-            found.append(f"written {written:%Y-%m-%d %H:%M:%S} UTC")
-        if now.inode != self.inode:
-            found.append(f"inode {self.inode}, now {now.inode}")
-        return "; ".join(found) or "same size, time and inode, other content"
+def difference(before: os.stat_result, now: os.stat_result) -> str:
+    """Describes how the status of a file differs from an earlier one, for an error message."""
+    parts = []
+    if now.st_size != before.st_size:
+        parts.append(f"size {before.st_size:,} bytes, now {now.st_size:,}")
+    if now.st_mtime_ns != before.st_mtime_ns:
+        written = datetime.fromtimestamp(now.st_mtime_ns // 10**9, UTC)
+        parts.append(f"written {written:%Y-%m-%d %H:%M:%S} UTC")
+    if now.st_ino != before.st_ino:
+        parts.append(f"inode {before.st_ino}, now {now.st_ino}")
+    return "; ".join(parts) or "same size, time and inode, other content"
+
+
+def files_in(folder: Path, on_error: Callable[[OSError], Any] | None = None) -> list[Path]:
+    """Returns all files of a folder, also behind links, in the order of their paths.
+
+    Args:
+        folder: Folder to search.
+        on_error: Called with the error of a folder that can't be read.
+
+    Raises:
+        ValueError: A link leads to a folder that contains it.
+    """
+    files: list[Path] = []
+    above = {str(folder): frozenset([folder.resolve()])}  # the folders that contain each, resolved
+    for root, folders, names in os.walk(folder, onerror=on_error, followlinks=True):
+        for name in folders:
+            inside = Path(root, name).resolve()
+            if inside in above[root]:
+                raise ValueError(
+                    f"{Path(root, name)} links to a folder that contains it: remove the link"
+                )
+            above[os.path.join(root, name)] = above[root] | {inside}
+        files += [Path(root, name) for name in names]
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -79,7 +97,7 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file: copy its contents to one")
+        raise OSError(_NOT_REGULAR.format(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -89,7 +107,7 @@ def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
     Content of more than `EXACT` bytes is read at `EXACT / SAMPLE` evenly spaced places.
 
     Args:
-        read: Returns the bytes of a range, given its start and its length.
+        read: Returns the bytes of a range by its start and its length.
         size: Bytes of the content.
     """
     digest = hashlib.blake2b(str(size).encode(), digest_size=DIGEST)
@@ -121,17 +139,17 @@ class TokenFile:
         self, path: Path, dtype: npt.DTypeLike, offset: int = 0, size: int | None = None
     ) -> None:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        self._file = _Watched(path)
+        self._file = _CheckedFile(path)
         self._offset = offset
         self.size = (self._file.size - offset) // self.dtype.itemsize if size is None else size
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of the whole file, as hexadecimal digits."""
+        """Checksum of the full file, as hexadecimal digits."""
         return self._file.fingerprint
 
     def part(self, start: int, stop: int) -> TokenFile:
-        """Tokens `start` to `stop` of the same open file; nothing is read."""
+        """Returns tokens `start` to `stop` of the same open file, without reading it."""
         view = object.__new__(TokenFile)
         view.dtype, view._file, view.size = self.dtype, self._file, stop - start
         view._offset = self._offset + start * self.dtype.itemsize
@@ -150,32 +168,35 @@ class TokenFile:
         if step != 1:
             raise ValueError(f"step={step}: a token file supports slices with step 1 only")
         item = self.dtype.itemsize
-        found = self._file.read(self._offset + start * item, max(0, stop - start) * item)
-        return np.frombuffer(found, self.dtype)
+        content = self._file.read(self._offset + start * item, max(0, stop - start) * item)
+        return np.frombuffer(content, self.dtype)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> IntArray:
         return np.asarray(self[:], dtype)
 
 
-class _Watched:
-    """An open file, and its state when it was opened."""
+class _CheckedFile:
+    """An open file with its status and fingerprint of when it was opened."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open_regular(path)
         weakref.finalize(self, self._file.close)
-        self._stamp = Stamp.from_stat(os.fstat(self._file.fileno()))
-        self.size = self._stamp.size
+        self._status = self._now()
+        self.size = self._status.st_size
         self.fingerprint = fingerprint(self._read, self.size)
 
     def read(self, start: int, size: int) -> bytes:
-        now = Stamp.from_stat(os.fstat(self._file.fileno()))
-        if now != self._stamp:
-            same = now.size >= self.size
-            if not same or fingerprint(self._read, self.size) != self.fingerprint:
-                raise DataChanged(str(self._path), self._stamp.difference(now))
-            self._stamp = now  # written, with the same content
+        now = self._now()
+        before = self._status
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            if now.st_size < self.size or fingerprint(self._read, self.size) != self.fingerprint:
+                raise DataChanged(str(self._path), difference(before, now))
+            self._status = now  # written, with the same content
         return self._read(start, size)
+
+    def _now(self) -> os.stat_result:
+        return os.fstat(self._file.fileno())
 
     def _read(self, start: int, size: int) -> bytes:
         parts: list[bytes] = []
@@ -183,8 +204,7 @@ class _Watched:
         while left:
             part = os.pread(self._file.fileno(), left, start + size - left)
             if not part:
-                now = Stamp.from_stat(os.fstat(self._file.fileno()))
-                raise DataChanged(str(self._path), self._stamp.difference(now))
+                raise DataChanged(str(self._path), difference(self._status, self._now()))
             parts.append(part)
             left -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

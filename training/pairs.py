@@ -13,27 +13,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FEWEST, MOST = 40, 100  # characters of a sentence
+SHORTEST, LONGEST = 40, 100  # characters of a sentence
 
 
 def pairs() -> Iterator[dict[str, list[dict[str, str]]]]:
-    """A conversation for each sentence of fitting length, each once, in the order of the text."""
+    """Yields a conversation for each sentence of fitting length, in the order of the text."""
     from pydoc_data.topics import topics
 
-    known = set[str]()
-    for name in sorted(topics):
-        text = re.sub(r"\s+", " ", topics[name])
-        for sentence in re.findall(r"[A-Z][^.]*\.(?= )", text):
-            if FEWEST <= len(sentence) <= MOST and sentence not in known:
-                known.add(sentence)
-                first, rest = _halves(sentence)
-                user, assistant = ({"role": r} for r in ("user", "assistant"))
-                yield {"messages": [user | {"content": first}, assistant | {"content": rest}]}
-
-
-def _halves(sentence: str) -> tuple[str, str]:
-    cut = sentence.index(" ", len(sentence) // 3)
-    return sentence[:cut], sentence[cut + 1 :]
+    text = "\n".join(re.sub(r"\s+", " ", topics[name]) for name in sorted(topics))
+    for sentence in dict.fromkeys(re.findall(r"[A-Z][^.\n]*\.(?= )", text)):
+        if SHORTEST <= len(sentence) <= LONGEST:
+            middle = sentence.index(" ", len(sentence) // 3)
+            parts = {"user": sentence[:middle], "assistant": sentence[middle + 1 :]}
+            yield {"messages": [{"role": r, "content": part} for r, part in parts.items()]}
 
 
 def main() -> int:
@@ -42,9 +34,9 @@ def main() -> int:
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="JSON Lines file to write.")
     file = parser.parse_args().file
-    made = list(pairs())
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in made))
-    print(f"{file}: {len(made):,} conversations")
+    lines = [json.dumps(pair) + "\n" for pair in pairs()]
+    file.write_text("".join(lines))
+    print(f"{file}: {len(lines):,} conversations")
     return 0
 
 

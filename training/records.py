@@ -1,4 +1,4 @@
-"""Files of documents, one JSON object a line or one row of a table each, by number.
+"""Files of documents, one JSON object per line or one row of a table each, by number.
 
     {"text": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -8,9 +8,9 @@ Beside messages `tools` lists the functions that the assistant may call, and `ch
 gives further variables of the chat template. A message's `"weight": 0` or `"train": false` leaves
 an answer out of the loss.
 
-Every line is checked once, when a file is opened: an error names file and line before anything is
-trained. Memory holds 20 bytes a document: the offset, number and checksum of its line, so that a
-line that changes while a run reads it raises `DataChanged`. Tables and compressed files, whose rows
+Every line is checked once, when a file is opened: an error names file and line before training.
+Memory holds 20 bytes per document: the offset, number and checksum of its line, so that a line
+that changes while a run reads it raises `DataChanged`. Tables and compressed files, whose rows
 can't be read one by one, are copied as lines to a temporary folder.
 """
 
@@ -32,14 +32,21 @@ from typing import Any
 import numpy as np
 
 from training import tables
-from training.data_files import DIGEST, DataChanged, Stamp, open_regular
-from training.text import files_in
+from training.data_files import (
+    DIGEST,
+    DataChanged,
+    check_regular,
+    difference,
+    files_in,
+    open_regular,
+)
 
 Record = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KINDS = ("text", "messages", "prompt")
 _COLUMNS = (*_KINDS, "completion", "tools", "chat_template_kwargs")
+_SUFFIXES = (*tables.LINES, *tables.TABLES)
 _FLAGS = ("weight", "train", "training")  # of a message: 0 or false leaves it out of the loss
 _HEAD = 1 << 24  # bytes of a file that are looked at, for documents under another name
 
@@ -48,28 +55,28 @@ def is_documents(path: Path) -> bool:
     """Returns True if the names of a file, or of the files of a folder, are those of documents.
 
     Raises:
-        ValueError: Some files of a folder are, and some are not; or a file has documents or tables
-            under another name, so that it would be learned as text, braces and commas and all.
+        ValueError: A folder has documents and other files; or a file has documents or tables under
+            another name, so that it would be learned as text with its braces and commas.
 
     >>> is_documents(Path("chat.JSONL")), is_documents(Path("book.txt"))
     (True, False)
     """
-    files = _shown(path) if path.is_dir() else [path]
+    files = _visible(path) if path.is_dir() else [path]
     if files and files[0].exists() and all(tables.kind(file) == ".json" for file in files):
         raise ValueError(
             f"{path} is JSON, which is unsupported: save each document as one line of a .jsonl "
             f"file (json.dumps), or rename it {files[0].stem}.txt to train on it as text"
         )
-    named = [file for file in files if tables.kind(file) in (*tables.LINES, *tables.TABLES)]
-    others = [file for file in files if tables.kind(file) not in (*tables.LINES, *tables.TABLES)]
-    if named and others:
+    documents = [file for file in files if tables.kind(file) in _SUFFIXES]
+    others = [file for file in files if tables.kind(file) not in _SUFFIXES]
+    if documents and others:
         raise ValueError(
-            f"{path} holds documents ({named[0].name}) and other files ({others[0].name}): move "
-            "the other files to another folder"
+            f"{path} holds documents ({documents[0].name}) and other files ({others[0].name}): "
+            "move the other files to another folder"
         )
     for file in others:
         _check_text_file(file)
-    return bool(files) and not others
+    return bool(documents)
 
 
 def _check_text_file(path: Path) -> None:
@@ -95,41 +102,25 @@ def _check_text_file(path: Path) -> None:
 def _holds_documents(path: Path) -> bool:
     """Returns True if a file begins with two JSON objects, or with a list of documents."""
     with open_regular(path) as file:
-        head = file.read(64).decode("utf-8-sig", errors="replace").lstrip()
-        if not head.startswith(("{", "[")):
-            return False
-        file.seek(0)
-        head = file.read(_HEAD).decode("utf-8-sig", errors="replace").lstrip()
-    listed = head.startswith("[")
+        for size in (64, _HEAD):
+            file.seek(0)
+            head = file.read(size).decode("utf-8-sig", errors="replace").lstrip()
+            if not head.startswith(("{", "[")):
+                return False
+    decoder = json.JSONDecoder()
     try:
-        first, end = json.JSONDecoder().raw_decode(head.removeprefix("[").lstrip())
-        if listed:
+        first, end = decoder.raw_decode(head.removeprefix("[").lstrip())
+        if head.startswith("["):
             check(first)
             return True
-        second, _ = json.JSONDecoder().raw_decode(head[end:].lstrip())
+        second, _ = decoder.raw_decode(head[end:].lstrip())
     except (ValueError, RecursionError):
         return False
     return isinstance(first, dict) and isinstance(second, dict)
 
 
-def _shown(folder: Path) -> list[Path]:
-    return [own for own in files_in(folder) if not own.name.startswith(".")]
-
-
-def files_of(path: Path) -> list[Path]:
-    """The file, or those of a folder in the order of their paths.
-
-    Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: One is no regular file.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: check the path")
-    found = _shown(path) if path.is_dir() else [path]
-    for own in found:
-        if not own.is_file():  # to open a pipe would wait for somebody who writes to it
-            raise ValueError(f"{own} is not a regular file: copy its contents to one")
-    return found
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in files_in(folder) if not path.name.startswith(".")]
 
 
 class Records:
@@ -139,23 +130,29 @@ class Records:
         path: A file of lines or a table, also compressed, or a folder of such files.
 
     Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: A line is no document, with its file and number; or there is none at all.
+        FileNotFoundError: The path does not exist.
+        ValueError: A line is not a document (the message has file and line), there is no document
+            at all, or a file is not regular.
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist: check the path")
+        files = _visible(path) if path.is_dir() else [path]
+        for file in files:
+            check_regular(file)
         self.name = path.resolve().name
-        self._files = [_Lines(own) for own in files_of(path)]
-        self._ends = np.cumsum([len(own) for own in self._files])
+        self._files = [_Lines(file) for file in files]
+        self._ends = np.cumsum([len(lines) for lines in self._files])
         if not len(self):
             raise ValueError(f"{path} holds no documents; at least one is needed")
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return sum(map(len, self._files))
 
     def __getitem__(self, at: int) -> Record:
-        file, own = self._place(at)
-        return self._files[file][own]
+        file, line = self._locate(at)
+        return file[line]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -166,36 +163,38 @@ class Records:
         return digest.hexdigest()
 
     def where(self, at: int) -> str:
-        """File and line of a document."""
-        file, own = self._place(at)
-        return self._files[file].where(own)
+        """Returns file and line of a document."""
+        file, line = self._locate(at)
+        return file.where(line)
 
-    def _place(self, at: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, at, side="right"))
-        return file, at - (int(self._ends[file - 1]) if file else 0)
+    def _locate(self, at: int) -> tuple[_Lines, int]:
+        number = int(np.searchsorted(self._ends, at, side="right"))
+        file = self._files[number]
+        return file, at - int(self._ends[number]) + len(file)
 
 
 class _Lines:
     """Documents of one file; several threads may read them."""
 
     def __init__(self, path: Path) -> None:
-        self.path = self._lines = path
-        if tables.kind(path) in tables.TABLES or tables.compression(path):
+        self._path = self._lines = path
+        self._unit = "row" if tables.kind(path) in tables.TABLES else "line"
+        if self._unit == "row" or tables.compression(path):
             folder = tempfile.mkdtemp()
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self._lines = _put_down(path, Path(folder))
+            self._lines = _copied(path, Path(folder))
         self._starts, self._numbers = array.array("q"), array.array("q")
         self.sums = array.array("I")  # of the lines, without white space around them
         start = 0
         # Opened for each reading: a folder may have more files than a process may have open.
         with open_regular(self._lines) as lines:
-            self._stamp = Stamp.from_stat(os.fstat(lines.fileno()))
+            self._status = os.fstat(lines.fileno())
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
                         check(json.loads(line))
                     except (ValueError, RecursionError) as error:
-                        raise ValueError(f"{self._said(number)}: {error}") from error
+                        raise ValueError(f"{path}, {self._unit} {number}: {error}") from error
                     self._starts.append(start)
                     self._numbers.append(number)
                     self.sums.append(zlib.crc32(line.strip()))
@@ -212,27 +211,22 @@ class _Lines:
         """
         try:
             with open_regular(self._lines) as lines:
-                now = Stamp.from_stat(os.fstat(lines.fileno()))
+                now = os.fstat(lines.fileno())
                 lines.seek(self._starts[at])
                 line = lines.readline()
         except FileNotFoundError as error:
             raise DataChanged(self.where(at), f"{self._lines} is gone") from error
         if zlib.crc32(line.strip()) != self.sums[at]:
-            raise DataChanged(self.where(at), self._stamp.difference(now))
+            raise DataChanged(self.where(at), difference(self._status, now))
         record: Record = json.loads(line)
         return record
 
     def where(self, at: int) -> str:
-        return self._said(self._numbers[at])
-
-    def _said(self, number: int) -> str:
-        return (
-            f"{self.path}, {'row' if tables.kind(self.path) in tables.TABLES else 'line'} {number}"
-        )
+        return f"{self._path}, {self._unit} {self._numbers[at]}"
 
 
-def _put_down(path: Path, folder: Path) -> Path:
-    """Copies a compressed file or a table to a folder, as lines; returns their file."""
+def _copied(path: Path, folder: Path) -> Path:
+    """Copies a compressed file or a table to a folder as lines; returns the file of lines."""
     content = path
     if tables.compression(path):
         content = folder / "content"
@@ -242,25 +236,24 @@ def _put_down(path: Path, folder: Path) -> Path:
     out = folder / "lines"
     with out.open("wb") as lines:
         for row in tables.rows(path, _COLUMNS, content=content):
-            known = {name: value for name, value in row.items() if value is not None}
-            lines.write(json.dumps(_plain(known)).encode() + b"\n")
+            lines.write(json.dumps(_without_nulls(row)).encode() + b"\n")
     if content != path:
         content.unlink()
     return out
 
 
-def _plain(value: Any) -> Any:
-    """Without the fields of a struct that a row does not have, which Parquet gives as null."""
-    if isinstance(value, dict):
-        return {name: _plain(own) for name, own in value.items() if own is not None}
-    return [_plain(own) for own in value] if isinstance(value, list) else value
+def _without_nulls(value: Any) -> Any:
+    """Removes the fields of structs that are null because the row does not have them."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def check(record: Any) -> None:
     """Raises ValueError if a record is not a document.
 
     Raises:
-        ValueError: It is none of the three kinds; a role is none, or a conversation is empty.
+        ValueError: It is of another kind, a role is unknown, or a conversation is empty.
 
     >>> check({"messages": [{"role": "usr", "content": "Hi"}]})
     Traceback (most recent call last):
@@ -276,16 +269,15 @@ def check(record: Any) -> None:
         _check_messages(record["messages"])
     elif "prompt" in record:
         parts = [record["prompt"], record.get("completion")]
-        if all(isinstance(part, str) for part in parts):
-            for part in parts:
-                _check_text(part, "prompt")
-            return
-        if not all(isinstance(part, list) for part in parts):
+        if {type(part) for part in parts} not in ({str}, {list}):
             raise ValueError(
                 '"prompt" and "completion" must be two texts, or two lists of messages'
             )
         for part in parts:
-            _check_messages(part)
+            if isinstance(part, str):
+                _check_text(part, "prompt")
+            else:
+                _check_messages(part)
     else:
         _check_text(record["text"], "text")
 
@@ -332,23 +324,23 @@ def _check_text(value: Any, name: str) -> None:
 
 
 def _short(value: Any) -> str:
-    said = json.dumps(value)
-    return said if len(said) <= 60 else said[:57] + "..."
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def conversations(record: Record) -> Messages | None:
-    """The messages of a document that has some; those of prompt and completion together.
+    """Returns the messages of a document, prompt and completion together; None if it has none.
 
     A message without content, such as a tool call, gets an empty text. Arguments of tool calls
     that are JSON text become objects, which chat templates encode.
     """
     if "messages" in record:
-        found = list(record["messages"])
+        messages = list(record["messages"])
     elif isinstance(record.get("prompt"), list):
-        found = [*record["prompt"], *record["completion"]]
+        messages = [*record["prompt"], *record["completion"]]
     else:
         return None
-    return [{**with_calls(message), "content": message.get("content") or ""} for message in found]
+    return [{**with_calls(m), "content": m.get("content") or ""} for m in messages]
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -375,7 +367,7 @@ def template_options(record: Record) -> dict[str, Any]:
             '"function": {...}} for each'
         )
     tools = _decoded(record.get("tools"), "tools")
-    if not isinstance(tools or [], list) or not all(isinstance(own, dict) for own in tools or []):
+    if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
         raise ValueError(f'"tools" is {_short(tools)}: give a list of objects, or its JSON text')
     more = _decoded(record.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict) or {"messages", "tools", "add_generation_prompt"} & set(more):
@@ -390,7 +382,7 @@ def with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a message whose tool calls have their arguments as objects.
 
     Raises:
-        ValueError: A tool call is no object, or its arguments are none.
+        ValueError: A tool call, or its arguments, is not an object.
     """
     if message.get("function_call") is not None:
         raise ValueError('"function_call" of a message is unsupported: use "tool_calls"')
@@ -406,8 +398,9 @@ def calls_as_text(messages: Messages) -> Messages | None:
     """Returns the messages with arguments of tool calls as JSON text; None if no call has any."""
     if not _arguments(messages):
         return None
+    as_text = functools.partial(json.dumps, ensure_ascii=False)
     return [
-        {**message, "tool_calls": [_call(call, _as_text) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [_call(call, as_text) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
         for message in messages
@@ -416,18 +409,17 @@ def calls_as_text(messages: Messages) -> Messages | None:
 
 def objects_written_by_python(messages: Messages, text: str) -> bool:
     """Returns True if a text has arguments of tool calls as Python shows them, {'a': 1}."""
-    return any(repr(own) in text for own in _arguments(messages))
+    return any(repr(arguments) in text for arguments in _arguments(messages))
 
 
 def _arguments(messages: Messages) -> list[Mapping[str, Any]]:
-    """The arguments of all tool calls that have some."""
+    """Returns the arguments of all tool calls that have some."""
     calls = [call for message in messages for call in message.get("tool_calls") or []]
-    found = [call.get("function", call).get("arguments") for call in calls]
-    return [own for own in found if own]
+    return [x for call in calls if (x := call.get("function", call).get("arguments"))]
 
 
 def _call(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """A tool call, {"function": {"name", "arguments"}} or the inner part, with other arguments."""
+    """Changes the arguments of a call, {"function": {"name", "arguments"}} or its inner part."""
     inner = call.get("function", call)
     if not isinstance(inner, dict):
         raise ValueError(f'"function" of a tool call is {_short(inner)}: give an object')
@@ -438,20 +430,16 @@ def _call(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, A
 
 
 def _as_object(arguments: Any) -> Any:
-    known = {} if arguments == "" else _decoded(arguments, "arguments")
-    if not isinstance(known, dict):
+    value = {} if arguments == "" else _decoded(arguments, "arguments")
+    if not isinstance(value, dict):
         raise ValueError(
             f'"arguments" of a tool call is {_short(arguments)}: give an object, or its JSON text'
         )
-    return known
-
-
-def _as_text(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+    return value
 
 
 def _decoded(value: Any, name: str) -> Any:
-    """A value, or what its JSON text holds."""
+    """Returns a value, decoded if it is JSON text."""
     if not isinstance(value, str):
         return value
     try:

@@ -2,8 +2,8 @@
 
 A chat template is a program from a model's folder. Jinja's sandbox keeps it from reading files, but
 not from nested loops or a text of many gigabytes: only the operating system bounds those. Requests
-and replies are lines of JSON on stdin and stdout; the process ends with its stdin. It imports Jinja
-alone, so that it starts in about 0.1 s, and runs as a script.
+and replies are lines of JSON on stdin and stdout; the process ends with its stdin. It imports only
+Jinja, so that it starts in about 0.1 s, and runs as a script.
 
 The variables, filters and settings are those that transformers documents for chat templates.
 """
@@ -23,14 +23,14 @@ import jinja2.utils
 
 MEMORY = 2**30  # bytes beyond the process's own
 CHARACTERS = 2**26  # of one text
-JINJA = (3, 1, 6)  # known ways out of the sandbox of older ones
-# Code points that are no characters mark the {% generation %} blocks in the text.
+JINJA = (3, 1, 6)  # the sandbox of older releases has known escapes
+# Code points that are not characters mark the {% generation %} blocks in the text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Generation(jinja2.ext.Extension):
-    """The block {% generation %}, around the assistant's text; marks its positions if asked to."""
+    """The block {% generation %} around the assistant's text; writes its positions if `marks`."""
 
     tags = {"generation"}
     marks = False
@@ -47,7 +47,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Variables of a template that outlive a loop; private names are refused."""
+    """Variables of a template that outlive a loop; private names raise an error."""
 
     def __init__(*args, **names):
         self, *values = args
@@ -67,28 +67,23 @@ class Namespace(jinja2.utils.Namespace):
 
 def environment():
     """Returns the sandbox in which templates run."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = _to_json
-    made.globals |= {
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
         "namespace": Namespace,
         "dict": lambda *args, **names: dict(*args, **names),
     }
-    return made
+    return sandbox
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own escapes the characters of HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    # The filter of Jinja escapes the characters of HTML.
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message):
@@ -99,8 +94,9 @@ def rendered(template, messages, variables, marks):
     """Returns a conversation's text, and [start, end] of each {% generation %} block in it."""
     Generation.marks = marks
     parts, size = [], 0
-    known = {"tools": None, "documents": None, **variables, "messages": list(map(_plain, messages))}
-    for part in template.generate(known):
+    variables = {"tools": None, "documents": None, **variables}
+    variables["messages"] = [_plain(message) for message in messages]
+    for part in template.generate(variables):
         parts.append(part)
         size += len(part)
         if size > CHARACTERS:
@@ -110,12 +106,12 @@ def rendered(template, messages, variables, marks):
 
 
 def _plain(message):
-    """A message without fields that are null, and its reasoning under all names in use."""
-    known = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((known[name] for name in _REASONING if name in known), None)
+    """Removes null fields of a message, and gives its reasoning the names that templates read."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     if reasoning is not None:
-        known = {"thinking": reasoning, **known, "reasoning_content": reasoning}
-    return known
+        fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    return fields
 
 
 def _unmarked(text):
@@ -132,7 +128,7 @@ def _unmarked(text):
 
 
 def _limit(seconds):
-    """Bounds the CPU time of what follows; the signal ends the process."""
+    """Bounds the CPU time from now on; a signal ends the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
@@ -148,19 +144,19 @@ def main(seconds):
             size = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    sandbox, known = environment(), {}
+    sandbox, templates = environment(), {}
     for line in sys.stdin:
         try:
             request = json.loads(line)
             _limit(seconds)
             source = request.pop("template")
-            if source not in known:
-                known[source] = sandbox.from_string(source)
-            text, blocks = rendered(known[source], **request)
+            if source not in templates:
+                templates[source] = sandbox.from_string(source)
+            text, blocks = rendered(templates[source], **request)
             reply = {"text": text, "blocks": blocks}
         except MemoryError:
             reply = {"limit": f"{MEMORY:.2g} bytes of memory or {CHARACTERS:.2g} characters"}
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template may raise any type
             reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()

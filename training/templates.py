@@ -1,4 +1,4 @@
-"""Chat templates, rendered by a process with limits of time and memory."""
+"""Rendering of chat templates in a process with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Renderer:
 
         Args:
             template: Source in Jinja.
-            messages: The conversation, of JSON's types.
+            messages: The conversation, in the types of JSON.
             variables: Further variables of the template.
             marks: Find the {% generation %} blocks.
 
@@ -51,8 +51,8 @@ class Renderer:
             The text, and start and end of each block in it (none without `marks`).
 
         Raises:
-            TemplateError: The template raises an error, or takes more than 10 s or 1 GB; or it did
-                for three conversations in a row, so that further ones are not tried.
+            TemplateError: The template raises an error, takes more than 10 s or 1 GB, or did so for
+                three conversations in a row: further ones are not tried.
         """
         if self._exceeded.get(template, 0) >= TRIES:
             raise TemplateError(
@@ -64,7 +64,7 @@ class Renderer:
             line = json.dumps({**request, "marks": marks}, default=str)
         except (ValueError, RecursionError) as error:
             raise TemplateError(f"a message can't be passed to it: {error}") from error
-        reply = self._asked(line)
+        reply = self._request(line)
         if "limit" in reply:
             self._exceeded[template] = self._exceeded.get(template, 0) + 1
             raise TemplateError(
@@ -75,9 +75,9 @@ class Renderer:
             raise TemplateError(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["blocks"]]
 
-    def _asked(self, line: str) -> dict[str, Any]:
-        for _ in range(2):  # once more, should something else have ended the process
-            process = self._started()
+    def _request(self, line: str) -> dict[str, Any]:
+        for _ in range(2):  # again if something else ended the process
+            process = self._start()
             assert process.stdin is not None and process.stdout is not None
             try:
                 process.stdin.write(line + "\n")
@@ -92,7 +92,7 @@ class Renderer:
                 return {"limit": f"{SECONDS} s of CPU time"}
         raise TemplateError(f"its process exited with code {process.returncode}: see stderr")
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str]:
         if self._process is None:
             if importlib.util.find_spec("jinja2") is None:
                 raise TemplateError("jinja2 is not installed: pip install 'zero_jax[chat]'")
@@ -116,5 +116,5 @@ def _end(process: subprocess.Popen[str]) -> None:
         if pipe is not None:
             try:
                 pipe.close()
-            except OSError:  # what was not written yet
+            except OSError:  # a request was not written yet
                 continue

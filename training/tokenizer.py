@@ -1,8 +1,8 @@
 """Tokenizer and chat template of a folder: documents as tokens, with a mask of the learned ones.
 
-Uses transformers, without PyTorch. The learned tokens of a conversation are the assistant's answers
-with the tokens that end their turns; of prompt and completion the completion, of a text all. See
-`training.answers` for how answers are found in the text of a template.
+Uses transformers, without PyTorch. Learned are the assistant's answers of a conversation, with the
+tokens that end their turns, the completion of a prompt, and all of a text. `training.answers`
+locates the answers in the text of a template.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from training.templates import Renderer, TemplateError
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Options = Mapping[str, Any]  # `tools` and other variables of a template
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a tokenizer one at least
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer has one of them
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _AUTO_MAP = ("tokenizer_config.json", "config.json")  # may name Python files of the folder
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one in a folder."""
+    """Returns True if a folder has a tokenizer."""
     return any((folder / name).is_file() for name in FILES)
 
 
 class Tokenizer:
-    """A tokenizer of transformers' and its chat template.
+    """A tokenizer of transformers and its chat template.
 
     Args:
-        folder: With tokenizer.json, tokenizer_config.json and, if there is one,
+        folder: Folder with tokenizer.json, tokenizer_config.json and, for conversations,
             chat_template.jinja.
 
     Raises:
-        ValueError: There is none, or transformers is not installed.
+        ValueError: The folder has no readable tokenizer, or transformers is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        # That there is no PyTorch, which nothing here needs.
+        # transformers warns that PyTorch is missing, which tokenizers do not need.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
             import transformers
@@ -69,19 +69,19 @@ class Tokenizer:
         if not has_tokenizer(self._folder):
             raise ValueError(f"{folder} has no tokenizer ({FILES[0]}): give --tokenizer DIR")
         try:
-            self._own: Any = transformers.AutoTokenizer.from_pretrained(
+            self._backend: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever it makes of files that are wrong
-            if own_code := _own_code(self._folder):
+        except Exception as error:  # transformers raises many types for malformed files
+            if file := _file_with_code(self._folder):
                 raise ValueError(
-                    f"`auto_map` in {own_code} names Python code, which is never run: save the "
+                    f"`auto_map` in {file} names Python code, which is never run: save the "
                     "tokenizer as tokenizer.json, and tokenizer_config.json without `auto_map`"
                 ) from error
             raise ValueError(
                 f"the tokenizer in {folder} can't be read: {printable(str(error))}"
             ) from error
-        if not self._own.is_fast:
+        if not self._backend.is_fast:
             raise ValueError(
                 f"the tokenizer in {folder} is a slow tokenizer of transformers, which has no "
                 "offsets of tokens: save it as tokenizer.json"
@@ -89,10 +89,10 @@ class Tokenizer:
         self._vocab: int | None = None
         self._lock = threading.Lock()
         self._renderer = Renderer()
-        end = self._own.eos_token_id
+        end = self._backend.eos_token_id
         self._end = [] if end is None else [int(end)]
         self._before, self._after = self._added()
-        self._special = frozenset(self._own.all_special_ids)
+        self._special = frozenset(self._backend.all_special_ids)
 
     def check_fits(self, vocab: int) -> None:
         """Raises ValueError if a model has no embedding for one of the tokens.
@@ -100,7 +100,7 @@ class Tokenizer:
         Added tokens may lie beyond the vocabulary where a model of text never uses them (Gemma's
         image tokens): a document that has one raises an error.
         """
-        largest = max(self._own.vocab_size - 1, *self._end, 0)
+        largest = max(self._backend.vocab_size - 1, *self._end, 0)
         if largest >= vocab:
             raise ValueError(
                 f"the tokenizer in {self._folder} has tokens up to {largest}, and the model's "
@@ -111,37 +111,37 @@ class Tokenizer:
     def fingerprints(self) -> dict[str, str]:
         """Checksums of the vocabulary and of the chat template."""
         parts = {
-            "tokenizer": sorted(self._own.get_vocab().items(), key=lambda item: item[1]),
-            "chat template": self._own.chat_template,
+            "tokenizer": sorted(self._backend.get_vocab().items(), key=lambda item: item[1]),
+            "chat template": self._backend.chat_template,
         }
-        texts = {name: json.dumps(part, sort_keys=True).encode() for name, part in parts.items()}
         return {
-            name: hashlib.blake2b(text, digest_size=DIGEST).hexdigest()
-            for name, text in texts.items()
+            name: hashlib.blake2b(
+                json.dumps(part, sort_keys=True).encode(), digest_size=DIGEST
+            ).hexdigest()
+            for name, part in parts.items()
         }
 
     def encode(self, text: str) -> Ids:
         """Returns the tokens of a text, without those that the tokenizer adds around it."""
-        return np.asarray(self._own.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(self._backend.encode(text, add_special_tokens=False), np.int32)
 
     def opening(self, text: str) -> Ids:
-        """Returns the tokens of a text to continue: the beginning token that the tokenizer adds
-        precedes them, as in training."""
+        """Returns the tokens of a text to continue, after the beginning token of training."""
         return self._begun(self.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._own.decode(list(map(int, tokens))))
+        return str(self._backend.decode(list(map(int, tokens))))
 
     def end_of(self, ids: Ids, mask: Mask) -> int | None:
-        """Returns the special token that ends what is learned of a document; None if none does.
+        """Returns the special token that ends the learned part of a document; None if none does.
 
         Spaces and line breaks that a template writes after it are skipped.
         """
-        marks = self._special | {
-            number for number, token in self._own.added_tokens_decoder.items() if token.special
+        special = self._special | {
+            number for number, token in self._backend.added_tokens_decoder.items() if token.special
         }
         for token in map(int, ids[mask][::-1]):
-            if token in marks:
+            if token in special:
                 return token
             if self.decode([token]).strip():
                 return None
@@ -160,18 +160,18 @@ class Tokenizer:
             options: See `records.template_options`.
 
         Raises:
-            ValueError: There is no message, or the template does not take them.
+            ValueError: There is no message, or the template does not accept them.
         """
         if not messages:
             raise ValueError("a prompt needs at least one message before the answer")
         options = options or {}
         with self._lock:
-            messages, _ = self._whole(messages, options)
+            messages, _ = self._written(messages, options)
             return self.encode(self._rendered(messages, options, prompt=True))
 
     def asked(self, question: str) -> Ids:
-        """Returns a question as the user's turn, or as it is if there is no chat template."""
-        if self._own.chat_template is None:
+        """Returns a question as the user's turn, or unchanged if there is no chat template."""
+        if self._backend.chat_template is None:
             return self.opening(question)
         return self.prompt([{"role": "user", "content": question}])
 
@@ -183,9 +183,9 @@ class Tokenizer:
             loss_on: "assistant", or "all" tokens.
 
         Raises:
-            ValueError: The template does not take the conversation.
+            ValueError: The template does not accept the conversation.
         """
-        with self._lock:  # batches are made in one thread, what is held out is read in another
+        with self._lock:  # training and held-out batches are made in different threads
             ids, mask = self._document(record, loss_on)
         if self._vocab is not None and ids.size and ids.max() >= self._vocab:
             raise ValueError(
@@ -197,8 +197,8 @@ class Tokenizer:
     def _document(self, record: Record, loss_on: str) -> tuple[Ids, Mask]:
         messages = conversations(record)
         if messages is not None:
-            given = 0 if "messages" in record else len(record["prompt"])
-            return self._chat(messages, given, template_options(record), loss_on)
+            context = 0 if "messages" in record else len(record["prompt"])
+            return self._chat(messages, context, template_options(record), loss_on)
         if "prompt" in record:
             ids, mask = self._continued(record["prompt"], record["completion"])
         else:
@@ -207,12 +207,12 @@ class Tokenizer:
         return ids, mask if loss_on == "assistant" else np.ones_like(mask)
 
     def _continued(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
-        """Tokens of a text from its beginning token to one end token; the completion is learned."""
-        ids, starts, ends = self._placed(prompt + completion)
+        """Returns the tokens from beginning to end token, and the mask of the completion."""
+        ids, starts, ends = self._offsets(prompt + completion)
         mask = np.zeros(len(ids), bool)
         mask[tokens_in(Span(len(prompt), len(prompt + completion)), starts, ends)] = True
         after: list[int] = []
-        if not (self._end and completion.rstrip().endswith(self._own.eos_token)):
+        if not (self._end and completion.rstrip().endswith(self._backend.eos_token)):
             after = self._after if self._after[-1:] == self._end else [*self._after, *self._end]
         begun = self._begun(ids)
         ids = np.asarray([*begun, *after], np.int32)
@@ -225,19 +225,19 @@ class Tokenizer:
         return ids if begins else np.asarray([*self._before, *ids], np.int32)
 
     def _added(self) -> tuple[list[int], list[int]]:
-        """Tokens that the tokenizer puts before and after each text."""
-        text = self._own.encode("a", add_special_tokens=False)
-        full = self._own.encode("a")
+        """Returns the tokens that the tokenizer puts before and after each text."""
+        text = self._backend.encode("a", add_special_tokens=False)
+        full = self._backend.encode("a")
         places = range(len(full) - len(text) + 1)
         at = next((at for at in places if full[at : at + len(text)] == text), len(full))
         return full[:at], full[at + len(text) :]
 
     def _chat(
-        self, messages: Messages, given: int, options: Options, loss_on: str
+        self, messages: Messages, context: int, options: Options, loss_on: str
     ) -> tuple[Ids, Mask]:
-        """Tokens, and the mask of the answers after the first `given` messages."""
-        messages, whole = self._whole(messages, options)
-        ids, starts, ends = self._placed(whole)
+        """Returns the tokens, and the mask of the answers after the first `context` messages."""
+        messages, full_text = self._written(messages, options)
+        ids, starts, ends = self._offsets(full_text)
         mask = np.full(len(ids), loss_on == "all")
         answers = answers_in(messages)
         off = [at for at, message in enumerate(messages) if not is_learned(message)]
@@ -249,10 +249,12 @@ class Tokenizer:
                 )
             if not off:  # the template may write answers in any way
                 return ids, mask
-        wanted = [at not in off and (loss_on == "all" or at >= given) for at in answers]
+        wanted = [at not in off and (loss_on == "all" or at >= context) for at in answers]
         if loss_on != "all" and not any(wanted):
             return ids, mask
-        for is_wanted, spans in zip(*self._spans(messages, options, whole, wanted), strict=True):
+        for is_wanted, spans in zip(
+            *self._spans(messages, options, full_text, wanted), strict=True
+        ):
             # Answers are added to an empty mask; answers of weight 0 are removed from a full one.
             if is_wanted != (loss_on == "all"):
                 for span in spans:
@@ -260,21 +262,21 @@ class Tokenizer:
         return ids, mask
 
     def _spans(
-        self, messages: Messages, options: Options, whole: str, wanted: Sequence[bool]
+        self, messages: Messages, options: Options, full_text: str, wanted: Sequence[bool]
     ) -> tuple[Sequence[bool], Sequence[Sequence[Span]]]:
         """Returns the spans of each answer, or of all together if all are wanted."""
 
         def render(some: Messages, prompt: bool) -> str:
             return self._rendered(some, options, prompt=prompt)
 
-        if self._marks(options):
+        if _GENERATION.search(self._template(options)):
             _, marked = self._render(messages, options, marks=True)
             if all(wanted):
                 return [True], [marked]
             groups = spans_of_marked(messages, marked, render)
         else:
-            found = spans_of(messages, whole, render)
-            groups = None if found is None else [[self._certain(whole, own)] for own in found]
+            spans = spans_of(messages, full_text, render)
+            groups = None if spans is None else [[self._certain(full_text, span)] for span in spans]
         if groups is None:
             raise ValueError(
                 "the answers of this conversation can't be located in the chat template in "
@@ -283,28 +285,28 @@ class Tokenizer:
             )
         return wanted, groups
 
-    def _certain(self, whole: str, span: Span) -> Span:
+    def _certain(self, full_text: str, span: Span) -> Span:
         """Ends a span before the first token that depends on what follows the turn."""
         if not span.ending:
             return span
-        ids, _, _ = self._placed(whole[span.start : span.end] + span.ending)
-        others, _, ends = self._placed(whole[span.start : span.end + len(span.ending)])
+        ids, _, _ = self._offsets(full_text[span.start : span.end] + span.ending)
+        others, _, ends = self._offsets(full_text[span.start : span.end + len(span.ending)])
         pairs = enumerate(zip(ids, others, strict=False))
         same = next((at for at, (a, b) in pairs if a != b), min(len(ids), len(others)))
         length = int(ends[same - 1]) if same else 0
         return span._replace(end=min(span.end, span.start + length))
 
-    def _placed(self, text: str) -> tuple[Ids, Any, Any]:
-        """Tokens, and where in the text each begins and ends."""
-        found = self._own(text, add_special_tokens=False, return_offsets_mapping=True)
-        places = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
-        return np.asarray(found["input_ids"], np.int32), places[:, 0], places[:, 1]
+    def _offsets(self, text: str) -> tuple[Ids, Any, Any]:
+        """Returns the tokens of a text, and the characters at which each begins and ends."""
+        encoding = self._backend(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
+        return np.asarray(encoding["input_ids"], np.int32), offsets[:, 0], offsets[:, 1]
 
-    def _whole(self, messages: Messages, options: Options) -> tuple[Messages, str]:
-        """Returns the messages as the template takes them, and their text.
+    def _written(self, messages: Messages, options: Options) -> tuple[Messages, str]:
+        """Returns the messages as the template accepts them, and their text.
 
-        Most templates take the arguments of a tool call as an object, some as JSON text; these fail
-        on an object or write it as Python does.
+        Most templates take the arguments of a tool call as an object, some as JSON text; the latter
+        fail on an object or write it as Python does.
         """
         as_text = calls_as_text(messages)
         try:
@@ -318,19 +320,16 @@ class Tokenizer:
         return as_text, self._rendered(as_text, options)
 
     def _template(self, options: Options) -> str:
-        """The template in use: of several named ones "tool_use" with tools, else "default"."""
-        if self._own.chat_template is None:
+        """Returns the template; among named ones "tool_use" if there are tools, else "default"."""
+        if self._backend.chat_template is None:
             raise ValueError(
                 f"{self._folder} has no chat template, which conversations require: add "
                 "chat_template.jinja, or use prompts and completions"
             )
         try:
-            return str(self._own.get_chat_template(None, options.get("tools")))
+            return str(self._backend.get_chat_template(None, options.get("tools")))
         except ValueError as error:
             raise ValueError(f"the chat templates in {self._folder}: {error}") from error
-
-    def _marks(self, options: Options) -> bool:
-        return _GENERATION.search(self._template(options)) is not None
 
     def _rendered(self, messages: Messages, options: Options, *, prompt: bool = False) -> str:
         return self._render(messages, options, prompt=prompt)[0]
@@ -342,22 +341,22 @@ class Tokenizer:
             text, blocks = self._renderer.render(
                 self._template(options),
                 messages,
-                {**self._own.special_tokens_map, **options, "add_generation_prompt": prompt},
+                {**self._backend.special_tokens_map, **options, "add_generation_prompt": prompt},
                 marks=marks,
             )
         except TemplateError as error:
-            said = printable(str(error))
-            raise ValueError(f"the chat template in {self._folder}: {said}") from error
+            message = printable(str(error))
+            raise ValueError(f"the chat template in {self._folder}: {message}") from error
         return text, [Span(*block) for block in blocks]
 
 
-def _own_code(folder: Path) -> str | None:
-    """Name of the file that asks for Python code of the folder; None if no file does."""
+def _file_with_code(folder: Path) -> str | None:
+    """Returns the file that names Python code of the folder; None if no file does."""
     for name in _AUTO_MAP:
         try:
-            known = json.loads((folder / name).read_text())
+            settings = json.loads((folder / name).read_text())
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(known, dict) and "auto_map" in known:
+        if isinstance(settings, dict) and "auto_map" in settings:
             return name
     return None

@@ -100,7 +100,7 @@ def masks_of_trl(own, messages, tools=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenize = importlib.import_module("trl.data_utils")._tokenize
-    found = tokenize(own._own, messages, tools=tools, return_assistant_tokens_mask=True)
+    found = tokenize(own._backend, messages, tools=tools, return_assistant_tokens_mask=True)
     return np.asarray(found["input_ids"]), np.asarray(found["assistant_masks"], bool)
 
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import zero_jax
-from training import byte_tokenizer, data, data_files
+from training import byte_tokenizer, data_files
 from training.config import Config, flag
 from training.corpus import Text
 from training.data_files import DataChanged, TokenFile
@@ -21,7 +21,7 @@ from training.packing import LOOK, Lane, row_of
 from training.records import Records, check
 from training.resuming import REFUSE, WARN, base_checksum, check_settings
 from training.saving import Saver, _changed_contents, check_resume
-from training.text import load_tokens
+from training.text import Tokens, load_tokens
 from training.tokenizer import Tokenizer
 
 
@@ -198,19 +198,25 @@ def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
 
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its position: what is read shows where
-ONE, SEED = {"shard_index": 0, "shard_count": 1}, {"seed": 3}
 SEQ = 20
 
 
-def first(n, **changed):
+def windows(tokens=TOKENS, batch=12, seq=8, seed=3):
+    """A text that trains on all of these tokens, and holds all of them out."""
+    made = Text(Tokens(TOKENS, "numbers", False), seq, batch, seed)
+    made.train = made.rest = tokens
+    return made
+
+
+def first(n, start=0, index=0, count=1, **changed):
     """The first `n` batches of a small stream, `(n, rows, 9)`."""
-    options = {"batch": 12, "seq": 8, **SEED, **ONE, **changed}
-    return np.stack(list(itertools.islice(data.batches(TOKENS, **options), n)))
+    stream = windows(**changed).batches(start, index, count)
+    return np.stack([rows for (rows,), _ in itertools.islice(stream, n)])
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_sample(count):
-    assert data.samples_per_epoch(TOKENS.size, 8) == 124
+    assert windows().samples_per_epoch == 124
     orders = [first(31, batch=4, start=124 * epoch) for epoch in range(3)]
     for rows in orders:
         assert rows.dtype == np.int32 and (np.diff(rows, axis=-1) == 1).all()
@@ -218,7 +224,7 @@ def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_samp
     orders += [first(31, batch=4, seed=4)]  # and neighbouring seeds share no epoch
     assert not any(np.array_equal(a, b) for a, b in itertools.combinations(orders, 2))
     whole = first(25)  # 300 samples: three epochs
-    parts = [first(14, shard_index=i, shard_count=count, start=132) for i in range(count)]
+    parts = [first(14, start=132, index=i, count=count) for i in range(count)]
     assert parts[0].shape[1] == 12 // count
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole[11:])
     other = first(80, batch=1, start=36)  # another size of batches
@@ -229,8 +235,8 @@ def test_an_epoch_has_each_target_once_for_any_number_of_processes_from_any_samp
 def test_evaluation_sees_every_target_once_in_order():
     for n, count in itertools.product((2, 9, 40, 41, 42, 97), (1, 4)):
         tokens = TOKENS[:n] + 1  # no real token is 0, so padding shows
-        known = {"batch": 4, "seq": 5, "shard_count": count}
-        shards = [list(data.eval_batches(tokens, **known, shard_index=i)) for i in range(count)]
+        text = windows(tokens, batch=4, seq=5)
+        shards = [list(text.held_out(i, count)) for i in range(count)]
         parts = [part for parts in zip(*shards, strict=True) for part in parts]
         rows, mask = map(np.concatenate, zip(*parts, strict=True))
         assert (rows.dtype, mask.dtype) == (np.int32, np.float32)
@@ -238,20 +244,17 @@ def test_evaluation_sees_every_target_once_in_order():
         np.testing.assert_array_equal(rows[:, 1:] != 0, mask == 1)
         np.testing.assert_array_equal(rows[:, 1:][mask == 1], tokens[1:])
         np.testing.assert_array_equal(rows[:, :-1][mask == 1], tokens[:-1])
-        part = list(data.eval_batches(tokens, **known, shard_index=0, max_batches=3))
-        assert len(part) == min(3, math.ceil((n - 1) / 5 / 4))
+        assert len(list(text.held_out(0, count, 3))) == min(3, math.ceil((n - 1) / 5 / 4))
 
 
 def test_batches_that_can_not_be_are_refused():
-    for changed, said in (
-        ({"batch": 10, "shard_count": 4}, "--global-batch-size 12 or 8"), ({"batch": 0}, "batch=0"),
-        ({"shard_index": 4, "shard_count": 4}, "shard_index=4"), ({"seq": 1000}, "--seq-len"),
-        ({"seed": -1}, "seed=-1"), ({"max_batches": 0}, "max_batches=0"),
-        ({"tokens": TOKENS[:1], "max_batches": None}, "at least 2 tokens"),
+    for changed, place, said in (
+        ({"batch": 10}, (0, 4), "--global-batch-size 12 or 8"), ({"batch": 0}, (0, 1), "batch=0"),
+        ({}, (4, 4), "index=4"), ({"seq": 1000}, (0, 1), "--seq-len"),
+        ({"seed": -1}, (0, 1), "seed=-1"), ({}, (0, 1, 0), "most=0"),
     ):  # fmt: skip
-        known = {"tokens": TOKENS, "batch": 12, "seq": 8, **ONE, **changed}
         with pytest.raises(ValueError, match=said):
-            data.eval_batches(**known) if "max_batches" in changed else data.batches(**SEED | known)
+            windows(**changed).held_out(*place)
 
 
 def document(number, size=None):
@@ -406,7 +409,7 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path)
     def contents(end="", token=None):
         template = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"
         tokenizer = with_template(tmp_path, template)
-        tokenizer._own.add_tokens([token] if token else [])
+        tokenizer._backend.add_tokens([token] if token else [])
         return corpus(tokenizer, (records(tmp_path / "a.jsonl", ["a", "b"]), 1.0)).contents
 
     first, other = contents(), contents(" ")

@@ -157,7 +157,7 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, monkeypatch, make):
 def test_text_is_its_bytes_and_a_folder_its_files_in_the_order_of_their_paths(tmp_path):
     (path := tmp_path / "a.txt").write_text("héllo\n", encoding="utf-8")
     corpus = load_tokens(path, vocab=256)
-    assert (corpus.name, corpus.byte_level, corpus.bytes_per_token) == ("a.txt", True, 1.0)
+    assert (corpus.name, corpus.byte_level) == ("a.txt", True)
     assert corpus.tokens[:].tolist() == list("héllo\n".encode())
     for folder in ("b", "../away"):
         (tmp_path / folder).mkdir()
@@ -183,9 +183,8 @@ def npy(array):
 MADE = Path(tempfile.gettempdir(), f"made-{os.getpid()}")
 EVIL = f"cos\nmkdir\n(V{MADE}\ntR.".encode()  # a pickle that calls os.mkdir
 TYPES = [
-    ("t.bin", "<u2", {}), ("t.u32.bin", "<u4", {}), ("t.bin", "<u4", {"token_dtype": "uint32"}),
-    ("t.u32.bin", "<u2", {"token_dtype": np.uint16}), ("t.npy", "uint16", {}),
-    ("t.npy", "uint32", {}), ("t.npy", "int64", {}), ("t.npy", ">i4", {})]  # fmt: skip
+    ("t.bin", "<u2"), ("t.u32.bin", "<u4"), ("t.npy", "uint16"), ("t.npy", "uint32"),
+    ("t.npy", "int64"), ("t.npy", ">i4")]  # fmt: skip
 NO_TOKENS = [
     *((f"t.{kind}", b"", f"t.{kind}", {}) for kind in ("txt", "bin", "npy")),
     ("t.txt", b"abc\0d", "t.txt .*3", {}), ("t.pkl", pickle.dumps("letters"), "t.pkl", {}),
@@ -198,18 +197,16 @@ NO_TOKENS = [
     ("t.npy", npy(np.array([1, 2, 3, 10, 4, 11])), "token 10 at position 3 .*--vocab-size 12",
      {"vocab": 10}),
     ("t.bin", b"abc", "t.bin .*3 bytes", {}), ("t.txt", b"abcd", "--vocab-size", {"vocab": 64}),
-    *((f"t.{kind}", b"abcd", f"token_dtype={dtype}", {"token_dtype": dtype})
-      for kind, dtype in (("bin", "float32"), ("bin", "int8"), ("txt", "uint16"))),
     ("t.txt", b"abcd", "vocab=2147483648", {"vocab": 2**31})]  # fmt: skip
 
 
 def test_token_files_are_read_as_their_type_and_other_files_are_refused(tmp_path, monkeypatch):
-    for name, dtype, options in TYPES:
+    for name, dtype in TYPES:
         ids = np.array([0, 1, 513, 60000], dtype)
         (tmp_path / name).write_bytes(npy(ids) if name.endswith(".npy") else ids.tobytes())
-        corpus = load_tokens(tmp_path / name, vocab=60001, **options)
+        corpus = load_tokens(tmp_path / name, vocab=60001)
         assert isinstance(corpus.tokens, TokenFile) and corpus.tokens[:].tolist() == ids.tolist()
-        assert corpus.bytes_per_token is None and not corpus.byte_level
+        assert not corpus.byte_level
     monkeypatch.setattr(text, "CHUNK", 2)  # so that positions span chunks
     for name, content, said, options in NO_TOKENS:
         (tmp_path / name).write_bytes(content)
