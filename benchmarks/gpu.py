@@ -40,7 +40,7 @@ import numpy as np
 import optax
 
 import zero_jax
-from training.room import host_memory
+from training.memory import host_memory
 from zero_jax.hlo import auditor, roofline, targets
 from zero_jax.models import gpt
 from zero_jax.offload import tiers

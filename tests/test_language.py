@@ -19,7 +19,7 @@ PHRASES = (
     "dealt out", "rides", "in the open", "comes back", "goes on", "refused", "is told", "are told",
 )  # fmt: skip
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})s?\b", re.IGNORECASE)
-SPOKEN = {"warn", "_warn", "print", "say", "say_error", "report", "error"}  # functions
+SPOKEN = {"warn", "_warn", "print", "say", "print_error", "report", "error"}  # functions
 SOURCES = [p for top in ("zero_jax", "training", "models") for p in (ROOT / top).rglob("*.py")]
 HELP = [(train,), *((plan.main, name) for name in ("memory", "compile", "auto", "meshes"))]
 DOCUMENTED = re.compile(r"\.\. auto(?:function|class|exception):: (\S+)")

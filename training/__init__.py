@@ -1,6 +1,5 @@
-"""What a training run needs besides ZeRO: settings, text, batches, optimizers and a report.
+"""Training script: settings, data, optimizer, loop and report.
 
-`config` is the command line, `plan` what it comes to and costs; `text` and `entropy` read and
-measure, `data` makes batches, `optimizers` builds what updates the parameters, `report` writes
-down and `show` prints. `train.py` puts the parts together.
+`main` is the command line. `config` has the settings, `plan` the model and predicted memory,
+`corpus` the data, `trainer` the train step, `run` the loop, and `run_folder` the log and report.
 """

@@ -1,7 +1,7 @@
-"""Charts of a run: the data of those on its page, and the picture `loss.png`.
+"""Charts of the report page, and `loss.png`.
 
-The page's template draws a chart in a box of 100 by 100, stretched to the available width. Labels
-stand beside it as HTML, at percentages: they are as large on a phone as on a wide screen.
+The template draws a chart as SVG in a box of 100 by 100, stretched to the available width. Labels
+are HTML at percentages, so their size does not depend on the width of the screen.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from training.run_folder import Points, finite, read
 
-MOST = 800  # points of a curve: more than the box has pixels on most screens
-STRIPS = 100  # places at which the pointer shows numbers
+MAX_POINTS = 800  # of a curve: about the pixels of a wide screen
+STRIPS = 100  # steps with a tooltip
 
 
 class Line(NamedTuple):
@@ -40,21 +40,21 @@ class Axis(NamedTuple):
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Returns the place of a value, from 0 to 100."""
+        """Returns the position of a value, from 0 to 100."""
         scale = math.log if self.log else float
         return 100 * (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A chart of values over steps, to be drawn if some of its `values` are finite."""
+    """A chart of values over steps."""
 
     title: str
     unit: str
     lines: Sequence[Line]
     show: Callable[[float], str]  # formats a value
-    levels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # to compare with
-    marks: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # some steps
+    levels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # horizontal lines
+    marks: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # vertical lines
     zero: bool = False  # the axis of values begins at 0
     wide: bool = False  # over the full width, with a key and names at the right
 
@@ -76,15 +76,15 @@ class Chart:
         low, high = min(steps), max(steps)
         if low == high:
             return Axis(low - 1, high + 1, (low,))
-        step = max(1, int(_tick(high - low, 5)))
-        return Axis(low, high, range(-(-low // step) * step, high + 1, step))
+        ticks = [int(tick) for tick in _ticks(low, high, 5, integer=True)]
+        return Axis(low, high, [tick for tick in ticks if low <= tick <= high])
 
     def x(self, step: float) -> str:
-        """Returns the place of a step from the left."""
+        """Returns the position of a step from the left, in percent."""
         return f"{self.across.place(step):.2f}"
 
     def y(self, value: float) -> str:
-        """Returns the place of a value from the top."""
+        """Returns the position of a value from the top, in percent."""
         return f"{100 - self.up.place(value):.2f}"
 
     def curve(self, line: Line, pen: str = "L") -> str:
@@ -97,11 +97,11 @@ class Chart:
         return path
 
     def ticks(self, steps: Sequence[int], top: int) -> str:
-        """Returns the path of upright lines at marked steps."""
-        return "".join(f"M{self.x(step)},{top}V100" for step in steps[:MOST])
+        """Returns the path of vertical lines at marked steps."""
+        return "".join(f"M{self.x(step)},{top}V100" for step in steps[:MAX_POINTS])
 
     def names(self) -> list[tuple[str, str, float, str]]:
-        """Returns class, name, last value and place from the top of what is named at the right."""
+        """Returns class, text, last value and position from the top of the labels at the right."""
         known = [(x, finite(x.points)) for x in self.lines if x.kind != "faint"]
         rows = [(f"color-{x.color}", x.name, points[-1][1]) for x, points in known if points]
         rows += [("muted", name, value) for name, value in self.levels.items()]
@@ -109,9 +109,9 @@ class Chart:
         return [(*row, f"{place:.2f}") for row, place in zip(rows, places, strict=True)]
 
     def strips(self) -> list[tuple[str, str, str]]:
-        """Returns left, width and text of the strips where the pointer shows a step's numbers."""
+        """Returns left, width and text of the strips with tooltips."""
         values = [(line.name, dict(line.points)) for line in self.lines]
-        steps = sorted({x for _, own in values for x in own})
+        steps = sorted({x for _, points in values for x in points})
         special = {x for line in self.lines if line.kind == "dots" for x, _ in line.points}
         special |= {x for marked in self.marks.values() for x in marked}
         some = {*steps[:: -(-len(steps) // STRIPS)], steps[-1], *sorted(special)[:STRIPS]}
@@ -119,15 +119,16 @@ class Chart:
         edges = [self.across.low, *middles, self.across.high]
         strips = []
         for step, (left, right) in zip(sorted(some), itertools.pairwise(edges), strict=True):
-            said = [f"{name} {shown(own[step], self.show)}" for name, own in values if step in own]
-            said += [name for name, marked in self.marks.items() if step in marked]
+            lines = [f"step {step:,}"]
+            lines += [f"{name} {shown(x[step], self.show)}" for name, x in values if step in x]
+            lines += [name for name, marked in self.marks.items() if step in marked]
             width = self.across.place(right) - self.across.place(left)
-            strips.append((self.x(left), f"{width:.2f}", "\n".join([f"step {step:,}", *said])))
+            strips.append((self.x(left), f"{width:.2f}", "\n".join(lines)))
         return strips
 
 
 def shown(value: float, show: Callable[[float], str]) -> str:
-    """Formats a value, also one that is not finite."""
+    """Formats a value that may be NaN or infinite."""
     return show(value) if math.isfinite(value) else "not finite"
 
 
@@ -135,40 +136,41 @@ def value_axis(values: Sequence[float], *, zero: bool = False, count: int = 4) -
     """Returns an axis around finite values, logarithmic if their ratio exceeds 100.
 
     >>> value_axis([1.2, 4.7]).ticks
-    (1.0, 2.0, 3.0, 4.0, 5.0)
+    [1.0, 2.0, 3.0, 4.0, 5.0]
     >>> value_axis([0.02, 30.0]).ticks
-    (0.01, 0.1, 1.0, 10.0, 100.0)
+    [0.01, 0.1, 1.0, 10.0, 100.0]
     """
     low, high = min(values), max(values)
     if not zero and low > 0 and high > 100 * low:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        ticks = tuple(10.0**n for n in range(first, last + 1, -(-(last - first) // 6)))
+        ticks = [10.0**n for n in range(first, last + 1, -(-(last - first) // 6))]
         return Axis(10.0**first, 10.0**last, ticks, log=True)
     low = min(low, 0.0) if zero else low
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
-    tick = _tick(high - low, count)
-    first, last = math.floor(low / tick + 1e-9), math.ceil(high / tick - 1e-9)
-    return Axis(first * tick, last * tick, tuple(n * tick for n in range(first, last + 1)))
+    ticks = _ticks(low, high, count)
+    return Axis(ticks[0], ticks[-1], ticks)
 
 
-def _tick(span: float, count: int) -> float:
-    """A distance of ticks: 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(span / count))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= span / count * 0.999)
+def _ticks(low: float, high: float, count: int, *, integer: bool = False) -> list[float]:
+    """Returns about `count` ticks around a range: multiples of 1, 2 or 5 times a power of ten."""
+    from matplotlib.ticker import MaxNLocator  # here: it takes 0.2 s
+
+    locator = MaxNLocator(count, steps=[1, 2, 5, 10], integer=integer)
+    return [float(tick) for tick in locator.tick_values(low, high)]
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most `MOST` points: the least and the largest of each interval, so peaks stay."""
-    size, kept = max(1, -(-2 * len(points) // MOST)), []
+    """Returns at most `MAX_POINTS` points: minimum and maximum of each interval."""
+    size, kept = max(1, -(-2 * len(points) // MAX_POINTS)), []
     for start in range(0, len(points), size):
         known = finite(points[start : start + size]) or [points[start]]
         kept += sorted({min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])})
-    return kept if len(points) > MOST else points
+    return kept if len(points) > MAX_POINTS else points
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Moves places from 0 to 100 apart, each at least `gap` from the next, in the same order.
+    """Moves label positions from 0 to 100 at least `gap` apart; keeps their order.
 
     >>> spread([50.0, 52.0, 10.0], gap=10.0)
     [50.0, 60.0, 10.0]
@@ -184,7 +186,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def running_mean(points: Points) -> Points:
-    """Returns the mean of each finite value and those before it, a twenty-fifth of all."""
+    """Returns the running mean over a twenty-fifth of the finite points."""
     known = finite(points)
     sums, at = np.cumsum([0.0, *(y for _, y in known)]), np.arange(len(known))
     low = np.maximum(at - max(4, len(known) // 25), 0)
@@ -203,7 +205,7 @@ def draw_losses(folder: Path) -> None:
     if not train and not held_out:
         return
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: neither a display nor a global state is needed
+    FigureCanvasAgg(figure)  # without pyplot, which needs global state
     axes, blue, gray = figure.add_subplot(), "#4477aa", "#555555"
     if train:
         mean = np.transpose(running_mean(train))

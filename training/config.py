@@ -83,45 +83,18 @@ def as_yaml(config: Config) -> str:
     return yaml.safe_dump({k: v for k, v in known if v is not None and k not in left_out})
 
 
-_LEAST = {
-    "devices": 1,
-    "seq_len": 1,
-    "vocab_size": 1,
-    "max_steps": 1,
-    "global_batch_size": 1,
-    "grad_accum_steps": 1,
-    "learning_rate": 0.0,
-    "warmup_steps": 0,
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "seed": 0,
-    "eval_steps": 0,
-    "max_eval_batches": 1,
-    "sample_tokens": 0,
-    "save_steps": 0,
-    "max_rollbacks": 0,
-    "check_replicas_steps": 0,
-    "save_total_limit": 1,
-    "keep_every_steps": 1,
-    "resume_step": 0,
-    "supervise": 1,
-    "lora_rank": 1,
-    "lora_alpha": 0.0,
-    "max_restarts": 0,
-    "heartbeat_timeout_seconds": 0.1,
-    "join_timeout_seconds": 1.0,
-    "max_hours": 0.0,
-    "num_processes": 1,
-    "process_id": 0,
-    "expert_capacity_factor": 0.0,
-    "bucket_bytes": 1,
-}
-
-
-# Counts are in 32 bits on a device; a seed in 64.
+# Lower bounds of numbers; 1 for all others.
+_ZERO = (
+    *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "eval_steps"),
+    *("sample_tokens", "save_steps", "max_rollbacks", "check_replicas_steps", "resume_step"),
+    *("lora_alpha", "max_restarts", "max_hours", "process_id", "expert_capacity_factor"),
+    "stage",
+)
+_LEAST = {**dict.fromkeys(_ZERO, 0), "heartbeat_timeout_seconds": 0.1}
+# Devices count in 32 bits; a seed has 64.
 _LARGEST = 2**31 - 1
 _MOST = {"seed": 2**63 - 1, "learning_rate": 1e4, "sample_tokens": 10**6, "supervise": 1024}
-# A thread waits for them, and C's longest wait is 24 days of milliseconds in 32 bits.
+# The longest wait of a thread in C is 24 days: milliseconds in 32 bits.
 _MOST |= {"heartbeat_timeout_seconds": 1e5, "join_timeout_seconds": 1e6}
 
 
@@ -131,14 +104,15 @@ def check_numbers(config: Config) -> None:
     Raises:
         ValueError: A number is out of range, or a setting is empty.
     """
-    for name, given in dataclasses.asdict(config).items():
-        if given == "":
+    for name, value in dataclasses.asdict(config).items():
+        if value == "":
             raise ValueError(f"{flag(name)} is empty: give a value, or leave it out")
-    for name, least in _LEAST.items():
-        given, most = getattr(config, name), _MOST.get(name, _LARGEST)
-        if given is not None and not least <= given <= most:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        least, most = _LEAST.get(name, 1), _MOST.get(name, _LARGEST)
+        if not least <= value <= most:
             raise ValueError(
-                f"{flag(name)} {given}: it must be at least {least} and at most {most:g}"
+                f"{flag(name)} {value}: it must be at least {least} and at most {most:g}"
             )
     mesh_sizes(config.mesh)
     if config.memory_limit is not None:

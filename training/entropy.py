@@ -1,9 +1,7 @@
-"""How predictable a text is from counts alone: the marks a loss curve is read against.
+"""Unigram and bigram entropy of a text in nats per token: reference levels for a loss curve.
 
-Knowing only how common each token is costs the unigram entropy, knowing also the token before
-costs the bigram entropy. Both are of the text they are counted on, in nats per token. A model
-below the second has learned more than pairs. Time is one pass over the tokens, memory one chunk
-and the counts.
+A model with a loss below the bigram entropy of its text has learned more than pairs of tokens. The
+computation is one pass over the tokens, and holds one chunk and the counts in memory.
 
 Source: Shannon, Prediction and Entropy of Printed English (1951), F1 and F2.
 """
@@ -19,11 +17,11 @@ from training.text import CHUNK, TokenArray, check_range
 
 CountArray = npt.NDArray[np.int64]
 
-DENSE_VOCAB = 1024  # up to here all vocab**2 pair counts are kept: 8 MB
+DENSE_VOCAB = 1024  # up to here a dense array holds all vocab**2 pair counts: 8 MB
 
 
 def unigram_entropy(tokens: TokenArray, vocab: int) -> float:
-    """Entropy of one token drawn from the text, `H(x)`, in nats.
+    """Returns the entropy of one token drawn from the text, `H(x)`, in nats.
 
     >>> round(unigram_entropy(np.array([0, 1, 0, 1]), vocab=2), 4)  # log 2
     0.6931
@@ -39,7 +37,7 @@ def unigram_entropy(tokens: TokenArray, vocab: int) -> float:
 
 
 def bigram_entropy(tokens: TokenArray, vocab: int) -> float:
-    """Entropy of a token given the one before it, `H(x_t | x_{t-1})` by counts, in nats.
+    """Returns the entropy of a token given the previous one, `H(x_t | x_{t-1})`, in nats.
 
     The counts are of the same text, so where most pairs are rare (a large vocabulary, a short
     text) the result is lower than any model could reach on new text.
@@ -77,7 +75,7 @@ def _count_sparse(chunks: Iterator[CountArray]) -> tuple[CountArray, CountArray]
     waiting: list[tuple[CountArray, CountArray]] = []
     for chunk in chunks:
         waiting.append(np.unique(chunk, return_counts=True))
-        # Merging only what has grown as large as the total keeps the sorting to N log N.
+        # Merging when the parts are as large as the total keeps sorting at O(N log N).
         if sum(keys.size for keys, _ in waiting) >= max(CHUNK, total[0].size):
             total, waiting = _merge([total, *waiting]), []
     return _merge([total, *waiting])

@@ -1,7 +1,4 @@
-"""The optimizer of a run, of those in `models.optimizers`, and its learning rate.
-
-The rate rises linearly from 0, then falls as a cosine to a tenth of its peak.
-"""
+"""The optimizer of a run and its learning rate: linear warmup, then cosine decay to a tenth."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ RATES = optimizers.RATES
 
 
 def check_name(name: str) -> str:
-    """Returns the name if an optimizer is called so.
+    """Returns the name of an optimizer.
 
     Raises:
-        ValueError: naming the nearest one.
+        ValueError: There is no such optimizer; names the nearest one.
     """
     if name not in RATES:
         raise ValueError(unknown("optimizer", name, RATES, "Choose one of"))
@@ -31,7 +28,7 @@ def check_name(name: str) -> str:
 
 
 def make(config: Config) -> optax.GradientTransformation:
-    """The optimizer of a run.
+    """Returns the optimizer of a run.
 
     Args:
         config: Settings with `learning_rate` and `warmup_steps` decided, as by `resolve`.
@@ -49,8 +46,8 @@ def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | N
 
     Args:
         config: Settings with `learning_rate` and `warmup_steps` decided, as by `resolve`.
-        before: Those of the run that is resumed.
-        step: The step it is resumed from.
+        before: Settings of the run that is resumed.
+        step: Step of the checkpoint.
 
     >>> config = Config(learning_rate=1.0, warmup_steps=2, max_steps=12)
     >>> said = rescheduled(config, {"max_steps": 6, "learning_rate": 1.0, "warmup_steps": 2}, 6)
@@ -63,8 +60,8 @@ def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | N
     steps, lr, warmup = (before.get(name) for name in names)
     if None in (steps, lr, warmup) or steps == config.max_steps:
         return None
-    own = {"max_steps": steps, "learning_rate": lr, "warmup_steps": warmup}
-    former = float(rate(dataclasses.replace(config, **own))(step))
+    schedule = {"max_steps": steps, "learning_rate": lr, "warmup_steps": warmup}
+    former = float(rate(dataclasses.replace(config, **schedule))(step))
     now = float(rate(config)(step))
     if abs(now - former) <= 1e-6 * former:
         return None
@@ -79,7 +76,7 @@ def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | N
 
 
 def rate(config: Config) -> Rate:
-    """The learning rate after so many updates, of settings with both decided.
+    """Returns the learning rate schedule, by number of updates.
 
     >>> config = Config(learning_rate=1.0, warmup_steps=2, max_steps=6)
     >>> [round(float(rate(config)(step)), 3) for step in (0, 1, 2, 6)]

@@ -1,4 +1,4 @@
-"""Ends a supervised process together with its supervisor, however the supervisor ends.
+"""Termination of a supervised process when its supervisor dies.
 
 Imports nothing of JAX: `train.py` calls it before its imports, which take seconds.
 """
@@ -15,13 +15,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_supervisor() -> None:
-    """Has the kernel kill this process when its supervisor is gone; does nothing in others.
+    """Makes the kernel kill this process when its supervisor dies; no effect without one.
 
     A supervisor that is killed (kill -9, out of memory) cannot end its children itself. They would
     train on, and hold the lock of the run's folder against the next start. On systems other than
     Linux they still do.
     """
-    supervisor = os.environ.pop(VARIABLE, None)  # not for processes that this one starts
+    supervisor = os.environ.pop(VARIABLE, None)  # children of this process do not inherit it
     if supervisor is None or sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,13 +1,15 @@
-"""What a run will do and what that costs, known before it takes any memory of a device.
+"""The plan of a run, made before any device memory is allocated.
 
-`load` turns settings into data and the shape of a model, and complains about whatever does not
-fit; `print_plan` shows the result, with the bytes per device of all four stages side by side.
+`load` reads the data and decides open settings; `print_plan` prints the settings and the predicted
+bytes per device at all four stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,19 +22,22 @@ from training.corpus import Corpus
 from zero_jax import interchange
 from zero_jax.commands.settings import ROW
 from zero_jax.models import families, gpt, hf
+from zero_jax.offload.tiers import bytes_on
 from zero_jax.plan import memory
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding import mesh, paths
 
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Settings with nothing left open, and what they lead to.
+class RunPlan:
+    """Complete settings, with the model and the data.
 
     Attributes:
-        config: The settings, each one decided.
-        model: The model, and what of it is trained.
-        corpus: What it is trained on.
+        config: The settings; none is left open.
+        model: The model, and its trained parameters.
+        corpus: Training and held-out data.
     """
 
     config: Config
@@ -40,8 +45,8 @@ class Plan:
     corpus: Corpus
 
 
-def load(config: Config) -> Plan:
-    """Reads the data and decides what the settings left open.
+def load(config: Config) -> RunPlan:
+    """Reads the data and decides the open settings.
 
     Raises:
         ValueError: A setting is out of range or not a known name, or the data does not fit.
@@ -61,20 +66,20 @@ def load(config: Config) -> Plan:
     if seq_len > known.seq:
         raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
     config = dataclasses.replace(config, vocab_size=known.vocab)
-    return Plan(config, TextModel(known, config.adapters(config.seed)), given)
+    return RunPlan(config, TextModel(known, config.adapters(config.seed)), given)
 
 
 def _folder(config: Config) -> families.Config:
-    """The config in the folder that the model comes from."""
+    """Returns the model config in the folder of --init-from."""
     assert config.init_from is not None
-    found: families.Config = interchange.config(config.init_from)
-    if config.vocab_size not in (None, found.vocab):
+    known: families.Config = interchange.config(config.init_from)
+    if config.vocab_size not in (None, known.vocab):
         raise ValueError(
-            f"--vocab-size {config.vocab_size}: the model in {config.init_from} has {found.vocab}; "
+            f"--vocab-size {config.vocab_size}: the model in {config.init_from} has {known.vocab}; "
             "leave --vocab-size out"
         )
     interchange.check(config.init_from)  # before a size of config.json takes memory
-    return found
+    return known
 
 
 def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
@@ -93,8 +98,8 @@ def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
         )
 
 
-def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
-    """All settings, and what follows from them: for `config.json` and for the screen."""
+def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
+    """Returns all settings and derived numbers, for `config.json` and `print_plan`."""
     model = plan.model.config
     return {
         **dataclasses.asdict(plan.config),
@@ -119,7 +124,7 @@ def facts(plan: Plan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
 
 
 def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
-    """How many parameters are trained."""
+    """Returns the number of trained parameters."""
     still = paths.frozen_leaves(shapes, zero.config.frozen)
     leaves = zip(jax.tree.leaves(shapes), still, strict=True)
     return sum(leaf.size for leaf, frozen in leaves if not frozen)
@@ -128,13 +133,13 @@ def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
 def by_stage(
     zero: zero_jax.Zero, shapes: Any, tx: optax.GradientTransformation, window: int
 ) -> list[memory.Estimate]:
-    """Bytes of model states on a device at stages 0 to 3, all else as in this run.
+    """Returns the bytes of model states per device at stages 0 to 3, other settings as in this run.
 
     Args:
-        zero: The mesh, the precision and all else of the run.
-        shapes: The logical parameters, as ShapeDtypeStructs.
-        tx: The optimizer, not wrapped.
-        window: Elements that are gathered at once.
+        zero: Mesh and settings of the run.
+        shapes: Full parameters, as ShapeDtypeStructs.
+        tx: The optimizer, not sharded.
+        window: Elements gathered at once.
     """
     return [
         memory.estimate(
@@ -208,3 +213,51 @@ def print_plan(
             for name, size in [*rows, ["total", predicted.total_bytes]]
         ],
     )
+
+
+def start_event(
+    step: zero_jax.Plan,
+    stages: Sequence[memory.Estimate],
+    levels: Mapping[str, float],
+    unit: str,
+) -> dict[str, Any]:
+    """Returns the facts that a run records at its start, for its report.
+
+    Args:
+        step: The plan of the training step.
+        stages: From `by_stage`.
+        levels: Losses to compare with.
+        unit: The loss is per this unit, for example a token.
+    """
+    return {
+        "unit": unit,
+        "levels": dict(levels),
+        "stage": step.stage,
+        "stages": [estimate.terms for estimate in stages],
+        "predicted": {name: size for name, size in step.predicted.terms.items() if size},
+        "predicted_total": step.predicted.total_bytes,
+        "devices": _devices(),
+        "versions": {
+            "zero_jax": zero_jax.__version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+    }
+
+
+def held_bytes(params: Any, opt_state: Any) -> dict[str, int]:
+    """Returns the bytes per device of parameters and optimizer state, from their shardings."""
+    return {"parameters": bytes_on(params), "optimizer_state": bytes_on(opt_state)}
+
+
+def _devices() -> dict[str, Any]:
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return {
+        "backend": jax.default_backend(),
+        "kind": device.device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        **({"memory_bytes": limit} if limit else {}),
+    }

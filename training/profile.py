@@ -1,4 +1,4 @@
-"""A trace of a few steps, for TensorBoard, XProf or Perfetto: what runs when, by name."""
+"""Profiler traces of a few steps, for TensorBoard, XProf or Perfetto."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# Of a start: the first steps compile and warm up.
+# Steps of a start to trace; earlier ones compile and warm up.
 FIRST, LAST = 10, 12
 
 
@@ -15,7 +15,7 @@ class Profile:
     """Traces steps FIRST to LAST of this start; use it in a `with`.
 
     Args:
-        folder: Where to, `profile` in the run's folder; None traces nothing.
+        folder: Destination of the trace; None traces nothing.
     """
 
     def __init__(self, folder: pathlib.Path | None):
@@ -30,14 +30,19 @@ class Profile:
             print(f"--profile: nothing is traced, this start had fewer than {FIRST} steps left")
 
     def before(self, step: int, results: Any) -> None:
-        """To be called before each step, counted from 1, with the results of the one before."""
+        """Starts or stops the trace; called before each step.
+
+        Args:
+            step: The step, counted from 1 in this start.
+            results: Arrays of the step before.
+        """
         if self._folder is None or step not in (FIRST, LAST + 1):
             return
-        jax.block_until_ready(results)  # what was queued earlier is no part of it
+        jax.block_until_ready(results)  # earlier steps are not in the trace
         self._stop()
         if step == FIRST:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # a hundred thousand calls of the host's own code
+            options.python_tracer_level = 0  # else 100,000 Python calls
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._on = self._traced = True
 

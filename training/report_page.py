@@ -9,29 +9,33 @@ Sections without data are left out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from training.charts import Chart, Line, running_mean, shown
-from training.run_folder import Points, RunFolder, finite, read, when
+from training.run_folder import COMPILED, Points, RunFolder, finite, read, when
 from training.show import human_bytes, human_count
+
+if TYPE_CHECKING:
+    from training.config import Config
 
 FILE = "report.html"
 COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-NAMED = 60  # intervals of steps that are named
+MAX_NAMED = 60  # intervals of steps in a list
 
-# Names of model states at each stage, and of terms of memory; docs/plan.md explains the terms.
+# Names of model states at each stage, and of memory terms; docs/plan.md explains the terms.
 STATES = {"parameters": "parameters, fp32", "state": "optimizer state", "copy": "gathered copy"}
 TERMS = {
     "copy": "copy: gathered parameters",
@@ -43,7 +47,7 @@ TERMS = {
     "pieces": "pieces: streamed optimizer state",
     "turned": "turned: transposed matrices",
 }
-# Title, unit and format of charts, by the name of the number; others are shown as they are named.
+# Title, unit and format of charts, by metric; other metrics have their name as a title.
 SHORT = "{:.3g}".format
 CHARTS = {
     "tokens_per_second": ("Throughput", "tokens/s, mean of 20 steps", human_count),
@@ -51,7 +55,7 @@ CHARTS = {
     "grad_norm": ("Gradient norm", "before clipping, mean", SHORT),
     "memory_bytes": ("Peak memory per device", "bytes", human_bytes),
 }
-SMOOTH = {"tokens_per_second", "learning_rate", "memory_bytes"}  # without a mean, and from 0
+SMOOTH = {"tokens_per_second", "learning_rate", "memory_bytes"}  # drawn without a mean, from 0
 NOT_CHARTED = {"step", "loss", "skipped", "step_seconds"}
 
 
@@ -61,17 +65,72 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="Folder of the run, such as runs/001.")
     parser.add_argument("--compile", action="store_true", help=COMPILE)
-    given = parser.parse_args(args)
+    parsed = parser.parse_args(args)
     try:
-        if given.compile:
-            from training.compiled_step import compile_step  # here: it begins JAX
-
-            compile_step(read(given.folder))
-        print(write(given.folder))
+        if parsed.compile:
+            compile_step(read(parsed.folder))
+        print(write(parsed.folder))
     except (ValueError, OSError) as error:
         print("error:", error, file=sys.stderr)
         return 2
     return 0
+
+
+def settings_of(known: Mapping[str, Any]) -> Config:
+    """Returns the settings of a run from its config.json.
+
+    >>> settings_of({"max_steps": 3, "mesh": {"data": 2, "model": 2}, "psi": 834304}).mesh
+    'data=2,model=2'
+    """
+    from training.config import Config  # here: it imports JAX
+
+    fields = {field.name for field in dataclasses.fields(Config)}
+    settings = {name: value for name, value in known.items() if name in fields}
+    if isinstance(settings.get("mesh"), Mapping):
+        settings["mesh"] = ",".join(f"{axis}={size}" for axis, size in settings["mesh"].items())
+    # The first two have set stage, remat and grad_accum_steps. This is a single process.
+    unset = ("paper_config", "memory_limit", "export_dir")
+    unset += ("coordinator_address", "num_processes", "process_id")
+    return Config(**settings | dict.fromkeys(unset))
+
+
+def compile_step(run: RunFolder) -> None:
+    """Compiles the step of a run, and writes its memory use into the run's folder.
+
+    A run does not do this itself, because it would compile twice. The step is built from the
+    settings of the run, on as many devices of the same kind.
+
+    Raises:
+        ValueError: The step does not have the predicted bytes that the run recorded.
+    """
+    import jax
+
+    from training.main import join
+    from training.plan import load
+    from training.trainer import Trainer
+
+    recorded = run.last("start").get("predicted_total")
+    if recorded is None:
+        raise ValueError(
+            f"{run.path}: events.jsonl has no `predicted_total` to compare with: give a run that "
+            "recorded one"
+        )
+    config = settings_of(run.config)
+    join(config)
+    if jax.device_count() != config.devices:
+        raise ValueError(
+            f"{run.path} ran on {config.devices} devices, and {jax.device_count()} are available: "
+            f"compile its step on {config.devices} devices"
+        )
+    step = Trainer(load(config)).predict(compile=True)
+    if step.predicted.total_bytes != recorded:
+        raise ValueError(
+            f"the settings of {run.path} give a step of {step.predicted.total_bytes:,} bytes, and "
+            f"the run recorded {recorded:,}: use the devices, the data and the release of the run"
+        )
+    assert step.compiled is not None
+    facts = {"predicted_total": recorded, **step.compiled.as_dict()}
+    Path(run.path, COMPILED).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def write(folder: str | Path) -> Path:
@@ -88,7 +147,7 @@ def write(folder: str | Path) -> Path:
 
 
 def page(run: RunFolder) -> str:
-    """Returns the page, as a document that is HTML and XML."""
+    """Returns the page, valid as HTML and as XML."""
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     templates = jinja2.Environment(loader=folder, **options)
@@ -123,12 +182,12 @@ def page(run: RunFolder) -> str:
 
 
 def _outcome(run: RunFolder) -> dict[str, Any]:
-    """Returns the model and the data of a run, and how it ended."""
+    """Returns the model, the data and the end of a run."""
     known = run.config
-    what = [f"{name} {known[name]}" for name in ("model", "optimizer") if name in known]
+    trained = [f"{name} {known[name]}" for name in ("model", "optimizer") if name in known]
     if known.get("init_from") and "model" in known:
-        what[0] = f"model of {known['init_from']}"
-    what += [f"on {known['corpus']}"] if "corpus" in known else []
+        trained[0] = f"model of {known['init_from']}"
+    trained += [f"on {known['corpus']}"] if "corpus" in known else []
     end = run.events[-1] if run.events else {}
     since, until, error = when(run.last("start")), when(end), end.get("error")
     at = _moment(until)
@@ -141,7 +200,7 @@ def _outcome(run: RunFolder) -> dict[str, Any]:
     else:
         why = "it was stopped" if error == "Stopped" else f"{error}: {end.get('said', '')}"
         said = f"Ended early {at}: {why}"
-    return {"name": run.path.resolve().name, "trained": ", ".join(what), "end": said}
+    return {"name": run.path.resolve().name, "trained": ", ".join(trained), "end": said}
 
 
 def _curves(run: RunFolder) -> dict[str, Any]:
@@ -175,7 +234,7 @@ def _curves(run: RunFolder) -> dict[str, Any]:
 
 
 def _starts(run: RunFolder) -> dict[str, Any]:
-    """Each start, and the settings that changed between them."""
+    """Returns the starts of a run, and the settings that changed between them."""
     starts = []
     for at, event in enumerate(run.events):
         if event.get("event") == "start":
@@ -199,7 +258,7 @@ def _each_and_mean(name: str, points: Points) -> list[Line]:
 
 
 def _named(steps: Sequence[int]) -> str:
-    """Names steps, those that follow each other as one.
+    """Lists steps as intervals.
 
     >>> _named([3, 7, 8, 9])
     '3, 7 to 9'
@@ -210,8 +269,8 @@ def _named(steps: Sequence[int]) -> str:
             intervals[-1][1:] = [step]
         else:
             intervals.append([step])
-    said = [" to ".join(f"{step:,}" for step in ends) for ends in intervals[:NAMED]]
-    return ", ".join(said) + ", and more" * (len(intervals) > NAMED)
+    texts = [" to ".join(f"{step:,}" for step in ends) for ends in intervals[:MAX_NAMED]]
+    return ", ".join(texts) + ", and more" * (len(intervals) > MAX_NAMED)
 
 
 def _moment(time: datetime | None) -> str:

@@ -1,17 +1,17 @@
-"""Settings that may, or must not, change when a run resumes from a checkpoint.
+"""Comparison of a run with the checkpoint that it resumes from.
 
-`check_settings` compares the settings saved with the checkpoint with those of the command line,
-before any array is read. Each setting has one of three rules:
+The comparison precedes the restore of any array. Each setting has one of three rules:
 
 refuse    it decides the shape of the saved state, or the meaning of the saved numbers
-warn      the run may go on, but not as the former run would have
-free      all others: where and how fast a step is computed, and what is written beside it
+warn      the run may resume, with other results than the former run
+free      all others: where and how fast a step is computed, and logging
 
-`saving.py` has the rules of data, `optimizers.py` those of the schedule over `--max-steps`.
+`optimizers.py` has the rule of the schedule over `--max-steps`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -20,6 +20,8 @@ from typing import Any
 
 from training.config import Config, flag
 from training.data_files import fingerprint, open_regular
+from zero_jax.checkpoint.arrays import Damaged
+from zero_jax.checkpoint.manifest import Manifest
 
 # Reasons, by setting. A setting that older releases did not save is not compared.
 REFUSE = {
@@ -41,22 +43,70 @@ WARN = {
     "param_comm_dtype": "parameters are rounded differently when they are gathered",
     "grad_comm_dtype": "gradients are rounded differently when they are reduced",
 }
-_WITH_STEPS = {"warmup_steps"}  # follows from --max-steps where it is not given
+_WITH_STEPS = {"warmup_steps"}  # follows from --max-steps by default
+# Settings that determine the order of samples; all else follows from --data.
+_ORDER = ("seq_len", "global_batch_size", "seed", "loss_on", "long_documents")
+_REORDERED = "the order of samples would change"
+# Contents with a checksum: the message of a change, and a way out. `_WARN_CONTENTS` may change.
+_CONTENTS = {
+    "tokenizer": ("--tokenizer (or that of --init-from) has another vocabulary than in", ""),
+    "base": (
+        "--init-from holds other weights, which the saved adapters do not fit, than in",
+        " (with --lora-init-from to start from the saved adapters)",
+    ),
+    "data": ("--data changed since", " for a new run"),
+    "chat template": (
+        "The chat template of --tokenizer (or --init-from) changed since",
+        " for a new run",
+    ),
+}
+_WARN_CONTENTS = {"data", "chat template"}
 
 
-def check_release(before: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` if a checkpoint has settings under the names of an older release.
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """The settings and the data of a run, as its checkpoints save them.
 
-    Args:
-        before: Settings saved with the checkpoint.
-        where: The checkpoint, in words.
+    Attributes:
+        settings: From `plan.facts`.
+        order: Settings that determine the order of samples.
+        contents: Checksums of data, tokenizer, chat template and frozen model, by name.
     """
-    if "max_steps" not in before:
-        raise ValueError(
-            f"--output-dir: an older release of train.py wrote the checkpoint in {where}: its "
-            "settings have other names and no `max_steps`. Give another --output-dir, or resume "
-            "with that release"
-        )
+
+    settings: Mapping[str, Any]
+    order: Mapping[str, Any]
+    contents: Mapping[str, str]
+
+    def compare(self, manifest: Manifest, directory: pathlib.Path) -> list[str]:
+        """Compares the run with the checkpoint it resumes from; returns the warnings.
+
+        Raises:
+            ValueError: The run can't resume from it, or `train.py` did not write it.
+            Damaged: The checkpoint's record of checksums is not an object.
+        """
+        extra, before = manifest.extra, manifest.config
+        where = f"{directory}, step {manifest.step}"
+        is_ours = isinstance(before, Mapping) and isinstance(extra, Mapping) and "sample" in extra
+        if not is_ours or not isinstance(extra.get("order"), Mapping):
+            raise ValueError(
+                f"--output-dir: train.py did not write the checkpoint in {where}, which has no "
+                "settings or no data position. Give another --output-dir, or restore it with "
+                "zero_jax.Checkpoints"
+            )
+        if "max_steps" not in before:
+            raise ValueError(
+                f"--output-dir: an older release of train.py wrote the checkpoint in {where}: its "
+                "settings have other names and no `max_steps`. Give another --output-dir, or "
+                "resume with that release"
+            )
+        checksums = extra.get("contents", {})
+        if not isinstance(checksums, Mapping):
+            raise Damaged(
+                f"{where}: its checksums of the data are {checksums!r:.80}, not an object"
+            )
+        _check_order(self.order, extra["order"], where)
+        warnings = check_settings(self.settings, before, where)
+        return warnings + changed_contents(self.contents, checksums, where)
 
 
 def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where: str) -> list[str]:
@@ -65,7 +115,7 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
     Args:
         settings: From `plan.facts`.
         before: Those of the run that saved the checkpoint.
-        where: The checkpoint, in words.
+        where: Names the checkpoint.
 
     Returns:
         One warning for each setting that may change and does.
@@ -73,49 +123,72 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
     Raises:
         ValueError: A setting changes that must not.
 
-    >>> said = check_settings({"weight_decay": 0.1}, {"weight_decay": 0.2}, "DIR, step 4")
-    >>> said[0][:55]
+    >>> message = check_settings({"weight_decay": 0.1}, {"weight_decay": 0.2}, "DIR, step 4")
+    >>> message[0][:55]
     '--weight-decay 0.1 is given, and DIR, step 4, was train'
     """
-    now, former = _filled_in(settings), _filled_in(before)
-    for name, why in REFUSE.items():
-        if name in now and name in former and now[name] != former[name]:
-            raise ValueError(_said(name, now[name], former[name], where, why) + _ways_out(former))
-    clip, clipped = now.get("max_grad_norm"), former.get("max_grad_norm")
-    if None not in (clip, clipped) and bool(clip) != bool(clipped):
-        why = "the saved state has another structure with clipping than without"
-        raise ValueError(_said("max_grad_norm", clip, clipped, where, why) + _ways_out(former))
-    beside = now.get("lora_rank") is not None and "init_from" in now and "init_from" in former
-    if beside and (now["init_from"] is None) != (former["init_from"] is None):
-        why = "the saved adapters are trained with another base model"
-        said = _said("init_from", now["init_from"], former["init_from"], where, why)
-        raise ValueError(said + _ways_out(former))
+    now, former = _with_defaults(settings), _with_defaults(before)
+
+    def message(name: str, why: str) -> str:
+        return _message(name, now[name], former[name], where, why)
+
+    changed = [name for name in now if name in former and now[name] != former[name]]
+    refused = {name: why for name, why in REFUSE.items() if name in changed}
+    clipping = now.get("max_grad_norm"), former.get("max_grad_norm")
+    if None not in clipping and bool(clipping[0]) != bool(clipping[1]):
+        refused["max_grad_norm"] = "clipping changes the structure of the saved state"
+    bases = now.get("init_from"), former.get("init_from")
+    if "init_from" in changed and now.get("lora_rank") is not None and None in bases:
+        refused["init_from"] = "the saved adapters are trained with another base model"
+    adapters = former.get("lora_rank") is not None and former.get("init_from")
+    more = " (and --lora-init-from for the adapters of the former run)" * bool(adapters)
+    ways_out = f", or another --output-dir for a new run{more}"
+    for name, why in refused.items():
+        raise ValueError(message(name, why) + ways_out)
     if differences := _architecture(now, former):
         name = "init_from" if now.get("init_from") else "model"
-        raise ValueError(
-            f"{flag(name)} {now.get(name)} is given, and {where}, was trained with {flag(name)} "
-            f"{former.get(name)}: the models differ ({differences}). Give {flag(name)} "
-            f"{former.get(name)} to resume" + _ways_out(former)
-        )
-    return [
-        _said(name, now[name], former[name], where, why)
-        for name, why in WARN.items()
-        if name in now and name in former and now[name] != former[name]
-        if name not in _WITH_STEPS or now.get("max_steps") == former.get("max_steps")
-    ]
+        why = f"the models differ ({differences})"
+        said = _message(name, now.get(name), former.get(name), where, why)
+        raise ValueError(said + ways_out)
+    if now.get("max_steps") != former.get("max_steps"):
+        changed = [name for name in changed if name not in _WITH_STEPS]
+    return [message(name, why) for name, why in WARN.items() if name in changed]
+
+
+def changed_contents(
+    contents: Mapping[str, str], before: Mapping[str, str], where: str
+) -> list[str]:
+    """Returns warnings about data with as many samples as before, and other content.
+
+    Raises:
+        ValueError: The tokenizer has another vocabulary, or the frozen model other weights.
+    """
+    warnings = []
+    for name, now in contents.items():
+        former = before.get(name, now)  # older releases saved no checksums
+        if former == now:
+            continue
+        subject, detail = _CONTENTS[name]
+        message = f"{subject} {where} (checksum {now}, before {former}). "
+        way_out = f"Give the former {name}, or another --output-dir{detail}"
+        if name not in _WARN_CONTENTS:
+            raise ValueError(message + way_out)
+        position = "The run resumes at the same position in the changed data. "
+        warnings.append(message + position + way_out)
+    return warnings
 
 
 def base_checksum(config: Config) -> dict[str, str]:
-    """A checksum of the frozen model that adapters stand beside; empty for other runs.
+    """Returns a checksum of the frozen model under adapters; empty for other runs.
 
-    At most 64 MiB of its files are read.
+    Reads at most 64 MiB of its files.
     """
     if config.init_from is None or config.lora_rank is None:
         return {}
     folder = pathlib.Path(config.init_from)
-    # As the model is read: other files beside a single one, or beside its parts, are no part of it.
-    one, parts = folder / "model.safetensors", sorted(folder.glob("model-*.safetensors"))
-    files = [one] if one.exists() else parts or sorted(folder.glob("*.safetensors"))
+    # The same files as the model is read from; others in the folder are not part of it.
+    single, parts = folder / "model.safetensors", sorted(folder.glob("model-*.safetensors"))
+    files = [single] if single.exists() else parts or sorted(folder.glob("*.safetensors"))
     sizes = [os.stat(path).st_size for path in files]
 
     def read(start: int, length: int) -> bytes:
@@ -132,8 +205,24 @@ def base_checksum(config: Config) -> dict[str, str]:
     return {"base": fingerprint(read, sum(sizes))}
 
 
-def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with the defaults that depend on others, so that equal runs are equal."""
+def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` if the order of samples differs from that of the saved run."""
+    for name, value in order.items():
+        former = before.get(name)
+        if former == value:
+            continue
+        if name in _ORDER:
+            message = _message(name, value, former, where, _REORDERED)
+            raise ValueError(f"{message}, or another --output-dir")
+        known = name.replace("_", " ")
+        raise ValueError(
+            f"--data has {known} {value}, and {where}, was trained with {known} {former}: "
+            f"{_REORDERED}. Restore the former data, or give another --output-dir"
+        )
+
+
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in the defaults that depend on other settings, so that equal runs compare equal."""
     known = dict(settings)
     if known.get("lora_rank") is None:
         for name in ("lora_alpha", "lora_targets", "lora_base_dtype"):
@@ -148,25 +237,19 @@ def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _architecture(now: Mapping[str, Any], former: Mapping[str, Any]) -> str:
     """Describes the first differences between the sizes of the models."""
-    mine, theirs = (json.loads(json.dumps(own.get("hf_config"))) for own in (now, former))
-    if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
+    sizes, before = (json.loads(json.dumps(known.get("hf_config"))) for known in (now, former))
+    if not isinstance(sizes, Mapping) or not isinstance(before, Mapping):
         return ""
-    both = [n for n in mine if n in theirs and mine[n] != theirs[n]]
-    return "; ".join(f"{name} {mine[name]} instead of {theirs[name]}" for name in both[:3])
+    names = [name for name in sizes if name in before and sizes[name] != before[name]]
+    return "; ".join(f"{name} {sizes[name]} instead of {before[name]}" for name in names[:3])
 
 
-def _said(name: str, now: Any, former: Any, where: str, why: str) -> str:
+def _message(name: str, now: Any, former: Any, where: str, why: str) -> str:
     return (
-        f"{_given(name, now)} is given, and {where}, was trained with {_given(name, former)}: {why}"
-        f". Give {_given(name, former)} to resume as before"
+        f"{_option(name, now)} is given, and {where}, was trained with {_option(name, former)}: "
+        f"{why}. Give {_option(name, former)} to resume"
     )
 
 
-def _given(name: str, value: Any) -> str:
+def _option(name: str, value: Any) -> str:
     return f"no {flag(name)}" if value is None else f"{flag(name)} {value}"
-
-
-def _ways_out(former: Mapping[str, Any]) -> str:
-    beside = former.get("lora_rank") is not None and former.get("init_from")
-    more = " (and --lora-init-from for the adapters of the former run)" if beside else ""
-    return f", or another --output-dir for a new run{more}"

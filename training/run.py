@@ -1,11 +1,10 @@
-"""A run from its settings to its sample, as every process of it goes through it."""
+"""A training run from settings to the final sample; every process executes it."""
 
 import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,19 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training import leaving, noted, optimizers, report_page
+from training import export, optimizers, report_page
 from training.config import Config, as_yaml, shared
 from training.data_files import DataChanged
-from training.plan import Plan, by_stage, facts, load, print_plan
+from training.memory import peak_bytes, room_for
+from training.multiprocess import (
+    interrupted,
+    path_of_first_process,
+    shutdown_distributed,
+    together,
+)
+from training.plan import RunPlan, by_stage, facts, held_bytes, load, print_plan, start_event
+from training.preemption import Stop, Stopped
 from training.profile import Profile
-from training.resuming import base_checksum
-from training.room import peak_bytes, room_for
+from training.resuming import RunRecord, base_checksum
 from training.run_folder import RunLog, next_folder
-from training.saving import Saver, check_resume, goes_on, same_everywhere
+from training.saving import Saver, can_resume, check_resume
 from training.scalars import import_wandb
 from training.show import Show, Speed, progress
-from training.stop import Stop, Stopped
-from training.together import interrupted, leaving_together, together
 from training.trainer import Trainer
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
@@ -33,15 +37,15 @@ from zero_jax.models.experts import Routed
 from zero_jax.sharding.replicas import check_replicas
 
 PyTree = Any
-Found = tuple[PyTree, int]  # states, and the step they are of
+Restored = tuple[PyTree, int]  # parameters and optimizer state, and their step
 
 BEFORE, AFTER = "before training", "after training"
-STORAGE = 5.0  # an hour by default: states of a large model on slow storage
-LONG = 50  # batches of an evaluation of which it is said how far it is
+STORAGE = 5.0  # factor of the watchdog's patience; by default an hour for a large model's states
+LONG = 50  # an evaluation of this many batches prints its progress
 
 
 def routing(routed: Routed | None) -> dict[str, float]:
-    """What the routers of experts did in a step, for the metrics; nothing where there are none."""
+    """Returns the metrics of expert routers in a step; empty for a model without experts."""
     if routed is None:
         return {}
     return {
@@ -52,16 +56,17 @@ def routing(routed: Routed | None) -> dict[str, float]:
 
 
 @dataclasses.dataclass
-class Run:
-    """A training run with what surrounds it.
+class TrainingLoop:
+    """The training loop of a run.
 
     Attributes:
-        log: What it leaves behind.
-        saver: Its checkpoints.
-        stop: Whether it is asked to end.
-        watchdog: Looks after all processes.
-        profile: Traces a few steps, in the process that shows.
-        lead: Whether this is the process that shows how far it is.
+        trainer: Model, optimizer and train step.
+        log: Writer of the run's folder.
+        saver: Saves and restores checkpoints.
+        stop: Returns an exit code when the run is to end.
+        watchdog: Detects dead processes and steps that hang.
+        profile: Traces a few steps, in process 0.
+        lead: True in process 0, which prints progress.
     """
 
     trainer: Trainer
@@ -72,7 +77,7 @@ class Run:
     profile: Profile
     lead: bool
 
-    _place: Any = None  # in the data, after the last batch that was taken
+    _place: Any = None  # position in the data after the last batch
 
     def say(self, *words: Any, sep: str = " ") -> None:
         if self.lead:
@@ -88,17 +93,16 @@ class Run:
                 the model from a folder is not finite before any step.
         """
         config, trainer = self.trainer.plan.config, self.trainer
-        found = self._found(self.saver.resume)
-        if found is None:
+        restored = self._restore()
+        if restored is None:
             with self.watchdog.pause("initialising the parameters", times=STORAGE):
-                found = trainer.init(), 0
-            self._before(found[0][0])
-        states, done = found
-        if done < config.max_steps and (
-            said := optimizers.rescheduled(config, self.saver.before, done)
-        ):
-            self.say("warning:", said)
-        self.log.event("states", step=done, **noted.held(*states))
+                restored = trainer.init(), 0
+            self._before(restored[0][0])
+        states, done = restored
+        warning = optimizers.rescheduled(config, self.saver.before, done)
+        if warning is not None and done < config.max_steps:
+            self.say("warning:", warning)
+        self.log.event("states", step=done, **held_bytes(*states))
         if done > config.max_steps:
             raise ValueError(
                 f"{self.trainer.out} is at step {done}, past --max-steps {config.max_steps}: use a "
@@ -116,22 +120,25 @@ class Run:
                 break
             except zero_jax.NonFiniteError as error:
                 self.watchdog.rest()
-                place = trainer.everywhere(self._place) if left else None
-                go_back = functools.partial(self.saver.go_back, place=place)
-                found = self._found(go_back) if left else None
-                if found is None:
+                place = trainer.gather_place(self._place) if left else None
+                restored = self._restore() if left else None
+                if restored is None:
                     raise
-                self.say(f"Rolled back to step {found[1]} ({left - 1} rollbacks left): {error}")
-                self.log.event("back", step=found[1])
-                states, done = found
+                self.saver.place = place  # after the batch that failed
+                states, done = restored
+                self.say(f"Rolled back to step {done} ({left - 1} rollbacks left): {error}")
+                self.log.event("back", step=done)
         self._check_trained(states[1])
         return states[0]
 
-    def _found(self, find: Callable[..., Found | None]) -> Found | None:
-        """The states of the latest checkpoint, as this run keeps them, and its step."""
+    def _restore(self) -> Restored | None:
+        """Returns the states of the latest checkpoint in this run's dtypes, and their step."""
         with self.watchdog.pause("restoring a checkpoint", times=STORAGE):
-            found = find(self.trainer.like, self.say)
-            return None if found is None else (self.trainer.joined(found[0], self.say), found[1])
+            saved = self.saver.resume(self.trainer.like, self.say)
+            if saved is None:
+                return None
+            states, step = saved
+            return self.trainer.full_states(states, self.say), step
 
     def _before(self, params: PyTree) -> None:
         """Evaluates the model of `--init-from` before training, and shows a sample."""
@@ -189,18 +196,18 @@ class Run:
             return self.trainer.evaluate(params, max_batches, lambda _: self.watchdog.progress())
 
     def evaluate_all(self, params: PyTree) -> float:
-        """The same of all held-out text: says how far it is, and can be stopped.
+        """Returns the loss over all held-out text; prints progress, and can be stopped.
 
         Raises:
-            Stopped: It was; the trained parameters are saved, if checkpoints are made.
+            Stopped: The run was asked to end; the trained parameters are saved, if any are.
         """
-        total, told = self.trainer.plan.corpus.held_out_batches(), set[int]()
+        total, printed = self.trainer.plan.corpus.held_out_batches(), set[int]()
 
         def each(done: int) -> None:
             self.watchdog.progress()
             tenth = done * 10 // total if total else 0
-            if total and total >= LONG and tenth not in (0, 10) and tenth not in told:
-                told.add(tenth)
+            if total and total >= LONG and tenth not in (0, 10) and tenth not in printed:
+                printed.add(tenth)
                 self.say(f"evaluating: {done} of {total} batches")
             if code := self.stop():
                 raise self.stopped(code)
@@ -209,13 +216,13 @@ class Run:
             return self.trainer.evaluate(params, each=each)
 
     def stopped(self, code: int) -> Stopped:
-        """What is raised when the run was asked to end, and what it had is on its way to disk."""
+        """Returns the exception of a run that was asked to end, with its newest checkpoint."""
         return Stopped(code, self.trainer.out, self.saver.saved)
 
     def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> tuple[PyTree, PyTree]:
         trainer, config = self.trainer, self.trainer.plan.config
         speed = Speed(config.global_batch_size * config.seq_len)
-        # All at once: to ask the device in every step would wait for that step.
+        # All rates at once: reading one from the device in every step would wait for that step.
         rates = np.asarray(
             optimizers.rate(config)(jnp.arange(config.max_steps + 1, dtype=jnp.float32))
         )
@@ -226,7 +233,7 @@ class Run:
         waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
 
         def report(most: int) -> None:
-            """Writes down all steps but so many."""
+            """Logs all finished steps except the latest `most`."""
             while len(waiting) > most:
                 number, metrics = waiting.pop(0)
                 loss, rate = float(metrics.loss), speed.tick()
@@ -256,7 +263,7 @@ class Run:
             except DataChanged:
                 report(0)
                 self.watchdog.rest()
-                if jax.process_count() == 1:  # the others may not have met the change
+                if jax.process_count() == 1:  # other processes may not have seen the change
                     self._save(number - 1, (params, opt_state), now=True)
                     if saved := self.saver.saved:
                         self.say(f"Step {saved} is saved in {self.trainer.out}")
@@ -265,7 +272,7 @@ class Run:
             waiting.append((number, metrics))
             if number == done + 1:
                 report(0)
-                speed.restart()  # it was compiled
+                speed.restart()  # this step included compilation
             report(1)
             self.watchdog.step(number)
             with self.watchdog.pause("saving a checkpoint", times=STORAGE):
@@ -288,22 +295,21 @@ class Run:
 
     def _save(self, number: int, states: tuple[PyTree, PyTree], now: bool) -> None:
         trainer, before = self.trainer, self.saver.saved
-        self.saver.save(
-            *(number, trainer.kept(states), lambda: trainer.everywhere(self._place)), now=now
-        )
+        place = functools.partial(trainer.gather_place, self._place)
+        self.saver.save(number, trainer.saved_states(states), place, now=now)
         if self.saver.saved != before:
             self.log.event("checkpoint", step=number)
 
 
 def run(config: Config) -> None:
-    """The whole run, as every process of it goes through it."""
+    """Executes a run; every process calls it."""
     settings = shared(config)
 
-    def read() -> Plan:
+    def read() -> RunPlan:
         if config.wandb_project is not None and jax.process_index() == 0:
             import_wandb(config.wandb_project)
         plan = load(config)
-        leaving.check(plan)
+        export.check(plan)
         return plan
 
     plan = together(settings, "input", read)
@@ -316,28 +322,28 @@ def run(config: Config) -> None:
     say = print if lead else lambda *_, **__: None
     shapes = trainer.shapes()
     known = facts(plan, trainer.zero, shapes)
+    record = RunRecord(known, plan.corpus.order, contents)
     unit = plan.corpus.unit
 
-    def counted() -> tuple[dict[str, float], dict[str, Any]]:
-        """Says what the run will do; returns what counting alone would reach, and the costs."""
+    def print_costs() -> tuple[dict[str, float], dict[str, Any]]:
+        """Prints the plan; returns the entropies of the text and the facts of the start."""
         if not lead:
             return {}, {}
         step = trainer.predict()
         stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
         print_plan(known, trainer.zero, stages, step)
         print(plan.corpus.outlook(config.max_steps))
-        marks = plan.corpus.marks(plan.model.config.vocab)
-        return marks, noted.start(step, stages, marks, unit)
+        levels = plan.corpus.marks(plan.model.config.vocab)
+        return levels, start_event(step, stages, levels, unit)
 
-    marks, costs = together(settings, "plan", counted)
+    levels, costs = together(settings, "plan", print_costs)
 
     def open_log() -> RunLog:
-        resume = lead and config.save_steps > 0 and goes_on(config.output_dir, config.resume)
+        resume = lead and config.save_steps > 0 and can_resume(config.output_dir, config.resume)
         if resume:
-            given = known, plan.corpus.order, contents, config.resume_step
-            check_resume(pathlib.Path(config.output_dir or ""), *given)
+            check_resume(pathlib.Path(config.output_dir or ""), record, config.resume_step)
         out = config.output_dir or (next_folder("runs") if lead else "runs")
-        facts = {**known, **marks, "output_dir": str(out)}
+        facts = {**known, **levels, "output_dir": str(out)}
         log = RunLog(out, facts, lead, resume=resume, wandb=config.wandb_project)
         log.event("start", **costs)
         if lead:
@@ -345,42 +351,41 @@ def run(config: Config) -> None:
         return log
 
     log = together(settings, "output_dir", open_log)
-    trainer.out = same_everywhere(log.out_dir)
+    trainer.out = path_of_first_process(log.out_dir)
     with (
         interrupted(trainer.out),
         Watchdog(dead_after=config.heartbeat_timeout_seconds) as watchdog,
-        leaving_together(),
+        shutdown_distributed(),
     ):
         with contextlib.ExitStack() as stack:
             stack.enter_context(log)
             kept = (config.save_steps, config.save_total_limit, config.keep_every_steps)
-            order = plan.corpus.order, contents, config.resume_step
-            open_saver = functools.partial(Saver, trainer.out, *kept, known, *order)
+            open_saver = functools.partial(Saver, trainer.out, *kept, record, config.resume_step)
             saver = stack.enter_context(together(settings, "checkpoints", open_saver))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
             say(f"Writing to {log.out_dir}", flush=True)
             traced = trainer.out / "profile" if config.profile and lead else None
             profile = Profile(traced)
-            job = Run(trainer, log, saver, stop, watchdog, profile, lead)
+            loop = TrainingLoop(trainer, log, saver, stop, watchdog, profile, lead)
             with watchdog.guard():
                 with profile:
-                    params = job.train()
-                loss = job.evaluate_all(params)
+                    params = loop.train()
+                loss = loop.evaluate_all(params)
                 log.evaluation(config.max_steps, val_loss=loss)
-                job.check_loss(loss, AFTER)
+                loop.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / report_page.FILE).exists():
             say(f"Report of this run: {page}")
         say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.corpus.held_out_size}")
-        for name, entropy in marks.items():
+        for name, entropy in levels.items():
             say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
-        job.show_sample(params, "sample")
+        loop.show_sample(params, "sample")
         if counts := plan.corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
             say(f"documents in {rows}: {counts}")
-        lora = None if trainer.model.adapted is None else leaving.adapters(trainer, params)
+        lora = None if trainer.model.adapted is None else export.adapters(trainer, params)
 
-        def leave_files() -> None:
-            for line in leaving.leave(trainer, lora) if lead else ():
+        def write_export() -> None:
+            for line in export.write(trainer, lora) if lead else ():
                 say(line)
 
-        together(settings, "export", leave_files)
+        together(settings, "export", write_export)

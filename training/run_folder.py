@@ -1,9 +1,9 @@
-"""The folder of a run: `RunLog` writes it while the run trains, `read` reads it at any time.
+"""The folder of a run: `RunLog` writes it during training, `read` reads it at any time.
 
 A folder holds `config.json`; `metrics.jsonl`, one JSON object per line, flushed at once so that a
-killed run keeps all of them; `events.jsonl`, when it started, saved and ended; TensorBoard files;
-and `loss.png` and `report.html`, made at the end from the others. JSON has no NaN: a number that is
-not finite is null. Losses are in nats per token, or per byte of text that is read byte by byte.
+killed run keeps all of them; `events.jsonl`, starts, checkpoints and ends; TensorBoard files;
+and `loss.png` and `report.html`, written at the end from the others. JSON has no NaN: a
+non-finite number is null. Losses are in nats per token, or per byte without a tokenizer.
 
 The last line of a file may be incomplete. A run that resumed repeats the steps after its
 checkpoint: the last line of a step counts.
@@ -24,35 +24,35 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from training.scalars import Scalars, TensorBoard, WeightsAndBiases
+from training.scalars import ScalarWriter, TensorBoard, WeightsAndBiases
 
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
 COMPILED, CHECKPOINTS = "compiled.json", "checkpoints"
 
-# Kinds of the entries that are computed with; all others are shown as they are.
-_CONFIG_KINDS = {"max_steps": int, "tokens_per_step": int, "psi": int}
-_EVENT_KINDS = {
+# Types of the entries that the report computes with; all others are shown as they are.
+_CONFIG_TYPES = {"max_steps": int, "tokens_per_step": int, "psi": int}
+_EVENT_TYPES = {
     **{"step": int, "levels": dict, "devices": dict, "versions": dict, "predicted": dict},
     **{"stages": list, "stage": int, "time": str},
 }
 
 
 class RunLog:
-    """Writes down a run, step by step; use it in a `with`, or call `close`.
+    """Writes the folder of a run; a context manager.
 
     Args:
-        out_dir: Folder of the run; made if missing.
-        config: Settings of this start, nested; values of other types than JSON's by their `str`.
-        enabled: False writes nothing: for all processes but the first.
-        resume: Continue in a folder that already holds a run. If the config has changed, the
-            earlier one stays as `config.1.json`, and so on.
-        wandb: A project of Weights & Biases to send the numbers to as well.
+        out_dir: Folder of the run; created if missing.
+        config: Settings of this start, nested; `str` converts types that JSON lacks.
+        enabled: False writes nothing; for all processes except the first.
+        resume: Appends to a folder that holds a run. A changed config keeps the earlier one as
+            `config.1.json`, and so on.
+        wandb: Project of Weights & Biases.
 
     Raises:
         ValueError: `out_dir` is a file or cannot be written, another run writes there, or it holds
-            a run and `resume` is False. Nothing in it has been changed then.
+            a run and `resume` is False. The folder is unchanged then.
     """
 
     def __init__(
@@ -90,15 +90,12 @@ class RunLog:
                 f"{self.out_dir} can't be written: {error}. Give --output-dir a folder with write "
                 "permission, or a new name"
             ) from error
-        self._scalars: list[Scalars] = [TensorBoard(self.out_dir / "tensorboard", resumed)]
+        self._scalars: list[ScalarWriter] = [TensorBoard(self.out_dir / "tensorboard", resumed)]
         if wandb is not None:
             self._scalars.append(WeightsAndBiases(wandb, self.out_dir, known))
 
     def step(self, step: int, *, skipped: int = 0, **values: float | None) -> None:
-        """Writes the numbers of a training step, by name; those that are None are left out.
-
-        `skipped` is 1 where the update was not applied.
-        """
+        """Writes the metrics of a step, except None; `skipped` is 1 for a skipped update."""
         known = {name: value for name, value in values.items() if value is not None}
         self._write("train", step, {**known, "skipped": int(skipped)})
 
@@ -107,24 +104,24 @@ class RunLog:
         self._write("val", step, {"val_loss": val_loss})
 
     def event(self, name: str, **facts: Any) -> None:
-        """Notes that something happened now, in `events.jsonl`; facts are as in a config."""
+        """Appends an event with the current time to `events.jsonl`."""
         if self._open:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             _write_line(self._events, {"event": name, "time": now, **facts})
 
     def close(self, failed: bool = False) -> None:
-        """Closes the files and makes `loss.png` and `report.html`; more calls do nothing."""
+        """Closes the files and writes `loss.png` and `report.html`; can be called again."""
         if not self._open:
             return
         from training import charts, report_page  # here: they read this folder
 
         self._open = False
         with self._files:
-            made = {"loss.png": charts.draw_losses, report_page.FILE: report_page.write}
-            for name, make in made.items():
+            writers = {"loss.png": charts.draw_losses, report_page.FILE: report_page.write}
+            for name, write in writers.items():
                 try:
-                    make(self.out_dir)
-                except Exception as error:  # the run is done; the page can be made later
+                    write(self.out_dir)
+                except Exception as error:  # training itself is complete
                     print(f"{name} is not written: {type(error).__name__}: {error}")
             for scalars in self._scalars:
                 scalars.close(failed)
@@ -134,7 +131,7 @@ class RunLog:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         said = "" if error is None else str(error).partition("\n")[0]
-        # An error that ends the run is not hidden by one in writing its end.
+        # A full disk must not replace the exception that ended the run.
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             try:
                 self.event("end", error=None if error is None else type(error).__name__, said=said)
@@ -153,7 +150,7 @@ class RunLog:
 
 
 def next_folder(parent: str | Path) -> Path:
-    """Makes the first free one of `001`, `002` and so on, so that no two runs get the same."""
+    """Creates the next free folder of `001`, `002` and so on, atomically."""
     number = max([0, *(int(p.name) for p in Path(parent).glob("[0-9]*") if p.name.isdecimal())])
     while True:
         number += 1
@@ -164,7 +161,7 @@ def next_folder(parent: str | Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value in types that JSON has; NaN and infinities become None."""
+    """Converts to JSON types; NaN and infinities become None."""
     plain = json.dumps(value, default=lambda x: x.item() if isinstance(x, np.generic) else str(x))
     return json.loads(plain, parse_constant=lambda _: None)
 
@@ -189,17 +186,17 @@ def _write_line(file: TextIO, line: Line) -> None:
     try:
         file.write(json.dumps(_plain(line)) + "\n")
         file.flush()
-    except OSError as error:  # which does not name the file
+    except OSError as error:  # this error has no file name
         raise OSError(error.errno, error.strerror, file.name) from error
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedStep:
     """A checkpoint of a run."""
 
     step: int
-    time: datetime | None  # finished, or begun if it is deleted
-    nbytes: int | None  # of all its files; None if it is deleted
+    time: datetime | None  # end of the save; its start if the checkpoint is deleted
+    nbytes: int | None  # total size; None if the checkpoint is deleted
     problem: str  # empty if it is complete
 
 
@@ -209,11 +206,11 @@ class RunFolder:
 
     path: Path
     config: Line  # settings of the latest start
-    earlier: Sequence[Line]  # those of starts with other settings, oldest first
+    earlier: Sequence[Line]  # settings of earlier starts if different, oldest first
     steps: Sequence[Line]  # a line for each step, ascending
     evaluations: Sequence[Line]  # a line for each evaluation on held-out text
     events: Sequence[Line]  # starts, checkpoints and ends, oldest first
-    checkpoints: Sequence[Saved]  # also those that are deleted
+    checkpoints: Sequence[SavedStep]  # includes deleted ones
     compiled: Line  # memory of the compiled step, if `--compile` wrote it
 
     @property
@@ -243,7 +240,7 @@ def read(path: str | Path) -> RunFolder:
     """Reads the folder of a run.
 
     Raises:
-        ValueError: It holds nothing of a run, or a file is damaged.
+        ValueError: The folder has no files of a run, or a file is damaged.
     """
     path = Path(path)
     if not any((path / name).is_file() for name in (METRICS, CONFIG)):
@@ -253,11 +250,11 @@ def read(path: str | Path) -> RunFolder:
     steps, evaluations = read_metrics(path / METRICS)
     events = read_lines(path / EVENTS)
     for event in events:
-        _check_kinds(event, _EVENT_KINDS, path / EVENTS)
+        _check_types(event, _EVENT_TYPES, path / EVENTS)
     earlier = [p for p in path.glob("config.*.json") if p.name.split(".")[1].isdecimal()]
     return RunFolder(
         path=path,
-        config=_check_kinds(_object(path / CONFIG), _CONFIG_KINDS, path / CONFIG),
+        config=_check_types(_object(path / CONFIG), _CONFIG_TYPES, path / CONFIG),
         earlier=[_object(p) for p in sorted(earlier, key=lambda p: int(p.name.split(".")[1]))],
         steps=steps,
         evaluations=evaluations,
@@ -268,7 +265,7 @@ def read(path: str | Path) -> RunFolder:
 
 
 def read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
-    """Returns the lines of steps and those of evaluations, each step as it was written last."""
+    """Returns the lines of steps and of evaluations; the last line of a step counts."""
     steps: list[Line] = []
     evaluations: list[Line] = []
     for line in read_lines(path):
@@ -292,19 +289,14 @@ def read_lines(path: Path) -> list[Line]:
     if not path.is_file():
         return []
     texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = []
+    lines = []
     for count, text in enumerate(texts, 1):
         try:
-            line = json.loads(text) if text.strip() else {}
-        except (ValueError, RecursionError) as error:
-            if count == len(texts):  # no line break follows: it was being written
-                break
-            raise ValueError(f"{path}, line {count}, is not JSON: {error}") from error
-        if not isinstance(line, dict):
-            raise ValueError(f"{path}, line {count}, is not a JSON object: {text[:80]}")
-        if line:
-            found.append(line)
-    return found
+            lines.append(_json_object(text, f"{path}, line {count},") if text.strip() else {})
+        except ValueError:
+            if count < len(texts):  # else the line is incomplete
+                raise
+    return [line for line in lines if line]
 
 
 def number(value: Any) -> float:
@@ -313,8 +305,8 @@ def number(value: Any) -> float:
     >>> number(2), number(None), number(float("inf"))
     (2.0, nan, nan)
     """
-    given = float(value) if isinstance(value, (int, float)) else math.nan
-    return given if math.isfinite(given) else math.nan
+    converted = float(value) if isinstance(value, (int, float)) else math.nan
+    return converted if math.isfinite(converted) else math.nan
 
 
 def finite(points: Points) -> Points:
@@ -331,11 +323,11 @@ def when(event: Line) -> datetime | None:
         return None
 
 
-def _check_kinds(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
-    """Returns an object of a file if the settings that the page computes with are of their kinds.
+def _check_types(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
+    """Checks the types of entries that the report computes with; returns the line.
 
     Raises:
-        ValueError: One is not: the file was edited, or is damaged.
+        ValueError: An entry has another type: the file was edited, or is damaged.
     """
     for name, kind in kinds.items():
         value = line.get(name)
@@ -348,27 +340,32 @@ def _check_kinds(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
 
 
 def _object(path: Path) -> Line:
+    """Returns the JSON object of a file; empty if there is no file."""
     if not path.is_file():
         return {}
+    return _json_object(path.read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+def _json_object(text: str, where: str) -> Line:
     try:
-        known = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(known, dict):
-        raise ValueError(f"{path} is not a JSON object: {json.dumps(known)[:80]}")
-    return known
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not a JSON object: {text[:80]}")
+    return value
 
 
-def _checkpoints(folder: Path, events: Sequence[Line]) -> list[Saved]:
-    noted = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
-    found = {step: Saved(step, time, None, "deleted") for step, time in noted.items()}
+def _checkpoints(folder: Path, events: Sequence[Line]) -> list[SavedStep]:
+    times = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
+    checkpoints = {step: SavedStep(step, time, None, "deleted") for step, time in times.items()}
     if folder.is_dir():
         from zero_jax.checkpoint.inspection import summary  # here: it imports jax
         from zero_jax.checkpoint.retention import step_folders
 
-        for step, own in step_folders(folder).items():
-            seen = summary(own)
+        for step, path in step_folders(folder).items():
+            seen = summary(path)
             done = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else None
-            known = done or noted.get(step)
-            found[step] = Saved(step, known, seen.nbytes, "; ".join(seen.problems))
-    return [found[step] for step in sorted(found)]
+            known = done or times.get(step)
+            checkpoints[step] = SavedStep(step, known, seen.nbytes, "; ".join(seen.problems))
+    return [checkpoints[step] for step in sorted(checkpoints)]

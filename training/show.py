@@ -1,7 +1,4 @@
-"""What a run shows while it works: how far it is, tables, and numbers one can read.
-
-On a terminal a bar, elsewhere plain lines. Units follow the paper: GB = 1e9 bytes.
-"""
+"""Progress bars, tables and human-readable numbers. Units follow the paper: GB = 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -20,28 +17,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-_REORDERING = (
-    "LRE",
-    "RLE",
-    "LRO",
-    "RLO",
-    "PDF",
-    "LRI",
-    "RLI",
-    "FSI",
-    "PDI",
-)  # of bidirectional text
+# Unicode classes of characters that reorder bidirectional text.
+_REORDERING = frozenset(["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"])
 
 
 class Show(Protocol):
-    """Shows how far a run is, after `step` steps of it are done."""
+    """Reports progress after `step` finished steps."""
 
     def __call__(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
 
 @contextlib.contextmanager
 def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Show]:
-    """Shows step, loss, tokens per second and time left: a bar, or lines where no one watches.
+    """Shows step, loss, tokens per second and time left, as a bar or as lines.
 
     Where stdout is not a terminal (a file, a pipe, a batch job), a plain line is printed about
     every tenth of the run.
@@ -49,10 +37,10 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
     Args:
         total: Steps of the whole run.
         start: Steps done before, in a resumed run.
-        enabled: False shows nothing: for all processes but the first.
+        enabled: False prints nothing; for all processes except the first.
 
     Yields:
-        `show(step, loss, tokens_per_second)`, to call after each step with the steps done.
+        `show(step, loss, tokens_per_second)`, to call after each step.
     """
     if not enabled:
         yield lambda step, loss, tokens_per_second: None
@@ -72,7 +60,7 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
 
             def show(step: int, loss: float, tokens_per_second: float) -> None:
                 nonlocal is_first
-                if is_first:  # its time was that of a compilation
+                if is_first:  # this step included compilation
                     is_first = False
                     bar.reset(task, completed=step)
                 text = f"loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
@@ -83,7 +71,7 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
 
 def _lines(total: int, start: int) -> Show:
     tenth = start * 10 // max(total, 1)
-    first: list[tuple[int, float]] = []  # the step that was compiled tells nothing of the others
+    first: list[tuple[int, float]] = []  # the first step includes compilation
 
     def show(step: int, loss: float, tokens_per_second: float) -> None:
         nonlocal tenth
@@ -103,11 +91,11 @@ def _lines(total: int, start: int) -> Show:
 
 
 class Speed:
-    """Tokens per second, of the last steps and without pauses.
+    """Tokens per second over the last steps, without pauses.
 
     Args:
         tokens_per_step: Tokens of one global batch.
-        window: Steps to take the mean of.
+        window: Number of steps in the mean.
     """
 
     def __init__(self, tokens_per_step: int, window: int = 20) -> None:
@@ -115,19 +103,19 @@ class Speed:
         self._times = collections.deque([time.monotonic()], window + 1)
 
     def tick(self) -> float:
-        """Counts a step that ends now, and returns the speed."""
+        """Records the end of a step; returns tokens per second."""
         self._times.append(time.monotonic())
         elapsed = self._times[-1] - self._times[0]
         return self.tokens_per_step * (len(self._times) - 1) / max(elapsed, 1e-9)
 
     def restart(self) -> None:
-        """Forgets what was before: a compilation, an evaluation."""
+        """Discards earlier steps, after a compilation or an evaluation."""
         self._times.clear()
         self._times.append(time.monotonic())
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table to stdout, all columns but the first to the right; never cut off in a file."""
+    """Prints a table to stdout, numbers right-aligned; not truncated in a file."""
     table = Table(title=Text(title, "bold"), box=rich.box.SIMPLE_HEAD, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if number else "left")

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, and starts them again when some of them fail.
+"""Process supervisor for one machine: starts the processes of a run and restarts them on failure.
 
     python train.py --supervise 4 --output-dir runs/long ...
 
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from training import orphans
-from training.stop import CODES, FAILED, GO_ON_LATER, INTERRUPTED, handled
+from training.preemption import CODES, FAILED, INTERRUPTED, RESUMABLE, handled
 
 WRONG = 2  # an invalid setting
 # Exit codes of runs that ended on purpose, the most important first.
-ON_PURPOSE = (WRONG, FAILED, INTERRUPTED, GO_ON_LATER)
+ON_PURPOSE = (WRONG, FAILED, INTERRUPTED, RESUMABLE)
 _LONGEST_WAIT = 60.0
 
 
@@ -41,7 +41,7 @@ def supervise(
     divides: int,
     backoff: float = 1.0,
 ) -> int:
-    """Runs until the run is done; returns its exit code.
+    """Starts and restarts the processes until the run ends; returns its exit code.
 
     Args:
         command: The command of each process, without the flags of its rank.
@@ -74,11 +74,11 @@ def supervise(
 
 
 def outcome(codes: Sequence[int], asked: int = 0) -> int:
-    """Returns the exit code of a run from those of its processes, not all of which are 0.
+    """Combines the exit codes of processes, some of which are not 0.
 
     Args:
-        codes: Of the processes; negative after a signal.
-        asked: The code for the signal that the supervisor passed on; 0 for none.
+        codes: Exit codes of the processes; negative after a signal.
+        asked: Exit code for the signal that the supervisor forwarded; 0 for none.
 
     >>> outcome([76, 75]), outcome([-9, -15], asked=75), outcome([76, -9]), outcome([-9])
     (75, 75, 76, 137)
@@ -108,10 +108,10 @@ class _Group:
     """The processes of one start."""
 
     def __init__(self, command: Sequence[str], count: int):
-        self.asked = 0  # the exit code for the signal that was passed on
+        self.asked = 0  # exit code for the forwarded signal
         self._signal = 0  # its number
         self._signalled: set[int] = set()  # ids of processes that received it
-        self.exited: list[int] = []  # exit codes of those that ended by themselves
+        self.exited: list[int] = []  # exit codes of processes that were not killed here
         self._processes: list[subprocess.Popen[bytes]] = []
         address = free_address()
         names = ("--coordinator-address", address, "--num-processes", str(count), "--process-id")
@@ -120,14 +120,14 @@ class _Group:
 
     def run(self, grace: float) -> list[int]:
         """Starts the processes and waits; kills those still running `grace` s after a failure."""
-        before = {number: signal.signal(number, self._pass_on) for number in handled()}
+        before = {number: signal.signal(number, self._forward) for number in handled()}
         try:
             environment = {**os.environ, orphans.VARIABLE: str(os.getpid())}
             for command in self._commands:
                 # A new session: a Ctrl-C in the terminal reaches each process once, from here.
                 process = subprocess.Popen(command, env=environment, start_new_session=True)
                 self._processes.append(process)
-            if self._signal:  # it came during the starts
+            if self._signal:  # the signal arrived during the starts
                 self._send([p for p in self._processes if p.pid not in self._signalled])
             end = None
             while any(p.poll() is None for p in self._processes):
@@ -146,7 +146,7 @@ class _Group:
                 signal.signal(number, handler)
         return [p.returncode for p in self._processes]
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def _forward(self, number: int, _: FrameType | None) -> None:
         self.asked = max(self.asked, CODES[signal.Signals(number)])
         self._signal = number
         self._send(self._processes)

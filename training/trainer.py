@@ -1,4 +1,4 @@
-"""A model, its optimizer and their place on the devices: what ZeRO is asked for."""
+"""The model, optimizer and train step of a run."""
 
 import functools
 import pathlib
@@ -13,10 +13,10 @@ from jax.experimental import multihost_utils
 import zero_jax
 from training import optimizers
 from training.config import mesh_sizes
+from training.multiprocess import together
 from training.packing import LOOK
-from training.plan import Plan, check_batch
+from training.plan import RunPlan, check_batch
 from training.saving import state_files
-from training.together import together
 from zero_jax import interchange
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """A model, its optimizer and their place on the devices. Parameters come with `init`."""
+    """The model, optimizer and train step of a run; `init` allocates parameters."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         config = plan.config
         self.plan, self.model = plan, plan.model
         self.out = pathlib.Path()  # folder of the run
@@ -43,7 +43,7 @@ class Trainer:
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.zero_settings())
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._planned(), has_aux=self.model.routes).zero
-            del self._abstract  # which may rest elsewhere now
+            del self._abstract  # its sharding may have changed
         self.tx = self.zero.optimizer(self.plain_tx)
         trained = self.model.trained_loss
         self.step = self.zero.train_step(trained, self.tx, has_aux=self.model.routes)
@@ -54,7 +54,7 @@ class Trainer:
         return jax.random.key(self.plan.config.seed)
 
     def _sizes(self) -> dict[str, int]:
-        """Of the mesh, as --mesh says; where all is left open experts stay, if that is shorter."""
+        """Returns the mesh axes of --mesh, or for --stage auto the fastest expert parallelism."""
         config = self.plan.config
         if config.stage != "auto" or config.mesh is not None or config.lora_rank is not None:
             return mesh_sizes(config.mesh)
@@ -65,7 +65,7 @@ class Trainer:
         return {"experts": expert_elements.groups(*own)}
 
     def _planned(self) -> tuple[Any, ...]:
-        """What a plan of the step is made from."""
+        """Returns the arguments of `Zero.plan`: loss, optimizer, parameters and batch."""
         rows = jax.ShapeDtypeStruct(
             (self.plan.config.global_batch_size, self.plan.config.seq_len + 1), jnp.int32
         )
@@ -73,17 +73,17 @@ class Trainer:
 
     @functools.cached_property
     def _abstract(self) -> PyTree:
-        """The parameters as they will rest; not allocated."""
+        """The sharded parameters as `ShapeDtypeStruct`; not allocated."""
         return self.zero.eval_shape(self.model.make, self._key)
 
     def predict(self, *, compile: bool = False) -> zero_jax.Plan:
-        """What a step will hold on each device; what is in files is shown as in host memory.
+        """Returns the plan of a step; state in NVMe files counts as host memory.
 
         Args:
-            compile: Whether to compile the step too, for these devices.
+            compile: Compiles the step too, for these devices.
         """
         zero = self.zero
-        if zero.config.offload.in_files:  # on a mesh that is not there: host memory is not used
+        if zero.config.offload.in_files:  # an abstract mesh: host memory is not used
             abstract = mesh.abstract_of(self.mesh)
             zero = zero.replace(mesh=abstract, offload="optimizer")
         loss, _, _, batch = self._planned()
@@ -92,7 +92,7 @@ class Trainer:
         return zero.plan(loss, zero.optimizer(self.plain_tx), params, batch, **own)
 
     def shapes(self) -> PyTree:
-        """The logical parameters, not allocated."""
+        """Returns the full parameters as `ShapeDtypeStruct`; not allocated."""
         return jax.eval_shape(self.model.make, self._key)
 
     def like(self, saved: Mapping[str, Any] | None = None) -> States:
@@ -115,15 +115,18 @@ class Trainer:
                     f"{self.out} was saved with --optimizer-state-dtype {states}, and NVMe files "
                     "hold fp32: resume without :nvme until the next checkpoint, then with it"
                 )
-            return self.kept(self.init())
+            return self.saved_states(self.init())
         zero = self.zero.replace(optimizer_state_dtype=states)
         tx = zero.optimizer(self.plain_tx)
-        return self.kept((self._abstract, tx.init(self._abstract)))
+        return self.saved_states((self._abstract, tx.init(self._abstract)))
 
     def init(self) -> States:
-        """Parameters and optimizer state, born partitioned, or read by those who hold them.
+        """Initialises sharded parameters and optimizer state; each process reads its own shards.
 
-        State files of the same run give way; those of another are refused.
+        State files of an earlier start of this run are deleted.
+
+        Raises:
+            ValueError: State files of another run are in the way.
         """
         params = self._params()
         with state_files(self.zero.config.offload.directory, self.out):
@@ -149,28 +152,28 @@ class Trainer:
         return self._base() | alone.shard({"lora": ordered})
 
     def _base(self) -> PyTree:
-        """What is not trained; every start makes the same of the folder, or of the seed."""
+        """Returns the frozen model: read from --init-from, or initialised from the seed."""
         if self.plan.config.init_from is None:
             return {"base": self.zero.init(self.model.make, self._key)["base"]}
         like = self._abstract["base"]
         return {"base": self._read(like, rounded=True)}
 
     def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
-        """Reads the weights of --init-from; a fault in what one process reads ends all of them."""
+        """Reads the weights of --init-from; an error in one process is raised in all."""
         assert self.plan.config.init_from is not None
         read = functools.partial(
             interchange.load, self.plan.config.init_from, like, rounded=rounded
         )
         return together({}, "weights", read)
 
-    def kept(self, states: States) -> States:
-        """What a checkpoint has of these states: all but a base, which no step changes."""
+    def saved_states(self, states: States) -> States:
+        """Returns the states that a checkpoint saves: all except a frozen base model."""
         if self.model.adapted is None:
             return states
         return {"lora": states[0]["lora"]}, states[1]
 
-    def joined(self, kept: States, say: Callable[[str], Any]) -> States:
-        """Parameters and state of a checkpoint; reports a change of `--optimizer-state-dtype`."""
+    def full_states(self, kept: States, say: Callable[[str], Any]) -> States:
+        """Returns full states from those of a checkpoint; converts the optimizer state dtype."""
         params, state = kept
         if self.model.adapted is not None:
             params = self._base() | params
@@ -181,21 +184,21 @@ class Trainer:
         return params, state
 
     def batches(self, place: Any = None) -> Iterator[tuple[tuple[jax.Array, ...], Any]]:
-        """Global batches to train on, from a place in the data on, and the place after each."""
+        """Yields global batches from a position in the data on, and the position after each."""
         share = zero_jax.batch_share(self.mesh)
         for rows, after in self.plan.corpus.batches(place, *share):
             yield zero_jax.global_batch(self.mesh, rows), after
 
-    def everywhere(self, place: Any) -> Any:
-        """The place in the data of all processes, of which each knows its own lanes."""
+    def gather_place(self, place: Any) -> Any:
+        """Returns the position in the data of all processes; each knows only its own lanes."""
         if not isinstance(place, list) or jax.process_count() == 1:
             return place
         lanes = np.full((len(place), LOOK + 1), -1, np.int32)
         for lane, known in zip(lanes, place, strict=True):
             lane[: len(known)] = known
         index, count = zero_jax.batch_share(self.mesh)
-        found = multihost_utils.process_allgather((np.int32(index), lanes))
-        by_index = {int(i): own for i, own in zip(*found, strict=True)}
+        gathered = multihost_utils.process_allgather((np.int32(index), lanes))
+        by_index = {int(i): lanes for i, lanes in zip(*gathered, strict=True)}
         rows = [lane for i in range(count) for lane in by_index[i]]
         return [[int(n) for n in lane if n >= 0] for lane in rows]
 
@@ -226,11 +229,11 @@ class Trainer:
         return sum(loss * weight for loss, weight in pairs) / weights
 
     def sample(self, params: PyTree, prompt: np.ndarray) -> str:
-        """Continues a held-out beginning, working on one device; of documents the likeliest way.
+        """Continues a prompt on one device; greedily for documents.
 
         Args:
-            params: Whole on every device.
-            prompt: Tokens that it begins with.
+            params: Unsharded parameters.
+            prompt: Token ids.
         """
         config, adapted = self.plan.config, self.model.adapted
         alone = jax.tree.map(lambda x: x.addressable_data(0), params)
@@ -243,10 +246,10 @@ class Trainer:
 
 
 def one_late(results: Iterable[T]) -> Iterator[T]:
-    """Holds one result back: the host reads it while the devices work at the next."""
-    held: list[T] = []
+    """Yields each result after the next one is queued, so that devices never wait for the host."""
+    queued: list[T] = []
     for result in results:
-        held.append(result)
-        if len(held) > 1:
-            yield held.pop(0)
-    yield from held
+        queued.append(result)
+        if len(queued) > 1:
+            yield queued.pop(0)
+    yield from queued

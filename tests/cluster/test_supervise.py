@@ -12,7 +12,7 @@ from test_train import folder
 
 from training import main as program
 from training import orphans
-from training.stop import handled
+from training.preemption import handled
 from training.supervise import free_address, outcome, supervise
 
 __all__ = ["folder"]  # a fixture

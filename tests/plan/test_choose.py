@@ -233,6 +233,24 @@ def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_l
     assert "skipped stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]
 
 
+def test_a_candidate_whose_compilation_runs_out_of_memory_is_left_out_and_other_errors_are_not():
+    def plan(candidate, compile, stage_2=lambda: jnp.zeros((10**5, 10**5, 10**4))):
+        if compile and candidate.stage == 2:
+            stage_2()
+        return planner()(candidate, compile)
+
+    tried = [Candidate(2, 1, "none"), Candidate(3, 1, "none")]
+    choice = search(tried, plan, 100, ignore)
+    assert choice.chosen.candidate.stage == 3
+    assert choice.considered[0].verdict == "does not compile: out of memory"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="other"):
+        search(tried, functools.partial(plan, stage_2=other), 100, ignore)
+
+
+def other():
+    raise jax.errors.JaxRuntimeError("INTERNAL: another error than RESOURCE_EXHAUSTED")
+
+
 # Meshes for 64 devices and 100 bytes: of those that fit, the fastest on a roofline. Far above the
 # limit nothing is compiled.
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zero_jax
-from training import ask
+from training import generate
 from zero_jax.commands import plan as command
 from zero_jax.engine import grads
 from zero_jax.hlo import prove
@@ -86,7 +86,7 @@ def test_counts_of_other_commands_are_named_too(tmp_path, capsys):
     for value in ("0", "-1", HUGE):
         assert translate.main([str(file), f"--devices={value}"]) == 2
         assert f"--devices {value}" in capsys.readouterr().err
-        assert ask.main([str(tmp_path), "why?", f"--length={value}"]) == 2
+        assert generate.main([str(tmp_path), "why?", f"--length={value}"]) == 2
         assert f"length={value}" in capsys.readouterr().err
 
 

@@ -12,15 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 import zero_jax
-from training import byte_tokenizer, data_files
+from training import byte_tokenizer, data_files, resuming
 from training.config import Config, flag
 from training.corpus import Text
 from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source, sources_of
 from training.packing import LOOK, Lane, row_of
 from training.records import Records, check
-from training.resuming import REFUSE, WARN, base_checksum, check_settings
-from training.saving import Saver, _changed_contents, check_resume
+from training.resuming import REFUSE, WARN, RunRecord, changed_contents, check_settings
+from training.saving import Saver, check_resume
 from training.text import Tokens, load_tokens
 from training.tokenizer import Tokenizer
 
@@ -375,7 +375,7 @@ def test_a_text_that_changes_ends_the_run(tmp_path, monkeypatch, exact, name):
     # The same length and other content: other checksums, with which a run is compared.
     other = Text(load_tokens(path, vocab=256), seq=16, batch=4, seed=0)
     assert other.order == text.order
-    assert "--data" in _changed_contents(other.contents, text.contents, DIR)[0]
+    assert "--data" in changed_contents(other.contents, text.contents, DIR)[0]
 
 
 def test_data_with_the_content_it_had_is_read_and_no_pipe_in_its_place(tmp_path):
@@ -413,11 +413,11 @@ def test_another_template_is_a_warning_and_another_vocabulary_an_error(tmp_path)
         return corpus(tokenizer, (records(tmp_path / "a.jsonl", ["a", "b"]), 1.0)).contents
 
     first, other = contents(), contents(" ")
-    assert _changed_contents(contents(), first, DIR) == _changed_contents(first, {}, DIR) == []
-    (said,) = _changed_contents(other, first, DIR)
+    assert changed_contents(contents(), first, DIR) == changed_contents(first, {}, DIR) == []
+    (said,) = changed_contents(other, first, DIR)
     assert all(x in said for x in ("--tokenizer", first["chat template"], other["chat template"]))
     with pytest.raises(ValueError, match=f"--tokenizer .*{DIR}"):
-        _changed_contents(contents(token="<|more|>"), first, DIR)
+        changed_contents(contents(token="<|more|>"), first, DIR)
 
 
 RUN = vars(Config(learning_rate=1e-3, warmup_steps=2)) | {"hf_config": {"hidden_size": 32}}
@@ -464,14 +464,16 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
         (tmp_path / name).mkdir()
         for file in files:
             save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / f"{file}.safetensors")
-        return base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
+        return resuming.base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
 
     first = checksum("first", 1)
     assert checksum("moved", 1) == first
     assert checksum("two", 1, "ab") == checksum("last", 1, "ac") != first
     with pytest.raises(ValueError, match="--init-from .*--lora-init-from"):
-        _changed_contents(checksum("other", 2), first, DIR)
-    assert base_checksum(Config(init_from=str(tmp_path / "first"))) == {}  # all weights are saved
+        changed_contents(checksum("other", 2), first, DIR)
+    assert (
+        resuming.base_checksum(Config(init_from=str(tmp_path / "first"))) == {}
+    )  # all weights are saved
 
 
 def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
@@ -480,6 +482,6 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
         with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
             checkpoints.save(1, {"w": np.ones(3)}, **more)
         with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):
-            check_resume(tmp_path / f"{at}", {}, {}, {})
+            check_resume(tmp_path / f"{at}", RunRecord({}, {}, {}))
     with pytest.raises(ValueError, match="--resume-step 3"):
-        Saver(tmp_path, 1, 1, None, {}, {}, {}, from_step=3)
+        Saver(tmp_path, 1, 1, None, RunRecord({}, {}, {}), from_step=3)

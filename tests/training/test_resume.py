@@ -9,7 +9,7 @@ from small_runs import HERE, RUN, curve, folder, last_loss, saved_steps, trained
 
 import training.run
 from training.main import main
-from training.stop import Stop
+from training.preemption import Stop
 
 pytestmark = pytest.mark.slow
 __all__ = ["RUN", "curve", "folder", "last_loss", "trained_until", "wait_for"]  # also for others

@@ -27,15 +27,16 @@ from test_run_folder import wandb
 import training.run
 import training.trainer
 import zero_jax
-from training import ask, byte_tokenizer, leaving, noted, optimizers, report_page, room
+from training import byte_tokenizer, export, generate, memory, optimizers, report_page
 from training.config import Config, parse, resolve
 from training.main import main
-from training.plan import by_stage, load
+from training.plan import by_stage, held_bytes, load, start_event
+from training.preemption import FAILED, RESUMABLE, Stop
+from training.resuming import RunRecord
 from training.run import routing
 from training.run_folder import read
 from training.saving import check_resume
 from training.show import human_bytes
-from training.stop import FAILED, GO_ON_LATER, Stop
 from training.trainer import Trainer
 from zero_jax import Zero, abstract_mesh
 from zero_jax.checkpoint.manifest import Manifest
@@ -51,7 +52,7 @@ OUT = [*runs.FIRST, "--output-dir", "out"]
 def stop_before(step):
     """A `Stop` that asks a run to end before a step."""
     calls = itertools.count(1)
-    ask = {"__call__": lambda self: GO_ON_LATER if next(calls) == step else 0}
+    ask = {"__call__": lambda self: RESUMABLE if next(calls) == step else 0}
     return type("StopThere", (Stop,), ask)
 
 
@@ -92,14 +93,14 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(training.run, "Stop", stop_before(4))
-        assert main([*OUT, "--wandb-project", "zero"]) == GO_ON_LATER
+        assert main([*OUT, "--wandb-project", "zero"]) == RESUMABLE
     error = capsys.readouterr().err
     assert f"step 3, which is saved in {Path('out').resolve()}" in error
     monkeypatch.setattr(training.run, "LONG", 2)
     with monkeypatch.context() as patch:  # again after the last step and a batch of evaluation
         patch.setattr(training.run, "Stop", stop_before(2))
         patch.setattr(optimizers, "rescheduled", lambda *_: "another rate")
-        assert main(error.rpartition("python train.py ")[2].split()) == GO_ON_LATER
+        assert main(error.rpartition("python train.py ")[2].split()) == RESUMABLE
     said = capsys.readouterr()
     assert "step 3: restored" in said.out and "missing: none" in said.out
     assert "warning: another rate" in said.out
@@ -130,7 +131,7 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
         with pytest.raises(ValueError, match=f"{words}.* {former}.* another --output-dir"):
-            check_resume(Path("out"), settings, plan.corpus.order, plan.corpus.contents)
+            check_resume(Path("out"), RunRecord(settings, plan.corpus.order, plan.corpus.contents))
     Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
@@ -192,7 +193,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     trainer = runs.shared_trainer(load(parse(OUT)))
     step, shapes = trainer.predict(), trainer.shapes()
     stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
-    known = noted.start(step, stages, {}, "byte")
+    known = start_event(step, stages, {}, "byte")
     psi = sum(x.size for x in jax.tree.leaves(shapes))
     settings = {"shards": 8, "tx": trainer.plain_tx, "window": step.window}
     for stage, terms in enumerate(known["stages"]):
@@ -200,7 +201,7 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
     states = trainer.init()
-    held = noted.held(*states)
+    held = held_bytes(*states)
     for name, tree in zip(("parameters", "optimizer_state"), states, strict=True):
         assert held[name] == sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
         assert held[name] == known["predicted"][name]
@@ -392,7 +393,7 @@ def test_adapters_leave_files_and_resume_with_the_same_documents(tune, capsys, m
     assert not [p for p in Path("whole/checkpoints/2").rglob("*") if "base" in p.name]
     with monkeypatch.context() as patch:
         patch.setattr(training.run, "Stop", stop_before(2))
-        assert tune(*LORA, "--output-dir", "out") == GO_ON_LATER
+        assert tune(*LORA, "--output-dir", "out") == RESUMABLE
     assert tune(*LORA, "--output-dir", "out") == 0
     assert runs.curve("out") == runs.curve("whole") and runs.saved_steps("out") == [1, 2]
     for name, array in load_file("out/adapter/adapter_model.safetensors").items():
@@ -420,9 +421,9 @@ def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
     sizes = {"lora_rank": 2, "seq_len": 16, "global_batch_size": 8, "devices": 8}
     trainer = Trainer(load(Config(data="text.txt", **sizes)))
     states = trainer.init()
-    (said,) = leaving.leave(trainer, leaving.adapters(trainer, states[0]))
+    (said,) = export.write(trainer, export.adapters(trainer, states[0]))
     assert "adapter" in said and Path("adapter/adapter_config.json").exists()
-    params, _ = trainer.joined(trainer.kept(states), print)
+    params, _ = trainer.full_states(trainer.saved_states(states), print)
     for one, other in zip(*map(jax.tree.leaves, (states[0]["base"], params["base"])), strict=True):
         np.testing.assert_array_equal(one, other)  # every start makes the same
 
@@ -482,11 +483,11 @@ def test_the_job_for_a_laptop_runs_as_it_is_printed(tmp_path, monkeypatch, capsy
         fewer = f"{command} --max-steps 2 --devices 8 --max-eval-batches 1 --sample-tokens 8"
         assert main(shlex.split(fewer)[2:]) == 0
     assert len(re.findall("<.assistant.>", capsys.readouterr().out)) == 2 * len(tunes) == 4
-    *_, asks = re.findall(r"```sh\n([^`]*training.ask[^`]*)```", pages[1])
+    *_, asks = re.findall(r"```sh\n([^`]*training.generate[^`]*)```", pages[1])
     for command in asks.splitlines():
         _, _, module, *words = shlex.split(command)
-        run = {"training.ask": ask.main, "zero_jax.checkpoint": checkpoint_command.main}[module]
-        assert run([*words, *["--length", "8"] * (run is ask.main)]) == 0
+        run = generate.main if module == "training.generate" else checkpoint_command.main
+        assert run([*words, *["--length", "8"] * (run is generate.main)]) == 0
         assert capsys.readouterr().out.strip()
 
 
@@ -498,7 +499,7 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
     shown = first.rpartition("<|user|>what is 72<|end|><|assistant|>")[2]
     answers = []
     for path, *more in (["out"], ["tuned"], ["small", "--adapter", "out/adapter"], ["small"]):
-        assert ask.main([path, "what is 72", "--length", "8", *more]) == 0
+        assert generate.main([path, "what is 72", "--length", "8", *more]) == 0
         answers.append(capsys.readouterr().out[:-1])
     assert answers[0] and shown.startswith(answers[0]) and len(set(answers[:3])) == 1
     assert answers[3] != answers[0], "the model before it was tuned"
@@ -513,9 +514,9 @@ def test_a_tuned_model_answers_as_the_run_showed_it_and_trains_on(tune, capsys, 
         (["whole", "x"], "config.json"), (["small", "x", "--adapter", "."], "adapter_config.json"),
         (["out", "x"], "export .*out/checkpoints DIR"),
     ):  # fmt: skip
-        assert ask.main(words) == 2
+        assert generate.main(words) == 2
         assert re.search(message, capsys.readouterr().err)
     full = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": 0})
-    monkeypatch.setattr(room.jax, "local_devices", lambda: [full])
-    assert ask.main(["small", "x"]) == 2
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [full])
+    assert generate.main(["small", "x"]) == 2
     assert "no answer: " in capsys.readouterr().err

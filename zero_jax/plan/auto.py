@@ -40,6 +40,7 @@ from zero_jax.sharding.paths import trained_part
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
 # for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan-accuracy.md.
 MARGIN = 0.25
+RESOURCE_EXHAUSTED = 8  # absl::StatusCode, in `JaxRuntimeError.error_code`
 PyTree = Any
 # Plans a candidate; the second argument says whether to compile it.
 Planner = Callable[[Candidate, bool], Plan]
@@ -224,8 +225,8 @@ def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan,
     """The compiled plan; the predicted one and a verdict where the compiler itself refuses."""
     try:
         return plan(candidate, True), ""
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except jax.errors.JaxRuntimeError as error:
+        if error.error_code != RESOURCE_EXHAUSTED:
             raise
         return planned, "does not compile: out of memory"
 

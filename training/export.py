@@ -1,4 +1,4 @@
-"""What a run leaves for others: adapters as PEFT has them, the model as transformers reads it."""
+"""Export of a run: LoRA adapters in PEFT format, the model in transformers format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from training import byte_tokenizer
-from training.plan import Plan
+from training.plan import RunPlan
 from training.trainer import PyTree, Trainer
 from zero_jax import interchange
 from zero_jax.interchange import peft
@@ -20,7 +20,7 @@ from zero_jax.interchange.exporter import check_free, copy_tokenizer, ends_of
 ADAPTER = "adapter"  # in the folder of the run
 
 
-def check(plan: Plan) -> None:
+def check(plan: RunPlan) -> None:
     """Raises an error for an unusable `--export-dir` or `--lora-init-from`, before training.
 
     Raises:
@@ -61,12 +61,12 @@ def check(plan: Plan) -> None:
 
 
 def adapters(trainer: Trainer, params: PyTree) -> PyTree:
-    """The adapters of a run, whole; every process calls it."""
-    whole = trainer.zero.unshard({"lora": params["lora"]})
-    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole["lora"])
+    """Returns the unsharded adapters of a run; every process calls it."""
+    full = trainer.zero.unshard({"lora": params["lora"]})
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), full["lora"])
 
 
-def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
+def write(trainer: Trainer, lora: PyTree | None) -> list[str]:
     """Writes the adapters and the exported model, in one process; returns the lines to print.
 
     Args:
@@ -77,11 +77,11 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
     folder = trainer.out / ADAPTER
     if lora is not None:
         assert plan.model.lora is not None
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
+        shutil.rmtree(folder, ignore_errors=True)  # from an earlier start of this run
         peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.init_from)
         said.append(f"LoRA adapters in PEFT format: {folder}")
         if config.init_from is not None:
-            said.append(f"To ask a question: python -m training.ask {trainer.out} '...'")
+            said.append(f"To ask a question: python -m training.generate {trainer.out} '...'")
             said += _other_ends(pathlib.Path(config.init_from), plan.corpus.ends)
     if config.export_dir is None:
         return said
@@ -103,9 +103,9 @@ def leave(trainer: Trainer, lora: PyTree | None) -> list[str]:
 
 
 def _other_ends(base: pathlib.Path, ends: Sequence[int]) -> list[str]:
-    """Says that adapters learned end tokens at which the base model does not stop.
+    """Returns a message if the base model does not stop at the end tokens of the adapters.
 
-    A folder of PEFT has no config of generation: the base's is used.
+    A PEFT folder has no generation config, so that of the base model applies.
     """
     former = ends_of(base)
     if set(ends) <= set(former):

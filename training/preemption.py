@@ -1,8 +1,8 @@
-"""Early end of a run, by a signal or a time limit, in all processes at the same step.
+"""Early end of a run by a signal or a time limit, at the same step in all processes.
 
 Ctrl-C, SIGTERM (a scheduler that takes the machine back), SIGHUP (a terminal that is closed) and
 SIGUSR1 (SLURM's warning, with `--signal=USR1@120`) are handled between steps: the run saves and
-exits. A second Ctrl-C does not wait. Exit codes: INTERRUPTED after Ctrl-C, otherwise GO_ON_LATER:
+exits. A second Ctrl-C does not wait. Exit codes: INTERRUPTED after Ctrl-C, otherwise RESUMABLE:
 the same command resumes from there.
 """
 
@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-FAILED = 1  # gradients were not finite too often: to go on would not help
+FAILED = 1  # gradients were not finite too often; a restart would not help
 INTERRUPTED = 130  # of a shell's Ctrl-C
-GO_ON_LATER = 75  # EX_TEMPFAIL
-# Flags that the command which goes on does not take over, with how many values each has.
+RESUMABLE = 75  # EX_TEMPFAIL
+# Flags that the printed resume command omits, with their number of values.
 _ONCE = {
     **{"--resume-step": 1, "--no-resume": 0, "--resume": 0},
     **{"--coordinator-address": 1, "--num-processes": 1, "--process-id": 1},
@@ -33,11 +33,11 @@ _ONCE = {
 NOT_JOINED = 69  # EX_UNAVAILABLE: the processes did not find each other
 CODES = {
     signal.SIGINT: INTERRUPTED,
-    signal.SIGTERM: GO_ON_LATER,
-    signal.SIGHUP: GO_ON_LATER,
-    signal.SIGUSR1: GO_ON_LATER,
+    signal.SIGTERM: RESUMABLE,
+    signal.SIGHUP: RESUMABLE,
+    signal.SIGUSR1: RESUMABLE,
 }
-_PATIENCE = 10.0  # seconds after a second Ctrl-C in which a run ends by itself
+_PATIENCE = 10.0  # seconds after a second Ctrl-C before a hard exit
 
 
 def handled() -> list[signal.Signals]:
@@ -47,24 +47,24 @@ def handled() -> list[signal.Signals]:
 
 
 class Stopped(BaseException):
-    """The run was asked to end, or ends at once; as a KeyboardInterrupt, no error.
+    """The run was asked to end. Like KeyboardInterrupt it is not an `Exception`.
 
     Args:
         code: For `sys.exit`.
-        folder: Of the run.
-        saved: The step of its newest checkpoint; None if there is none.
-        at_once: Whether what came after that is lost.
+        folder: Folder of the run.
+        saved: Step of the newest checkpoint; None if there is none.
+        at_once: True if later steps are lost.
     """
 
     def __init__(self, code: int, folder: Path, saved: int | None, *, at_once: bool = False):
         super().__init__("stopped")
         self.code, self._folder, self._saved, self._at_once = code, folder, saved, at_once
 
-    def said(self, given: Sequence[str]) -> str:
+    def said(self, args: Sequence[str]) -> str:
         """Describes how the run ended, with the command that resumes it.
 
         Args:
-            given: The arguments it was started with.
+            args: Arguments of the run.
 
         >>> print(Stopped(130, Path("runs/001"), 37).said(["--max-steps", "90"]))
         stopped after step 37, which is saved in runs/001. To resume:
@@ -74,26 +74,26 @@ class Stopped(BaseException):
             return f"stopped; no checkpoint is saved in {self._folder}"
         how = "stopped at once; the newest checkpoint is of" if self._at_once else "stopped after"
         rest = "" if self._at_once else ", which is saved"
-        own = without(given, _ONCE)
-        names = {word.partition("=")[0] for word in own}
+        resumed = without(args, _ONCE)
+        names = {word.partition("=")[0] for word in resumed}
         if "--config" in names:
-            own.append("--resume")  # the file may have `resume: false`
+            resumed.append("--resume")  # the file may have `resume: false`
         if "--output-dir" not in names:
-            own += ["--output-dir", str(self._folder)]
+            resumed += ["--output-dir", str(self._folder)]
         return (
             f"{how} step {self._saved}{rest} in {self._folder}. To resume:\n"
-            f"python train.py {shlex.join(own)}"
+            f"python train.py {shlex.join(resumed)}"
         )
 
 
-def without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+def without(args: Sequence[str], flags: Mapping[str, int]) -> list[str]:
     """Removes flags and their values from arguments.
 
     >>> without(["--supervise=2", "--seed", "1", "--no-resume"], {"--supervise": 1, "--seed": 1})
     ['--no-resume']
     """
     left, skip = [], 0
-    for word in given:
+    for word in args:
         name, equals, _ = word.partition("=")
         if skip:
             skip -= 1
@@ -105,11 +105,11 @@ def without(given: Sequence[str], flags: Mapping[str, int]) -> list[str]:
 
 
 class Stop:
-    """Decides, once a step in every process, if the run ends; use it in a `with`.
+    """Decides once per step, equally in all processes, if the run ends; a context manager.
 
     Args:
         mesh: The devices of the run.
-        hours: Ends the run after so long; None for never.
+        hours: Time limit; None for no limit.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None):
@@ -120,8 +120,7 @@ class Stop:
         self._hard_exit = _HardExit()
 
     def __enter__(self) -> Stop:
-        # Noted only: an exception raised wherever the program happens to be can fall into a
-        # callback of JAX's and be lost.
+        # The handler only sets a code: an exception raised inside a callback of JAX would be lost.
         self._before = {number: signal.signal(number, self._note) for number in handled()}
         self._hard_exit.start()
         return self
@@ -141,9 +140,9 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self) -> int:
-        """The exit code to end with, the same in every process; 0 to go on."""
+        """Returns the exit code to end with, equal in all processes; 0 to continue."""
         if self._end is not None and time.monotonic() > self._end:
-            self._code = max(self._code, GO_ON_LATER)
+            self._code = max(self._code, RESUMABLE)
         return self._code if self._votes is None else self._votes.cast(self._code)
 
 
@@ -160,14 +159,14 @@ class _HardExit:
         self._before, self._pipe = -1, -1
 
     def start(self) -> None:
-        """Begins to count."""
+        """Starts the thread."""
         read, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
         self._before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._count, args=(read,), daemon=True, name="Ctrl-C").start()
 
     def stop(self) -> None:
-        """Counts no more; a second Ctrl-C that came before still ends the process."""
+        """Stops counting; an earlier second Ctrl-C still ends the process."""
         signal.set_wakeup_fd(self._before)
         os.close(self._pipe)
 
@@ -185,10 +184,10 @@ class _HardExit:
 
 
 class _Votes:
-    """The largest number that any process cast in the round before.
+    """Maximum over processes of a number from each.
 
-    A round is one small program among those of the training steps. Its outcome is read a step
-    later, when it is long there, so that nobody waits.
+    Each call queues one small program among the training steps. Its result is read one step later,
+    so that no process waits for it.
     """
 
     def __init__(self, mesh: Mesh):

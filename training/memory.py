@@ -16,17 +16,17 @@ LESS_MEMORY = (
 
 
 def host_memory() -> int:
-    """Bytes of this host's memory that are free; 2**36, what XLA pins at most, where none says."""
+    """Returns the free bytes of host memory; 2**36, XLA's default limit, where unknown."""
     try:
-        known = pathlib.Path("/proc/meminfo").read_text()
+        text = pathlib.Path("/proc/meminfo").read_text()
     except OSError:
         return 2**36
-    found = re.search(r"MemAvailable: +(\d+) kB", known)
-    return 1024 * int(found[1]) if found else 2**36
+    match = re.search(r"MemAvailable: +(\d+) kB", text)
+    return 1024 * int(match[1]) if match else 2**36
 
 
 def peak_bytes() -> int | None:
-    """The most that a device of this process has held; None where devices do not say."""
+    """Returns the peak bytes of the devices of this process; None if they do not report it."""
     known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
     return max((s["peak_bytes_in_use"] for s in known), default=None)
 
@@ -41,7 +41,7 @@ def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:
     """
     known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
     left = min((s["bytes_limit"] - s["bytes_in_use"] for s in known), default=size)
-    # In 32-bit floats, which jax keeps as they are: a share of what is needed, and not bytes.
+    # A ratio, because jax would round int64 byte counts to 32 bits.
     shares = multihost_utils.process_allgather(np.float32(left / size))
     if np.min(shares) >= 1:
         return True

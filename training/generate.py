@@ -1,8 +1,8 @@
 """Generates an answer to one question, with a trained model.
 
-    python -m training.ask runs/002 'Raises a "KeyError"'
-    python -m training.ask tuned 'Raises a "KeyError"' --length 40
-    python -m training.ask small 'Raises a "KeyError"' --adapter runs/002/adapter
+    python -m training.generate runs/002 'Raises a "KeyError"'
+    python -m training.generate tuned 'Raises a "KeyError"' --length 40
+    python -m training.generate small 'Raises a "KeyError"' --adapter runs/002/adapter
 
 The question is the user's turn of the chat template. Without a template it is a prompt to continue.
 Decoding is greedy, in fp32, on one device and without a KV cache, so it is not for serving.
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training.leaving import ADAPTER
-from training.room import room_for
+from training.export import ADAPTER
+from training.memory import room_for
 from training.show import printable
 from training.tokenizer import Tokenizer
 from zero_jax import interchange
@@ -31,7 +31,7 @@ from zero_jax.plan.text_model import TextModel
 from zero_jax.streams import lasting_streams
 
 PyTree = Any
-MOST_TOKENS = 10**6  # each takes a pass over the window
+MAX_LENGTH = 10**6  # each token takes a pass over the context window
 
 
 def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | None]:
@@ -42,12 +42,12 @@ def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | No
     Raises:
         ValueError: The run trained all parameters, and its model is not exported yet.
     """
-    known = folder_config.read(folder) if (folder / "config.json").exists() else {}
-    if "zero_jax" not in known:  # that of a run says by which release it was made
+    settings = folder_config.read(folder) if (folder / "config.json").exists() else {}
+    if "zero_jax" not in settings:  # that of a run has the release that wrote it
         return folder, adapter
-    base, own = known.get("init_from"), folder / ADAPTER
-    if base is not None and own.is_dir():
-        return Path(base), adapter or own
+    base, trained = settings.get("init_from"), folder / ADAPTER
+    if base is not None and trained.is_dir():
+        return Path(base), adapter or trained
     like = "" if base is None else f" --like {base}"
     raise ValueError(
         f"{folder} is a run whose model is in its checkpoints: export it with `python -m "
@@ -67,28 +67,28 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
     Raises:
         ValueError: A folder can't be read, the question is empty, or the device is too small.
     """
-    if not question or not 1 <= length <= MOST_TOKENS:
+    if not question or not 1 <= length <= MAX_LENGTH:
         raise ValueError(
             f"{question=}, {length=}: give a question that is not empty, and a length from 1 to "
-            f"{MOST_TOKENS} tokens"
+            f"{MAX_LENGTH} tokens"
         )
     config, tokenizer = interchange.config(folder), Tokenizer(folder)
     tokenizer.check_fits(config.vocab)
-    told: list[str] = []
-    if not room_for(4 * families.num_params(config), "answer", told.append):
-        raise ValueError(told[0])
+    messages: list[str] = []
+    if not room_for(4 * families.num_params(config), "answer", messages.append):
+        raise ValueError(messages[0])
     model = TextModel(config)
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
     params = interchange.load(folder, zero.eval_shape(model.own))
     if adapter is not None:
-        params = _beside(params, config, adapter)
-    asked = jnp.asarray(tokenizer.asked(question), jnp.int32)
-    made = generate.generate(model.model(params), asked, length, jax.random.key(0), 0.0)
-    return tokenizer.decode(tokenizer.to_end(np.asarray(made), asked.size)[asked.size :])
+        params = _with_adapter(params, config, adapter)
+    prompt = jnp.asarray(tokenizer.asked(question), jnp.int32)
+    tokens = generate.generate(model.model(params), prompt, length, jax.random.key(0), 0.0)
+    return tokenizer.decode(tokenizer.to_end(np.asarray(tokens), prompt.size)[prompt.size :])
 
 
-def _beside(base: PyTree, config: families.Config, adapter: Path) -> PyTree:
-    """The model with its adapters added; the base is given away."""
+def _with_adapter(base: PyTree, config: families.Config, adapter: Path) -> PyTree:
+    """Returns the model with its adapters merged; donates the base."""
     lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
     adapted = TextModel(config, lora).adapted
     assert adapted is not None
@@ -96,14 +96,14 @@ def _beside(base: PyTree, config: families.Config, adapter: Path) -> PyTree:
     def merged(base: PyTree, lora: PyTree) -> PyTree:
         return adapted.merged({"base": base, "lora": lora})
 
-    beside = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
-    return jax.jit(merged, donate_argnums=0)(base, beside)
+    weights = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
+    return jax.jit(merged, donate_argnums=0)(base, weights)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     parser = argparse.ArgumentParser(
-        "python -m training.ask",
+        "python -m training.generate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
