@@ -66,11 +66,16 @@ class Counts:
     reason: str = ""
     longest: int = 0
 
-    def add(self, document: Tokenized) -> None:
+    def count(self, document: Tokenized) -> None:
         """Counts a document."""
-        setattr(self, document.kind, getattr(self, document.kind) + 1)
-        self.reason = self.reason or document.reason
-        self.longest = max(self.longest, document.size)
+        self.add(Counts(**{document.kind: 1}, reason=document.reason, longest=document.size))
+
+    def add(self, other: Counts) -> None:
+        """Adds the documents that another counted."""
+        for kind in DESCRIPTIONS:
+            setattr(self, kind, getattr(self, kind) + getattr(other, kind))
+        self.reason = self.reason or other.reason
+        self.longest = max(self.longest, other.longest)
 
     def __str__(self) -> str:
         numbers = ((getattr(self, kind), text) for kind, text in DESCRIPTIONS.items())
@@ -218,7 +223,7 @@ class Documents:
         def read(number: int) -> Document | None:
             source, at = self._stream[number]
             tokenized = self._read(source, at)
-            counts.add(tokenized)
+            counts.count(tokenized)
             accepted[source] |= tokenized.document is not None
             return tokenized.document
 
@@ -254,34 +259,35 @@ class Documents:
             for number in range(index * rows, (index + 1) * rows)
         ]
 
-        def batch() -> tuple[Arrays, Any, Counts]:
-            arrays = _stacked([row for lane in lanes if (row := lane.row()) is not None])
-            return arrays, [lane.place for lane in lanes], dataclasses.replace(counts)
-
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            waiting = [thread.submit(batch) for _ in range(AHEAD)]
+        def packed() -> Iterator[tuple[Arrays, Any, Counts]]:
             while True:
-                waiting.append(thread.submit(batch))
+                arrays = _stacked([row for lane in lanes if (row := lane.row()) is not None])
+                yield arrays, [lane.place for lane in lanes], dataclasses.replace(counts)
+
+        made = packed()  # a generator: after an error, what is queued behind it ends at once
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            waiting = [thread.submit(next, made) for _ in range(AHEAD)]
+            while True:
+                waiting.append(thread.submit(next, made))
                 arrays, after, self.counts = waiting.pop(0).result()
                 yield arrays, after
 
     def _lane(self, place: Sequence[int], counts: Counts) -> Lane:
         """A lane of the endless stream. A document is counted when it is packed, and those that
         are left out with the next one that is not."""
-        left_out: list[Tokenized] = []
-        uncounted: dict[int, list[Tokenized]] = {}
+        left_out = Counts()
+        uncounted: dict[int, Counts] = {}
 
         def read(number: int) -> Document | None:
+            nonlocal left_out
             tokenized = self._read(*self._stream[number])
-            left_out.append(tokenized)
+            left_out.count(tokenized)
             if tokenized.document is not None:
-                uncounted[number] = left_out.copy()
-                left_out.clear()
+                uncounted[number], left_out = left_out, Counts()
             return tokenized.document
 
         def used(number: int) -> None:
-            for tokenized in uncounted.pop(number):
-                counts.add(tokenized)
+            counts.add(uncounted.pop(number))
 
         following, *waiting = place
         return Lane(

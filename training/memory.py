@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 LESS_MEMORY = (
-    ". To use less memory per device: --grad-accum-steps, --remat, --offload, or more devices; "
-    "`python -m zero_jax.plan memory` estimates the memory of each"
+    ". To use less memory per device: --grad-accum-steps, --remat, --offload (not if host memory "
+    "is full), or more devices; `python -m zero_jax.plan memory` estimates the memory of each"
 )
 
 

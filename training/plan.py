@@ -6,6 +6,7 @@ bytes per device at all four stages.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -240,7 +241,7 @@ def start_event(
         "versions": {
             "zero_jax": zero_jax.__version__,
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            **_versions(),
             "system": f"{platform.system()} {platform.machine()}",
         },
     }
@@ -249,6 +250,14 @@ def start_event(
 def held_bytes(params: Any, opt_state: Any) -> dict[str, int]:
     """Returns the bytes per device of parameters and optimizer state, from their shardings."""
     return {"parameters": bytes_on(params), "optimizer_state": bytes_on(opt_state)}
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a system package
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _devices() -> dict[str, Any]:

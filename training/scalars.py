@@ -12,6 +12,7 @@ import abc
 import contextlib
 import os
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -98,19 +99,21 @@ class TensorBoard(ScalarWriter):
         super()._give_up(error)
 
     def _open(self, step: int) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        suffix = f".{os.getpid()}.{uuid.uuid4().hex}"  # starts of one second have other files
-        self._file = EventsWriter(str(self._folder / "events"), suffix)
+        start = f"{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        unique = uuid.uuid4().hex  # several files may start within a second
+        self._file = RecordWriter(str(self._folder / f"events.out.tfevents.{start}.{unique}"))
+        self._write(file_version="brain.Event:2")
         if self._resumed:
             self._write(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def _write(self, **fields: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
-        self._file.write_event(Event(wall_time=time.time(), **fields))
+        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def import_wandb(project: str) -> Any:

@@ -147,7 +147,9 @@ def test_long_documents_are_cut_dropped_or_refused_as_asked_and_counted(tokenize
     assert made.prompt(5) is None
 
 
-def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenizer, tmp_path):
+def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(
+    tokenizer, tmp_path, monkeypatch
+):
     half = [chat("x" * (60 if n % 2 else 3), "yes") for n in range(20)]
     made = corpus(tokenizer, (records(tmp_path / "a.jsonl", half), 1.0))
     said = made.outlook(18)  # of 4 rows with 3 documents each: 24 passes over 9
@@ -158,6 +160,12 @@ def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(tokenize
     none = records(tmp_path / "b.jsonl", [chat("x" * 60, "yes")] * 20)
     said = corpus(tokenizer, (none, 1.0), (records(tmp_path / "c.jsonl", half), 1.0)).outlook(18)
     assert " 0 epochs of b.jsonl, " in said, said
+    reads, made = [], corpus(tokenizer, (none, 1.0))
+    read = made._read
+    monkeypatch.setattr(made, "_read", lambda *place: reads.append(place) or read(*place))
+    with pytest.raises(ValueError, match="19 documents in a row have nothing to learn"):
+        next(made.batches(None, 0, 1))
+    assert len(reads) == 19, "batches that are read ahead are not tried again"
 
 
 def test_refused_conversations_are_left_out_and_named_or_end_the_run(tmp_path):
