@@ -90,7 +90,7 @@ class Text:
         epochs = steps * self._batch / self.samples_per_epoch
         return f"{steps:,} steps are {human_count(epochs)} epochs of {self.name}"
 
-    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Any, int]]:
+    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[tuple[Batch], int]]:
         """Yields this process's rows of an endless stream of batches, and the place after each.
 
         Every epoch has a new order, which depends on the seed and not on the number of processes.

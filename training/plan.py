@@ -28,6 +28,7 @@ from zero_jax.plan import memory
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding import mesh, paths
 
+PyTree = Any
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -99,7 +100,7 @@ def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
         )
 
 
-def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
+def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: PyTree) -> dict[str, Any]:
     """Returns all settings and derived numbers, for `config.json` and `print_plan`."""
     model = plan.model.config
     return {
@@ -124,7 +125,7 @@ def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: Any) -> dict[str, Any]:
     }
 
 
-def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
+def _trained(shapes: PyTree, zero: zero_jax.Zero) -> int:
     """Returns the number of trained parameters."""
     still = paths.frozen_leaves(shapes, zero.config.frozen)
     leaves = zip(jax.tree.leaves(shapes), still, strict=True)
@@ -132,7 +133,7 @@ def _trained(shapes: Any, zero: zero_jax.Zero) -> int:
 
 
 def by_stage(
-    zero: zero_jax.Zero, shapes: Any, tx: optax.GradientTransformation, window: int
+    zero: zero_jax.Zero, shapes: PyTree, tx: optax.GradientTransformation, window: int
 ) -> list[memory.Estimate]:
     """Returns the bytes of model states per device at stages 0 to 3, other settings as in this run.
 
@@ -247,7 +248,7 @@ def start_event(
     }
 
 
-def held_bytes(params: Any, opt_state: Any) -> dict[str, int]:
+def held_bytes(params: PyTree, opt_state: PyTree) -> dict[str, int]:
     """Returns the bytes per device of parameters and optimizer state, from their shardings."""
     return {"parameters": bytes_on(params), "optimizer_state": bytes_on(opt_state)}
 

@@ -242,7 +242,7 @@ def _copied(path: Path, folder: Path) -> Path:
     return out
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """Removes the fields of structs that are null because the row does not have them."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}

@@ -244,12 +244,12 @@ def _architecture(now: Mapping[str, Any], former: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {sizes[name]} instead of {before[name]}" for name in names[:3])
 
 
-def _message(name: str, now: Any, former: Any, where: str, why: str) -> str:
+def _message(name: str, now: object, former: object, where: str, why: str) -> str:
     return (
         f"{_option(name, now)} is given, and {where}, was trained with {_option(name, former)}: "
         f"{why}. Give {_option(name, former)} to resume"
     )
 
 
-def _option(name: str, value: Any) -> str:
+def _option(name: str, value: object) -> str:
     return f"no {flag(name)}" if value is None else f"{flag(name)} {value}"

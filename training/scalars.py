@@ -3,7 +3,7 @@
 A writer that fails neither blocks nor ends the training: it prints one message and stops.
 tensorboardX's `SummaryWriter` writes from a thread behind a queue of ten entries. After one failed
 write, or when the clock is set back by a month, that thread ends and the next call blocks
-indefinitely. The training thread therefore uses its synchronous `EventsWriter`.
+indefinitely. The training thread therefore writes the file itself, by its `RecordWriter`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training.data_files import IntArray, TokenFile, check_regular, files_in, fingerprint
+from training.show import printable
 
 TokenArray = IntArray | TokenFile
 
@@ -158,10 +159,7 @@ def decode(tokens: npt.ArrayLike) -> str:
     """
     ids = np.asarray(tokens).astype(np.int64).ravel()
     as_bytes = np.where((ids >= 0) & (ids < 256), ids, 0xFF).astype(np.uint8)  # 0xFF is not UTF-8
-    text = as_bytes.tobytes().decode("utf-8", errors="replace")
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+    return printable(as_bytes.tobytes().decode("utf-8", errors="replace"))
 
 
 def _read_builtin() -> IntArray:
