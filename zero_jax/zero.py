@@ -29,8 +29,8 @@ from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import AnyMesh, check_global, check_there, on_gpu
+from zero_jax.sharding.partition import Split
 from zero_jax.states.narrow import OptimizerStateDtype
 
 PyTree = Any

@@ -13,7 +13,7 @@ import zero_jax
 from zero_jax.collectives import lookup
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.hlo import auditor
-from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.partition import Split
 
 ROWS, TOKENS = 24, 3
 TX = optax.sgd(0.1, momentum=0.9)

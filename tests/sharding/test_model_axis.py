@@ -20,8 +20,8 @@ import zero_jax
 from zero_jax.hlo import auditor
 from zero_jax.models import gpt
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Splitter
 from zero_jax.sharding.model_axis import ModelAxis
+from zero_jax.sharding.partition import Splitter
 
 STEPS = 10
 ULPS = 1024

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import buckets, quantised
 from zero_jax.collectives.precision import cast
-from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.layout import pad_dim, strip_dim
 from zero_jax.sharding.mesh import Axis
 from zero_jax.sharding.model_axis import on_pieces
+from zero_jax.sharding.partition import Split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from zero_jax.collectives import buckets
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import cast
-from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.layout import pad_dim
+from zero_jax.sharding.partition import Split
 
 Slot = jax.Array | None
 # Looked up only where a table has so many times more rows than a device reads.

@@ -10,7 +10,7 @@ import jax
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import parse_dtype
-from zero_jax.sharding.cuts import Splitter
+from zero_jax.sharding.partition import Splitter
 
 PyTree = Any
 

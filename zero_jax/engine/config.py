@@ -15,7 +15,6 @@ from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
-from zero_jax.sharding.cuts import Splitter
 from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.mesh import (
     MODEL,
@@ -30,6 +29,7 @@ from zero_jax.sharding.mesh import (
     names,
 )
 from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
+from zero_jax.sharding.partition import Splitter
 from zero_jax.states.narrow import FP32, check_kind
 
 AUTO = "auto"

@@ -19,8 +19,8 @@ from zero_jax.engine.trace import Traced
 from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
+from zero_jax.sharding.partition import Split
 
 PyTree = Any
 

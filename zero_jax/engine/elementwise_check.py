@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.partition import Split
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Walk, shape_of

@@ -15,7 +15,7 @@ import jax.extend.core as jex
 
 from zero_jax.engine import expert_all_gather, expert_all_to_all
 from zero_jax.engine.weights import Form, follow
-from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.partition import Split
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph
 from zero_jax.tracing.interpreter import Evaluator

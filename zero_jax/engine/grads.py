@@ -20,8 +20,8 @@ from zero_jax.engine.device_step import Result as Result
 from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Split, split
 from zero_jax.sharding.mesh import batch_axes, batch_shards
+from zero_jax.sharding.partition import Split, split
 
 PyTree = Any
 LossFn = Callable[..., Any]

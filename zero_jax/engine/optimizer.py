@@ -28,7 +28,7 @@ from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import streaming, tiers
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
-from zero_jax.sharding.cuts import Split, Splitter, state_splits
+from zero_jax.sharding.partition import Split, Splitter, state_splits
 from zero_jax.states.narrow import FP32, NarrowState, initial, kind_of, restated, splits_of
 
 PyTree = Any

@@ -23,7 +23,7 @@ from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
 from zero_jax.collectives.manual import shard
 from zero_jax.engine.elementwise_check import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Split, Splitter
+from zero_jax.sharding.partition import Split, Splitter
 
 PyTree = Any
 

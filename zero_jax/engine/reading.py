@@ -16,7 +16,7 @@ from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.weights import Form, follow
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
-from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.partition import Split
 from zero_jax.tracing import jaxpr as equations
 
 _NONE = policies.parse("none")

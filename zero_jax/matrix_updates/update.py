@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh
 from zero_jax.matrix_updates.assign import Axes, Env, Exchange
 from zero_jax.matrix_updates.regions import Region, ShardedProgram, regions
 from zero_jax.matrix_updates.units import units
-from zero_jax.sharding.cuts import Split, split
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
+from zero_jax.sharding.partition import Split, split
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dims, needed
 

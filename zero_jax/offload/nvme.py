@@ -33,8 +33,8 @@ from numpy.typing import DTypeLike
 from zero_jax.offload.streaming import Operands, PiecewiseUpdate, applied
 from zero_jax.offload.tiers import Offload
 from zero_jax.sharding import layout
-from zero_jax.sharding.cuts import Split, split
 from zero_jax.sharding.mesh import names
+from zero_jax.sharding.partition import Split, split
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any

@@ -35,8 +35,8 @@ from zero_jax.collectives.norms import unless_skipped
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import is_on_host
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Split, Splitter, mirrors, state_splits
 from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.sharding.partition import Split, Splitter, mirrors, state_splits
 from zero_jax.sharding.paths import Frozen
 from zero_jax.states.coded import Coding, blocks_span, on_devices, scales_split
 from zero_jax.states.codes import BLOCK, scales_shape

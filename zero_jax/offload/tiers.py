@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax.names import nearest
-from zero_jax.sharding.cuts import Splitter, mirrors, state_splits
 from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.sharding.partition import Splitter, mirrors, state_splits
 
 PyTree = Any
 HOST = "pinned_host"

@@ -12,8 +12,8 @@ from zero_jax.hlo.targets import Target
 from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
 from zero_jax.models.families import Config
 from zero_jax.remat import policies
-from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import EXPERTS
+from zero_jax.sharding.partition import Split
 from zero_jax.tracing.dataflow import executed
 from zero_jax.tracing.jaxpr import shape_of
 

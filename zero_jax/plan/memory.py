@@ -33,9 +33,9 @@ from zero_jax.engine.reading import shared
 from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.cuts import Split, Splitter, split
 from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.model_axis import ModelAxis
+from zero_jax.sharding.partition import Split, Splitter, split
 from zero_jax.states.narrow import FP32, initial, splits_of
 
 PyTree = Any

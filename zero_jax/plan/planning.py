@@ -29,7 +29,6 @@ from zero_jax.offload.tiers import HOST
 from zero_jax.plan import expert_elements, forecast, proof, update_forecast
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.sharding import layout
-from zero_jax.sharding.cuts import Split
 from zero_jax.sharding.mesh import (
     AnyMesh,
     axis_size,
@@ -38,6 +37,7 @@ from zero_jax.sharding.mesh import (
     experts_size,
     on_gpu,
 )
+from zero_jax.sharding.partition import Split
 from zero_jax.sharding.paths import trained_part
 
 PyTree = Any

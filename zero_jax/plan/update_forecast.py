@@ -17,7 +17,7 @@ from zero_jax.engine.transformations import without_frozen
 from zero_jax.matrix_updates.assign import Exchange
 from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.plan import forecast as temporaries
-from zero_jax.sharding.cuts import state_splits
+from zero_jax.sharding.partition import state_splits
 from zero_jax.states.narrow import FP32
 
 PyTree = Any

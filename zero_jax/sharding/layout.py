@@ -1,7 +1,7 @@
 """Layout of sharded trees: partition, padding if N does not divide, placement and checks.
 
 Only stored arrays are padded, as a `Padded` node that has its unpadded size. The model, the
-optimizer, norms and checkpoints use unpadded shapes. See cuts.py for the choice of the dim.
+optimizer, norms and checkpoints use unpadded shapes. See partition.py for the choice of the dim.
 """
 
 import math
@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import Split, split
 from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.sharding.partition import Split, split
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.sharding.cuts import Split
+from zero_jax.sharding.partition import Split
 from zero_jax.states import codes
 
 
@@ -131,7 +131,7 @@ def on_devices(coding: Coding, split: Split) -> Coding:
 def blocks_span(cut: Split) -> bool:
     """Returns True if blocks of a leaf with this partition span devices.
 
-    >>> from zero_jax.sharding.cuts import split
+    >>> from zero_jax.sharding.partition import split
     >>> blocks_span(split((64, 8192), 4)), blocks_span(split((50257, 1600), 3))
     (False, True)
     """

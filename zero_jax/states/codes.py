@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.sharding.cuts import split
+from zero_jax.sharding.partition import split
 
 BLOCK = 128
 _SHORT = 16  # along shorter dims, blocks would be mostly scale

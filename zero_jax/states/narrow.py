@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.sharding import paths
-from zero_jax.sharding.cuts import Split, Splitter, mirrors, state_splits
+from zero_jax.sharding.partition import Split, Splitter, mirrors, state_splits
 from zero_jax.states.coded import Coding, scales_split
 from zero_jax.tracing.dataflow import needed
 from zero_jax.tracing.jaxpr import CALLS, is_var, written_out
