@@ -11,7 +11,6 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -38,12 +37,15 @@ _FLAGS = f"stage mesh global_batch_size grad_accum_steps {_DTYPES} remat offload
 _FLAGS += "optimizer weight_decay learning_rate max_steps warmup_steps max_grad_norm"
 
 
-def load(text: str, name: str) -> dict[str, Any]:
+def load(text: str, name: str) -> dict[str, object]:
     """Returns the values of a YAML, or of a JSON that may have comments, by dotted names."""
     plain = _TOLERATED.sub(lambda match: match[1] or "\n" * match[0].count("\n") or " ", text)
     is_json, error = plain.lstrip().startswith("{") or name.endswith(".json"), ""
     try:
-        tree = json.loads(plain, object_pairs_hook=_once) if is_json else yaml.load(text, _Yaml)
+        if is_json:
+            tree = json.loads(plain, object_pairs_hook=_once)
+        else:
+            tree = yaml.load(text, _UniqueKeys)
     except (json.JSONDecodeError, yaml.YAMLError) as reason:
         tree, error = None, f" ({reason})"
     if not isinstance(tree, Mapping) or not (is_json or "distributed_type" in tree):
@@ -51,25 +53,28 @@ def load(text: str, name: str) -> dict[str, Any]:
     return _flat(tree)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = [str(name) for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{', '.join(twice)} twice in one block: remove one of them")
     return dict(pairs)
 
 
-class _Yaml(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor: Any) -> Any:  # before merge keys are resolved
+class _UniqueKeys(yaml.SafeLoader):
+    # Before merge keys are resolved.
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         _once([(key.value, value) for key, value in node.value])
         return node
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    values: dict[str, object] = {}
     for key, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        values |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            values |= _flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
         if len(values) > 10_000:
             raise ValueError("more than 10000 keys: give a configuration")
     return values
@@ -128,8 +133,9 @@ def _row(file: File, name: str, made: Arguments) -> Row:
         near = nearest(name, [known for known in KEYS if not known.endswith("*")])
         return label, given, UNKNOWN, f"the nearest key is {near}"
     if given == AUTO and key.trainer:
-        usual = "yours to fill in" if key.trainer[1] is None else f"{key.trainer[1]} unless given"
-        return label, given, TRANSLATED, f"{key.trainer[0]} of the Trainer, {usual}"
+        default = tuple(key.auto) if isinstance(key.auto, list) else key.auto
+        usual = "yours to fill in" if default is None else f"{default} unless given"
+        return label, given, TRANSLATED, f"{key.trainer} of the Trainer, {usual}"
     off = shown(value).removesuffix(".0").lower() in ((key.same,) if key.same else _OFF)
     if key.verdict == UNSUPPORTED and off:
         return label, given, NOT_NEEDED, "off, or the same in zero_jax"

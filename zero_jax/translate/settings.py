@@ -3,8 +3,20 @@
 import math
 from typing import Any
 
-from zero_jax.translate import keys
-from zero_jax.translate.keys import AUTO, NOT_NEEDED, UNSUPPORTED, Key, parse
+from zero_jax.translate.keys import (
+    ALIASES,
+    AUTO,
+    COUNT,
+    KEYS,
+    NOT_NEEDED,
+    NUMBER,
+    SWITCH,
+    TRANSLATED,
+    UNSUPPORTED,
+    Key,
+    parse,
+    shown,
+)
 
 _ZERO, _ADAM, _LR = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _FSDP, _SIZES = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
@@ -18,6 +30,10 @@ _CALLS = {
     "sgd": _DECAYED + "sgd(lr, momentum={momentum}, nesterov={nesterov}))",
     "adagrad": _DECAYED + "adagrad(lr, initial_accumulator_value=0.0, eps={eps}))",
 }
+# Stage of each strategy of FSDP, and whether every host has a replica. FSDP numbers them too.
+_STRATEGIES = {"full_shard": (3, False), "shard_grad_op": (2, False), "no_shard": (0, False)}
+_STRATEGIES |= {"hybrid_shard": (3, True), "hybrid_shard_zero2": (2, True)}
+_STRATEGIES |= {str(i + 1): strategy for i, strategy in enumerate([*_STRATEGIES.values()])}
 # Arguments of make_mesh, Precision, Zero and train.py by name, the call of an optimizer, and its
 # rate. A size that depends on unknown devices is an expression: `D` devices share the batch.
 Arguments = dict[str, Any]
@@ -26,25 +42,25 @@ Arguments = dict[str, Any]
 class File:
     """Values by the names of the table, what the file calls them, and sentences about them."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, object]) -> None:
         self.values = values
         self.labels = {name: name for name in values}
         self.said: dict[str, Key] = {}
 
     def __getitem__(self, name: str) -> Any:
         """Returns a value as the table describes it, its default, or that of the Trainer."""
-        value, key = self.values.get(name), keys.KEYS[name]
+        value, key = self.values.get(name), KEYS[name]
         if value is None or value == AUTO:
-            return key.trainer[1] if value and key.trainer else key.default
+            return key.auto if value and key.trainer else key.default
         return parse(self.labels.get(name, name), value, key.kind) if key.kind else value
 
     def renamed(self) -> "File":
         """Replaces the names of an accelerate YAML, and old ones, by those of DeepSpeed."""
-        self.labels = {keys.ALIASES.get(name, name): name for name in self.values}
+        self.labels = {ALIASES.get(name, name): name for name in self.values}
         self.values = {name: self.values[own] for name, own in self.labels.items()}
         return self
 
-    def say(self, name: str, why: str, verdict: str = keys.TRANSLATED) -> None:
+    def say(self, name: str, why: str, verdict: str = TRANSLATED) -> None:
         """Replaces the sentence of a key or of a block, unless that was done before."""
         self.said.setdefault(name, Key(why, verdict=verdict))
 
@@ -67,7 +83,7 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
     group = max(hpz, int(file[f"{_ZERO}mics_shard_size"]))
     inner = model * (group if group > 1 else replica)
     sizes = [file[f"{_SIZES}{a}_size"] or 1 for a in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
-    fixed = math.prod(parse("parallelism_config", size, keys.COUNT) for size in sizes)
+    fixed = math.prod(parse("parallelism_config", size, COUNT) for size in sizes)
     if devices and f"{_SIZES}dp_shard_size" in file.values and devices != fixed:
         raise ValueError(f"parallelism_config is for {fixed} devices, not {devices}: change one")
     if devices and devices % inner:
@@ -152,9 +168,9 @@ def _stage_and_replicas(file: File) -> tuple[int, int]:
     old, new = f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"
     if file[f"{_FSDP}version"] == 2:
         file.say(old, "FSDP2 reads reshard_after_forward", NOT_NEEDED)
-        return 3 if file[new] is None or parse(new, file[new], keys.SWITCH) else 2, 1
+        return 3 if file[new] is None or parse(new, file[new], SWITCH) else 2, 1
     key = new if file[old] is None else old
-    stage, hybrid = parse(key, "full_shard" if file[key] is None else file[key], keys.STRATEGIES)
+    stage, hybrid = parse(key, "full_shard" if file[key] is None else file[key], _STRATEGIES)
     return stage, file["num_machines"] if hybrid else 1
 
 
@@ -191,8 +207,8 @@ def _optimizer(file: File) -> Arguments:
         file.say("optimizer.type", why, UNSUPPORTED)
     betas = file[f"{_ADAM}betas"] or (0.9, 0.99 if family == "lion" else 0.999)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise ValueError(f"`optimizer.params.betas` is {keys.shown(betas)}: give two numbers")
-    b1, b2 = (parse(f"{_ADAM}betas", beta, keys.NUMBER) for beta in betas)
+        raise ValueError(f"`optimizer.params.betas` is {shown(betas)}: give two numbers")
+    b1, b2 = (parse(f"{_ADAM}betas", beta, NUMBER) for beta in betas)
     eps, decay = file[f"{_ADAM}eps"], file[f"{_ADAM}weight_decay"]
     if eps is None:
         eps = 1e-10 if family == "adagrad" else 1e-8
