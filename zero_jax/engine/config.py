@@ -15,7 +15,6 @@ from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
-from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.mesh import (
     MODEL,
     REPLICA,
@@ -200,7 +199,7 @@ class Config:
     @property
     def splitter(self) -> Splitter:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
-        axis, experts = data_axis(self.mesh), ExpertAxis(experts_size(self.mesh))
+        axis, experts = data_axis(self.mesh), experts_size(self.mesh)
         return Splitter(self.shards, self.model_axis, self.parts, axis, experts)
 
     @property

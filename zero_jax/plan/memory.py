@@ -33,7 +33,6 @@ from zero_jax.engine.reading import shared
 from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.expert_axis import ExpertAxis
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.partition import Split, Splitter, split
 from zero_jax.states.narrow import FP32, initial, splits_of
@@ -123,7 +122,7 @@ def estimate(
         precision = Precision(precision)
     parts = parts if stage == 3 else 1
     n = 1 if stage == 0 else shards
-    splitter = Splitter(n, model_axis, parts, experts=ExpertAxis(experts))
+    splitter = Splitter(n, model_axis, parts, experts=experts)
     cuts = splitter(params)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)

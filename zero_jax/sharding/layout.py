@@ -18,28 +18,27 @@ from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.sharding.partition import Split, split
-from zero_jax.sharding.paths import Padded
-
-PyTree = Any
+from zero_jax.sharding.paths import Padded, PyTree
 
 
-def _is_padded(node: Any) -> bool:
+def _is_padded(node: object) -> bool:
     return isinstance(node, Padded)
 
 
-def key_impl(key: Any) -> str:
-    """The name of a random key's generator; of shapes JAX tells it only within a trace.
+def key_impl(key: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Returns the name of a random key's generator, also of an abstract key.
 
     >>> key_impl(jax.eval_shape(lambda: jax.random.key(0)))
     'threefry2x32'
     """
     found: list[str] = []
-    jax.eval_shape(lambda own: found.append(str(jax.random.key_impl(own))), key)
+    # JAX knows the generator of an abstract key only within a trace.
+    jax.eval_shape(lambda traced: found.append(str(jax.random.key_impl(traced))), key)
     return found[0]
 
 
 def strip_dim(value: jax.Array, dim: int, size: int) -> jax.Array:
-    """Cuts the padding of one dim off."""
+    """Removes the padding of one dim."""
     return jax.lax.slice_in_dim(value, 0, size, axis=dim % value.ndim)
 
 
@@ -85,9 +84,8 @@ def _pad(leaf: Any, cut: Split) -> Any:
     if not cut.padded:
         return leaf
     assert cut.dim is not None
-    if leaf.ndim == 0:
-        return Padded(leaf, cut.dim, cut.size)
-    return Padded(pad_dim(leaf, cut.dim, cut.shard_size * cut.shards), cut.dim, cut.size)
+    full = leaf if leaf.ndim == 0 else pad_dim(leaf, cut.dim, cut.shard_size * cut.shards)
+    return Padded(full, cut.dim, cut.size)
 
 
 def constrained(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
@@ -109,7 +107,7 @@ def shardings(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
 
 
 def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
-    """Abstract leaves that carry their shardings, for lowering without arrays."""
+    """Returns ShapeDtypeStructs with their shardings, for lowering without arrays."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
     )

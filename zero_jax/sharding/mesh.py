@@ -8,11 +8,13 @@ parallelism). The batch is split over all axes but `model`.
 
 import collections
 import math
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.sharding.paths import PyTree
 
 DATA = "data"
 REPLICA = "replica"
@@ -59,15 +61,12 @@ def make_mesh(
             f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
             "pass `devices`"
         )
-    sizes = _sizes({REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}, data_axis)
-    types = (AxisType.Auto,) * len(sizes)
-    shape = tuple(sizes.values())
-    return jax.make_mesh(shape, tuple(sizes), axis_types=types, devices=devices)
-
-
-def _sizes(given: dict[str, int], data_axis: str) -> dict[str, int]:
-    """Returns the axes of the mesh: `data`, and others of more than 1."""
-    return {a: size for a, size in given.items() if a == data_axis or size > 1}
+    abstract = abstract_mesh(
+        data, replica=replica, experts=experts, model=model, data_axis=data_axis
+    )
+    return jax.make_mesh(
+        *(abstract.axis_sizes, abstract.axis_names, abstract.axis_types), devices=devices
+    )
 
 
 def abstract_mesh(
@@ -92,7 +91,7 @@ def abstract_mesh(
     if min(given.values()) < 1:
         said = ", ".join(f"`{axis}`={size}" for axis, size in given.items())
         raise ValueError(f"{said}: each must be at least 1")
-    sizes = _sizes(given, data_axis)
+    sizes = {axis: size for axis, size in given.items() if axis == data_axis or size > 1}
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
@@ -172,7 +171,7 @@ def experts_size(mesh: AnyMesh) -> int:
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Returns the mesh axes that the batch is split over."""
-    return tuple(a for a in (REPLICA, *names(data_axis(mesh))) if a in mesh.shape)
+    return tuple(axis for axis in (REPLICA, *names(data_axis(mesh))) if axis in mesh.shape)
 
 
 def on_gpu(mesh: AnyMesh) -> bool:
@@ -196,7 +195,7 @@ def model_size(mesh: AnyMesh) -> int:
 
 def batch_shards(mesh: AnyMesh) -> int:
     """Returns the number of shards of the batch."""
-    return int(np.prod([mesh.shape[a] for a in batch_axes(mesh)]))
+    return axis_size(mesh, batch_axes(mesh))
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
@@ -236,7 +235,7 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     return first // count, shards // count
 
 
-def check_global(batch: Any, mesh: AnyMesh) -> None:
+def check_global(batch: PyTree, mesh: AnyMesh) -> None:
     """Checks that a batch has global arrays if the run has several processes.
 
     JAX treats NumPy arrays as values that are equal in all processes, and would train on other
@@ -259,7 +258,7 @@ def check_global(batch: Any, mesh: AnyMesh) -> None:
             )
 
 
-def global_batch(mesh: Mesh, local: Any) -> Any:
+def global_batch(mesh: Mesh, local: PyTree) -> PyTree:
     """Makes global arrays from each process's part of the batch.
 
     Args:
@@ -275,8 +274,8 @@ def global_batch(mesh: Mesh, local: Any) -> Any:
     sharding = batch_sharding(mesh)
     pieces = batch_shards(mesh) // batch_share(mesh)[1]
 
-    def one(path: Any, x: Any) -> jax.Array:
-        x = np.asarray(x)
+    def one(path: tuple[object, ...], rows: np.ndarray) -> jax.Array:
+        x = np.asarray(rows)
         if x.ndim == 0 or x.shape[0] % pieces:
             raise ValueError(
                 f"`local`: {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "

@@ -1,9 +1,10 @@
-"""The `model` axis: which dim of a leaf tensor parallelism splits, and work on its pieces.
+"""The `model` axis: the dim of a leaf that tensor parallelism splits, and collectives on its parts.
 
 Tensor parallelism is an annotation. Each leaf may have one dim split over `model`, as Megatron
-splits columns, rows and the vocabulary; the `data` partition takes another dim of the same leaf,
-so a matrix rests as 1 / (N·MP). Inside the step `model` stays an automatic axis of `shard_map`:
-XLA splits the matmuls of an unmodified model by what its weights and activations are named.
+splits columns, rows and the vocabulary. The `data` partition takes another dim of the same leaf,
+so a device stores 1 / (N·MP) of a matrix. Inside the step `model` stays an automatic axis of
+`shard_map`: XLA splits the matmuls of an unmodified model by the names of its weights and
+activations.
 
 Note [pieces over model]: XLA does not split a collective over a manual axis along an automatic
 one; it gathers the operand over `model` first. So collectives over `data` run in a nested
@@ -14,7 +15,7 @@ Source: ZeRO (arXiv:1910.02054), section 1; Megatron-LM (arXiv:1909.08053), sect
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import MODEL
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
+Specs = tuple[tuple[str, PartitionSpec], ...]
+Rules = tuple[tuple[str, str | None], ...]
 # Names of a transformer's dims that Megatron splits, besides the name of the axis itself.
 MEGATRON = (("heads", MODEL), ("mlp", MODEL), ("vocab", MODEL))
-# What Megatron's sequence parallelism (arXiv:2205.05198) splits besides, outside the matmuls.
+# Split in addition by Megatron's sequence parallelism (arXiv:2205.05198), outside the matmuls.
 SEQUENCE = (("seq", MODEL),)
 # Where Flax keeps the names of a variable's dims, newest first.
 _NAMES = ("out_sharding", "sharding_names", "sharding")
@@ -43,34 +46,34 @@ class ModelAxis:
 
     Attributes:
       size: MP, the size of the axis.
-      specs: (pattern of paths, PartitionSpec) pairs; None for the names the model itself carries.
-      rules: (name of a dim, "model" or None) pairs; the first that has a name counts.
+      specs: (pattern of paths, PartitionSpec) pairs; None for the names of dims in the model.
+      rules: (name of a dim, "model" or None) pairs; the first with a name counts.
     """
 
     size: int = 1
-    specs: tuple[tuple[str, PartitionSpec], ...] | None = None
-    rules: tuple[tuple[str, Any], ...] = ()
+    specs: Specs | None = None
+    rules: Rules = ()
 
     def dims(self, tree: PyTree) -> list[int | None]:
-        """The dim of each leaf that is split over `model`, counted from the end, or None.
+        """Returns the dim of each leaf that is split over `model`, counted from the end, or None.
 
         Args:
-          tree: a logical tree, of arrays or ShapeDtypeStructs.
+          tree: A tree of full arrays or ShapeDtypeStructs.
 
         Raises:
-          ValueError: a spec names another axis, more dims than there are, or a dim that MP does
+          ValueError: A spec names another axis, more dims than there are, or a dim that MP does
             not divide.
         """
         leaves = paths.named_leaves(tree)
         if self.size == 1 and self.specs is None:
             return [None] * len(leaves)
         named = zip(leaves, self._specs(tree, [name for name, _ in leaves]), strict=True)
-        # Specs are looked at without a model axis too, so that a slip shows before the cluster.
+        # Specs are checked without a model axis too: a mistake shows before the run on a cluster.
         dims = [self._dim(name, tuple(leaf.shape), spec) for (name, leaf), spec in named]
         return dims if self.size > 1 else [None] * len(leaves)
 
     def stacks(self, tree: PyTree) -> list[bool]:
-        """Of each leaf whether its names are those of a layer's dims, which dim 0 stacks."""
+        """Returns True for each leaf whose names are those of one layer: dim 0 stacks layers."""
         leaves = jax.tree.leaves(tree)
         if self.size == 1:
             return [False] * len(leaves)
@@ -81,9 +84,8 @@ class ModelAxis:
         """Raises ValueError if no leaf is sharded over the model axis."""
         if self.size > 1 and dims and all(dim is None for dim in dims):
             if self.specs is not None:
-                given = {pattern: spec for pattern, spec in self.specs}
                 raise ValueError(
-                    f"`param_specs`={given} shard no parameter over the model axis of "
+                    f"`param_specs`={dict(self.specs)} shard no parameter over the model axis of "
                     f"{self.size}. Name {MODEL!r} for a dim of a matrix (dims with few elements "
                     "are sharded over data instead), or use a mesh with model=1"
                 )
@@ -94,21 +96,22 @@ class ModelAxis:
                 "(nnx.with_partitioning), or use a mesh with model=1"
             )
 
-    def axis_of(self, name: Any) -> Any:
-        """What a dim's own name means: `model`, or None."""
-        return MODEL if dict(reversed(self.rules)).get(name, name) == MODEL else None
+    def axis_of(self, name: str | None) -> str | None:
+        """Returns the mesh axis for the name of a dim: `model`, or None."""
+        axes: dict[str | None, str | None] = dict(reversed(self.rules))
+        return MODEL if axes.get(name, name) == MODEL else None
 
-    def _specs(self, tree: PyTree, names: list[str]) -> list[tuple[Any, ...]]:
-        """For each leaf the mesh axis of every dim, as far as they are given."""
+    def _specs(self, tree: PyTree, names: list[str]) -> list[Sequence[object]]:
+        """Returns the mesh axis of each dim of a leaf, as far as they are given."""
         if self.specs is None:
             return [tuple(map(self.axis_of, given)) for given in names_of_dims(tree)]
-        found: list[tuple[Any, ...]] = [()] * len(names)
+        found: list[Sequence[object]] = [()] * len(names)
         for pattern, spec in self.specs:
             hits = paths.matches(pattern, names, "param_specs")
             found = [tuple(spec) if hit else old for hit, old in zip(hits, found, strict=True)]
         return found
 
-    def _dim(self, name: str, shape: tuple[int, ...], spec: tuple[Any, ...]) -> int | None:
+    def _dim(self, name: str, shape: tuple[int, ...], spec: Sequence[object]) -> int | None:
         split = [d for d, axis in enumerate(spec) if axis is not None]
         if not split:
             return None
@@ -133,7 +136,9 @@ class ModelAxis:
         return dim - len(shape)
 
 
-def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+def check_specs(
+    given: Mapping[str, PartitionSpec] | Specs,
+) -> Specs:
     """Returns the specs as pairs of a pattern and a PartitionSpec.
 
     Raises:
@@ -149,7 +154,7 @@ def check_specs(given: Any) -> tuple[tuple[str, PartitionSpec], ...]:
     return specs
 
 
-def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
+def check_rules(given: Mapping[str, object] | Iterable[Sequence[Any]]) -> Rules:
     """Returns the rules as pairs of a dim's name and `model` or None.
 
     The step is manual over the other axes (a batch over `data`), so they become None.
@@ -160,9 +165,8 @@ def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
     >>> check_rules({"batch": "data", "mlp": ("model",)})
     (('batch', None), ('mlp', 'model'))
     """
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
     rules = []
-    for pair in pairs:
+    for pair in given.items() if isinstance(given, Mapping) else given:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(
                 f"`logical_axis_rules` has {pair!r}: write pairs of a dim's name and a mesh axis "
@@ -174,8 +178,8 @@ def check_rules(given: Any) -> tuple[tuple[str, Any], ...]:
 
 
 @contextlib.contextmanager
-def named_activations(rules: tuple[tuple[str, Any], ...]) -> Iterator[None]:
-    """While a model is traced: `nn.with_logical_constraint` splits activations by these rules."""
+def named_activations(rules: Rules) -> Iterator[None]:
+    """Makes `nn.with_logical_constraint` split activations by these rules, during a trace."""
     with (
         _RULES_OF_TRACE(rules),
         spmd.logical_axis_rules(rules),
@@ -186,11 +190,14 @@ def named_activations(rules: tuple[tuple[str, Any], ...]) -> Iterator[None]:
 
 
 def _kernels_without_names(
-    call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-) -> Any:
-    """Hides the mesh from linen's `DenseGeneral`, which attention is made of.
+    call: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    context: nn.module.InterceptorContext,
+) -> object:
+    """Hides the mesh from linen's `DenseGeneral`, which attention consists of.
 
-    It makes its kernel flat and constrains that by the names of all its dims, which are more.
+    It makes a flat kernel and constrains it by the names of all its dims, which are more.
     """
     if not isinstance(context.module, nn.DenseGeneral):
         return call(*args, **kwargs)
@@ -198,15 +205,12 @@ def _kernels_without_names(
         return call(*args, **kwargs)
 
 
-def names_of_dims(tree: PyTree) -> list[tuple[Any, ...]]:
-    """For each leaf the names that its model gave to its dims; () for a leaf without."""
-
-    def is_named(node: Any) -> bool:
-        return isinstance(node, (nnx.Variable, meta.AxisMetadata))
-
-    found: list[tuple[Any, ...]] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_named):
-        given: Any = ()
+def names_of_dims(tree: PyTree) -> list[tuple[str | None, ...]]:
+    """Returns the names in the model of each leaf's dims; () for a leaf without."""
+    kinds = (nnx.Variable, meta.AxisMetadata)
+    found: list[tuple[str | None, ...]] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
+        given: Sequence[str | None] = ()
         if isinstance(node, nnx.Variable):
             metadata = node.get_metadata()
             given = next((metadata[key] for key in _NAMES if metadata.get(key)), ())
@@ -216,13 +220,15 @@ def names_of_dims(tree: PyTree) -> list[tuple[Any, ...]]:
     return found
 
 
-def on_pieces(fn: Callable[[Any], Any], x: Any, dim: int | None, size: int) -> Any:
+def on_pieces(
+    fn: Callable[[jax.Array], jax.Array], x: jax.Array, dim: int | None, size: int
+) -> jax.Array:
     """Runs a collective on each device's own piece of a value; see [pieces over model].
 
     Args:
-      fn: of one array; keeps its rank.
-      x: a value inside the step.
-      dim: the dim of `x` that is split over `model`, counted from the end, or None.
+      fn: A function of one array that keeps its rank.
+      x: A value inside the step.
+      dim: The dim of `x` that is split over `model`, counted from the end, or None.
       size: MP.
     """
     if size == 1:
@@ -231,11 +237,12 @@ def on_pieces(fn: Callable[[Any], Any], x: Any, dim: int | None, size: int) -> A
     return over_model(fn, x, spec, spec)
 
 
-def over_model(fn: Callable[[Any], Any], x: Any, given: PartitionSpec, made: PartitionSpec) -> Any:
+def over_model(
+    fn: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, out: PartitionSpec
+) -> jax.Array:
     """Runs `fn` with `model` as a manual axis: it gets and returns pieces by these specs."""
     if MODEL in jax.sharding.get_abstract_mesh().manual_axes:
         return fn(x)
-    mapped = jax.shard_map(
-        fn, in_specs=(given,), out_specs=made, axis_names={MODEL}, check_vma=False
+    return jax.shard_map(fn, in_specs=(spec,), out_specs=out, axis_names={MODEL}, check_vma=False)(
+        x
     )
-    return mapped(x)

@@ -1,6 +1,6 @@
-"""Leaves by name: paths like 'blocks/attn/kernel', the patterns on them, and what is frozen.
+"""Leaves by name: paths like 'blocks/attn/kernel', patterns for them, and frozen leaves.
 
-A path leaves out the nodes that only wrap one array: `Padded` leaves at rest, NNX variables and
+A path leaves out the nodes that only wrap one array: stored `Padded` leaves, NNX variables and
 the boxes of linen's own metadata.
 """
 
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import meta
 
@@ -41,15 +42,16 @@ class Padded:
         return tuple(shape)
 
     @property
-    def dtype(self) -> Any:
-        return self.value.dtype
+    def dtype(self) -> np.dtype:
+        found: np.dtype = self.value.dtype
+        return found
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or name in ("value", "dim", "size"):
             raise AttributeError(name)
         raise AttributeError(f"{name!r} of {self._said()}")
 
-    def _refused(self, *_: Any, **__: Any) -> NoReturn:
+    def _refused(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(self._said())
 
     __getitem__ = __iter__ = __array__ = __jax_array__ = __neg__ = __pow__ = _refused
@@ -65,15 +67,14 @@ class Padded:
         )
 
 
-def _is_wrapper(node: Any) -> bool:
+def _is_wrapper(node: object) -> bool:
     return isinstance(node, (Padded, nnx.Variable, meta.AxisMetadata))
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in tree order.
+    """Returns (path, leaf) of every leaf, in tree order; patterns match these paths.
 
-    Paths read 'blocks/attn/kernel', which is what patterns are matched against; the nodes that
-    wrap a single array (`Padded`, NNX variables, linen boxes) do not show in them.
+    Nodes that wrap a single array (`Padded`, NNX variables, linen boxes) are not part of a path.
     """
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)

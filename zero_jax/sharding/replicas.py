@@ -7,15 +7,12 @@ replicated values. Stages 1 to 3 on `data` alone only replicate counters, scalar
 
 import collections
 import hashlib
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zero_jax.sharding.paths import named_leaves
-
-PyTree = Any
+from zero_jax.sharding.paths import PyTree, named_leaves
 
 
 class ReplicasDiffer(ValueError):
@@ -39,7 +36,7 @@ def check_replicas(tree: PyTree) -> int:
     replicated = [(name, leaf) for name, leaf in named_leaves(tree) if _has_replicas(leaf)]
     digests = _digests([value for _, value in replicated])
     for number, (name, value) in enumerate(replicated):
-        devices: dict[str, dict[Any, list[int]]] = {}  # ids by piece and digest
+        devices: dict[str, dict[tuple[int, int], list[int]]] = {}  # ids by piece and digest
         for device, index in value.sharding.devices_indices_map(value.shape).items():
             holders = devices.setdefault(str(index), collections.defaultdict(list))
             holders[digests[number, device.id]].append(device.id)
@@ -54,7 +51,7 @@ def check_replicas(tree: PyTree) -> int:
     return len(replicated)
 
 
-def _has_replicas(leaf: Any) -> bool:
+def _has_replicas(leaf: object) -> bool:
     if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return False
     indices = leaf.sharding.devices_indices_map(leaf.shape).values()
