@@ -101,6 +101,14 @@ class Layout:
     tied: tuple[str, str] | None = None
 
     @property
+    def by_path(self) -> dict[str, dict[tuple[int, ...], Place]]:
+        """The tensors of each of our parameters, by their index."""
+        found: dict[str, dict[tuple[int, ...], Place]] = {}
+        for place in self.places:
+            found.setdefault(place.path, {})[place.at] = place
+        return found
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Our parameters: path and shape."""
         # The last of a stack comes last.

@@ -1,23 +1,24 @@
-"""The JSON files of a folder that transformers saved: config.json first of all."""
+"""The JSON files of a folder of transformers, such as config.json."""
 
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.models import hf
 
 Path = str | os.PathLike[str]
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 # The longest files that are parsed, in bytes: a config.json has 1 to 30 kB, the index of 100,000
 # tensors 10 MB, and parsed JSON takes up to 20 times its length in memory.
 MOST_CONFIG_BYTES = 8 << 20
 MOST_INDEX_BYTES = 64 << 20
 _QUANTISED = ("quantization_config", "compression_config")
-_MOST_SAID = 1000  # letters of an error, since it may repeat a value of the file
+_MOST_SAID = 1000  # letters of an error, because it may repeat a value of the file
 
 
-def config(folder: Path) -> Any:
+def config(folder: Path) -> hf.Config:
     """Returns the config of a model saved by transformers: of `models.gpt` or `models.decoder`.
 
     Dropout is disabled.
@@ -28,13 +29,12 @@ def config(folder: Path) -> Any:
     Raises:
       ValueError: The model is not supported by models/.
     """
-    path = pathlib.Path(folder) / "config.json"
     known = read(folder)
     try:
         _check_not_quantised(known)
         return hf.config_of(known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        said = str(error)[:_MOST_SAID]
+        path, said = pathlib.Path(folder) / CONFIG, str(error)[:_MOST_SAID]
         raise ValueError(f"{path} describes an unsupported model: {said}") from error
 
 
@@ -44,19 +44,19 @@ def read(folder: Path) -> dict[str, Any]:
     Raises:
       ValueError: It is missing, or is not a JSON object.
     """
-    path = pathlib.Path(folder) / "config.json"
+    path = pathlib.Path(folder) / CONFIG
     if not os.path.lexists(path):
-        adapters = (path.parent / "adapter_config.json").exists()
+        adapters = (path.parent / ADAPTER_CONFIG).exists()
         instead = (
             ". The folder holds adapters: give the folder of their base model, and this one as "
             "`adapter` (train.py: --lora-init-from)"
         )
         raise ValueError(f"{path} is missing: transformers models have one{instead * adapters}")
-    return read_json(path, MOST_CONFIG_BYTES)
+    return read_json(path)
 
 
-def read_json(path: pathlib.Path, most_bytes: int) -> dict[str, Any]:
-    """Returns the object in a JSON file of at most so many bytes.
+def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """Returns the object in a JSON file of at most `most_bytes`.
 
     Raises:
       ValueError: It is missing, a pipe or a folder, longer, or no JSON object.
@@ -76,8 +76,13 @@ def read_json(path: pathlib.Path, most_bytes: int) -> dict[str, Any]:
     return known
 
 
+def write_json(path: pathlib.Path, value: Mapping[str, object]) -> None:
+    """Writes a JSON file as transformers does."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def check_regular(path: pathlib.Path) -> None:
-    """Checks that there is a file at `path`; to open a pipe would wait for one who writes to it.
+    """Checks that there is a file at `path`; opening a pipe would wait for its other end.
 
     Raises:
       ValueError: It is missing, or no regular file.
@@ -89,7 +94,7 @@ def check_regular(path: pathlib.Path) -> None:
         raise ValueError(f"{path} is not a regular file")
 
 
-def _check_not_quantised(known: Mapping[str, Any]) -> None:
+def _check_not_quantised(known: Mapping[str, object]) -> None:
     text = known.get("text_config")
     for at in (known, text if isinstance(text, Mapping) else {}):
         for name in _QUANTISED:
@@ -101,3 +106,9 @@ def _check_not_quantised(known: Mapping[str, Any]) -> None:
                     "are supported: use the original folder (LoRA quantises its base model "
                     "itself, `base`=nf4)"
                 )
+
+
+def few(items: Sequence[str], separator: str = "; ") -> str:
+    """Joins the first five items, and counts the others."""
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return separator.join(items[:5]) + more

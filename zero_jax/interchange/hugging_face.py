@@ -8,7 +8,7 @@ quantised in `like` (`adapters.quantised`). The tables of models/ (hf.py) map te
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,22 +18,22 @@ import numpy as np
 from zero_jax.adapters.quantised import named
 from zero_jax.checkpoint.leaves import NamedLeaf, Read, leaves, unflatten
 from zero_jax.interchange import folder_config
-from zero_jax.interchange.exporter import Path, differences, few
+from zero_jax.interchange.exporter import differences
 from zero_jax.interchange.exporter import export as export
+from zero_jax.interchange.folder_config import ADAPTER_CONFIG, Path, few
 from zero_jax.interchange.folder_config import config as config
 from zero_jax.interchange.packed import Packed
 from zero_jax.interchange.safetensor_files import DTYPES, INDEX, ONE, Folder
 from zero_jax.models import hf
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
-ADAPTERS = "adapter_config.json"
 _AT_ONCE = 1 << 24  # elements of two tensors that are compared
 
 
 def load(
     folder: Path,
     like: PyTree,
-    report: Callable[[str], Any] | None = None,
+    report: Callable[[str], object] | None = None,
     *,
     rounded: bool = False,
 ) -> PyTree:
@@ -68,16 +68,16 @@ def load(
         report(f"{folder}: {len(model.left_out)} tensors are not of the text model: {names}")
     if model.files.unused is not None:
         report(f"{folder}: reads {ONE}, as transformers does, and ignores {INDEX}")
-    last: dict[str, Packed] = {}
+
+    @functools.lru_cache(maxsize=1)  # codes and scales of a leaf follow each other
+    def packed(path: str) -> Packed:
+        return Packed(model.reader(path, np.dtype("float32")), nodes[path])
 
     def reader(leaf: NamedLeaf) -> Read:
         path, _, part = leaf.name.rpartition("/")
-        if path not in nodes:
-            return model.reader(leaf.name, jnp.dtype(leaf.array.stored))
-        if path not in last:
-            last.clear()
-            last[path] = Packed(model.reader(path, np.dtype("float32")), nodes[path])
-        return last[path].part(part)
+        if path in nodes:
+            return packed(path).part(part)
+        return model.reader(leaf.name, jnp.dtype(leaf.array.stored))
 
     return unflatten(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
 
@@ -113,16 +113,16 @@ def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
             f"{folder}: `transformers_weights` in config.json names {explicit!r}, and only {ONE} "
             f"or {INDEX} are supported: rename the file, and remove the key"
         )
-    if os.path.lexists(folder / ADAPTERS):
+    if os.path.lexists(folder / ADAPTER_CONFIG):
         raise ValueError(
-            f"{folder}: `{ADAPTERS}` would make transformers add adapters to the model, which is "
-            "unsupported. Move it to another folder, and give that as `adapter` (train.py: "
-            "--lora-init-from)"
+            f"{folder}: `{ADAPTER_CONFIG}` would make transformers add adapters to the model, "
+            "which is unsupported. Move it to another folder, and give that as `adapter` "
+            "(train.py: --lora-init-from)"
         )
     return _Model(files, hf.layout(model), str(folder), rounded)
 
 
-def _check_like(nodes: dict[str, Any], layout: hf.Layout, folder: pathlib.Path) -> None:
+def _check_like(nodes: Mapping[str, Any], layout: hf.Layout, folder: pathlib.Path) -> None:
     problems = differences(layout.shapes, {name: tuple(x.shape) for name, x in nodes.items()})
     if problems:
         raise ValueError(
@@ -147,12 +147,11 @@ class _Model:
                 self.left_out.append(name)
             else:
                 self._names[full] = name
-        self._head: str | None = None
-        if layout.tied is not None:
-            head, embedding = layout.tied
-            self._head = self._names.pop(head, None)
-            if self._head is not None and embedding not in self._names:
-                self._names[embedding], self._head = self._head, None
+        self._tied: tuple[str, str] | None = None  # a saved head and the embedding that it repeats
+        if layout.tied is not None and layout.tied[0] in self._names:
+            head = self._names.pop(layout.tied[0])
+            embedding = self._names.setdefault(layout.tied[1], head)
+            self._tied = (head, embedding) if embedding != head else None
         known = {full: files.kinds[name][0] for full, name in self._names.items()}
         problems = differences({place.name: place.shape for place in layout.places}, known)
         if problems:
@@ -160,7 +159,7 @@ class _Model:
                 f"{where}: the model does not match its config.json: {few(problems)}. Save it "
                 "again with save_pretrained of transformers"
             )
-        self._places = {(place.path, place.at): place for place in layout.places}
+        self._places = layout.by_path
 
     def check_head(self) -> None:
         """Checks that a tied head that is also saved equals the embedding.
@@ -168,37 +167,33 @@ class _Model:
         Raises:
           ValueError: They differ.
         """
-        name = self._head
-        if name is None or self.layout.tied is None:
+        if self._tied is None:
             return
-        tied = self._names[self.layout.tied[1]]
-        if self.files.kinds[name] != self.files.kinds[tied]:
-            raise self._untied(name, tied)
-        rows, width = self.files.kinds[name][0]
+        head, embedding = self._tied
+        is_equal = self.files.kinds[head] == self.files.kinds[embedding]
+        rows, width = self.files.kinds[embedding][0]
         at_once = max(1, _AT_ONCE // max(1, width))
-        for start in range(0, rows, at_once):
+        for start in range(0, rows if is_equal else 0, at_once):
             box = (start, 0), (min(start + at_once, rows), width)
-            a, b = (self.files.read(n, *box) for n in (name, tied))
-            if a.tobytes() != b.tobytes():
-                raise self._untied(name, tied)
-
-    def _untied(self, head: str, embedding: str) -> ValueError:
-        return ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
+            a, b = (self.files.read(name, *box) for name in self._tied)
+            is_equal = is_equal and a.tobytes() == b.tobytes()
+        if not is_equal:
+            raise ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
 
     def reader(self, path: str, dtype: np.dtype) -> Read:
-        """Reads a part of our array, in a dtype."""
-        own = [place for (known, _), place in self._places.items() if known == path]
-        for place in own:
+        """Returns a function that reads a part of our array, in a dtype."""
+        places = self._places[path]
+        for place in places.values():
             self._check_dtype(place.name, dtype)
-        stacks = len(own[0].at)
+        stacks = len(next(iter(places)))
 
         def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
             if not stacks:
-                return self._part(path, (), starts, stops).astype(dtype, copy=False)
+                return self._part(places[()], starts, stops).astype(dtype, copy=False)
             out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
             for index in np.ndindex(out.shape[:stacks]):
                 at = tuple(a + i for a, i in zip(starts, index, strict=False))
-                out[index] = self._part(path, at, starts[stacks:], stops[stacks:])
+                out[index] = self._part(places[at], starts[stacks:], stops[stacks:])
             return out
 
         return read
@@ -211,9 +206,6 @@ class _Model:
                 "exactly: save the model as float32"
             )
 
-    def _part(
-        self, path: str, at: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]
-    ) -> np.ndarray:
-        place = self._places[path, at]
-        name = self._names[place.name]
-        return place.turn.part(functools.partial(self.files.read, name), starts, stops)
+    def _part(self, place: hf.Place, starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
+        read = functools.partial(self.files.read, self._names[place.name])
+        return place.turn.part(read, starts, stops)

@@ -1,6 +1,6 @@
-"""Quantised leaves out of files: what a device holds of one is read and packed by itself.
+"""Quantised leaves read from files: each device reads and quantises its own piece.
 
-Blocks follow logical indices, so of the rows that a device's piece touches whole blocks are read.
+Blocks follow logical indices, so the rows of a device's piece are extended to whole blocks.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ ARRAYS = ("codes", "scales")
 
 
 class Packed:
-    """A quantised leaf in files.
+    """A leaf that is quantised as it is read.
 
-    What was packed last is kept, since codes and scales of a piece come from the same rows.
+    Quantised rows are cached, because codes and scales of a piece come from the same rows.
 
     Args:
-      read: reads a part of the matrix, in fp32.
-      leaf: what it is to be.
+      read: Reads a part of the matrix, in fp32.
+      leaf: The quantised leaf, or its shapes.
 
     >>> matrix = np.linspace(-1, 1, 256, dtype=np.float32).reshape(128, 2)
     >>> like = quantise(matrix, "nf4", -2)
@@ -35,29 +35,29 @@ class Packed:
         self._known: dict[tuple[Bounds, Bounds], Quantised] = {}
 
     def part(self, name: str) -> Read:
-        """Reads a part of its "codes" or "scales"."""
+        """Returns a function that reads a part of "codes" or "scales"."""
         array = getattr(self._leaf, name)
         at = self._leaf.dim % len(array.shape)
-        each = array.shape[at] // max(1, self._leaf.scales.shape[at])  # of its rows a block has
+        each = array.shape[at] // max(1, self._leaf.scales.shape[at])  # rows of a block
 
         def read(starts: Bounds, stops: Bounds) -> np.ndarray:
             first, last = starts[at] // each, -(-stops[at] // each)
             rows = first * BLOCK, max(first * BLOCK, min(last * BLOCK, self._leaf.rows))
-            made = self._made(_with(starts, at, rows[0]), _with(stops, at, rows[1]))
+            quantised = self._quantised(_with(starts, at, rows[0]), _with(stops, at, rows[1]))
             skipped = first * each
             box = (slice(None),) * at + (slice(starts[at] - skipped, stops[at] - skipped),)
-            found: np.ndarray = getattr(made, name)[box]
-            return found
+            part: np.ndarray = getattr(quantised, name)[box]
+            return part
 
         return read
 
-    def _made(self, starts: Bounds, stops: Bounds) -> Quantised:
+    def _quantised(self, starts: Bounds, stops: Bounds) -> Quantised:
         if (starts, stops) not in self._known:
-            self._known[starts, stops] = self._packed(starts, stops)
+            self._known[starts, stops] = self._quantise(starts, stops)
         return self._known[starts, stops]
 
-    def _packed(self, starts: Bounds, stops: Bounds) -> Quantised:
-        """Of a stack one layer after the other: only one is in fp32 at a time."""
+    def _quantise(self, starts: Bounds, stops: Bounds) -> Quantised:
+        """Reads a stack one layer after the other: only one is in fp32 at a time."""
         kind, dim = self._leaf.kind, self._leaf.dim
         if dim == -len(starts) or starts[0] == stops[0]:
             return quantise(self._read(starts, stops), kind, dim)

@@ -1,21 +1,18 @@
-"""Adapters as PEFT keeps them: `save_adapter`, `load_adapter`, and `merge` into a model's folder.
+"""Adapters in PEFT format: `save_adapter`, `load_adapter`, and `merge` into a model's folder.
 
     DIR/adapter_config.json
     DIR/adapter_model.safetensors     base_model.model.NAME.lora_A.weight (r, in), lora_B (out, r)
 
-Ours stacks the adapters of all layers, A (L, in, r) and B (L, r, out); which layer is which module
-of theirs is in the tables of models/ (hf.py). Host memory: the adapters, and of a merge one tensor.
+Ours stacks the adapters of all layers, A (L, in, r) and B (L, r, out). The tables of models/
+(hf.py) map layers to modules. Host memory: the adapters, and in a merge one tensor.
 The format: https://github.com/huggingface/peft.
 """
 
-import collections
-import json
 import math
 import pathlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,38 +21,43 @@ from zero_jax.adapters.lora import Lora
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.exporter import (
     MAX_FILE_BYTES,
+    atomic_folder,
     check_free,
     copy_tokenizer,
     end_with,
-    few,
-    made_whole,
 )
-from zero_jax.interchange.folder_config import Path
+from zero_jax.interchange.folder_config import ADAPTER_CONFIG, CONFIG, Path, few, write_json
 from zero_jax.interchange.safetensor_files import Folder, Writer, check_finite, safetensors
 from zero_jax.models import gpt, hf
 from zero_jax.models.hf_places import TRANSPOSED, Place
 
-CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE = "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
-# Ways to begin that leave the base as it is; others (PiSSA, OLoRA, LoftQ) change it.
-_OF_THE_BASE_AS_IT_IS = (True, False, "gaussian", "eva", "orthogonal")
+# Initialisations that keep the base model; others (PiSSA, OLoRA, LoftQ) change it.
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+# Settings that must be missing or off.
+_UNSUPPORTED = (
+    *("use_dora", "alora_invocation_tokens", "use_rslora", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "lora_bias", "layer_replication", "trainable_token_indices"),
+    *("target_parameters", "use_qalora"),
+)
 Adapters = Mapping[str, Mapping[str, np.ndarray]]
 
 
 def save_adapter(
     adapters: Adapters, lora: Lora, config: hf.Config, folder: Path, base: str | None = None
 ) -> pathlib.Path:
-    """Writes adapters as PEFT reads them.
+    """Writes adapters in PEFT format.
 
     Args:
-      adapters: whole arrays: {"a": (L, in, r), "b": (L, r, out)} by the path of their matrix.
-      lora: what they are.
-      config: of the model.
-      folder: to make.
-      base: the model's folder, which PEFT looks for by that name.
+      adapters: Full arrays: {"a": (L, in, r), "b": (L, r, out)} by the path of their matrix.
+      lora: Rank and scale.
+      config: Config of the model.
+      folder: Folder to create.
+      base: Folder of the base model, which PEFT loads by that name.
 
     Raises:
-      ValueError: there is something in the folder, or an adapter is of no module of theirs.
+      ValueError: The folder is not empty, or a matrix does not exist in the transformers model.
     """
     out = pathlib.Path(folder).absolute()
     check_free(out)
@@ -79,10 +81,10 @@ def save_adapter(
         "fan_in_fan_out": isinstance(config, gpt.GPTConfig),
         "inference_mode": True,
     }
-    with made_whole(out) as beside:
+    with atomic_folder(out) as partial:
         save = safetensors().numpy.save_file
-        save(tensors, beside / FILE, metadata={"format": "pt"})
-        (beside / CONFIG).write_text(json.dumps(known, indent=2) + "\n")
+        save(tensors, partial / FILE, metadata={"format": "pt"})
+        write_json(partial / ADAPTER_CONFIG, known)
     return out
 
 
@@ -92,63 +94,49 @@ def adapter_config(folder: Path) -> Lora:
     Raises:
       ValueError: The config is missing, or the adapters are of an unsupported kind.
     """
-    path = pathlib.Path(folder) / CONFIG
+    path = pathlib.Path(folder) / ADAPTER_CONFIG
     try:
-        known = folder_config.read_json(path, folder_config.MOST_CONFIG_BYTES)
+        known = folder_config.read_json(path)
         kind, rank = known["peft_type"], known["r"]
         alpha = float(known.get("lora_alpha", rank))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the config of an adapter: {error!r}") from error
-    odd = {
+    is_unsupported = {
         "peft_type": kind != "LORA",
         "bias": known.get("bias", "none") != "none",
-        "init_lora_weights": known.get("init_lora_weights", True) not in _OF_THE_BASE_AS_IT_IS,
-        "use_dora": bool(known.get("use_dora")),
-        "alora_invocation_tokens": bool(known.get("alora_invocation_tokens")),
-        "use_rslora": bool(known.get("use_rslora")),
-        "modules_to_save": bool(known.get("modules_to_save")),
-        "rank_pattern": bool(known.get("rank_pattern")),
-        "alpha_pattern": bool(known.get("alpha_pattern")),
-        "lora_bias": bool(known.get("lora_bias")),
-        "layer_replication": bool(known.get("layer_replication")),
-        "trainable_token_indices": bool(known.get("trainable_token_indices")),
-        "target_parameters": bool(known.get("target_parameters")),
-        "use_qalora": bool(known.get("use_qalora")),
+        "init_lora_weights": known.get("init_lora_weights", True) not in _KEEPS_BASE,
+        **{name: bool(known.get(name)) for name in _UNSUPPORTED},
         "r": isinstance(rank, bool) or not isinstance(rank, int) or rank < 1,
         "lora_alpha": not math.isfinite(alpha),
     }
-    for name, here in odd.items():
+    for name, here in is_unsupported.items():
         if here:
             raise ValueError(f"{path}: {name} {known[name]!r} is unsupported")
     return Lora(rank, alpha)
 
 
 def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndarray]]:
-    """Reads adapters that PEFT or `save_adapter` wrote, all of a model's layers stacked.
+    """Reads adapters that PEFT or `save_adapter` wrote, and stacks those of all layers.
 
     Args:
-      folder: of the adapters.
-      config: of the model.
+      folder: Folder of the adapters.
+      config: Config of the model.
 
     Returns:
       {"a": (L, in, r), "b": (L, r, out)} by the path of their matrix, fp32.
 
     Raises:
-      ValueError: they are adapters of another model, stand beside some layers only, or have
+      ValueError: The adapters are those of another model, exist for some layers only, or have
         another rank than their config.
     """
     found = _pairs(folder)
     _check_ranks(found, adapter_config(folder).rank, folder)
-    places = {
-        p.name.removesuffix(_WEIGHT): p
-        for p in hf.layout(config).places
-        if p.name.endswith(_WEIGHT)
-    }
+    layout = hf.layout(config)
+    by_name: dict[str | None, Place] = {place.name: place for place in layout.places}
     stacks: dict[str, dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]] = {}
     problems = []
-    full_name = hf.layout(config).full_name
     for name, (a, b) in found.items():
-        place = places.get((full_name(name + _WEIGHT) or "").removesuffix(_WEIGHT))
+        place = by_name.get(layout.full_name(name + _WEIGHT))
         if place is None or len(place.shape) != 2 or len(place.at) > 1:
             problems.append(f"{name} is not a matrix of the model")
             continue
@@ -160,11 +148,11 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
             )
             continue
         stacks.setdefault(place.path, {})[place.at] = (a.T, own)
-    every = collections.Counter(place.path for place in places.values())
+    layers = {path: len(places) for path, places in layout.by_path.items()}
     problems += [
-        f"{path} has adapters in {len(own)} layers of {every[path]}"
+        f"{path} has adapters in {len(own)} layers of {layers[path]}"
         for path, own in stacks.items()
-        if len(own) != every[path]
+        if len(own) != layers[path]
     ]
     if problems:
         raise ValueError(f"the adapters in {folder} do not fit the model: {few(problems)}")
@@ -178,7 +166,7 @@ def _check_ranks(
     odd = [f"{name} has {a.shape[0]}" for name, (a, _) in pairs.items() if a.shape[0] != rank]
     if odd:
         raise ValueError(
-            f"{pathlib.Path(folder) / CONFIG}: `r` is {rank}, and in {FILE} {len(odd)} of "
+            f"{pathlib.Path(folder) / ADAPTER_CONFIG}: `r` is {rank}, and in {FILE} {len(odd)} of "
             f"{len(pairs)} adapters have another rank ({few(odd)}). Give the config that was saved "
             "with these tensors; adapters of several ranks are unsupported"
         )
@@ -195,47 +183,46 @@ def merge(
     """Writes a model with its adapters added, W + s·A·B, in the dtype of its files.
 
     Args:
-      folder: the model's.
-      adapter: the adapters', of `save_adapter` or PEFT.
-      out: folder to make; it appears once everything is in it.
-      max_file_bytes: of tensors in one file.
-      ends: tokens that end a text or a turn, at which generation stops; by default the model's.
+      folder: Folder of the model.
+      adapter: Folder of the adapters, from `save_adapter` or PEFT.
+      out: Folder to create; it appears when all files are written.
+      max_file_bytes: Maximum bytes of tensors per file.
+      ends: Tokens that end a text or a turn, at which generation stops; by default the model's.
 
     Raises:
-      ValueError: as `load_adapter`.
+      ValueError: See `load_adapter`.
     """
     target = pathlib.Path(out).absolute()
     check_free(target)
     lora, config = adapter_config(adapter), folder_config.config(folder)
     adapters = load_adapter(adapter, config)
     layout, files = hf.layout(config), Folder(pathlib.Path(folder))
-    by_name = {place.name: place for place in layout.places}
+    by_name: dict[str | None, Place] = {place.name: place for place in layout.places}
     if folder_config.read(folder).get("model_type") != hf.json_of(config, "float32")["model_type"]:
         raise ValueError(
             f"{folder} is a model of text and images, and only its text model is supported: "
             "import and export it, and merge into the export"
         )
     kinds = {n: kind for n, kind in files.kinds.items() if layout.full_name(n) is not None}
-    with made_whole(target) as beside:
-        writer = Writer(beside, kinds, int(max_file_bytes))
+    with atomic_folder(target) as partial:
+        writer = Writer(partial, kinds, int(max_file_bytes))
         for name, (shape, _) in kinds.items():
             tensor = files.read(name, (0,) * len(shape), shape)
-            place = by_name.get(layout.full_name(name) or "")
+            place = by_name.get(layout.full_name(name))
             if place is not None and place.path in adapters:
                 tensor = _added(place, tensor, adapters[place.path], lora.scale)
             writer.write(name, (), tensor)
         writer.finish()
-        shutil.copyfile(pathlib.Path(folder) / "config.json", beside / "config.json")
-        copy_tokenizer(pathlib.Path(folder), beside)
-        end_with(beside, ends)
+        shutil.copyfile(pathlib.Path(folder) / CONFIG, partial / CONFIG)
+        copy_tokenizer(pathlib.Path(folder), partial)
+        end_with(partial, ends)
     return sorted(target.iterdir())
 
 
 def _added(
     place: Place, tensor: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float
 ) -> np.ndarray:
-    a, b = adapter["a"], adapter["b"]
-    a, b = a[place.at], b[place.at]
+    a, b = adapter["a"][place.at], adapter["b"][place.at]
     box, delta = place.turn.put((0, 0), (a @ b).astype(np.float32))
     wide = tensor.astype(np.float32)
     wide[box] += np.float32(scale) * delta
@@ -243,33 +230,32 @@ def _added(
 
 
 def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, Place]]:
-    """Of each adapter and layer the tensor of theirs that it stands beside."""
-    known: dict[str, list[Place]] = {}
-    for place in hf.layout(config).places:
-        known.setdefault(place.path, []).append(place)
+    """Yields the path and the adapted tensor of each adapter and layer."""
+    by_path = hf.layout(config).by_path
     for path in adapters:
-        if path not in known or len(known[path][0].shape) != 2:
+        places = [*by_path.get(path, {}).values()]
+        if not places or len(places[0].shape) != 2:
             raise ValueError(f"adapter {path!r} has no matrix in the transformers model")
-        for place in known[path]:
+        for place in places:
             yield path, place
 
 
 def _theirs(place: Place, b: np.ndarray) -> np.ndarray:
-    """B (r, out) as theirs, (out, r)."""
-    box, part = place.turn.put((0, 0), b)
-    made = np.zeros(b.T.shape if place.turn is TRANSPOSED else b.shape, b.dtype)
-    made[box] = part
-    return np.ascontiguousarray(made if place.turn is TRANSPOSED else made.T)
+    """Returns B (r, out) as theirs, (out, r)."""
+    if place.turn is not TRANSPOSED:
+        box, part = place.turn.put((0, 0), b)
+        b = np.zeros_like(b)
+        b[box] = part
+    return np.ascontiguousarray(b.T)
 
 
 def _ours(place: Place, b: np.ndarray) -> np.ndarray:
-    """Theirs (out, r) as B, (r, out)."""
-    given = b if place.turn is TRANSPOSED else b.T
-
-    def read(starts: Any, stops: Any) -> np.ndarray:
-        return given[tuple(slice(i, j) for i, j in zip(starts, stops, strict=True))]
-
-    return place.turn.part(read, (0, 0), place.turn.shape(given.shape))
+    """Returns theirs (out, r) as B, (r, out)."""
+    if place.turn is TRANSPOSED:
+        return b.T
+    return place.turn.part(
+        lambda starts, stops: b.T[tuple(map(slice, starts, stops))], (0, 0), b.T.shape
+    )
 
 
 def _stacked(
@@ -283,7 +269,7 @@ def _stacked(
 
 
 def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A and B, as theirs, by the module's name."""
+    """Returns A and B, as theirs, by the module's name."""
     path = pathlib.Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: give a folder of PEFT adapters")
