@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that begins so, else the one that reads most like it.
+    """Returns the known name with this prefix, or else the most similar one.
 
     >>> nearest("v100", ["h100", "v100-32gb"]), nearest("Lyon", ["adamw", "lion"])
     ('v100-32gb', 'lion')
@@ -17,7 +17,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, name: str, known: Iterable[str], ask: str = "Known:") -> str:
-    """The message that no `what` has that name.
+    """Returns the message for an unknown name.
 
     >>> unknown("command", "mesh", ["plan", "meshes"])
     "no command is called 'mesh'; the nearest is 'meshes'. Known: plan, meshes"
