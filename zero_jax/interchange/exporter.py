@@ -86,12 +86,12 @@ def export(
             config = folder_config.config(origin)
         else:
             config = _config(recorded, arrays, heads)
-        dtype = _check(arrays, config)
+        known = _config_json(config, _check(arrays, config), origin)
     except ValueError as error:
         raise ValueError(f"{folder} can't be exported: {error}") from error
     with atomic_folder(target) as partial:
         _stream(folder, arrays, hf.layout(config), partial, int(max_file_bytes))
-        write_json(partial / CONFIG, _config_json(config, dtype, origin))
+        write_json(partial / CONFIG, known)
         if origin is not None:
             copy_tokenizer(origin, partial)
         end_with(partial, _recorded_ends(recorded) if ends is None else ends)
@@ -102,9 +102,9 @@ def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = F
     """Copies the tokenizer, the chat template and generation_config.json of a folder.
 
     Args:
-      origin: folder to read.
-      out: folder of a model.
-      replace: removes the tokenizer that is there first, and keeps generation_config.json.
+      origin: Folder to read.
+      out: Folder of a model.
+      replace: Removes the tokenizer of `out` first, and keeps its generation_config.json.
     """
     for name in _BESIDE[:-1] if replace else _BESIDE:
         if replace:
@@ -117,12 +117,12 @@ def end_with(folder: pathlib.Path, ends: Sequence[int]) -> None:
     """Sets `eos_token_id`, at which generation stops, in config.json and generation_config.json.
 
     config.json gets the first of the tokens, or the list if it has a list. generation_config.json
-    gets all, and those that it had; one is made if more than one token ends a text. Tokens that
-    pad and begin a text stay. Without `ends` nothing changes.
+    gets all, besides those that it had; it is created if more than one token ends a text. Other
+    tokens stay. Without `ends` nothing changes.
 
     Args:
-      folder: of a model.
-      ends: tokens that end what a run learned.
+      folder: Folder of a model.
+      ends: Tokens that end a text or a turn in the training data.
     """
     if not ends:
         return

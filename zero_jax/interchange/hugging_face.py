@@ -8,8 +8,7 @@ quantised in `like` (`adapters.quantised`). The tables of models/ (hf.py) map te
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +59,12 @@ def load(
     """
     folder = pathlib.Path(folder)
     model, nodes = _opened(folder, rounded), dict(named(like))
-    _check_like(nodes, model.layout, folder)
+    shapes = {name: tuple(x.shape) for name, x in nodes.items()}
+    if problems := differences(model.layout.shapes, shapes):
+        raise ValueError(
+            f"`like` is not the model in {folder}: {few(problems)}. Build it with models.gpt.GPT "
+            f"or models.decoder.Decoder from zero_jax.interchange.config({str(folder)!r})"
+        )
     model.check_head()
     report = report or (print if jax.process_index() == 0 else lambda _: None)
     if model.left_out:
@@ -120,15 +124,6 @@ def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
             "(train.py: --lora-init-from)"
         )
     return _Model(files, hf.layout(model), str(folder), rounded)
-
-
-def _check_like(nodes: Mapping[str, Any], layout: hf.Layout, folder: pathlib.Path) -> None:
-    problems = differences(layout.shapes, {name: tuple(x.shape) for name, x in nodes.items()})
-    if problems:
-        raise ValueError(
-            f"`like` is not the model in {folder}: {few(problems)}. Build it with models.gpt.GPT "
-            f"or models.decoder.Decoder from zero_jax.interchange.config({str(folder)!r})"
-        )
 
 
 class _Model:
