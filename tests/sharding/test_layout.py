@@ -30,7 +30,7 @@ def test_parts_of_a_shard_are_ordered_by_data_and_then_by_replica():
     cut = split((10, 7), 3, parts=2)
     assert cut.spec_at_rest == jax.P(("data", "replica"))
     assert (cut.shard_size, cut.rest_shape, cut.device_shape) == (4, (12, 7), (2, 7))
-    cut = split((2, 64), 1, model=-1, model_shards=4)  # no data axis: the model axis takes a bias
+    cut = split((2, 64), 1, model=-1, model_shards=4)  # no data axis: `model` takes a bias
     assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
 
 
@@ -45,10 +45,10 @@ def test_padding_and_stripping_are_inverse(n):
         np.testing.assert_array_equal(back[name], tree[name])
     padding = sum(float(jnp.sum(x)) for x in jax.tree.leaves(stored))
     assert padding == sum(float(jnp.sum(x)) for x in tree.values())
-    bytes_per_device = sum(4 * math.prod(cut.rest_shape) // cut.shards for cut in cuts if cut.dim)
+    per_device = sum(4 * math.prod(cut.rest_shape) // cut.shards for cut in cuts if cut.dim)
     whole = sum(4 * math.prod(cut.shape) for cut in cuts if cut.dim is None)
     leaves = jax.tree.leaves(tree)
-    assert layout.bytes_per_device(cuts, leaves) == bytes_per_device + whole
+    assert layout.bytes_per_device(cuts, leaves) == per_device + whole
     half = split((8, 6), 4, model=-1, model_shards=2)
     assert layout.bytes_per_device([half], [jnp.zeros((8, 6))]) == 4 * 8 * 6 // (4 * 2)
 

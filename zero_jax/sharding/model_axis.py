@@ -32,7 +32,7 @@ Specs = tuple[tuple[str, PartitionSpec], ...]
 Rules = tuple[tuple[str, str | None], ...]
 # Names of a transformer's dims that Megatron splits, besides the name of the axis itself.
 MEGATRON = (("heads", MODEL), ("mlp", MODEL), ("vocab", MODEL))
-# Split in addition by Megatron's sequence parallelism (arXiv:2205.05198), outside the matmuls.
+# Those that its sequence parallelism (arXiv:2205.05198) splits in addition, outside the matmuls.
 SEQUENCE = (("seq", MODEL),)
 # Where Flax keeps the names of a variable's dims, newest first.
 _NAMES = ("out_sharding", "sharding_names", "sharding")

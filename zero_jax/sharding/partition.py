@@ -225,12 +225,12 @@ class Splitter:
     def __call__(self, tree: PyTree) -> list[Split]:
         leaves, models = jax.tree.leaves(tree), self.model.dims(tree)
         experts = expert_dims(tree, self.experts, models)
-        splits = []
+        found = []
         for x, model, dim, stack in zip(
             leaves, models, experts, self.model.stacks(tree), strict=True
         ):
             groups = 1 if dim is None else self.experts
-            splits.append(
+            found.append(
                 split(
                     x.shape,
                     max(1, self.shards // groups),
@@ -243,35 +243,35 @@ class Splitter:
                     expert_shards=groups,
                 )
             )
-        self.model.check_split([one.model for one in splits])
-        return splits
+        self.model.check_split([one.model for one in found])
+        return found
 
 
-def mirrors(state_splits: Sequence[Split], param_splits: Sequence[Split]) -> list[int | None]:
+def mirrors(state: Sequence[Split], params: Sequence[Split]) -> list[int | None]:
     """Returns the position of the parameter that each leaf of a state mirrors, or None."""
     # state_splits returns the Split of a mirrored parameter itself, so identity tells.
-    positions = {id(split): at for at, split in enumerate(param_splits)}
-    return [positions.get(id(split)) for split in state_splits]
+    positions = {id(one): at for at, one in enumerate(params)}
+    return [positions.get(id(one)) for one in state]
 
 
-def state_splits(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:
+def state_splits(state: PyTree, params: PyTree, of_params: Sequence[Split]) -> list[Split]:
     """Returns partitions of an optimizer state: a leaf that mirrors a parameter has that of it.
 
     A state leaf mirrors a parameter if its path ends with the parameter's path and the shapes
-    agree (moments, accumulators, averages). All others (factored moments, counters) follow
-    `split` alone, so the state needs no table of its own.
+    agree (moments, accumulators, averages). All others (factored moments, counters) depend on
+    their shape alone, so the state needs no table of its own.
     """
-    like = next((one for one in param_splits if one.experts is None), Split((), None, 1))
+    like = next((one for one in of_params if one.experts is None), Split((), None, 1))
     keys = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    known = dict(zip(keys, param_splits, strict=True))
-    splits = []
+    known = dict(zip(keys, of_params, strict=True))
+    found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path) + 1))
         mirrored = next((known[t] for t in tails if t in known), None)
         if mirrored is not None and mirrored.shape == tuple(leaf.shape):
-            splits.append(mirrored)
+            found.append(mirrored)
         elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            splits.append(split(leaf.shape, 1))
+            found.append(split(leaf.shape, 1))
         else:
-            splits.append(split(leaf.shape, like.shards, parts=like.parts, axis=like.axis))
-    return splits
+            found.append(split(leaf.shape, like.shards, parts=like.parts, axis=like.axis))
+    return found
