@@ -29,11 +29,10 @@ MAX_FILE_BYTES = 2 * 10**9
 PREFIXES = ("0/", "", "params/")
 _EMBEDDINGS = ("wte/embedding", "embed/embedding")
 GENERATION = "generation_config.json"
-# Other files in a folder of transformers, besides config.json and the weights.
-_BESIDE = (
+# Files of a tokenizer in a folder of transformers.
+_TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    GENERATION,
 )
 
 
@@ -106,7 +105,7 @@ def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = F
       out: Folder of a model.
       replace: Removes the tokenizer of `out` first, and keeps its generation_config.json.
     """
-    for name in _BESIDE[:-1] if replace else _BESIDE:
+    for name in _TOKENIZER if replace else (*_TOKENIZER, GENERATION):
         if replace:
             (out / name).unlink(missing_ok=True)
         if (origin / name).is_file():

@@ -54,7 +54,8 @@ def parse(name: str, value: Any, kind: Kind) -> Any:
     raise ValueError(f"`{name}` is {shown(value)}: give a {kind}")
 
 
-_TABLE = yaml.safe_load(importlib.resources.files(__package__).joinpath("keys.yaml").read_text())
+_FILE = importlib.resources.files(__package__) / "keys.yaml"
+_TABLE = yaml.safe_load(_FILE.read_text("utf-8"))
 ALIASES: dict[str, str] = _TABLE.pop("aliases")
 KEYS: dict[str, Key] = {}
 for _verdict, _groups in _TABLE.items():
