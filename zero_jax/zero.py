@@ -30,7 +30,7 @@ from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh, check_global, check_there, on_gpu
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.states.narrow import OptimizerStateDtype
 
 PyTree = Any
@@ -172,7 +172,7 @@ class Zero:
 
         return Program(fn, options if on_gpu(self.mesh) else None, check)
 
-    def splits(self, params: PyTree) -> list[Split]:
+    def splits(self, params: PyTree) -> list[Partition]:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
         return self.config.resolved.splitter(params)
 
@@ -199,7 +199,7 @@ class Zero:
                 x if f else cast(x, jnp.promote_types(x.dtype, jnp.float32))
                 for x, f in zip(leaves, frozen, strict=True)
             ]
-            return layout.at_rest(jax.tree.unflatten(treedef, masters), cuts)
+            return layout.pad(jax.tree.unflatten(treedef, masters), cuts)
 
         abstract = jax.eval_shape(born, *args)
         placed = layout.shardings(abstract, cuts, self.mesh)

@@ -13,7 +13,7 @@ import zero_jax
 from zero_jax.collectives import lookup
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.hlo import auditor
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 
 ROWS, TOKENS = 24, 3
 TX = optax.sgd(0.1, momentum=0.9)
@@ -23,9 +23,9 @@ CLIP = jax.lax.GatherScatterMode.CLIP
 
 def looked_up(full, tokens, n, dim, take, wire):
     """Rows, and the gradient of the sum of their squares, of a table sharded along that dim."""
-    cut = Split(full.shape, dim, n)
+    cut = Partition(full.shape, dim, n)
     mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
-    padded = np.zeros(cut.rest_shape, full.dtype)
+    padded = np.zeros(cut.stored_shape, full.dtype)
     padded[: full.shape[0], : full.shape[1]] = full
 
     def body(shard, tokens):

@@ -17,7 +17,7 @@ from zero_jax import releases, zero
 from zero_jax.engine import compiler, step
 from zero_jax.offload.tiers import Offload
 from zero_jax.plan import plans
-from zero_jax.sharding.partition import split
+from zero_jax.sharding.partition import partition
 
 LAYERS, WIDTH, WORDS, ROWS, FOUR = 3, 12, 40, 24, {"data": 4}
 X, ONES = jax.random.normal(jax.random.key(1), (ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH))
@@ -57,7 +57,7 @@ def test_stacks_of_layers_and_leaves_that_are_none():
     loss = lambda p, x: jnp.mean(jax.lax.scan(layer, x[:, :2], p["w"])[0])  # noqa: E731
     audit = audited(loss, lambda: {"w": jnp.ones((64, 2, 2))}, X, {"data": 8}, remat="block")
     elements, messages = sent(audit, "all-gather")
-    assert split((64, 2, 2), 8).dim == -3 and messages <= 2 and elements <= 2 * 64 * 4
+    assert partition((64, 2, 2), 8).dim == -3 and messages <= 2 and elements <= 2 * 64 * 4
 
 
 def test_a_plan_names_the_layers_it_found_and_their_policy():

@@ -10,7 +10,7 @@ import pytest
 
 import zero_jax
 from zero_jax.sharding import layout, mesh
-from zero_jax.sharding.partition import Splitter, split, state_splits
+from zero_jax.sharding.partition import Partitioner, partition, state_partitions
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 # The first dim that N divides; the least padding (7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5); a dim
@@ -23,41 +23,41 @@ DIMS = [
 
 @pytest.mark.parametrize(("shape", "n", "dim"), DIMS)
 def test_the_dim_that_is_sharded(shape, n, dim):
-    assert split(shape, n).dim == dim
+    assert partition(shape, n).dim == dim
 
 
 def test_parts_of_a_shard_are_ordered_by_data_and_then_by_replica():
-    cut = split((10, 7), 3, parts=2)
-    assert cut.spec_at_rest == jax.P(("data", "replica"))
-    assert (cut.shard_size, cut.rest_shape, cut.device_shape) == (4, (12, 7), (2, 7))
-    cut = split((2, 64), 1, model=-1, model_shards=4)  # no data axis: `model` takes a bias
+    cut = partition((10, 7), 3, parts=2)
+    assert cut.stored_spec == jax.P(("data", "replica"))
+    assert (cut.shard_size, cut.stored_shape, cut.device_shape) == (4, (12, 7), (2, 7))
+    cut = partition((2, 64), 1, model=-1, model_shards=4)  # no data axis: `model` takes a bias
     assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
 
 
 @pytest.mark.parametrize("n", [3, 8, 400])
 def test_padding_and_stripping_are_inverse(n):
     tree = {str(s): jnp.arange(math.prod(s), dtype=jnp.float32).reshape(s) for s in SHAPES}
-    cuts = Splitter(n)(tree)
-    stored = layout.at_rest(tree, cuts)
+    cuts = Partitioner(n)(tree)
+    stored = layout.pad(tree, cuts)
     back = layout.unpad(stored)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     for name in tree:
         np.testing.assert_array_equal(back[name], tree[name])
     padding = sum(float(jnp.sum(x)) for x in jax.tree.leaves(stored))
     assert padding == sum(float(jnp.sum(x)) for x in tree.values())
-    per_device = sum(4 * math.prod(cut.rest_shape) // cut.shards for cut in cuts if cut.dim)
+    per_device = sum(4 * math.prod(cut.stored_shape) // cut.shards for cut in cuts if cut.dim)
     whole = sum(4 * math.prod(cut.shape) for cut in cuts if cut.dim is None)
     leaves = jax.tree.leaves(tree)
     assert layout.bytes_per_device(cuts, leaves) == per_device + whole
-    half = split((8, 6), 4, model=-1, model_shards=2)
+    half = partition((8, 6), 4, model=-1, model_shards=2)
     assert layout.bytes_per_device([half], [jnp.zeros((8, 6))]) == 4 * 8 * 6 // (4 * 2)
 
 
 def test_state_that_mirrors_a_parameter_is_sharded_like_it():
     params = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 4))}}
-    cuts = Splitter(4)(params)
+    cuts = Partitioner(4)(params)
     rows = {"blocks": {"w": jnp.zeros((8, 16))}}  # a parameter's path, but another shape
-    got = state_splits(({"mu": params, "count": jnp.zeros(())}, rows), params, cuts)
+    got = state_partitions(({"mu": params, "count": jnp.zeros(())}, rows), params, cuts)
     assert got[0].dim is None
     assert got[1:3] == cuts
     assert (got[3].shape, got[3].dim) == ((8, 16), -2)

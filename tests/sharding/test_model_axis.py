@@ -21,7 +21,7 @@ from zero_jax.hlo import auditor
 from zero_jax.models import gpt
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis
-from zero_jax.sharding.partition import Splitter
+from zero_jax.sharding.partition import Partitioner
 
 STEPS = 10
 ULPS = 1024
@@ -174,7 +174,7 @@ def of_gpt(model, **settings):
 
 def unsharded():
     whole = jax.device_put(jnp.ones((8, 8)), NamedSharding(zero_jax.make_mesh(), P()))
-    layout.check_bytes({"w": whole}, Splitter(8)({"w": whole}))
+    layout.check_bytes({"w": whole}, Partitioner(8)({"w": whole}))
 
 
 FIVE = ModelAxis(4, (("w", P(None, None, "model")),))

@@ -22,7 +22,7 @@ from zero_jax.collectives.precision import cast
 from zero_jax.sharding.layout import pad_dim, strip_dim
 from zero_jax.sharding.mesh import Axis
 from zero_jax.sharding.model_axis import on_pieces
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Wire:
 
 
 @jax.named_scope("zero_gather")
-def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+def gather(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """The full leaf in the compute dtype, from every device's shard."""
     full = shard if wire.compute is None else cast(shard, wire.compute)
     if cut.dim is None:
@@ -59,7 +59,7 @@ def gather(shard: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 
 
 @jax.named_scope("zero_reduce_scatter")
-def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+def reduce_scatter(full: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """This device's fp32 shard of the sum of a full gradient over all devices."""
 
     wire = _cut_for(cut.axis, wire)
@@ -85,7 +85,7 @@ def reduce_scatter(full: jax.Array, cut: Split, wire: Wire) -> jax.Array:
 
 
 @jax.named_scope("zero_join")
-def join(part: jax.Array, cut: Split, wire: Wire, axis: Axis) -> jax.Array:
+def join(part: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
     """This device's shard in the compute dtype, of the parts that rest on the devices of `axis`."""
     if cut.dim is None or cut.parts == 1:
         return part
@@ -93,7 +93,7 @@ def join(part: jax.Array, cut: Split, wire: Wire, axis: Axis) -> jax.Array:
     return _by_layer(lambda x: _along(buckets.all_gather, x, cut, axis, wire), own, cut, wire)
 
 
-def sum_parts(shard: jax.Array, cut: Split, wire: Wire, axis: Axis) -> jax.Array:
+def sum_parts(shard: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
     """A gradient's fp32 shard summed over the devices of `axis`; of it the part that rests here."""
 
     wire = _cut_for(axis, wire)
@@ -111,18 +111,18 @@ def _cut_for(axis: Axis, wire: Wire) -> Wire:
     return wire if jax.lax.axis_size(axis) > 1 else dataclasses.replace(wire, bucket=None)
 
 
-def _as_integers(cut: Split) -> bool:
+def _as_integers(cut: Partition) -> bool:
     """Whether a leaf travels as integers where asked: not vectors, nor matrices of rows so short
     that a scale is more than the integers save."""
     return cut.layer_rank > 1 and cut.device_shape[-1] > quantised.TOO_SHORT
 
 
-def _sum_dtype(cut: Split, wire: Wire) -> Any:
+def _sum_dtype(cut: Partition, wire: Wire) -> Any:
     """In which gradients are summed over devices: vectors always in fp32."""
     return jnp.float32 if cut.layer_rank < 2 else wire.reduce
 
 
-def _by_layer(fn: Any, x: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+def _by_layer(fn: Any, x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """A large stack goes layer by layer: written out, a trillion parameters are thousands of
     pieces, which take XLA minutes."""
     whole_stack = cut.stacked and cut.dim != -len(cut.shape) and x.ndim == len(cut.shape)
@@ -144,25 +144,25 @@ def _as_if_exact(
     return wrapped
 
 
-def _along(collective: Any, x: jax.Array, cut: Split, axis: Axis, wire: Wire) -> jax.Array:
+def _along(collective: Any, x: jax.Array, cut: Partition, axis: Axis, wire: Wire) -> jax.Array:
     """A collective over `axis` along the dim that is cut."""
     assert cut.dim is not None
     dim = cut.dim % x.ndim
     return _pieces(lambda x: collective(x, axis, dim, wire.bucket), x, cut)
 
 
-def _summed(x: jax.Array, cut: Split, axis: Axis, wire: Wire) -> jax.Array:
+def _summed(x: jax.Array, cut: Partition, axis: Axis, wire: Wire) -> jax.Array:
     def one(x: jax.Array) -> jax.Array:
         return _pieces(lambda x: buckets.psum(x, axis, wire.bucket), x, cut)
 
     return _by_layer(one, x, cut, wire)  # for what the cast to fp32 made large
 
 
-def _pieces(fn: Any, x: jax.Array, cut: Split) -> jax.Array:
+def _pieces(fn: Any, x: jax.Array, cut: Partition) -> jax.Array:
     return on_pieces(fn, x, cut.model, cut.model_shards)
 
 
-def local_shard(full: jax.Array, cut: Split, axis: Axis) -> jax.Array:
+def local_shard(full: jax.Array, cut: Partition, axis: Axis) -> jax.Array:
     """This device's piece of a leaf that every device holds in full; sends nothing."""
     if cut.dim is None:
         return full
@@ -182,17 +182,17 @@ class _Slot:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _touch(cut: Split, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> jax.Array:
+def _touch(cut: Partition, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> jax.Array:
     return gather(shard, cut, wire) if copy is None else copy
 
 
-def _touch_fwd(cut: Split, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> Any:
+def _touch_fwd(cut: Partition, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> Any:
     # A second derivative goes through the copy: a layer that is run again is not given the shard.
     full = _touch(cut, wire, sums, shard, None, slot) if copy is None else copy
     return full, None if slot is None else _Slot(slot.dtype)
 
 
-def _touch_bwd(cut: Split, wire: Wire, sums: bool, slot: Any, cotangent: jax.Array) -> Any:
+def _touch_bwd(cut: Partition, wire: Wire, sums: bool, slot: Any, cotangent: jax.Array) -> Any:
     if not sums:  # over devices once, at the end of the step
         return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None, None
     grad = reduce_scatter(cotangent, cut, wire)
@@ -204,13 +204,13 @@ def _touch_bwd(cut: Split, wire: Wire, sums: bool, slot: Any, cotangent: jax.Arr
 _touch.defvjp(_touch_fwd, _touch_bwd)
 
 
-def takes_slot(cut: Split, wire: Wire) -> bool:
+def takes_slot(cut: Partition, wire: Wire) -> bool:
     """Whether a leaf's gradient is summed over devices in a smaller dtype than the master's."""
     return cut.layer_rank > 1 and wire.reduce.itemsize < 4
 
 
 def touch(
-    shard: Any, copy: Any, slot: Any, cut: Split, wire: Wire, sums: bool | None = None
+    shard: Any, copy: Any, slot: Any, cut: Partition, wire: Wire, sums: bool | None = None
 ) -> jax.Array:
     """The full leaf, differentiable with respect to the shard.
 

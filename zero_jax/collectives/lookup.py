@@ -21,7 +21,7 @@ from zero_jax.collectives import buckets
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import cast
 from zero_jax.sharding.layout import pad_dim
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 
 Slot = jax.Array | None
 # Looked up only where a table has so many times more rows than a device reads.
@@ -44,7 +44,7 @@ class Take:
         )
 
 
-def pays(cut: Split, read: int, wire: Wire) -> bool:
+def pays(cut: Partition, read: int, wire: Wire) -> bool:
     """Whether so few rows of a leaf are read on a device that it is looked up, not gathered.
 
     Args:
@@ -63,7 +63,7 @@ def pays(cut: Split, read: int, wire: Wire) -> bool:
 
 @jax.named_scope("zero_lookup")
 def rows(
-    shard: jax.Array, slot: Slot, indices: jax.Array, take: Take, cut: Split, wire: Wire
+    shard: jax.Array, slot: Slot, indices: jax.Array, take: Take, cut: Partition, wire: Wire
 ) -> jax.Array:
     """The rows that this device reads, differentiable with respect to the shard.
 
@@ -85,13 +85,13 @@ def rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rows(
-    take: Take, cut: Split, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
+    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
 ) -> jax.Array:
     return _forward(take, cut, wire, shard, slot, indices)[0]
 
 
 def _forward(
-    take: Take, cut: Split, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
+    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, Slot]]:
     own = shard if wire.compute is None else cast(shard, wire.compute)
     asked = jax.lax.all_gather(indices, cut.axis, tiled=True)
@@ -102,7 +102,7 @@ def _forward(
 
 
 def _backward(
-    take: Take, cut: Split, wire: Wire, kept: tuple[jax.Array, Slot], cotangent: jax.Array
+    take: Take, cut: Partition, wire: Wire, kept: tuple[jax.Array, Slot], cotangent: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, None]:
     asked, like = kept
     width = _width(cut)
@@ -119,12 +119,12 @@ def _backward(
 _rows.defvjp(_forward, _backward)
 
 
-def _width(cut: Split) -> int:
+def _width(cut: Partition) -> int:
     """Columns that a device holds of all rows; those behind the last are zeros."""
     return -(-cut.shape[1] // cut.shards) if cut.dim == -2 else cut.shard_size
 
 
-def _columns(own: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+def _columns(own: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """All rows of this device's columns."""
     if cut.dim == -1:
         return own
@@ -134,7 +134,7 @@ def _columns(own: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     return every[: cut.shape[0]]
 
 
-def _shard(columns: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+def _shard(columns: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """This device's piece of what every device has some columns of, in the dtype of these."""
     if cut.dim == -1:
         return columns
@@ -144,6 +144,6 @@ def _shard(columns: jax.Array, cut: Split, wire: Wire) -> jax.Array:
     return whole[:, : cut.shape[1]].astype(columns.dtype)
 
 
-def _exchanged(parts: jax.Array, cut: Split, wire: Wire) -> jax.Array:
+def _exchanged(parts: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """Part i goes to device i."""
     return buckets.all_to_all(parts, cut.axis, wire.bucket)

@@ -10,7 +10,7 @@ import jax
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import parse_dtype
-from zero_jax.sharding.partition import Splitter
+from zero_jax.sharding.partition import Partitioner
 
 PyTree = Any
 
@@ -41,7 +41,7 @@ def gather(
         for given, name in ((compute_dtype, "compute_dtype"), (reduce_dtype, "reduce_dtype"))
     ]
     wire = Wire(*known)
-    cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(like)
+    cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [gather_scatter.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
     return jax.tree.unflatten(treedef, full)
@@ -58,7 +58,7 @@ def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
       The same tree of shards, padded with zeros if N does not divide.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    cuts = Splitter(jax.lax.axis_size(axis_name), axis=axis_name)(tree)
+    cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(tree)
     pieces = [
         gather_scatter.local_shard(x, c, axis_name) for x, c in zip(leaves, cuts, strict=True)
     ]

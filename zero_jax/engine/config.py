@@ -28,7 +28,7 @@ from zero_jax.sharding.mesh import (
     names,
 )
 from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
-from zero_jax.sharding.partition import Splitter
+from zero_jax.sharding.partition import Partitioner
 from zero_jax.states.narrow import FP32, check_kind
 
 AUTO = "auto"
@@ -197,10 +197,10 @@ class Config:
         return (*names(data), REPLICA) if self.secondary_shards else data
 
     @property
-    def splitter(self) -> Splitter:
+    def splitter(self) -> Partitioner:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
         axis, experts = data_axis(self.mesh), experts_size(self.mesh)
-        return Splitter(self.shards, self.model_axis, self.parts, axis, experts)
+        return Partitioner(self.shards, self.model_axis, self.parts, axis, experts)
 
     @property
     def wire(self) -> Wire:

@@ -20,7 +20,7 @@ from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 
 PyTree = Any
 
@@ -140,7 +140,7 @@ class DeviceStep:
         values = [x if leaf.opens else copy for (x, leaf), copy in both]
         return values, [copy if leaf.opens else None for (_, leaf), copy in both]
 
-    def _copy(self, shard: jax.Array, cut: Split) -> jax.Array:
+    def _copy(self, shard: jax.Array, cut: Partition) -> jax.Array:
         """A gathered leaf. Stacked matrices are gathered layer by layer."""
 
         def gather(x: jax.Array) -> jax.Array:
@@ -226,7 +226,7 @@ class DeviceStep:
         """The l2 norm, and whether all is finite. A leaf that several hold counts on the first."""
         axes = names(self.settings.rest_axes)
 
-        def counts(cut: Split) -> Any:
+        def counts(cut: Partition) -> Any:
             split = {EXPERTS} if cut.experts is not None else set()
             if cut.dim is not None:
                 split |= set(axes)
@@ -247,9 +247,9 @@ class DeviceStep:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))
 
 
-def _form(at: int, cut: Split) -> Form:
+def _form(at: int, cut: Partition) -> Form:
     return Form(at, len(cut.shape), cut.dim)
 
 
-def _as_rest(grad: jax.Array, cut: Split) -> Any:
+def _as_rest(grad: jax.Array, cut: Partition) -> Any:
     return paths.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad

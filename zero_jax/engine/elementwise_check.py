@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Walk, shape_of
@@ -43,7 +43,7 @@ class _ShardDiffersError(ValueError):
 
 
 def require_elementwise(
-    tx: optax.GradientTransformation, params: PyTree, cuts: Sequence[Split]
+    tx: optax.GradientTransformation, params: PyTree, cuts: Sequence[Partition]
 ) -> None:
     """Raises ValueError unless `tx` returns for shards the shards of its result for full leaves.
 
@@ -61,7 +61,7 @@ def require_elementwise(
         thread.submit(_require, tx, full, piece).result()
 
 
-def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, PyTree]:
+def at_rest_and_shard(params: PyTree, cuts: Sequence[Partition]) -> tuple[PyTree, PyTree]:
     """Returns parameters as stored, and one shard of them, abstract.
 
     A sharded dim is longer in storage than on a shard, even a dim of 1, which is padded.
@@ -72,7 +72,7 @@ def at_rest_and_shard(params: PyTree, cuts: Sequence[Split]) -> tuple[PyTree, Py
         pairs = zip(shapes, leaves, strict=True)
         return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in pairs])
 
-    return of([cut.rest_shape for cut in cuts]), of([cut.shard_shape for cut in cuts])
+    return of([cut.stored_shape for cut in cuts]), of([cut.shard_shape for cut in cuts])
 
 
 def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:

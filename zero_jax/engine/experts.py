@@ -15,7 +15,7 @@ import jax.extend.core as jex
 
 from zero_jax.engine import expert_all_gather, expert_all_to_all
 from zero_jax.engine.weights import Form, follow
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph
 from zero_jax.tracing.interpreter import Evaluator
@@ -27,7 +27,7 @@ Stage = Callable[..., jex.ClosedJaxpr]
 
 def at_their_devices(
     closed: jex.ClosedJaxpr,
-    cuts: Sequence[Split],
+    cuts: Sequence[Partition],
     paths: Sequence[str],
     stage: Stage,
     *,
@@ -100,7 +100,7 @@ class _Step:
 class _OfOneGroup(Evaluator):
     """Evaluates a loss on the experts of one group of devices."""
 
-    def __init__(self, cuts: Sequence[Split], paths: Sequence[str], most: int):
+    def __init__(self, cuts: Sequence[Partition], paths: Sequence[str], most: int):
         super().__init__()
         self._cuts, self._paths, self._most = cuts, paths, most
         self._groups = next(cut.expert_shards for cut in cuts if cut.experts is not None)

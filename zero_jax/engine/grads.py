@@ -21,7 +21,7 @@ from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import batch_axes, batch_shards
-from zero_jax.sharding.partition import Split, split
+from zero_jax.sharding.partition import Partition, partition
 
 PyTree = Any
 LossFn = Callable[..., Any]
@@ -124,7 +124,7 @@ class GlobalLoss:
 
 def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
     """Where gradients rest; that of a frozen leaf is a scalar zero."""
-    nothing = split((), 1).spec
+    nothing = partition((), 1).spec
     return [nothing if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]
 
 
@@ -150,11 +150,11 @@ def _check_masters(params: PyTree, frozen: list[bool]) -> None:
             )
 
 
-def _check_params(params: PyTree, cuts: list[Split]) -> None:
+def _check_params(params: PyTree, cuts: list[Partition]) -> None:
     for (name, leaf), cut in zip(paths.named_leaves(params), cuts, strict=True):
-        if tuple(leaf.shape) != cut.rest_shape:
+        if tuple(leaf.shape) != cut.stored_shape:
             raise ValueError(
                 f"`params`: {name} has shape {tuple(leaf.shape)}, but its shape sharded over "
-                f"{cut.shards} devices is {cut.rest_shape}. Make parameters with zero.init or "
+                f"{cut.shards} devices is {cut.stored_shape}. Make parameters with zero.init or "
                 "zero.shard of the same Zero"
             )

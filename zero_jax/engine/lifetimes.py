@@ -8,7 +8,7 @@ Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 import dataclasses
 from typing import Any
 
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 
 STEP, MICRO_BATCH, TOUCH = "step", "micro-batch", "touch"
 
@@ -70,7 +70,7 @@ class Leaf:
     """
 
     path: str
-    cut: Split
+    cut: Partition
     frozen: bool
     opens: bool
     summed: str

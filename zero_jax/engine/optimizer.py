@@ -28,7 +28,7 @@ from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import streaming, tiers
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
-from zero_jax.sharding.partition import Split, Splitter, state_splits
+from zero_jax.sharding.partition import Partition, Partitioner, state_partitions
 from zero_jax.states.narrow import FP32, NarrowState, initial, kind_of, restated, splits_of
 
 PyTree = Any
@@ -156,7 +156,7 @@ class _Partition:
     config: Config
 
     @functools.cached_property
-    def splitter(self) -> Splitter:
+    def splitter(self) -> Partitioner:
         return self.config.splitter
 
     @functools.cached_property
@@ -184,9 +184,9 @@ class _Partition:
         )
         inner = initial(self.inner, full, self.config.optimizer_state_dtype)
         state = ZeroState(inner, init_guard(self.config.precision))
-        return layout.at_rest(state, self._state_cuts(state, full))
+        return layout.pad(state, self._state_cuts(state, full))
 
-    def _state_cuts(self, state: PyTree, params: PyTree) -> list[Split]:
+    def _state_cuts(self, state: PyTree, params: PyTree) -> list[Partition]:
         return splits_of(state, params, self.splitter(params))
 
     def _placed(self, abstract: ZeroState, full: PyTree) -> PyTree:
@@ -249,7 +249,7 @@ class _Partition:
 
         def convert(state: ZeroState) -> ZeroState:
             made = restated(layout.unpad(tiers.to_device(state)), like)
-            return layout.at_rest(made, self._state_cuts(made, full))
+            return layout.pad(made, self._state_cuts(made, full))
 
         return jax.jit(convert, out_shardings=self._placed(abstract, full))(state)
 
@@ -327,7 +327,7 @@ class _Partition:
 
         grads, state, params = trees
         cuts = self.splitter(grads if params is None else params)
-        states = state_splits(state, grads if params is None else params, cuts)
+        states = state_partitions(state, grads if params is None else params, cuts)
         known = [*cuts, *states, *(cuts if params is not None else ())]
         return matrix_updates.run(update, (*trees, extra), known, self.config.mesh)
 

@@ -23,7 +23,7 @@ from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
 from zero_jax.collectives.manual import shard
 from zero_jax.engine.elementwise_check import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.partition import Split, Splitter
+from zero_jax.sharding.partition import Partition, Partitioner
 
 PyTree = Any
 
@@ -99,7 +99,7 @@ class _OnShards:
     def init(self, params: PyTree) -> PyTree:
         shards = _axis_size(self.axis)
         # One device may be many tomorrow, so what is refused there is refused here.
-        require_elementwise(self.tx, params, Splitter(max(shards, 2))(params))
+        require_elementwise(self.tx, params, Partitioner(max(shards, 2))(params))
         return self.tx.init(shard(params, axis_name=self.axis))
 
     def update(
@@ -108,7 +108,7 @@ class _OnShards:
         shards = _axis_size(self.axis)
         _refuse_summed(grads, self.axis)
         like = grads if params is None else params
-        cuts = Splitter(shards, axis=self.axis)(like)
+        cuts = Partitioner(shards, axis=self.axis)(like)
         if self.stage == 1:
             grads = jax.lax.optimization_barrier(grads)
         own = None if params is None else shard(params, axis_name=self.axis)
@@ -117,11 +117,11 @@ class _OnShards:
         pieces, state = inner.update(means, state, own, **extra)
         return _map(self._gathered, pieces, cuts, like), state
 
-    def _mean(self, full: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
+    def _mean(self, full: jax.Array, cut: Partition, like: jax.Array) -> jax.Array:
         """Returns this device's shard of the mean over devices."""
         return (reduce_scatter(full, cut, Wire()) / cut.shards).astype(like.dtype)
 
-    def _gathered(self, piece: jax.Array, cut: Split, like: jax.Array) -> jax.Array:
+    def _gathered(self, piece: jax.Array, cut: Partition, like: jax.Array) -> jax.Array:
         """Returns the full leaf, marked as equal on every device, unlike `collectives.gather`."""
         if cut.dim is None:
             return piece.astype(like.dtype)
@@ -173,11 +173,11 @@ def partition_specs(
         dim = next((d for d, (a, b) in enumerate(sizes) if a != b), None)
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)
 
-    trees = at_rest_and_shard(params, Splitter(num_shards)(params))
+    trees = at_rest_and_shard(params, Partitioner(num_shards)(params))
     return jax.tree.map(spec, *(jax.eval_shape(tx.init, tree) for tree in trees))
 
 
-def _map(fn: Callable[..., Any], tree: PyTree, cuts: list[Split], *rest: PyTree) -> PyTree:
+def _map(fn: Callable[..., Any], tree: PyTree, cuts: list[Partition], *rest: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     others = [jax.tree.leaves(t) for t in rest]
     return jax.tree.unflatten(treedef, [fn(*x) for x in zip(leaves, cuts, *others, strict=True)])

@@ -16,7 +16,7 @@ from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.weights import Form, follow
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import jaxpr as equations
 
 _NONE = policies.parse("none")
@@ -56,7 +56,7 @@ class Reading:
       policy: what layers keep.
     """
 
-    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Split], policy: Remat):
+    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Partition], policy: Remat):
         self._policy, self._cuts = policy, cuts
         self._reads: list[_Read] = []
         # Of each layer the number of those that are alike, whether scanned, and its policy.
@@ -213,7 +213,7 @@ class Reading:
         return sum(_elements(self._cuts[leaf], form) for leaf, form in forms.items())
 
 
-def _by_rows(reads: Sequence[_Read], cut: Split, wire: Wire) -> bool:
+def _by_rows(reads: Sequence[_Read], cut: Partition, wire: Wire) -> bool:
     """Whether a leaf is looked up where it is read: once, outside of layers."""
     read = reads[0]
     plain = len(reads) == 1 and read.layer is None and not (read.form.arranged or read.form.parted)
@@ -232,7 +232,7 @@ def _inside(
     return {var: forms[a] for var, a in pairs if equations.is_in(a, forms)}
 
 
-def _elements(cut: Split, form: Form) -> int:
+def _elements(cut: Partition, form: Form) -> int:
     """Of what is left of a leaf, on one device."""
     left = cut.shape[len(cut.shape) - form.rank :]
     if form.parted and form.rank == len(cut.shape):
@@ -240,6 +240,6 @@ def _elements(cut: Split, form: Form) -> int:
     return math.prod(left) // shared(cut)
 
 
-def shared(cut: Split) -> int:
+def shared(cut: Partition) -> int:
     """Into how many parts what is gathered is split over `model` and `experts`."""
     return (1 if cut.model is None else cut.model_shards) * cut.expert_shards

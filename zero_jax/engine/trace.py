@@ -23,7 +23,7 @@ from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards, on_gpu
 from zero_jax.sharding.model_axis import named_activations
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import passes
 from zero_jax.tracing.dataflow import HasGradient, Varies
 from zero_jax.tracing.jaxpr import is_float, new_jaxpr, written_out
@@ -73,7 +73,7 @@ def trace(
     settings: Config,
     loss_fn: Callable[..., Any],
     full: PyTree,
-    cuts: Sequence[Split],
+    cuts: Sequence[Partition],
     batch: PyTree,
     extras: tuple[Any, ...],
     *,

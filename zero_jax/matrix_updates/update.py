@@ -14,7 +14,7 @@ from zero_jax.matrix_updates.assign import Axes, Env, Exchange
 from zero_jax.matrix_updates.regions import Region, ShardedProgram, regions
 from zero_jax.matrix_updates.units import units
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
-from zero_jax.sharding.partition import Split, split
+from zero_jax.sharding.partition import Partition, partition
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dims, needed
 
@@ -24,7 +24,7 @@ PyTree = Any
 def run(
     update: Callable[..., PyTree],
     args: Sequence[PyTree],
-    cuts: Sequence[Split],
+    cuts: Sequence[Partition],
     mesh: AnyMesh,
 ) -> PyTree:
     """Returns `update(*args)`, with full matrices computed on assigned devices.
@@ -51,7 +51,7 @@ def run(
         return update(*jax.tree.unflatten(treedef, filled))
 
     arrays = [leaves[i] for i in at]
-    partitions = [cuts[i] if i < len(cuts) else split((), 1) for i in at]
+    partitions = [cuts[i] if i < len(cuts) else partition((), 1) for i in at]
     closed, made = traced(of_arrays, arrays)
     program = assigned_update(closed, partitions, mesh)
     if not program.exchanges:
@@ -70,7 +70,7 @@ def traced(fn: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[jex.Closed
 
 
 def assigned_update(
-    closed: jex.ClosedJaxpr, cuts: Sequence[Split], mesh: AnyMesh
+    closed: jex.ClosedJaxpr, cuts: Sequence[Partition], mesh: AnyMesh
 ) -> "AssignedUpdate":
     """Returns a traced update with its exchanges; see `run`."""
     # Experts are sharded over another axis: they are left to XLA.
@@ -83,7 +83,7 @@ def assigned_update(
     return AssignedUpdate(closed, [d[: len(axes.groups)] for d in dims], axes)
 
 
-def _dims(cut: Split, leaf: Any) -> Dims:
+def _dims(cut: Partition, leaf: Any) -> Dims:
     """Returns the sharded dims of a leaf over `data` and over `model`.
 
     The gradient of a frozen leaf is a scalar.

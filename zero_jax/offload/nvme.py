@@ -34,7 +34,7 @@ from zero_jax.offload.streaming import Operands, PiecewiseUpdate, applied
 from zero_jax.offload.tiers import Offload
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import names
-from zero_jax.sharding.partition import Split, split
+from zero_jax.sharding.partition import Partition, partition
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any
@@ -173,7 +173,7 @@ class FileArray:
 
     files: "StateFiles"
     name: str
-    cut: Split
+    cut: Partition
     dtype: np.dtype[Any]
     key_impl: str | None = None
 
@@ -189,21 +189,21 @@ class FileArray:
 
     @functools.cached_property
     def _sharding(self) -> NamedSharding:
-        return NamedSharding(self.files.mesh, self.cut.spec_at_rest)
+        return NamedSharding(self.files.mesh, self.cut.stored_spec)
 
     @property
     def flat(self) -> PartitionSpec:
         """The partition spec of flat shards."""
-        return PartitionSpec(tuple(x for axis in self.cut.spec_at_rest for x in names(axis or ())))
+        return PartitionSpec(tuple(x for axis in self.cut.stored_spec for x in names(axis or ())))
 
     def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
-        pairs = zip(index, self.cut.rest_shape, strict=True)
+        pairs = zip(index, self.cut.stored_shape, strict=True)
         return tuple(part.indices(size)[0] for part, size in pairs)
 
     @functools.cached_property
     def starts(self) -> dict[jax.Device, tuple[int, ...]]:
         """Where the shard of each device of this process starts in the stored array."""
-        indices = self._sharding.addressable_devices_indices_map(self.cut.rest_shape)
+        indices = self._sharding.addressable_devices_indices_map(self.cut.stored_shape)
         return {device: self._start(index or ()) for device, index in indices.items()}
 
     @functools.cached_property
@@ -215,7 +215,7 @@ class FileArray:
     def shards(self) -> list[tuple[tuple[int, ...], bool]]:
         """Returns the start of each shard here, and if no earlier process has it."""
         first: dict[tuple[int, ...], int] = {}
-        for device, index in self._sharding.devices_indices_map(self.cut.rest_shape).items():
+        for device, index in self._sharding.devices_indices_map(self.cut.stored_shape).items():
             process, start = device.process_index, self._start(index)  # type: ignore[attr-defined]
             first[start] = min(process, first.get(start, process))
         return [(start, first[start] == jax.process_index()) for start in self.keys]
@@ -247,7 +247,7 @@ class FileArray:
     def fetch(self, step: int, start: int, stop: int) -> jax.Array:
         """Returns the same elements of every flat shard, as a flat array over the mesh."""
         parts = {x: np.array(self._view(x, step).reshape(-1)[start:stop]) for x in self.keys}
-        shape = [(stop - start) * (math.prod(self.cut.rest_shape) // self.size)]
+        shape = [(stop - start) * (math.prod(self.cut.stored_shape) // self.size)]
         return self._over_mesh(parts, shape, self.flat)
 
     def put(self, step: int, start: int, value: jax.Array) -> None:
@@ -259,7 +259,7 @@ class FileArray:
     def fetch_all(self, step: int) -> jax.Array:
         """Returns the stored array."""
         parts = {x: np.array(self._view(x, step)) for x in self.keys}
-        value = self._over_mesh(parts, self.cut.rest_shape, self.cut.spec_at_rest)
+        value = self._over_mesh(parts, self.cut.stored_shape, self.cut.stored_spec)
         return jax.random.wrap_key_data(value, impl=self.key_impl) if self.key_impl else value
 
     def put_all(self, step: int, value: jax.Array) -> None:
@@ -314,7 +314,7 @@ class StateFiles:
         self.state = self._arrays("state", self.abstract, update.of_state)
         # Counters and rates, which the device keeps too.
         self.resident = [x for x, s in zip(self.state, update.streamed, strict=True) if not s]
-        self.guard = self._arrays("guard", guard, [split((), 1)] * len(jax.tree.leaves(guard)))
+        self.guard = self._arrays("guard", guard, [partition((), 1)] * len(jax.tree.leaves(guard)))
         arrays = {
             key: (x.cut.device_shape, x.dtype)
             for x in (*self.params, *self.state, *self.guard)
@@ -325,13 +325,13 @@ class StateFiles:
         self._prepared = jax.jit(self._prepare)
         self._programs = functools.cache(self._program)
 
-    def _arrays(self, group: str, tree: PyTree, splits: Sequence[Split]) -> list[FileArray]:
+    def _arrays(self, group: str, tree: PyTree, splits: Sequence[Partition]) -> list[FileArray]:
         arrays = []
         for i, (leaf, cut) in enumerate(zip(jax.tree.leaves(tree), splits, strict=True)):
             name, impl = f"{group}{i}", None
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 leaf, impl = jax.eval_shape(jax.random.key_data, leaf), layout.key_impl(leaf)
-                cut = split(leaf.shape, 1)
+                cut = partition(leaf.shape, 1)
             arrays.append(FileArray(self, name, cut, leaf.dtype, impl))
         return arrays
 
@@ -348,11 +348,11 @@ class StateFiles:
         resident = []
         for j, (array, cut) in enumerate(zip(self.state, self._update.of_state, strict=True)):
 
-            def leaf(params: PyTree, j: int = j, cut: Split = cut) -> PyTree:
+            def leaf(params: PyTree, j: int = j, cut: Partition = cut) -> PyTree:
                 value = jax.tree.leaves(self._tx.init(layout.unpad(params)))[j]
-                return layout.at_rest([value], [cut])[0]
+                return layout.pad([value], [cut])[0]
 
-            placed = NamedSharding(self.mesh, cut.spec_at_rest)
+            placed = NamedSharding(self.mesh, cut.stored_spec)
             value = jax.jit(leaf, out_shardings=placed)(params)
             if self._update.streamed[j]:
                 array.put_all(0, *jax.tree.leaves(value))
@@ -462,7 +462,7 @@ class StateFiles:
 
         It returns the parameter, the states' pieces and that of the parameter.
         """
-        update, spec = self._update, self._update.splits[at].spec_at_rest
+        update, spec = self._update, self._update.splits[at].stored_spec
         states = update.recipes[at].outputs[1:]
         flat, replicated = self.state[states[0] - len(update.splits)].flat, PartitionSpec()
 
@@ -497,7 +497,7 @@ class StateFiles:
         return jax.jit(mapped, donate_argnums=0)
 
 
-def _padded(value: jax.Array, cut: Split) -> PyTree:
+def _padded(value: jax.Array, cut: Partition) -> PyTree:
     return value if cut.dim is None or not cut.padded else Padded(value, cut.dim, cut.size)
 
 

@@ -36,7 +36,7 @@ from zero_jax.offload import tiers
 from zero_jax.offload.tiers import is_on_host
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import Split, Splitter, mirrors, state_splits
+from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.sharding.paths import Frozen
 from zero_jax.states.coded import Coding, blocks_span, on_devices, scales_split
 from zero_jax.states.codes import BLOCK, scales_shape
@@ -76,7 +76,7 @@ class Partitioning(NamedTuple):
       mesh: The mesh.
     """
 
-    splitter: Splitter
+    splitter: Partitioner
     frozen: Frozen
     mesh: AnyMesh
 
@@ -133,7 +133,7 @@ class PiecewiseUpdate:
         like = trees[0] if trees[2] is None else trees[2]
         splitter, frozen, self.mesh = partition
         self.splits, self._frozen = splitter(like), paths.frozen_leaves(like, frozen)
-        self.of_state = state_splits(trees[1], like, self.splits)
+        self.of_state = state_partitions(trees[1], like, self.splits)
         self._all_splits = [*self.splits, *self.of_state, *self.splits]
         owners, count = mirrors(self.of_state, self.splits), len(self.splits)
         self.first_param = count + len(owners)
@@ -344,14 +344,14 @@ def applied(param: jax.Array, update: jax.Array) -> jax.Array:
     return (param + update).astype(param.dtype)
 
 
-def _unpadded(x: jax.Array, split: Split) -> jax.Array:
+def _unpadded(x: jax.Array, split: Partition) -> jax.Array:
     """Removes the padding of a stored array; the gradient of a frozen leaf is a scalar."""
     if split.dim is None or not split.padded or x.ndim == 0:
         return x
     return layout.strip_dim(x, split.dim, split.size)
 
 
-def _stored(x: jax.Array, split: Split, mesh: AnyMesh) -> jax.Array:
+def _stored(x: jax.Array, split: Partition, mesh: AnyMesh) -> jax.Array:
     """Pads and shards a full array, without a `Padded` around it."""
     (stored,) = jax.tree.leaves(layout.constrained([x], [split], mesh))
     return stored
@@ -479,7 +479,7 @@ class _StreamedLeaf:
         # Concatenated from its pieces at the end: XLA writes a piece in place where it computes it,
         # but codes are in memory before, and it would copy the whole array for each piece.
         self.joined = {key for key in self.arrays if key[0] in self._codings} - self.on_host
-        specs = self.split.spec_at_rest, scales_split(self.split).spec_at_rest
+        specs = self.split.stored_spec, scales_split(self.split).stored_spec
         self.specs = {(i, k): specs[k] for i, k in self.arrays}
         # Of one element during the update.
         sizes = [x.dtype.itemsize for (_, k), x in self.arrays.items() if k == 0]
@@ -644,9 +644,9 @@ def _concatenated(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int)
     )
 
 
-def _offsets(split: Split) -> list[Any]:
+def _offsets(split: Partition) -> list[Any]:
     """Returns where the device's shard begins along each dim; inside `shard_map`."""
-    axes = [*split.spec_at_rest, *[None] * len(split.shape)]
+    axes = [*split.stored_spec, *[None] * len(split.shape)]
     pairs = zip(axes, split.device_shape, strict=False)
     return [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax.names import nearest
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import Splitter, mirrors, state_splits
+from zero_jax.sharding.partition import Partitioner, mirrors, state_partitions
 
 PyTree = Any
 HOST = "pinned_host"
@@ -178,10 +178,10 @@ def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
     return jax.tree.map(lambda s, x: s.with_memory_kind(HOST) if x.shape else s, placed, leaves)
 
 
-def offloaded(state: PyTree, params: PyTree, splitter: Splitter) -> list[bool]:
+def offloaded(state: PyTree, params: PyTree, splitter: Partitioner) -> list[bool]:
     """Returns True for each state leaf that is offloaded: it mirrors a parameter with a dim."""
     splits = splitter(params)
-    of_state = state_splits(state, params, splits)
+    of_state = state_partitions(state, params, splits)
     owners = mirrors(of_state, splits)
     return [o is not None and bool(x.shape) for x, o in zip(of_state, owners, strict=True)]
 

@@ -13,7 +13,7 @@ from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
 from zero_jax.models.families import Config
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import EXPERTS
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.tracing.dataflow import executed
 from zero_jax.tracing.jaxpr import shape_of
 
@@ -24,7 +24,7 @@ ONE_WIRE = dataclasses.replace(
 _EXCHANGES = frozenset(("all_to_all", "all_gather", "reduce_scatter"))
 
 
-def travelling(cuts: Sequence[Split], group: int) -> float:
+def travelling(cuts: Sequence[Partition], group: int) -> float:
     """Returns the fraction of the parameters that is gathered and reduced.
 
     A group of devices gathers only its own experts, and a group of one device gathers none.
@@ -33,7 +33,7 @@ def travelling(cuts: Sequence[Split], group: int) -> float:
       cuts: Partition of each leaf.
       group: Number of devices that share the experts of a group.
 
-    >>> cuts = [Split((8, 6), None, 1, experts=-2, expert_shards=4), Split((4, 8), -2, 4)]
+    >>> cuts = [Partition((8, 6), None, 1, experts=-2, expert_shards=4), Partition((4, 8), -2, 4)]
     >>> travelling(cuts, 1), travelling(cuts, 2)
     (0.4, 0.55)
     """

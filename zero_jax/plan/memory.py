@@ -34,7 +34,7 @@ from zero_jax.engine.transformations import Frozen, without_frozen
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis
-from zero_jax.sharding.partition import Split, Splitter, split
+from zero_jax.sharding.partition import Partition, Partitioner, partition
 from zero_jax.states.narrow import FP32, initial, splits_of
 
 PyTree = Any
@@ -122,7 +122,7 @@ def estimate(
         precision = Precision(precision)
     parts = parts if stage == 3 else 1
     n = 1 if stage == 0 else shards
-    splitter = Splitter(n, model_axis, parts, experts=experts)
+    splitter = Partitioner(n, model_axis, parts, experts=experts)
     cuts = splitter(params)
     leaves = jax.tree.leaves(params)
     flags = paths.frozen_leaves(params, frozen)
@@ -191,12 +191,12 @@ def elements_per_param(
     return sum(sent_per_param(stage, grad_accum_steps, remat, trained))
 
 
-def _elements(cut: Split) -> int:
+def _elements(cut: Partition) -> int:
     """Elements of a gathered leaf on one device."""
     return math.prod(cut.shape) // shared(cut)
 
 
-def _in_step(cut: Split) -> int:
+def _in_step(cut: Partition) -> int:
     """Elements of a device's shard during a step, whose parts are joined."""
     return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
 
@@ -216,7 +216,7 @@ def _word(leaf: Any, word: int) -> int:
 
 def _state_bytes(
     params: PyTree,
-    cuts: list[Split],
+    cuts: list[Partition],
     tx: optax.GradientTransformation | None,
     frozen: Frozen,
     optimizer_state_dtype: str,
@@ -228,5 +228,5 @@ def _state_bytes(
     state = jax.eval_shape(lambda params: initial(plain, params, optimizer_state_dtype), masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
-    splits = splits_of(state, params, cuts) + [split((), 1)] * len(guard)
+    splits = splits_of(state, params, cuts) + [partition((), 1)] * len(guard)
     return layout.bytes_per_device(splits, leaves)

@@ -37,7 +37,7 @@ from zero_jax.sharding.mesh import (
     experts_size,
     on_gpu,
 )
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import trained_part
 
 PyTree = Any
@@ -201,7 +201,7 @@ def transposed_bytes(leaves: Sequence[Leaf]) -> int:
     return sum(4 * math.prod(cut.device_shape) for cut in cuts)
 
 
-def _is_transposed(cut: Split) -> bool:
+def _is_transposed(cut: Partition) -> bool:
     if not cut.stacked or cut.dim is None:
         return False
     return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1

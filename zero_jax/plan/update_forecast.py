@@ -17,7 +17,7 @@ from zero_jax.engine.transformations import without_frozen
 from zero_jax.matrix_updates.assign import Exchange
 from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.plan import forecast as temporaries
-from zero_jax.sharding.partition import state_splits
+from zero_jax.sharding.partition import state_partitions
 from zero_jax.states.narrow import FP32
 
 PyTree = Any
@@ -66,7 +66,7 @@ def program(settings: Config, tx: optax.GradientTransformation, full: PyTree) ->
     traced = jax.make_jaxpr(lambda g, s, p, loss: plain.update(g, s, p, value=loss))(
         *(full, state, full, loss)
     )
-    own = [*cuts, *state_splits(state, full, cuts), *cuts]
+    own = [*cuts, *state_partitions(state, full, cuts), *cuts]
     return assigned_update(traced, own, settings.mesh)
 
 

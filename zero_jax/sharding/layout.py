@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import Split, split
+from zero_jax.sharding.partition import Partition, partition
 from zero_jax.sharding.paths import Padded, PyTree
 
 
@@ -74,13 +74,14 @@ def unpad(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=_is_padded)
 
 
-def at_rest(tree: PyTree, splits: Sequence[Split]) -> PyTree:
+def pad(tree: PyTree, partitions: Sequence[Partition]) -> PyTree:
     """Pads the leaves that need it, the inverse of `unpad`; keeps the tree's structure."""
     leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, [_pad(x, s) for x, s in zip(leaves, splits, strict=True)])
+    padded = [_pad_leaf(x, p) for x, p in zip(leaves, partitions, strict=True)]
+    return jax.tree.unflatten(treedef, padded)
 
 
-def _pad(leaf: Any, cut: Split) -> Any:
+def _pad_leaf(leaf: Any, cut: Partition) -> Any:
     if not cut.padded:
         return leaf
     assert cut.dim is not None
@@ -88,21 +89,21 @@ def _pad(leaf: Any, cut: Split) -> Any:
     return Padded(full, cut.dim, cut.size)
 
 
-def constrained(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
+def constrained(tree: PyTree, partitions: Sequence[Partition], mesh: AnyMesh) -> PyTree:
     """Pads a full tree and constrains it to its shards, inside `jit`.
 
     The update of a frozen leaf is a scalar, whatever the leaf's shape, and is replicated.
     """
-    pairs = zip(splits, jax.tree.leaves(tree), strict=True)
-    placed = [cut if cut.shape == x.shape else split(x.shape, 1) for cut, x in pairs]
-    padded = at_rest(tree, splits)
+    pairs = zip(partitions, jax.tree.leaves(tree), strict=True)
+    placed = [cut if cut.shape == x.shape else partition(x.shape, 1) for cut, x in pairs]
+    padded = pad(tree, partitions)
     return jax.lax.with_sharding_constraint(padded, shardings(padded, placed, mesh))
 
 
-def shardings(tree: PyTree, splits: Sequence[Split], mesh: AnyMesh) -> PyTree:
+def shardings(tree: PyTree, partitions: Sequence[Partition], mesh: AnyMesh) -> PyTree:
     """Returns NamedShardings for a padded tree."""
     treedef = jax.tree.structure(tree)
-    placed = [NamedSharding(mesh, s.spec_at_rest) for s in splits]
+    placed = [NamedSharding(mesh, p.stored_spec) for p in partitions]
     return jax.tree.unflatten(treedef, placed)
 
 
@@ -113,19 +114,19 @@ def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
     )
 
 
-def bytes_per_device(splits: Sequence[Split], leaves: Sequence[Any]) -> int:
+def bytes_per_device(partitions: Sequence[Partition], leaves: Sequence[Any]) -> int:
     """Returns the stored bytes of one device, padding included."""
-    pairs = zip(splits, leaves, strict=True)
-    return sum(math.prod(s.device_shape) * np.dtype(x.dtype).itemsize for s, x in pairs)
+    pairs = zip(partitions, leaves, strict=True)
+    return sum(math.prod(p.device_shape) * np.dtype(x.dtype).itemsize for p, x in pairs)
 
 
-def check_bytes(tree: PyTree, splits: Sequence[Split]) -> None:
+def check_bytes(tree: PyTree, partitions: Sequence[Partition]) -> None:
     """Checks that each device holds the shards of the layout, and nothing else.
 
     Raises:
       ValueError: A shard has the wrong shape; the message has its leaf and device.
     """
-    for (name, leaf), cut in zip(paths.named_leaves(tree), splits, strict=True):
+    for (name, leaf), cut in zip(paths.named_leaves(tree), partitions, strict=True):
         for piece in leaf.addressable_shards:
             if piece.data.shape != cut.device_shape:
                 if jax.config.jax_disable_jit:  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ _LAYERS, _SHORTER, _WASTE = 256, 16, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Partition:
     """The partition of one leaf.
 
     Attributes:
@@ -94,7 +94,7 @@ class Split:
         return (*self.shape[:at], size, *self.shape[at + 1 :])
 
     @property
-    def rest_shape(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
         """Global stored shape, padding included."""
         return self._with_size(self.shard_size * self.shards)
 
@@ -122,7 +122,7 @@ class Split:
         return self._spec({})
 
     @property
-    def spec_at_rest(self) -> PartitionSpec:
+    def stored_spec(self) -> PartitionSpec:
         """The partition spec over all axes."""
         return self._spec({self.model: MODEL})
 
@@ -134,7 +134,7 @@ class Split:
         return PartitionSpec(*(axes.get(d - len(self.shape)) for d in range(last + 1)))
 
 
-def split(
+def partition(
     shape: Sequence[int],
     shards: int,
     *,
@@ -145,7 +145,7 @@ def split(
     axis: Axis = DATA,
     experts: int | None = None,
     expert_shards: int = 1,
-) -> Split:
+) -> Partition:
     """Chooses the dim along which a leaf is sharded.
 
     Args:
@@ -164,11 +164,11 @@ def split(
     Returns:
       The partition. `dim` is None if there are fewer than N·R elements to distribute.
 
-    >>> split((10, 8), 4).dim, split((10, 7), 4).dim, split((3,), 4).dim
+    >>> partition((10, 8), 4).dim, partition((10, 7), 4).dim, partition((3,), 4).dim
     (-1, -1, None)
-    >>> split((12, 64, 64), 4).shard_shape, split((12, 512), 4).shard_shape
+    >>> partition((12, 64, 64), 4).shard_shape, partition((12, 512), 4).shard_shape
     ((12, 16, 64), (12, 128))
-    >>> split((4096, 32, 128), 256).shard_shape
+    >>> partition((4096, 32, 128), 256).shard_shape
     (16, 32, 128)
     """
     shape = tuple(shape)
@@ -181,7 +181,7 @@ def split(
         model = None
     rest = (shards, False, model, model_shards, parts, axis, experts, expert_shards)
     if pieces == 1 or math.prod(shape[d] for d in dims) < pieces:
-        return Split(shape, None, *rest)
+        return Partition(shape, None, *rest)
 
     def waste(d: int) -> float:
         return -(-shape[d] // pieces) * pieces / max(shape[d], 1)
@@ -191,7 +191,7 @@ def split(
         dims = inner
     exact = [d for d in dims if shape[d] % pieces == 0]
     dim = exact[0] if exact else min(dims, key=waste)
-    return Split(shape, dim - len(shape), *rest)
+    return Partition(shape, dim - len(shape), *rest)
 
 
 def _may_stack(shape: tuple[int, ...]) -> bool:
@@ -201,7 +201,7 @@ def _may_stack(shape: tuple[int, ...]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Splitter:
+class Partitioner:
     """Makes the partition of every leaf of a logical tree, in tree order.
 
     Attributes:
@@ -212,7 +212,7 @@ class Splitter:
       experts: The size of the `experts` axis.
 
     >>> shapes = {"w": jax.ShapeDtypeStruct((6, 4), "float32")}
-    >>> Splitter(4)(shapes)[0].shard_shape
+    >>> Partitioner(4)(shapes)[0].shard_shape
     (6, 1)
     """
 
@@ -222,16 +222,16 @@ class Splitter:
     axis: Axis = DATA
     experts: int = 1
 
-    def __call__(self, tree: PyTree) -> list[Split]:
+    def __call__(self, tree: PyTree) -> list[Partition]:
         leaves, models = jax.tree.leaves(tree), self.model.dims(tree)
         experts = expert_dims(tree, self.experts, models)
-        found = []
+        result = []
         for x, model, dim, stack in zip(
             leaves, models, experts, self.model.stacks(tree), strict=True
         ):
             groups = 1 if dim is None else self.experts
-            found.append(
-                split(
+            result.append(
+                partition(
                     x.shape,
                     max(1, self.shards // groups),
                     first=int(stack),
@@ -243,35 +243,37 @@ class Splitter:
                     expert_shards=groups,
                 )
             )
-        self.model.check_split([one.model for one in found])
-        return found
+        self.model.check_split([one.model for one in result])
+        return result
 
 
-def mirrors(state: Sequence[Split], params: Sequence[Split]) -> list[int | None]:
+def mirrors(state: Sequence[Partition], params: Sequence[Partition]) -> list[int | None]:
     """Returns the position of the parameter that each leaf of a state mirrors, or None."""
-    # state_splits returns the Split of a mirrored parameter itself, so identity tells.
+    # state_partitions returns the Partition of a mirrored parameter itself, so identity tells.
     positions = {id(one): at for at, one in enumerate(params)}
     return [positions.get(id(one)) for one in state]
 
 
-def state_splits(state: PyTree, params: PyTree, of_params: Sequence[Split]) -> list[Split]:
+def state_partitions(
+    state: PyTree, params: PyTree, partitions: Sequence[Partition]
+) -> list[Partition]:
     """Returns partitions of an optimizer state: a leaf that mirrors a parameter has that of it.
 
     A state leaf mirrors a parameter if its path ends with the parameter's path and the shapes
     agree (moments, accumulators, averages). All others (factored moments, counters) depend on
     their shape alone, so the state needs no table of its own.
     """
-    like = next((one for one in of_params if one.experts is None), Split((), None, 1))
+    like = next((one for one in partitions if one.experts is None), Partition((), None, 1))
     keys = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    known = dict(zip(keys, of_params, strict=True))
-    found = []
+    known = dict(zip(keys, partitions, strict=True))
+    result = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path) + 1))
         mirrored = next((known[t] for t in tails if t in known), None)
         if mirrored is not None and mirrored.shape == tuple(leaf.shape):
-            found.append(mirrored)
+            result.append(mirrored)
         elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            found.append(split(leaf.shape, 1))
+            result.append(partition(leaf.shape, 1))
         else:
-            found.append(split(leaf.shape, like.shards, parts=like.parts, axis=like.axis))
-    return found
+            result.append(partition(leaf.shape, like.shards, parts=like.parts, axis=like.axis))
+    return result

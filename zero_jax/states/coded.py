@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.sharding.partition import Split
+from zero_jax.sharding.partition import Partition
 from zero_jax.states import codes
 
 
@@ -120,26 +120,26 @@ class SpanningCoding(Coding):
         return jnp.pad(scales, [(0, more * (d == self._dim)) for d in range(scales.ndim)])
 
 
-def on_devices(coding: Coding, split: Split) -> Coding:
+def on_devices(coding: Coding, split: Partition) -> Coding:
     """Returns the storage of the shards of a leaf."""
     if coding.block_dim is None or not blocks_span(split):
         return coding
-    spec = [*split.spec_at_rest, *[None] * len(split.shape)]
+    spec = [*split.stored_spec, *[None] * len(split.shape)]
     return SpanningCoding(coding.shape, coding.kind, coding.leaf, spec[coding.block_dim])
 
 
-def blocks_span(cut: Split) -> bool:
+def blocks_span(cut: Partition) -> bool:
     """Returns True if blocks of a leaf with this partition span devices.
 
-    >>> from zero_jax.sharding.partition import split
-    >>> blocks_span(split((64, 8192), 4)), blocks_span(split((50257, 1600), 3))
+    >>> from zero_jax.sharding.partition import partition
+    >>> blocks_span(partition((64, 8192), 4)), blocks_span(partition((50257, 1600), 3))
     (False, True)
     """
     dim = codes.block_dim(cut.shape) - len(cut.shape)
     return dim in (cut.dim, cut.model) and cut.device_shape[dim] % codes.BLOCK > 0
 
 
-def scales_split(split: Split) -> Split:
+def scales_split(split: Partition) -> Partition:
     """Returns the partition of scales: that of the leaf, but not along a dim whose blocks span."""
     scales = dataclasses.replace(split, shape=codes.scales_shape(split.shape))
     if not blocks_span(split):

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.sharding.partition import split
+from zero_jax.sharding.partition import partition
 
 BLOCK = 128
 _SHORT = 16  # along shorter dims, blocks would be mostly scale
@@ -56,7 +56,7 @@ def block_dim(shape: tuple[int, ...]) -> int:
     >>> block_dim((72, 3072, 12288)), block_dim((50257, 1600)), block_dim((4096,))
     (2, 0, 0)
     """
-    sharded = split(shape, _LIKELY).dim
+    sharded = partition(shape, _LIKELY).dim
     dims = range(len(shape))
     rest = [
         d for d in dims if (sharded is None or d != sharded % len(shape)) and shape[d] >= _SHORT

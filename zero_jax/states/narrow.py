@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.sharding import paths
-from zero_jax.sharding.partition import Split, Splitter, mirrors, state_splits
+from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.states.coded import Coding, scales_split
 from zero_jax.tracing.dataflow import needed
 from zero_jax.tracing.jaxpr import CALLS, is_var, written_out
@@ -143,8 +143,8 @@ def _narrow_leaves(tx: optax.GradientTransformation, params: PyTree) -> tuple[Na
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     closed = written_out(closed, CALLS)  # every result of a call depends on all its operands
-    splits, inputs = Splitter(1)(params), set(closed.jaxpr.invars)
-    owners = mirrors(state_splits(state, params, splits), splits)
+    splits, inputs = Partitioner(1)(params), set(closed.jaxpr.invars)
+    owners = mirrors(state_partitions(state, params, splits), splits)
     names = [name for name, _ in paths.named_leaves(params)]
     leaves, states = [], Counter[int]()
     known = zip(jax.tree.leaves(state), owners, closed.jaxpr.outvars, strict=True)
@@ -218,9 +218,9 @@ def _is_narrow(node: Any) -> bool:
     return isinstance(node, NarrowState)
 
 
-def splits_of(state: PyTree, params: PyTree, param_splits: Sequence[Split]) -> list[Split]:
-    """Returns the partition of each state leaf, as `state_splits`, and of scales."""
-    splits = state_splits(state, params, param_splits)
+def splits_of(state: PyTree, params: PyTree, param_splits: Sequence[Partition]) -> list[Partition]:
+    """Returns the partition of each state leaf, as `state_partitions`, and of scales."""
+    splits = state_partitions(state, params, param_splits)
     at = 0
     for node in jax.tree.leaves(state, is_leaf=_is_narrow):
         if not _is_narrow(node):
