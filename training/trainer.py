@@ -20,10 +20,10 @@ from training.saving import state_files
 from zero_jax import interchange
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
+from zero_jax.low_bit.state import FP32, kind_of
 from zero_jax.models import generate
 from zero_jax.plan import expert_elements
 from zero_jax.sharding import mesh
-from zero_jax.states.narrow import FP32, kind_of
 
 PyTree = Any
 States = tuple[PyTree, PyTree]  # parameters, and the optimizer's state

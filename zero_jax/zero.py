@@ -24,6 +24,7 @@ from zero_jax.engine.config import AUTO, Config, Remat, Stage
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import NvmeStep, TrainStep
 from zero_jax.engine.transformations import Frozen
+from zero_jax.low_bit.state import OptimizerStateDtype
 from zero_jax.names import parse_bytes, unknown
 from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
@@ -31,7 +32,6 @@ from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh, check_global, check_there, on_gpu
 from zero_jax.sharding.partition import Partition
-from zero_jax.states.narrow import OptimizerStateDtype
 
 PyTree = Any
 Tx: TypeAlias = ZeroTransform

@@ -13,6 +13,7 @@ from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
+from zero_jax.low_bit.state import FP32, check_kind
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import (
@@ -29,7 +30,6 @@ from zero_jax.sharding.mesh import (
 )
 from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
 from zero_jax.sharding.partition import Partitioner
-from zero_jax.states.narrow import FP32, check_kind
 
 AUTO = "auto"
 Stage = Literal[0, 1, 2, 3, "auto"]

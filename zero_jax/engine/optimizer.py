@@ -24,12 +24,12 @@ from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, refuse_per_example, without_frozen
+from zero_jax.low_bit.state import FP32, NarrowState, initial, kind_of, restated, splits_of
 from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import streaming, tiers
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
 from zero_jax.sharding.partition import Partition, Partitioner, state_partitions
-from zero_jax.states.narrow import FP32, NarrowState, initial, kind_of, restated, splits_of
 
 PyTree = Any
 Trees = tuple[PyTree, PyTree, PyTree | None]  # gradients, state and parameters, as stored

@@ -32,15 +32,15 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.norms import unless_skipped
+from zero_jax.low_bit.codes import BLOCK, scales_shape
+from zero_jax.low_bit.state import FP32, NarrowState
+from zero_jax.low_bit.storage import Coding, blocks_span, on_devices, scales_split
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import is_on_host
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.sharding.paths import Frozen
-from zero_jax.states.coded import Coding, blocks_span, on_devices, scales_split
-from zero_jax.states.codes import BLOCK, scales_shape
-from zero_jax.states.narrow import FP32, NarrowState
 from zero_jax.tracing.dataflow import needed
 from zero_jax.tracing.jaxpr import (
     CALLS,

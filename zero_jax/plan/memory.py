@@ -31,11 +31,11 @@ from zero_jax.engine.lifetimes import STEP, lifetime
 from zero_jax.engine.loss_scale import Guard, init_guard
 from zero_jax.engine.reading import shared
 from zero_jax.engine.transformations import Frozen, without_frozen
+from zero_jax.low_bit.state import FP32, initial, splits_of
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.partition import Partition, Partitioner, partition
-from zero_jax.states.narrow import FP32, initial, splits_of
 
 PyTree = Any
 

@@ -14,11 +14,11 @@ import optax
 
 from zero_jax.engine.config import Config
 from zero_jax.engine.transformations import without_frozen
+from zero_jax.low_bit.state import FP32
 from zero_jax.matrix_updates.assign import Exchange
 from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.plan import forecast as temporaries
 from zero_jax.sharding.partition import state_partitions
-from zero_jax.states.narrow import FP32
 
 PyTree = Any
 

@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import zero_jax
+from zero_jax.low_bit import codes
+from zero_jax.low_bit.codes import noise, to_bfloat16
+from zero_jax.low_bit.state import initial
 from zero_jax.offload import tiers
-from zero_jax.states import codes
-from zero_jax.states.codes import noise, to_bfloat16
-from zero_jax.states.narrow import initial
 
 pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 ADAMW = optax.chain(optax.clip_by_global_norm(1e9), optax.adamw(1e-2))

@@ -5,7 +5,7 @@ is computed from parameters in `init` (an average, a slow copy) is a weight, not
 stays in fp32: the trace of `init` shows it, names do not matter.
 
 Bytes per element: 1 in 8 bits and 2 per block of 128; 2 in bf16. `offload/streaming.py` updates the
-state in pieces. Only blocks that span devices need communication (coded.py).
+state in pieces. Only blocks that span devices need communication (storage.py).
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.low_bit.storage import Coding, scales_split
 from zero_jax.sharding import paths
 from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
-from zero_jax.states.coded import Coding, scales_split
 from zero_jax.tracing.dataflow import needed
 from zero_jax.tracing.jaxpr import CALLS, is_var, written_out
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.low_bit import codes
 from zero_jax.sharding.partition import Partition
-from zero_jax.states import codes
 
 
 @dataclasses.dataclass(frozen=True)
