@@ -7,24 +7,23 @@ one device are consecutive, so they are sent as one piece.
 
 import itertools
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax.matrix_updates.exchange import Arrays, Kind, RowLayout, exchange
-from zero_jax.matrix_updates.pieces import Pieces
+from zero_jax.matrix_updates.exchange import Arrays, Kind, Pieces, RowLayout, exchange
 from zero_jax.matrix_updates.regions import ShardedProgram
 from zero_jax.matrix_updates.units import Units
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.tracing.dataflow import Dim
-from zero_jax.tracing.jaxpr import shape_of
+from zero_jax.tracing.jaxpr import dtype_of, shape_of
 
-Env = MutableMapping[Any, Any]
+Env = MutableMapping[jex.Var, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,12 @@ class _Member(NamedTuple):
     sharded: tuple[Pieces, ...]
     results: tuple[Pieces, ...]
 
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """Equal for regions with the same operations and partition."""
-        return self.units.program, self.units.region.replicated, self.sharded, self.results
-
 
 class Exchange:
     """Regions that run together.
 
     Args:
-      found: The regions, taken apart, independent of each other.
+      regions: The regions, taken apart, independent of each other.
       program: The update, with the partition of its values.
       axes: The mesh axes.
 
@@ -81,17 +75,18 @@ class Exchange:
       flops: FLOPs of one matrix of each kind.
     """
 
-    def __init__(self, found: Sequence[Units], program: ShardedProgram, axes: Axes):
+    def __init__(self, regions: Sequence[Units], program: ShardedProgram, axes: Axes):
         self._axes, self._program = axes, program
-        alike: dict[Any, list[_Member]] = {}
-        for member in map(self._member, found):
-            alike.setdefault(member.alike, []).append(member)
-        self._groups = list(alike.values())
+        groups: dict[Hashable, list[_Member]] = {}  # of the same operations and partition
+        for m in map(self._member, regions):
+            alike = m.units.program, m.units.region.replicated, m.sharded, m.results
+            groups.setdefault(alike, []).append(m)
+        self._groups = list(groups.values())
         totals = [sum(one.units.count for one in group) for group in self._groups]
         self.flops = [group[0].units.flops for group in self._groups]
         loads = assign(list(zip(totals, self.flops, strict=True)), axes.devices)
         self.kinds = [
-            Kind(_of_one(group[0].units), group[0].sharded, group[0].results, counts)
+            Kind(_of_one(group[0]), group[0].sharded, group[0].results, counts)
             for group, counts in zip(self._groups, zip(*loads, strict=True), strict=True)
         ]
 
@@ -105,104 +100,90 @@ class Exchange:
     @property
     def traced(self) -> jex.ClosedJaxpr:
         """The exchange as a jaxpr of the inputs of its regions."""
-        regions = [one.units.region for one in self._members]
-        read = [v for region in regions for v in (*region.sharded, *region.replicated)]
+        regions = [one.units.region for group in self._groups for one in group]
+        read = [v for region in regions for v in region.closed.jaxpr.invars]
 
-        def run(*values: Any) -> list[Any]:
+        def run(*values: jax.Array) -> list[jax.Array]:
             env: Env = dict(zip(read, values, strict=True))
             self(env)
             return [env[v] for region in regions for v in region.results]
 
         return jax.make_jaxpr(run)(*(v.aval for v in read))
 
-    @property
-    def _members(self) -> list[_Member]:
-        return list(itertools.chain(*self._groups))
-
     def _member(self, one: Units) -> _Member:
         sides = zip((one.region.sharded, one.region.results), one.stacks, strict=True)
-        sharded, made = (tuple(map(self._pieces, *side)) for side in sides)
-        return _Member(one, sharded, made)
+        return _Member(one, *(tuple(map(self._pieces, *side)) for side in sides))
 
     def _pieces(self, var: jex.Var, stack: Dim) -> Pieces:
         """Returns the partition of a value over all axes.
 
         Axes that do not shard it split the dim that others do, or the longest one.
         """
-        shape, dims = shape_of(var), self._program.of(var)
+        shape = shape_of(var)
         kept = [d for d in range(len(shape)) if d != stack]
-        own = [d if d in kept else None for d in dims]
+        sharded = [d if d in kept else None for d in self._program.of(var)]
         longest = max(kept, key=shape.__getitem__, default=None)
-        first = next((d for d in own if d is not None), longest)
+        first = next((d for d in sharded if d is not None), longest)
         axes: dict[Dim, list[str]] = {}
-        for names, d in zip(self._axes.groups, own, strict=True):
+        for names, d in zip(self._axes.groups, sharded, strict=True):
             axes.setdefault(first if d is None else d, []).extend(names)
-        aval: Any = var.aval
-        matrix = tuple(shape[d] for d in kept) or (1,)
         # A number for each matrix is padded to one for each device.
         over = tuple(tuple(axes.get(d, ())) for d in kept) or (self._axes.names,)
-        return Pieces(matrix, aval.dtype, over, self._axes.sizes)
+        matrix = tuple(shape[d] for d in kept) or (1,)
+        return Pieces(matrix, dtype_of(var), over, self._axes.sizes)
 
     def __call__(self, env: Env) -> None:
         """Runs the regions on the values of variables, and adds their results."""
-        members = self._members
-        sharded = [
-            [p.padded(x) for p, x in zip(m.sharded, _stacks(m, env), strict=True)] for m in members
-        ]
-        replicated = [[env[v] for v in group[0].units.region.replicated] for group in self._groups]
+        in_specs = [[[p.stack_spec for p in m.sharded] for m in group] for group in self._groups]
+        out_specs = [[[p.stack_spec for p in m.results] for m in group] for group in self._groups]
         mapped = jax.shard_map(
             self._on_device,
             mesh=self._axes.mesh,
-            in_specs=([[p.stack_spec for p in m.sharded] for m in members], PartitionSpec()),
-            out_specs=[[p.stack_spec for p in m.results] for m in members],
+            in_specs=(in_specs, PartitionSpec()),
+            out_specs=out_specs,
             axis_names=set(self._axes.names),
             check_vma=False,
         )
-        for member, arrays in zip(members, mapped(sharded, replicated), strict=True):
-            one = member.units
-            results = zip(one.region.results, one.stacks[1], member.results, arrays, strict=True)
-            for var, stack, p, x in results:
+        sharded = [[_stacks(m, env) for m in group] for group in self._groups]
+        replicated = [[env[v] for v in group[0].units.region.replicated] for group in self._groups]
+        results = itertools.chain(*mapped(sharded, replicated))
+        for member, arrays in zip(itertools.chain(*self._groups), results, strict=True):
+            variables, stacks = member.units.region.results, member.units.stacks[1]
+            parts = zip(variables, stacks, member.results, arrays, strict=True)
+            for var, stack, p, x in parts:
                 env[var] = jnp.moveaxis(p.stripped(x), 0, stack or 0).reshape(shape_of(var))
 
-    def _on_device(self, sharded: list[Arrays], replicated: list[Arrays]) -> list[Arrays]:
-        it = iter(sharded)
-        own = [[next(it) for _ in group] for group in self._groups]
-        joined = [[jnp.concatenate(x) for x in zip(*arrays, strict=True)] for arrays in own]
-        made = exchange(self.kinds, self._axes.names, joined, replicated)
-        return list(itertools.chain(*map(_apart, self._groups, made)))
+    def _on_device(
+        self, sharded: list[list[Arrays]], replicated: list[Arrays]
+    ) -> list[list[Arrays]]:
+        joined = [[jnp.concatenate(x) for x in zip(*parts, strict=True)] for parts in sharded]
+        results = exchange(self.kinds, self._axes.names, joined, replicated)
+        return list(map(_apart, self._groups, results))
 
 
-def _stacks(member: _Member, env: Env) -> Iterator[Any]:
-    """Yields the inputs that are exchanged, with the matrices along dim 0."""
-    one = member.units
-    for var, p in zip(one.region.sharded, member.sharded, strict=True):
-        yield env[var].reshape(one.count, *p.shape)
+def _stacks(member: _Member, env: Env) -> Arrays:
+    """Returns the inputs that are exchanged, with the matrices along dim 0, padded."""
+    pairs = zip(member.units.region.sharded, member.sharded, strict=True)
+    return [p.padded(env[var].reshape(member.units.count, *p.shape)) for var, p in pairs]
 
 
-def _apart(group: list[_Member], made: Arrays) -> Iterator[Arrays]:
-    """Yields the part of each member of the results for a group."""
-    ends = list(itertools.accumulate((m.units.count for m in group), initial=0))
-    for first, end in itertools.pairwise(ends):
-        yield [x[first:end] for x in made]
+def _apart(group: list[_Member], results: Arrays) -> list[Arrays]:
+    """Returns the part of each member of the results for a group."""
+    ends = itertools.accumulate((m.units.count for m in group), initial=0)
+    return [[x[first:end] for x in results] for first, end in itertools.pairwise(ends)]
 
 
-def _of_one(one: Units) -> Any:
+def _of_one(member: _Member) -> Callable[[jax.Array, Arrays, Arrays], Arrays]:
     """Returns the computation for one matrix, without the dim that stacks them."""
+    units, shapes = member.units, [aval.shape for aval in member.units.one.in_avals[1:]]
 
-    def of(index: Any, sharded: Arrays, replicated: Arrays) -> Arrays:
-        shapes = [aval.shape for aval in one.one.in_avals[1:]]
-        given = [x.reshape(shape) for x, shape in zip(sharded, shapes, strict=False)]
+    def run(index: jax.Array, sharded: Arrays, replicated: Arrays) -> Arrays:
+        stacks = [x.reshape(shape) for x, shape in zip(sharded, shapes, strict=False)]
         # Factors that two regions share count the matrices of each of them.
-        made = one.run(index % one.count, given, replicated)
-        return [_matrix(x, d) for x, d in zip(made, one.stacks[1], strict=True)]
+        results = units.run(index % units.count, stacks, replicated)
+        return [x.reshape(p.shape) for x, p in zip(results, member.results, strict=True)]
 
-    return of
-
-
-def _matrix(x: Any, stack: Dim) -> Any:
-    """Returns an array of rank 1 or more."""
-    matrix = x if stack is None else jnp.squeeze(x, stack)
-    return matrix.reshape(matrix.shape or (1,))
+    return run
 
 
 def assign(kinds: Sequence[tuple[int, int]], devices: int) -> list[list[int]]:
@@ -217,11 +198,9 @@ def assign(kinds: Sequence[tuple[int, int]], devices: int) -> list[list[int]]:
     """
     counts = [[total // devices for total, _ in kinds] for _ in range(devices)]
     load = [sum(total // devices * cost for total, cost in kinds)] * devices
-    left = [
-        (cost, kind) for kind, (total, cost) in enumerate(kinds) for _ in range(total % devices)
-    ]
-    for cost, kind in sorted(left, key=lambda one: (-one[0], one[1])):
+    rest = [kind for kind, (total, _) in enumerate(kinds) for _ in range(total % devices)]
+    for kind in sorted(rest, key=lambda kind: -kinds[kind][1]):
         device = min(range(devices), key=load.__getitem__)
         counts[device][kind] += 1
-        load[device] += cost
+        load[device] += kinds[kind][1]
     return counts

@@ -6,18 +6,105 @@ as the longest. Only the matrices that a device computes are full.
 """
 
 import functools
+import itertools
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
-from zero_jax.matrix_updates.pieces import Pieces
-
-Arrays = list[Any]
+Arrays = list[jax.Array]
+DType = np.dtype[Any]
 # Rows of all devices by dtype, (N, length).
-Rows = dict[Any, jax.Array]
+Rows = dict[DType, jax.Array]
+# The number of matrices of each kind that a device is assigned.
+Load = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The partition of matrices of one shape.
+
+    Attributes:
+      shape: Logical shape of a matrix: any array of rank 1 or more.
+      dtype: Dtype of an element.
+      axes: For each dim the mesh axes that shard it; each axis shards one dim.
+      sizes: Sizes of the mesh axes, in the order in which devices are numbered.
+
+    >>> rows = Pieces((5, 3), jnp.dtype("float32"), (("data",), ()), (("data", 2),))
+    >>> rows.piece, rows.size, rows.stack_spec == PartitionSpec(None, "data", None)
+    ((3, 3), 9, True)
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    axes: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a device's piece of a matrix, padding included."""
+        pairs = zip(self.shape, self._over, strict=True)
+        return tuple(-(-n // math.prod(over)) for n, over in pairs)
+
+    @property
+    def size(self) -> int:
+        """Elements of a piece."""
+        return math.prod(self.piece)
+
+    @property
+    def stack_spec(self) -> PartitionSpec:
+        """Partition of matrices stacked along a dim 0, for `shard_map`."""
+        return PartitionSpec(None, *(names or None for names in self.axes))
+
+    @property
+    def _over(self) -> list[list[int]]:
+        sizes = dict(self.sizes)
+        return [[sizes[name] for name in names] for names in self.axes]
+
+    @property
+    def _padded(self) -> list[int]:
+        pairs = zip(self.piece, self._over, strict=True)
+        return [n * math.prod(over) for n, over in pairs]
+
+    @property
+    def _order(self) -> list[int]:
+        """Permutation of (devices by axis, piece by dim) that groups them by dim."""
+        at = {name: i for i, (name, _) in enumerate(self.sizes)}
+        together = ((*(at[n] for n in names), len(at) + d) for d, names in enumerate(self.axes))
+        return list(itertools.chain(*together))
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Returns a matrix, or a stack along dim 0, padded with zeros."""
+        own = zip(x.shape[-len(self.shape) :], self._padded, strict=True)
+        stacked = [(0, 0)] * (x.ndim - len(self.shape))
+        return jnp.pad(x, [*stacked, *((0, n - size) for size, n in own)])
+
+    def stripped(self, x: jax.Array) -> jax.Array:
+        """Inverts `padded`."""
+        shape = (*x.shape[: x.ndim - len(self.shape)], *self.shape)
+        return jax.lax.slice(x, [0] * x.ndim, shape)
+
+    def join(self, pieces: jax.Array) -> jax.Array:
+        """Returns a matrix, given the pieces of all devices (N, size)."""
+        by_axis = pieces.reshape(*(n for _, n in self.sizes), *self.piece)
+        return self.stripped(by_axis.transpose(self._order).reshape(self._padded))
+
+    def part(self, matrix: jax.Array) -> jax.Array:
+        """Inverts `join`."""
+        pairs = zip(self._over, self.piece, strict=True)
+        split = itertools.chain(*((*over, n) for over, n in pairs))
+        by_dim = self.padded(matrix).reshape(list(split))
+        return by_dim.transpose(_inverse(self._order)).reshape(-1, self.size)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +118,7 @@ class Kind:
       counts: Number of matrices of each device.
     """
 
-    one: Callable[[Any, Arrays, Arrays], Arrays]
+    one: Callable[[jax.Array, Arrays, Arrays], Arrays]
     sharded: tuple[Pieces, ...]
     results: tuple[Pieces, ...]
     counts: tuple[int, ...]
@@ -55,18 +142,15 @@ def exchange(
     Returns:
       For each kind, this device's pieces of the results, stacked.
     """
-    loads = list(zip(*(kind.counts for kind in kinds), strict=True))
-    there, back = (
-        RowLayout([k.sharded for k in kinds], loads),
-        RowLayout([k.results for k in kinds], loads),
-    )
+    loads: list[Load] = list(zip(*(kind.counts for kind in kinds), strict=True))
+    there = RowLayout([k.sharded for k in kinds], loads)
+    back = RowLayout([k.results for k in kinds], loads)
     received = _to_all(there.sent(sharded), axes)
     me = jax.lax.axis_index(axes)
     firsts = [jnp.asarray([k.first(o) for o in range(len(loads))])[me] for k in kinds]
 
-    def work(load: tuple[int, ...], received: Rows) -> Rows:
-        given = there.received(received, load)
-        parts = zip(kinds, firsts, given, replicated, strict=True)
+    def work(load: Load, received: Rows) -> Rows:
+        parts = zip(kinds, firsts, there.received(received, load), replicated, strict=True)
         return back.answered([_each(*part) for part in parts])
 
     # Devices with equal numbers of each kind run the same program.
@@ -85,22 +169,22 @@ def _to_all(rows: Rows, axes: tuple[str, ...]) -> Rows:
     }
 
 
-def _each(kind: Kind, first: Any, given: Arrays, replicated: Arrays) -> Arrays:
+def _each(kind: Kind, first: jax.Array, sharded: Arrays, replicated: Arrays) -> Arrays:
     """Computes a kind's matrices of this device, from and to the pieces of all (count, N, size)."""
 
-    def one(numbered: tuple[Any, Arrays]) -> Arrays:
+    def one(numbered: tuple[jax.Array, Arrays]) -> Arrays:
         index, pieces = numbered
-        whole = [p.join(x) for p, x in zip(kind.sharded, pieces, strict=True)]
-        made = kind.one(index, whole, replicated)
-        return [p.part(x) for p, x in zip(kind.results, made, strict=True)]
+        full = [p.join(x) for p, x in zip(kind.sharded, pieces, strict=True)]
+        results = kind.one(index, full, replicated)
+        return [p.part(x) for p, x in zip(kind.results, results, strict=True)]
 
-    count, devices = given[0].shape[:2]
+    count, devices = sharded[0].shape[:2]
     if count == 0:
         return [jnp.zeros((0, devices, p.size), p.dtype) for p in kind.results]
-    return jax.lax.map(one, (first + jnp.arange(count), given))
+    return jax.lax.map(one, (first + jnp.arange(count), sharded))
 
 
-def _some(stack: Any, first: int, count: int) -> Any:
+def _some(stack: jax.Array, first: int, count: int) -> jax.Array:
     return jax.lax.slice_in_dim(stack, first, first + count).reshape(-1)
 
 
@@ -112,77 +196,66 @@ class RowLayout:
       loads: For each device, the number of matrices of each kind.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Pieces]], loads: Sequence[tuple[int, ...]]):
+    def __init__(self, pieces: Sequence[Sequence[Pieces]], loads: Sequence[Load]):
         self._pieces, self._loads = pieces, loads
-        self._lengths: dict[Any, int] = {}
+        self._lengths: dict[DType, int] = {}
         for load in loads:
-            for dtype, end in self._ends(load).items():
-                self._lengths[dtype] = max(end, self._lengths.get(dtype, 0))
+            for _, _, p, part in self._places(load):
+                self._lengths[p.dtype] = max(part.stop, self._lengths.get(p.dtype, 0))
 
     @property
     def length(self) -> int:
         """Elements of a row, of all dtypes."""
         return sum(self._lengths.values())
 
-    def _places(self, load: tuple[int, ...]) -> Iterator[tuple[int, int, Pieces, slice]]:
+    def _places(self, load: Load) -> Iterator[tuple[int, int, Pieces, slice]]:
         """Yields kind, array, its partition, and its slice in the row of its dtype."""
-        ends: dict[Any, int] = {}
+        ends: dict[DType, int] = {}
         for kind, (arrays, count) in enumerate(zip(self._pieces, load, strict=True)):
-            for at, pieces in enumerate(arrays):
-                start = ends.get(pieces.dtype, 0)
-                ends[pieces.dtype] = start + count * pieces.size
-                yield kind, at, pieces, slice(start, ends[pieces.dtype])
+            for at, p in enumerate(arrays):
+                start = ends.get(p.dtype, 0)
+                ends[p.dtype] = start + count * p.size
+                yield kind, at, p, slice(start, ends[p.dtype])
 
-    def _ends(self, load: tuple[int, ...]) -> dict[Any, int]:
-        return {pieces.dtype: part.stop for _, _, pieces, part in self._places(load)}
-
-    def _joined(self, parts: Sequence[tuple[Any, Any]], load: tuple[int, ...]) -> Rows:
-        """Concatenates parts (dtype, (..., n)), padded to the longest row."""
-        made = {}
+    def _joined(self, parts: Arrays) -> Rows:
+        """Concatenates parts (..., n) of the same dtype, padded to the longest row."""
+        rows = {}
         for dtype, length in self._lengths.items():
-            own = [x for kind, x in parts if kind == dtype]
-            fill = length - self._ends(load).get(dtype, 0)
-            made[dtype] = jnp.concatenate(
-                [*own, jnp.zeros((*own[0].shape[:-1], fill), dtype)], axis=-1
-            )
-        return made
+            same = [x for x in parts if x.dtype == dtype]
+            fill = length - sum(x.shape[-1] for x in same)
+            same.append(jnp.zeros((*same[0].shape[:-1], fill), dtype))
+            rows[dtype] = jnp.concatenate(same, axis=-1)
+        return rows
 
     def sent(self, sharded: Sequence[Arrays]) -> Rows:
         """Returns a row for each device, of this device's pieces of all matrices."""
         first, rows = [0] * len(self._pieces), []
         for load in self._loads:
-            parts = [
-                (p.dtype, _some(sharded[kind][at], first[kind], load[kind]))
-                for kind, at, p, _ in self._places(load)
-            ]
-            rows.append(self._joined(parts, load))
-            first = [a + b for a, b in zip(first, load, strict=True)]
+            kinds = zip(sharded, first, load, strict=True)
+            rows.append(self._joined([_some(x, at, n) for arrays, at, n in kinds for x in arrays]))
+            first = list(map(operator.add, first, load))
         return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._lengths}
 
-    def received(self, rows: Rows, load: tuple[int, ...]) -> list[Arrays]:
+    def received(self, rows: Rows, load: Load) -> list[Arrays]:
         """Returns the pieces (count, N, size) of a device's matrices, by kind and array."""
-        found: list[Arrays] = [[] for _ in self._pieces]
+        kinds: list[Arrays] = [[] for _ in self._pieces]
         for kind, _, p, part in self._places(load):
-            own = rows[p.dtype][:, part].reshape(len(self._loads), load[kind], p.size)
-            found[kind].append(jnp.swapaxes(own, 0, 1))
-        return found
+            pieces = rows[p.dtype][:, part].reshape(len(self._loads), load[kind], p.size)
+            kinds[kind].append(jnp.swapaxes(pieces, 0, 1))
+        return kinds
 
-    def answered(self, made: Sequence[Arrays]) -> Rows:
+    def answered(self, results: Sequence[Arrays]) -> Rows:
         """Inverts `received`: returns a row for each device."""
-        load = tuple(arrays[0].shape[0] for arrays in made)
-        parts = [
-            (p.dtype, jnp.swapaxes(made[kind][at], 0, 1).reshape(len(self._loads), -1))
-            for kind, at, p, _ in self._places(load)
-        ]
-        return self._joined(parts, load)
+        flat = itertools.chain(*results)
+        return self._joined([jnp.swapaxes(x, 0, 1).reshape(len(self._loads), -1) for x in flat])
 
     def returned(self, rows: Rows) -> list[Arrays]:
         """Returns this device's pieces of the results, from a row of each device, by kind."""
-        found: list[list[Arrays]] = [[[] for _ in arrays] for arrays in self._pieces]
+        kinds: list[list[Arrays]] = [[[] for _ in arrays] for arrays in self._pieces]
         for device, load in enumerate(self._loads):
             for kind, at, p, part in self._places(load):
-                found[kind][at].append(rows[p.dtype][device, part])
+                kinds[kind][at].append(rows[p.dtype][device, part])
         return [
-            [jnp.concatenate(x).reshape(-1, *p.piece) for p, x in zip(arrays, own, strict=True)]
-            for arrays, own in zip(self._pieces, found, strict=True)
+            [jnp.concatenate(x).reshape(-1, *p.piece) for p, x in zip(arrays, parts, strict=True)]
+            for arrays, parts in zip(self._pieces, kinds, strict=True)
         ]

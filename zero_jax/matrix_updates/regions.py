@@ -15,7 +15,7 @@ import jax.extend.core as jex
 
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, Dims, Graph, ShardedDims
-from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Walk, is_var, shape_of
+from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, is_in, is_var, shape_of
 
 # Operations on full matrices, stacked along all dims but the last two.
 DECOMPOSITIONS = frozenset(
@@ -35,31 +35,28 @@ class Region:
     """Operations that need full matrices; see `regions`.
 
     Attributes:
-      eqns: The operations, in order.
       sharded: Sharded inputs, which are sent to the assigned devices.
       replicated: Other inputs, which each device has in full.
       results: Results that others read.
-      moved: Elements that a device would receive for them, as XLA partitions them.
+      closed: The operations as a jaxpr: (sharded, replicated) to results.
+      made: Values that are computed here and nowhere else.
+      moved: Elements that a device would receive for the operations, as XLA partitions them.
     """
 
-    eqns: tuple[jex.JaxprEqn, ...]
     sharded: tuple[jex.Var, ...]
     replicated: tuple[jex.Var, ...]
     results: tuple[jex.Var, ...]
+    closed: jex.ClosedJaxpr
+    made: frozenset[jex.Var]
     moved: float
 
-    @property
-    def closed(self) -> jex.ClosedJaxpr:
-        """The operations as a jaxpr: (sharded, replicated) to results."""
-        return jaxprs.stretch(self.eqns, self.results, [*self.sharded, *self.replicated])
 
-
-class ShardedProgram(Walk[Dims]):
+class ShardedProgram:
     """An update, and the communication that its operations need.
 
     Args:
       closed: The update; its calls are inlined.
-      given: The sharded dims of its inputs.
+      dims: The sharded dims of its inputs.
 
     Attributes:
       closed: The update, with inlined calls.
@@ -70,28 +67,19 @@ class ShardedProgram(Walk[Dims]):
       apart: The same for branches with several regions, each a jaxpr by itself.
     """
 
-    def __init__(self, closed: jex.ClosedJaxpr, given: Sequence[Dims]):
+    def __init__(self, closed: jex.ClosedJaxpr, dims: Sequence[Dims]):
         self.closed = closed = jaxprs.written_out(closed, CALLS)
         self.graph = Graph(closed.jaxpr)
-        self._none: Dims = (None,) * len(given[0]) if given else ()
+        self._none: Dims = (None,) * len(dims[0]) if dims else ()
         self._analysis = ShardedDims(len(self._none))
+        env = self._analysis.environment(closed, dims)
+        self.dims = {v: d for v, d in env.items() if d != self._none}
         self.across: dict[int, float] = {}
         self.apart: dict[int, float] = {}
-        self._positions = iter(range(len(closed.jaxpr.eqns)))
-        env = self.environment(closed, given)
-        self.dims = {v: dims for v, dims in env.items() if any_cut(dims)}
-
-    def literal(self, atom: jex.Literal) -> Dims:
-        return self._none
-
-    def constant(self, var: jex.Var, value: object) -> Dims:
-        return self._none
-
-    def equation(self, eqn: jex.JaxprEqn, values: list[Dims]) -> Sequence[Dims]:
-        made, at = self._analysis.equation(eqn, values), next(self._positions)
-        if any(map(any_cut, values)) and (moved := self._moved(eqn, values)):
-            (self.apart if _is_apart(eqn, values, made) else self.across)[at] = moved
-        return made
+        for at in self.graph.where(lambda eqn: any(is_in(a, self.dims) for a in eqn.invars)):
+            eqn = self.graph.eqns[at]
+            if moved := self._moved(eqn):
+                (self.apart if self._is_apart(eqn) else self.across)[at] = moved
 
     def of(self, atom: Atom) -> Dims:
         """Returns the sharded dims of a value."""
@@ -102,35 +90,30 @@ class ShardedProgram(Walk[Dims]):
         """Elements that a device would receive."""
         return sum((*self.across.values(), *self.apart.values()))
 
-    def _moved(self, eqn: jex.JaxprEqn, values: list[Dims]) -> float:
-        runs, name = jaxprs.bodies(eqn), eqn.primitive.name
+    def _moved(self, eqn: jex.JaxprEqn) -> float:
+        runs, name, values = jaxprs.bodies(eqn), eqn.primitive.name, list(map(self.of, eqn.invars))
         if not runs:
             return sum(_moved_for(eqn, dims) for dims in zip(*values, strict=True))
         inputs = values[1:] if name == "cond" else self._analysis.body(eqn, values)[0]
         times = {"scan": eqn.params.get("length", 1), "while": _ITERATIONS, "cond": 1}[name]
         return times * max(ShardedProgram(body, inputs).moved for body, _ in runs)
 
+    def _is_apart(self, eqn: jex.JaxprEqn) -> bool:
+        """Returns True for branches that are better interpreted than part of a region.
 
-def _is_apart(eqn: jex.JaxprEqn, values: Sequence[Dims], made: Sequence[Dims]) -> bool:
-    """Returns True for branches that are better interpreted than part of a region.
-
-    In a region all of their sharded values would be sent. This is too much if they have several
-    regions, or if the inputs and results of their regions are less than half of it.
-    """
-    if eqn.primitive.name != "cond":
-        return False
-    programs = [ShardedProgram(branch, values[1:]) for branch, _ in jaxprs.bodies(eqn)]
-    inside = [regions(program) for program in programs]
-    if any(program.apart for program in programs) or max(map(len, inside)) > 1:
-        return True
-    edges = [v for found in inside for region in found for v in (*region.sharded, *region.results)]
-    pairs = zip((*eqn.invars, *eqn.outvars), (*values, *made), strict=True)
-    return _bytes(a for a, dims in pairs if any_cut(dims)) > 2 * _bytes(edges)
-
-
-def any_cut(dims: Dims) -> bool:
-    """Returns True for a value that is sharded over any axes."""
-    return any(d is not None for d in dims)
+        In a region all of their sharded values would be sent. This is too much if they have several
+        regions, or if the inputs and results of their regions are less than half of it.
+        """
+        if eqn.primitive.name != "cond":
+            return False
+        values = list(map(self.of, eqn.invars[1:]))
+        programs = [ShardedProgram(branch, values) for branch, _ in jaxprs.bodies(eqn)]
+        inside = [regions(program) for program in programs]
+        if any(program.apart for program in programs) or max(map(len, inside)) > 1:
+            return True
+        found = itertools.chain(*inside)
+        sent = _bytes(v for region in found for v in (*region.sharded, *region.results))
+        return _bytes(v for v in (*eqn.invars, *eqn.outvars) if is_in(v, self.dims)) > 2 * sent
 
 
 def _moved_for(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> float:
@@ -176,50 +159,36 @@ class _Regions:
         self._below = set(self._graph.made(self._graph.after(self._core)))
 
     def found(self) -> Iterator[Region]:
-        for core in self._groups():
-            after = self._grown(core, self._after(core), lambda s: _bytes(self._graph.results(s)))
-            full = self._grown(after, self._before(after), lambda s: _bytes(self._sharded(s)))
-            read, sharded = self._read(full), self._sharded(full)
+        for core in self._graph.connected(self._core):
+            after = _grown(core, self._after(core), lambda s: _bytes(self._graph.results(s)))
+            full = _grown(after, self._before(after), lambda s: _bytes(self._sharded(s)))
+            sharded, part = self._sharded(full), self._graph.part(full)
             if not sharded:
                 continue  # a product of vectors
+            replicated = [v for v in jaxprs.inputs_of(part) if v not in sharded]
+            # Operations included before the core are computed outside too, for other readers.
+            results = self._graph.results(after)
             yield Region(
-                tuple(self._graph.part(full)),
                 tuple(sharded),
-                tuple(v for v in read if v not in sharded),
-                # Operations included before the core are computed outside too, for other readers.
-                tuple(self._graph.results(after)),
+                tuple(replicated),
+                tuple(results),
+                jaxprs.stretch(part, results, [*sharded, *replicated]),
+                frozenset(self._graph.made(after)),
                 sum(self._program.across.get(at, 0) for at in core),
             )
-
-    def _groups(self) -> list[set[int]]:
-        """Returns the core's parts that read nothing of each other."""
-        made = set(self._graph.made(self._core))
-        groups: list[tuple[set[int], set[jex.Var]]] = []
-        for at in sorted(self._core):
-            positions = {at}
-            linked = {v for v in jaxprs.variables(self._graph.part(positions)) if v in made}
-            linked.update(self._graph.made(positions))
-            apart = []
-            for group in groups:
-                if linked.isdisjoint(group[1]):
-                    apart.append(group)
-                else:
-                    positions, linked = positions | group[0], linked | group[1]
-            groups = [*apart, (positions, linked)]
-        return [positions for positions, _ in groups]
 
     def _after(self, core: set[int]) -> list[int]:
         """Returns elementwise equations behind the core that read its values and full ones."""
         had = {*self._graph.made(core), *self._sharded(core)}
-        found = []
+        positions = []
         for at in self._graph.positions[min(core) + 1 :]:
             eqn = self._graph.eqns[at]
             read = jaxprs.variables([eqn])
             known = all(v in had or self._is_outside(v) for v in read)
             if at not in self._core and _is_simple(eqn) and known and not had.isdisjoint(read):
-                found.append(at)
+                positions.append(at)
                 had.update(eqn.outvars)
-        return found
+        return positions
 
     def _is_outside(self, var: jex.Var) -> bool:
         """Returns True if every device has it in full before any region has run."""
@@ -227,29 +196,25 @@ class _Regions:
 
     def _before(self, region: set[int]) -> list[int]:
         """Returns equations that a region could include before its first one, the last first."""
-        wanted, found = set(self._sharded(region)), []
+        wanted, positions = set(self._sharded(region)), []
         for at in reversed(range(max(region))):
             eqn = self._graph.eqns[at]
             if at not in self._core and _is_simple(eqn) and not wanted.isdisjoint(eqn.outvars):
-                found.append(at)
+                positions.append(at)
                 wanted.update(v for v in jaxprs.variables([eqn]) if v in self._program.dims)
-        return [at for at in found if at not in region]
-
-    def _grown(
-        self, region: set[int], more: list[int], sent: Callable[[set[int]], int]
-    ) -> set[int]:
-        """Returns a region with as many more equations, in order, as minimise the bytes sent."""
-        steps = itertools.accumulate(more, lambda s, at: s | {at}, initial=region)
-        return min(steps, key=sent)
-
-    def _read(self, region: set[int]) -> list[jex.Var]:
-        return jaxprs.inputs_of(self._graph.part(region))
+        return [at for at in positions if at not in region]
 
     def _sharded(self, region: set[int]) -> list[jex.Var]:
         """Returns the sharded inputs, except for small ones, which all devices can have in full."""
-        cut = [v for v in self._read(region) if v in self._program.dims]
+        read = jaxprs.inputs_of(self._graph.part(region))
+        cut = [v for v in read if v in self._program.dims]
         most = max(map(jaxprs.bytes_of, cut), default=0)
         return [v for v in cut if len(shape_of(v)) > 1 and jaxprs.bytes_of(v) * _SMALL > most]
+
+
+def _grown(region: set[int], more: list[int], sent: Callable[[set[int]], int]) -> set[int]:
+    """Returns a region with as many more equations, in order, as minimise the bytes sent."""
+    return min(itertools.accumulate(more, lambda s, at: s | {at}, initial=region), key=sent)
 
 
 def _bytes(atoms: Iterable[Atom]) -> int:

@@ -5,9 +5,8 @@ region's own values had one (a constant, a factor for each matrix) is sliced to 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -17,7 +16,7 @@ from zero_jax.matrix_updates.regions import DECOMPOSITIONS, Region
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.interpreter import Evaluator
-from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, is_var, shape_of
+from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, dtype_of, is_var, shape_of
 
 _REDUCTIONS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
@@ -33,6 +32,11 @@ class _NotSeparableError(Exception):
     """An operation of a region needs several matrices of a stack."""
 
 
+def _require(separable: bool) -> None:
+    if not separable:
+        raise _NotSeparableError
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Slice:
@@ -43,8 +47,11 @@ class _Slice:
       stack: The dim that is 1 here and counts matrices in the region.
     """
 
-    array: Any
+    array: jax.Array
     stack: int = field(metadata={"static": True})
+
+
+Value = jax.Array | _Slice
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,11 @@ class Units:
     one: jex.ClosedJaxpr
     stacks: tuple[tuple[Dim, ...], tuple[Dim, ...]]
 
-    def run(self, index: Any, sharded: Sequence[Any], replicated: Sequence[Any]) -> list[Any]:
+    def run(
+        self, index: jax.Array, sharded: Sequence[jax.Array], replicated: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Returns the results for matrix `index`, with stacks of 1."""
-        return [_array(x) for x in _of_one(self.region, index, sharded, replicated, self.stacks[0])]
+        return jaxprs.as_function(self.one)(index, *sharded, *replicated)
 
     @property
     def flops(self) -> int:
@@ -81,7 +90,7 @@ class Units:
         return max(2 * (sum(jaxprs.products(self.one.jaxpr)) + decomposed), 1)
 
     @property
-    def program(self) -> tuple[Any, ...]:
+    def program(self) -> tuple[Hashable, ...]:
         """Equal for two regions with the same operations on matrices of the same shapes."""
         return str(self.one.jaxpr), *map(id, _constants(self.region.closed.jaxpr))
 
@@ -105,51 +114,43 @@ def units(region: Region) -> Units:
     counts = {s[0] if len(s) > 2 else 1 for s in shapes}
     if counts == {max(counts)} and max(counts) > 1:
         try:
-            return _made(region, max(counts), [0] * len(shapes))
+            return _taken_apart(region, max(counts), [0] * len(shapes))
         except _NotSeparableError:
             pass
-    return _made(region, 1, [None] * len(shapes))
+    return _taken_apart(region, 1, [None] * len(shapes))
 
 
-def _made(region: Region, count: int, stacks: list[Dim]) -> Units:
+def _taken_apart(region: Region, count: int, stacks: list[Dim]) -> Units:
     of_results: list[Dim] = []
+    inputs = region.closed.jaxpr.invars
+    of_inputs = [*stacks, *[None] * len(region.replicated)]
 
-    def run(index: Any, sharded: Sequence[Any], replicated: Sequence[Any]) -> list[Any]:
-        made = _of_one(region, index, sharded, replicated, stacks)
-        of_results[:] = map(_stack, made)
-        if count > 1 and None in of_results:
-            raise _NotSeparableError
-        return list(map(_array, made))
+    def run(index: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        values = list(map(_sliced, arrays, of_inputs))
+        results = _OneByOne(index).evaluate(region.closed, values)
+        of_results[:] = map(_stack, results)
+        _require(count == 1 or None not in of_results)
+        return list(map(_array, results))
 
-    def of_one(var: jex.Var, stack: Dim) -> jax.ShapeDtypeStruct:
-        aval: Any = var.aval
-        return jax.ShapeDtypeStruct(_with_one(aval.shape, stack), aval.dtype)
-
-    sharded = [of_one(v, d) for v, d in zip(region.sharded, stacks, strict=True)]
-    replicated = [of_one(v, None) for v in region.replicated]
-    one = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), "int32"), sharded, replicated)
+    pairs = zip(inputs, of_inputs, strict=True)
+    shapes = [jax.ShapeDtypeStruct(_with_one(shape_of(v), d), dtype_of(v)) for v, d in pairs]
+    one = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), "int32"), *shapes)
     return Units(region, count, one, (tuple(stacks), tuple(of_results)))
 
 
-def _of_one(
-    region: Region, index: Any, sharded: Any, replicated: Any, stacks: Sequence[Dim]
-) -> list[Any]:
-    return _OneByOne(index).evaluate(region.closed, [*map(_sliced, sharded, stacks), *replicated])
-
-
-def _sliced(array: Any, stack: Dim) -> Any:
+def _sliced(array: jax.Array, stack: Dim) -> Value:
     return array if stack is None else _Slice(array, stack)
 
 
-def _array(value: Any) -> Any:
+def _array(value: Value) -> jax.Array:
     return value.array if isinstance(value, _Slice) else value
 
 
-def _stack(value: Any) -> Dim:
+def _stack(value: Value) -> Dim:
     return value.stack if isinstance(value, _Slice) else None
 
 
-def _constants(jaxpr: jex.Jaxpr) -> list[Any]:
+def _constants(jaxpr: jex.Jaxpr) -> list[jax.Array]:
     """Returns the arrays that the text of a jaxpr does not show."""
     found = []
     for eqn in jaxprs.nested(jaxpr):
@@ -165,38 +166,35 @@ class _OneByOne(Evaluator):
 
     inlined = CALLS
 
-    def __init__(self, index: Any):
+    def __init__(self, index: jax.Array):
         super().__init__()
         self._index = index
 
-    def is_replaced(self, value: Any) -> bool:
+    def is_replaced(self, value: Value) -> bool:
         return isinstance(value, _Slice)
 
-    def agreed(self, values: list[Any], like: Sequence[Any]) -> list[Any]:
-        if list(map(_stack, values)) != list(map(_stack, like)):
-            raise _NotSeparableError
+    def agreed(self, values: list[Value], like: Sequence[Value]) -> list[Value]:
+        _require(list(map(_stack, values)) == list(map(_stack, like)))
         return values
 
-    def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        if any(map(self.is_replaced, values[sum(jaxprs.state_of(eqn)) :])):
-            raise _NotSeparableError
-        made = super().scan(eqn, values)
-        if any(map(self.is_replaced, made[jaxprs.state_of(eqn)[1] :])):
-            raise _NotSeparableError
-        return made
+    def scan(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        start, carried = jaxprs.state_of(eqn)
+        _require(not any(map(self.is_replaced, values[start + carried :])))
+        results = super().scan(eqn, values)
+        _require(not any(map(self.is_replaced, results[carried:])))
+        return results
 
-    def cond(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        if self.is_replaced(values[0]):
-            raise _NotSeparableError
+    def cond(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        _require(not self.is_replaced(values[0]))
         return super().cond(eqn, values)
 
-    def default(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def default(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         name, stacks = eqn.primitive.name, list(map(_stack, values))
-        made = [stacks[0]] * len(eqn.outvars)  # those of a decomposition are stacked as its matrix
+        of_results = [stacks[0]] * len(eqn.outvars)  # a decomposition's are stacked as its matrix
         if name not in DECOMPOSITIONS:
-            made = sharded_dims(eqn, stacks)
-        if None in made:
-            raise _NotSeparableError
+            of_results = sharded_dims(eqn, stacks)
+        made = [d for d in of_results if d is not None]
+        _require(len(made) == len(of_results))
         params, arrays = eqn.params, list(map(_array, values))
         if name in ELEMENTWISE:
             arrays = [self._beside(x, made[0]) for x in values]
@@ -206,41 +204,36 @@ class _OneByOne(Evaluator):
             params = {**params, "shape": _with_one(params["shape"], made[0])}
         elif name == "reshape" and _keeps_stack(eqn, stacks[0], made[0]):
             params = {**params, "new_sizes": _with_one(shape_of(eqn.outvars[0]), made[0])}
-        elif name not in _WITHOUT_SIZES or not _keeps_matrices(eqn, stacks):
-            raise _NotSeparableError
+        else:
+            _require(name in _WITHOUT_SIZES and _keeps_matrices(eqn, stacks))
         outs = eqn.primitive.bind(*arrays, **params)
         return list(map(_sliced, outs if eqn.primitive.multiple_results else [outs], made))
 
-    def _beside(self, value: Any, stack: Dim) -> Any:
+    def _beside(self, value: Value, stack: int) -> jax.Array:
         """Returns an operand of an elementwise operation beside one matrix."""
         if not isinstance(value, _Slice):
-            return self._of_index(value, stack) if jnp.ndim(value) else value
-        if value.stack != stack:
-            raise _NotSeparableError
+            at = self._index
+            return jax.lax.dynamic_slice_in_dim(value, at, 1, stack) if jnp.ndim(value) else value
+        _require(value.stack == stack)
         return value.array
 
-    def _of_index(self, array: Any, dim: Dim) -> Any:
-        assert dim is not None
-        return jax.lax.dynamic_slice_in_dim(array, self._index, 1, dim)
-
-    def _operands(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    def _operands(self, eqn: jex.JaxprEqn, values: list[Value]) -> list[jax.Array]:
         """Returns the operands of a product with one matrix of a stack, or with the same matrix."""
         _, batch = eqn.params["dimension_numbers"]
+        arrays = list(map(_array, values))
         for at, value in enumerate(values):
-            if _stack(value) in batch[at]:
+            if isinstance(value, _Slice) and value.stack in batch[at]:
                 partner = batch[1 - at][tuple(batch[at]).index(value.stack)]
-                arrays = list(map(_array, values))
                 arrays[1 - at] = self._beside(values[1 - at], partner)
                 return arrays
-        if all(map(self.is_replaced, values)):
-            raise _NotSeparableError
-        return list(map(_array, values))
+        _require(not all(map(self.is_replaced, values)))
+        return arrays
 
 
-def _keeps_stack(eqn: jex.JaxprEqn, stack: Dim, made: Dim) -> bool:
+def _keeps_stack(eqn: jex.JaxprEqn, stack: Dim, made: int) -> bool:
     """Returns True for a reshape that leaves a stack's dim alone."""
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    assert made is not None and stack is not None
+    assert stack is not None
     return new[made] == old[stack] and math.prod(new[:made]) == math.prod(old[:stack])
 
 

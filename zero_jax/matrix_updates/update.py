@@ -1,7 +1,5 @@
 """An update whose matrix operations run on assigned devices; the rest stays on shards."""
 
-import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,29 +42,22 @@ def run(
     if not any(isinstance(leaves[i], jax.core.Tracer) for i in at):
         return update(*args)
 
-    def of_arrays(*arrays: Any) -> PyTree:
+    def of_arrays(*arrays: jax.Array) -> PyTree:
         filled = leaves.copy()
         for i, array in zip(at, arrays, strict=True):
             filled[i] = array
         return update(*jax.tree.unflatten(treedef, filled))
 
     arrays = [leaves[i] for i in at]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    # Under no mesh, since parts of it run inside `shard_map`, which has another mesh.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed, result = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
     partitions = [cuts[i] if i < len(cuts) else partition((), 1) for i in at]
-    closed, made = traced(of_arrays, arrays)
     program = assigned_update(closed, partitions, mesh)
     if not program.exchanges:
         return update(*args)
-    return jax.tree.unflatten(jax.tree.structure(made), program(*arrays))
-
-
-def traced(fn: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[jex.ClosedJaxpr, PyTree]:
-    """Returns a function's jaxpr and its abstract result.
-
-    It is traced under no mesh, since parts of it run inside `shard_map`, which has another mesh.
-    """
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(fn, return_shape=True)(*shapes)
+    return jax.tree.unflatten(jax.tree.structure(result), program(*arrays))
 
 
 def assigned_update(
@@ -74,16 +65,16 @@ def assigned_update(
 ) -> "AssignedUpdate":
     """Returns a traced update with its exchanges; see `run`."""
     # Experts are sharded over another axis: they are left to XLA.
-    mine = [c for c in cuts if c.dim is not None and c.experts is None]
-    rest = {(*names(c.axis), *([REPLICA] if c.parts > 1 else [])) for c in mine}
-    (over,) = rest or {names(data_axis(mesh))}
-    axes = Axes(mesh, (over, (MODEL,)) if model_size(mesh) > 1 else (over,))
+    sharded = [c for c in cuts if c.dim is not None and c.experts is None]
+    axes = {(*names(c.axis), *([REPLICA] if c.parts > 1 else [])) for c in sharded}
+    (over,) = axes or {names(data_axis(mesh))}
+    groups = (over, (MODEL,)) if model_size(mesh) > 1 else (over,)
     dims = [_dims(cut, leaf) for cut, leaf in zip(cuts, closed.in_avals, strict=False)]
     dims += [(None, None)] * (len(closed.in_avals) - len(dims))
-    return AssignedUpdate(closed, [d[: len(axes.groups)] for d in dims], axes)
+    return AssignedUpdate(closed, [d[: len(groups)] for d in dims], Axes(mesh, groups))
 
 
-def _dims(cut: Partition, leaf: Any) -> Dims:
+def _dims(cut: Partition, leaf: jax.core.ShapedArray) -> Dims:
     """Returns the sharded dims of a leaf over `data` and over `model`.
 
     The gradient of a frozen leaf is a scalar.
@@ -111,60 +102,43 @@ class AssignedUpdate:
     def __init__(self, closed: jex.ClosedJaxpr, dims: Sequence[Dims], axes: Axes):
         self._program = program = ShardedProgram(closed, dims)
         self._jaxpr, self._axes = program.closed.jaxpr, axes
-        self._consts = dict(zip(self._jaxpr.constvars, program.closed.consts, strict=True))
         self.exchanges: list[Exchange] = []
         self.left = sum(n for n in program.across.values() if n < math.inf)
         self._steps = self._planned() if program.across or program.apart else []
 
-    def __call__(self, *values: Any) -> list[Any]:
-        env: Env = {**self._consts, **dict(zip(self._jaxpr.invars, values, strict=True))}
+    def __call__(self, *values: jax.Array) -> list[jax.Array]:
+        env: Env = dict(zip(self._jaxpr.invars, values, strict=True))
+        env.update(zip(self._jaxpr.constvars, self._program.closed.consts, strict=True))
         for step in self._steps:
             step(env)
         return [jaxprs.read(env, atom) for atom in self._jaxpr.outvars]
 
     def _planned(self) -> list[Callable[[Env], None]]:
-        waiting_units = [
-            one for one in map(units, regions(self._program)) if one.pays(self._axes.devices)
-        ]
-        moved = [one.region.moved for one in waiting_units]
-        self.left -= sum(n for n in moved if n < math.inf)
-        waiting = self._outside([one.region for one in waiting_units])
-        known = {*self._jaxpr.invars, *self._consts}
-        steps: list[Callable[[Env], None]] = []
-        while waiting or waiting_units:
-            later = []
-            for at in waiting:
-                eqn = self._program.graph.eqns[at]
-                if known.issuperset(jaxprs.variables([eqn])):
-                    steps.append(self._step(at))
-                    known.update(eqn.outvars)
-                else:
-                    later.append(at)
-            waiting = later
-            able = [
-                one
-                for one in waiting_units
-                if known.issuperset((*one.region.sharded, *one.region.replicated))
-            ]
-            assert able or not waiting_units, "regions that need each other's results"
+        graph, steps = self._program.graph, list[Callable[[Env], None]]()
+        pays = [one for one in map(units, regions(self._program)) if one.pays(self._axes.devices)]
+        self.left -= sum(one.region.moved for one in pays if one.region.moved < math.inf)
+        equations = self._outside([one.region for one in pays])
+        while equations or pays:
+            results = [v for one in pays for v in one.region.results]
+            blocked = set(graph.after(graph.made_by[v] for v in results))
+            steps += [self._step(at) for at in equations if at not in blocked]
+            equations = [at for at in equations if at in blocked]
+            unknown = set(graph.made(blocked))
+            able = [one for one in pays if unknown.isdisjoint(one.region.closed.jaxpr.invars)]
+            assert able or not pays, "regions that need each other's results"
             if able:
-                waiting_units = [one for one in waiting_units if one not in able]
+                pays = [one for one in pays if one not in able]
                 self.exchanges.append(Exchange(able, self._program, self._axes))
                 steps.append(self.exchanges[-1])
-                known.update(v for one in able for v in one.region.results)
         return steps
 
-    def _outside(self, found: Sequence[Region]) -> list[int]:
-        """Returns the equations that are needed outside of regions."""
-        made = {v for region in found for v in region.results}
-        inside = set(map(id, itertools.chain.from_iterable(region.eqns for region in found)))
-        inputs = [v for region in found for v in (*region.sharded, *region.replicated)]
+    def _outside(self, inside: Sequence[Region]) -> list[int]:
+        """Returns the equations that run outside of regions."""
+        made = frozenset[jex.Var]().union(*(region.made for region in inside))
+        inputs = [v for region in inside for v in region.closed.jaxpr.invars]
 
         def runs(eqn: jex.JaxprEqn, used: Sequence[bool]) -> bool:
-            has_effect = bool(eqn.effects) and id(eqn) not in inside
-            return has_effect or any(
-                u and v not in made for u, v in zip(used, eqn.outvars, strict=True)
-            )
+            return made.isdisjoint(eqn.outvars) and (any(used) or bool(eqn.effects))
 
         graph = self._program.graph
         wanted = needed(
@@ -184,17 +158,13 @@ class AssignedUpdate:
 
         return step
 
-    def _branches(self, eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
+    def _branches(self, eqn: jex.JaxprEqn) -> Callable[..., list[jax.Array]]:
         """Returns branches with regions in them; all devices take the same one."""
         dims = [self._program.of(a) for a in eqn.invars[1:]]
-        cases: list[Callable[..., list[Any]]] = []
+        cases: list[Callable[..., list[jax.Array]]] = []
         for branch, _ in jaxprs.bodies(eqn):
             program = AssignedUpdate(branch, dims, self._axes)
             self.exchanges += program.exchanges
             self.left += program.left
             cases.append(program if program.exchanges else jaxprs.as_function(branch))
-        return functools.partial(_switch, cases)
-
-
-def _switch(cases: Sequence[Callable[..., list[Any]]], which: Any, *values: Any) -> list[Any]:
-    return jax.lax.switch(which, cases, *values)
+        return lambda which, *values: jax.lax.switch(which, cases, *values)

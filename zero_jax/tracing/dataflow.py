@@ -432,6 +432,15 @@ class Graph:
                 used.update(jaxprs.variables([self.eqns[at]]))
         return reached[::-1]
 
+    def connected(self, at: Iterable[int]) -> list[set[int]]:
+        """Groups these equations: those of two groups read nothing of each other."""
+        groups: list[set[int]] = []
+        for i in sorted(at):
+            makers = {self.made_by.get(v) for v in jaxprs.variables([self.eqns[i]])}
+            joined = [group for group in groups if not group.isdisjoint(makers)]
+            groups = [*(group for group in groups if group not in joined), {i}.union(*joined)]
+        return groups
+
     def made(self, at: Iterable[int]) -> list[jex.Var]:
         """Returns the results of equations."""
         return [v for i in at for v in self.eqns[i].outvars]

@@ -144,3 +144,18 @@ class Evaluator(Interpreter[Any]):
             lambda *values: self.evaluate(jaxprs.inner(eqn), values), **options
         )
         return again(*values)
+
+
+def run_on_pieces(
+    closed: jex.ClosedJaxpr, pieces: Sequence[jax.Array], shape: tuple[int, ...]
+) -> list[jax.Array]:
+    """Returns the results of elementwise equations for pieces of this shape, and for scalars."""
+    return _OnPieces(shape).run(closed, pieces)
+
+
+class _OnPieces(Evaluator):
+    def __init__(self, shape: tuple[int, ...]):
+        self._shape = shape
+
+    def equation(self, eqn: jex.JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
+        return jaxprs.on_piece(eqn, values, self._shape)

@@ -14,6 +14,7 @@ differentiated any more have all calls inlined.
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeGuard, TypeVar
@@ -75,6 +76,11 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
+def dtype_of(atom: Atom) -> np.dtype[Any]:
+    """Returns the dtype of an atom that is an array."""
+    return getattr(atom.aval, "dtype")  # noqa: B009
+
+
 def bytes_of(atom: Atom) -> int:
     """Returns the bytes of an atom; keys and tokens, which have no itemsize, count 4 each."""
     dtype = getattr(atom.aval, "dtype", None)
@@ -96,7 +102,7 @@ def typed(value: Any, atom: Atom) -> Any:
     """Returns the value of an atom with a shape and a dtype: JAX passes a `bool` unchanged."""
     if not isinstance(value, (bool, int, float, complex)):
         return value
-    return np.asarray(value, getattr(atom.aval, "dtype"))  # noqa: B009
+    return np.asarray(value, dtype_of(atom))
 
 
 # Equations, and the jaxprs that calls, loops and branches run.
@@ -454,6 +460,19 @@ def written_out(
     ['sin', 'add']
     """
     return _Inliner(calls, branches)(closed)
+
+
+def inlined_from(
+    closed: jex.ClosedJaxpr, at: int, calls: frozenset[str], *, branches: bool
+) -> jex.JaxprEqn:
+    """Returns the equation of a jaxpr that equation `at` of `written_out` comes from."""
+
+    def count(eqn: jex.JaxprEqn) -> int:
+        alone = stretch([eqn], eqn.outvars)
+        return len(written_out(alone, calls, branches=branches).jaxpr.eqns)
+
+    ends = itertools.accumulate(map(count, closed.jaxpr.eqns))
+    return next(eqn for eqn, end in zip(closed.jaxpr.eqns, ends, strict=True) if at < end)
 
 
 class _Inliner(Rewriter):
