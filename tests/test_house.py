@@ -25,7 +25,7 @@ BELOW |= {name: set() for name in (*FACTS, "__main__")}
 BELOW["zero"] = BELOW["doctor"] = BELOW["plan"] | {"plan"}
 BELOW["commands"] = BELOW["__init__"] = PACKAGES - {"commands"} | {"zero"}
 MODULES = sorted([*LIBRARY.rglob("*.py"), *(LIBRARY / "models").glob("*.py")])
-LOOPS = {*("loops", "reading", "repeats", "replay", "rewrite"), "linearized", "streaming"}
+LOOPS = {"linearized", "loops", "reading", "repeats", "replay", "rewrite"}
 # A package's `__main__.py` may import the command line, which is above its package.
 ENTRIES = {path for path in MODULES if path.name == "__main__.py" and path.parent != LIBRARY}
 

@@ -127,12 +127,12 @@ class FileLeaf(NamedLeaf):
         for first, stops, is_first in self._shards():
             if is_first:
                 sizes = tuple(map(operator.sub, stops, first))
-                pieces.append((first, self.node.read(first, (0,) * len(sizes), sizes)))
+                pieces.append((first, self.node.read(first, sizes)))
         return pieces
 
     def build(self, read: Read) -> FileArray:
         for first, stops, _ in self._shards():
-            self.node.write(first, (0,) * len(first), read(first, stops))
+            self.node.write(first, read(first, stops))
         return self.node
 
     def _shards(self) -> Iterator[tuple[Index, Index, bool]]:

@@ -24,7 +24,7 @@ from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, refuse_per_example, without_frozen
-from zero_jax.low_bit.state import FP32, NarrowState, initial, kind_of, restated, splits_of
+from zero_jax.low_bit.state import FP32, LowBitState, initial, kind_of, restated, splits_of
 from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import streaming, tiers
 from zero_jax.offload.nvme import StateFiles, Stored
@@ -48,7 +48,7 @@ class ZeroState(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         """Returns a field of the wrapped state, for `optax.contrib.schedule_free_eval_params`."""
-        wraps = isinstance(self.inner, (NarrowState, ChangingState))
+        wraps = isinstance(self.inner, (LowBitState, ChangingState))
         inner = self.inner.inner if wraps else self.inner
         if name in getattr(inner, "_fields", ()):
             return getattr(inner, name)

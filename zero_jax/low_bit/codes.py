@@ -25,7 +25,6 @@ Source: block-wise dynamic range as in 8-bit Optimizers via Block-wise Quantizat
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +184,7 @@ def noise(
     shape: Sequence[int],
     starts: Sequence[jax.Array | int],
     full_shape: Sequence[int],
-    leaf: int,
+    seed: int,
     step: jax.Array,
 ) -> jax.Array:
     """Returns uint32 for each element of a piece of a leaf, which decides its rounding.
@@ -194,7 +193,7 @@ def noise(
       shape: Shape of the piece.
       starts: Where it begins in the leaf.
       full_shape: The leaf's full shape.
-      leaf: The leaf's number, so that leaves are rounded differently.
+      seed: A number, so that leaves are rounded differently.
       step: Number of earlier updates.
 
     >>> full = noise((4, 2), (0, 0), (4, 2), 0, jnp.int32(3))
@@ -202,7 +201,7 @@ def noise(
     Array([[ True,  True],
            [ True,  True]], dtype=bool)
     """
-    index = jnp.full(shape, jnp.uint32(leaf * _GOLDEN % 2**32))
+    index = jnp.full(shape, jnp.uint32(seed * _GOLDEN % 2**32))
     for dim, start in enumerate(starts):
         at = jax.lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(start, jnp.uint32)
         index += at * jnp.uint32(math.prod(full_shape[dim + 1 :]) % 2**32)
@@ -210,7 +209,7 @@ def noise(
 
 
 def without_padding(
-    piece: jax.Array, starts: Sequence[Any], full_shape: Sequence[int]
+    piece: jax.Array, starts: Sequence[int | jax.Array], full_shape: Sequence[int]
 ) -> jax.Array:
     """Replaces the padding of a piece by zeros, which then share blocks with elements harmlessly.
 

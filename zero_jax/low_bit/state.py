@@ -1,6 +1,6 @@
 """Optimizer state with leaves in 8 or 16 bits.
 
-Narrow are the leaves with the shape of a parameter, in fp32, of at least 4096 elements. A leaf that
+These are the leaves with the shape of a parameter, in fp32, of at least 4096 elements. A leaf that
 is computed from parameters in `init` (an average, a slow copy) is a weight, not a statistic, and
 stays in fp32: the trace of `init` shows it, names do not matter.
 
@@ -12,7 +12,7 @@ import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from zero_jax.low_bit.storage import Coding, scales_split
 from zero_jax.sharding import paths
 from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.tracing.dataflow import needed
-from zero_jax.tracing.jaxpr import CALLS, is_var, written_out
+from zero_jax.tracing.jaxpr import CALLS, written_out
 
 PyTree = Any
 FP32 = "fp32"
@@ -31,74 +31,60 @@ KINDS = get_args(OptimizerStateDtype)
 _SMALL = 4096  # elements
 
 
-class NarrowLeaf(NamedTuple):
-    """A state leaf in 8 or 16 bits.
-
-    Attributes:
-      at: Its position in the state.
-      number: Decides its rounding: a hash of its parameter's path plus its position among the
-        parameter's states, so that other leaves do not change its bits.
-    """
-
-    at: int
-    number: int
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NarrowState:
-    """The state of a transformation with narrow leaves.
+class LowBitState:
+    """The state of a transformation with low-bit leaves.
 
     Attributes:
-      inner: The state as the transformation has it; narrow leaves are uint8 (8bit) or bf16.
-      scales: In 8 bits, the scales of the blocks of each narrow leaf, uint16.
+      inner: The state as the transformation has it; low-bit leaves are uint8 (8bit) or bf16.
+      scales: In 8 bits, the scales of the blocks of each low-bit leaf, uint16.
       count: Number of updates.
-      leaves: The narrow leaves.
+      seeds: For each leaf of `inner` the seed of its rounding, or None if it is not low-bit. A seed
+        is a hash of its parameter's path plus its position among the parameter's states, so that
+        other leaves do not change its bits.
       kind: "8bit" or "bf16".
     """
 
     inner: PyTree
-    scales: tuple[Any, ...]
-    count: Any
-    leaves: tuple[NarrowLeaf, ...] = dataclasses.field(metadata={"static": True})
+    scales: tuple[PyTree, ...]
+    count: jax.Array
+    seeds: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
     kind: str = dataclasses.field(metadata={"static": True})
 
     @property
     def narrow(self) -> list[str]:
-        """The paths of narrow leaves.
+        """The paths of low-bit leaves.
 
         >>> state = initial(optax.adam(1e-3), {"w": jnp.ones((64, 64))}, "8bit")
         >>> state.narrow
         ['0/mu/w', '0/nu/w']
         """
-        names = [name for name, _ in paths.named_leaves(self.inner)]
-        return [names[leaf.at] for leaf in self.leaves]
+        pairs = zip(paths.named_leaves(self.inner), self.seeds, strict=True)
+        return [name for (name, _), seed in pairs if seed is not None]
 
-    def parts(self) -> list[tuple[Any, ...]]:
+    def parts(self) -> list[list[jax.Array]]:
         """Returns the array of each leaf of `inner`, with its scales if there are any."""
-        positions = (leaf.at for leaf in self.leaves)
-        scales = dict(zip(positions, jax.tree.leaves(self.scales), strict=False))
-        leaves = enumerate(jax.tree.leaves(self.inner))
-        return [(x, scales[at]) if at in scales else (x,) for at, x in leaves]
+        scales = iter(jax.tree.leaves(self.scales))
+        pairs = zip(jax.tree.leaves(self.inner), self.seeds, strict=True)
+        has_scales = self.kind == "8bit"
+        return [[x] if seed is None or not has_scales else [x, next(scales)] for x, seed in pairs]
 
     def codings(self, full: PyTree) -> list[Coding | None]:
         """Returns the storage of each leaf, or None, given `inner` with full shapes."""
-        numbers = {leaf.at: leaf.number for leaf in self.leaves}
-        return [
-            Coding(x.shape, self.kind, numbers[at]) if at in numbers else None
-            for at, x in enumerate(jax.tree.leaves(full))
-        ]
+        pairs = zip(jax.tree.leaves(full), self.seeds, strict=True)
+        return [None if seed is None else Coding(x.shape, self.kind, seed) for x, seed in pairs]
 
-    def wide(self) -> PyTree:
+    def in_fp32(self) -> PyTree:
         """Returns the transformation's own state in fp32; for a full state."""
         pairs = zip(self.codings(self.inner), self.parts(), strict=True)
-        decoded = [
+        leaves = [
             parts[0] if coding is None else coding.decode(parts, _origin(parts[0]))
             for coding, parts in pairs
         ]
-        return jax.tree.unflatten(jax.tree.structure(self.inner), decoded)
+        return jax.tree.unflatten(jax.tree.structure(self.inner), leaves)
 
-    def with_parts(self, parts: Sequence[Sequence[Any]], count: Any) -> "NarrowState":
+    def with_parts(self, parts: Sequence[Sequence[jax.Array]], count: jax.Array) -> "LowBitState":
         """Returns the state with other arrays, in the order of `parts`."""
         inner = jax.tree.unflatten(jax.tree.structure(self.inner), [leaf[0] for leaf in parts])
         scales = [leaf[1] for leaf in parts if len(leaf) > 1]
@@ -112,7 +98,7 @@ def kind_of(state: PyTree) -> str:
     >>> kind_of(optax.adam(1e-3).init({"w": jnp.ones((64, 64))}))
     'fp32'
     """
-    return state.kind if _is_narrow(state) else FP32
+    return state.kind if _is_low_bit(state) else FP32
 
 
 def check_kind(kind: str) -> str:
@@ -135,36 +121,35 @@ def initial(tx: optax.GradientTransformation, params: PyTree, kind: str) -> PyTr
     (dtype('uint8'), dtype('float32'))
     """
     state = tx.init(params)
-    return state if kind == FP32 else _narrowed(state, _narrow_leaves(tx, params), kind)
+    return state if kind == FP32 else _encoded(state, _seeds(tx, params), kind)
 
 
-def _narrow_leaves(tx: optax.GradientTransformation, params: PyTree) -> tuple[NarrowLeaf, ...]:
-    """Returns the leaves of a transformation's state that are stored narrow."""
+def _seeds(tx: optax.GradientTransformation, params: PyTree) -> tuple[int | None, ...]:
+    """Returns for each leaf of a transformation's state its seed, or None if it stays in fp32."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     closed = written_out(closed, CALLS)  # every result of a call depends on all its operands
     splits, inputs = Partitioner(1)(params), set(closed.jaxpr.invars)
     owners = mirrors(state_partitions(state, params, splits), splits)
     names = [name for name, _ in paths.named_leaves(params)]
-    leaves, states = [], Counter[int]()
-    known = zip(jax.tree.leaves(state), owners, closed.jaxpr.outvars, strict=True)
-    for at, (leaf, owner, result) in enumerate(known):
-        if owner is None:
-            continue
-        states[owner] += 1
-        large = leaf.dtype == jnp.float32 and leaf.size >= _SMALL
-        weight = is_var(result) and not inputs.isdisjoint(needed(closed.jaxpr.eqns, [result]))
-        if large and not weight:
-            leaves.append(NarrowLeaf(at, zlib.crc32(names[owner].encode()) + states[owner]))
-    return tuple(leaves)
+    seeds, states = list[int | None](), Counter[int]()
+    results = zip(jax.tree.leaves(state), owners, closed.jaxpr.outvars, strict=True)
+    for leaf, owner, result in results:
+        seed = None
+        if owner is not None:
+            states[owner] += 1
+            large = leaf.dtype == jnp.float32 and leaf.size >= _SMALL
+            if large and inputs.isdisjoint(needed(closed.jaxpr.eqns, [result])):
+                seed = zlib.crc32(names[owner].encode()) + states[owner]
+        seeds.append(seed)
+    return tuple(seeds)
 
 
-def _narrowed(wide: PyTree, leaves: tuple[NarrowLeaf, ...], kind: str) -> NarrowState:
+def _encoded(state: PyTree, seeds: tuple[int | None, ...], kind: str) -> LowBitState:
     """Encodes a full fp32 state that has not been updated."""
-    count = jnp.zeros((), jnp.int32)
-    scales = (0,) * len(leaves) if kind == "8bit" else ()  # replaced below
-    like = NarrowState(wide, scales, count, leaves, kind)
-    pairs = zip(like.codings(wide), jax.tree.leaves(wide), strict=True)
+    count, scales = jnp.zeros((), jnp.int32), tuple(0 for x in seeds if x is not None)
+    like = LowBitState(state, scales if kind == "8bit" else (), count, seeds, kind)
+    pairs = zip(like.codings(state), jax.tree.leaves(state), strict=True)
     parts = [(x,) if coding is None else coding.encode(x, _origin(x), count) for coding, x in pairs]
     return like.with_parts(parts, count)
 
@@ -173,8 +158,8 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
     """Converts a state to the dtypes of another.
 
     Args:
-      state: A full state, with or without `NarrowState`s.
-      like: An abstract state with the wanted `NarrowState`s, or without.
+      state: A full state, with or without `LowBitState`s.
+      like: An abstract state with the wanted `LowBitState`s, or without.
 
     Raises:
       ValueError: They are of different transformations or of different parameters.
@@ -184,10 +169,10 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
     >>> jax.tree.structure(restated(adam.init(params), like)) == jax.tree.structure(like)
     True
     """
-    wide, wanted = _wide(state), jax.eval_shape(_wide, like)
+    plain = _in_fp32(state)
     has, needs = (
         {f"{name} {tuple(x.shape)}" for name, x in paths.named_leaves(tree)}
-        for tree in (wide, wanted)
+        for tree in (plain, jax.eval_shape(_in_fp32, like))
     )
     if has != needs:
         raise ValueError(
@@ -196,39 +181,37 @@ def restated(state: PyTree, like: PyTree) -> PyTree:
             "this transformation and these parameters"
         )
 
-    def one(node: Any, tree: PyTree) -> PyTree:
-        return _narrowed(tree, node.leaves, node.kind) if _is_narrow(node) else tree
+    def one(node: PyTree, tree: PyTree) -> PyTree:
+        return _encoded(tree, node.seeds, node.kind) if _is_low_bit(node) else tree
 
-    return jax.tree.map(one, like, wide, is_leaf=_is_narrow)
+    return jax.tree.map(one, like, plain, is_leaf=_is_low_bit)
 
 
 def _few(names: set[str]) -> str:
     return ", ".join(sorted(names)[:3]) or "nothing else"
 
 
-def _wide(state: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.wide() if _is_narrow(x) else x, state, is_leaf=_is_narrow)
+def _in_fp32(state: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.in_fp32() if _is_low_bit(x) else x, state, is_leaf=_is_low_bit)
 
 
 def _origin(x: jax.Array) -> tuple[int, ...]:
     return (0,) * x.ndim
 
 
-def _is_narrow(node: Any) -> bool:
-    return isinstance(node, NarrowState)
+def _is_low_bit(node: PyTree) -> bool:
+    return isinstance(node, LowBitState)
 
 
 def splits_of(state: PyTree, params: PyTree, param_splits: Sequence[Partition]) -> list[Partition]:
     """Returns the partition of each state leaf, as `state_partitions`, and of scales."""
-    splits = state_partitions(state, params, param_splits)
-    at = 0
-    for node in jax.tree.leaves(state, is_leaf=_is_narrow):
-        if not _is_narrow(node):
-            at += 1
-            continue
-        first, at = at, at + len(jax.tree.leaves(node.inner))
-        for leaf, _ in zip(node.leaves, node.scales, strict=False):
-            splits[at] = scales_split(splits[first + leaf.at])
-            at += 1
-        at += 1  # the counter
+    splits, at = state_partitions(state, params, param_splits), 0
+    for node in jax.tree.leaves(state, is_leaf=_is_low_bit):
+        if _is_low_bit(node):
+            inner = zip(splits[at : at + len(node.seeds)], node.seeds, strict=True)
+            coded = [cut for cut, seed in inner if seed is not None][: len(node.scales)]
+            at += len(node.seeds)
+            splits[at : at + len(coded)] = map(scales_split, coded)
+            at += len(coded)
+        at += 1  # a leaf in fp32, or the counter
     return splits

@@ -1,14 +1,19 @@
 """The storage of one state leaf in 8 or 16 bits, for any of its pieces."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zero_jax.low_bit import codes
+from zero_jax.sharding.mesh import Axis
 from zero_jax.sharding.partition import Partition
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # starts and stops
+Starts = Sequence[int | jax.Array]  # where a piece begins in the leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,19 +23,19 @@ class Coding:
     Attributes:
       shape: The leaf's full shape.
       kind: "8bit" or "bf16".
-      leaf: The leaf's number in the state, which its rounding depends on.
+      seed: Determines its rounding.
     """
 
     shape: tuple[int, ...]
     kind: str
-    leaf: int
+    seed: int
 
     @property
     def block_dim(self) -> int | None:
         """The dim of its blocks, or None."""
         return codes.block_dim(self.shape) if self.kind == "8bit" else None
 
-    def decode(self, parts: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
+    def decode(self, parts: Sequence[jax.Array], starts: Starts) -> jax.Array:
         """Returns a piece in fp32.
 
         Args:
@@ -41,9 +46,7 @@ class Coding:
             return parts[0].astype(jnp.float32)
         return codes.decode(parts[0], parts[1], self.block_dim)
 
-    def encode(
-        self, piece: jax.Array, starts: Sequence[Any], step: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def encode(self, piece: jax.Array, starts: Starts, step: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the codes of a piece, and their scales if there are any.
 
         Args:
@@ -52,7 +55,7 @@ class Coding:
           step: Number of earlier updates.
         """
         piece = codes.without_padding(piece, starts, self.shape)
-        noise = codes.noise(piece.shape, starts, self.shape, self.leaf, step)
+        noise = codes.noise(piece.shape, starts, self.shape, self.seed, step)
         if self.block_dim is None:
             return (codes.to_bfloat16(piece, noise),)
         scales = codes.scales_of(piece, self.block_dim)
@@ -70,24 +73,22 @@ class SpanningCoding(Coding):
       axis: The mesh axes that the dim of the blocks is sharded over.
     """
 
-    axis: str | tuple[str, ...]
+    axis: Axis
 
-    def decode(self, parts: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
+    def decode(self, parts: Sequence[jax.Array], starts: Starts) -> jax.Array:
         dim, size = self._dim, parts[0].shape[self._dim]
         first, before = starts[dim] // codes.BLOCK, starts[dim] % codes.BLOCK
         aligned = self._aligned(parts[0], before)
         decoded = codes.decode(aligned, self._local(parts[1], aligned, first), dim)
         return jax.lax.dynamic_slice_in_dim(decoded, before, size, dim)
 
-    def encode(
-        self, piece: jax.Array, starts: Sequence[Any], step: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def encode(self, piece: jax.Array, starts: Starts, step: jax.Array) -> tuple[jax.Array, ...]:
         dim, size = self._dim, piece.shape[self._dim]
         first, before = starts[dim] // codes.BLOCK, starts[dim] % codes.BLOCK
         piece = codes.without_padding(piece, starts, self.shape)
         aligned = self._aligned(piece, before)
         begins = [*starts[:dim], first * codes.BLOCK, *starts[dim + 1 :]]
-        noise = codes.noise(aligned.shape, begins, self.shape, self.leaf, step)
+        noise = codes.noise(aligned.shape, begins, self.shape, self.seed, step)
         local = codes.scales_of(aligned, dim)
         blocks = codes.scales_shape(self.shape)[dim]
         none = jnp.zeros((*local.shape[:dim], blocks, *local.shape[dim + 1 :]), local.dtype)
@@ -101,14 +102,14 @@ class SpanningCoding(Coding):
     def _dim(self) -> int:
         return codes.block_dim(self.shape)
 
-    def _aligned(self, piece: jax.Array, before: jax.Array) -> jax.Array:
+    def _aligned(self, piece: jax.Array, before: int | jax.Array) -> jax.Array:
         """Returns a piece with zeros before and after it, of full blocks."""
         shape = list(piece.shape)
         shape[self._dim] = (-(-shape[self._dim] // codes.BLOCK) + 1) * codes.BLOCK
         empty = jnp.zeros(shape, piece.dtype)
         return jax.lax.dynamic_update_slice_in_dim(empty, piece, before, self._dim)
 
-    def _local(self, scales: jax.Array, aligned: jax.Array, first: jax.Array) -> jax.Array:
+    def _local(self, scales: jax.Array, aligned: jax.Array, first: int | jax.Array) -> jax.Array:
         """Returns the scales of a piece, out of those of the dim."""
         blocks = aligned.shape[self._dim] // codes.BLOCK
         room = self._with_room(scales, aligned)
@@ -125,7 +126,7 @@ def on_devices(coding: Coding, split: Partition) -> Coding:
     if coding.block_dim is None or not blocks_span(split):
         return coding
     spec = [*split.stored_spec, *[None] * len(split.shape)]
-    return SpanningCoding(coding.shape, coding.kind, coding.leaf, spec[coding.block_dim])
+    return SpanningCoding(coding.shape, coding.kind, coding.seed, spec[coding.block_dim])
 
 
 def blocks_span(cut: Partition) -> bool:
@@ -141,12 +142,69 @@ def blocks_span(cut: Partition) -> bool:
 
 def scales_split(split: Partition) -> Partition:
     """Returns the partition of scales: that of the leaf, but not along a dim whose blocks span."""
-    scales = dataclasses.replace(split, shape=codes.scales_shape(split.shape))
-    if not blocks_span(split):
-        return scales
-    dim = codes.block_dim(split.shape) - len(split.shape)
-    return dataclasses.replace(
-        scales,
-        dim=None if split.dim == dim else split.dim,
-        model=None if split.model == dim else split.model,
-    )
+    dims: list[int | None] = [split.dim, split.model]
+    if blocks_span(split):
+        blocks = codes.block_dim(split.shape) - len(split.shape)
+        dims = [None if dim == blocks else dim for dim in dims]
+    shape = codes.scales_shape(split.shape)
+    return dataclasses.replace(split, shape=shape, dim=dims[0], model=dims[1])
+
+
+class Blocks(NamedTuple):
+    """The units of pieces: elements, or blocks along `dim` with their scales."""
+
+    dim: int = 0
+    length: int = 1
+    scales: int = 1
+
+
+def blocks_of(codings: Sequence[Coding], cut: Partition) -> Blocks:
+    """Returns the units of pieces of leaves that are updated together.
+
+    Where blocks span devices, one unit is all that a device has.
+    """
+    dim = next((coding.block_dim for coding in codings), None)
+    if dim is None:
+        return Blocks()
+    if blocks_span(cut):
+        return Blocks(dim, cut.device_shape[dim], codes.scales_shape(cut.shape)[dim])
+    return Blocks(dim, codes.BLOCK)
+
+
+def _boxes(shape: Sequence[int], most: int) -> Iterator[Box]:
+    """Splits a shape into contiguous pieces of at most `most` elements: (starts, stops).
+
+    >>> list(_boxes((3, 4), 8))
+    [((0, 0), (2, 4)), ((2, 0), (3, 4))]
+    >>> len(list(_boxes((3, 4), 2)))
+    6
+    """
+    shape = tuple(shape)
+    if math.prod(shape) <= most or not shape:
+        yield (0,) * len(shape), shape
+        return
+    rows = max(1, most // math.prod(shape[1:]))
+    for start in range(0, shape[0], rows):
+        for starts, stops in _boxes(shape[1:], most):
+            yield (start, *starts), (min(start + rows, shape[0]), *stops)
+
+
+def boxes(shape: Sequence[int], most: int, blocks: Blocks) -> Iterator[tuple[Box, Box]]:
+    """Splits a shape into pieces of full blocks: the box of elements and that of scales.
+
+    >>> for box, scales in boxes((2, 5), 4, Blocks(1, 2)):
+    ...     print(box, scales)
+    ((0, 0), (1, 4)) ((0, 0), (1, 2))
+    ((0, 4), (1, 5)) ((0, 2), (1, 3))
+    ((1, 0), (2, 4)) ((1, 0), (2, 2))
+    ((1, 4), (2, 5)) ((1, 2), (2, 3))
+    """
+    dim, length, scales = blocks
+
+    def times(position: Sequence[int], factor: int) -> tuple[int, ...]:
+        return tuple(n * factor if d == dim else n for d, n in enumerate(position))
+
+    counted = [-(-n // length) if d == dim else n for d, n in enumerate(shape)]
+    for starts, stops in _boxes(counted, max(1, most // length)):
+        last = tuple(map(min, times(stops, length), shape))
+        yield (times(starts, length), last), (times(starts, scales), times(stops, scales))

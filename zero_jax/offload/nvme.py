@@ -14,12 +14,13 @@ memory holds two pieces, each once as read and once as written.
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ from zero_jax.sharding.partition import Partition, partition
 from zero_jax.sharding.paths import Padded
 
 PyTree = Any
+Start = tuple[int, ...]  # where a shard starts in the stored array
 RECORD = "step.json"
 _ALIGN = 4096
 
@@ -74,16 +76,12 @@ class Store:
             offset += -(-size // _ALIGN) * _ALIGN
         self.bytes = max(offset, _ALIGN)
         self._layout = {n: [list(s), str(d)] for n, (_, s, d) in self._arrays.items()}
-        self.step = 0
-        if create:
-            self._create()
-        else:
-            self.step = self._open()
+        self.step = self._create() if create else self._open()
 
     def _path(self, step: int) -> pathlib.Path:
         return self.folder / f"slot{step % 2}.bin"
 
-    def _create(self) -> None:
+    def _create(self) -> int:
         if self._record.exists():
             step = json.loads(self._record.read_text())["step"]
             raise ValueError(
@@ -107,6 +105,7 @@ class Store:
                 f"`offload`: {self.folder} {reason}, but the optimizer state takes "
                 f"{2 * self.bytes:,} bytes in two slots. Use another directory"
             ) from error
+        return 0
 
     def _open(self) -> int:
         if not self._record.exists():
@@ -187,57 +186,53 @@ class FileArray:
         """Elements of a shard."""
         return math.prod(self.cut.device_shape)
 
-    @functools.cached_property
-    def _sharding(self) -> NamedSharding:
-        return NamedSharding(self.files.mesh, self.cut.stored_spec)
-
     @property
     def flat(self) -> PartitionSpec:
         """The partition spec of flat shards."""
         return PartitionSpec(tuple(x for axis in self.cut.stored_spec for x in names(axis or ())))
 
-    def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
-        pairs = zip(index, self.cut.stored_shape, strict=True)
-        return tuple(part.indices(size)[0] for part, size in pairs)
+    @functools.cached_property
+    def _all_starts(self) -> dict[jax.Device, Start]:
+        """Where the shard of each device of the mesh starts."""
+        shape = self.cut.stored_shape
+        sharding = NamedSharding(self.files.mesh, self.cut.stored_spec)
+        return {
+            device: tuple(part.indices(n)[0] for part, n in zip(index, shape, strict=True))
+            for device, index in sharding.devices_indices_map(shape).items()
+        }
 
     @functools.cached_property
-    def starts(self) -> dict[jax.Device, tuple[int, ...]]:
-        """Where the shard of each device of this process starts in the stored array."""
-        indices = self._sharding.addressable_devices_indices_map(self.cut.stored_shape)
-        return {device: self._start(index or ()) for device, index in indices.items()}
+    def starts(self) -> dict[jax.Device, Start]:
+        """Where the shard of each device of this process starts."""
+        return {d: x for d, x in self._all_starts.items() if d.process_index == jax.process_index()}
 
     @functools.cached_property
-    def keys(self) -> dict[tuple[int, ...], str]:
+    def keys(self) -> dict[Start, str]:
         """Names in the store of the shards of this process, by start; in the order of names."""
         names = {x: f"{self.name}/{'-'.join(map(str, x))}" for x in self.starts.values()}
         return dict(sorted(names.items(), key=lambda item: item[1]))
 
-    def shards(self) -> list[tuple[tuple[int, ...], bool]]:
+    def shards(self) -> list[tuple[Start, bool]]:
         """Returns the start of each shard here, and if no earlier process has it."""
-        first: dict[tuple[int, ...], int] = {}
-        for device, index in self._sharding.devices_indices_map(self.cut.stored_shape).items():
-            process, start = device.process_index, self._start(index)  # type: ignore[attr-defined]
-            first[start] = min(process, first.get(start, process))
-        return [(start, first[start] == jax.process_index()) for start in self.keys]
+        here = jax.process_index()
+        earlier = {x for device, x in self._all_starts.items() if device.process_index < here}
+        return [(start, start not in earlier) for start in self.keys]
 
-    def _view(self, shard: tuple[int, ...], step: int | None = None) -> np.ndarray:
+    def _view(self, shard: Start, step: int | None = None) -> np.ndarray:
         store = self.files.store
         return store.view(store.step if step is None else step, self.keys[shard])
 
-    def read(
-        self, shard: tuple[int, ...], starts: Sequence[int], stops: Sequence[int]
-    ) -> np.ndarray:
-        """Reads part of the shard that starts at `shard`, at the last step."""
-        return np.array(self._view(shard)[tuple(map(slice, starts, stops))])
+    def read(self, shard: Start, sizes: Sequence[int]) -> np.ndarray:
+        """Reads the first elements along each dim of a shard, at the last step."""
+        return np.array(self._view(shard)[tuple(map(slice, sizes))])
 
-    def write(self, shard: tuple[int, ...], starts: Sequence[int], piece: np.ndarray) -> None:
-        """Writes part of a shard in place; until the next step there is nothing to resume."""
+    def write(self, shard: Start, values: np.ndarray) -> None:
+        """Writes them in place; until the next step there is nothing to resume."""
         self.files.store.forget()
-        stops = np.add(starts, piece.shape)
-        self._view(shard)[tuple(map(slice, starts, stops))] = piece
+        self._view(shard)[tuple(map(slice, values.shape))] = values
 
     def _over_mesh(
-        self, parts: Mapping[tuple[int, ...], np.ndarray], shape: Sequence[int], spec: PartitionSpec
+        self, parts: Mapping[Start, np.ndarray], shape: Sequence[int], spec: PartitionSpec
     ) -> jax.Array:
         """Returns the global array of a part of every shard."""
         arrays = [jax.device_put(parts[shard], device) for device, shard in self.starts.items()]
@@ -250,32 +245,40 @@ class FileArray:
         shape = [(stop - start) * (math.prod(self.cut.stored_shape) // self.size)]
         return self._over_mesh(parts, shape, self.flat)
 
-    def put(self, step: int, start: int, value: jax.Array) -> None:
-        """Writes what `fetch` returns."""
-        pieces = {self.starts[shard.device]: shard.data for shard in value.addressable_shards}
-        for shard, piece in pieces.items():
-            self._view(shard, step).reshape(-1)[start : start + piece.size] = np.asarray(piece)
-
     def fetch_all(self, step: int) -> jax.Array:
         """Returns the stored array."""
         parts = {x: np.array(self._view(x, step)) for x in self.keys}
         value = self._over_mesh(parts, self.cut.stored_shape, self.cut.stored_spec)
         return jax.random.wrap_key_data(value, impl=self.key_impl) if self.key_impl else value
 
+    def put(self, step: int, start: int, value: jax.Array) -> None:
+        """Writes the flat array that `fetch` returns."""
+        for shard, piece in self._local(value).items():
+            self._put(step, shard, start, piece)
+
     def put_all(self, step: int, value: jax.Array) -> None:
         """Writes a stored array, with one piece in host memory at a time."""
         value = jax.random.key_data(value) if self.key_impl else value
-        shards = {self.starts[shard.device]: shard.data for shard in value.addressable_shards}
         most = self.files.most(self, self.dtype.itemsize)
-        for shard, data in shards.items():
+        for shard, data in self._local(value).items():
             for start in range(0, self.size, most):
-                piece = _piece(data, start, min(most, self.size - start))
-                self._view(shard, step).reshape(-1)[start : start + piece.size] = piece
+                self._put(step, shard, start, _piece(data, start, min(most, self.size - start)))
+
+    def _put(self, step: int, shard: Start, start: int, piece: jax.Array) -> None:
+        self._view(shard, step).reshape(-1)[start : start + piece.size] = np.asarray(piece)
+
+    def _local(self, value: jax.Array) -> dict[Start, jax.Array]:
+        """Returns the shards of this process, each once."""
+        return {self.starts[shard.device]: shard.data for shard in value.addressable_shards}
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _piece(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def _piece(x: jax.Array, start: int | jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))
+
+
+# Bytes in host memory, the first element, and new values by array.
+_Piece = tuple[int, int, list[tuple[FileArray, jax.Array]]]
 
 
 class StateFiles:
@@ -358,9 +361,10 @@ class StateFiles:
                 array.put_all(0, *jax.tree.leaves(value))
             else:
                 resident.append(value)
-        for array, value in zip(self.params, jax.tree.leaves(params), strict=False):
+        leaves = jax.tree.leaves(params)
+        for array, value in zip(self.params, leaves, strict=False):
             array.put_all(0, value)
-        return self._commit(0, jax.tree.leaves(params), resident, self._guard), self._guard
+        return self._commit(0, leaves, resident, self._guard), self._guard
 
     def _commit(
         self, step: int, params: Sequence[jax.Array], resident: list[PyTree], guard: PyTree
@@ -405,34 +409,29 @@ class StateFiles:
         flat, now = jax.tree.leaves(grads), self.store.step
         outputs, operands, guard = self._prepared(flat, stored.resident, old, guard, finite, loss)
         new = [outputs.get(at, leaf) for at, leaf in enumerate(old)]
-        in_flight: list[tuple[int, list[tuple[FileArray, int, jax.Array]]]] = []
 
-        def finish() -> None:
-            held, written = in_flight.pop(0)
-            for array, start, value in written:
+        def updated() -> Iterator[_Piece]:
+            for at, recipe in self._update.recipes.items():
+                states = [self.state[i - len(old)] for i in recipe.outputs[1:]]
+                written = [*states, *self.params[at : at + 1]]
+                # States as read and as written; a master parameter is only written.
+                element = sum(x.dtype.itemsize for x in (*states, *written))
+                most, size = self.most(states[0], element), states[0].size
+                for start in range(0, size, most):
+                    stop = min(start + most, size)
+                    held = (stop - start) * element * len(states[0].keys)
+                    self.live_bytes += held
+                    self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                    read = [array.fetch(now, start, stop) for array in states]
+                    program = self._programs(at, stop - start)
+                    new[at], *values = program(new[at], start, finite, read, flat[at], operands[at])
+                    yield held, start, list(zip(written, values, strict=False))
+
+        # A piece is written while the devices compute the next one.
+        for (held, start, pairs), _ in itertools.pairwise(itertools.chain(updated(), [(0, 0, [])])):
+            for array, value in pairs:
                 array.put(now + 1, start, value)
             self.live_bytes -= held
-
-        for at, recipe in self._update.recipes.items():
-            states = [self.state[i - len(old)] for i in recipe.outputs[1:]]
-            written = [*states, *self.params[at : at + 1]]
-            # States as read and as written; a master parameter is only written.
-            element = sum(x.dtype.itemsize for x in (*states, *written))
-            most, size = self.most(states[0], element), states[0].size
-            for start in range(0, size, most):
-                stop = min(start + most, size)
-                held = (stop - start) * element * len(states[0].keys)
-                self.live_bytes += held
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                read = [array.fetch(now, start, stop) for array in states]
-                program = self._programs(at, stop - start)
-                new[at], *values = program(new[at], start, finite, read, flat[at], operands[at])
-                pairs = zip(written, values, strict=False)
-                in_flight.append((held, [(array, start, value) for array, value in pairs]))
-                if len(in_flight) > 1:
-                    finish()
-        if in_flight:
-            finish()
         leaves = [x for at, x in sorted(outputs.items()) if at >= len(old)]
         resident = jax.tree.unflatten(jax.tree.structure(stored.resident), leaves)
         stored = self._commit(now + 1, new, resident, guard)
@@ -474,18 +473,13 @@ class StateFiles:
             grad: jax.Array,
             operands: Operands,
         ) -> tuple[jax.Array, ...]:
-            def piece(x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))
-
-            pieces = {at: piece(grad), update.first_param + at: piece(param)}
+            grad, old, *arrays = (_piece(x, start, size) for x in (grad, param, *operands[0]))
+            pieces = {at: grad, update.first_param + at: old}
             pieces |= dict(zip(states, read, strict=True))
-            sliced = [*map(piece, operands[0])], operands[1]
-            change, new = update.on_piece(at, finite, pieces, sliced)
-            master = applied(pieces[update.first_param + at], change)
-            param = jax.lax.dynamic_update_slice(param.reshape(-1), master, (start,)).reshape(
-                param.shape
-            )
-            return param, *new.values(), master
+            change, new = update.on_piece(at, finite, pieces, (arrays, operands[1]))
+            master = applied(old, change)
+            stored = jax.lax.dynamic_update_slice(param.reshape(-1), master, (start,))
+            return stored.reshape(param.shape), *new.values(), master
 
         mapped = jax.shard_map(
             local,

@@ -12,7 +12,7 @@ Another operation on streamed values (a norm of updates, a factored moment, a ma
 `update_in_pieces` runs it inside a jitted step. Each device updates its own shards in two lanes of
 about equal bytes. A lane fetches a piece after it has stored the previous one, which an
 `optimization_barrier` enforces; meanwhile the other lane computes or stores. A device holds two
-pieces, whatever the size of the model, and the new codes of two leaves if narrow state is on the
+pieces, whatever the size of the model, and the new codes of two leaves if low-bit state is on the
 device. XLA slices the donated host array and writes the slice back in place (seen in the program
 for H100), so host memory holds nothing twice. Bytes per step: all state in host memory, once to
 the device and once back. `nvme.py` runs the same update from files.
@@ -21,8 +21,7 @@ Source: ZeRO-Offload (arXiv:2101.06840), section 5.
 """
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,35 +31,30 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.norms import unless_skipped
-from zero_jax.low_bit.codes import BLOCK, scales_shape
-from zero_jax.low_bit.state import FP32, NarrowState
-from zero_jax.low_bit.storage import Coding, blocks_span, on_devices, scales_split
+from zero_jax.low_bit.state import FP32, LowBitState
+from zero_jax.low_bit.storage import Box, Coding, blocks_of, boxes, on_devices, scales_split
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import is_on_host
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
-from zero_jax.sharding.paths import Frozen
-from zero_jax.tracing.dataflow import needed
-from zero_jax.tracing.jaxpr import (
-    CALLS,
-    Atom,
-    as_function,
-    is_var,
-    new_jaxpr,
-    on_piece,
-    read,
-    runs_on_pieces,
-    shape_of,
-    variables,
-    written_out,
+from zero_jax.sharding.partition import (
+    Partition,
+    Partitioner,
+    mirrors,
+    partition,
+    state_partitions,
 )
+from zero_jax.sharding.paths import Frozen
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.dataflow import Graph, needed
+from zero_jax.tracing.interpreter import run_on_pieces
+from zero_jax.tracing.jaxpr import CALLS, runs_on_pieces, shape_of
 from zero_jax.tracing.sources import transformation_of
 
 PyTree = Any
 Update = Callable[..., tuple[PyTree, PyTree]]
-Values = Mapping[jex.Var, jax.Array]
-Operands = tuple[list[jax.Array], list[jax.Array]]  # arrays as stored, and scalars
+Arrays = list[jax.Array]
+Operands = tuple[Arrays, Arrays]  # arrays as stored, and scalars
 
 
 class CannotStream(ValueError):
@@ -68,13 +62,7 @@ class CannotStream(ValueError):
 
 
 class Partitioning(NamedTuple):
-    """How parameters are partitioned.
-
-    Attributes:
-      splitter: Partitions a tree of full shapes.
-      frozen: Parameters that are not trained, as for `Zero`.
-      mesh: The mesh.
-    """
+    """The partition of trees of full shapes, frozen parameters as for `Zero`, and the mesh."""
 
     splitter: Partitioner
     frozen: Frozen
@@ -89,14 +77,14 @@ class Recipe(NamedTuple):
       arrays: Variables of the parameter's shape that are computed first and sliced.
       scalars: Scalar variables that are computed first.
       outputs: Numbers of the outputs: the update, then the streamed states.
-      eqns: Elementwise equations.
+      program: Elementwise equations: (inputs, arrays, scalars) to outputs.
     """
 
-    inputs: tuple[int, ...]
-    arrays: tuple[jex.Var, ...]
-    scalars: tuple[jex.Var, ...]
-    outputs: tuple[int, ...]
-    eqns: tuple[jex.JaxprEqn, ...]
+    inputs: list[int]
+    arrays: list[jex.Var]
+    scalars: list[jex.Var]
+    outputs: list[int]
+    program: jex.ClosedJaxpr
 
 
 class PiecewiseUpdate:
@@ -110,7 +98,7 @@ class PiecewiseUpdate:
       trees: Its arguments, abstract, of full shapes. Parameters may be None.
       streamed: For each state leaf, then for each parameter: True if it is available in pieces
         only. All states of a parameter are streamed if one of them is.
-      partition: How parameters are partitioned.
+      partitioning: How parameters are partitioned.
 
     Attributes:
       splits: The partition of each parameter.
@@ -118,6 +106,7 @@ class PiecewiseUpdate:
       streamed: As above, for state leaves.
       recipes: The recipe of each parameter that is updated in pieces, by number.
       first_param: The number of the first parameter among the inputs.
+      dtypes: The dtype of each output.
 
     Raises:
       CannotStream: An operation needs all elements of a streamed value.
@@ -128,13 +117,12 @@ class PiecewiseUpdate:
         update: Update,
         trees: tuple[PyTree, ...],
         streamed: Sequence[bool],
-        partition: Partitioning,
+        partitioning: Partitioning,
     ):
         like = trees[0] if trees[2] is None else trees[2]
-        splitter, frozen, self.mesh = partition
+        splitter, frozen, self.mesh = partitioning
         self.splits, self._frozen = splitter(like), paths.frozen_leaves(like, frozen)
         self.of_state = state_partitions(trees[1], like, self.splits)
-        self._all_splits = [*self.splits, *self.of_state, *self.splits]
         owners, count = mirrors(self.of_state, self.splits), len(self.splits)
         self.first_param = count + len(owners)
         flags = list(zip(owners, streamed, strict=False))
@@ -142,79 +130,68 @@ class PiecewiseUpdate:
         self.streamed = [flag or owner in groups for owner, flag in flags]
         masters = streamed[len(owners) :]
         leaves, treedef = jax.tree.flatten(trees)
+        others = [partition((), 1)] * (len(leaves) - self.first_param - len(masters))
+        self._all_splits = [*self.splits, *self.of_state, *self.splits[: len(masters)], *others]
 
-        def flat(*leaves: jax.Array) -> list[jax.Array]:
+        def flat(*leaves: jax.Array) -> Arrays:
             return jax.tree.leaves(update(*jax.tree.unflatten(treedef, leaves)))
 
         self._traced = jax.make_jaxpr(flat)(*map(_abstract, leaves))
-        body = written_out(self._traced, CALLS, branches=True)
-        self._inputs, self._eqns = body.jaxpr.invars, body.jaxpr.eqns
-        self._constants = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        self._outputs = [self._variable(atom) for atom in body.jaxpr.outvars]
-        numbers = [*range(count), *owners, *range(len(masters))]
-        self._owners = dict(zip(self._inputs, numbers, strict=False))
+        program = jaxprs.written_out(self._traced, CALLS, branches=True)
+        self._graph, self._inputs = Graph(program.jaxpr), program.jaxpr.invars
+        self._constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        self._outputs = program.jaxpr.outvars
+        self.dtypes = list(map(jaxprs.dtype_of, self._outputs))
+        self._owners = [*range(count), *owners, *range(len(masters))]
         pairs = zip(self._inputs[count:], [*self.streamed, *masters], strict=False)
-        self._streamed = {var for var, flag in pairs if flag}
-        self._culprit: int | None = None  # the first equation that needs more than pieces
-        for number, eqn in enumerate(self._eqns):
-            if not self._streamed.isdisjoint(variables([eqn])):
-                self._streamed.update(eqn.outvars)
-                on_pieces = (runs_on_pieces(eqn, shape_of(v)) for v in eqn.outvars)
-                if self._culprit is None and not all(on_pieces):
-                    self._culprit = number
+        given = {var for var, flag in pairs if flag}
+        reads = self._graph.where(lambda eqn: not given.isdisjoint(jaxprs.variables([eqn])))
+        self._behind = self._graph.after(reads)  # equations with streamed operands
+        self._streamed = given.union(self._graph.made(self._behind))
 
         self.recipes: dict[int, Recipe] = {}
-        for at, split in enumerate(self.splits):
+        for at, cut in enumerate(self.splits):
             states = [j for j, owner in enumerate(owners) if owner == at and self.streamed[j]]
-            if split.shape and not self._frozen[at] and (states or any(masters[at : at + 1])):
-                self.recipes[at] = self._recipe(at, [at, *(count + j for j in states)], split.shape)
+            if cut.shape and not self._frozen[at] and (states or any(masters[at : at + 1])):
+                self.recipes[at] = self._recipe(at, [at, *(count + j for j in states)])
         in_recipes = {output for recipe in self.recipes.values() for output in recipe.outputs}
         self._not_streamed = [at for at in range(self.first_param) if at not in in_recipes]
-        if not self._streamed.isdisjoint(self._outputs[at] for at in self._not_streamed):
+        if any(jaxprs.is_in(self._outputs[at], self._streamed) for at in self._not_streamed):
             raise self._error("a value that is not part of one parameter")
 
-    def _variable(self, atom: Atom) -> jex.Var:
-        """Returns the variable of a result; a literal becomes a constant."""
-        if is_var(atom):
-            return atom
-        var = jex.Var(atom.aval)
-        self._constants[var] = read({}, atom)
-        return var
-
-    def _recipe(self, at: int, outputs: Sequence[int], shape: tuple[int, ...]) -> Recipe:
+    def _recipe(self, at: int, outputs: list[int]) -> Recipe:
         """Returns the recipe for outputs of the shape of parameter `at`."""
-        wanted, eqns = {self._outputs[i] for i in outputs}, list[jex.JaxprEqn]()
-        for eqn in reversed(self._eqns):
-            if not wanted.isdisjoint(eqn.outvars) and runs_on_pieces(eqn, shape):
-                eqns.append(eqn)
-                wanted.update(variables([eqn]))
-        wanted -= {var for eqn in eqns for var in eqn.outvars}
-        inputs, arrays, scalars = list[int](), list[jex.Var](), list[jex.Var]()
-        results = (var for eqn in reversed(self._eqns) for var in eqn.outvars)
-        for var in (*results, *self._inputs, *self._constants):
+        graph, shape = self._graph, self.splits[at].shape
+        results = [self._outputs[i] for i in outputs]
+
+        def rule(eqn: jex.JaxprEqn, used: list[bool]) -> list[bool]:
+            return [any(used) and runs_on_pieces(eqn, shape)] * len(eqn.invars)
+
+        wanted = needed(graph.eqns, results, rule)
+        part = graph.where(lambda e: not wanted.isdisjoint(e.outvars) and runs_on_pieces(e, shape))
+        wanted.difference_update(graph.made(part))
+        sliced = zip(self._inputs, self._owners, strict=False)
+        inputs = [i for i, (var, owner) in enumerate(sliced) if owner == at and var in wanted]
+        wanted.difference_update(self._inputs[i] for i in inputs)
+        arrays, scalars = list[jex.Var](), list[jex.Var]()
+        for var in (*reversed(graph.made_by), *self._inputs, *self._constants):
             if var not in wanted:
                 continue
-            if self._owners.get(var) == at and shape_of(var) == shape:
-                inputs.append(self._inputs.index(var))
-            elif var in self._streamed or shape_of(var) not in ((), shape):
+            if var in self._streamed or shape_of(var) not in ((), shape):
                 raise self._error(f"a value of shape {shape_of(var)}")
-            else:
-                (arrays if shape_of(var) == shape else scalars).append(var)
-        parts = inputs, arrays, scalars, outputs, reversed(eqns)
-        return Recipe(*map(tuple, parts))  # type: ignore[arg-type]
+            (arrays if shape_of(var) == shape else scalars).append(var)
+        read = [*(self._inputs[i] for i in inputs), *arrays, *scalars]
+        program = jaxprs.stretch(graph.part(part), results, read)
+        return Recipe(inputs, arrays, scalars, outputs, program)
 
     def _error(self, reason: str) -> CannotStream:
         sources: list[jex.JaxprEqn] = []
-        if self._culprit is not None:
-            number, sources = self._culprit, [self._eqns[self._culprit]]
-            reason = sources[0].primitive.name
-            for eqn in self._traced.jaxpr.eqns:
-                call = new_jaxpr(list({*variables([eqn])}), eqn.outvars, [eqn])
-                body = written_out(jex.ClosedJaxpr(call, ()), CALLS, branches=True)
-                number -= len(body.jaxpr.eqns)
-                if number < 0:  # the call that it was inlined from
-                    sources.append(eqn)
-                    break
+        for at in self._behind:
+            eqn = self._graph.eqns[at]
+            if not all(runs_on_pieces(eqn, shape_of(var)) for var in eqn.outvars):
+                call = jaxprs.inlined_from(self._traced, at, CALLS, branches=True)
+                reason, sources = eqn.primitive.name, [eqn, call]
+                break
         return CannotStream(
             f"{transformation_of(sources) or 'the transformation'} cannot be updated in pieces, "
             f"because of {reason}: it needs all elements of a state. `offload`, and "
@@ -223,7 +200,9 @@ class PiecewiseUpdate:
             "clip_by_global_norm. Leave the setting out, or use another transformation"
         )
 
-    def prepare(self, inputs: Mapping[int, jax.Array]) -> tuple[Values, dict[int, Operands]]:
+    def prepare(
+        self, inputs: Mapping[int, jax.Array]
+    ) -> tuple[dict[int, jax.Array], dict[int, Operands]]:
         """Computes what precedes the pieces.
 
         Args:
@@ -232,25 +211,26 @@ class PiecewiseUpdate:
         Returns:
           Values for `outputs`, and the operands of the pieces of each parameter.
         """
-        known: dict[Atom, Any] = dict(self._constants)
+        known = dict(self._constants)
         for at, x in inputs.items():
-            is_stored = at < len(self._all_splits)
-            known[self._inputs[at]] = _unpadded(x, self._all_splits[at]) if is_stored else x
+            known[self._inputs[at]] = _unpadded(x, self._all_splits[at])
         wanted = [self._outputs[at] for at in self._not_streamed]
         wanted += [var for r in self.recipes.values() for var in (*r.scalars, *r.arrays)]
-        used = needed(self._eqns, wanted)
-        eqns = [eqn for eqn in self._eqns if not used.isdisjoint(eqn.outvars)]
-        program = jex.ClosedJaxpr(new_jaxpr(list(known), wanted, eqns), ())
-        values = dict(zip(wanted, as_function(program)(*known.values()), strict=True))
+        used = needed(self._graph.eqns, wanted)
+        part = self._graph.where(lambda eqn: not used.isdisjoint(eqn.outvars))
+        program = jaxprs.stretch(self._graph.part(part), wanted, list(known))
+        results = iter(jaxprs.as_function(program)(*known.values()))
+        values = {at: next(results) for at in self._not_streamed}
         operands = {}
         for at, recipe in self.recipes.items():
-            arrays = [_stored(values[var], self.splits[at], self.mesh) for var in recipe.arrays]
-            operands[at] = arrays, [values[var] for var in recipe.scalars]
+            scalars = [next(results) for _ in recipe.scalars]
+            arrays = [_stored(next(results), self.splits[at], self.mesh) for _ in recipe.arrays]
+            operands[at] = arrays, scalars
         return values, operands
 
     def outputs(
         self,
-        values: Values,
+        values: Mapping[int, jax.Array],
         inputs: Mapping[int, jax.Array],
         finite: jax.Array | bool,
         *,
@@ -261,13 +241,12 @@ class PiecewiseUpdate:
         With `apply` these are new parameters in place of updates, without frozen ones.
         """
         outputs, count = {}, len(self.splits)
-        for at in self._not_streamed:
+        for at, value in values.items():
             if apply and at < count and self._frozen[at]:
                 continue
-            split = self._all_splits[at]
-            old = None if at < count else _unpadded(inputs[at], split)
-            new = unless_skipped(finite, values[self._outputs[at]], old)
-            outputs[at] = _stored(new, split, self.mesh)
+            cut = self._all_splits[at]
+            old = None if at < count else _unpadded(inputs[at], cut)
+            outputs[at] = _stored(unless_skipped(finite, value, old), cut, self.mesh)
             if apply and at < count:
                 outputs[at] = applied(inputs[self.first_param + at], outputs[at])
         return outputs
@@ -283,23 +262,15 @@ class PiecewiseUpdate:
           pieces: Pieces of the recipe's inputs and of its states, by number.
           operands: Pieces of the arrays from `prepare`, and the scalars.
         """
-        recipe, shape = self.recipes[at], next(iter(pieces.values())).shape
-        env: dict[Any, Any] = {self._inputs[i]: pieces[i] for i in recipe.inputs}
-        for names, values in zip((recipe.arrays, recipe.scalars), operands, strict=True):
-            env.update(zip(names, values, strict=True))
-        for eqn in recipe.eqns:
-            atoms = [read(env, atom) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, on_piece(eqn, atoms, shape), strict=True))
-        new = {i: jnp.broadcast_to(read(env, self._outputs[i]), shape) for i in recipe.outputs}
-        update = new.pop(at)
-        for i, state in new.items():
-            new[i] = unless_skipped(finite, state, pieces[i]).astype(pieces[i].dtype)
+        recipe, (arrays, scalars) = self.recipes[at], operands
+        values = [*(pieces[i] for i in recipe.inputs), *arrays, *scalars]
+        shape = next(iter(pieces.values())).shape
+        update, *states = run_on_pieces(recipe.program, values, shape)
+        new = {
+            i: unless_skipped(finite, state, pieces[i]).astype(pieces[i].dtype)
+            for i, state in zip(recipe.outputs[1:], states, strict=True)
+        }
         return unless_skipped(finite, update), new
-
-    def dtype_of(self, output: int) -> Any:
-        """Returns the dtype of an output."""
-        aval: Any = self._outputs[output].aval
-        return aval.dtype
 
 
 def traced_update(
@@ -344,20 +315,20 @@ def applied(param: jax.Array, update: jax.Array) -> jax.Array:
     return (param + update).astype(param.dtype)
 
 
-def _unpadded(x: jax.Array, split: Partition) -> jax.Array:
+def _unpadded(x: jax.Array, cut: Partition) -> jax.Array:
     """Removes the padding of a stored array; the gradient of a frozen leaf is a scalar."""
-    if split.dim is None or not split.padded or x.ndim == 0:
+    if cut.dim is None or not cut.padded or x.ndim == 0:
         return x
-    return layout.strip_dim(x, split.dim, split.size)
+    return layout.strip_dim(x, cut.dim, cut.size)
 
 
-def _stored(x: jax.Array, split: Partition, mesh: AnyMesh) -> jax.Array:
+def _stored(x: jax.Array, cut: Partition, mesh: AnyMesh) -> jax.Array:
     """Pads and shards a full array, without a `Padded` around it."""
-    (stored,) = jax.tree.leaves(layout.constrained([x], [split], mesh))
+    (stored,) = jax.tree.leaves(layout.constrained([x], [cut], mesh))
     return stored
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+def _abstract(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     # Types of newer JAX have a memory space, and nothing computes in host memory.
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -365,9 +336,8 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 # The update inside a jitted step.
 
 LANES = 2
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # starts and stops
-Arrays = list[jax.Array]  # a stored array, or the codes of a narrow state and their scales
 Key = tuple[int, int]  # the number of an input, and the position among its arrays
+Group = dict[Key, jax.Array]
 
 
 def update_in_pieces(
@@ -383,7 +353,7 @@ def update_in_pieces(
 
     Args:
       update: A function of full (gradients, state, parameters) to (updates, state).
-      trees: Gradients, state or `NarrowState`, and parameters or None, as stored.
+      trees: Gradients, state or `LowBitState`, and parameters or None, as stored.
       partition: How parameters are partitioned.
       finite: False if the step is skipped.
       apply: Return new parameters, not updates.
@@ -394,17 +364,18 @@ def update_in_pieces(
     """
     grads, state, params = trees
     full = jax.tree.map(_abstract, jax.eval_shape(layout.unpad, trees))
-    states, wide, codings = [[x] for x in jax.tree.leaves(state)], full[1], dict[int, Coding]()
+    # The arrays of each input: one, or the codes of low-bit state and their scales.
+    states, in_fp32, codings = [[x] for x in jax.tree.leaves(state)], full[1], dict[int, Coding]()
     count, trained = jnp.asarray(0), len(jax.tree.leaves(grads))
-    if isinstance(state, NarrowState):
-        states, count = list(map(list, state.parts())), state.count
-        kinds = enumerate(wide.codings(wide.inner), trained)
-        codings = {i: kind for i, kind in kinds if kind is not None}
-        wide = jax.eval_shape(NarrowState.wide, wide)
-    single = [[[x] for x in jax.tree.leaves(tree)] for tree in (grads, params)]
-    arrays: list[Arrays] = [*single[0], *states, *single[1]]
+    if isinstance(state, LowBitState):
+        states, count = state.parts(), state.count
+        numbered = enumerate(in_fp32.codings(in_fp32.inner), trained)
+        codings = {i: coding for i, coding in numbered if coding is not None}
+        in_fp32 = jax.eval_shape(LowBitState.in_fp32, in_fp32)
+    first, last = ([[x] for x in jax.tree.leaves(tree)] for tree in (grads, params))
+    arrays: list[Arrays] = [*first, *states, *last]
     streamed = [i in codings or is_on_host(x[0]) for i, x in enumerate(arrays)]
-    given = full[0], wide, full[2]
+    given = full[0], in_fp32, full[2]
     piecewise = PiecewiseUpdate(update, given, streamed[trained:], partition)
     inputs = {i: x[0] for i, x in enumerate(arrays) if not streamed[i]}
     values, operands = piecewise.prepare(inputs)
@@ -413,28 +384,20 @@ def update_in_pieces(
         _StreamedLeaf(piecewise, at, arrays, codings, operands[at], always, apply=apply)
         for at in piecewise.recipes
     ]
-    streams = _stream(leaves, partition.mesh, piece_bytes)
+    groups = _stream(leaves, partition.mesh, piece_bytes)
     outputs = piecewise.outputs(values, inputs, finite, apply=apply)
-    new = {i: [x] for i, x in outputs.items()}
-    for leaf, group in zip(leaves, streams, strict=True):
+    new = dict(enumerate(last))  # frozen parameters stay
+    new |= {i: [x] for i, x in outputs.items()}
+    for leaf, group in zip(leaves, groups, strict=True):
         for i in piecewise.recipes[leaf.at].outputs:
             source = leaf.target if i == leaf.at else i
             new[i] = [group[key] for key in ((source, 0), (source, 1)) if key in group]
-    still = arrays[piecewise.first_param :]  # frozen parameters
-    first = [new[at][0] if at in new else still[at][0] for at in range(trained)]
-    made = jax.tree.unflatten(jax.tree.structure(params if apply else grads), first)
+    made = [new[i][0] for i in range(trained)]
+    result = jax.tree.unflatten(jax.tree.structure(params if apply else grads), made)
     states = [new[i] for i in range(trained, piecewise.first_param)]
-    if isinstance(state, NarrowState):
-        return made, state.with_parts(states, unless_skipped(finite, count + 1, count))
-    return made, jax.tree.unflatten(jax.tree.structure(state), [x for (x,) in states])
-
-
-class Blocks(NamedTuple):
-    """The units of pieces: elements, or blocks along `dim` with their scales."""
-
-    dim: int = 0
-    length: int = 1
-    scales: int = 1
+    if isinstance(state, LowBitState):
+        return result, state.with_parts(states, unless_skipped(finite, count + 1, count))
+    return result, jax.tree.unflatten(jax.tree.structure(state), [x for (x,) in states])
 
 
 class _StreamedLeaf:
@@ -443,8 +406,8 @@ class _StreamedLeaf:
     Args:
       update: The update.
       at: The number of the parameter.
-      inputs: The inputs of the update, as stored.
-      codings: How narrow states are stored, by number.
+      inputs: The arrays of each input of the update, as stored.
+      codings: How low-bit states are stored, by number.
       operands: Arrays that are sliced too, which get the numbers after the inputs, and scalars.
       always: Whether the step counts, and the number of earlier updates.
       apply: Compute the new parameter, not its update.
@@ -457,7 +420,7 @@ class _StreamedLeaf:
         inputs: Sequence[Arrays],
         codings: Mapping[int, Coding],
         operands: Operands,
-        always: Sequence[jax.Array],
+        always: Arrays,
         *,
         apply: bool,
     ):
@@ -466,46 +429,63 @@ class _StreamedLeaf:
         self.target = update.first_param + at if apply else at
         recipe, count = update.recipes[at], len(inputs)
         numbers = sorted({at, *recipe.inputs, *recipe.outputs[1:], self.target})
-        self.arrays = {(i, k): x for i in numbers for k, x in enumerate(inputs[i])}
+        self.arrays: Group = {(i, k): x for i in numbers for k, x in enumerate(inputs[i])}
         self.arrays |= {(i, 0): x for i, x in enumerate(operands[0], count)}
         self._operands = range(count, count + len(operands[0]))
-        dtype = update.dtype_of(at)
-        if not apply and inputs[at][0].dtype != dtype:
+        if not apply and inputs[at][0].dtype != update.dtypes[at]:
             self.target = self._operands.stop
-            empty = jnp.zeros(self.split.shape, dtype)
+            empty = jnp.zeros(self.split.shape, update.dtypes[at])
             self.arrays[self.target, 0] = _stored(empty, self.split, update.mesh)
         self._codings = {i: on_devices(codings[i], self.split) for i in numbers if i in codings}
-        self.on_host = {key for key, x in self.arrays.items() if is_on_host(x)}
+        self._blocks = blocks_of(list(self._codings.values()), self.split)
+        self._on_host = {key for key, x in self.arrays.items() if is_on_host(x)}
         # Concatenated from its pieces at the end: XLA writes a piece in place where it computes it,
         # but codes are in memory before, and it would copy the whole array for each piece.
-        self.joined = {key for key in self.arrays if key[0] in self._codings} - self.on_host
+        self._joined = {key for key in self.arrays if key[0] in self._codings} - self._on_host
         specs = self.split.stored_spec, scales_split(self.split).stored_spec
         self.specs = {(i, k): specs[k] for i, k in self.arrays}
         # Of one element during the update.
         sizes = [x.dtype.itemsize for (_, k), x in self.arrays.items() if k == 0]
         self.bytes = sum(sizes) + 4 * len(self._codings)
 
-    @property
-    def blocks(self) -> Blocks:
-        """The units of pieces; where blocks span devices, one is all that a device has."""
-        dims = [x.block_dim for x in self._codings.values() if x.block_dim is not None]
-        if not dims:
-            return Blocks()
-        if blocks_span(self.split):
-            scales = scales_shape(self.split.shape)[dims[0]]
-            return Blocks(dims[0], self.split.device_shape[dims[0]], scales)
-        return Blocks(dims[0], BLOCK)
+    def run(
+        self, arrays: list[Group], at: int, before: int | None, scalars: Arrays, piece_bytes: int
+    ) -> None:
+        """Updates the leaf's arrays, `arrays[at]`, on a device, after those of leaf `before`."""
+        mine, offsets = arrays[at], _offsets(self.split)
+        most = max(1, piece_bytes // self.bytes)
+        joined: dict[Key, list[tuple[tuple[int, ...], jax.Array]]] = {}
+        for places in boxes(self.split.device_shape, most, self._blocks):
+            if before is not None:
+                _wait(arrays, before, at)
+            before = at
+            pieces = {key: self._fetch(key, x, places[key[1]]) for key, x in mine.items()}
+            starts = [offset + a for offset, a in zip(offsets, places[0][0], strict=True)]
+            codes: Group = {}
+            for key, piece in self._on_piece(pieces, scalars, starts).items():
+                piece, start = piece.astype(mine[key].dtype), places[key[1]][0]
+                if key in self._joined:
+                    codes[key] = piece
+                else:
+                    mine[key] = self._store(key, mine[key], piece, start)
+            if codes:  # complete before the next piece begins, like those that are stored
+                held, codes = jax.lax.optimization_barrier((mine, codes))
+                mine.update(held)
+            for key, piece in codes.items():
+                joined.setdefault(key, []).append((places[key[1]][0], piece))
+        for key, rows in joined.items():
+            mine[key] = _concatenated(rows, self._blocks.dim).reshape(mine[key].shape)
 
-    def on_piece(
-        self, pieces: Mapping[Key, jax.Array], scalars: Sequence[jax.Array], starts: Sequence[Any]
-    ) -> dict[Key, jax.Array]:
-        """Returns the new pieces of the arrays that change, in order.
+    def _fetch(self, key: Key, x: jax.Array, box: Box) -> jax.Array:
+        piece = jax.lax.slice(x, *box)
+        return jax.device_put(piece, jax.memory.Space.Device) if key in self._on_host else piece
 
-        Args:
-          pieces: Pieces of the arrays.
-          scalars: The scalars.
-          starts: Where the pieces begin in the global arrays.
-        """
+    def _store(self, key: Key, x: jax.Array, piece: jax.Array, start: tuple[int, ...]) -> jax.Array:
+        moved = jax.device_put(piece, jax.memory.Space.Host) if key in self._on_host else piece
+        return jax.lax.dynamic_update_slice(x, moved, start)
+
+    def _on_piece(self, pieces: Group, scalars: Arrays, starts: Sequence[int | jax.Array]) -> Group:
+        """Returns the new pieces of the arrays that change, in order, given where they begin."""
         finite, count, *others = scalars
         decoded = {i: x for (i, k), x in pieces.items() if k == 0}
         for i, coding in self._codings.items():
@@ -521,61 +501,21 @@ class _StreamedLeaf:
         return dict(sorted(new.items()))
 
 
-def _stream(
-    leaves: Sequence[_StreamedLeaf], mesh: AnyMesh, piece_bytes: int
-) -> list[dict[Key, jax.Array]]:
+def _stream(leaves: Sequence[_StreamedLeaf], mesh: AnyMesh, piece_bytes: int) -> list[Group]:
     """Updates leaves in pieces; returns the arrays of each, as stored."""
     if not leaves:
         return []
     specs = [leaf.specs for leaf in leaves]
 
-    def local(
-        arrays: list[dict[Key, jax.Array]], scalars: list[list[jax.Array]]
-    ) -> list[dict[Key, jax.Array]]:
+    def local(arrays: list[Group], scalars: list[Arrays]) -> list[Group]:
         for lane in lanes([sum(x.nbytes for x in group.values()) for group in arrays]):
-            _run_lane(lane, leaves, arrays, scalars, piece_bytes)
+            for before, at in zip([None, *lane], lane, strict=False):
+                leaves[at].run(arrays, at, before, scalars[at], piece_bytes)
         return arrays
 
     in_specs: Any = specs, PartitionSpec()
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
     return mapped([leaf.arrays for leaf in leaves], [leaf.scalars for leaf in leaves])
-
-
-def _run_lane(
-    lane: Sequence[int],
-    leaves: Sequence[_StreamedLeaf],
-    arrays: list[dict[Key, jax.Array]],
-    scalars: list[list[jax.Array]],
-    piece_bytes: int,
-) -> None:
-    before: int | None = None
-    for at in lane:
-        leaf, mine, dim = leaves[at], arrays[at], leaves[at].blocks.dim
-        offsets = _offsets(leaf.split)
-        most = max(1, piece_bytes // leaf.bytes)
-        joined: dict[Key, list[tuple[tuple[int, ...], jax.Array]]] = {}
-        for places in boxes_of_blocks(leaf.split.device_shape, most, leaf.blocks):
-            if before is not None:
-                _wait(arrays, before, at)
-            before = at
-            pieces = {
-                key: _fetch(x, places[key[1]], key in leaf.on_host) for key, x in mine.items()
-            }
-            starts = [offset + a for offset, a in zip(offsets, places[0][0], strict=True)]
-            codes: dict[Key, jax.Array] = {}
-            for key, piece in leaf.on_piece(pieces, scalars[at], starts).items():
-                piece, start = piece.astype(mine[key].dtype), places[key[1]][0]
-                if key in leaf.joined:
-                    codes[key] = piece
-                else:
-                    mine[key] = _store(mine[key], piece, start, key in leaf.on_host)
-            if codes:  # complete before the next piece begins, like those that are stored
-                held, codes = jax.lax.optimization_barrier((mine, codes))
-                mine.update(held)
-            for key, piece in codes.items():
-                joined.setdefault(key, []).append((places[key[1]][0], piece))
-        for key, rows in joined.items():
-            mine[key] = _concatenated(rows, dim).reshape(mine[key].shape)
 
 
 def lanes(sizes: Sequence[int]) -> list[list[int]]:
@@ -590,80 +530,29 @@ def lanes(sizes: Sequence[int]) -> list[list[int]]:
     return assigned
 
 
-def boxes(shape: Sequence[int], most: int) -> Iterator[Box]:
-    """Splits a shape into contiguous pieces of at most `most` elements: (starts, stops).
-
-    >>> list(boxes((3, 4), 8))
-    [((0, 0), (2, 4)), ((2, 0), (3, 4))]
-    >>> len(list(boxes((3, 4), 2)))
-    6
-    """
-    shape = tuple(shape)
-    if math.prod(shape) <= most or not shape:
-        yield (0,) * len(shape), shape
-        return
-    rows = max(1, most // math.prod(shape[1:]))
-    for start in range(0, shape[0], rows):
-        for starts, stops in boxes(shape[1:], most):
-            yield (start, *starts), (min(start + rows, shape[0]), *stops)
-
-
-def boxes_of_blocks(shape: Sequence[int], most: int, blocks: Blocks) -> Iterator[tuple[Box, Box]]:
-    """Splits a shape into pieces of full blocks: the box of elements and that of scales.
-
-    >>> for box, scales in boxes_of_blocks((2, 5), 4, Blocks(1, 2)):
-    ...     print(box, scales)
-    ((0, 0), (1, 4)) ((0, 0), (1, 2))
-    ((0, 4), (1, 5)) ((0, 2), (1, 3))
-    ((1, 0), (2, 4)) ((1, 0), (2, 2))
-    ((1, 4), (2, 5)) ((1, 2), (2, 3))
-    """
-    dim, length, scales = blocks
-
-    def times(position: Sequence[int], factor: int) -> tuple[int, ...]:
-        return tuple(n * factor if d == dim else n for d, n in enumerate(position))
-
-    counted = [-(-n // length) if d == dim else n for d, n in enumerate(shape)]
-    for starts, stops in boxes(counted, max(1, most // length)):
-        last = tuple(map(min, times(stops, length), shape))
-        yield (times(starts, length), last), (times(starts, scales), times(stops, scales))
-
-
 def _concatenated(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
     """Returns the flat array of (starts, piece); pieces of the same block along `dim` are joined
     first."""
-    groups = itertools.groupby(pieces, lambda pair: pair[0][: dim + 1])
-    rows = [[piece for _, piece in group] for _, group in groups]
-    return jnp.concatenate(
-        [
-            jnp.concatenate([x.reshape(x.shape[dim], -1) for x in row], 1).ravel()
-            if len(row) > 1
-            else row[0].ravel()
-            for row in rows
-        ]
-    )
+    rows = []
+    for _, group in itertools.groupby(pieces, lambda pair: pair[0][: dim + 1]):
+        first, *others = [piece for _, piece in group]
+        if others:
+            parts = [x.reshape(x.shape[dim], -1) for x in (first, *others)]
+            first = jnp.concatenate(parts, 1)
+        rows.append(first.ravel())
+    return jnp.concatenate(rows)
 
 
-def _offsets(split: Partition) -> list[Any]:
+def _offsets(cut: Partition) -> list[int | jax.Array]:
     """Returns where the device's shard begins along each dim; inside `shard_map`."""
-    axes = [*split.stored_spec, *[None] * len(split.shape)]
-    pairs = zip(axes, split.device_shape, strict=False)
+    axes = [*cut.stored_spec, *[None] * len(cut.shape)]
+    pairs = zip(axes, cut.device_shape, strict=False)
     return [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
 
 
-def _wait(arrays: list[dict[Key, jax.Array]], before: int, at: int) -> None:
+def _wait(arrays: list[Group], before: int, at: int) -> None:
     """Orders later reads of leaf `at` after all stores to leaf `before`."""
     both = [before] if before == at else [before, at]
     tied = jax.lax.optimization_barrier([arrays[i] for i in both])
     for i, group in zip(both, tied, strict=True):
         arrays[i].update(group)
-
-
-def _fetch(x: jax.Array, box: Box, on_host: bool) -> jax.Array:
-    piece = jax.lax.slice(x, *box)
-    return jax.device_put(piece, jax.memory.Space.Device) if on_host else piece
-
-
-def _store(x: jax.Array, piece: jax.Array, starts: Sequence[int], on_host: bool) -> jax.Array:
-    moved = jax.device_put(piece, jax.memory.Space.Host) if on_host else piece
-    return jax.lax.dynamic_update_slice(x, moved, starts)

@@ -78,17 +78,17 @@ class Offload:
     @property
     def states(self) -> bool:
         """True if any model state is stored outside device memory."""
-        return self.optimizer or self.params
+        return self.optimizer
 
     @property
     def streams(self) -> bool:
         """True if states are stored in host memory and streamed through the device in the step."""
-        return self.states and self.tier == "host"
+        return self.optimizer and self.tier == "host"
 
     @property
     def in_files(self) -> bool:
         """True if states are stored in files and updated by the host."""
-        return self.states and self.tier == "nvme"
+        return self.optimizer and self.tier == "nvme"
 
     @property
     def streams_params(self) -> bool:
@@ -156,10 +156,10 @@ def settle(offload: Offload, mesh: AnyMesh) -> Offload:
     """
     if not offload.streams or isinstance(mesh, AbstractMesh):
         return offload
-    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST in kinds:
         return offload
-    device = mesh.devices.flat[0]
     lacks = f"{device.device_kind} has no {HOST} memory in this JAX (it has {', '.join(kinds)})"
     if not offload.auto:
         raise ValueError(
@@ -188,14 +188,12 @@ def offloaded(state: PyTree, params: PyTree, splitter: Partitioner) -> list[bool
 
 def place_state(placed: PyTree, offloaded: Sequence[bool]) -> PyTree:
     """Returns shardings of a state: in host memory for the leaves that are offloaded."""
-    leaves, treedef = jax.tree.flatten(placed)
-    pairs = zip(leaves, offloaded, strict=True)
-    moved = [s.with_memory_kind(HOST) if flag else s for s, flag in pairs]
-    return jax.tree.unflatten(treedef, moved)
+    flags = jax.tree.unflatten(jax.tree.structure(placed), offloaded)
+    return jax.tree.map(lambda s, flag: s.with_memory_kind(HOST) if flag else s, placed, flags)
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Returns whether an array, a traced value or a ShapeDtypeStruct is in host memory."""
+    """Returns True for an array, a traced value or a ShapeDtypeStruct in host memory."""
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     if kind is None and isinstance(leaf, jax.core.Tracer):
         return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)
