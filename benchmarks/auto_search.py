@@ -20,7 +20,7 @@ from typing import Any
 import forecasts
 import jax
 
-from zero_jax.hlo import prove
+from zero_jax.hlo import aot
 from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import Candidate, combinations
 from zero_jax.plan.plans import Plan
@@ -97,7 +97,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.quick:
-        prove.FLAGS += " --xla_disable_hlo_passes=triton-softmax-rewriter"
+        aot.FLAGS += " --xla_disable_hlo_passes=triton-softmax-rewriter"
     jax.config.update("jax_platforms", "cpu")
     for name in given.names or PROGRAMS:
         print(json.dumps(compared(name, given.jobs)), flush=True)

@@ -28,7 +28,7 @@ import gspmd
 import jax
 
 from zero_jax import Precision, Zero, abstract_mesh, releases
-from zero_jax.hlo import auditor, latencies, prove, roofline, targets
+from zero_jax.hlo import aot, auditor, latencies, roofline, targets
 from zero_jax.models import families
 from zero_jax.plan.case import Case
 
@@ -64,11 +64,11 @@ def compiled(case: Case, target: targets.Target, told: bool) -> dict[str, dict]:
     found = {PROGRAMS[0]: facts(plan.compiled, plan.time, plan.num_params) | predicted}
     for name, chunks, own in zip(PROGRAMS[1:], (1, 1, CHUNKS), (None, options, None), strict=True):
         step, args = gspmd.step_of(case, REMAT, chunks=chunks)
-        make = functools.partial(prove.compile_for, target, step, args, case.zero.mesh, options=own)
+        make = functools.partial(aot.compile_for, target, step, args, case.zero.mesh, options=own)
         audit = make()
         if told:
             at_once = releases.at_once(own or {})
-            audit = make(told=latencies.of(audit.program, audit.collectives, target, at_once))
+            audit = make(seconds=latencies.of(audit.program, audit.collectives, target, at_once))
         times = roofline.step_time(audit.program, audit.collectives, target, case.model_flops)
         found[name] = facts(audit, times, plan.num_params)
     return found

@@ -1,7 +1,7 @@
 """Each program for simulated GPUs is compiled once, however many tests and processes ask for it.
 
 Without tiles of kernels that fuse norms and softmax a program takes a seventh of the time, has the
-same collectives, and temporaries within 1 % (`tests/hlo/test_prove.py` compiles both ways).
+same collectives, and temporaries within 1 % (`tests/hlo/test_aot.py` compiles both ways).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from zero_jax.hlo import prove
+from zero_jax.hlo import aot
 
 LOCATION = re.compile(r" loc\(.*?\)|^#loc.*$", re.MULTILINE)
 WITHOUT = " --xla_disable_hlo_passes=triton-softmax-rewriter"
@@ -25,12 +25,12 @@ def compiled_once(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     # Workers of pytest-xdist have a folder each, in a common one.
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    compile_in_child = prove._run_child
+    compile_in_child = aot._run_child
 
     def run_child(here, target, devices, timeout):
         exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
         program = LOCATION.sub("", exported.mlir_module())  # without source lines
-        key = program.encode() + (here / "request.json").read_bytes() + prove.FLAGS.encode()
+        key = program.encode() + (here / "request.json").read_bytes() + aot.FLAGS.encode()
         known = shared / f"program-{hashlib.sha256(key).hexdigest()[:32]}"
         names = "memory.json", "program.txt"
         if not known.exists():
@@ -46,11 +46,11 @@ def compiled_once(tmp_path_factory):
             shutil.copyfile(known / name, here / name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prove, "_run_child", run_child)
-        patch.setattr(prove, "FLAGS", prove.FLAGS + WITHOUT)
+        patch.setattr(aot, "_run_child", run_child)
+        patch.setattr(aot, "FLAGS", aot.FLAGS + WITHOUT)
         yield
 
 
 @pytest.fixture
 def every_pass(monkeypatch):
-    monkeypatch.setattr(prove, "FLAGS", prove.FLAGS.removesuffix(WITHOUT))
+    monkeypatch.setattr(aot, "FLAGS", aot.FLAGS.removesuffix(WITHOUT))

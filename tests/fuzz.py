@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 
 import zero_jax
-from zero_jax.hlo import traffic
+from zero_jax.hlo import collectives
 from zero_jax.remat.layer_groups import CannotGroup
 
 SETTINGS_A_TREE = 4
@@ -247,7 +247,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
         if not _near(got, want, loose):
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
     compiled = grad_fn.lower(stored, x).compile(compiler_options=OPTIONS)
-    found = [c for c in traffic.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
+    found = [c for c in collectives.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
     sent = np.array([sum(c.sent_elements for c in found if c.kind == kind) for kind in KINDS])
     settled = mesh.shape, *(options[name] for name in ("stage", "grad_accum_steps", "remat"))
     rows = [at == case.first for at in range(len(leaves))]

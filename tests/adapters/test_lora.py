@@ -14,7 +14,7 @@ import zero_jax
 from zero_jax.adapters.lora import Lora
 from zero_jax.adapters.matrix import Dims
 from zero_jax.adapters.quantised import BOUNDS, KINDS, NF4, Quantised, quantise
-from zero_jax.hlo import prove, targets
+from zero_jax.hlo import aot, targets
 from zero_jax.models import decoder, gpt
 from zero_jax.plan.text_model import TextModel
 
@@ -256,7 +256,7 @@ def test_programs_for_gpus_round_the_scale_that_codes_are_made_with(kind):
         packed = quantise(x, kind, -2)
         return packed.codes, packed.scales
 
-    program = prove.compile_for(targets.target("h100"), parts, (x,), mesh).program
+    program = aot.compile_for(targets.target("h100"), parts, (x,), mesh).program
     kernels = [{i.kind for i in c.instructions.values()} for c in program.computations.values()]
     of_codes = [kinds for kinds in kernels if kinds & {"divide", "compare"}]
     assert of_codes and all("reduce-precision" in kinds for kinds in of_codes)

@@ -204,9 +204,8 @@ OVERLAPS = {"products": ([START, FUSED, product("y"), DONE], True, 2 * FLOPS),
 def audited(lines, computations=()):
     """The audit of literal text; its sizes are 0."""
     kinds = [f"{at}{k}" for at in ("", "host_") for k in ("argument", "output", "alias", "temp")]
-    sizes = types.SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in kinds})
     text = program(ARGUMENTS, *lines, computations=[*CALLED, *computations])
-    return auditor.of_text(text, sizes, None)
+    return auditor.of_text(text, dict.fromkeys(kinds, 0), None)
 
 
 @pytest.mark.parametrize("name", OVERLAPS)

@@ -7,7 +7,7 @@ import types
 import pytest
 from hlo_lines import computation, gather, loop, program
 
-from zero_jax.hlo import hlo_text, latencies, prove, roofline, traffic
+from zero_jax.hlo import aot, collectives, hlo_text, latencies, roofline
 from zero_jax.hlo.targets import target, topology
 
 H100 = target("h100")
@@ -31,7 +31,7 @@ def dot(name="dot", of="x"):
 def module(shapes, *lines, computations=()):
     text = program(shapes, *lines, computations=computations, header="num_partitions=64")
     parsed = hlo_text.parse(text)
-    return parsed, traffic.of_program(parsed, None)
+    return parsed, collectives.of_program(parsed, None)
 
 
 def estimate(shapes, *lines, computations=(), aim=H100, model_flops=None):
@@ -322,7 +322,7 @@ def test_how_a_compiler_ends(code, said, runs, error, words, monkeypatch, tmp_pa
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(error, match=words) if error else pytest.warns(UserWarning, match="h100"):
-        prove._run_child(tmp_path, H100, 8, 1.0)
+        aot._run_child(tmp_path, H100, 8, 1.0)
     assert len(tried) == runs
     assert ("triton_gemm=false" in tried[-1]) == (runs == 2)
 
@@ -332,4 +332,4 @@ def test_devices_fill_hosts_or_a_box():
     for name, devices, want in cases:
         assert topology(target(name), devices) == want
         assert topology(target(name), devices, f"1X1X{devices}") == f"1x1x{devices}"
-    assert prove.check(target("cpu"), 64) == ""
+    assert aot.check(target("cpu"), 64) == ""

@@ -11,7 +11,7 @@ from optax import contrib
 from problems import ulps
 
 import zero_jax
-from zero_jax.hlo import traffic
+from zero_jax.hlo import collectives
 from zero_jax.matrix_updates.assign import assign
 from zero_jax.matrix_updates.regions import ShardedProgram, regions
 from zero_jax.matrix_updates.units import units
@@ -213,7 +213,7 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
     wrapped = zero_of(n).optimizer(muon())
     params = zero_of(n).eval_shape(lambda: tree(shapes, 0))
     compiled = jax.jit(wrapped.update).lower(params, wrapped.init(params), params).compile()
-    found = [c for c in traffic.collectives(compiled.as_text()) if c.elements > 256]
+    found = [c for c in collectives.collectives(compiled.as_text()) if c.elements > 256]
     assert [c.kind for c in found] == ["all-to-all"] * 2
     (one,) = exchanges(muon(), shapes, n)
     assert sum(c.sent_elements for c in found) == one.sent

@@ -10,7 +10,7 @@ import zero_jax
 from training import generate
 from zero_jax.commands import plan as command
 from zero_jax.engine import grads
-from zero_jax.hlo import prove
+from zero_jax.hlo import aot
 from zero_jax.translate import command as translate
 
 HUGE, TX = "99999999999999999999", optax.adamw(1e-3)
@@ -57,7 +57,7 @@ ROWS = {  # first words of the command, then further ones and words of its messa
 
 @pytest.mark.parametrize("first", ROWS)
 def test_the_command_names_what_is_wrong(first, capsys, monkeypatch):
-    monkeypatch.setattr(prove, "_check_installed", lambda target: None)
+    monkeypatch.setattr(aot, "_check_installed", lambda target: None)
     for args, words in ROWS[first]:
         with pytest.raises(SystemExit, match="2"):
             raise SystemExit(command.main([*first.split(), *args.split()]))
@@ -73,7 +73,7 @@ def traced(*_, **__):
 
 @pytest.mark.parametrize("what", ["compile", "auto"])
 def test_a_missing_plugin_is_named_with_its_install_line_before_tracing(what, monkeypatch, capsys):
-    monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(grads.GlobalLoss, "read", traced)
     assert command.main([what, "--model", "nano"]) == 2
     error = capsys.readouterr().err
@@ -122,7 +122,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_are_named_before_a_step_is_traced(name, monkeypatch):
-    monkeypatch.setattr(prove, "_check_installed", lambda target: None)
+    monkeypatch.setattr(aot, "_check_installed", lambda target: None)
     if name != "target":
         monkeypatch.setattr(grads.GlobalLoss, "read", traced)
     for call in CALLS[name]:

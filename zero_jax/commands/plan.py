@@ -34,7 +34,7 @@ from zero_jax.commands.settings import (
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO, Stage
-from zero_jax.hlo import prove, targets
+from zero_jax.hlo import aot, targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
@@ -203,7 +203,7 @@ def _plan(command: str, settings: PlanSettings) -> int:
     compiles = command == "compile"
     proof.check(settings.latencies, target)
     if command != "memory":
-        prove.check(target, case.zero.mesh.size, settings.topology)
+        aot.check(target, case.zero.mesh.size, settings.topology)
     if command == "auto":
         case = case.choose(**aim)
         plans = [case.plan(case.zero.config.stage, **aim)]
@@ -253,7 +253,7 @@ def _meshes(settings: PlanSettings) -> int:
             f"--mesh {settings.mesh}: meshes compares sizes of model, so leave model and data out"
         )
     target, devices = targets.target(settings.target), devices_of(settings)
-    prove.check(target, devices, settings.topology)
+    aot.check(target, devices, settings.topology)
     limit = _limit(settings, target)
     if not limit or target.platform != "cuda":
         raise ValueError(
@@ -323,11 +323,11 @@ def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> Abstr
     others = math.prod(size for axis, size in sizes.items() if axis != "data")
     chooses = settings.stage == AUTO and settings.lora_rank is None and "experts" not in sizes
     if chooses and devices % others == 0:
-        wires = targets.target(settings.target)
-        each = settings.global_batch_size // (devices // sizes.get("model", 1))
-        each = each // settings.grad_accum_steps * tokens
-        own = (config, devices // others, each, settings.remat, wires)
-        sizes["experts"] = expert_elements.groups(*own)
+        rows = settings.global_batch_size // (devices // sizes.get("model", 1))
+        each = rows // settings.grad_accum_steps * tokens
+        sizes["experts"] = expert_elements.groups(
+            config, devices // others, each, settings.remat, targets.target(settings.target)
+        )
         others *= sizes["experts"]
     data = sizes.pop("data", None)
     if devices % others or data not in (None, devices // others):

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from zero_jax.hlo import liveness, traffic
+from zero_jax.hlo import liveness
+from zero_jax.hlo.collectives import Collective, of_program
+from zero_jax.hlo.collectives import collectives as collectives
 from zero_jax.hlo.flops import Flops
 from zero_jax.hlo.hlo_text import Program, parse
-from zero_jax.hlo.traffic import Collective as Collective
-from zero_jax.hlo.traffic import collectives as collectives
 from zero_jax.sharding.mesh import MODEL
 from zero_jax.sharding.paths import Padded
 
@@ -112,10 +112,8 @@ class Audit:
             model_parallel: Tensor-parallel degree, MP. Above 1, collectives along `model` alone are
                 left out.
         """
-        words = sum(
-            c.sent_elements for c in self.collectives if model_parallel == 1 or c.axis != MODEL
-        )
-        return words / num_params * model_parallel
+        sent = (c.sent_elements for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
+        return sum(sent) / num_params * model_parallel
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the bytes as plain data, for JSON."""
@@ -154,14 +152,26 @@ def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
             f"`compiled` is a {type(compiled).__name__}: pass the compiled program, "
             "step.lower(params, opt_state, batch).compile()"
         )
+    sizes = memory_sizes(compiled)
+    return of_text(compiled.as_text() or "", sizes, mesh)
+
+
+def memory_sizes(compiled: Compiled) -> dict[str, int]:
+    """Returns the bytes of a program's arguments, outputs and temporaries, on device and host.
+
+    Raises:
+        ValueError: No memory is reported.
+    """
     memory = compiled.memory_analysis()
     if memory is None:
         raise ValueError("this backend has no memory_analysis(): use `collectives` instead")
-    return of_text(compiled.as_text() or "", memory, mesh)
+    kinds = ("argument", "output", "alias", "temp")
+    names = [f"{place}{kind}" for place in ("", "host_") for kind in kinds]
+    return {name: getattr(memory, f"{name}_size_in_bytes") for name in names}
 
 
-def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
-    """Returns the audit of a program's text and its `memory_analysis()`."""
+def of_text(text: str, sizes: Mapping[str, int], mesh: Mapping[str, int] | None) -> Audit:
+    """Returns the audit of a program's text and its `memory_sizes`."""
     program = parse(text)
     flops = Flops(program)
     try:
@@ -169,15 +179,15 @@ def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
     except ValueError:
         count = None
     return Audit(
-        collectives=traffic.of_program(program, mesh),
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        host_bytes=memory.host_argument_size_in_bytes
-        + memory.host_temp_size_in_bytes
-        + memory.host_output_size_in_bytes
-        - memory.host_alias_size_in_bytes,
+        collectives=of_program(program, mesh),
+        argument_bytes=sizes["argument"],
+        output_bytes=sizes["output"],
+        alias_bytes=sizes["alias"],
+        temp_bytes=sizes["temp"],
+        host_bytes=sizes["host_argument"]
+        + sizes["host_temp"]
+        + sizes["host_output"]
+        - sizes["host_alias"],
         peak=liveness.peak(program),
         flops=count,
         uncounted=flops.uncounted(),
@@ -188,15 +198,14 @@ def of_text(text: str, memory: Any, mesh: Mapping[str, int] | None) -> Audit:
 def format_table(report: Audit) -> str:
     """Formats the collectives, most elements sent first; "?" marks an unknown trip count."""
     line = "{:<18} {:<8} {:>12} {:>6} {:>6} {:>14}  {}"
+    title = line.format("kind", "dtype", "elements", "group", "runs", "elements sent", "from")
     rows = []
     for c in report.collectives:
-        words = c.sent_elements if c.runs is not None or c.group_size == 1 else math.inf
+        unknown = c.runs is None and c.group_size > 1
+        sent = math.inf if unknown else c.sent_elements
         runs = ("<=" if c.conditional else "") + str("?" if c.runs is None else c.runs)
-        shown = "?" if words == math.inf else words
-        source = c.op_name[-48:] or c.name
-        cells = (c.kind, c.dtype, c.elements, c.group_size, runs, shown, source)
-        rows.append((-words, line.format(*cells)))
-    title = line.format("kind", "dtype", "elements", "group", "runs", "elements sent", "from")
+        cells = (c.kind, c.dtype, c.elements, c.group_size, runs, "?" if unknown else sent)
+        rows.append((-sent, line.format(*cells, c.op_name[-48:] or c.name)))
     return "\n".join([title, *(row for _, row in sorted(rows))])
 
 
@@ -225,7 +234,7 @@ def assert_communication(
     if num_params is None:
         num_params = _count_params(compiled)
     try:
-        got = {kind: words / num_params for kind, words in report.sent_elements.items()}
+        got = {kind: sent / num_params for kind, sent in report.sent_elements.items()}
     except ValueError as error:
         raise AssertionError(f"{error}\n{format_table(report)}") from error
     if isinstance(elements_per_param, Mapping):

@@ -1,4 +1,4 @@
-"""Floating point operations of a compiled program, counted in its text.
+"""Floating-point operations of a compiled program, counted in its text.
 
 Two for each multiply-add of a matrix product or a convolution, also inside fusions, loops (times
 their trips) and library calls; elementwise work is not counted. XLA's own count is empty for GPU
@@ -8,8 +8,8 @@ programs that were compiled without a GPU.
 import math
 import re
 
-from zero_jax.hlo.hlo_text import Computation, Instruction, Program
-from zero_jax.hlo.runs import Totals
+from zero_jax.hlo.execution_counts import Totals
+from zero_jax.hlo.hlo_text import Instruction, Program
 
 _GEMM = re.compile(r"__cublas\$|__onednn\$matmul|__triton_gemm")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
@@ -20,19 +20,24 @@ class Flops(Totals):
     """Counts a program's FLOPs."""
 
     def __init__(self, program: Program):
-        super().__init__(program, _products, (0,))
+        super().__init__(_products, (0,))
+        self.program = program
 
     def total(self) -> int:
-        """FLOPs of one run on one device.
+        """Returns the FLOPs of one run on one device.
 
         Raises:
-          ValueError: a loop with matrix products has an unknown trip count, or a product cannot
+          ValueError: A loop with matrix products has an unknown trip count, or a product cannot
             be read.
         """
         return int(self.computation(self.program.entry)[0])
 
+    def count(self, i: Instruction) -> int:
+        """Returns the FLOPs of one run of an instruction, with all that it calls."""
+        return int(self.instruction(i)[0])
+
     def uncounted(self) -> tuple[str, ...]:
-        """Targets of library calls whose work is not counted (cuDNN's attention, kernels)."""
+        """Returns the library calls whose work is not counted (cuDNN's attention, kernels)."""
         computations = self.program.computations.values()
         instructions = (i for c in computations for i in c.instructions.values())
         calls = {i.target for i in instructions if i.kind == "custom-call"}
@@ -40,29 +45,30 @@ class Flops(Totals):
         return tuple(sorted(t for t in calls if not any(kind.search(t) for kind in known)))
 
 
-def _products(computation: Computation, i: Instruction) -> tuple[int] | None:
-    """FLOPs of a product or a library call; None for others, which count what they call."""
-    match i.kind:
-        case "dot":
-            return (_dot(computation, i, i.attributes.get("lhs_contracting_dims", "")),)
-        case "convolution":
-            return (_convolution(computation, i),)
-        case "custom-call":
-            return (_library_call(computation, i),)
-    return None
-
-
-def _dims(computation: Computation, name: str) -> tuple[int, ...]:
-    return computation.instructions[name].arrays[0].dims
+def _products(i: Instruction) -> tuple[int] | None:
+    """Returns the FLOPs of a product or a library call; None for other instructions."""
+    if i.kind not in ("dot", "convolution", "custom-call"):
+        return None
+    if i.kind == "dot":
+        return (_dot(i, i.attributes.get("lhs_contracting_dims", "")),)
+    if i.kind == "convolution" or _CONVOLUTION.search(i.target):
+        return (_convolution(i),)
+    if _GEMM.search(i.target):
+        config = i.config.replace("\\", "")
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
+        if found is None:
+            raise ValueError(f"cannot read the contracted dims of {i.name}: {config[:200]}")
+        return (_dot(i, found[1]),)
+    return (0,)  # named by `Flops.uncounted`
 
 
 def _result(i: Instruction) -> tuple[int, ...]:
-    """Dims of what it computes, which a start wraps as ((operands), result, context)."""
+    """Returns the dims of its result, which a start wraps as ((operands), result, context)."""
     return i.arrays[i.element_counts[0] if i.shape.startswith("((") else 0].dims
 
 
-def _dot(computation: Computation, i: Instruction, contracting: str) -> int:
-    left = _dims(computation, i.operands[0])
+def _dot(i: Instruction, contracting: str) -> int:
+    left = i.inputs[0].arrays[0].dims
     try:
         inner = math.prod(left[int(d)] for d in re.findall(r"\d+", contracting))
     except IndexError as error:
@@ -70,13 +76,13 @@ def _dot(computation: Computation, i: Instruction, contracting: str) -> int:
     return 2 * math.prod(_result(i)) * inner
 
 
-def _convolution(computation: Computation, i: Instruction) -> int:
-    """Elements of the image side x elements of the kernel that each sees.
+def _convolution(i: Instruction) -> int:
+    """Elements of the image side x elements of the kernel that each uses.
 
     The labels of cuDNN's two gradients are those of the forward convolution, whose output is their
     first operand (of the image's gradient) or their second (of the kernel's).
     """
-    first, second = (_dims(computation, name) for name in i.operands[:2])
+    first, second = (operand.arrays[0].dims for operand in i.inputs[:2])
     image, kernel = _result(i), second
     if "convBackwardInput" in i.target:
         image = first
@@ -87,15 +93,3 @@ def _convolution(computation: Computation, i: Instruction) -> int:
         raise ValueError(f"cannot read the dims of the convolution {i.name}: {dict(i.attributes)}")
     outputs = kernel[labels[1].index("o")]
     return 2 * math.prod(image) * (math.prod(kernel) // max(outputs, 1))
-
-
-def _library_call(computation: Computation, i: Instruction) -> int:
-    if _GEMM.search(i.target):
-        config = i.config.replace("\\", "")
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
-        if found is None:
-            raise ValueError(f"cannot read the contracted dims of {i.name}: {config[:200]}")
-        return _dot(computation, i, found[1])
-    if _CONVOLUTION.search(i.target):
-        return _convolution(computation, i)
-    return 0  # named by `Flops.uncounted`

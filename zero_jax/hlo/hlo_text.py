@@ -1,25 +1,25 @@
 """Optimized HLO text as data: computations of instructions, in the order the device runs them.
 
-`compiled.as_text()` is the only stable door to what XLA built. This reads the spellings of the
-CPU and GPU backends of jax 0.10 to 0.12; what it cannot read raises instead of being left out.
+`compiled.as_text()` is the only stable interface to the program that XLA built. The parser knows
+the spellings of the CPU and GPU backends of jax 0.10 to 0.12, and raises an error on other text.
 """
 
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from zero_jax.hlo.source_lines import Frame, frames_of, source_of
 
 _ARRAY = re.compile(r"(?!token|opaque)\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\}|)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}, ]')
-# These name memory that is there already.
+# Their result is memory of an operand.
 VIEWS = frozenset(("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple"))
 _SCALAR_CALLS = frozenset(
     ("reduce", "all-reduce", "reduce-scatter", "scatter", "sort", "reduce-window")
 )
+_LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
 
 
 class Array(NamedTuple):
@@ -44,23 +44,40 @@ class Array(NamedTuple):
         return (self.elements * self.bits + 7) // 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of HLO: `%name = shape opcode(operands), attributes`."""
+    """One line of HLO text: `%name = shape opcode(operands), attributes`.
+
+    `operands` are names, the number of a parameter, or the value of a constant.
+    """
 
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
     attributes: Mapping[str, str]
+    is_root: bool
+    computation: "Computation" = field(repr=False)
+
+    @property
+    def inputs(self) -> "list[Instruction]":
+        """The instructions that its operands name."""
+        known = self.computation.instructions
+        return [known[name] for name in self.operands if name in known]
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
         """The arrays of the result, tuples flattened."""
         found = _ARRAY.findall(self.shape)
         return tuple(
-            Array(dtype, _integers(dims), "S(5)" in layout) for dtype, dims, layout in found
+            Array(dtype, tuple(map(int, re.findall(r"\d+", dims))), "S(5)" in layout)
+            for dtype, dims, layout in found
         )
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole result."""
+        return sum(array.elements for array in self.arrays)
 
     @property
     def bytes(self) -> int:
@@ -69,146 +86,165 @@ class Instruction:
 
     @property
     def element_counts(self) -> list[int]:
-        """How many arrays each element of a tuple holds; [1] for an array."""
+        """Number of arrays in each element of a tuple; [1] for an array."""
         return _element_counts(self.shape)
 
     @functools.cached_property
     def kind(self) -> str:
-        """What it does, whether the device waits for it or it only starts here."""
+        """The operation, the same for an instruction that blocks and for one that only starts."""
         return self.opcode.removesuffix("-start")
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it only continues or ends what another instruction started."""
+    def continues(self) -> bool:
+        """True if it only continues or ends an operation that another instruction started."""
         return self.opcode.endswith(("-update", "-done"))
 
     @property
-    def is_parameter(self) -> bool:
-        return self.opcode == "parameter"
-
-    @property
     def config(self) -> str:
-        """What the backend notes of it."""
+        """The backend's notes."""
         return self.attributes.get("backend_config", "")
 
     @property
     def target(self) -> str:
-        """The function that a custom call calls, "" of other instructions."""
+        """The function that a custom call calls; "" for other instructions."""
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
+    def metadata(self) -> str:
+        """Its origin in the traced program, as XLA writes it."""
+        return self.attributes.get("metadata", "")
+
+    @property
     def op_name(self) -> str:
-        """What it was in the traced program, "" if XLA did not say."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
+        """Its operation in the traced program; "" if XLA does not report it."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.metadata)
         return found[1] if found else ""
 
     @functools.cached_property
-    def called(self) -> list[str]:
-        """Names of the computations it runs: a loop's body and condition, branches, what it fuses.
+    def called(self) -> "list[Computation]":
+        """The computations that it runs: a loop's body and condition, branches, a fusion's inside.
 
-        None where it goes on with what runs already, or calls a scalar function.
+        None if it continues an operation, or calls a function of scalars.
         """
-        if self.goes_on or self.kind in _SCALAR_CALLS:
+        if self.continues or self.kind in _SCALAR_CALLS:
             return []
         roles = ["body", "condition"] if self.kind == "while" else []
         roles += (k for k in self.attributes if k in ("calls", "to_apply") or "computation" in k)
-        return re.findall(r"[\w.\-]+", " ".join(self.attributes[role] for role in roles))
+        names = re.findall(r"[\w.\-]+", " ".join(self.attributes[role] for role in roles))
+        return [self.computation.program[name] for name in names]
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """`(array of the result, operand)` pairs that XLA announces to be in the same memory."""
+        """`(array of the result, operand)` pairs that share memory according to the text."""
         text = self.attributes.get("output_to_operand_aliasing", "")
         found = re.findall(r"\{(\d*)\}: \((\d+), \{\}", text)
         return [(sum(self.element_counts[: int(at or 0)]), int(of)) for at, of in found]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Computation:
     """Instructions by name, in the order in which the device runs them."""
 
     name: str
-    instructions: Mapping[str, Instruction]
-    root: str
+    instructions: dict[str, Instruction]
+    program: "dict[str, Computation]" = field(repr=False)  # all computations, by name
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The instruction that makes its result."""
+        return next(i for i in self.instructions.values() if i.is_root)
 
     @property
     def parameters(self) -> list[Instruction]:
-        """What is given to it, in order."""
-        found = [i for i in self.instructions.values() if i.is_parameter]
+        """Its parameters, in order."""
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.operands[0]))
 
     @property
     def results(self) -> list[Instruction]:
-        """What makes its result: the parts of a tuple, else the root."""
-        root = self.instructions[self.root]
-        return [self.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
-
-    @property
-    def passed_on(self) -> tuple[bool, ...]:
-        """For each array of its result, whether it is that of its one parameter, untouched."""
-        flags = []
-        for position, part in enumerate(self.results):
-            same = part.opcode == "get-tuple-element" and int(part.attributes["index"]) == position
-            source = self.instructions[part.operands[0]] if same else part
-            flags += [same and source.is_parameter] * len(part.arrays)
-        return tuple(flags)
+        """The instructions that make its result: the elements of a tuple, else the root."""
+        return self.root.inputs if self.root.opcode == "tuple" else [self.root]
 
 
-@dataclass(frozen=True)
+class Frame(NamedTuple):
+    """A line of source and the id of the frame that called it (0: none)."""
+
+    file: str
+    line: int
+    caller: int
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A parsed HLO module.
-
-    `frames` are the source lines that XLA kept, by id; `donated` the arguments whose memory an
-    output takes over.
-    """
+    """A parsed HLO module."""
 
     computations: Mapping[str, Computation]
-    entry: str
+    entry: Computation
     num_devices: int
-    frames: Mapping[int, Frame]
-    donated: frozenset[int]
-
-    def moves_argument(self, computation: Computation, i: Instruction) -> bool:
-        """Whether it copies a donated argument that nothing else reads.
-
-        Until the output is written the argument's own memory is free then, as if it had moved.
-        """
-        if i.opcode != "copy" or computation.name != self.entry:
-            return False
-        given = computation.instructions[i.operands[0]]
-        alone = sum(given.name in j.operands for j in computation.instructions.values()) == 1
-        return given.is_parameter and alone and int(given.operands[0]) in self.donated
+    frames: Mapping[int, Frame]  # source lines by id
+    donated: frozenset[int]  # arguments whose memory an output reuses
 
     def source(self, instruction: Instruction) -> str:
-        """Where an instruction comes from, "models/gpt.py:120"; "" if XLA did not say."""
-        return source_of(instruction.attributes.get("metadata", ""), self.frames)
+        """Returns the source line of an instruction, "models/gpt.py:120"; "" if XLA has none.
+
+        The innermost line outside installed packages and this library, else the innermost.
+        """
+        found = re.search(r"stack_frame_id=(\d+)", instruction.metadata)
+        at = int(found[1]) if found else 0
+        lines: list[Frame] = []
+        while at in self.frames and len(lines) < len(self.frames):
+            lines.append(self.frames[at])
+            at = self.frames[at].caller
+        if not lines:
+            return ""
+        frame = next((f for f in lines if not _is_library(f.file)), lines[0])
+        folder_and_file = re.split(r"[/\\]", frame.file)[-2:]
+        return f"{'/'.join(folder_and_file)}:{frame.line}"
+
+
+def _is_library(file: str) -> bool:
+    """Returns whether a file is part of an installed package or of this library, but no model."""
+    ours = file.startswith(_LIBRARY) and not file.startswith(f"{_LIBRARY}models/")
+    return ours or "-packages" in file or file.startswith("<frozen ")
 
 
 def parse(text: str) -> Program:
     """Parses optimized HLO text; raises ValueError on an instruction it cannot read."""
     computations: dict[str, Computation] = {}
-    instructions: dict[str, Instruction] = {}
-    entry = name = root = ""
+    entry = current = None
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name, root, instructions = header[2], "", {}
-            entry = name if header[1] else entry
-        elif name and line.startswith("}"):
-            computations[name] = Computation(name, instructions, root)
-            name = ""
-        elif name and line.strip():
-            instruction, is_root = _instruction(line)
-            instructions[instruction.name] = instruction
-            root = instruction.name if is_root else root
-    if not entry:
+            current = Computation(header[2], {}, computations)
+            computations[current.name] = current
+            entry = current if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current and line.strip():
+            instruction = _instruction(line, current)
+            current.instructions[instruction.name] = instruction
+    if entry is None:
         raise ValueError("the text has no ENTRY computation: pass the result of compiled.as_text()")
     head = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     donated = frozenset(map(int, re.findall(r": \((\d+), \{\}, (?:may|must)-alias\)", head)))
-    return Program(computations, entry, math.prod(map(int, counts)), frames_of(text), donated)
+    return Program(computations, entry, math.prod(map(int, counts)), _frames(text), donated)
 
 
-def _instruction(line: str) -> tuple[Instruction, bool]:
-    """The instruction on a line, and whether it is the root of its computation."""
+def _frames(text: str) -> dict[int, Frame]:
+    """Returns the tables of source lines at the head of a module; {} if there are none."""
+    head = text.partition("\n%")[0].partition("\nENTRY ")[0]
+    named = head.partition("\nFileNames\n")[2].partition("\n\n")[0]
+    files = dict(re.findall(r'(\d+) "(.*)"', named))
+    places = {
+        key: (files[file], int(line))
+        for key, file, line in re.findall(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head)
+    }
+    frames = re.findall(r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", head)
+    # XLA prints the parent plus one, so that a frame without one names itself or 1.
+    return {int(key): Frame(*places[place], int(parent) - 1) for key, place, parent in frames}
+
+
+def _instruction(line: str, computation: Computation) -> Instruction:
     match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = (\S.*\(.*)", re.sub(r"/\*index=\d+\*/", "", line))
     if match is None:
         raise ValueError(f"cannot read this line of HLO text: {line[:200]}")
@@ -224,11 +260,11 @@ def _instruction(line: str) -> tuple[Instruction, bool]:
         else:
             key, _, value = piece.partition("=")
             attributes[key] = value
-    return Instruction(match[2], shape, opcode, operands, attributes), bool(match[1])
+    return Instruction(match[2], shape, opcode, operands, attributes, bool(match[1]), computation)
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits where `separator` stands outside brackets and quotes."""
+    """Splits at each `separator` outside brackets and quotes."""
     pieces, start, depth = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] == separator and depth == 0:
@@ -243,7 +279,3 @@ def _element_counts(shape: str) -> list[int]:
         return [0 if shape.startswith(("token", "opaque")) else 1]
     inside = shape[1 : shape.rindex(")")]
     return [sum(_element_counts(part)) for part in _split(inside, ",")]
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text)))

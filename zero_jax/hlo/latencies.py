@@ -1,27 +1,29 @@
-"""How long instructions take, told to XLA's scheduler: as the roofline has it, in place of a guess.
+"""Modelled latencies of instructions for XLA's scheduler.
 
-XLA for GPUs orders a program by what it thinks that kernels and collectives take. Its guess knows
-no wires; a profile takes its place (profile-guided latency estimation): a file of names and
-microseconds. Real ones are measured on a run; this one is made of the program itself, as compiled
-before, and of a target's figures, so that the overlap that is proven is that of the run.
+XLA for GPUs orders a program by estimates of the time of kernels and collectives, which do not know
+the interconnect. A profile replaces them (profile-guided latency estimation): a file of names and
+microseconds. Profiles are measured on a run; this one is made of the program itself, as compiled
+before, and of a target's peak rates. So the overlap of an ahead-of-time compilation is that of the
+run.
 
-What is told are numbers for the scheduler's model of the machine, not times:
+The numbers fit the scheduler's model of the machine, and are not times:
 
-- What is under way at once is free to it, where here it shares one wire: each collective is told as
-  many times longer as may be under way.
-- It works from the end of the program, and takes several that are under way for independent. Of
-  sums that only the update waits for the last would begin at the very end, one right after the
-  other. Each is told longer by as much as it could have begun before it did, at most twice as long.
+- In that model concurrent collectives cost nothing extra, here they share one interconnect: each
+  gets as many times its latency as collectives may run at once.
+- The scheduler works from the end of the program, and treats concurrent collectives as independent.
+  Of reduce-scatters that only the update uses, the last would start at the very end, one right
+  after the other. Each latency is increased by the time that it could have started earlier, at most
+  to its double.
 """
 
 from collections.abc import Mapping, Sequence
 
 from zero_jax.hlo import roofline
+from zero_jax.hlo.collectives import Collective
+from zero_jax.hlo.execution_counts import executions
 from zero_jax.hlo.flops import Flops
 from zero_jax.hlo.hlo_text import Program
-from zero_jax.hlo.runs import runs
 from zero_jax.hlo.targets import Target
-from zero_jax.hlo.traffic import Collective
 
 SUFFIX = ".pbtxt"
 
@@ -29,56 +31,54 @@ SUFFIX = ".pbtxt"
 def of(
     program: Program, collectives: Sequence[Collective], target: Target, at_once: int
 ) -> Mapping[str, float]:
-    """What the scheduler is told that instructions take, in seconds, by their names.
+    """Returns the latencies of instructions in seconds, by their names.
 
     Args:
-      program: a scheduled program, parsed.
-      collectives: its collectives.
-      target: as for `roofline.step_time`.
-      at_once: how many of them XLA has under way at a time.
+      program: A scheduled program, parsed.
+      collectives: Its collectives.
+      target: As for `roofline.step_time`.
+      at_once: Number of collectives that XLA runs at a time.
     """
-    found = _kernels(program, target)
-    own = roofline.play(program, collectives, target).runs
-    alone = _only_for_the_update(program)
+    latencies = _kernels(program, target)
+    timeline = roofline.play(program, collectives, target)
+    for_the_update = _only_for_the_update(program)
     for c in collectives:
-        if c.name not in own:
-            continue
-        run = own[c.name]
-        told = at_once * run.took
-        sums = c.kind == "reduce-scatter" and c.name in alone
-        found[c.name] = told + (min(told, run.began - run.could) if sums else 0.0)
-    return found
+        if c.name in timeline.delays:
+            latency = at_once * timeline.transfers[c.name].seconds
+            if c.kind == "reduce-scatter" and c.name in for_the_update:
+                latency += min(latency, timeline.delays[c.name])
+            latencies[c.name] = latency
+    return latencies
 
 
 def text(seconds: Mapping[str, float]) -> str:
-    """The file that XLA reads.
+    """Returns the file that XLA reads.
 
     >>> print(text({"dot.1": 2e-3}), end="")
     costs { name: "dot.1" cost_us: 2000.000 }
     """
-    lines = (
-        f'costs {{ name: "{name}" cost_us: {1e6 * told:.3f} }}\n' for name, told in seconds.items()
+    return "".join(
+        f'costs {{ name: "{name}" cost_us: {1e6 * latency:.3f} }}\n'
+        for name, latency in seconds.items()
     )
-    return "".join(lines)
 
 
 def _kernels(program: Program, target: Target) -> dict[str, float]:
-    """Of each kernel its seconds, by the name of its instruction."""
-    totals = roofline.kernels(program, target, Flops(program))
-    found = {}
-    for run in runs(program):
-        if all(c.instruction.kind in roofline.CALLS for c in run.callers):
-            seconds = totals.instruction(run.computation, run.instruction)[0]
-            if seconds and run.instruction.kind not in roofline.CALLS:
-                found[run.instruction.name] = seconds
-    return found
+    """Returns the seconds of kernels by the names of their instructions."""
+    totals = roofline.kernels(target, Flops(program))
+    return {
+        i.name: seconds
+        for i, callers, _ in executions(program.entry)
+        if all(caller.instruction.kind in roofline.CALLS for caller in callers)
+        if (seconds := totals.instruction(i)[0]) and i.kind not in roofline.CALLS
+    }
 
 
 def _only_for_the_update(program: Program) -> set[str]:
-    """What is made in the step itself, outside of loops, and no matrix product waits for."""
-    flops, step = Flops(program), program.computations[program.entry]
-    waited: set[str] = set()
-    for i in reversed(list(step.instructions.values())):
-        if i.name in waited or flops.instruction(step, i)[0]:
-            waited.update(i.operands)
-    return set(step.instructions) - waited
+    """Returns instructions of the step itself, outside loops, that no matrix product waits for."""
+    flops, step = Flops(program), program.entry.instructions
+    awaited: set[str] = set()
+    for i in reversed(step.values()):
+        if i.name in awaited or flops.count(i):
+            awaited.update(i.operands)
+    return step.keys() - awaited

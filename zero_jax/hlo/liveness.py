@@ -1,14 +1,14 @@
-"""Which temporaries of a compiled program live at once, read from its schedule.
+"""Temporaries of a compiled program that are live at once, read from its schedule.
 
 XLA plans memory before the program runs: it knows when each buffer is written and last read, and
-packs them into one arena, whose size it reports as `temp`. The text of the program does not hold
-that plan, but it holds the schedule, so the plan's input can be computed again: the largest set
-of buffers that live at the same instant, each with the line of source it comes from. What the
-arena is larger than that set is fragmentation (ZeRO, section 6.3: MD), 1.0 is none.
+packs them into one arena, whose size it reports as `temp`. The text of the program does not contain
+that plan, but it contains the schedule. So the plan's input can be computed again: the largest set
+of buffers that are live at the same instant, each with its source line. The rest of the arena is
+fragmentation (ZeRO, section 6.3: MD); a ratio of 1.0 is none.
 
-Buffers are shared as XLA shares them: bitcasts and tuples are views, a loop's state is updated in
-place, a fusion that goes element by element may write over an operand that nobody reads again, and
-what a loop or a branch makes for an output of the program is in that output from the start.
+Buffers are shared as XLA shares them. Bitcasts and tuples are views. A loop updates its state in
+place. An elementwise fusion may write over an operand that nothing reads again. A result of a loop
+or a branch that is an output of the program is in that output from the start.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,140 +16,140 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
-from zero_jax.hlo.kernels import UPDATES, reached_in_order, updates
+from zero_jax.hlo.kernels import UPDATES, elementwise_results, updates
 
 _IN_PLACE = UPDATES | {"all-reduce-start"}
+_NESTED = ("while", "call", "conditional")
 
 
 @dataclass(frozen=True)
 class Temporary:
-    """One buffer; see the fields."""
+    """One buffer; `op_name` and `source` are "" if XLA does not report them."""
 
     bytes: int
-    name: str  # of the instruction that makes it
+    name: str  # of the instruction that writes it
     shape: str
-    op_name: str  # what it was in the traced program, "" if XLA did not say
-    source: str  # "gpt.py:120", "" if XLA did not say
+    op_name: str  # its operation in the traced program
+    source: str  # "gpt.py:120"
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The instant at which most bytes of temporaries are alive."""
+    """The instant with the most bytes of live temporaries."""
 
     bytes: int
-    temporaries: tuple[Temporary, ...]  # alive then, largest first
+    temporaries: tuple[Temporary, ...]  # live then, largest first
 
 
 class _Buffer:
-    """A buffer, told apart by identity; `position` is its place among the arrays of `made_by`."""
+    """A buffer of device memory, compared by identity; `position` is that among its arrays."""
 
-    def __init__(self, size: int, made_by: Instruction, position: int, outside: bool = False):
-        self.bytes, self.made_by, self.position = size, made_by, position
-        self.outside = outside
-        self.updated = False  # holds several values in turn: XLA gives its place to no other
+    def __init__(self, made_by: Instruction, position: int):
+        array = made_by.arrays[position]
+        self.bytes = 0 if array.on_host else array.bytes
+        self.made_by, self.position = made_by, position
+        self.outside = False  # the caller holds it, or it is an argument, a constant or an output
+        self.updated = False  # it has several values in turn: XLA does not reuse its memory
 
-    @property
-    def shape(self) -> str:
+    def temporary(self, program: Program) -> Temporary:
         array = self.made_by.arrays[self.position]
-        return f"{array.dtype}[{','.join(map(str, array.dims))}]"
+        shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+        source = program.source(self.made_by)
+        return Temporary(self.bytes, self.made_by.name, shape, self.made_by.op_name, source)
 
 
 _Flags: TypeAlias = "tuple[bool, ...] | None"  # for each array; None: all True
 _Worst: TypeAlias = "tuple[int, tuple[_Buffer, ...]]"  # bytes and buffers at the worst instant
+_Pairs: TypeAlias = "Sequence[tuple[_Buffer, _Buffer]]"  # results, operands that they can overwrite
 _Held: TypeAlias = set[tuple[str, int]]  # results of loops and branches that their caller holds
 
 
 @dataclass(frozen=True)
 class _Meanwhile:
-    """What is different while an instruction runs from what is alive before and after it."""
+    """Differences from the live buffers before and after, while an instruction runs."""
 
-    inside: tuple[_Buffer, ...] = ()  # alive at the worst instant of a loop or a branch
-    own: frozenset[_Buffer] = frozenset()  # of the caller, counted among those if they end or begin
-    over: Sequence[tuple[_Buffer, _Buffer]] = ()  # results, operands whose place they can take
+    inside: tuple[_Buffer, ...] = ()  # live at the worst instant of a loop or a branch
+    own: frozenset[_Buffer] = frozenset()  # of the caller, counted inside if they end or begin
+    overwritten: _Pairs = ()
 
 
 def peak(program: Program) -> Peak:
-    """The largest set of temporaries that live at once.
+    """Returns the largest set of temporaries that are live at once.
+
+    Arguments, outputs and constants are not temporaries. Temporaries that XLA puts into an output's
+    memory before that is written are counted nevertheless.
 
     Args:
-        program: A scheduled program (`is_scheduled=true`), parsed.
-
-    Returns:
-        Its bytes and its members. Arguments, outputs and constants are not temporaries; what XLA
-        puts into an output's memory before that is written, if it fits, is counted all the same.
+      program: A scheduled program (`is_scheduled=true`), parsed.
     """
     size, buffers = _Liveness(program).run(program.entry, None, None)
-    found = [
-        Temporary(b.bytes, b.made_by.name, b.shape, b.made_by.op_name, program.source(b.made_by))
-        for b in buffers
-    ]
-    return Peak(size, tuple(sorted(found, key=lambda t: -t.bytes)))
+    temporaries = sorted((b.temporary(program) for b in buffers), key=lambda t: -t.bytes)
+    return Peak(size, tuple(temporaries))
 
 
 class _Liveness:
-    """Walks computations; each is walked once or twice for each way in which it is called."""
+    """Walks computations, once or twice for each combination of flags of its callers."""
 
     def __init__(self, program: Program):
-        self.program = program
-        self.known: dict[tuple[str, _Flags, _Flags], _Worst] = {}
+        self.moved = _moved_arguments(program)
+        self.known: dict[tuple[Computation, _Flags, _Flags], _Worst] = {}
 
-    def run(self, name: str, outside: _Flags, results: _Flags) -> _Worst:
-        """Bytes and buffers at the worst instant of one run of a computation.
+    def run(self, computation: Computation, outside: _Flags, results: _Flags) -> _Worst:
+        """Returns bytes and buffers at the worst instant of one run of a computation.
 
         Args:
-            name: the computation.
-            outside: for each array of its parameters, whether the caller holds it throughout.
-            results: the same for each array of its result.
+          computation: The computation.
+          outside: For each array of its parameters, True if the caller holds it throughout.
+          results: The same for each array of its result.
         """
-        key = (name, outside, results)
+        key = (computation, outside, results)
         if key not in self.known:
             held, found = set[tuple[str, int]](), {("", 0)}
             while not found <= held:
                 held |= found
-                self.known[key], found = self._run(name, outside, results, held)
+                self.known[key], found = self._run(computation, outside, results, held)
         return self.known[key]
 
     def _run(
-        self, name: str, outside: _Flags, results: _Flags, held: _Held
+        self, computation: Computation, outside: _Flags, results: _Flags, held: _Held
     ) -> tuple[_Worst, _Held]:
-        """The same if `held` is known, and what of it this run shows."""
-        computation = self.program.computations[name]
+        """Returns the same for a given `held`, and the part of it that this run shows."""
         instructions = list(computation.instructions.values())
-        values: dict[str, list[_Buffer]] = {}
+        values: dict[Instruction, list[_Buffer]] = {}
         born: dict[_Buffer, int] = {}
         dies: dict[_Buffer, int] = {}
         meanwhile: list[_Meanwhile] = []
         for time, i in enumerate(instructions):
-            operands = [values[name] for name in i.operands if name in values]
+            operands = [values[operand] for operand in i.inputs]
             used = () if _is_view(i) else operands  # a view reads nothing
             for buffer in (b for operand in used for b in operand):
                 dies[buffer] = time
             if i.opcode == "while":
                 out, special = self._loop(i, operands[0], held)
-            elif i.opcode in ("call", "conditional"):
+            elif i.opcode in _NESTED:
                 out, special = self._branches(i, held)
             else:
-                out = self._results(computation, i, operands, outside)
-                special = _Meanwhile(over=self._may_overwrite(i, operands, out))
-            values[i.name] = out
+                out = self._results(i, operands, outside)
+                special = _Meanwhile(overwritten=_may_overwrite(i, operands, out))
+            values[i] = out
             meanwhile.append(special)
             for buffer in out:
-                born.setdefault(buffer, 0 if i.is_parameter else time)
+                born.setdefault(buffer, 0 if i.opcode == "parameter" else time)
                 dies.setdefault(buffer, time)
         for position, buffer in enumerate(values[computation.root]):
             dies[buffer] = len(instructions)
             buffer.updated |= results is not None
             if results is None or results[position]:
-                buffer.outside = True  # an output, or an update of what the caller holds
-        nested = [i.name for i in instructions if i.opcode in ("while", "call", "conditional")]
-        found = {(n, at) for n in nested for at, b in enumerate(values[n]) if b.outside}
+                buffer.outside = True  # an output, or an update of a buffer of the caller
+        nested = [i for i in instructions if i.opcode in _NESTED]
+        found = {(i.name, at) for i in nested for at, b in enumerate(values[i]) if b.outside}
         return _worst(born, dies, meanwhile), found
 
     def _loop(
         self, i: Instruction, state: list[_Buffer], held: _Held
     ) -> tuple[list[_Buffer], _Meanwhile]:
         body, condition = i.called
-        kept = self.program.computations[body].passed_on
+        kept = _passed_on(body)
         for position, buffer in enumerate(state):
             buffer.outside |= (i.name, position) in held
             buffer.updated |= not kept[position]
@@ -157,9 +157,11 @@ class _Liveness:
         runs = [self.run(body, outside, outside), self.run(condition, None, None)]
         _, buffers = max(runs, key=lambda run: run[0])
         pairs = list(zip(state, outside, strict=True))
-        out = [b if stays else _Buffer(b.bytes, b.made_by, b.position) for b, stays in pairs]
+        out = [b if stays else _Buffer(b.made_by, b.position) for b, stays in pairs]
         # A part of the state is known by what the caller started it with.
-        buffers = tuple(state[b.position] if b.made_by.is_parameter else b for b in buffers)
+        buffers = tuple(
+            state[b.position] if b.made_by.opcode == "parameter" else b for b in buffers
+        )
         own = {b for b, stays in (*pairs, *zip(out, outside, strict=True)) if not stays}
         return out, _Meanwhile(buffers, frozenset(own))
 
@@ -171,28 +173,24 @@ class _Liveness:
         return _update(out), _Meanwhile(max(runs, key=lambda run: run[0])[1], frozenset(out))
 
     def _results(
-        self,
-        computation: Computation,
-        i: Instruction,
-        operands: list[list[_Buffer]],
-        outside: _Flags,
+        self, i: Instruction, operands: list[list[_Buffer]], outside: _Flags
     ) -> list[_Buffer]:
-        """The buffers of an instruction's result, those it shares with operands included.
+        """Returns the buffers of an instruction's result, including those shared with operands.
 
-        Of a start those come first that its done is a view of, whatever its shape.
+        Of a start the buffers come first that its done is a view of, whatever its shape.
         """
         flat = [b for operand in operands for b in operand]
         new = _new_buffers(i)
-        if i.is_parameter or i.opcode == "constant":
+        if i.opcode in ("parameter", "constant"):
             for buffer in new:
-                buffer.outside = outside is None or not i.is_parameter or outside[buffer.position]
+                held = i.opcode == "constant" or outside is None or outside[buffer.position]
+                buffer.outside = held
             return new
         if i.opcode == "get-tuple-element":
-            counts = computation.instructions[i.operands[0]].element_counts
-            index = int(i.attributes["index"])
+            counts, index = i.inputs[0].element_counts, int(i.attributes["index"])
             start = sum(counts[:index])
-            return operands[0][start : start + counts[index]]
-        if _is_view(i) or self.program.moves_argument(computation, i):
+            return flat[start : start + counts[index]]
+        if _is_view(i) or i in self.moved:
             return flat[: len(new)]
         if i.opcode in _IN_PLACE:
             return _update([*flat, *flat][: len(new)])  # 0.12 starts with ((operands), results)
@@ -201,47 +199,71 @@ class _Liveness:
         if i.opcode == "copy-start":  # (destination, source, context)
             return [new[0], *flat]
         if i.opcode.endswith("-start"):  # ((operands), results, context)
-            return [*self._written(i, operands, new[len(flat) :]), *flat]
-        return self._written(i, operands, new)
+            return [*_written(i, operands, new[len(flat) :]), *flat]
+        return _written(i, operands, new)
 
-    def _written(
-        self, i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]
-    ) -> list[_Buffer]:
-        """New buffers, but for results that update an operand in place."""
-        for position, operand in i.aliases:
-            (out[position],) = _update(operands[operand])
-        if i.kind == "fusion":
-            for position, _, whole in updates(self.program.computations[i.called[0]]):
-                buffer = operands[int(whole.operands[0])][0]
-                if buffer.bytes == out[position].bytes:
-                    (out[position],) = _update([buffer])
-        return out
 
-    def _may_overwrite(
-        self, i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]
-    ) -> list[tuple[_Buffer, _Buffer]]:
-        """Pairs of a result and an operand whose place it can take, should that end here."""
-        pairs: list[tuple[_Buffer, _Buffer]] = []
-        if _sums_in_place(i):
-            pairs = list(zip(out, (operand[0] for operand in operands), strict=True))
-        elif i.opcode == "fusion":
-            inside = self.program.computations[i.called[0]]
-            # One result may be several arrays: a sort has keys and values.
-            parts = [part.name for part in inside.results for _ in part.arrays]
-            for parameter in inside.parameters:
-                reached = reached_in_order(inside, parameter, i.attributes.get("kind", ""))
-                (operand,) = operands[int(parameter.operands[0])]
-                pairs += [
-                    (b, operand) for b, part in zip(out, parts, strict=True) if part in reached
-                ]
-        direct = [(b, operand) for b, operand in pairs if operand.made_by.name in i.operands]
-        return [(b, operand) for b, operand in direct if b.bytes == operand.bytes]
+def _moved_arguments(program: Program) -> set[Instruction]:
+    """Returns the copies of donated arguments that nothing else reads.
+
+    Until the output is written the argument's own memory is free then, as if it had moved.
+    """
+    step = program.entry.instructions.values()
+    copies = [i for i in step if i.opcode == "copy" and i.inputs[0].opcode == "parameter"]
+    return {
+        i
+        for i in copies
+        if int(i.inputs[0].operands[0]) in program.donated
+        if sum(i.operands[0] in other.operands for other in step) == 1
+    }
+
+
+def _passed_on(body: Computation) -> tuple[bool, ...]:
+    """Returns for each array of a loop's state if the body returns it unchanged."""
+    flags: list[bool] = []
+    for position, part in enumerate(body.results):
+        same = part.opcode == "get-tuple-element" and int(part.attributes["index"]) == position
+        unchanged = same and part.inputs[0].opcode == "parameter"
+        flags += [unchanged] * len(part.arrays)
+    return tuple(flags)
+
+
+def _written(i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]) -> list[_Buffer]:
+    """Returns new buffers, except for results that update an operand in place."""
+    for position, operand in i.aliases:
+        (out[position],) = _update(operands[operand])
+    if i.kind == "fusion":
+        for position, _, parameter in updates(i.called[0]):
+            buffer = operands[int(parameter.operands[0])][0]
+            if buffer.bytes == out[position].bytes:
+                (out[position],) = _update([buffer])
+    return out
+
+
+def _may_overwrite(i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]) -> _Pairs:
+    """Returns pairs of a result and an operand whose memory it can reuse if that ends here."""
+    pairs: list[tuple[_Buffer, _Buffer]] = []
+    if i.opcode == "all-reduce" and "collective_backend_config" in i.config:
+        # A blocking all-reduce of a GPU; CPUs write their sum elsewhere.
+        pairs = list(zip(out, (operand[0] for operand in operands), strict=True))
+    elif i.opcode == "fusion":
+        (inside,) = i.called
+        # One result may be several arrays: a sort has keys and values.
+        parts = [part for part in inside.results for _ in part.arrays]
+        for parameter, (operand,) in zip(inside.parameters, operands, strict=True):
+            reached = elementwise_results(parameter, i.attributes.get("kind", ""))
+            pairs += [(b, operand) for b, part in zip(out, parts, strict=True) if part in reached]
+    return [
+        (b, operand)
+        for b, operand in pairs
+        if operand.made_by.name in i.operands and b.bytes == operand.bytes
+    ]
 
 
 def _worst(
     born: Mapping[_Buffer, int], dies: Mapping[_Buffer, int], meanwhile: Sequence[_Meanwhile]
 ) -> _Worst:
-    """Bytes and buffers at the worst instant of a computation, what the caller holds left out."""
+    """Returns bytes and buffers at the worst instant, without those that the caller holds."""
     starting: dict[int, list[_Buffer]] = {}
     ending: dict[int, list[_Buffer]] = {}
     for buffer in (b for b in born if b.bytes and not b.outside):
@@ -253,7 +275,7 @@ def _worst(
     for time, special in enumerate(meanwhile):
         new, old = starting.get(time, []), ending.get(time, [])
         gone = {b for b in (*new, *old) if b in special.own}
-        gone |= _overwriting(special.over, set(new), set(old).difference(new))
+        gone |= _overwriting(special.overwritten, set(new), set(old).difference(new))
         for buffer in new:
             alive[buffer] = None
             current += buffer.bytes
@@ -269,7 +291,7 @@ def _worst(
 def _overwriting(
     pairs: Iterable[tuple[_Buffer, _Buffer]], new: set[_Buffer], old: set[_Buffer]
 ) -> set[_Buffer]:
-    """Those new buffers that take the place of an old one, each of another."""
+    """Returns the new buffers that take the memory of an old one, each of another."""
     taken: dict[_Buffer, _Buffer] = {}
     for result, operand in pairs:
         free = result in new and operand in old and not (result.updated or operand.updated)
@@ -285,15 +307,9 @@ def _update(buffers: list[_Buffer]) -> list[_Buffer]:
     return buffers
 
 
-def _sums_in_place(i: Instruction) -> bool:
-    """A blocking all-reduce of a GPU; CPU devices write their sum elsewhere."""
-    return i.opcode == "all-reduce" and "collective_backend_config" in i.config
-
-
 def _is_view(i: Instruction) -> bool:
     return i.opcode in VIEWS or i.opcode.endswith("-update")
 
 
 def _new_buffers(i: Instruction) -> list[_Buffer]:
-    """One for each array of the result; what is in host memory takes no bytes of the device's."""
-    return [_Buffer(0 if a.on_host else a.bytes, i, at) for at, a in enumerate(i.arrays)]
+    return [_Buffer(i, position) for position in range(len(i.arrays))]

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective together, and which mesh axis that is.
+"""Devices that take part in a collective together, and the mesh axis that they form.
 
 XLA writes replica groups in three ways: lists of ids, an iota `[groups,size]<=[dims]T(order)`, and
 axes of a mesh by name, which may be a mesh of XLA's own (`axis_0`). All three, and the pairs of a
@@ -24,18 +24,18 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """Devices that take part together."""
+        """Number of devices in a group."""
         return max(len(set(row)) for row in self.rows)
 
     def axis(self, mesh: Mapping[str, int] | None) -> str:
-        """The mesh axis that the groups run along.
+        """Returns the mesh axis that the groups run along.
 
         Args:
-          mesh: sizes of the mesh's axes by name, in order; None if it is not known.
+          mesh: Sizes of the mesh axes by name, in order; None if unknown.
 
         Returns:
           The name; "replica+data" for two axes together, in the order of the mesh; "?" if neither
-          the text nor the mesh says.
+          the text nor the mesh determines it.
 
         >>> parse("{{0,2},{1,3}}", 4).axis({"replica": 2, "data": 2})
         'replica'
@@ -55,10 +55,10 @@ class Groups:
 
 @functools.lru_cache
 def parse(text: str, num_devices: int) -> Groups:
-    """The groups that XLA spells so; all of `num_devices` together if the text names none.
+    """Parses replica groups; all of `num_devices` together if the text names none.
 
     Raises:
-      ValueError: if the groups cannot be read.
+      ValueError: The groups cannot be read.
 
     >>> parse("[2,2]<=[4]", 4).rows, parse("mesh['a'=4,'b'=2] {'b'}", 8).size
     (((0, 1), (2, 3)), 2)
@@ -84,7 +84,7 @@ def parse(text: str, num_devices: int) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Ids in the order of "[4,2]T(1,0)"."""
+    """Returns the ids in the order of "[4,2]T(1,0)"."""
     dims, _, order = ([int(n) for n in re.findall(r"\d+", part)] for part in text.partition("T"))
     ids = np.arange(math.prod(dims)).reshape(dims)
     return ids.transpose(order) if order else ids
@@ -93,7 +93,7 @@ def _iota(text: str) -> np.ndarray:
 def _along(
     sizes: Mapping[str, int], parts: Mapping[str, tuple[int, int]], ids: np.ndarray
 ) -> np.ndarray:
-    """Rows of ids along a part of each named axis: what is before it, and its size."""
+    """Returns rows of ids along a part of each named axis: the size before it, and its size."""
     dims = []  # of each axis: what is before the chosen part, that part, and what is after it
     for axis, size in sizes.items():
         before, mine = parts.get(axis, (size, 1))

@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_jax.hlo import replica_groups
+from zero_jax.hlo.collectives import KINDS, Collective
+from zero_jax.hlo.execution_counts import Cost, Totals
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import VIEWS, Instruction, Program
 from zero_jax.hlo.kernels import traffic_bytes
-from zero_jax.hlo.runs import Cost, Totals
 from zero_jax.hlo.targets import Target
-from zero_jax.hlo.timeline import Timeline, Wire
-from zero_jax.hlo.traffic import KINDS, Collective
+from zero_jax.hlo.timeline import Timeline, Transfer
 
-# What moves nothing in device memory by itself; collectives are wire time.
+# They move nothing in device memory; collectives take time on the interconnect.
 _NO_KERNEL = VIEWS | KINDS | {"parameter", "constant", "after-all", "domain", "recv"}
 _NO_KERNEL |= {"partition-id", "replica-id"}
 _RING = {"all-gather", "reduce-scatter", "all-reduce"}
 _TO_ALL = {"all-to-all", "ragged-all-to-all"}
-CALLS = {"while", "conditional", "call", "async"}  # kernels are what they run
+CALLS = {"while", "conditional", "call", "async"}  # the instructions that they run are kernels
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,8 @@ class StepTime:
     @property
     def overlapped(self) -> float:
         """Fraction of communication time that matrix products overlap; 1.0 if nothing is sent."""
-        return (
-            self.overlapped_seconds / self.communication_seconds
-            if self.communication_seconds
-            else 1.0
-        )
+        seconds = self.communication_seconds
+        return self.overlapped_seconds / seconds if seconds else 1.0
 
 
 def step_time(
@@ -85,7 +82,7 @@ def step_time(
 
     Args:
       program: A scheduled program, parsed.
-      collectives: Its collectives, from `traffic.of_program`.
+      collectives: Its collectives, from `collectives.of_program`.
       target: A target from `targets.target`. "cpu" has no peaks. If the fast interconnect joins
         more or fewer devices than a host, `dataclasses.replace` its `host_devices`.
       model_flops: FLOPs of a step on one device, without recomputation.
@@ -110,7 +107,7 @@ def step_time(
             "use an accelerator, for example 'h100'"
         )
     flops = Flops(program)
-    seconds, work, traffic = kernels(program, target, flops).computation(program.entry)
+    seconds, work, traffic = kernels(target, flops).computation(program.entry)
     clock = play(program, collectives, target).clock
     step = seconds + clock.waited
     fraction = model_flops / target.flops / step if model_flops and step else None
@@ -152,43 +149,42 @@ def play(program: Program, collectives: Sequence[Collective], target: Target) ->
     flops = Flops(program)
     return Timeline(
         program,
-        lambda computation, i: flops.instruction(computation, i)[0] / target.flops,
-        {c.name: _wire(c, program.num_devices, target) for c in collectives if c.sent_elements},
+        lambda i: flops.count(i) / target.flops,
+        {c.name: _transfer(c, program.num_devices, target) for c in collectives if c.sent_elements},
     )
 
 
-def kernels(program: Program, target: Target, flops: Flops) -> Totals:
+def kernels(target: Target, flops: Flops) -> Totals:
     """Sums (seconds, FLOPs, bytes of traffic) of the kernels that a program runs."""
     nothing = (0.0, 0, 0)
 
-    def kernel(computation: Computation, i: Instruction) -> Cost | None:
+    def kernel(i: Instruction) -> Cost | None:
         if i.kind in CALLS:
             return None
-        if i.kind in _NO_KERNEL or i.goes_on:
+        if i.kind in _NO_KERNEL or i.continues:
             return nothing
-        work = flops.instruction(computation, i)[0]
-        traffic = traffic_bytes(program, computation, i)
+        work, traffic = flops.count(i), traffic_bytes(i)
         seconds = max(work / target.flops, traffic / target.memory_bandwidth)
         return seconds, work, traffic
 
-    return Totals(program, kernel, nothing)
+    return Totals(kernel, nothing)
 
 
-def _wire(c: Collective, num_devices: int, target: Target) -> Wire:
+def _transfer(c: Collective, num_devices: int, target: Target) -> Transfer:
     """Returns the communication time of one run of a collective."""
     n, rounds = c.group_size, 1 + (c.kind == "all-reduce")
     sent = rounds * c.bytes * ((n - 1) / n if c.kind in _RING | _TO_ALL else 1.0)
-    in_host = devices_per_host_in_group(c, num_devices, target.host_devices)
+    in_host = _devices_per_host(c, num_devices, target.host_devices)
     if c.kind in _RING:
-        return Wire(sent / target.ring_wire(n, in_host), sent)
+        return Transfer(sent / target.ring_wire(n, in_host), sent)
     inside = sent if in_host == n else 0.0
     if c.kind in _TO_ALL:  # parts for devices of the same host stay in it
         inside = c.bytes * (in_host - 1) / n
     crossing = min(target.fast_wire, target.slow_wire)
-    return Wire(inside / target.fast_wire + (sent - inside) / crossing, sent)
+    return Transfer(inside / target.fast_wire + (sent - inside) / crossing, sent)
 
 
-def devices_per_host_in_group(c: Collective, num_devices: int, host_devices: int) -> int:
+def _devices_per_host(c: Collective, num_devices: int, host_devices: int) -> int:
     """Returns the smallest number of devices on one host in a collective's group or pair.
 
     Devices are numbered host by host, as in a mesh over full hosts.

@@ -7,6 +7,7 @@ compute capabilities) and, for L2, clock and memory, the values that such a devi
 """
 
 import dataclasses
+import itertools
 import math
 
 from zero_jax.names import unknown
@@ -116,92 +117,79 @@ _H100 = Target(
     l2_bytes=52428800,
     clock_ghz=1.98,
 )
-TARGETS = {
-    target.name: target
-    for target in (
-        _H100,
-        dataclasses.replace(
-            _H100,
-            name="h200",
-            description="NVIDIA H200",
-            memory_bytes=151397597184,
-            memory_bandwidth=4800e9,
-        ),
-        Target(
-            "a100",
-            "cuda",
-            "NVIDIA A100-SXM4-80GB",
-            memory_bytes=85100068864,
-            flops=312e12,
-            memory_bandwidth=2039.04e9,
-            host_devices=8,
-            fast_wire=300e9,  # NVLink 3; one 200 Gb/s card a GPU
-            slow_wire=25e9,
-            host_memory=250 * 10**9,  # DGX: 2 TB for 8
-            host_wire=32e9,  # PCIe 4, 16 lanes
-            compute_capability=(8, 0),
-            cores=108,
-            core_limits=(167936, 166912, 64),
-            l2_bytes=41943040,
-            clock_ghz=1.41,
-        ),
-        Target(
-            "b200",
-            "cuda",
-            "NVIDIA B200",
-            memory_bytes=191514411008,
-            flops=2250e12,
-            memory_bandwidth=7672.32e9,
-            host_devices=8,
-            fast_wire=900e9,  # NVLink 5; one 400 Gb/s card a GPU
-            slow_wire=50e9,
-            host_memory=250 * 10**9,  # DGX: 2 TB for 8
-            host_wire=64e9,  # PCIe 5, 16 lanes
-            compute_capability=(10, 0),
-            cores=148,
-            core_limits=(233472, 232448, 128),
-            l2_bytes=132644864,
-            clock_ghz=1.965,
-        ),
-        Target(
-            "v5p",
-            "tpu",
-            "TPU v5p",
-            memory_bytes=95000000000,
-            flops=459e12,
-            memory_bandwidth=2765e9,
-            host_devices=4,
-            fast_wire=300e9,  # ICI: 4800 Gb/s a chip, both ways, 3 dims
-            slow_wire=300e9,
-        ),
-        # The paper's device: for closed forms only, since JAX 0.10 and later do not run on it.
-        Target(
-            "v100-32gb",
-            "cuda",
-            "Tesla V100-SXM3-32GB",
-            memory_bytes=32000000000,
-            flops=125e12,
-            memory_bandwidth=900e9,
-            host_devices=16,
-            fast_wire=150e9,  # DGX-2: NVSwitch; 800 Gb/s for 16 GPUs
-            slow_wire=6.25e9,
-            host_memory=93 * 10**9,  # 1.5 TB for 16
-            host_wire=16e9,  # PCIe 3, 16 lanes
-        ),
-        Target(
-            "cpu",
-            "cpu",
-            "forced CPU devices",
-            memory_bytes=0,
-            flops=math.nan,
-            memory_bandwidth=math.nan,
-            host_devices=1,
-            fast_wire=math.nan,
-            slow_wire=math.nan,
-        ),
-    )
-}
-COMPILED_FOR = tuple(name for name in TARGETS if name != "v100-32gb")
+_H200 = dataclasses.replace(
+    _H100,
+    name="h200",
+    description="NVIDIA H200",
+    memory_bytes=151397597184,
+    memory_bandwidth=4800e9,
+)
+_A100 = dataclasses.replace(
+    _H100,  # in a host of the same size
+    name="a100",
+    description="NVIDIA A100-SXM4-80GB",
+    memory_bytes=85100068864,
+    flops=312e12,
+    memory_bandwidth=2039.04e9,
+    fast_wire=300e9,  # NVLink 3; one 200 Gb/s card a GPU
+    slow_wire=25e9,
+    host_wire=32e9,  # PCIe 4, 16 lanes
+    compute_capability=(8, 0),
+    cores=108,
+    core_limits=(167936, 166912, 64),
+    l2_bytes=41943040,
+    clock_ghz=1.41,
+)
+_B200 = dataclasses.replace(
+    _H100,  # the same host, and the same limits of a core
+    name="b200",
+    description="NVIDIA B200",
+    memory_bytes=191514411008,
+    flops=2250e12,
+    memory_bandwidth=7672.32e9,
+    fast_wire=900e9,  # NVLink 5
+    compute_capability=(10, 0),
+    cores=148,
+    l2_bytes=132644864,
+    clock_ghz=1.965,
+)
+_V5P = Target(
+    "v5p",
+    "tpu",
+    "TPU v5p",
+    memory_bytes=95000000000,
+    flops=459e12,
+    memory_bandwidth=2765e9,
+    host_devices=4,
+    fast_wire=300e9,  # ICI: 4800 Gb/s a chip, both ways, 3 dims
+    slow_wire=300e9,
+)
+# The paper's device: for closed forms only, since JAX 0.10 and later do not run on it.
+_V100 = Target(
+    "v100-32gb",
+    "cuda",
+    "Tesla V100-SXM3-32GB",
+    memory_bytes=32000000000,
+    flops=125e12,
+    memory_bandwidth=900e9,
+    host_devices=16,
+    fast_wire=150e9,  # DGX-2: NVSwitch; 800 Gb/s for 16 GPUs
+    slow_wire=6.25e9,
+    host_memory=93 * 10**9,  # 1.5 TB for 16
+    host_wire=16e9,  # PCIe 3, 16 lanes
+)
+_CPU = Target(
+    "cpu",
+    "cpu",
+    "forced CPU devices",
+    memory_bytes=0,
+    flops=math.nan,
+    memory_bandwidth=math.nan,
+    host_devices=1,
+    fast_wire=math.nan,
+    slow_wire=math.nan,
+)
+TARGETS = {t.name: t for t in (_H100, _H200, _A100, _B200, _V5P, _V100, _CPU)}
 
 
 def target(name: str | Target) -> Target:
@@ -256,8 +244,7 @@ def topology(target: Target, devices: int, given: str | None = None) -> str:
         if (count := math.prod(map(int, parts))) != devices:
             raise ValueError(
                 f"`topology`={given!r} has {count} devices, but the plan is for {devices}: the "
-                "product "
-                f"must be {devices}"
+                f"product must be {devices}"
             )
         return given.lower()
     if target.platform == "tpu":
@@ -273,11 +260,10 @@ def topology(target: Target, devices: int, given: str | None = None) -> str:
 
 def _box(devices: int) -> tuple[int, int, int]:
     """Returns the three sizes of the most cubic box of that many chips."""
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     boxes = [
         (x, y, devices // (x * y))
-        for x in range(1, devices + 1)
-        if devices % x == 0
-        for y in range(x, devices // x + 1)
-        if (devices // x) % y == 0 and devices // (x * y) >= y
+        for x, y in itertools.combinations_with_replacement(sizes, 2)
+        if devices % (x * y) == 0
     ]
     return min(boxes, key=sum)

@@ -21,7 +21,7 @@ from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Leaf
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
-from zero_jax.hlo import prove
+from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
@@ -105,7 +105,7 @@ def of(
     if topology is not None and aim is None:
         raise ValueError(f"`topology`={topology!r} requires a target: set target='h100'")
     if aim is not None:
-        prove.check(aim, zero.mesh.size, topology)
+        aot.check(aim, zero.mesh.size, topology)
     proof.check(latencies, aim)
     wrapped = zero.optimizer(tx)
     step: TrainStep = zero.train_step(loss_fn, wrapped, has_aux=has_aux)

@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine.lifetimes import Layers
-from zero_jax.hlo import auditor, prove, roofline
+from zero_jax.hlo import aot, auditor, roofline
 from zero_jax.hlo.targets import Target
 from zero_jax.plan.memory import elements_per_param, sent_per_param
 from zero_jax.plan.tables import gigabytes, table
@@ -233,7 +233,7 @@ class Plan:
             "flops": self.compiled.flops,
             "flops_not_counted": list(self.compiled.uncounted),
             "step_time": dataclasses.asdict(self.time) if self.time else None,
-            "not_shown": list(prove.not_shown(self.target)) if self.target else [],
+            "not_shown": list(aot.not_shown(self.target)) if self.target else [],
         }
 
 
@@ -328,7 +328,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         parts += [
             "",
             "Not shown by a compile check",
-            *(f"- {line}" for line in prove.not_shown(plan.target)),
+            *(f"- {line}" for line in aot.not_shown(plan.target)),
         ]
     return "\n".join(parts)
 

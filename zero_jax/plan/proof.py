@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from zero_jax import releases
 from zero_jax.engine.step import TrainStep
-from zero_jax.hlo import auditor, prove, roofline, targets
+from zero_jax.hlo import aot, auditor, roofline, targets
 from zero_jax.hlo import latencies as own_latencies
 from zero_jax.hlo.targets import Target
 from zero_jax.sharding.mesh import AnyMesh, abstract_of
@@ -97,12 +97,12 @@ class Proof:
 
     def _for(self, target: Target, told: Any) -> auditor.Audit:
         mesh = abstract_of(self.mesh)
-        return prove.compile_for(
+        return aot.compile_for(
             *(target, self.step.function, jax.tree.map(lambda x: _abstract(x, mesh), self.args)),
             mesh,
-            given_topology=self.topology,
+            topology=self.topology,
             options=self.step.compiler_options(*self.args) if target.platform == "cuda" else {},
-            told=told,
+            seconds=told,
         )
 
 

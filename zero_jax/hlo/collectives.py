@@ -13,9 +13,9 @@ from typing import Any
 from jax.stages import Compiled
 
 from zero_jax.hlo import replica_groups
+from zero_jax.hlo.execution_counts import Execution, executions
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import Instruction, Program, parse
-from zero_jax.hlo.runs import Run, runs
+from zero_jax.hlo.hlo_text import Computation, Instruction, Program, parse
 
 _PAIRWISE = {"collective-permute", "send"}
 _FIRST_OPERAND = {"collective-broadcast", "ragged-all-to-all", "send"}  # holds the data
@@ -142,28 +142,28 @@ def collectives(
 def of_program(program: Program, mesh: Mapping[str, int] | None) -> tuple[Collective, ...]:
     """Returns the collectives of a parsed program."""
     flops = Flops(program)
-    sending = (run for run in runs(program) if _sends(run.instruction))
-    return tuple(_collective(run, flops, mesh) for run in sending)
+    return tuple(
+        _collective(execution, flops, mesh)
+        for execution in executions(program.entry)
+        if execution.instruction.kind in KINDS
+        if execution.instruction.attributes.get("is_host_transfer") != "true"
+    )
 
 
-def _sends(i: Instruction) -> bool:
-    return i.kind in KINDS and i.attributes.get("is_host_transfer") != "true"
-
-
-def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
-    i = run.instruction
+def _collective(execution: Execution, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
+    i = execution.instruction
     # Operands look alike everywhere; results differ between plain, start and wrapped forms.
-    names = i.operands[:1] if i.kind in _FIRST_OPERAND else i.operands
-    arrays = [a for name in names for a in run.computation.instructions[name].arrays]
+    operands = i.inputs[:1] if i.kind in _FIRST_OPERAND else i.inputs
+    arrays = [array for operand in operands for array in operand.arrays]
     text = next((i.attributes[key] for key in _GROUPS if key in i.attributes), "{}")
     try:
         groups = replica_groups.parse(text, flops.program.num_devices)
     except ValueError as error:
         raise ValueError(f"cannot read the replica groups of {i.name}: {text}") from error
     full = groups.size if i.kind == "all-gather" else 1
-    around = [caller.instruction for caller in run.callers]
+    around = [caller.instruction for caller in execution.callers]
     loops = [caller for caller in around if caller.kind == "while"]
-    start = next((r for r in (run, *reversed(run.callers)) if only_starts(r.instruction)), None)
+    start = next((x for x in (i, *reversed(around)) if only_starts(x)), None)
     return Collective(
         kind=i.kind,
         dtype=",".join(sorted({a.dtype for a in arrays})),
@@ -172,14 +172,14 @@ def _collective(run: Run, flops: Flops, mesh: Mapping[str, int] | None) -> Colle
         group_size=groups.size,
         axis="?" if i.kind in _PAIRWISE else groups.axis(mesh),
         replica_groups=text,
-        runs=run.times,
+        runs=execution.times,
         name=i.name,
         op_name=i.op_name,
         conditional=any(caller.kind == "conditional" for caller in around),
         asynchronous=start is not None,
-        overlapped_flops=_until_done(start, flops) if start else 0,
+        overlapped_flops=_flops_until_done(start, flops) if start else 0,
         in_loop=bool(loops),
-        in_layers=any(_computes(loop.called[0], flops) for loop in loops),
+        in_layers=any(_has_products(loop.called[0], flops) for loop in loops),
     )
 
 
@@ -191,26 +191,26 @@ def only_starts(i: Instruction) -> bool:
     return i.kind != i.opcode and '"is_sync":true' not in i.config
 
 
-def _computes(name: str, flops: Flops) -> bool:
+def _has_products(computation: Computation, flops: Flops) -> bool:
     """Returns whether a computation has matrix products; True if they cannot be counted."""
     try:
-        return any(flops.computation(name))
+        return any(flops.computation(computation))
     except ValueError:
         return True
 
 
-def _until_done(start: Run, flops: Flops) -> int:
+def _flops_until_done(start: Instruction, flops: Flops) -> int:
     """Returns the FLOPs scheduled between a start and its done in the same computation.
 
     A loop in between is left out: its products overlap the collectives inside it.
     """
-    total, under_way = 0, {start.instruction.name}
+    total, pending = 0, {start.name}
     instructions = list(start.computation.instructions.values())
-    for i in instructions[instructions.index(start.instruction) + 1 :]:
-        if not under_way.isdisjoint(i.operands):
+    for i in instructions[instructions.index(start) + 1 :]:
+        if not pending.isdisjoint(i.operands):
             if i.opcode.endswith("-done"):
                 break
-            under_way.add(i.name)  # an update
+            pending.add(i.name)  # an update
         elif i.opcode != "while":
-            total += int(flops.instruction(start.computation, i)[0])
+            total += flops.count(i)
     return total

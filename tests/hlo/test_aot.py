@@ -15,7 +15,7 @@ from networks import Network
 from test_flops import convolve
 
 import zero_jax
-from zero_jax.hlo import auditor, prove, targets
+from zero_jax.hlo import aot, auditor, targets
 
 pytestmark = pytest.mark.compile
 P = PartitionSpec
@@ -33,7 +33,7 @@ def compiled(f, arrays, *, target="h100", out_specs=WHOLE, axes=None):
     ]
     specs = tuple(spec for _, _, spec in arrays)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return prove.compile_for(targets.target(target), mapped, args, mesh, donated=0)
+    return aot.compile_for(targets.target(target), mapped, args, mesh, donated=0)
 
 
 # Loops, axes, dtypes.
@@ -123,7 +123,7 @@ def test_a_training_step_sends_and_holds_what_its_schedule_says():
     net = Network(L=6, D=1024, B=8, T=64, dtype="bf16")
     mesh = zero_jax.abstract_mesh(8)
     step, args = net.step(3, "block", mesh=mesh)
-    report = prove.compile_for(targets.target("h100"), step.function, args, mesh)
+    report = aot.compile_for(targets.target("h100"), step.function, args, mesh)
     runs = collections.Counter()
     for c in (c for c in report.collectives if c.elements == net.layer):
         runs[c.kind, c.dtype, c.in_loop] += c.runs

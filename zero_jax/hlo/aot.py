@@ -1,39 +1,41 @@
-"""Compiles a step for a target device ahead of time, in a separate process.
+"""Ahead-of-time compilation of a step for a target device, in a separate process.
 
 The step is traced here on an abstract mesh, exported (`jax.export`), and compiled by a child
 process that knows the target: an H100 by its description, a TPU by its topology, CPU devices by
 number. The child's compiler is the one that a run on that hardware uses, so memory, collectives
-and schedule are those of the real program. A process of its own, because the GPU compiler needs
-settings that must stand before JAX starts, and because it dies without a word where ptxas or
+and schedule are those of the real program. A separate process, because the GPU compiler needs
+settings that must be set before JAX starts, and because it exits without a message if ptxas or
 libdevice is missing.
 
-What such a compile cannot show is listed by `not_shown`.
+`not_shown` lists the limits of such a compilation.
 """
 
 import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax import releases
-from zero_jax.hlo import auditor, latencies
-from zero_jax.hlo.targets import Target, topology
+from zero_jax.hlo import auditor, latencies, targets
+from zero_jax.hlo.targets import Target
 from zero_jax.sharding.layout import key_impl
 from zero_jax.sharding.mesh import AnyMesh
 
+PyTree = Any
 _NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
@@ -51,20 +53,15 @@ FLAGS = (
     "--xla_gpu_autotune_level=0 --xla_gpu_disable_gpuasm_optimizations=true"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-_MEMORY = tuple(
-    f"{prefix}{kind}_size_in_bytes"
-    for prefix in ("", "host_")
-    for kind in ("argument", "output", "alias", "temp")
-)
 
 
-def check(target: Target, devices: int, given: str | None = None) -> str:
+def check(target: Target, devices: int, topology: str | None = None) -> str:
     """Returns the topology to compile for; called before any tracing.
 
     Args:
       target: The target to compile for.
       devices: Number of devices.
-      given: See `topology`.
+      topology: See `targets.topology`.
 
     Raises:
       ValueError: The target cannot be compiled for here; the message says what to install.
@@ -74,65 +71,65 @@ def check(target: Target, devices: int, given: str | None = None) -> str:
             f"`target`={target.name!r} is for predictions only, JAX does not run on it: use h100"
         )
     _check_installed(target)
-    return "" if target.platform == "cpu" else topology(target, devices, given)
+    return "" if target.platform == "cpu" else targets.topology(target, devices, topology)
 
 
 def compile_for(
     target: Target,
-    step: Any,
-    args: Sequence[Any],
+    step: Callable[..., PyTree],
+    args: Sequence[PyTree],
     mesh: AnyMesh,
     *,
     donated: int = 2,
-    given_topology: str | None = None,
+    topology: str | None = None,
     options: Mapping[str, Any] | None = None,
-    told: Mapping[str, float] | None = None,
+    seconds: Mapping[str, float] | None = None,
     timeout: float = 1800,
 ) -> auditor.Audit:
     """Compiles a step for a target and audits it.
 
     Args:
-      target: what to compile for.
-      step: a function of `args`; not jitted.
-      args: trees of ShapeDtypeStructs whose shardings, if any, are on `mesh`.
-      mesh: an AbstractMesh (or a Mesh), for the sizes and names of its axes.
-      donated: how many of the args are donated.
-      given_topology: see `topology`.
-      options: of the compiler, as `jax.jit` takes them.
-      told: how long instructions take, for XLA's scheduler, see `latencies`.
-      timeout: seconds after which the child is ended.
+      target: The target to compile for.
+      step: A function of `args`; not jitted.
+      args: Trees of ShapeDtypeStructs whose shardings, if any, are on `mesh`.
+      mesh: An AbstractMesh (or a Mesh), for the sizes and names of its axes.
+      donated: Number of donated arguments.
+      topology: See `targets.topology`.
+      options: Compiler options, as for `jax.jit`.
+      seconds: Latencies of instructions for XLA's scheduler, see `latencies`.
+      timeout: Seconds after which the child is stopped.
 
     Raises:
-      ValueError: see `check`; or the step calls back to Python.
-      RuntimeError: the compiler failed; shows its last lines.
+      ValueError: See `check`; or the step calls back to Python.
+      RuntimeError: The compiler failed; the message has its last lines.
     """
-    shape = check(target, mesh.size, given_topology)
-    exported = _export(target, step, args, donated)
-    with tempfile.TemporaryDirectory(prefix="zero_jax_prove_") as folder:
+    options = dict(options or {})
+    topology = check(target, mesh.size, topology)
+    with tempfile.TemporaryDirectory(prefix="zero_jax_aot_") as folder:
         here = pathlib.Path(folder)
-        (here / "step.bin").write_bytes(exported["program"])
-        if told is not None:
-            profile = here / f"told{latencies.SUFFIX}"
-            profile.write_text(latencies.text(told))
-            options = {**(options or {}), releases.LATENCIES: str(profile)}
+        (here / "step.bin").write_bytes(_exported(target, step, args))
+        if seconds is not None:
+            profile = here / f"profile{latencies.SUFFIX}"
+            profile.write_text(latencies.text(seconds))
+            options[releases.LATENCIES] = str(profile)
         request = {
-            **exported["request"],
             "platform": target.platform,
             "name": target.name,
             "config": target.config_text if target.platform == "cuda" else "",
-            "topology": shape,
+            "topology": topology,
             "axes": list(mesh.shape.items()),
-            "options": dict(options or {}),
+            "donated": len(jax.tree.leaves(tuple(args[:donated]))),
+            "options": options,
         }
         (here / "request.json").write_text(json.dumps(request))
         _run_child(here, target, mesh.size, timeout)
-        numbers = json.loads((here / "memory.json").read_text())
+        sizes = json.loads((here / "memory.json").read_text())
         text = (here / "program.txt").read_text()
-    return auditor.of_text(text, types.SimpleNamespace(**numbers), dict(mesh.shape))
+    return auditor.of_text(text, sizes, dict(mesh.shape))
 
 
 def install_line(target: Target) -> str:
-    """What to install to compile for a target."""
+    """Returns the command that installs the compiler for a target."""
     version = importlib.metadata.version("jaxlib")
     if target.platform == "tpu":
         return "pip install libtpu"
@@ -143,13 +140,13 @@ def install_line(target: Target) -> str:
 
 
 def not_shown(target: Target) -> tuple[str, ...]:
-    """What a program compiled for a target that is not there does not say, or says wrongly."""
+    """Returns what an ahead-of-time compilation for a target does not show, or shows wrongly."""
     return _NOT_SHOWN[target.platform]
 
 
 def _check_installed(target: Target) -> None:
-    known = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-    modules = known.get(target.platform, ())
+    compilers = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",), "cpu": ()}
+    modules = compilers[target.platform]
     if modules and not any(map(importlib.util.find_spec, modules)):
         raise ValueError(
             f"compiling for {target.name} requires {modules[0]}, which is not installed: "
@@ -157,59 +154,40 @@ def _check_installed(target: Target) -> None:
         )
 
 
-def _export(target: Target, step: Any, args: Sequence[Any], donated: int) -> dict[str, Any]:
-    """Returns the step as a portable program of flat arrays, and the description of the arrays."""
+def _exported(target: Target, step: Callable[..., PyTree], args: Sequence[PyTree]) -> bytes:
+    """Returns the step as a portable program of flat arrays, in which a random key is its data."""
     leaves, treedef = jax.tree.flatten(tuple(args))
-    count = len(jax.tree.leaves(tuple(args[:donated])))
     impls = [
         key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None for x in leaves
     ]
 
-    def flat(*arrays: Any) -> tuple[Any, ...]:
+    def flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         wrapped = [
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
             for x, impl in zip(arrays, impls, strict=True)
         ]
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(treedef, wrapped))))
 
-    plain = [x if impl is None else _key_data(x) for x, impl in zip(leaves, impls, strict=True)]
-    jitted = jax.jit(flat, donate_argnums=tuple(range(count)))
+    arrays = [
+        x if impl is None else jax.eval_shape(jax.random.key_data, x)
+        for x, impl in zip(leaves, impls, strict=True)
+    ]
+    # JAX forgets the sharding of an argument that it removes.
+    jitted = jax.jit(flat, keep_unused=True)
     try:
-        exported = jax.export.export(jitted, platforms=[target.platform])(*plain)
-        program = bytes(exported.serialize())
+        return bytes(jax.export.export(jitted, platforms=[target.platform])(*arrays).serialize())
     except NotImplementedError as error:
         raise ValueError(
             "the step calls back to Python (jax.debug.print, a callback), which cannot be "
             "compiled for another machine. Remove the callback to compile ahead of time. The "
             f"error of JAX: {error}"
         ) from error
-    request = {
-        "shapes": [list(x.shape) for x in plain],
-        "dtypes": [str(x.dtype) for x in plain],
-        "specs": [_spec(x) for x in plain],
-        "kinds": [_kind(x) for x in plain],
-        "donated": count,
-    }
-    return {"program": program, "request": request}
-
-
-def _key_data(key: Any) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.key_data, key)
-
-
-def _spec(leaf: Any) -> list[Any]:
-    sharding = getattr(leaf, "sharding", None)
-    return [list(e) if isinstance(e, tuple) else e for e in sharding.spec] if sharding else []
-
-
-def _kind(leaf: Any) -> str:
-    """The memory in which an argument rests."""
-    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "device"
 
 
 def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float) -> None:
+    """Compiles in a child process, again without some kernels if XLA cannot choose one."""
     flags = FLAGS if target.platform == "cuda" else ""
-    child = _ran(here, target, devices, timeout, flags)
+    child = _started(here, target, devices, timeout, flags)
     if child.returncode and flags and releases.NO_KERNEL in child.stderr:
         warnings.warn(
             f"XLA for {target.name} cannot choose a kernel for a matrix product of this step "
@@ -217,11 +195,11 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
             "changed bytes by 1 % and seconds by 2 %",
             stacklevel=2,
         )
-        child = _ran(here, target, devices, timeout, f"{flags} {releases.BY_LIBRARY}")
+        child = _started(here, target, devices, timeout, f"{flags} {releases.BY_LIBRARY}")
     if child.returncode == 0:
         return
-    said = [line[:300] for line in child.stderr.splitlines() if line.strip()][-12:]
-    text = "\n".join(said)
+    lines = [line[:300] for line in child.stderr.splitlines() if line.strip()]
+    text = "\n".join(lines[-12:])
     if child.returncode < 0 or "libdevice" in text or "ptxas" in text:
         raise ValueError(
             f"the compiler for {target.name} exited with {child.returncode}, most often because "
@@ -230,7 +208,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     raise RuntimeError(f"compiling for {target.name} failed:\n{text}")
 
 
-def _ran(
+def _started(
     here: pathlib.Path, target: Target, devices: int, timeout: float, flags: str
 ) -> "subprocess.CompletedProcess[str]":
     env = {
@@ -243,7 +221,7 @@ def _ran(
             [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         ),
     }
-    command = [sys.executable, "-m", "zero_jax.hlo.prove", str(here)]
+    command = [sys.executable, "-m", "zero_jax.hlo.aot", str(here)]
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
@@ -252,9 +230,41 @@ def _ran(
         ) from error
 
 
-def _devices(request: dict[str, Any], count: int) -> Sequence[Any]:
-    from jax.experimental import topologies
+def _child(here: pathlib.Path) -> None:
+    """Compiles the exported step as requested; writes the program's text and memory sizes."""
+    request = json.loads((here / "request.json").read_text())
+    names, sizes = zip(*request["axes"], strict=True)
+    devices = np.array(_devices(request, math.prod(sizes))).reshape(sizes)
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
+    donated, replicated = request["donated"], NamedSharding(mesh.abstract_mesh, PartitionSpec())
+    shardings = [
+        s if isinstance(s, NamedSharding) else replicated
+        for s in exported.in_shardings_jax(mesh.abstract_mesh)
+    ]
+    options: dict[str, Any] = {}
+    if hosted := any(s.memory_kind == "pinned_host" for s in shardings):
+        # On a concrete mesh of devices that are not present JAX drops memory kinds silently. On an
+        # abstract mesh every argument and result needs a kind.
+        shardings = [s.with_memory_kind(s.memory_kind or "device") for s in shardings]
+        # The donated arguments are the first results, updated; the others are small.
+        small = replicated.with_memory_kind("device")
+        count = len(exported.out_avals) - donated
+        options = {"out_shardings": (*shardings[:donated], *[small] * count)}
+    else:
+        shardings = [NamedSharding(mesh, s.spec) for s in shardings]
+    args = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(range(donated)), **options)
+    with jax.set_mesh(mesh) if hosted else contextlib.nullcontext():
+        compiled = jitted.lower(*args).compile(compiler_options=request["options"])
+    (here / "memory.json").write_text(json.dumps(auditor.memory_sizes(compiled)))
+    (here / "program.txt").write_text(compiled.as_text() or "")
 
+
+def _devices(request: Mapping[str, str], count: int) -> Sequence[jax.Device]:
     if request["platform"] == "cpu":
         return jax.devices()[:count]
     if request["platform"] == "tpu":
@@ -266,44 +276,6 @@ def _devices(request: dict[str, Any], count: int) -> Sequence[Any]:
         target_config=request["config"],
         topology=request["topology"],
     ).devices
-
-
-def _child(here: pathlib.Path) -> None:
-    request = json.loads((here / "request.json").read_text())
-    names, sizes = zip(*request["axes"], strict=True)
-    devices = np.array(_devices(request, int(np.prod(sizes)))).reshape(sizes)
-    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
-    exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
-    donated, hosted = request["donated"], "pinned_host" in request["kinds"]
-    # With a concrete mesh of devices that are not there, JAX drops memory kinds without a word;
-    # with an abstract one every argument and result needs a kind.
-    own = mesh.abstract_mesh if hosted else mesh
-    placed = [
-        NamedSharding(
-            own, PartitionSpec(*map(_entry, spec)), **({"memory_kind": kind} if hosted else {})
-        )
-        for spec, kind in zip(request["specs"], request["kinds"], strict=True)
-    ]
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype, sharding in zip(request["shapes"], request["dtypes"], placed, strict=True)
-    ]
-    options: dict[str, Any] = {}
-    if hosted:  # the donated arguments come back as the first results, and the rest is small
-        small = NamedSharding(own, PartitionSpec(), memory_kind="device")
-        count = len(exported.out_avals) - donated
-        options = {"out_shardings": (*placed[:donated], *[small] * count)}
-    jitted = jax.jit(exported.call, donate_argnums=tuple(range(donated)), **options)
-    with jax.set_mesh(mesh) if hosted else contextlib.nullcontext():
-        compiled = jitted.lower(*args).compile(compiler_options=request["options"])
-    memory = compiled.memory_analysis()
-    numbers = {name: getattr(memory, name) for name in _MEMORY}
-    (here / "memory.json").write_text(json.dumps(numbers))
-    (here / "program.txt").write_text(compiled.as_text() or "")
-
-
-def _entry(entry: Any) -> Any:
-    return tuple(entry) if isinstance(entry, list) else entry
 
 
 if __name__ == "__main__":
