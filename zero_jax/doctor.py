@@ -27,19 +27,13 @@ from zero_jax.sharding.mesh import make_mesh
 from zero_jax.streams import lasting_streams
 
 Rows = list[tuple[str, str]]
-# Packages by how their names begin.
+# Prefixes of packages.
 _PACKAGES = ("jax", "flax", "optax", "numpy", "chex", "orbax", "nvidia-nccl", "nvidia-cudnn")
-# What is set for JAX, XLA, NCCL and their launchers, by how the names begin. Nothing else is read:
-# a report is pasted where others see it.
+# Prefixes of variables for JAX, XLA, NCCL, and launchers. No other variable is read: reports are
+# public.
 _SETTINGS = (
-    "JAX_",
-    "XLA_",
-    "NCCL_",
-    "CUDA_VISIBLE",
-    "TF_",
-    "ZERO_JAX_",
-    "SLURM_NTASKS",
-    "OMPI_COMM",
+    *("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE", "TF_", "ZERO_JAX_"),
+    *("SLURM_NTASKS", "OMPI_COMM"),
 )
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

@@ -130,55 +130,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Command, help: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Command, help: str, *paths: tuple[str, str | None, str]
+    ) -> Callable[..., argparse.Action]:
+        """Adds a command with some (destination, metavar, help); returns its `add_argument`."""
         subparser = commands.add_parser(name, help=help, description=help)
         subparser.set_defaults(run=run)
-        return subparser
+        for dest, metavar, about in paths:
+            subparser.add_argument(dest, type=pathlib.Path, metavar=metavar, help=about)
+        return subparser.add_argument
 
-    inspect = command(
-        "inspect", _inspect, "List steps, sizes, versions, arrays and damage; exits 1 on damage."
-    )
-    inspect.add_argument("dir", type=pathlib.Path, help="Checkpoint folder.")
-    inspect.add_argument(
-        "--step", type=int, help="Step to list the arrays of (default: the latest)."
-    )
-    verify = command(
-        "verify", _verify, "Read all files and compare checksums; exits 1 on a mismatch."
-    )
-    verify.add_argument("dir", type=pathlib.Path, help="Checkpoint folder.")
-    verify.add_argument("--step", type=int, help="Step to verify (default: all).")
-    _add_export(command("export", _export, "Write the parameters as a transformers model."))
-    load = command("import", _import, "Make a checkpoint of a transformers model to train from.")
-    load.add_argument(
-        "folder", type=pathlib.Path, metavar="IN", help="Folder with config.json and safetensors."
-    )
-    load.add_argument("dir", type=pathlib.Path, help="Checkpoint folder to write.")
-    load.add_argument("--step", type=int, default=0, help="Step of the checkpoint (default: 0).")
-    return parser
+    folder = ("dir", None, "Checkpoint folder.")
+    about = "List steps, sizes, versions, arrays and damage; exits 1 on damage."
+    add = command("inspect", _inspect, about, folder)
+    add("--step", type=int, help="Step to list the arrays of (default: the latest).")
 
+    about = "Read all files and compare checksums; exits 1 on a mismatch."
+    add = command("verify", _verify, about, folder)
+    add("--step", type=int, help="Step to verify (default: all).")
 
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("dir", type=pathlib.Path, help="Checkpoint folder.")
-    add("out", type=pathlib.Path, metavar="OUT", help="Folder to write.")
-    add(
-        "--format",
-        choices=("safetensors",),
-        default="safetensors",
-        help="File format (default: safetensors).",
-    )
+    about = "Write the parameters as a transformers model."
+    add = command("export", _export, about, folder, ("out", "OUT", "Folder to write."))
+    about = "File format (default: safetensors)."
+    add("--format", choices=("safetensors",), default="safetensors", help=about)
     add("--step", type=int, help="Step to export (default: the latest).")
-    add(
-        "--max-file-bytes",
-        type=float,
-        default=MAX_FILE_BYTES,
-        help="Maximum bytes of tensors per file (default: %(default)g).",
-    )
-    add(
-        "--like",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="Folder to copy config.json and the tokenizer from.",
-    )
+    about = "Maximum bytes of tensors per file (default: %(default)g)."
+    add("--max-file-bytes", type=float, default=MAX_FILE_BYTES, help=about)
+    about = "Folder to copy config.json and the tokenizer from."
+    add("--like", type=pathlib.Path, metavar="DIR", help=about)
     add("--heads", type=int, help="Attention heads (default: from the checkpoint).")
     add("--prefix", help="Prefix of parameter paths (default: 0/, none or params/).")
+
+    about = "Make a checkpoint of a transformers model to train from."
+    source = ("folder", "IN", "Folder with config.json and safetensors.")
+    add = command("import", _import, about, source, ("dir", None, "Checkpoint folder to write."))
+    add("--step", type=int, default=0, help="Step of the checkpoint (default: 0).")
+    return parser

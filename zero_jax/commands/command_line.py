@@ -141,61 +141,48 @@ class _Parser(argparse.ArgumentParser):
 def _add(parser: argparse.ArgumentParser, cls: type, hidden: Collection[str]) -> None:
     """Adds the fields of a dataclass as one group."""
     group = parser.add_argument_group((cls.__doc__ or "").partition("\n")[0].rstrip("."))
-    kinds = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        own = [k for k in _members(kinds[field.name]) if k is not types.NoneType]
-        names = [flag(field.name), *filter(None, [field.metadata["alias"]])]
-        about: dict[str, Any] = {"dest": field.name}
-        if own == [bool]:
-            negative = "--no-" + names[0][2:]
-            shown, other = (negative, names[0]) if field.default else (names[0], negative)
-            about["action"] = "store_false" if field.default else "store_true"
-            text = field.metadata["help"].rstrip(".") + " (default: off)"
-            group.add_argument(shown, help=text, **about)
-            about["action"] = "store_true" if field.default else "store_false"
-            group.add_argument(other, help=argparse.SUPPRESS, **about)
+        name, default, about = flag(field.name), field.default, field.metadata
+        kinds, text = _kinds(hints[field.name]), about["help"].rstrip(".")
+        if kinds == [bool]:
+            for switch, value in ((name, True), ("--no-" + name[2:], False)):
+                shown = argparse.SUPPRESS if value == default else f"{text} (default: off)"
+                action = "store_true" if value else "store_false"
+                group.add_argument(switch, dest=field.name, action=action, help=shown)
             continue
-        choices = [value for k in own if get_origin(k) is Literal for value in get_args(k)]
+        choices = [value for k in kinds if get_origin(k) is Literal for value in get_args(k)]
         listed = ": " + ", ".join(map(str, choices)) if len(choices) > 1 else ""
-        text = field.metadata["help"].rstrip(".")
         head, opening, tail = text.partition(" (default")
-        default = (
-            "" if opening else f" (default: {'none' if field.default is None else field.default})"
+        end = "" if opening else f" (default: {'none' if default is None else default})"
+        text = (head + listed + opening + tail + end).replace("%", "%%")
+        group.add_argument(
+            *filter(None, [name, about["alias"]]),
+            dest=field.name,
+            help=argparse.SUPPRESS if field.name in hidden else text,
+            metavar=about["metavar"] or ("NAME" if choices else _METAVARS[kinds[0]]),
+            type=_reader(kinds[0], choices),
         )
-        about["help"] = (head + listed + opening + tail + default).replace("%", "%%")
-        if field.name in hidden:
-            about["help"] = argparse.SUPPRESS
-        about["metavar"] = field.metadata["metavar"] or ("NAME" if choices else _METAVARS[own[0]])
-        about["type"] = _choice(choices) if choices else _number(own[0])
-        group.add_argument(*names, **about)
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type alone."""
-    return get_args(kind) if get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+def _kinds(hint: Any) -> list[Any]:
+    """Returns the types of a hint, without None."""
+    is_union = get_origin(hint) in (types.UnionType, typing.Union)
+    return [k for k in (get_args(hint) if is_union else (hint,)) if k is not types.NoneType]
 
 
-def _choice(choices: Sequence[Any]) -> Callable[[str], Any]:
-    """Reads one of some values."""
+def _reader(kind: type, choices: Sequence[str | int]) -> Callable[[str], Any]:
+    """Returns a function that reads one of the choices, if there are any, or a value of a type."""
+    known = {str(value): value for value in choices}
 
     def read(text: str) -> Any:
-        known = {str(value): value for value in choices}
-        if text not in known:
+        if known and text not in known:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is unknown; the nearest is {nearest(text, known)!r}. Use one of "
                 + ", ".join(known)
             )
-        return known[text]
-
-    return read
-
-
-def _number(kind: type) -> Callable[[str], Any]:
-    """Reads text, or a number, of which it says what is required."""
-
-    def read(text: str) -> Any:
         try:
-            return kind(text)
+            return known[text] if known else kind(text)
         except ValueError:
             name = {int: "an integer", float: "a number"}[kind]
             raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
