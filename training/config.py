@@ -7,7 +7,7 @@ checked here: names and combinations are checked where they are used.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -32,16 +32,13 @@ from zero_jax.commands.settings import (
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO
+from zero_jax.models.optimizers import RATES
 from zero_jax.names import parse_bytes
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator_address", "process_id", "output_dir", "debug"))
 # Settings of one start, which a repetition of the run does not take over.
 _START = frozenset(("num_processes", "supervise", "resume", "resume_step", "export_dir"))
-GROUPS = (
-    *(RunSettings, ModelSettings, DataSettings, DeviceSettings, OptimizerSettings, ZeroSettings),
-    *(LoraSettings, LogSettings, CheckpointSettings, ProcessSettings),
-)
 
 
 # Fields of the last base come first, so that a run lists its settings in the order of `--help`.
@@ -61,15 +58,23 @@ class Config(
     """All settings of a run."""
 
 
+GROUPS = Config.__mro__[-2:0:-1]  # its bases, from RunSettings to ProcessSettings
+
+
 def parse(args: Sequence[str]) -> Config:
     """Returns the settings of a command line; prints help or an error, and exits.
+
+    Raises:
+        ValueError: A number is out of range, or `--paper-config` meets what it sets.
 
     >>> parse(["--max-steps", "50", "--stage", "2"]).max_steps
     50
     """
     about = "Trains a transformer on text with ZeRO sharded data parallelism."
     given = command_line.parse(GROUPS, args, prog="train.py", description=about)
-    return Config(**with_paper_config(given))
+    config = Config(**with_paper_config(given))
+    check_numbers(config)
+    return config
 
 
 def as_yaml(config: Config) -> str:
@@ -119,25 +124,17 @@ def check_numbers(config: Config) -> None:
         parse_bytes(config.memory_limit, "--memory-limit")
 
 
-def resolve(config: Config, rates: Mapping[str, float]) -> Config:
-    """Checks the numbers and fills in the rate and the warm-up.
-
-    Args:
-        config: The settings as given.
-        rates: A learning rate for each optimizer's name.
-
-    Returns:
-        The settings with `learning_rate` and `warmup_steps` decided.
+def resolve(config: Config) -> Config:
+    """Returns the settings with `learning_rate` and `warmup_steps` decided.
 
     Raises:
-        ValueError: A number is out of range, with its flag and the range.
+        ValueError: Settings do not fit each other.
 
-    >>> resolve(Config(max_steps=50), {"adamw": 0.01}).warmup_steps
+    >>> resolve(Config(max_steps=50)).warmup_steps
     5
-    >>> resolve(Config(init_from="DIR", lora_rank=16), {"adamw": 0.004}).learning_rate
+    >>> resolve(Config(init_from="DIR", lora_rank=16)).learning_rate
     0.0002
     """
-    check_numbers(config)
     if config.memory_limit is not None and config.stage != AUTO:
         raise ValueError(
             f"--memory-limit {config.memory_limit} requires --stage auto, and --stage is "
@@ -149,14 +146,10 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
             f"--max-steps {config.max_steps} does not reach: use --max-steps {profile.LAST} or more"
         )
     if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
-        asked = (
-            f"--paper-config {config.paper_config}"
-            if config.paper_config
-            else f"--remat {config.remat}"
-        )
+        name = "paper_config" if config.paper_config else "remat"
         raise ValueError(
-            f"{asked} shards saved activations over a model axis, and the mesh has none: add one, "
-            "for example with --mesh model=2"
+            f"{flag(name)} {getattr(config, name)} shards saved activations over a model axis, and "
+            "the mesh has none: add one, for example with --mesh model=2"
         )
     warmup = config.max_steps // 10 if config.warmup_steps is None else config.warmup_steps
     if warmup >= config.max_steps:
@@ -164,19 +157,12 @@ def resolve(config: Config, rates: Mapping[str, float]) -> Config:
             f"--warmup-steps {warmup} must be below --max-steps {config.max_steps}: use fewer "
             "warmup steps"
         )
-    lr = (
-        rates[config.optimizer] / _gentler(config)
-        if config.learning_rate is None
-        else config.learning_rate
-    )
+    lr = config.learning_rate
+    if lr is None:  # lower for a model that is trained already
+        from_scratch = RATES[config.optimizer]
+        tuned = from_scratch / (100 if config.lora_rank is None else 20)
+        lr = from_scratch if config.init_from is None else tuned
     return dataclasses.replace(config, warmup_steps=warmup, learning_rate=lr)
-
-
-def _gentler(config: Config) -> float:
-    """By how much the rate of a model that knows something is below that of one that begins."""
-    if config.init_from is None:
-        return 1.0
-    return 100.0 if config.lora_rank is None else 20.0
 
 
 def shared(config: Config) -> dict[str, Any]:

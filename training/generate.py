@@ -21,7 +21,7 @@ import numpy as np
 
 import zero_jax
 from training.export import ADAPTER
-from training.memory import room_for
+from training.memory import lack_of_room
 from training.show import printable
 from training.tokenizer import Tokenizer
 from zero_jax import interchange
@@ -74,30 +74,22 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
         )
     config, tokenizer = interchange.config(folder), Tokenizer(folder)
     tokenizer.check_fits(config.vocab)
-    messages: list[str] = []
-    if not room_for(4 * families.num_params(config), "answer", messages.append):
-        raise ValueError(messages[0])
-    model = TextModel(config)
+    if message := lack_of_room(4 * families.num_params(config), "answer"):
+        raise ValueError(message)
+    lora = None
+    if adapter is not None:
+        lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
+    model = TextModel(config, lora)
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
     params = interchange.load(folder, zero.eval_shape(model.own))
-    if adapter is not None:
-        params = _with_adapter(params, config, adapter)
+    if adapter is not None and (adapted := model.adapted) is not None:
+        merged = jax.jit(
+            lambda base, lora: adapted.merged({"base": base, "lora": lora}), donate_argnums=0
+        )
+        params = merged(params, jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config)))
     prompt = jnp.asarray(tokenizer.asked(question), jnp.int32)
     tokens = generate.generate(model.model(params), prompt, length, jax.random.key(0), 0.0)
     return tokenizer.decode(tokenizer.to_end(np.asarray(tokens), prompt.size)[prompt.size :])
-
-
-def _with_adapter(base: PyTree, config: families.Config, adapter: Path) -> PyTree:
-    """Returns the model with its adapters merged; donates the base."""
-    lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
-    adapted = TextModel(config, lora).adapted
-    assert adapted is not None
-
-    def merged(base: PyTree, lora: PyTree) -> PyTree:
-        return adapted.merged({"base": base, "lora": lora})
-
-    weights = jax.tree.map(jnp.asarray, peft.load_adapter(adapter, config))
-    return jax.jit(merged, donate_argnums=0)(base, weights)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 
 import zero_jax
-from training.config import Config, check_numbers, flag, mesh_sizes, parse
+from training.config import Config, flag, mesh_sizes, parse
 from training.memory import LESS_MEMORY, host_memory
 from training.preemption import FAILED, INTERRUPTED, NOT_JOINED, Stopped, without
 from training.run import run
@@ -73,32 +73,32 @@ def print_error(*texts: object) -> None:
 
 
 def supervised(config: Config, args: Sequence[str]) -> int:
-    """Starts this command again, in as many processes as `--supervise` says."""
+    """Starts this command again, in as many processes as `--supervise` says.
+
+    Raises:
+        ValueError: A setting does not fit `--supervise`.
+    """
     assert config.supervise is not None
     for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(config, name) is not None:
-            print_error(
-                f"error: {flag(name)} {getattr(config, name)}: --supervise starts and numbers the "
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: --supervise starts and numbers the "
                 f"processes itself: leave {flag(name)} out, or --supervise"
             )
-            return WRONG
     launched = launched_processes()
     if config.supervise > 1 and launched > 1:
-        print_error(
-            f"error: --supervise {config.supervise} under a launcher would start {launched} runs "
+        raise ValueError(
+            f"--supervise {config.supervise} under a launcher would start {launched} runs "
             "in one folder: leave --supervise out, the launcher starts the processes"
         )
-        return WRONG
     args = without(args, {"--supervise": 1})
     if parse(args).supervise is not None:
-        print_error(
-            f"error: --config sets supervise: {config.supervise}, which each of the processes "
+        raise ValueError(
+            f"--config sets supervise: {config.supervise}, which each of the processes "
             "would read: write --supervise on the command line, and remove it from the file"
         )
-        return WRONG
     if config.output_dir is None:
-        print_error("error: --supervise requires --output-dir, the folder to resume in")
-        return WRONG
+        raise ValueError("--supervise requires --output-dir, the folder to resume in")
     command = [sys.executable, str(pathlib.Path(__file__).parent.parent / "train.py"), *args]
     return supervise(
         command,
@@ -128,13 +128,9 @@ def entry() -> int:
 def main(args: Sequence[str] | None = None) -> int:
     """Runs with these arguments, by default those of the command line; returns the exit code."""
     args = list(sys.argv[1:] if args is None else args)
+    config = Config()
     try:
         config = parse(args)
-    except ValueError as error:
-        print_error("error:", error)
-        return WRONG
-    try:
-        check_numbers(config)
         if config.supervise is not None:
             return supervised(config, args)
         join(config)

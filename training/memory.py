@@ -2,8 +2,6 @@
 
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,19 +29,16 @@ def peak_bytes() -> int | None:
     return max((s["peak_bytes_in_use"] for s in known), default=None)
 
 
-def room_for(size: int, what: str, say: Callable[..., Any]) -> bool:
-    """Returns whether every device of every process has enough free memory; equal in all.
+def lack_of_room(size: int, what: str) -> str:
+    """Returns a message if a device of any process has less free memory, equal in all; else "".
 
     Args:
         size: Bytes needed on each device.
         what: Their use, for the message.
-        say: Called with a message if memory is short.
     """
     known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
     left = min((s["bytes_limit"] - s["bytes_in_use"] for s in known), default=size)
     # A ratio, because jax would round int64 byte counts to 32 bits.
-    shares = multihost_utils.process_allgather(np.float32(left / size))
-    if np.min(shares) >= 1:
-        return True
-    say(f"no {what}: it needs {size / 1e9:.1f} GB of a device, and less is free")
-    return False
+    if np.min(multihost_utils.process_allgather(np.float32(left / size))) >= 1:
+        return ""
+    return f"no {what}: it needs {size / 1e9:.1f} GB of a device, and less is free"

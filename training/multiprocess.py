@@ -1,61 +1,30 @@
-"""Errors, interrupts and the end of a run in several processes."""
+"""Output and errors of a run in several processes."""
 
 from __future__ import annotations
 
 import contextlib
-import pathlib
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
 import zero_jax
-from training.preemption import INTERRUPTED, Stopped
-from training.saving import newest_step
-from zero_jax.distributed.agreement import gather_texts
-
-T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def interrupted(folder: pathlib.Path) -> Iterator[None]:
-    """Raises `Stopped` with the newest checkpoint when a second Ctrl-C interrupts the block."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends already
-        saved = None
-        with contextlib.suppress(OSError, ValueError):
-            saved = newest_step(folder)
-        raise Stopped(INTERRUPTED, folder, saved, at_once=True) from error
+def say(*words: object, sep: str = " ") -> None:
+    """Prints in process 0."""
+    if jax.process_index() == 0:
+        print(*words, sep=sep, flush=True)
 
 
 @contextlib.contextmanager
-def shutdown_distributed() -> Iterator[None]:
-    """Shuts down `jax.distributed`, which waits for all processes, under the watchdog."""
-    try:
-        yield
-    except Stopped:
-        jax.distributed.shutdown()
-        raise
-    jax.distributed.shutdown()
-
-
-def together(settings: Mapping[str, Any], name: str, function: Callable[[], T]) -> T:
-    """Returns the result of `function`; if it fails in one process, all processes raise."""
+def together(settings: Mapping[str, Any], name: str) -> Iterator[None]:
+    """Runs the block in all processes; if it fails in one of them, all processes raise."""
     failure: Exception | None = None
     try:
-        result = function()
+        yield
     except (ValueError, OSError) as error:
         failure = error
-    if jax.distributed.is_initialized():
-        zero_jax.check_agreement({**settings, name: failure or "fine"})
+    zero_jax.check_agreement({**settings, name: failure or "fine"})
     if failure is not None:
         raise failure
-    return result
-
-
-def path_of_first_process(path: pathlib.Path) -> pathlib.Path:
-    """Returns the absolute path of process 0, because checkpoints are on shared storage."""
-    return pathlib.Path(gather_texts(str(path.resolve()))[0])

@@ -10,42 +10,22 @@ import optax
 
 from training.config import Config
 from zero_jax.models import optimizers
-from zero_jax.names import unknown
 
 Rate = Callable[[Any], Any]
 RATES = optimizers.RATES
 
 
-def check_name(name: str) -> str:
-    """Returns the name of an optimizer.
-
-    Raises:
-        ValueError: There is no such optimizer; names the nearest one.
-    """
-    if name not in RATES:
-        raise ValueError(unknown("optimizer", name, RATES, "Choose one of"))
-    return name
-
-
 def make(config: Config) -> optax.GradientTransformation:
-    """Returns the optimizer of a run.
-
-    Args:
-        config: Settings with `learning_rate` and `warmup_steps` decided, as by `resolve`.
-
-    Raises:
-        ValueError: No optimizer has that name.
-    """
-    name = check_name(config.optimizer)
+    """Returns the optimizer of a run, from settings completed by `resolve`."""
     decay, clip = config.weight_decay, config.max_grad_norm
-    return optimizers.make(name, rate(config), weight_decay=decay, clip=clip)
+    return optimizers.make(config.optimizer, rate(config), weight_decay=decay, clip=clip)
 
 
 def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | None:
     """Returns a warning if another `--max-steps` than before changes the learning rate, or None.
 
     Args:
-        config: Settings with `learning_rate` and `warmup_steps` decided, as by `resolve`.
+        config: Settings completed by `resolve`.
         before: Settings of the run that is resumed.
         step: Step of the checkpoint.
 

@@ -17,7 +17,7 @@ import jax
 import optax
 
 import zero_jax
-from training import corpus, optimizers, show
+from training import corpus, show
 from training.config import Config, resolve
 from training.corpus import Corpus
 from zero_jax import interchange
@@ -54,34 +54,29 @@ def load(config: Config) -> RunPlan:
         ValueError: A setting is out of range or not a known name, or the data does not fit.
         FileNotFoundError: There is no data at `config.data`.
     """
-    optimizers.check_name(config.optimizer)
-    config = resolve(config, optimizers.RATES)
-    known = _folder(config) if config.init_from else families.preset(config.model)
+    config = resolve(config)
+    known: families.Config
+    if config.init_from is None:
+        known = families.preset(config.model)
+    else:
+        known = interchange.config(config.init_from)
+        if config.vocab_size not in (None, known.vocab):
+            raise ValueError(
+                f"--vocab-size {config.vocab_size}: the model in {config.init_from} has "
+                f"{known.vocab}; leave --vocab-size out"
+            )
+        interchange.check(config.init_from)  # before a size of config.json takes memory
     known = families.with_capacity(known, config.expert_capacity_factor)
     seq_len = min(known.seq, ROW) if config.seq_len is None else config.seq_len
-    config = dataclasses.replace(config, seq_len=seq_len)
-    given = corpus.load(config, config.vocab_size or known.vocab, seq_len)
+    data = corpus.load(config, config.vocab_size or known.vocab, seq_len)
     if config.init_from is None:
-        vocab = config.vocab_size or (256 if given.byte_level else known.vocab)
+        vocab = config.vocab_size or (256 if data.byte_level else known.vocab)
         positions = {"seq": seq_len} if isinstance(known, gpt.GPTConfig) else {}
         known = dataclasses.replace(known, vocab=vocab, **positions)
     if seq_len > known.seq:
         raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
-    config = dataclasses.replace(config, vocab_size=known.vocab)
-    return RunPlan(config, TextModel(known, config.adapters(config.seed)), given)
-
-
-def _folder(config: Config) -> families.Config:
-    """Returns the model config in the folder of --init-from."""
-    assert config.init_from is not None
-    known: families.Config = interchange.config(config.init_from)
-    if config.vocab_size not in (None, known.vocab):
-        raise ValueError(
-            f"--vocab-size {config.vocab_size}: the model in {config.init_from} has {known.vocab}; "
-            "leave --vocab-size out"
-        )
-    interchange.check(config.init_from)  # before a size of config.json takes memory
-    return known
+    config = dataclasses.replace(config, seq_len=seq_len, vocab_size=known.vocab)
+    return RunPlan(config, TextModel(known, config.adapters(config.seed)), data)
 
 
 def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
@@ -103,6 +98,8 @@ def check_batch(batch: int, devices: int, grad_accum_steps: int) -> None:
 def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: PyTree) -> dict[str, Any]:
     """Returns all settings and derived numbers, for `config.json` and `print_plan`."""
     model = plan.model.config
+    frozen = paths.frozen_leaves(shapes, zero.config.frozen)
+    leaves = zip(jax.tree.leaves(shapes), frozen, strict=True)
     return {
         **dataclasses.asdict(plan.config),
         **{name: getattr(zero.config, name) for name in ("stage", "grad_accum_steps", "remat")},
@@ -115,7 +112,7 @@ def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: PyTree) -> dict[str, Any]:
         "width": model.width,
         "heads": model.heads,
         "hf_config": hf.json_of(model, "float32"),
-        "trained": _trained(shapes, zero),
+        "trained": sum(leaf.size for leaf, is_frozen in leaves if not is_frozen),
         "corpus": plan.corpus.name,
         **plan.corpus.facts,
         "eos_token_id": plan.corpus.ends,
@@ -123,13 +120,6 @@ def facts(plan: RunPlan, zero: zero_jax.Zero, shapes: PyTree) -> dict[str, Any]:
         "jax": jax.__version__,
         "zero_jax": zero_jax.__version__,
     }
-
-
-def _trained(shapes: PyTree, zero: zero_jax.Zero) -> int:
-    """Returns the number of trained parameters."""
-    still = paths.frozen_leaves(shapes, zero.config.frozen)
-    leaves = zip(jax.tree.leaves(shapes), still, strict=True)
-    return sum(leaf.size for leaf, frozen in leaves if not frozen)
 
 
 def by_stage(
@@ -176,19 +166,18 @@ def print_plan(
         stages: From `by_stage`.
         step: The plan of the training step.
     """
-    psi = known["psi"]
+    psi, clip = known["psi"], known["max_grad_norm"]
+    rows = {
+        "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
+        "hf_config": known["hf_config"]["model_type"],
+        "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
+        "max_grad_norm": f"{clip:g}" if clip else "off",
+    }
     first = dict.fromkeys(("psi", "mesh"))  # the size of both, before all settings
-    rows = (
-        first
-        | {name: "-" if value is None else value for name, value in known.items()}
-        | {
-            "hf_config": known["hf_config"]["model_type"],
-            "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
-            "max_grad_norm": f"{known['max_grad_norm']:g}" if known["max_grad_norm"] else "off",
-            "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
-            "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
-        }
-    )
+    rows = {
+        name: rows.get(name, "-" if known[name] is None else known[name]) for name in first | known
+    }
     show.print_table("This run", ["setting", "value"], list(rows.items()))
 
     shards = mesh.axis_size(zero.mesh, mesh.data_axis(zero.mesh))
@@ -205,15 +194,11 @@ def print_plan(
         ["", *(f"stage {n}{', this run' if n == zero.config.stage else ''}" for n in range(4))],
         [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
     )
-    predicted = step.predicted
-    rows = [[name.replace("_", " "), size] for name, size in predicted.terms.items() if size]
+    predicted = step.predicted.terms | {"total": step.predicted.total_bytes}
     show.print_table(
         "Predicted peak per device",
         ["term", "bytes"],
-        [
-            [name, show.human_bytes(size)]
-            for name, size in [*rows, ["total", predicted.total_bytes]]
-        ],
+        [[name.replace("_", " "), show.human_bytes(n)] for name, n in predicted.items() if n],
     )
 
 
@@ -231,6 +216,11 @@ def start_event(
         levels: Losses to compare with.
         unit: The loss is per this unit, for example a token.
     """
+    device, versions = jax.local_devices()[0], {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a system package
+            versions[name] = importlib.metadata.version(name)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
     return {
         "unit": unit,
         "levels": dict(levels),
@@ -238,11 +228,17 @@ def start_event(
         "stages": [estimate.terms for estimate in stages],
         "predicted": {name: size for name, size in step.predicted.terms.items() if size},
         "predicted_total": step.predicted.total_bytes,
-        "devices": _devices(),
+        "devices": {
+            "backend": jax.default_backend(),
+            "kind": device.device_kind,
+            "devices": jax.device_count(),
+            "processes": jax.process_count(),
+            **({"memory_bytes": limit} if limit else {}),
+        },
         "versions": {
             "zero_jax": zero_jax.__version__,
             "python": platform.python_version(),
-            **_versions(),
+            **versions,
             "system": f"{platform.system()} {platform.machine()}",
         },
     }
@@ -251,23 +247,3 @@ def start_event(
 def held_bytes(params: PyTree, opt_state: PyTree) -> dict[str, int]:
     """Returns the bytes per device of parameters and optimizer state, from their shardings."""
     return {"parameters": bytes_on(params), "optimizer_state": bytes_on(opt_state)}
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a system package
-            versions[name] = importlib.metadata.version(name)
-    return versions
-
-
-def _devices() -> dict[str, Any]:
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return {
-        "backend": jax.default_backend(),
-        "kind": device.device_kind,
-        "devices": jax.device_count(),
-        "processes": jax.process_count(),
-        **({"memory_bytes": limit} if limit else {}),
-    }

@@ -8,12 +8,13 @@ the same command resumes from there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,17 +26,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 FAILED = 1  # gradients were not finite too often; a restart would not help
 INTERRUPTED = 130  # of a shell's Ctrl-C
 RESUMABLE = 75  # EX_TEMPFAIL
-# Flags that the printed resume command omits, with their number of values.
-_ONCE = {
-    **{"--resume-step": 1, "--no-resume": 0, "--resume": 0},
-    **{"--coordinator-address": 1, "--num-processes": 1, "--process-id": 1},
-}
 NOT_JOINED = 69  # EX_UNAVAILABLE: the processes did not find each other
 CODES = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: RESUMABLE,
     signal.SIGHUP: RESUMABLE,
     signal.SIGUSR1: RESUMABLE,
+}
+# Flags that the printed resume command omits, with their number of values.
+_ONCE = {
+    **{"--resume-step": 1, "--no-resume": 0, "--resume": 0},
+    **{"--coordinator-address": 1, "--num-processes": 1, "--process-id": 1},
 }
 _PATIENCE = 10.0  # seconds after a second Ctrl-C before a hard exit
 
@@ -44,6 +45,17 @@ def handled() -> list[signal.Signals]:
     """Returns the signals that a run handles; not SIGHUP where nohup has it ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in CODES if not (ignored and number == signal.SIGHUP)]
+
+
+@contextlib.contextmanager
+def signals_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Calls `handler` for the signals that a run handles, within the block."""
+    before = {number: signal.signal(number, handler) for number in handled()}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 class Stopped(BaseException):
@@ -115,28 +127,23 @@ class Stop:
     def __init__(self, mesh: Mesh, hours: float | None = None):
         self._code = 0
         self._end = None if hours is None else time.monotonic() + 3600 * hours
-        self._before: dict[int, Any] = {}
         self._votes = _Votes(mesh) if jax.process_count() > 1 else None
-        self._hard_exit = _HardExit()
+        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Stop:
         # The handler only sets a code: an exception raised inside a callback of JAX would be lost.
-        self._before = {number: signal.signal(number, self._note) for number in handled()}
-        self._hard_exit.start()
+        self._handlers.enter_context(signals_to(self._note))
+        self._handlers.enter_context(_hard_exit())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hard_exit.stop()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handlers.close()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._code = max(self._code, CODES[signal.Signals(number)])
         if number == signal.SIGINT:
-            os.write(
-                2,
-                b"stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n",
-            )
+            said = "stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n"
+            os.write(2, said.encode())
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __call__(self) -> int:
@@ -146,41 +153,36 @@ class Stop:
         return self._code if self._votes is None else self._votes.cast(self._code)
 
 
-class _HardExit:
+@contextlib.contextmanager
+def _hard_exit() -> Iterator[None]:
     """Ends the process some seconds after a second Ctrl-C, if it does not end by itself.
 
     Python calls signal handlers in the main thread alone, between two instructions. A main thread
     that waits for storage or a device does not get there, and one that does get its exception may
     then wait for a thread that reads data. Python's C handler writes each signal's number to a pipe
-    at once, and a thread reads it there.
+    at once, and a thread reads it there. After the block an earlier second Ctrl-C still counts.
     """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
 
-    def __init__(self) -> None:
-        self._before, self._pipe = -1, -1
-
-    def start(self) -> None:
-        """Starts the thread."""
-        read, self._pipe = os.pipe()
-        os.set_blocking(self._pipe, False)
-        self._before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-        threading.Thread(target=self._count, args=(read,), daemon=True, name="Ctrl-C").start()
-
-    def stop(self) -> None:
-        """Stops counting; an earlier second Ctrl-C still ends the process."""
-        signal.set_wakeup_fd(self._before)
-        os.close(self._pipe)
-
-    @staticmethod
-    def _count(read: int) -> None:
-        count = 0
+    def count() -> None:
+        interrupts = 0
         while numbers := os.read(read, 64):
-            count += numbers.count(signal.SIGINT)
-            if count > 1:
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts > 1:
                 time.sleep(_PATIENCE)
                 said = f"exiting {_PATIENCE:.0f} s after the second Ctrl-C without waiting. "
                 os.write(2, f"{said}The same command resumes from the newest checkpoint\n".encode())
                 os._exit(INTERRUPTED)
         os.close(read)
+
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=count, daemon=True, name="Ctrl-C").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)
 
 
 class _Votes:

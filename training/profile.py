@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,42 +13,32 @@ import jax
 FIRST, LAST = 10, 12
 
 
-class Profile:
-    """Traces steps FIRST to LAST of this start; use it in a `with`.
+@contextlib.contextmanager
+def traced(folder: pathlib.Path | None) -> Iterator[Callable[[int, Any], None]]:
+    """Traces steps FIRST to LAST of this start; None as the destination traces nothing.
 
-    Args:
-        folder: Destination of the trace; None traces nothing.
+    Yields:
+        `before(step, results)`, to call before each step with its number, counted from 1 in this
+        start, and with arrays of the step before.
     """
+    trace, last = contextlib.ExitStack(), 0
 
-    def __init__(self, folder: pathlib.Path | None):
-        self._folder, self._on, self._traced = folder, False, False
-
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-        if self._folder is not None and not self._traced:
-            print(f"--profile: nothing is traced, this start had fewer than {FIRST} steps left")
-
-    def before(self, step: int, results: Any) -> None:
-        """Starts or stops the trace; called before each step.
-
-        Args:
-            step: The step, counted from 1 in this start.
-            results: Arrays of the step before.
-        """
-        if self._folder is None or step not in (FIRST, LAST + 1):
+    def before(step: int, results: Any) -> None:
+        nonlocal last
+        last = step
+        if folder is None or step not in (FIRST, LAST + 1):
             return
         jax.block_until_ready(results)  # earlier steps are not in the trace
-        self._stop()
+        trace.close()
         if step == FIRST:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # else 100,000 Python calls
-            jax.profiler.start_trace(self._folder, profiler_options=options)
-            self._on = self._traced = True
+            jax.profiler.start_trace(folder, profiler_options=options)
+            trace.callback(jax.profiler.stop_trace)
 
-    def _stop(self) -> None:
-        if self._on:
-            self._on = False
-            jax.profiler.stop_trace()
+    try:
+        with trace:
+            yield before
+    finally:
+        if folder is not None and last < FIRST:
+            print(f"--profile: nothing is traced, this start had fewer than {FIRST} steps left")

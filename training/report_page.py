@@ -9,26 +9,22 @@ Sections without data are left out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
 from training.charts import Chart, Line, running_mean, shown
 from training.run_folder import COMPILED, Points, RunFolder, finite, read, when
 from training.show import human_bytes, human_count
-
-if TYPE_CHECKING:
-    from training.config import Config
 
 FILE = "report.html"
 COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
@@ -76,24 +72,6 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def settings_of(known: Mapping[str, Any]) -> Config:
-    """Returns the settings of a run from its config.json.
-
-    >>> settings_of({"max_steps": 3, "mesh": {"data": 2, "model": 2}, "psi": 834304}).mesh
-    'data=2,model=2'
-    """
-    from training.config import Config  # here: it imports JAX
-
-    fields = {field.name for field in dataclasses.fields(Config)}
-    settings = {name: value for name, value in known.items() if name in fields}
-    if isinstance(settings.get("mesh"), Mapping):
-        settings["mesh"] = ",".join(f"{axis}={size}" for axis, size in settings["mesh"].items())
-    # The first two have set stage, remat and grad_accum_steps. This is a single process.
-    unset = ("paper_config", "memory_limit", "export_dir")
-    unset += ("coordinator_address", "num_processes", "process_id")
-    return Config(**settings | dict.fromkeys(unset))
-
-
 def compile_step(run: RunFolder) -> None:
     """Compiles the step of a run, and writes its memory use into the run's folder.
 
@@ -105,6 +83,7 @@ def compile_step(run: RunFolder) -> None:
     """
     import jax
 
+    from training.config import parse
     from training.main import join
     from training.plan import load
     from training.trainer import Trainer
@@ -115,12 +94,13 @@ def compile_step(run: RunFolder) -> None:
             f"{run.path}: events.jsonl has no `predicted_total` to compare with: give a run that "
             "recorded one"
         )
-    config = settings_of(run.config)
+    devices = run.config["devices"]
+    config = parse(["--config", str(run.path / "config.yaml"), "--devices", str(devices)])
     join(config)
-    if jax.device_count() != config.devices:
+    if jax.device_count() != devices:
         raise ValueError(
-            f"{run.path} ran on {config.devices} devices, and {jax.device_count()} are available: "
-            f"compile its step on {config.devices} devices"
+            f"{run.path} ran on {devices} devices, and {jax.device_count()} are available: "
+            f"compile its step on {devices} devices"
         )
     step = Trainer(load(config)).predict(compile=True)
     if step.predicted.total_bytes != recorded:

@@ -20,7 +20,6 @@ from typing import Any
 
 from training.config import Config, flag
 from training.data_files import fingerprint, open_regular
-from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.manifest import Manifest
 
 # Reasons, by setting. A setting that older releases did not save is not compared.
@@ -43,24 +42,24 @@ WARN = {
     "param_comm_dtype": "parameters are rounded differently when they are gathered",
     "grad_comm_dtype": "gradients are rounded differently when they are reduced",
 }
-_WITH_STEPS = {"warmup_steps"}  # follows from --max-steps by default
 # Settings that determine the order of samples; all else follows from --data.
 _ORDER = ("seq_len", "global_batch_size", "seed", "loss_on", "long_documents")
 _REORDERED = "the order of samples would change"
-# Contents with a checksum: the message of a change, and a way out. `_WARN_CONTENTS` may change.
+# Contents with a checksum: the message of a change, a way out, and whether it may change.
 _CONTENTS = {
-    "tokenizer": ("--tokenizer (or that of --init-from) has another vocabulary than in", ""),
+    "tokenizer": ("--tokenizer (or that of --init-from) has another vocabulary than in", "", False),
     "base": (
         "--init-from holds other weights, which the saved adapters do not fit, than in",
         " (with --lora-init-from to start from the saved adapters)",
+        False,
     ),
-    "data": ("--data changed since", " for a new run"),
+    "data": ("--data changed since", " for a new run", True),
     "chat template": (
         "The chat template of --tokenizer (or --init-from) changed since",
         " for a new run",
+        True,
     ),
 }
-_WARN_CONTENTS = {"data", "chat template"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,43 +81,30 @@ class RunRecord:
 
         Raises:
             ValueError: The run can't resume from it, or `train.py` did not write it.
-            Damaged: The checkpoint's record of checksums is not an object.
         """
         extra, before = manifest.extra, manifest.config
         where = f"{directory}, step {manifest.step}"
-        is_ours = isinstance(before, Mapping) and isinstance(extra, Mapping) and "sample" in extra
-        if not is_ours or not isinstance(extra.get("order"), Mapping):
+        names = [*before, *extra] if isinstance(before, dict) and isinstance(extra, dict) else []
+        if not {"max_steps", "sample", "order"} <= {*names}:
             raise ValueError(
-                f"--output-dir: train.py did not write the checkpoint in {where}, which has no "
-                "settings or no data position. Give another --output-dir, or restore it with "
-                "zero_jax.Checkpoints"
-            )
-        if "max_steps" not in before:
-            raise ValueError(
-                f"--output-dir: an older release of train.py wrote the checkpoint in {where}: its "
-                "settings have other names and no `max_steps`. Give another --output-dir, or "
-                "resume with that release"
-            )
-        checksums = extra.get("contents", {})
-        if not isinstance(checksums, Mapping):
-            raise Damaged(
-                f"{where}: its checksums of the data are {checksums!r:.80}, not an object"
+                f"--output-dir: train.py did not write the checkpoint in {where}, or an older "
+                "release of it: its settings or data position are missing. Give another "
+                "--output-dir, or restore it with zero_jax.Checkpoints"
             )
         _check_order(self.order, extra["order"], where)
         warnings = check_settings(self.settings, before, where)
-        return warnings + changed_contents(self.contents, checksums, where)
+        return warnings + changed_contents(self.contents, extra.get("contents", {}), where)
 
 
 def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where: str) -> list[str]:
     """Compares the settings of a run with those saved in the checkpoint it resumes from.
 
+    Returns one warning for each setting that may change and does.
+
     Args:
         settings: From `plan.facts`.
         before: Those of the run that saved the checkpoint.
         where: Names the checkpoint.
-
-    Returns:
-        One warning for each setting that may change and does.
 
     Raises:
         ValueError: A setting changes that must not.
@@ -128,31 +114,30 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
     '--weight-decay 0.1 is given, and DIR, step 4, was train'
     """
     now, former = _with_defaults(settings), _with_defaults(before)
-
-    def message(name: str, why: str) -> str:
-        return _message(name, now[name], former[name], where, why)
-
     changed = [name for name in now if name in former and now[name] != former[name]]
     refused = {name: why for name, why in REFUSE.items() if name in changed}
-    clipping = now.get("max_grad_norm"), former.get("max_grad_norm")
-    if None not in clipping and bool(clipping[0]) != bool(clipping[1]):
+    clipping = [known.get("max_grad_norm") for known in (now, former)]
+    if None not in clipping and 0 in clipping and "max_grad_norm" in changed:
         refused["max_grad_norm"] = "clipping changes the structure of the saved state"
-    bases = now.get("init_from"), former.get("init_from")
+    bases = [known.get("init_from") for known in (now, former)]
     if "init_from" in changed and now.get("lora_rank") is not None and None in bases:
         refused["init_from"] = "the saved adapters are trained with another base model"
-    adapters = former.get("lora_rank") is not None and former.get("init_from")
-    more = " (and --lora-init-from for the adapters of the former run)" * bool(adapters)
-    ways_out = f", or another --output-dir for a new run{more}"
-    for name, why in refused.items():
-        raise ValueError(message(name, why) + ways_out)
     if differences := _architecture(now, former):
-        name = "init_from" if now.get("init_from") else "model"
-        why = f"the models differ ({differences})"
-        said = _message(name, now.get(name), former.get(name), where, why)
-        raise ValueError(said + ways_out)
+        name = "init_from" if bases[0] else "model"
+        refused.setdefault(name, f"the models differ ({differences})")
+    for name, why in refused.items():
+        adapters = former.get("lora_rank") is not None and former.get("init_from")
+        more = " (and --lora-init-from for the adapters of the former run)" if adapters else ""
+        raise ValueError(
+            _message(name, now.get(name), former.get(name), where, why)
+            + f", or another --output-dir for a new run{more}"
+        )
     if now.get("max_steps") != former.get("max_steps"):
-        changed = [name for name in changed if name not in _WITH_STEPS]
-    return [message(name, why) for name, why in WARN.items() if name in changed]
+        changed = [
+            name for name in changed if name != "warmup_steps"
+        ]  # follows from --max-steps by default
+    warned = [name for name in WARN if name in changed]
+    return [_message(name, now[name], former[name], where, WARN[name]) for name in warned]
 
 
 def changed_contents(
@@ -168,10 +153,10 @@ def changed_contents(
         former = before.get(name, now)  # older releases saved no checksums
         if former == now:
             continue
-        subject, detail = _CONTENTS[name]
+        subject, detail, may_change = _CONTENTS[name]
         message = f"{subject} {where} (checksum {now}, before {former}). "
         way_out = f"Give the former {name}, or another --output-dir{detail}"
-        if name not in _WARN_CONTENTS:
+        if not may_change:
             raise ValueError(message + way_out)
         position = "The run resumes at the same position in the changed data. "
         warnings.append(message + position + way_out)
@@ -223,16 +208,9 @@ def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str
 
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fills in the defaults that depend on other settings, so that equal runs compare equal."""
-    known = dict(settings)
-    if known.get("lora_rank") is None:
-        for name in ("lora_alpha", "lora_targets", "lora_base_dtype"):
-            known.pop(name, None)
-        return known
-    if "lora_alpha" in known and known["lora_alpha"] is None:
-        known["lora_alpha"] = 2.0 * known["lora_rank"]
-    if "lora_base_dtype" in known:
-        known["lora_base_dtype"] = known["lora_base_dtype"] or "bf16"
-    return known
+    rank = settings.get("lora_rank")
+    defaults = {} if rank is None else {"lora_alpha": 2.0 * rank, "lora_base_dtype": "bf16"}
+    return {k: defaults.get(k) if value is None else value for k, value in settings.items()}
 
 
 def _architecture(now: Mapping[str, Any], former: Mapping[str, Any]) -> str:

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import math
 import pathlib
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,29 +17,24 @@ import zero_jax
 from training import export, optimizers, report_page
 from training.config import Config, as_yaml, shared
 from training.data_files import DataChanged
-from training.memory import peak_bytes, room_for
-from training.multiprocess import (
-    interrupted,
-    path_of_first_process,
-    shutdown_distributed,
-    together,
-)
-from training.plan import RunPlan, by_stage, facts, held_bytes, load, print_plan, start_event
-from training.preemption import Stop, Stopped
-from training.profile import Profile
+from training.memory import lack_of_room, peak_bytes
+from training.multiprocess import say, together
+from training.plan import by_stage, facts, held_bytes, load, print_plan, start_event
+from training.preemption import INTERRUPTED, Stop, Stopped
+from training.profile import traced
 from training.resuming import RunRecord, base_checksum
 from training.run_folder import RunLog, next_folder
-from training.saving import Saver, can_resume, check_resume
+from training.saving import Saver, check_resume, newest_step
 from training.scalars import import_wandb
 from training.show import Show, Speed, progress
-from training.trainer import Trainer
+from training.trainer import States, Trainer
+from zero_jax.distributed.agreement import gather_texts
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
 from zero_jax.sharding.replicas import check_replicas
 
 PyTree = Any
-Restored = tuple[PyTree, int]  # parameters and optimizer state, and their step
 
 BEFORE, AFTER = "before training", "after training"
 STORAGE = 5.0  # factor of the watchdog's patience; by default an hour for a large model's states
@@ -66,7 +63,6 @@ class TrainingLoop:
         stop: Returns an exit code when the run is to end.
         watchdog: Detects dead processes and steps that hang.
         profile: Traces a few steps, in process 0.
-        lead: True in process 0, which prints progress.
     """
 
     trainer: Trainer
@@ -74,14 +70,9 @@ class TrainingLoop:
     saver: Saver
     stop: Stop
     watchdog: Watchdog
-    profile: Profile
-    lead: bool
+    profile: Callable[[int, PyTree], None]
 
     _place: Any = None  # position in the data after the last batch
-
-    def say(self, *words: Any, sep: str = " ") -> None:
-        if self.lead:
-            print(*words, sep=sep, flush=True)
 
     def train(self) -> PyTree:
         """Trains from the last checkpoint or from the start; returns the final parameters.
@@ -92,30 +83,22 @@ class TrainingLoop:
             NonFiniteError: Gradients were not finite too often or in every step, or the loss of
                 the model from a folder is not finite before any step.
         """
-        config, trainer = self.trainer.plan.config, self.trainer
-        restored = self._restore()
-        if restored is None:
-            with self.watchdog.pause("initialising the parameters", times=STORAGE):
-                restored = trainer.init(), 0
-            self._before(restored[0][0])
-        states, done = restored
-        warning = optimizers.rescheduled(config, self.saver.before, done)
-        if warning is not None and done < config.max_steps:
-            self.say("warning:", warning)
+        trainer, last = self.trainer, self.trainer.plan.config.max_steps
+        states, done = self._restore() or (self._initial(), 0)
+        warning = optimizers.rescheduled(trainer.plan.config, self.saver.before, done)
+        if warning is not None and done < last:
+            say("warning:", warning)
         self.log.event("states", step=done, **held_bytes(*states))
-        if done > config.max_steps:
+        if done > last:
             raise ValueError(
-                f"{self.trainer.out} is at step {done}, past --max-steps {config.max_steps}: use a "
-                "larger --max-steps, or another --output-dir"
+                f"{trainer.out} is at step {done}, past --max-steps {last}: use a larger "
+                "--max-steps, or another --output-dir"
             )
-        if done == config.max_steps:
-            self.say(
-                f"Step {done} is the last of --max-steps {config.max_steps}: nothing is left to "
-                "train"
-            )
-        for left in range(config.max_rollbacks, -1, -1):
+        if done == last:
+            say(f"Step {done} is the last of --max-steps {last}: nothing is left to train")
+        for left in range(trainer.plan.config.max_rollbacks, -1, -1):
             try:
-                with progress(config.max_steps, start=done, enabled=self.lead) as show:
+                with progress(last, start=done, enabled=jax.process_index() == 0) as show:
                     states = self._steps(states, done, show)
                 break
             except zero_jax.NonFiniteError as error:
@@ -126,36 +109,35 @@ class TrainingLoop:
                     raise
                 self.saver.place = place  # after the batch that failed
                 states, done = restored
-                self.say(f"Rolled back to step {done} ({left - 1} rollbacks left): {error}")
+                say(f"Rolled back to step {done} ({left - 1} rollbacks left): {error}")
                 self.log.event("back", step=done)
-        self._check_trained(states[1])
+        if 0 < last <= int(states[1].guard.skipped):
+            raise zero_jax.NonFiniteError(
+                f"all of --max-steps {last} were skipped because their gradients were not finite, "
+                "so the parameters are unchanged: check the data, or use another --compute-dtype"
+            )
         return states[0]
 
-    def _restore(self) -> Restored | None:
+    def _restore(self) -> tuple[States, int] | None:
         """Returns the states of the latest checkpoint in this run's dtypes, and their step."""
         with self.watchdog.pause("restoring a checkpoint", times=STORAGE):
-            saved = self.saver.resume(self.trainer.like, self.say)
-            if saved is None:
-                return None
-            states, step = saved
-            return self.trainer.full_states(states, self.say), step
+            saved = self.saver.resume(self.trainer.like)
+            return None if saved is None else (self.trainer.full_states(saved[0]), saved[1])
 
-    def _before(self, params: PyTree) -> None:
-        """Evaluates the model of `--init-from` before training, and shows a sample."""
-        if self.trainer.plan.config.init_from is None:
-            return
-        loss = self.evaluate(params, self.trainer.plan.config.max_eval_batches)
-        self.log.evaluation(0, val_loss=loss)
-        self.say(f"{BEFORE}: validation loss {loss:.4f}")
-        self.check_loss(loss, BEFORE)
-        self.show_sample(params, BEFORE)
+    def _initial(self) -> States:
+        """Returns new states; evaluates the model of `--init-from` and shows a sample."""
+        with self.watchdog.pause("initialising the parameters", times=STORAGE):
+            states = self.trainer.init()
+        if self.trainer.plan.config.init_from is not None:
+            loss = self.evaluate(states[0], self.trainer.plan.config.max_eval_batches)
+            self.log.evaluation(0, val_loss=loss)
+            say(f"{BEFORE}: validation loss {loss:.4f}")
+            self.check_loss(loss, BEFORE)
+            self.show_sample(states[0], BEFORE)
+        return states
 
     def check_loss(self, loss: float, when: str) -> None:
-        """Raises an error if the loss of the parameters is not finite.
-
-        Raises:
-            NonFiniteError: The held-out loss is NaN or infinite.
-        """
+        """Raises NonFiniteError if the held-out loss is NaN or infinite."""
         if math.isfinite(loss):
             return
         config = self.trainer.plan.config
@@ -168,27 +150,21 @@ class TrainingLoop:
             "than fp16), or check the data"
         )
 
-    def _check_trained(self, opt_state: PyTree) -> None:
-        """Raises NonFiniteError if every step was skipped, so that nothing was trained."""
-        steps = self.trainer.plan.config.max_steps
-        if 0 < steps <= int(opt_state.guard.skipped):
-            raise zero_jax.NonFiniteError(
-                f"all of --max-steps {steps} were skipped because their gradients were not finite, "
-                "so the parameters are unchanged: check the data, or use another --compute-dtype"
-            )
-
     def show_sample(self, params: PyTree, what: str) -> None:
         """Prints the model's continuation of held-out data, where a device has room for it."""
         trainer, config = self.trainer, self.trainer.plan.config
         held = sum(x.nbytes for x in jax.tree.leaves(params)) if trainer.model.adapted else 0
         size = 4 * families.num_params(trainer.model.config) + held
         prompt = trainer.plan.corpus.prompt(config.seq_len) if config.sample_tokens else None
-        if prompt is None or not room_for(size, "sample", self.say):
+        if prompt is None:
+            return
+        if message := lack_of_room(size, "sample"):
+            say(message)
             return
         with self.watchdog.pause("generating a sample", times=STORAGE):
             whole = trainer.zero.unshard(params)
-            if self.lead:
-                self.say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
+            if jax.process_index() == 0:
+                say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
 
     def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
         """Held-out loss in nats per token; the watchdog times each batch by itself."""
@@ -201,25 +177,19 @@ class TrainingLoop:
         Raises:
             Stopped: The run was asked to end; the trained parameters are saved, if any are.
         """
-        total, printed = self.trainer.plan.corpus.held_out_batches(), set[int]()
+        total = self.trainer.plan.corpus.held_out_batches()
 
         def each(done: int) -> None:
             self.watchdog.progress()
-            tenth = done * 10 // total if total else 0
-            if total and total >= LONG and tenth not in (0, 10) and tenth not in printed:
-                printed.add(tenth)
-                self.say(f"evaluating: {done} of {total} batches")
+            if LONG <= total > done and done * 10 // total > (done - 1) * 10 // total:
+                say(f"evaluating: {done} of {total} batches")
             if code := self.stop():
-                raise self.stopped(code)
+                raise Stopped(code, self.trainer.out, self.saver.saved)
 
         with self.watchdog.pause("an evaluation"):
             return self.trainer.evaluate(params, each=each)
 
-    def stopped(self, code: int) -> Stopped:
-        """Returns the exception of a run that was asked to end, with its newest checkpoint."""
-        return Stopped(code, self.trainer.out, self.saver.saved)
-
-    def _steps(self, states: tuple[PyTree, PyTree], done: int, show: Show) -> tuple[PyTree, PyTree]:
+    def _steps(self, states: States, done: int, show: Show) -> States:
         trainer, config = self.trainer, self.trainer.plan.config
         speed = Speed(config.global_batch_size * config.seq_len)
         # All rates at once: reading one from the device in every step would wait for that step.
@@ -251,22 +221,25 @@ class TrainingLoop:
                     **routing(metrics.aux),
                 )
 
+        def end(number: int, *, save: bool) -> None:
+            """Logs all steps, and saves after step `number`."""
+            report(0)
+            self.watchdog.rest()
+            if save:
+                self._save(number, (params, opt_state), now=True)
+
         for number in range(done + 1, config.max_steps + 1):
             if code := self.stop():
-                report(0)
-                self.watchdog.rest()
-                self._save(number - 1, (params, opt_state), now=True)
-                raise self.stopped(code)
-            self.profile.before(number - done, params)
+                end(number - 1, save=True)
+                raise Stopped(code, trainer.out, self.saver.saved)
+            self.profile(number - done, params)
             try:
                 batch, self._place = next(rows)
             except DataChanged:
-                report(0)
-                self.watchdog.rest()
-                if jax.process_count() == 1:  # other processes may not have seen the change
-                    self._save(number - 1, (params, opt_state), now=True)
-                    if saved := self.saver.saved:
-                        self.say(f"Step {saved} is saved in {self.trainer.out}")
+                alone = jax.process_count() == 1  # other processes may not have seen the change
+                end(number - 1, save=alone)
+                if alone and self.saver.saved:
+                    say(f"Step {self.saver.saved} is saved in {trainer.out}")
                 raise
             params, opt_state, metrics = trainer.step(params, opt_state, batch)
             waiting.append((number, metrics))
@@ -276,116 +249,107 @@ class TrainingLoop:
             report(1)
             self.watchdog.step(number)
             with self.watchdog.pause("saving a checkpoint", times=STORAGE):
-                self._between(number, params, opt_state)
+                if config.check_replicas_steps and number % config.check_replicas_steps == 0:
+                    check_replicas((params, opt_state))
+                self._save(number, (params, opt_state), now=number == config.max_steps)
             if config.eval_steps and number % config.eval_steps == 0 and number < config.max_steps:
                 report(0)
                 loss = self.evaluate(params, config.max_eval_batches)
                 self.log.evaluation(number, val_loss=loss)
-                self.say(f"step {number}/{config.max_steps}  validation loss {loss:.4f}")
+                say(f"step {number}/{config.max_steps}  validation loss {loss:.4f}")
                 speed.restart()
-        report(0)
-        self.watchdog.rest()
+        end(config.max_steps, save=False)
         return params, opt_state
 
-    def _between(self, number: int, params: PyTree, opt_state: PyTree) -> None:
-        config = self.trainer.plan.config
-        if config.check_replicas_steps and number % config.check_replicas_steps == 0:
-            check_replicas((params, opt_state))
-        self._save(number, (params, opt_state), now=number == config.max_steps)
-
-    def _save(self, number: int, states: tuple[PyTree, PyTree], now: bool) -> None:
-        trainer, before = self.trainer, self.saver.saved
-        place = functools.partial(trainer.gather_place, self._place)
-        self.saver.save(number, trainer.saved_states(states), place, now=now)
-        if self.saver.saved != before:
+    def _save(self, number: int, states: States, now: bool) -> None:
+        place = functools.partial(self.trainer.gather_place, self._place)
+        if self.saver.save(number, self.trainer.saved_states(states), place, now=now):
             self.log.event("checkpoint", step=number)
+
+
+@contextlib.contextmanager
+def _end_of_processes(folder: pathlib.Path, dead_after: float) -> Iterator[Watchdog]:
+    """Ends all processes of a run together, under a watchdog.
+
+    A second Ctrl-C in the block raises `Stopped` with the newest checkpoint.
+    """
+    try:
+        with Watchdog(dead_after=dead_after) as watchdog:
+            try:
+                yield watchdog
+            except Stopped:
+                jax.distributed.shutdown()  # waits for all processes
+                raise
+            jax.distributed.shutdown()
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends already
+        saved = None
+        with contextlib.suppress(OSError, ValueError):
+            saved = newest_step(folder)
+        raise Stopped(INTERRUPTED, folder, saved, at_once=True) from error
 
 
 def run(config: Config) -> None:
     """Executes a run; every process calls it."""
-    settings = shared(config)
-
-    def read() -> RunPlan:
-        if config.wandb_project is not None and jax.process_index() == 0:
+    settings, lead = shared(config), jax.process_index() == 0
+    with together(settings, "input"):
+        if config.wandb_project is not None and lead:
             import_wandb(config.wandb_project)
         plan = load(config)
         export.check(plan)
-        return plan
-
-    plan = together(settings, "input", read)
-    base = together(settings, "base weights", lambda: base_checksum(config))
-    contents = {**plan.corpus.contents, **base}
-    alike = {**plan.corpus.order, **{f"checksum of the {k}": v for k, v in contents.items()}}
-    together({**settings, **alike}, "data", lambda: None)
+    corpus = plan.corpus
+    with together(settings, "base weights"):
+        contents = {**corpus.contents, **base_checksum(config)}
+    checksums = {f"checksum of the {name}": value for name, value in contents.items()}
+    zero_jax.check_agreement({**settings, **corpus.order, **checksums})
     trainer = Trainer(plan)
-    lead = jax.process_index() == 0
-    say = print if lead else lambda *_, **__: None
     shapes = trainer.shapes()
     known = facts(plan, trainer.zero, shapes)
-    record = RunRecord(known, plan.corpus.order, contents)
-    unit = plan.corpus.unit
-
-    def print_costs() -> tuple[dict[str, float], dict[str, Any]]:
-        """Prints the plan; returns the entropies of the text and the facts of the start."""
-        if not lead:
-            return {}, {}
-        step = trainer.predict()
-        stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
-        print_plan(known, trainer.zero, stages, step)
-        print(plan.corpus.outlook(config.max_steps))
-        levels = plan.corpus.marks(plan.model.config.vocab)
-        return levels, start_event(step, stages, levels, unit)
-
-    levels, costs = together(settings, "plan", print_costs)
-
-    def open_log() -> RunLog:
-        resume = lead and config.save_steps > 0 and can_resume(config.output_dir, config.resume)
-        if resume:
-            check_resume(pathlib.Path(config.output_dir or ""), record, config.resume_step)
+    record = RunRecord(known, corpus.order, contents)
+    levels: dict[str, float] = {}
+    costs: dict[str, Any] = {}
+    with together(settings, "plan"):
+        if lead:
+            step = trainer.predict()
+            stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
+            print_plan(known, trainer.zero, stages, step)
+            print(corpus.outlook(config.max_steps))
+            levels = corpus.marks(plan.model.config.vocab)
+            costs = start_event(step, stages, levels, corpus.unit)
+    with together(settings, "output_dir"):
+        resume = lead and check_resume(config, record)
         out = config.output_dir or (next_folder("runs") if lead else "runs")
-        facts = {**known, **levels, "output_dir": str(out)}
-        log = RunLog(out, facts, lead, resume=resume, wandb=config.wandb_project)
+        saved = {**known, **levels, "output_dir": str(out)}
+        log = RunLog(out, saved, lead, resume=resume, wandb=config.wandb_project)
         log.event("start", **costs)
         if lead:
             (log.out_dir / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
-        return log
-
-    log = together(settings, "output_dir", open_log)
-    trainer.out = path_of_first_process(log.out_dir)
-    with (
-        interrupted(trainer.out),
-        Watchdog(dead_after=config.heartbeat_timeout_seconds) as watchdog,
-        shutdown_distributed(),
-    ):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(log)
-            kept = (config.save_steps, config.save_total_limit, config.keep_every_steps)
-            open_saver = functools.partial(Saver, trainer.out, *kept, record, config.resume_step)
-            saver = stack.enter_context(together(settings, "checkpoints", open_saver))
+    # Of process 0, because checkpoints are on shared storage.
+    trainer.out = pathlib.Path(gather_texts(str(log.out_dir.resolve()))[0])
+    with _end_of_processes(trainer.out, config.heartbeat_timeout_seconds) as watchdog:
+        with log, contextlib.ExitStack() as stack:
+            with together(settings, "checkpoints"):
+                saver = stack.enter_context(Saver(config, trainer.out, record))
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
-            say(f"Writing to {log.out_dir}", flush=True)
-            traced = trainer.out / "profile" if config.profile and lead else None
-            profile = Profile(traced)
-            loop = TrainingLoop(trainer, log, saver, stop, watchdog, profile, lead)
+            say(f"Writing to {log.out_dir}")
+            traces = trainer.out / "profile" if config.profile and lead else None
             with watchdog.guard():
-                with profile:
+                with traced(traces) as profile:
+                    loop = TrainingLoop(trainer, log, saver, stop, watchdog, profile)
                     params = loop.train()
                 loss = loop.evaluate_all(params)
                 log.evaluation(config.max_steps, val_loss=loss)
                 loop.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / report_page.FILE).exists():
             say(f"Report of this run: {page}")
-        say(f"validation loss {loss:.4f} nats per {unit}, over all {plan.corpus.held_out_size}")
+        say(f"validation loss {loss:.4f} nats per {corpus.unit}, over all {corpus.held_out_size}")
         for name, entropy in levels.items():
-            say(f"{name:15} {entropy:.4f} nats per {unit} of the same text")
+            say(f"{name:15} {entropy:.4f} nats per {corpus.unit} of the same text")
         loop.show_sample(params, "sample")
-        if counts := plan.corpus.counts:
+        if counts := corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
             say(f"documents in {rows}: {counts}")
         lora = None if trainer.model.adapted is None else export.adapters(trainer, params)
-
-        def write_export() -> None:
+        with together(settings, "export"):
             for line in export.write(trainer, lora) if lead else ():
                 say(line)
-
-        together(settings, "export", write_export)

@@ -69,7 +69,7 @@ class RunLog:
             return
         from zero_jax.distributed.lock import locked  # here: it imports jax
 
-        metrics, events, known = self.out_dir / METRICS, self.out_dir / EVENTS, _plain(config)
+        metrics, known = self.out_dir / METRICS, _plain(config)
         try:
             with contextlib.ExitStack() as files:
                 self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -81,9 +81,8 @@ class RunLog:
                         "--output-dir, or resume that run"
                     )
                 _write_config(self.out_dir, known)
-                self._metrics, self._events = (
-                    files.enter_context(_open_lines(path)) for path in (metrics, events)
-                )
+                self._metrics = files.enter_context(_open_lines(metrics))
+                self._events = files.enter_context(_open_lines(self.out_dir / EVENTS))
                 self._files = files.pop_all()
         except OSError as error:
             raise ValueError(
@@ -221,9 +220,8 @@ class RunFolder:
 
     @property
     def levels(self) -> dict[str, float]:
-        """Losses to compare with; folders without events have them in the config."""
-        entropies = {name: y for name, y in self.config.items() if name.endswith(" entropy")}
-        known = self.last("start").get("levels") or entropies
+        """Losses to compare with."""
+        known = self.last("start").get("levels", {})
         return {name: y for name, value in known.items() if math.isfinite(y := number(value))}
 
     def curve(self, name: str) -> Points:
@@ -247,8 +245,8 @@ def read(path: str | Path) -> RunFolder:
         raise ValueError(
             f"{path} has neither {METRICS} nor {CONFIG}: give the folder of a run, such as runs/001"
         )
-    steps, evaluations = read_metrics(path / METRICS)
-    events = read_lines(path / EVENTS)
+    steps, evaluations = _read_metrics(path / METRICS)
+    events = _read_lines(path / EVENTS)
     for event in events:
         _check_types(event, _EVENT_TYPES, path / EVENTS)
     earlier = [p for p in path.glob("config.*.json") if p.name.split(".")[1].isdecimal()]
@@ -264,11 +262,11 @@ def read(path: str | Path) -> RunFolder:
     )
 
 
-def read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
+def _read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
     """Returns the lines of steps and of evaluations; the last line of a step counts."""
     steps: list[Line] = []
     evaluations: list[Line] = []
-    for line in read_lines(path):
+    for line in _read_lines(path):
         if not isinstance(line.get("step"), int) or not {"loss", "val_loss"} & set(line):
             raise ValueError(f"{path} has a line without step and loss: {json.dumps(line)[:80]}")
         step, evaluated = line["step"], "val_loss" in line
@@ -280,23 +278,14 @@ def read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
     return steps, evaluations
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Returns the objects of a file with one per line; none if there is no file.
-
-    Raises:
-        ValueError: A line is not a JSON object; an incomplete last one is left out.
-    """
+def _read_lines(path: Path) -> list[Line]:
+    """Returns the objects of a file with one per line; none if there is no file."""
     if not path.is_file():
         return []
-    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    lines = []
-    for count, text in enumerate(texts, 1):
-        try:
-            lines.append(_json_object(text, f"{path}, line {count},") if text.strip() else {})
-        except ValueError:
-            if count < len(texts):  # else the line is incomplete
-                raise
-    return [line for line in lines if line]
+    *texts, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    # After the last newline a line is incomplete.
+    numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
+    return [_json_object(text, f"{path}, line {number},") for number, text in numbered]
 
 
 def number(value: Any) -> float:
@@ -317,21 +306,16 @@ def finite(points: Points) -> Points:
 def when(event: Line) -> datetime | None:
     """Returns the time of an event; None if it has none."""
     try:
-        time = datetime.fromisoformat(str(event.get("time")))
-        return time if time.tzinfo else time.replace(tzinfo=UTC)
+        return datetime.fromisoformat(event.get("time", ""))
     except ValueError:
         return None
 
 
 def _check_types(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
-    """Checks the types of entries that the report computes with; returns the line.
-
-    Raises:
-        ValueError: An entry has another type: the file was edited, or is damaged.
-    """
+    """Returns the line; raises ValueError if an entry that the report needs has another type."""
     for name, kind in kinds.items():
         value = line.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        if value is not None and type(value) is not kind:
             raise ValueError(
                 f"{path}: `{name}` is {json.dumps(value)[:80]}, and must be of type "
                 f"{kind.__name__}: correct it, or remove it"

@@ -1,22 +1,22 @@
 """Scalar writers: TensorBoard files and Weights & Biases.
 
-A writer that fails neither blocks nor ends the training: it prints one message and stops.
-tensorboardX's `SummaryWriter` writes from a thread behind a queue of ten entries. After one failed
-write, or when the clock is set back by a month, that thread ends and the next call blocks
-indefinitely. The training thread therefore writes the file itself, by its `RecordWriter`.
+A writer works in a thread. One that fails or hangs neither blocks nor ends the training: it prints
+one message and stops. tensorboardX's `SummaryWriter` would block: after one failed write, or when
+the clock is set back by a month, its thread ends, and its queue of ten entries stays full.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import os
 import queue
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,56 @@ WAITING = 1000  # maximum number of entries in the queue for W&B
 INIT_SECONDS = 30.0  # timeout of W&B at the start
 FINISH_SECONDS = 60.0  # timeout of W&B at the end
 
+Entry = tuple[int, Mapping[str, float]]  # a step and its values
+
 
 class ScalarWriter(abc.ABC):
     """Writes named numbers of steps.
 
     Args:
         name: Name of the output, for the message of a failure.
+        waiting: Maximum number of entries that wait to be written; 0 for no limit.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, waiting: int = 0):
         self._name, self._failed = name, False
+        self._entries: queue.Queue[Entry | None] = queue.Queue(waiting)
+        self._exit_code = 0  # of the run
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     @abc.abstractmethod
+    def _write_all(self, entries: Iterator[Entry]) -> None:
+        """Writes entries as they arrive, in the thread."""
+
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Writes finite values of one step."""
+        """Queues finite values of one step."""
+        if not self._failed:
+            try:
+                self._entries.put_nowait((step, values))
+            except queue.Full:
+                self._give_up(f"{self._entries.maxsize} entries are not sent yet")
 
-    @abc.abstractmethod
     def close(self, failed: bool) -> None:
-        """Closes the writer; `failed` if an error ended the run."""
+        """Waits until all entries are written, up to a timeout.
 
-    def _give_up(self, error: Exception) -> None:
+        Args:
+            failed: True if an error ended the run.
+        """
+        if not self._failed:
+            self._exit_code = int(failed)
+            with contextlib.suppress(queue.Full):
+                self._entries.put_nowait(None)
+            self._thread.join(2 * FINISH_SECONDS)
+            if self._thread.is_alive():
+                self._give_up("the queue is full")
+
+    def _run(self) -> None:
+        try:
+            self._write_all(iter(self._entries.get, None))
+        except Exception as error:  # a full disk, or any of wandb
+            self._give_up(error)
+
+    def _give_up(self, error: object) -> None:
         self._failed = True
         with contextlib.suppress(OSError):  # stdout may be on the same full disk
             why = str(error).partition("\n")[0].rstrip(".")
@@ -59,61 +89,39 @@ class TensorBoard(ScalarWriter):
     """Writes an event file of TensorBoard.
 
     Args:
-        folder: Folder of the event file; created if missing.
+        folder: Folder of the event file; created with the first entry.
         resumed: TensorBoard discards the first step here and later steps of earlier files.
     """
 
     def __init__(self, folder: Path, resumed: bool):
         super().__init__(f"TensorBoard files in {folder}")
         self._folder, self._resumed = folder, resumed
-        self._file: Any = None
+        self._thread.start()
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Writes values of one step; the first call opens the file."""
-        if self._failed:
-            return
+    def _write_all(self, entries: Iterator[Entry]) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.record_writer import RecordWriter
         from tensorboardX.summary import scalar
 
-        try:
-            if self._file is None:
-                self._open(step)
-            for name, value in values.items():
-                self._write(step=step, summary=scalar(name, value))
-            self._file.flush()
-        except OSError as error:
-            self._give_up(error)
-
-    def close(self, failed: bool) -> None:
-        """Closes the file."""
-        if self._failed or self._file is None:
+        first = next(entries, None)
+        if first is None:
             return
-        try:
-            self._file.close()
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-        super()._give_up(error)
-
-    def _open(self, step: int) -> None:
-        from tensorboardX.proto.event_pb2 import SessionLog
-        from tensorboardX.record_writer import RecordWriter
-
         self._folder.mkdir(parents=True, exist_ok=True)
         start = f"{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
         unique = uuid.uuid4().hex  # several files may start within a second
-        self._file = RecordWriter(str(self._folder / f"events.out.tfevents.{start}.{unique}"))
-        self._write(file_version="brain.Event:2")
-        if self._resumed:
-            self._write(step=step, session_log=SessionLog(status=SessionLog.START))
+        path = self._folder / f"events.out.tfevents.{start}.{unique}"
+        with contextlib.closing(RecordWriter(str(path))) as file:
 
-    def _write(self, **fields: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+            def write(**fields: Any) -> None:
+                file.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
-        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
+            write(file_version="brain.Event:2")
+            if self._resumed:
+                write(step=first[0], session_log=SessionLog(status=SessionLog.START))
+            for step, values in itertools.chain([first], entries):
+                for name, value in values.items():
+                    write(step=step, summary=scalar(name, value))
+                file.flush()
 
 
 def import_wandb(project: str) -> Any:
@@ -134,7 +142,7 @@ def import_wandb(project: str) -> Any:
 
 
 class WeightsAndBiases(ScalarWriter):
-    """Sends scalars to Weights & Biases from a thread; a resumed run continues its W&B run.
+    """Sends scalars to Weights & Biases; a resumed run continues its W&B run.
 
     Args:
         project: Name of the project.
@@ -143,10 +151,7 @@ class WeightsAndBiases(ScalarWriter):
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
-        super().__init__(f"Weights & Biases from {folder}")
-        self._entries: queue.Queue[dict[str, float] | None] = queue.Queue(WAITING)
-        self._exit_code = 0  # of the run
-        self._thread = threading.Thread(target=self._send, daemon=True)
+        super().__init__(f"Weights & Biases from {folder}", WAITING)
         # After these timeouts W&B leaves the data in the folder. Users may set other values.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{FINISH_SECONDS:g}")
         os.environ.setdefault("WANDB_INIT_TIMEOUT", f"{INIT_SECONDS:g}")
@@ -155,7 +160,7 @@ class WeightsAndBiases(ScalarWriter):
             id_file = folder / WANDB_ID
             if not id_file.exists():
                 id_file.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
-            self._run = wandb.init(
+            self._wandb = wandb.init(
                 project=project,
                 id=id_file.read_text(encoding="utf-8").strip(),
                 resume="allow",
@@ -164,34 +169,13 @@ class WeightsAndBiases(ScalarWriter):
                 settings=wandb.Settings(console="off"),
             )
             # A resumed run repeats steps; W&B's own step count must not decrease.
-            self._run.define_metric("*", step_metric="step")
+            self._wandb.define_metric("*", step_metric="step")
         except Exception as error:  # of wandb: no network, no API key, a full disk
             self._give_up(error)
         else:
             self._thread.start()
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Queues values of one step."""
-        if not self._failed:
-            try:
-                self._entries.put_nowait({**values, "step": step})
-            except queue.Full:
-                self._give_up(TimeoutError(f"{WAITING} entries are not sent yet"))
-
-    def close(self, failed: bool) -> None:
-        """Sends the queued entries and waits for the upload, up to a timeout."""
-        if not self._failed:
-            self._exit_code = int(failed)
-            with contextlib.suppress(queue.Full):
-                self._entries.put_nowait(None)
-            self._thread.join(2 * FINISH_SECONDS)
-            if self._thread.is_alive():
-                self._give_up(TimeoutError("the queue is full"))
-
-    def _send(self) -> None:
-        try:
-            while (entry := self._entries.get()) is not None:
-                self._run.log(entry)
-            self._run.finish(exit_code=self._exit_code)
-        except Exception as error:  # see above
-            self._give_up(error)
+    def _write_all(self, entries: Iterator[Entry]) -> None:
+        for step, values in entries:
+            self._wandb.log({**values, "step": step})
+        self._wandb.finish(exit_code=self._exit_code)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import re
 import sys
 import time
-import unicodedata
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import rich.box
 from rich.console import Console
@@ -17,14 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-# Unicode classes of characters that reorder bidirectional text.
-_REORDERING = frozenset(["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"])
-
-
-class Show(Protocol):
-    """Reports progress after `step` finished steps."""
-
-    def __call__(self, step: int, loss: float, tokens_per_second: float) -> None: ...
+Show = Callable[[int, float, float], None]  # with finished steps, loss and tokens per second
+# Controls but tab and newline, surrogates, and characters that reorder bidirectional text.
+_UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 @contextlib.contextmanager
@@ -56,12 +50,8 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
         with Progress(*columns) as bar:
             task = bar.add_task("", total=total, completed=start)
 
-            is_first = True
-
             def show(step: int, loss: float, tokens_per_second: float) -> None:
-                nonlocal is_first
-                if is_first:  # this step included compilation
-                    is_first = False
+                if not bar.tasks[task].description:  # the first step included compilation
                     bar.reset(task, completed=step)
                 text = f"loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
                 bar.update(task, completed=step, description=text)
@@ -70,20 +60,17 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
 
 
 def _lines(total: int, start: int) -> Show:
-    tenth = start * 10 // max(total, 1)
-    first: list[tuple[int, float]] = []  # the first step includes compilation
+    began: tuple[int, float] | None = None  # after the first step, which includes compilation
 
     def show(step: int, loss: float, tokens_per_second: float) -> None:
-        nonlocal tenth
-        first.append((step, time.monotonic()))
-        del first[1:]
-        if step * 10 // max(total, 1) <= tenth:
+        nonlocal start, began
+        begin, since = began = began or (step, time.monotonic())
+        if step * 10 // total <= start * 10 // total:
             return
-        tenth = step * 10 // max(total, 1)
-        (begin, began), speed = first[0], f"{human_count(tokens_per_second)} tokens/s"
-        text = f"step {step}/{total}  loss {loss:.4f}  {speed}"
+        start = step
+        text = f"step {step}/{total}  loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
         if step > begin:
-            left = round((time.monotonic() - began) / (step - begin) * (total - step))
+            left = round((time.monotonic() - since) / (step - begin) * (total - step))
             text += f"  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         print(text, flush=True)
 
@@ -161,11 +148,4 @@ def printable(text: str) -> str:
     >>> printable("\\x1b]0;title\\x07 ü\\n")
     '\\\\x1b]0;title\\\\x07 ü\\n'
     """
-    return "".join(c if _is_safe(c) else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_safe(char: str) -> bool:
-    return char in "\n\t" or (
-        unicodedata.category(char) not in ("Cc", "Cs")
-        and unicodedata.bidirectional(char) not in _REORDERING
-    )
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import random
 import signal
@@ -21,10 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from training import orphans
-from training.preemption import CODES, FAILED, INTERRUPTED, RESUMABLE, handled
+from training.preemption import CODES, FAILED, INTERRUPTED, RESUMABLE, signals_to
 
 WRONG = 2  # an invalid setting
 # Exit codes of runs that ended on purpose, the most important first.
@@ -52,14 +52,11 @@ def supervise(
         backoff: Seconds before the first restart; doubled for each further one.
     """
     for attempt in range(restarts + 1):
-        group = _Group(command, count)
-        codes = group.run(grace)
+        codes, lost, asked = _run(command, count, grace)
         if set(codes) == {0}:
             return 0
-        if group.asked or set(codes) & set(ON_PURPOSE) or attempt == restarts:
-            return outcome(codes, group.asked)
-        # JAX aborts healthy processes when another one has died.
-        lost = sum(code < 0 and code != -signal.SIGABRT for code in group.exited)
+        if asked or set(codes) & set(ON_PURPOSE) or attempt == restarts:
+            break
         count = max(n for n in range(1, max(1, count - lost) + 1) if divides % n == 0)
         wait = min(_LONGEST_WAIT, backoff * 2**attempt)
         said = ", ".join(f"{n} x {code}" for code, n in collections.Counter(codes).items())
@@ -70,7 +67,7 @@ def supervise(
             flush=True,
         )
         time.sleep(wait)
-    raise AssertionError("unreachable")
+    return outcome(codes, asked)
 
 
 def outcome(codes: Sequence[int], asked: int = 0) -> int:
@@ -104,55 +101,40 @@ def free_address() -> str:
     raise OSError("no port from 20000 to 32000 is free")
 
 
-class _Group:
-    """The processes of one start."""
+def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], int, int]:
+    """Starts the processes and waits; kills those still running `grace` s after a failure.
 
-    def __init__(self, command: Sequence[str], count: int):
-        self.asked = 0  # exit code for the forwarded signal
-        self._signal = 0  # its number
-        self._signalled: set[int] = set()  # ids of processes that received it
-        self.exited: list[int] = []  # exit codes of processes that were not killed here
-        self._processes: list[subprocess.Popen[bytes]] = []
-        address = free_address()
-        names = ("--coordinator-address", address, "--num-processes", str(count), "--process-id")
-        group = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
-        self._commands = [[*command, *flags] for flags in group]
-
-    def run(self, grace: float) -> list[int]:
-        """Starts the processes and waits; kills those still running `grace` s after a failure."""
-        before = {number: signal.signal(number, self._forward) for number in handled()}
+    Returns:
+        The exit codes, the number of processes lost to a signal from elsewhere, and the exit code
+        for the signals that were forwarded; 0 for none.
+    """
+    names = ("--coordinator-address", free_address(), "--num-processes", str(count), "--process-id")
+    flags = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
+    environment = {**os.environ, orphans.VARIABLE: str(os.getpid())}
+    processes: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []  # signals
+    forwarded, end = 0, math.inf
+    with signals_to(lambda number, _: received.append(number)):
         try:
-            environment = {**os.environ, orphans.VARIABLE: str(os.getpid())}
-            for command in self._commands:
+            for own in flags:
                 # A new session: a Ctrl-C in the terminal reaches each process once, from here.
-                process = subprocess.Popen(command, env=environment, start_new_session=True)
-                self._processes.append(process)
-            if self._signal:  # the signal arrived during the starts
-                self._send([p for p in self._processes if p.pid not in self._signalled])
-            end = None
-            while any(p.poll() is None for p in self._processes):
-                failed = any(p.poll() not in (None, 0) for p in self._processes)
-                if failed and end is None:
+                process = subprocess.Popen(
+                    [*command, *own], env=environment, start_new_session=True
+                )
+                processes.append(process)
+            while any(p.poll() is None for p in processes) and time.monotonic() <= end:
+                while forwarded < len(received):
+                    for process in processes:
+                        process.send_signal(received[forwarded])
+                    forwarded += 1
+                if end == math.inf and any(p.poll() not in (None, 0) for p in processes):
                     end = time.monotonic() + grace
-                if end is not None and time.monotonic() > end:
-                    break
                 time.sleep(0.1)
-            self.exited = [p.returncode for p in self._processes if p.poll() is not None]
+            # JAX aborts healthy processes when another one has died; the rest is killed below.
+            lost = sum((p.poll() or 0) < 0 and p.returncode != -signal.SIGABRT for p in processes)
         finally:
-            for process in self._processes:
+            for process in processes:
                 process.kill()  # a stopped process too
                 process.wait()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return [p.returncode for p in self._processes]
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self.asked = max(self.asked, CODES[signal.Signals(number)])
-        self._signal = number
-        self._send(self._processes)
-
-    def _send(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(self._signal)
-                self._signalled.add(process.pid)
+    asked = max((CODES[signal.Signals(number)] for number in received), default=0)
+    return [p.returncode for p in processes], lost, asked

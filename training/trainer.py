@@ -13,15 +13,15 @@ from jax.experimental import multihost_utils
 import zero_jax
 from training import optimizers
 from training.config import mesh_sizes
-from training.multiprocess import together
+from training.multiprocess import say, together
 from training.packing import LOOK
 from training.plan import RunPlan, check_batch
-from training.saving import state_files
 from zero_jax import interchange
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.low_bit.state import FP32, kind_of
 from zero_jax.models import generate
+from zero_jax.offload.nvme import discard, folder_of
 from zero_jax.plan import expert_elements
 from zero_jax.sharding import mesh
 
@@ -42,8 +42,7 @@ class Trainer:
         self.plain_tx = optimizers.make(config)
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.zero_settings())
         if config.stage == "auto":
-            self.zero = self.zero.choose(*self._planned(), has_aux=self.model.routes).zero
-            del self._abstract  # its sharding may have changed
+            self.zero = self.zero.choose(*self._step_of(self.zero), has_aux=self.model.routes).zero
         self.tx = self.zero.optimizer(self.plain_tx)
         trained = self.model.trained_loss
         self.step = self.zero.train_step(trained, self.tx, has_aux=self.model.routes)
@@ -64,12 +63,13 @@ class Trainer:
         own = (self.model.config, devices, tokens, config.remat, wires)
         return {"experts": expert_elements.groups(*own)}
 
-    def _planned(self) -> tuple[Any, ...]:
+    def _step_of(self, zero: zero_jax.Zero) -> tuple[Any, ...]:
         """Returns the arguments of `Zero.plan`: loss, optimizer, parameters and batch."""
-        rows = jax.ShapeDtypeStruct(
-            (self.plan.config.global_batch_size, self.plan.config.seq_len + 1), jnp.int32
-        )
-        return self.model.trained_loss, self.zero.optimizer(self.plain_tx), self._abstract, (rows,)
+        config = self.plan.config
+        shape = (config.global_batch_size, config.seq_len + 1)
+        params = zero.eval_shape(self.model.make, self._key)
+        batch = (jax.ShapeDtypeStruct(shape, jnp.int32),)
+        return self.model.trained_loss, zero.optimizer(self.plain_tx), params, batch
 
     @functools.cached_property
     def _abstract(self) -> PyTree:
@@ -84,31 +84,23 @@ class Trainer:
         """
         zero = self.zero
         if zero.config.offload.in_files:  # an abstract mesh: host memory is not used
-            abstract = mesh.abstract_of(self.mesh)
-            zero = zero.replace(mesh=abstract, offload="optimizer")
-        loss, _, _, batch = self._planned()
-        params = zero.eval_shape(self.model.make, self._key)
-        own = {"has_aux": self.model.routes, "compile": compile}
-        return zero.plan(loss, zero.optimizer(self.plain_tx), params, batch, **own)
+            zero = zero.replace(mesh=mesh.abstract_of(self.mesh), offload="optimizer")
+        return zero.plan(*self._step_of(zero), has_aux=self.model.routes, compile=compile)
 
     def shapes(self) -> PyTree:
         """Returns the full parameters as `ShapeDtypeStruct`; not allocated."""
         return jax.eval_shape(self.model.make, self._key)
 
-    def like(self, saved: Mapping[str, Any] | None = None) -> States:
+    def like(self, saved: Mapping[str, Any]) -> States:
         """Returns the abstract state of a checkpoint with its shardings; allocates files only.
 
         Args:
-            saved: Settings of the run that saved it; by default those of this run.
+            saved: Settings of the run that saved it.
 
         Raises:
             ValueError: The saved optimizer state is not fp32, and this run keeps state in files.
         """
-        states = (
-            self.zero.config.optimizer_state_dtype
-            if saved is None
-            else saved.get("optimizer_state_dtype", FP32)
-        )
+        states = saved.get("optimizer_state_dtype", FP32)
         if self.zero.config.offload.in_files:
             if states != FP32:
                 raise ValueError(
@@ -116,8 +108,7 @@ class Trainer:
                     "hold fp32: resume without :nvme until the next checkpoint, then with it"
                 )
             return self.saved_states(self.init())
-        zero = self.zero.replace(optimizer_state_dtype=states)
-        tx = zero.optimizer(self.plain_tx)
+        tx = self.zero.replace(optimizer_state_dtype=states).optimizer(self.plain_tx)
         return self.saved_states((self._abstract, tx.init(self._abstract)))
 
     def init(self) -> States:
@@ -128,9 +119,15 @@ class Trainer:
         Raises:
             ValueError: State files of another run are in the way.
         """
-        params = self._params()
-        with state_files(self.zero.config.offload.directory, self.out):
+        params, directory = self._params(), self.zero.config.offload.directory
+        if directory is None:
             return params, self.tx.init(params)
+        owner = folder_of(directory) / "run.txt"
+        if owner.is_file() and owner.read_text() == str(self.out):
+            discard(directory)  # a checkpoint replaces their content
+        state = self.tx.init(params)
+        owner.write_text(str(self.out))
+        return params, state
 
     def _params(self) -> PyTree:
         config, adapted = self.plan.config, self.model.adapted
@@ -161,10 +158,9 @@ class Trainer:
     def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
         """Reads the weights of --init-from; an error in one process is raised in all."""
         assert self.plan.config.init_from is not None
-        read = functools.partial(
-            interchange.load, self.plan.config.init_from, like, rounded=rounded
-        )
-        return together({}, "weights", read)
+        with together({}, "weights"):
+            weights = interchange.load(self.plan.config.init_from, like, rounded=rounded)
+        return weights
 
     def saved_states(self, states: States) -> States:
         """Returns the states that a checkpoint saves: all except a frozen base model."""
@@ -172,7 +168,7 @@ class Trainer:
             return states
         return {"lora": states[0]["lora"]}, states[1]
 
-    def full_states(self, kept: States, say: Callable[[str], Any]) -> States:
+    def full_states(self, kept: States) -> States:
         """Returns full states from those of a checkpoint; converts the optimizer state dtype."""
         params, state = kept
         if self.model.adapted is not None:
@@ -212,7 +208,7 @@ class Trainer:
 
         Args:
             params: Sharded parameters.
-            max_batches: Evaluate the first so many batches only; None for all.
+            max_batches: Evaluate only that many batches; None for all.
             each: Called after each batch with the number of finished batches.
         """
         rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)

@@ -490,6 +490,6 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
         with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
             checkpoints.save(1, {"w": np.ones(3)}, **more)
         with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):
-            check_resume(tmp_path / f"{at}", RunRecord({}, {}, {}))
+            check_resume(Config(output_dir=str(tmp_path / f"{at}")), RunRecord({}, {}, {}))
     with pytest.raises(ValueError, match="--resume-step 3"):
-        Saver(tmp_path, 1, 1, None, RunRecord({}, {}, {}), from_step=3)
+        Saver(Config(resume_step=3), tmp_path, RunRecord({}, {}, {}))

@@ -308,6 +308,7 @@ def test_a_step_is_not_compiled_without_a_plan_nor_for_other_devices(tmp_path, c
     assert "events.jsonl" in capsys.readouterr().err
     with RunLog(tmp_path / "run", {"devices": 16, "mesh": {"data": 16}}) as log:
         log.event("start", **START)
+    (tmp_path / "run" / "config.yaml").write_text("mesh: data=16")
     # GPUs are as many as there are; a CPU is cut into as many devices as the run had.
     monkeypatch.setattr(training.main, "join", lambda config: None)
     assert report_page.main(["run", "--compile"]) == 2

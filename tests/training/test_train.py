@@ -131,7 +131,7 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
         with pytest.raises(ValueError, match=f"{words}.* {former}.* another --output-dir"):
-            check_resume(Path("out"), RunRecord(settings, plan.corpus.order, plan.corpus.contents))
+            check_resume(plan.config, RunRecord(settings, plan.corpus.order, plan.corpus.contents))
     Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
@@ -170,7 +170,7 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
     assert report_page.main(["out", "--compile"]) == 0
     known = json.loads(Path("out/compiled.json").read_text())
     trainer = runs.shared_trainer(load(parse(OUT)))
-    compiled = trainer.step.lower(*trainer.like(), next(trainer.batches())[0]).compile()
+    compiled = trainer.step.lower(*trainer.like({}), next(trainer.batches())[0]).compile()
     text, memory, total = compiled.as_text(), compiled.memory_analysis(), known["total_bytes"]
     parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert total == pytest.approx(parts, rel=0.3)
@@ -256,7 +256,7 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
     constant = optax.constant_schedule
     monkeypatch.setattr(optimizers, "rate", lambda config: constant(config.learning_rate))
     for name in optimizers.RATES:
-        config = resolve(Config(optimizer=name), optimizers.RATES)
+        config = resolve(Config(optimizer=name))
         case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)
         planned, run = (
             jax.make_jaxpr(lambda p, tx=tx: tx.update(p, tx.init(p), p))(jax.eval_shape(case.make))
@@ -423,7 +423,7 @@ def test_adapters_may_stand_beside_a_model_that_begins_anew(folder):
     states = trainer.init()
     (said,) = export.write(trainer, export.adapters(trainer, states[0]))
     assert "adapter" in said and Path("adapter/adapter_config.json").exists()
-    params, _ = trainer.full_states(trainer.saved_states(states), print)
+    params, _ = trainer.full_states(trainer.saved_states(states))
     for one, other in zip(*map(jax.tree.leaves, (states[0]["base"], params["base"])), strict=True):
         np.testing.assert_array_equal(one, other)  # every start makes the same
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import zero_jax
-from training import config, optimizers
+from training import config
 from zero_jax.translate import command
 from zero_jax.translate.command import main, translate
 
@@ -94,7 +94,7 @@ def train(made):
     """Returns the settings that train.py reads from its printed command line."""
     words = shlex.split(command.train(made))
     assert words[:2] == ["python", "train.py"]
-    return config.resolve(config.parse(words[2:]), optimizers.RATES)
+    return config.resolve(config.parse(words[2:]))
 
 
 def dotted(tree, prefix=""):
