@@ -1,28 +1,19 @@
 """Settings of a training run: read from a command line, checked, and completed.
 
-`resolve` replaces None where that requires neither the data nor the devices. Only ranges are
-checked here: names and combinations are checked where they are used.
+None means that other settings, the data or the devices decide. `resolve` replaces it where that
+requires neither data nor devices. Only ranges are checked here: names and combinations are checked
+where they are used. Settings that `python -m zero_jax.plan` has too are in
+`zero_jax.commands.settings`.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
-from training import profile
-from training.settings import (
-    CheckpointSettings,
-    DataSettings,
-    LogSettings,
-    OptimizerSettings,
-    ProcessSettings,
-    RunSettings,
-)
 from zero_jax.commands import command_line
-from zero_jax.commands.command_line import flag
+from zero_jax.commands.command_line import flag, setting
 from zero_jax.commands.settings import (
     DeviceSettings,
     LoraSettings,
@@ -39,6 +30,117 @@ from zero_jax.names import parse_bytes
 LOCAL = frozenset(("coordinator_address", "process_id", "output_dir", "debug"))
 # Settings of one start, which a repetition of the run does not take over.
 _START = frozenset(("num_processes", "supervise", "resume", "resume_step", "export_dir"))
+# Steps of a start that --profile traces; earlier ones compile and warm up.
+FIRST_TRACED, LAST_TRACED = 10, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """Steps and folders."""
+
+    max_steps: int = setting(600, "Number of optimizer steps.")
+    output_dir: str | None = setting(
+        None, "Folder of the run (default: the next free runs/NNN).", metavar="FOLDER"
+    )
+    export_dir: str | None = setting(
+        None, "Write the final transformers model, adapters merged.", metavar="FOLDER"
+    )
+    lora_init_from: str | None = setting(
+        None, "PEFT adapters to start from, of the rank in --lora-rank.", metavar="FOLDER"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """Training data."""
+
+    data: str | None = setting(
+        None, "Text, token ids, documents, or mixture a=3,b=1 (default: a sample).", metavar="FILE"
+    )
+    tokenizer: str | None = setting(
+        None, "Tokenizer (default: that of --init-from).", metavar="FOLDER"
+    )
+    loss_on: Literal["assistant", "all"] = setting("assistant", "Tokens in the loss")
+    long_documents: Literal["truncate", "drop", "error"] = setting("truncate", "Long documents")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """Learning rate and seed."""
+
+    learning_rate: float | None = setting(
+        None,
+        "Peak learning rate (default: by --optimizer and --init-from).",
+        alias="--lr",
+        unit="none",
+    )
+    warmup_steps: int | None = setting(
+        None, "Linear warmup before cosine decay (default: a tenth)."
+    )
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", unit="none")
+    max_grad_norm: float = setting(
+        1.0, "Maximum global gradient norm; 0 for no clipping.", unit="none"
+    )
+    seed: int = setting(0, "Seed of parameters, data order and samples.", unit="none")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSettings:
+    """Evaluation, logs and debugging."""
+
+    eval_steps: int = setting(200, "Steps between evaluations; 0 for one at the end.")
+    max_eval_batches: int = setting(64, "Batches per evaluation; the final one uses all.")
+    sample_tokens: int = setting(256, "Tokens to generate at the end; 0 for none.")
+    check_replicas_steps: int = setting(0, "Steps between comparisons of replicas; 0: none.")
+    wandb_project: str | None = setting(
+        None, "Weights & Biases project (requires pip install wandb).", metavar="NAME"
+    )
+    profile: bool = setting(False, "Trace steps 10 to 12 into the run's folder.")
+    debug: bool = setting(False, "Show tracebacks of errors.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    """Checkpoints and resuming."""
+
+    save_steps: int = setting(200, "Steps between checkpoints; 0 for none at all.")
+    save_total_limit: int = setting(3, "Number of latest checkpoints to keep.", unit="checkpoints")
+    keep_every_steps: int | None = setting(
+        None, "Also keep checkpoints at multiples of this (default: none)."
+    )
+    resume: bool = setting(True, "Raise an error if --output-dir has checkpoints.")
+    resume_step: int | None = setting(
+        None, "Checkpoint step to resume from (default: the latest).", unit="steps"
+    )
+    max_rollbacks: int = setting(
+        0, "Maximum rollbacks after non-finite gradients.", unit="rollbacks"
+    )
+    max_hours: float | None = setting(
+        None, "Hours after which to save and exit (default: no limit)."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSettings:
+    """Multi-process and multi-node runs."""
+
+    coordinator_address: str | None = setting(
+        None, "Address of process 0 (default: from SLURM or Open MPI).", metavar="HOST:PORT"
+    )
+    num_processes: int | None = setting(
+        None, "Number of processes (default: the launcher's, or 1)."
+    )
+    process_id: int | None = setting(
+        None, "Rank of this process, from 0 (default: the launcher's).", unit="rank"
+    )
+    join_timeout_seconds: float = setting(300.0, "Timeout for all processes to join.")
+    supervise: int | None = setting(
+        None, "Processes to start here, and to restart on failure.", unit="processes"
+    )
+    max_restarts: int = setting(10, "Maximum restarts by --supervise.", unit="restarts")
+    heartbeat_timeout_seconds: float = setting(
+        60.0, "Silence after which a process counts as dead."
+    )
 
 
 # Fields of the last base come first, so that a run lists its settings in the order of `--help`.
@@ -104,11 +206,7 @@ _MOST |= {"heartbeat_timeout_seconds": 1e5, "join_timeout_seconds": 1e6}
 
 
 def check_numbers(config: Config) -> None:
-    """Checks each number against the range of its flag, and the sizes of `--mesh`.
-
-    Raises:
-        ValueError: A number is out of range, or a setting is empty.
-    """
+    """Raises ValueError for a number out of the range of its flag, or an empty setting."""
     for name, value in dataclasses.asdict(config).items():
         if value == "":
             raise ValueError(f"{flag(name)} is empty: give a value, or leave it out")
@@ -140,10 +238,10 @@ def resolve(config: Config) -> Config:
             f"--memory-limit {config.memory_limit} requires --stage auto, and --stage is "
             f"{config.stage}: use --stage auto, or leave --memory-limit out"
         )
-    if config.profile and config.max_steps < profile.LAST:
+    if config.profile and config.max_steps < LAST_TRACED:
         raise ValueError(
-            f"--profile traces steps {profile.FIRST} to {profile.LAST}, which "
-            f"--max-steps {config.max_steps} does not reach: use --max-steps {profile.LAST} or more"
+            f"--profile traces steps {FIRST_TRACED} to {LAST_TRACED}, which "
+            f"--max-steps {config.max_steps} does not reach: use --max-steps {LAST_TRACED} or more"
         )
     if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
         name = "paper_config" if config.paper_config else "remat"
@@ -159,9 +257,8 @@ def resolve(config: Config) -> Config:
         )
     lr = config.learning_rate
     if lr is None:  # lower for a model that is trained already
-        from_scratch = RATES[config.optimizer]
-        tuned = from_scratch / (100 if config.lora_rank is None else 20)
-        lr = from_scratch if config.init_from is None else tuned
+        part = 100 if config.lora_rank is None else 20
+        lr = RATES[config.optimizer] / (1 if config.init_from is None else part)
     return dataclasses.replace(config, warmup_steps=warmup, learning_rate=lr)
 
 

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from training import byte_tokenizer
-from training.plan import RunPlan
-from training.trainer import PyTree, Trainer
+from training.trainer import PyTree, RunPlan, Trainer
 from zero_jax import interchange
 from zero_jax.interchange import peft
 from zero_jax.interchange.exporter import check_free, copy_tokenizer, ends_of
@@ -69,9 +68,7 @@ def adapters(trainer: Trainer, params: PyTree) -> PyTree:
 def write(trainer: Trainer, lora: PyTree | None) -> list[str]:
     """Writes the adapters and the exported model, in one process; returns the lines to print.
 
-    Args:
-        trainer: The trainer of a run whose checkpoints are on the disk.
-        lora: The result of `adapters`; None for a run without adapters.
+    The checkpoints of the run are on the disk. `lora` is the result of `adapters`, if it has any.
     """
     config, plan, said = trainer.plan.config, trainer.plan, []
     folder = trainer.out / ADAPTER

@@ -60,7 +60,7 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
 
     Args:
         folder: Folder of the model and its tokenizer.
-        adapter: Folder of PEFT adapters to add; None for none.
+        adapter: Folder of PEFT adapters to add.
         question: At least one token of text.
         length: Maximum number of tokens.
 
@@ -94,24 +94,15 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m training.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "dir",
-        type=Path,
-        metavar="DIR",
-        help="Folder of a transformers model, or of a run with adapters.",
-    )
+    parser = argparse.ArgumentParser("python -m training.generate", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    about = "Folder of a transformers model, or of a run with adapters."
+    parser.add_argument("dir", type=Path, metavar="DIR", help=about)
     parser.add_argument("question", metavar="QUESTION", help="Question or prompt.")
-    parser.add_argument(
-        "--adapter", type=Path, help="Folder of PEFT adapters (default: those of the run)."
-    )
-    parser.add_argument(
-        "--length", type=int, default=100, help="Maximum tokens of the answer (default: 100)."
-    )
+    about = "Folder of PEFT adapters (default: those of the run)."
+    parser.add_argument("--adapter", type=Path, help=about)
+    about = "Maximum tokens of the answer (default: 100)."
+    parser.add_argument("--length", type=int, default=100, help=about)
     parsed = parser.parse_args(args)
     try:
         said = answer(*model_of(parsed.dir, parsed.adapter), parsed.question, parsed.length)

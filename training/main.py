@@ -27,9 +27,9 @@ from zero_jax.streams import lasting_streams
 MAX_SIMULATED = 1024  # CPU devices of a process; each has a thread pool
 
 
-def cpu_devices(config: Config) -> int | None:
+def cpu_devices(config: Config) -> int:
     """Returns the number of CPU devices to simulate on a machine without GPUs."""
-    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else None
+    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else DEVICES
     return config.devices or named
 
 
@@ -39,12 +39,12 @@ def join(config: Config) -> None:
     devices = cpu_devices(config)
     # Without `data` in --mesh, that axis takes the remaining devices.
     known = config.devices is not None or "data" in mesh_sizes(config.mesh)
-    if devices is not None and known and devices % count:
+    if known and devices % count:
         raise ValueError(
             f"{devices} devices must be a multiple of {count} processes: use --devices "
             f"{(devices // count + 1) * count}"
         )
-    each = max(1, (devices or DEVICES) // count)
+    each = max(1, devices // count)
     if each > MAX_SIMULATED:
         asked = f"--devices {config.devices}" if config.devices else f"--mesh {config.mesh}"
         raise ValueError(
@@ -105,7 +105,7 @@ def supervised(config: Config, args: Sequence[str]) -> int:
         config.supervise,
         restarts=config.max_restarts,
         grace=3 * config.heartbeat_timeout_seconds + 10,
-        divides=cpu_devices(config) or DEVICES,
+        divides=cpu_devices(config),
     )
 
 
@@ -113,11 +113,7 @@ def entry() -> int:
     """Runs `main` with signal handlers and exits of a program."""
     lasting_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        code = main()
-    except KeyboardInterrupt:  # while settings are read, or the supervisor waits
-        print_error("stopped")
-        return INTERRUPTED
+    code = main()
     if code == INTERRUPTED and jax.distributed.is_initialized():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -158,14 +154,12 @@ def main(args: Sequence[str] | None = None) -> int:
         if jax.process_count() == 1:
             return code
         os._exit(code)  # `sys.exit` waits for the other processes, one of which is gone
-    except MemoryError as error:
+    except (MemoryError, ValueError, OSError, OverflowError, zero_jax.NonFiniteError) as error:
         if config.debug:
             raise
-        print_error(f"error: out of host memory: {error}{LESS_MEMORY}")
-        return WRONG
-    except (ValueError, OSError, OverflowError, zero_jax.NonFiniteError) as error:
-        if config.debug:
-            raise
-        print_error("error:", str(error).replace("\n", " "))
+        message = str(error).replace("\n", " ")
+        if isinstance(error, MemoryError):
+            message = f"out of host memory: {message}{LESS_MEMORY}"
+        print_error("error:", message)
         return FAILED if isinstance(error, zero_jax.NonFiniteError) else WRONG
     return 0

@@ -62,7 +62,7 @@ class Stopped(BaseException):
     """The run was asked to end. Like KeyboardInterrupt it is not an `Exception`.
 
     Args:
-        code: For `sys.exit`.
+        code: Exit code.
         folder: Folder of the run.
         saved: Step of the newest checkpoint; None if there is none.
         at_once: True if later steps are lost.
@@ -74,9 +74,6 @@ class Stopped(BaseException):
 
     def said(self, args: Sequence[str]) -> str:
         """Describes how the run ended, with the command that resumes it.
-
-        Args:
-            args: Arguments of the run.
 
         >>> print(Stopped(130, Path("runs/001"), 37).said(["--max-steps", "90"]))
         stopped after step 37, which is saved in runs/001. To resume:
@@ -117,12 +114,7 @@ def without(args: Sequence[str], flags: Mapping[str, int]) -> list[str]:
 
 
 class Stop:
-    """Decides once per step, equally in all processes, if the run ends; a context manager.
-
-    Args:
-        mesh: The devices of the run.
-        hours: Time limit; None for no limit.
-    """
+    """Decides once per step, equally in all processes, if the run ends; a context manager."""
 
     def __init__(self, mesh: Mesh, hours: float | None = None):
         self._code = 0

@@ -85,8 +85,7 @@ def compile_step(run: RunFolder) -> None:
 
     from training.config import parse
     from training.main import join
-    from training.plan import load
-    from training.trainer import Trainer
+    from training.trainer import Trainer, load
 
     recorded = run.last("start").get("predicted_total")
     if recorded is None:

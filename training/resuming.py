@@ -64,17 +64,11 @@ _CONTENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The settings and the data of a run, as its checkpoints save them.
+    """The settings and the data of a run, as its checkpoints save them."""
 
-    Attributes:
-        settings: From `plan.facts`.
-        order: Settings that determine the order of samples.
-        contents: Checksums of data, tokenizer, chat template and frozen model, by name.
-    """
-
-    settings: Mapping[str, Any]
-    order: Mapping[str, Any]
-    contents: Mapping[str, str]
+    settings: Mapping[str, Any]  # from `plan.facts`
+    order: Mapping[str, Any]  # settings that determine the order of samples
+    contents: Mapping[str, str]  # checksums of data, tokenizer, template and frozen model, by name
 
     def compare(self, manifest: Manifest, directory: pathlib.Path) -> list[str]:
         """Compares the run with the checkpoint it resumes from; returns the warnings.
@@ -97,12 +91,10 @@ class RunRecord:
 
 
 def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where: str) -> list[str]:
-    """Compares the settings of a run with those saved in the checkpoint it resumes from.
-
-    Returns one warning for each setting that may change and does.
+    """Returns one warning for each setting that may change and does, in a resumed run.
 
     Args:
-        settings: From `plan.facts`.
+        settings: Those of the run.
         before: Those of the run that saved the checkpoint.
         where: Names the checkpoint.
 

@@ -15,23 +15,23 @@ import numpy as np
 
 import zero_jax
 from training import export, optimizers, report_page
-from training.config import Config, as_yaml, shared
+from training.config import FIRST_TRACED, LAST_TRACED, Config, as_yaml, shared
 from training.data_files import DataChanged
 from training.memory import lack_of_room, peak_bytes
 from training.multiprocess import say, together
-from training.plan import by_stage, facts, held_bytes, load, print_plan, start_event
+from training.plan import by_stage, facts, print_plan, start_event
 from training.preemption import INTERRUPTED, Stop, Stopped
-from training.profile import traced
 from training.resuming import RunRecord, base_checksum
 from training.run_folder import RunLog, next_folder
 from training.saving import Saver, check_resume, newest_step
 from training.scalars import import_wandb
 from training.show import Show, Speed, progress
-from training.trainer import States, Trainer
+from training.trainer import States, Trainer, load
 from zero_jax.distributed.agreement import gather_texts
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
+from zero_jax.offload.tiers import bytes_on
 from zero_jax.sharding.replicas import check_replicas
 
 PyTree = Any
@@ -54,16 +54,7 @@ def routing(routed: Routed | None) -> dict[str, float]:
 
 @dataclasses.dataclass
 class TrainingLoop:
-    """The training loop of a run.
-
-    Attributes:
-        trainer: Model, optimizer and train step.
-        log: Writer of the run's folder.
-        saver: Saves and restores checkpoints.
-        stop: Returns an exit code when the run is to end.
-        watchdog: Detects dead processes and steps that hang.
-        profile: Traces a few steps, in process 0.
-    """
+    """The training loop of a run; `profile` is that of `traced`."""
 
     trainer: Trainer
     log: RunLog
@@ -88,7 +79,8 @@ class TrainingLoop:
         warning = optimizers.rescheduled(trainer.plan.config, self.saver.before, done)
         if warning is not None and done < last:
             say("warning:", warning)
-        self.log.event("states", step=done, **held_bytes(*states))
+        held = {"parameters": bytes_on(states[0]), "optimizer_state": bytes_on(states[1])}
+        self.log.event("states", step=done, **held)
         if done > last:
             raise ValueError(
                 f"{trainer.out} is at step {done}, past --max-steps {last}: use a larger "
@@ -177,7 +169,7 @@ class TrainingLoop:
         Raises:
             Stopped: The run was asked to end; the trained parameters are saved, if any are.
         """
-        total = self.trainer.plan.corpus.held_out_batches()
+        total = self.trainer.plan.corpus.held_out_batches() or 0  # unknown for documents
 
         def each(done: int) -> None:
             self.watchdog.progress()
@@ -268,6 +260,39 @@ class TrainingLoop:
 
 
 @contextlib.contextmanager
+def traced(folder: pathlib.Path | None) -> Iterator[Callable[[int, PyTree], None]]:
+    """Traces a few steps of this start by JAX's profiler; None as the destination traces nothing.
+
+    Yields:
+        `before(step, results)`, to call before each step with its number, counted from 1 in this
+        start, and with arrays of the step before.
+    """
+    trace, last = contextlib.ExitStack(), 0
+
+    def before(step: int, results: PyTree) -> None:
+        nonlocal last
+        last = step
+        if folder is None or step not in (FIRST_TRACED, LAST_TRACED + 1):
+            return
+        jax.block_until_ready(results)  # earlier steps are not in the trace
+        trace.close()
+        if step == FIRST_TRACED:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # else 100,000 Python calls
+            jax.profiler.start_trace(folder, profiler_options=options)
+            trace.callback(jax.profiler.stop_trace)
+
+    try:
+        with trace:
+            yield before
+    finally:
+        if folder is not None and last < FIRST_TRACED:
+            print(
+                f"--profile: nothing is traced, this start had fewer than {FIRST_TRACED} steps left"
+            )
+
+
+@contextlib.contextmanager
 def _end_of_processes(folder: pathlib.Path, dead_after: float) -> Iterator[Watchdog]:
     """Ends all processes of a run together, under a watchdog.
 
@@ -303,16 +328,15 @@ def run(config: Config) -> None:
     checksums = {f"checksum of the {name}": value for name, value in contents.items()}
     zero_jax.check_agreement({**settings, **corpus.order, **checksums})
     trainer = Trainer(plan)
-    shapes = trainer.shapes()
-    known = facts(plan, trainer.zero, shapes)
+    known = facts(trainer)
     record = RunRecord(known, corpus.order, contents)
     levels: dict[str, float] = {}
     costs: dict[str, Any] = {}
     with together(settings, "plan"):
         if lead:
             step = trainer.predict()
-            stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
-            print_plan(known, trainer.zero, stages, step)
+            stages = by_stage(trainer, step.window)
+            print_plan(trainer, known, stages, step)
             print(corpus.outlook(config.max_steps))
             levels = corpus.marks(plan.model.config.vocab)
             costs = start_event(step, stages, levels, corpus.unit)

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -189,14 +189,13 @@ def _write_line(file: TextIO, line: Line) -> None:
         raise OSError(error.errno, error.strerror, file.name) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedStep:
+class SavedStep(NamedTuple):
     """A checkpoint of a run."""
 
     step: int
     time: datetime | None  # end of the save; its start if the checkpoint is deleted
-    nbytes: int | None  # total size; None if the checkpoint is deleted
-    problem: str  # empty if it is complete
+    nbytes: int | None = None  # total size; None if the checkpoint is deleted
+    problem: str = "deleted"  # empty if it is complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +220,7 @@ class RunFolder:
     @property
     def levels(self) -> dict[str, float]:
         """Losses to compare with."""
-        known = self.last("start").get("levels", {})
+        known = self.last("start").get("levels") or {}
         return {name: y for name, value in known.items() if math.isfinite(y := number(value))}
 
     def curve(self, name: str) -> Points:
@@ -306,7 +305,7 @@ def finite(points: Points) -> Points:
 def when(event: Line) -> datetime | None:
     """Returns the time of an event; None if it has none."""
     try:
-        return datetime.fromisoformat(event.get("time", ""))
+        return datetime.fromisoformat(str(event.get("time")))
     except ValueError:
         return None
 
@@ -342,7 +341,7 @@ def _json_object(text: str, where: str) -> Line:
 
 def _checkpoints(folder: Path, events: Sequence[Line]) -> list[SavedStep]:
     times = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
-    checkpoints = {step: SavedStep(step, time, None, "deleted") for step, time in times.items()}
+    checkpoints = {step: SavedStep(step, time) for step, time in times.items()}
     if folder.is_dir():
         from zero_jax.checkpoint.inspection import summary  # here: it imports jax
         from zero_jax.checkpoint.retention import step_folders

@@ -77,27 +77,17 @@ def _set_aside_later(directory: pathlib.Path, step: int) -> None:
 
 
 class Saver:
-    """Saves and restores checkpoints; all processes create one and call it alike.
-
-    Args:
-        config: Settings of the run.
-        out: Folder of the run, the same in all processes.
-        record: Settings and data of the run, to save with each checkpoint.
-
-    Attributes:
-        before: Settings of the run that saved the restored checkpoint.
-        place: Position in the data from which to train; None for the beginning.
-        saved: Step of the newest checkpoint, also one that is still being written; None for none.
+    """Saves and restores checkpoints in a folder; all processes create one and call it alike.
 
     Raises:
-        ValueError: There is no such checkpoint, or the folder can't be written.
+        ValueError: There is no checkpoint of --resume-step, or the folder can't be written.
     """
 
     def __init__(self, config: Config, out: pathlib.Path, record: RunRecord):
         self._every, self._record = config.save_steps, record
-        self.before: Mapping[str, Any] = {}
-        self.place: Any = None
-        self.saved: int | None = None
+        self.before: Mapping[str, Any] = {}  # settings of the run that saved the restored one
+        self.place: Any = None  # position in the data from which to train; None: the beginning
+        self.saved: int | None = None  # step of the newest one, also if it is still being written
         self._checkpoints = None
         directory, step = out / FOLDER, config.resume_step
         if step is not None:
@@ -164,5 +154,4 @@ class Saver:
             extra = {"sample": place(), "order": record.order, "contents": record.contents}
             self._checkpoints.save(step, tree, config=record.settings, extra=extra)
             self.saved = step
-            return True
-        return False
+        return self.saved == step

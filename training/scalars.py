@@ -29,12 +29,7 @@ Entry = tuple[int, Mapping[str, float]]  # a step and its values
 
 
 class ScalarWriter(abc.ABC):
-    """Writes named numbers of steps.
-
-    Args:
-        name: Name of the output, for the message of a failure.
-        waiting: Maximum number of entries that wait to be written; 0 for no limit.
-    """
+    """Writes named numbers of steps to `name`; at most `waiting` entries wait, 0 for no limit."""
 
     def __init__(self, name: str, waiting: int = 0):
         self._name, self._failed = name, False
@@ -55,11 +50,7 @@ class ScalarWriter(abc.ABC):
                 self._give_up(f"{self._entries.maxsize} entries are not sent yet")
 
     def close(self, failed: bool) -> None:
-        """Waits until all entries are written, up to a timeout.
-
-        Args:
-            failed: True if an error ended the run.
-        """
+        """Waits until all is written, up to a timeout; `failed` if the run had an error."""
         if not self._failed:
             self._exit_code = int(failed)
             with contextlib.suppress(queue.Full):
@@ -86,11 +77,9 @@ class ScalarWriter(abc.ABC):
 
 
 class TensorBoard(ScalarWriter):
-    """Writes an event file of TensorBoard.
+    """Writes an event file of TensorBoard into a folder.
 
-    Args:
-        folder: Folder of the event file; created with the first entry.
-        resumed: TensorBoard discards the first step here and later steps of earlier files.
+    If the run is `resumed`, TensorBoard discards later steps of earlier files.
     """
 
     def __init__(self, folder: Path, resumed: bool):
@@ -125,11 +114,7 @@ class TensorBoard(ScalarWriter):
 
 
 def import_wandb(project: str) -> Any:
-    """Returns the module wandb.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Returns the module wandb; raises ValueError if it is not installed."""
     with contextlib.suppress(ImportError):
         import wandb
 
@@ -142,13 +127,7 @@ def import_wandb(project: str) -> Any:
 
 
 class WeightsAndBiases(ScalarWriter):
-    """Sends scalars to Weights & Biases; a resumed run continues its W&B run.
-
-    Args:
-        project: Name of the project.
-        folder: Folder of the run.
-        config: Settings of the run.
-    """
+    """Sends scalars to Weights & Biases; a resumed run continues its W&B run."""
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
         super().__init__(f"Weights & Biases from {folder}", WAITING)

@@ -26,15 +26,12 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
     """Shows step, loss, tokens per second and time left, as a bar or as lines.
 
     Where stdout is not a terminal (a file, a pipe, a batch job), a plain line is printed about
-    every tenth of the run.
+    every tenth of the run. Call the function that it yields after each step.
 
     Args:
         total: Steps of the whole run.
         start: Steps done before, in a resumed run.
         enabled: False prints nothing; for all processes except the first.
-
-    Yields:
-        `show(step, loss, tokens_per_second)`, to call after each step.
     """
     if not enabled:
         yield lambda step, loss, tokens_per_second: None
@@ -78,12 +75,7 @@ def _lines(total: int, start: int) -> Show:
 
 
 class Speed:
-    """Tokens per second over the last steps, without pauses.
-
-    Args:
-        tokens_per_step: Tokens of one global batch.
-        window: Number of steps in the mean.
-    """
+    """Tokens per second over the last `window` steps, without pauses."""
 
     def __init__(self, tokens_per_step: int, window: int = 20) -> None:
         self.tokens_per_step = tokens_per_step

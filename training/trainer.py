@@ -1,5 +1,6 @@
-"""The model, optimizer and train step of a run."""
+"""A run before its first step: model, data, optimizer and train step."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,18 +12,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import zero_jax
-from training import optimizers
-from training.config import mesh_sizes
+from training import corpus, optimizers
+from training.config import Config, mesh_sizes, resolve
+from training.corpus import Corpus
 from training.multiprocess import say, together
 from training.packing import LOOK
-from training.plan import RunPlan, check_batch
 from zero_jax import interchange
+from zero_jax.commands.settings import ROW
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.low_bit.state import FP32, kind_of
-from zero_jax.models import generate
+from zero_jax.models import families, generate, gpt
 from zero_jax.offload.nvme import discard, folder_of
 from zero_jax.plan import expert_elements
+from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding import mesh
 
 PyTree = Any
@@ -30,15 +33,60 @@ States = tuple[PyTree, PyTree]  # parameters, and the optimizer's state
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """Complete settings, with the model and the data."""
+
+    config: Config
+    model: TextModel
+    corpus: Corpus
+
+
+def load(config: Config) -> RunPlan:
+    """Reads the data and decides the open settings.
+
+    Raises:
+        ValueError: A setting is out of range or not a known name, or the data does not fit.
+        FileNotFoundError: There is no data at `config.data`.
+    """
+    config = resolve(config)
+    known: families.Config
+    if config.init_from is None:
+        known = families.preset(config.model)
+    else:
+        known = interchange.config(config.init_from)
+        if config.vocab_size not in (None, known.vocab):
+            raise ValueError(
+                f"--vocab-size {config.vocab_size}: the model in {config.init_from} has "
+                f"{known.vocab}; leave --vocab-size out"
+            )
+        interchange.check(config.init_from)  # before a size of config.json takes memory
+    known = families.with_capacity(known, config.expert_capacity_factor)
+    seq_len = min(known.seq, ROW) if config.seq_len is None else config.seq_len
+    data = corpus.load(config, config.vocab_size or known.vocab, seq_len)
+    if config.init_from is None:
+        vocab = config.vocab_size or (256 if data.byte_level else known.vocab)
+        positions = {"seq": seq_len} if isinstance(known, gpt.GPTConfig) else {}
+        known = dataclasses.replace(known, vocab=vocab, **positions)
+    if seq_len > known.seq:
+        raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
+    config = dataclasses.replace(config, seq_len=seq_len, vocab_size=known.vocab)
+    return RunPlan(config, TextModel(known, config.adapters(config.seed)), data)
+
+
 class Trainer:
-    """The model, optimizer and train step of a run; `init` allocates parameters."""
+    """The model, optimizer and train step of a run; `init` allocates parameters.
+
+    Raises:
+        ValueError: The mesh or the batch does not fit the devices.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         config = plan.config
         self.plan, self.model = plan, plan.model
         self.out = pathlib.Path()  # folder of the run
         self.mesh = zero_jax.make_mesh(**self._sizes())
-        check_batch(config.global_batch_size, mesh.batch_shards(self.mesh), config.grad_accum_steps)
+        self._check_batch()
         self.plain_tx = optimizers.make(config)
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.zero_settings())
         if config.stage == "auto":
@@ -63,6 +111,18 @@ class Trainer:
         own = (self.model.config, devices, tokens, config.remat, wires)
         return {"experts": expert_elements.groups(*own)}
 
+    def _check_batch(self) -> None:
+        batch, parts = self.plan.config.global_batch_size, self.plan.config.grad_accum_steps
+        devices = mesh.batch_shards(self.mesh)
+        unit = devices * parts
+        if batch % unit:
+            below = batch // unit * unit
+            sizes = f"{below} or {below + unit}" if below else f"{unit}"
+            raise ValueError(
+                f"--global-batch-size {batch} must be a multiple of {devices} devices x "
+                f"{parts} micro-batches = {unit}: use {sizes}"
+            )
+
     def _step_of(self, zero: zero_jax.Zero) -> tuple[Any, ...]:
         """Returns the arguments of `Zero.plan`: loss, optimizer, parameters and batch."""
         config = self.plan.config
@@ -71,16 +131,10 @@ class Trainer:
         batch = (jax.ShapeDtypeStruct(shape, jnp.int32),)
         return self.model.trained_loss, zero.optimizer(self.plain_tx), params, batch
 
-    @functools.cached_property
-    def _abstract(self) -> PyTree:
-        """The sharded parameters as `ShapeDtypeStruct`; not allocated."""
-        return self.zero.eval_shape(self.model.make, self._key)
-
     def predict(self, *, compile: bool = False) -> zero_jax.Plan:
-        """Returns the plan of a step; state in NVMe files counts as host memory.
+        """Returns the plan of a step, compiled for these devices if `compile` is True.
 
-        Args:
-            compile: Compiles the step too, for these devices.
+        State in NVMe files counts as host memory.
         """
         zero = self.zero
         if zero.config.offload.in_files:  # an abstract mesh: host memory is not used
@@ -90,6 +144,11 @@ class Trainer:
     def shapes(self) -> PyTree:
         """Returns the full parameters as `ShapeDtypeStruct`; not allocated."""
         return jax.eval_shape(self.model.make, self._key)
+
+    @functools.cached_property
+    def _abstract(self) -> PyTree:
+        """The sharded parameters as `ShapeDtypeStruct`; not allocated."""
+        return self.zero.eval_shape(self.model.make, self._key)
 
     def like(self, saved: Mapping[str, Any]) -> States:
         """Returns the abstract state of a checkpoint with its shardings; allocates files only.
@@ -114,10 +173,7 @@ class Trainer:
     def init(self) -> States:
         """Initialises sharded parameters and optimizer state; each process reads its own shards.
 
-        State files of an earlier start of this run are deleted.
-
-        Raises:
-            ValueError: State files of another run are in the way.
+        Deletes state files of an earlier start of this run. Those of another run raise ValueError.
         """
         params, directory = self._params(), self.zero.config.offload.directory
         if directory is None:
@@ -152,8 +208,7 @@ class Trainer:
         """Returns the frozen model: read from --init-from, or initialised from the seed."""
         if self.plan.config.init_from is None:
             return {"base": self.zero.init(self.model.make, self._key)["base"]}
-        like = self._abstract["base"]
-        return {"base": self._read(like, rounded=True)}
+        return {"base": self._read(self._abstract["base"], rounded=True)}
 
     def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
         """Reads the weights of --init-from; an error in one process is raised in all."""
@@ -213,24 +268,18 @@ class Trainer:
         """
         rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)
         means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)
-        pairs = []
-        for loss, weight in one_late(means):
-            pairs.append((float(loss), float(weight)))
-            each(len(pairs))
-        weights = sum(weight for _, weight in pairs)
+        total = weights = 0.0
+        for done, (loss, weight) in enumerate(one_late(means), 1):
+            total, weights = total + float(loss) * float(weight), weights + float(weight)
+            each(done)
         if not weights:
             raise ValueError(
                 "no held-out document has anything to learn within a row: use a longer --seq-len"
             )
-        return sum(loss * weight for loss, weight in pairs) / weights
+        return total / weights
 
     def sample(self, params: PyTree, prompt: np.ndarray) -> str:
-        """Continues a prompt on one device; greedily for documents.
-
-        Args:
-            params: Unsharded parameters.
-            prompt: Token ids.
-        """
+        """Continues a prompt of tokens with unsharded parameters; greedily for documents."""
         config, adapted = self.plan.config, self.model.adapted
         alone = jax.tree.map(lambda x: x.addressable_data(0), params)
         model = self.model.model(alone if adapted is None else jax.jit(adapted.merged)(alone))

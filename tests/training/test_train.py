@@ -30,19 +30,20 @@ import zero_jax
 from training import byte_tokenizer, export, generate, memory, optimizers, report_page
 from training.config import Config, parse, resolve
 from training.main import main
-from training.plan import by_stage, held_bytes, load, start_event
+from training.plan import by_stage, start_event
 from training.preemption import FAILED, RESUMABLE, Stop
 from training.resuming import RunRecord
 from training.run import routing
 from training.run_folder import read
 from training.saving import check_resume
 from training.show import human_bytes
-from training.trainer import Trainer
+from training.trainer import Trainer, load
 from zero_jax import Zero, abstract_mesh
 from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.commands import checkpoint as checkpoint_command
 from zero_jax.models import gpt, hf
 from zero_jax.models.optimizers import decayed
+from zero_jax.offload.tiers import bytes_on
 from zero_jax.plan.case import Case
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
@@ -192,8 +193,7 @@ def test_the_compiled_step_is_named_and_shown_on_the_page(done, capsys, monkeypa
 def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     trainer = runs.shared_trainer(load(parse(OUT)))
     step, shapes = trainer.predict(), trainer.shapes()
-    stages = by_stage(trainer.zero, shapes, trainer.plain_tx, step.window)
-    known = start_event(step, stages, {}, "byte")
+    known = start_event(step, by_stage(trainer, step.window), {}, "byte")
     psi = sum(x.size for x in jax.tree.leaves(shapes))
     settings = {"shards": 8, "tx": trainer.plain_tx, "window": step.window}
     for stage, terms in enumerate(known["stages"]):
@@ -201,10 +201,9 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
     states = trainer.init()
-    held = held_bytes(*states)
     for name, tree in zip(("parameters", "optimizer_state"), states, strict=True):
-        assert held[name] == sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
-        assert held[name] == known["predicted"][name]
+        held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
+        assert held == bytes_on(tree) == known["predicted"][name]
     assert (known["versions"]["jax"], known["devices"]["devices"]) == (jax.__version__, 8)
     # The validation loss is the mean over every held-out token.
     graphdef, params = trainer.model.graphdef, trainer.zero.unshard(states[0])
