@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from training.run_folder import Points, finite, read
 
@@ -154,8 +157,6 @@ def value_axis(values: Sequence[float], *, zero: bool = False, count: int = 4) -
 
 def _ticks(low: float, high: float, count: int, *, integer: bool = False) -> list[float]:
     """Returns about `count` ticks around a range: multiples of 1, 2 or 5 times a power of ten."""
-    from matplotlib.ticker import MaxNLocator  # here: it takes 0.2 s
-
     locator = MaxNLocator(count, steps=[1, 2, 5, 10], integer=integer)
     return [float(tick) for tick in locator.tick_values(low, high)]
 
@@ -196,10 +197,6 @@ def running_mean(points: Points) -> Points:
 
 def draw_losses(folder: Path) -> None:
     """Draws `loss.png` in the folder of a run: losses of training and of held-out text."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     run = read(folder)
     train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))
     if not train and not held_out:

@@ -25,34 +25,31 @@ def check(plan: RunPlan) -> None:
     Raises:
         ValueError: The folder is in use, or a required setting is missing.
     """
-    config = plan.config
+    config, lora = plan.config, plan.model.lora
     if config.lora_init_from is not None:
-        if plan.model.lora is None:
-            raise ValueError(
-                f"--lora-init-from {config.lora_init_from} requires --lora-rank: set it to the "
-                "rank of these adapters"
-            )
+        asked = f"--lora-init-from {config.lora_init_from}"
+        if lora is None:
+            raise ValueError(f"{asked} requires --lora-rank: set it to the rank of these adapters")
         if config.init_from is None:
             raise ValueError(
-                f"--lora-init-from {config.lora_init_from} requires the base model of the "
-                "adapters: give --init-from DIR"
+                f"{asked} requires the base model of the adapters: give --init-from DIR"
             )
         given = peft.adapter_config(config.lora_init_from)
-        if (given.rank, given.scale) != (plan.model.lora.rank, plan.model.lora.scale):
+        alpha = given.scale * given.rank
+        if (given.rank, given.scale) != (lora.rank, lora.scale):
             raise ValueError(
-                f"--lora-init-from {config.lora_init_from} has rank {given.rank} and alpha "
-                f"{given.scale * given.rank:g}: give --lora-rank {given.rank} --lora-alpha "
-                f"{given.scale * given.rank:g}"
+                f"{asked} has rank {given.rank} and alpha {alpha:g}: give --lora-rank {given.rank} "
+                f"--lora-alpha {alpha:g}"
             )
     if config.export_dir is None:
         return
     check_free(pathlib.Path(config.export_dir))
-    if plan.model.lora is None and not config.save_steps:
+    if lora is None and not config.save_steps:
         raise ValueError(
             "--export-dir exports the last checkpoint, and --save-steps 0 writes none: leave one "
             "of them out"
         )
-    if plan.model.lora is not None and config.init_from is None:
+    if lora is not None and config.init_from is None:
         raise ValueError(
             "--export-dir merges adapters into the model of --init-from, which is not given: "
             "give --init-from DIR, or leave --export-dir out"

@@ -9,6 +9,7 @@ Sections without data are left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -23,10 +24,9 @@ from typing import Any
 import jinja2
 
 from training.charts import Chart, Line, running_mean, shown
-from training.run_folder import COMPILED, Points, RunFolder, finite, read, when
+from training.run_folder import COMPILED, PAGE, Points, RunFolder, finite, read, when
 from training.show import human_bytes, human_count
 
-FILE = "report.html"
 COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 MAX_NAMED = 60  # intervals of steps in a list
@@ -118,7 +118,7 @@ def write(folder: str | Path) -> Path:
     Raises:
         ValueError: There is no run in it, or a file of it is damaged.
     """
-    path, text = Path(folder, FILE), page(read(folder))
+    path, text = Path(folder, PAGE), page(read(folder))
     beside = path.with_suffix(".tmp")  # a browser that loads it meanwhile gets the whole old one
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
@@ -242,14 +242,11 @@ def _named(steps: Sequence[int]) -> str:
     >>> _named([3, 7, 8, 9])
     '3, 7 to 9'
     """
-    intervals: list[list[int]] = []
-    for step in steps:
-        if intervals and intervals[-1][-1] == step - 1:
-            intervals[-1][1:] = [step]
-        else:
-            intervals.append([step])
-    texts = [" to ".join(f"{step:,}" for step in ends) for ends in intervals[:MAX_NAMED]]
-    return ", ".join(texts) + ", and more" * (len(intervals) > MAX_NAMED)
+    texts = []
+    for _, group in itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0]):
+        interval = [f"{step:,}" for _, step in group]
+        texts.append(" to ".join(interval[:1] + interval[1:][-1:]))
+    return ", ".join(texts[:MAX_NAMED]) + ", and more" * (len(texts) > MAX_NAMED)
 
 
 def _moment(time: datetime | None) -> str:

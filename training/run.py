@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training import export, optimizers, report_page
+from training import export, optimizers
 from training.config import FIRST_TRACED, LAST_TRACED, Config, as_yaml, shared
 from training.data_files import DataChanged
 from training.memory import lack_of_room, peak_bytes
@@ -22,7 +22,7 @@ from training.multiprocess import say, together
 from training.plan import by_stage, facts, print_plan, start_event
 from training.preemption import INTERRUPTED, Stop, Stopped
 from training.resuming import RunRecord, base_checksum
-from training.run_folder import RunLog, next_folder
+from training.run_folder import PAGE, RunLog, next_folder
 from training.saving import Saver, check_resume, newest_step
 from training.scalars import import_wandb
 from training.show import Show, Speed, progress
@@ -88,6 +88,8 @@ class TrainingLoop:
             )
         if done == last:
             say(f"Step {done} is the last of --max-steps {last}: nothing is left to train")
+        if trainer.plan.config.profile and last - done < FIRST_TRACED:
+            say(f"--profile traces nothing: this start has fewer than {FIRST_TRACED} steps left")
         for left in range(trainer.plan.config.max_rollbacks, -1, -1):
             try:
                 with progress(last, start=done, enabled=jax.process_index() == 0) as show:
@@ -267,11 +269,8 @@ def traced(folder: pathlib.Path | None) -> Iterator[Callable[[int, PyTree], None
         `before(step, results)`, to call before each step with its number, counted from 1 in this
         start, and with arrays of the step before.
     """
-    trace, last = contextlib.ExitStack(), 0
 
     def before(step: int, results: PyTree) -> None:
-        nonlocal last
-        last = step
         if folder is None or step not in (FIRST_TRACED, LAST_TRACED + 1):
             return
         jax.block_until_ready(results)  # earlier steps are not in the trace
@@ -282,14 +281,8 @@ def traced(folder: pathlib.Path | None) -> Iterator[Callable[[int, PyTree], None
             jax.profiler.start_trace(folder, profiler_options=options)
             trace.callback(jax.profiler.stop_trace)
 
-    try:
-        with trace:
-            yield before
-    finally:
-        if folder is not None and last < FIRST_TRACED:
-            print(
-                f"--profile: nothing is traced, this start had fewer than {FIRST_TRACED} steps left"
-            )
+    with contextlib.ExitStack() as trace:
+        yield before
 
 
 @contextlib.contextmanager
@@ -364,7 +357,7 @@ def run(config: Config) -> None:
                 loss = loop.evaluate_all(params)
                 log.evaluation(config.max_steps, val_loss=loss)
                 loop.check_loss(loss, AFTER)
-        if lead and (page := log.out_dir / report_page.FILE).exists():
+        if lead and (page := log.out_dir / PAGE).exists():
             say(f"Report of this run: {page}")
         say(f"validation loss {loss:.4f} nats per {corpus.unit}, over all {corpus.held_out_size}")
         for name, entropy in levels.items():

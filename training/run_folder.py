@@ -29,7 +29,7 @@ from training.scalars import ScalarWriter, TensorBoard, WeightsAndBiases
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
-COMPILED, CHECKPOINTS = "compiled.json", "checkpoints"
+COMPILED, CHECKPOINTS, PAGE = "compiled.json", "checkpoints", "report.html"
 
 # Types of the entries that the report computes with; all others are shown as they are.
 _CONFIG_TYPES = {"max_steps": int, "tokens_per_step": int, "psi": int}
@@ -116,7 +116,7 @@ class RunLog:
 
         self._open = False
         with self._files:
-            writers = {"loss.png": charts.draw_losses, report_page.FILE: report_page.write}
+            writers = {"loss.png": charts.draw_losses, PAGE: report_page.write}
             for name, write in writers.items():
                 try:
                     write(self.out_dir)
