@@ -22,7 +22,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from training.run_folder import Points, finite, read
+from training.run_folder import Points, RunFolder, finite
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.models import families
 from zero_jax.plan import update_forecast
@@ -57,7 +57,7 @@ def trained(optimizer: str) -> tuple[Points, Points]:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "train.py", "--optimizer", optimizer]
         subprocess.run([*command, "--output-dir", f"{out}/run"], cwd=ROOT, check=True)
-        run = read(pathlib.Path(out, "run"))
+        run = RunFolder(pathlib.Path(out, "run"))
         return finite(run.curve("loss")), finite(run.curve("val_loss"))
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from training.run_folder import finite, read
+from training.run_folder import RunFolder, finite
 from zero_jax import Zero, abstract_mesh
 from zero_jax.models import families, optimizers
 from zero_jax.plan.case import Case
@@ -95,7 +95,7 @@ def trained(states: str, arguments: list[str]) -> dict[str, float]:
             program = ["benchmarks/states.py", "--naive"]
         command = [sys.executable, *program, "--output-dir", f"{out}/run", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-        run = read(pathlib.Path(out, "run"))
+        run = RunFolder(pathlib.Path(out, "run"))
         train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))
     means = float(np.mean([loss for _, loss in train][-LAST:]))
     return {"training": means, "held_out": held_out[-1][1]}

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.run_folder import Points, finite, read
+from training.run_folder import Points, RunFolder, finite
 
 MAX_POINTS = 800  # of a curve: about the pixels of a wide screen
 STRIPS = 100  # steps with a tooltip
@@ -197,7 +197,7 @@ def running_mean(points: Points) -> Points:
 
 def draw_losses(folder: Path) -> None:
     """Draws `loss.png` in the folder of a run: losses of training and of held-out text."""
-    run = read(folder)
+    run = RunFolder(folder)
     train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))
     if not train and not held_out:
         return

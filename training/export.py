@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from training import byte_tokenizer
+from training.multiprocess import say
+from training.run_folder import CHECKPOINTS
 from training.trainer import PyTree, RunPlan, Trainer
 from zero_jax import interchange
 from zero_jax.interchange import peft
@@ -56,57 +57,46 @@ def check(plan: RunPlan) -> None:
         )
 
 
-def adapters(trainer: Trainer, params: PyTree) -> PyTree:
-    """Returns the unsharded adapters of a run; every process calls it."""
-    full = trainer.zero.unshard({"lora": params["lora"]})
-    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), full["lora"])
+def write(trainer: Trainer, params: PyTree) -> None:
+    """Writes the adapters and the exported model of a run whose checkpoints are on the disk.
 
-
-def write(trainer: Trainer, lora: PyTree | None) -> list[str]:
-    """Writes the adapters and the exported model, in one process; returns the lines to print.
-
-    The checkpoints of the run are on the disk. `lora` is the result of `adapters`, if it has any.
+    Process 0 writes; every process calls it.
     """
-    config, plan, said = trainer.plan.config, trainer.plan, []
-    folder = trainer.out / ADAPTER
-    if lora is not None:
-        assert plan.model.lora is not None
+    config, model, ends = trainer.plan.config, trainer.model, trainer.plan.corpus.ends
+    folder, lora = trainer.out / ADAPTER, None
+    if model.lora is not None:
+        full = trainer.zero.unshard({"lora": params["lora"]})
+        lora = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), full["lora"])
+    if jax.process_index() != 0:
+        return
+    if model.lora is not None:
         shutil.rmtree(folder, ignore_errors=True)  # from an earlier start of this run
-        peft.save_adapter(lora, plan.model.lora, plan.model.config, folder, config.init_from)
-        said.append(f"LoRA adapters in PEFT format: {folder}")
+        peft.save_adapter(lora, model.lora, model.config, folder, config.init_from)
+        say(f"LoRA adapters in PEFT format: {folder}")
         if config.init_from is not None:
-            said.append(f"To ask a question: python -m training.generate {trainer.out} '...'")
-            said += _other_ends(pathlib.Path(config.init_from), plan.corpus.ends)
+            say(f"To ask a question: python -m training.generate {trainer.out} '...'")
+            # A PEFT folder has no generation config, so that of the base model applies.
+            former = ends_of(pathlib.Path(config.init_from))
+            if not set(ends) <= set(former):
+                say(
+                    f"The adapters are trained to end at token {', '.join(map(str, ends))}, and "
+                    f"`eos_token_id` of {config.init_from} is {former or 'not set'}: generate with "
+                    f"eos_token_id={[*dict.fromkeys([*ends, *former])]}, or use --export-dir DIR "
+                    "to write a model that has it"
+                )
     if config.export_dir is None:
-        return said
+        return
     out = pathlib.Path(config.export_dir)
     if lora is not None:
         assert config.init_from is not None
-        peft.merge(config.init_from, folder, out, ends=plan.corpus.ends)
+        peft.merge(config.init_from, folder, out, ends=ends)
     else:
-        last, ends = trainer.out / "checkpoints", plan.corpus.ends
-        interchange.export(last, out, like=config.init_from, ends=ends)
+        interchange.export(trainer.out / CHECKPOINTS, out, like=config.init_from, ends=ends)
     if config.tokenizer is not None:
         copy_tokenizer(pathlib.Path(config.tokenizer), out, replace=True)
-    if plan.corpus.byte_level:
+    if trainer.plan.corpus.byte_level:
         byte_tokenizer.write(out)
         known = json.loads((out / "config.json").read_text())
         end = {"eos_token_id": byte_tokenizer.END[0], "bos_token_id": None}
         (out / "config.json").write_text(json.dumps(known | end, indent=2) + "\n")
-    return [*said, f"Exported transformers model: {out}"]
-
-
-def _other_ends(base: pathlib.Path, ends: Sequence[int]) -> list[str]:
-    """Returns a message if the base model does not stop at the end tokens of the adapters.
-
-    A PEFT folder has no generation config, so that of the base model applies.
-    """
-    former = ends_of(base)
-    if set(ends) <= set(former):
-        return []
-    every = [*dict.fromkeys([*ends, *former])]
-    return [
-        f"The adapters are trained to end at token {', '.join(map(str, ends))}, and "
-        f"`eos_token_id` of {base} is {former or 'not set'}: generate with "
-        f"eos_token_id={every}, or use --export-dir DIR to write a model that has it"
-    ]
+    say(f"Exported transformers model: {out}")

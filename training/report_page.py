@@ -24,7 +24,7 @@ from typing import Any
 import jinja2
 
 from training.charts import Chart, Line, running_mean, shown
-from training.run_folder import COMPILED, PAGE, Points, RunFolder, finite, read, when
+from training.run_folder import COMPILED, PAGE, Points, RunFolder, finite, when
 from training.show import human_bytes, human_count
 
 COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(args)
     try:
         if parsed.compile:
-            compile_step(read(parsed.folder))
+            compile_step(RunFolder(parsed.folder))
         print(write(parsed.folder))
     except (ValueError, OSError) as error:
         print("error:", error, file=sys.stderr)
@@ -118,7 +118,7 @@ def write(folder: str | Path) -> Path:
     Raises:
         ValueError: There is no run in it, or a file of it is damaged.
     """
-    path, text = Path(folder, PAGE), page(read(folder))
+    path, text = Path(folder, PAGE), page(RunFolder(folder))
     beside = path.with_suffix(".tmp")  # a browser that loads it meanwhile gets the whole old one
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)

@@ -114,9 +114,13 @@ def check_settings(settings: Mapping[str, Any], before: Mapping[str, Any], where
     bases = [known.get("init_from") for known in (now, former)]
     if "init_from" in changed and now.get("lora_rank") is not None and None in bases:
         refused["init_from"] = "the saved adapters are trained with another base model"
-    if differences := _architecture(now, former):
+    sizes, old = now.get("hf_config", {}), former.get("hf_config", {})
+    differ = [
+        f"{k} {sizes[k]} instead of {old[k]}" for k in sizes if sizes[k] != old.get(k, sizes[k])
+    ]
+    if differ:
         name = "init_from" if bases[0] else "model"
-        refused.setdefault(name, f"the models differ ({differences})")
+        refused.setdefault(name, f"the models differ ({'; '.join(differ[:3])})")
     for name, why in refused.items():
         adapters = former.get("lora_rank") is not None and former.get("init_from")
         more = " (and --lora-init-from for the adapters of the former run)" if adapters else ""
@@ -199,19 +203,11 @@ def _check_order(order: Mapping[str, Any], before: Mapping[str, Any], where: str
 
 
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills in the defaults that depend on other settings, so that equal runs compare equal."""
+    """Fills in defaults that depend on other settings; as JSON, so that equal runs are equal."""
     rank = settings.get("lora_rank")
     defaults = {} if rank is None else {"lora_alpha": 2.0 * rank, "lora_base_dtype": "bf16"}
-    return {k: defaults.get(k) if value is None else value for k, value in settings.items()}
-
-
-def _architecture(now: Mapping[str, Any], former: Mapping[str, Any]) -> str:
-    """Describes the first differences between the sizes of the models."""
-    sizes, before = (json.loads(json.dumps(known.get("hf_config"))) for known in (now, former))
-    if not isinstance(sizes, Mapping) or not isinstance(before, Mapping):
-        return ""
-    names = [name for name in sizes if name in before and sizes[name] != before[name]]
-    return "; ".join(f"{name} {sizes[name]} instead of {before[name]}" for name in names[:3])
+    known: dict[str, Any] = json.loads(json.dumps(dict(settings)))
+    return {k: defaults.get(k) if value is None else value for k, value in known.items()}
 
 
 def _message(name: str, now: object, former: object, where: str, why: str) -> str:

@@ -366,7 +366,5 @@ def run(config: Config) -> None:
         if counts := corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
             say(f"documents in {rows}: {counts}")
-        lora = None if trainer.model.adapted is None else export.adapters(trainer, params)
         with together(settings, "export"):
-            for line in export.write(trainer, lora) if lead else ():
-                say(line)
+            export.write(trainer, params)

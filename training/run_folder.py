@@ -1,4 +1,4 @@
-"""The folder of a run: `RunLog` writes it during training, `read` reads it at any time.
+"""The folder of a run: `RunLog` writes it during training, `RunFolder` reads it at any time.
 
 A folder holds `config.json`; `metrics.jsonl`, one JSON object per line, flushed at once so that a
 killed run keeps all of them; `events.jsonl`, starts, checkpoints and ends; TensorBoard files;
@@ -12,7 +12,6 @@ checkpoint: the last line of a step counts.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -198,18 +197,31 @@ class SavedStep(NamedTuple):
     problem: str = "deleted"  # empty if it is complete
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The contents of the folder of a run."""
+    """The contents of the folder of a run.
 
-    path: Path
-    config: Line  # settings of the latest start
-    earlier: Sequence[Line]  # settings of earlier starts if different, oldest first
-    steps: Sequence[Line]  # a line for each step, ascending
-    evaluations: Sequence[Line]  # a line for each evaluation on held-out text
-    events: Sequence[Line]  # starts, checkpoints and ends, oldest first
-    checkpoints: Sequence[SavedStep]  # includes deleted ones
-    compiled: Line  # memory of the compiled step, if `--compile` wrote it
+    Raises:
+        ValueError: The folder has no files of a run, or a file is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        if not any((path / name).is_file() for name in (METRICS, CONFIG)):
+            raise ValueError(
+                f"{path} has neither {METRICS} nor {CONFIG}: give the folder of a run, such as "
+                "runs/001"
+            )
+        self.config = _object(path / CONFIG)  # settings of the latest start
+        _check_types(self.config, _CONFIG_TYPES, path / CONFIG)
+        earlier = (path / f"config.{number}.json" for number in itertools.count(1))
+        # Settings of earlier starts if different, oldest first.
+        self.earlier = [_object(path) for path in itertools.takewhile(Path.exists, earlier)]
+        self.steps, self.evaluations = _read_metrics(path / METRICS)  # lines, ascending
+        self.events = _read_lines(path / EVENTS)  # starts, checkpoints and ends, oldest first
+        for event in self.events:
+            _check_types(event, _EVENT_TYPES, path / EVENTS)
+        self.checkpoints = _checkpoints(path / CHECKPOINTS, self.events)  # includes deleted ones
+        self.compiled = _object(path / COMPILED)  # memory of the step, if `--compile` wrote it
 
     @property
     def unit(self) -> str:
@@ -231,34 +243,6 @@ class RunFolder:
     def last(self, event: str) -> Line:
         """Returns the latest event of a name; empty if there is none."""
         return next((e for e in reversed(self.events) if e.get("event") == event), {})
-
-
-def read(path: str | Path) -> RunFolder:
-    """Reads the folder of a run.
-
-    Raises:
-        ValueError: The folder has no files of a run, or a file is damaged.
-    """
-    path = Path(path)
-    if not any((path / name).is_file() for name in (METRICS, CONFIG)):
-        raise ValueError(
-            f"{path} has neither {METRICS} nor {CONFIG}: give the folder of a run, such as runs/001"
-        )
-    steps, evaluations = _read_metrics(path / METRICS)
-    events = _read_lines(path / EVENTS)
-    for event in events:
-        _check_types(event, _EVENT_TYPES, path / EVENTS)
-    earlier = [p for p in path.glob("config.*.json") if p.name.split(".")[1].isdecimal()]
-    return RunFolder(
-        path=path,
-        config=_check_types(_object(path / CONFIG), _CONFIG_TYPES, path / CONFIG),
-        earlier=[_object(p) for p in sorted(earlier, key=lambda p: int(p.name.split(".")[1]))],
-        steps=steps,
-        evaluations=evaluations,
-        events=events,
-        checkpoints=_checkpoints(path / CHECKPOINTS, events),
-        compiled=_object(path / COMPILED),
-    )
 
 
 def _read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
@@ -310,8 +294,8 @@ def when(event: Line) -> datetime | None:
         return None
 
 
-def _check_types(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
-    """Returns the line; raises ValueError if an entry that the report needs has another type."""
+def _check_types(line: Line, kinds: Mapping[str, type], path: Path) -> None:
+    """Raises ValueError if an entry that the report needs has another type."""
     for name, kind in kinds.items():
         value = line.get(name)
         if value is not None and type(value) is not kind:
@@ -319,7 +303,6 @@ def _check_types(line: Line, kinds: Mapping[str, type], path: Path) -> Line:
                 f"{path}: `{name}` is {json.dumps(value)[:80]}, and must be of type "
                 f"{kind.__name__}: correct it, or remove it"
             )
-    return line
 
 
 def _object(path: Path) -> Line:

@@ -14,6 +14,7 @@ from typing import Any
 from training.config import Config
 from training.multiprocess import say
 from training.resuming import RunRecord
+from training.run_folder import CHECKPOINTS
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints, on_first_process
 from zero_jax.checkpoint.inspection import folders
@@ -21,14 +22,13 @@ from zero_jax.checkpoint.manifest import ITEM, Manifest
 from zero_jax.checkpoint.retention import set_aside
 
 PyTree = Any
-FOLDER = "checkpoints"
 
 
 def newest_step(out: pathlib.Path) -> int | None:
     """Returns the step of the newest complete checkpoint of a run in this folder."""
-    if not (out / FOLDER).is_dir():
+    if not (out / CHECKPOINTS).is_dir():
         return None
-    with Checkpoints(out / FOLDER, read_only=True) as checkpoints:
+    with Checkpoints(out / CHECKPOINTS, read_only=True) as checkpoints:
         return max(checkpoints.steps, default=None)
 
 
@@ -44,7 +44,7 @@ def check_resume(config: Config, record: RunRecord) -> bool:
     if config.output_dir is None or not config.save_steps:
         return False
     out = pathlib.Path(config.output_dir)
-    directory = (out / FOLDER).resolve()
+    directory = (out / CHECKPOINTS).resolve()
     if not directory.is_dir():
         return False
     if not config.resume:
@@ -89,7 +89,7 @@ class Saver:
         self.place: Any = None  # position in the data from which to train; None: the beginning
         self.saved: int | None = None  # step of the newest one, also if it is still being written
         self._checkpoints = None
-        directory, step = out / FOLDER, config.resume_step
+        directory, step = out / CHECKPOINTS, config.resume_step
         if step is not None:
             on_first_process(lambda: _set_aside_later(directory, step))
         if config.save_steps:

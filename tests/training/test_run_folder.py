@@ -19,7 +19,7 @@ import tensorboardX.record_writer
 
 import training.main
 from training import report_page, scalars
-from training.run_folder import RunLog, finite, next_folder, read
+from training.run_folder import RunFolder, RunLog, finite, next_folder
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 STEP = {"grad_norm": 0.5, "tokens_per_second": 1e4}
@@ -47,14 +47,14 @@ def test_a_run_leaves_config_metrics_tensorboard_picture_and_page(tmp_path, no_p
         log.evaluation(2, val_loss=2.5)
         log.step(3, loss=math.nan, grad_norm=math.inf, skipped=np.bool_(True), balance=None)
         log.step(np.int32(4), loss=np.float32(2), grad_norm=np.array(0.5, np.float32))
-    assert read(out).config == {"path": "x", "clip": None, "betas": [0.9, 0.5]}
+    assert RunFolder(out).config == {"path": "x", "clip": None, "betas": [0.9, 0.5]}
     step = {"loss": 2.0, "grad_norm": 0.5, "skipped": 0}
     assert lines(out) == [
         *({"step": n, **step, "tokens_per_second": 1e4} for n in (1, 2)),
         *({"step": 2, "val_loss": 2.5}, {"step": 3, "loss": None, "grad_norm": None, "skipped": 1}),
         {"step": 4, **step},
     ]
-    assert finite(read(out).curve("loss")) == [(1, 2.0), (2, 2.0), (4, 2.0)]
+    assert finite(RunFolder(out).curve("loss")) == [(1, 2.0), (2, 2.0), (4, 2.0)]
     assert list((out / "tensorboard").glob("events.*")) and (out / "report.html").exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -74,7 +74,7 @@ def test_runs_have_folders_of_their_own_and_other_processes_write_nothing(tmp_pa
     for out in ("file", "file/below", "run"):
         with pytest.raises(ValueError, match="--output-dir"):
             RunLog(tmp_path / out, {"seed": 2})
-    assert read(tmp_path / "run").config == {"seed": 1} and len(lines(tmp_path / "run")) == 1
+    assert RunFolder(tmp_path / "run").config == {"seed": 1} and len(lines(tmp_path / "run")) == 1
     folders = [next_folder(tmp_path / "runs").name for _ in range(3)]
     (tmp_path / "runs" / "1041").mkdir()
     assert [*folders, next_folder(tmp_path / "runs").name] == ["001", "002", "003", "1042"]
@@ -91,7 +91,7 @@ def test_resuming_appends_and_steps_repeated_after_a_checkpoint_count_once(tmp_p
             write(log, steps, loss=1.0 if steps == [3] else 5.0)
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 2, "lo')  # the run is killed
-    run = read(tmp_path)
+    run = RunFolder(tmp_path)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 2, 3, 4, 2, 3]
     assert run.config == {"processes": 4} and run.earlier == [{"processes": 1}]
     assert run.curve("loss") == [(1, 5.0), (2, 5.0), (3, 1.0)]
