@@ -61,12 +61,8 @@ def make_mesh(
             f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
             "pass `devices`"
         )
-    abstract = abstract_mesh(
-        data, replica=replica, experts=experts, model=model, data_axis=data_axis
-    )
-    return jax.make_mesh(
-        *(abstract.axis_sizes, abstract.axis_names, abstract.axis_types), devices=devices
-    )
+    mesh = abstract_mesh(data, replica=replica, experts=experts, model=model, data_axis=data_axis)
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, devices=devices)
 
 
 def abstract_mesh(
