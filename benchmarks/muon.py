@@ -21,12 +21,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+from zero_jax.plan.case import Case
 
 from training.run_folder import Points, RunFolder, finite
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.models import families
 from zero_jax.plan import update_forecast
-from zero_jax.plan.case import Case
 
 ROOT = pathlib.Path(__file__).parent.parent
 CASES = (("1.5b", 8), ("7.5b", 64))

@@ -26,11 +26,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import gspmd
 import jax
+from zero_jax.plan.case import Case
 
 from zero_jax import Precision, Zero, abstract_mesh, releases
 from zero_jax.hlo import aot, auditor, latencies, roofline, targets
 from zero_jax.models import families
-from zero_jax.plan.case import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"
 MODELS, DEVICES, REMAT = ("1.5b", "7.5b", "128b"), (8, 64, 256), "block"

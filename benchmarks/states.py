@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from zero_jax.plan.case import Case
 
 from training.run_folder import RunFolder, finite
 from zero_jax import Zero, abstract_mesh
 from zero_jax.models import families, optimizers
-from zero_jax.plan.case import Case
 
 ROOT = pathlib.Path(__file__).parent.parent
 CASES = (("1.5b", 8), ("7.5b", 64))

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from small_runs import finish, folder, metrics, start, start_many
 from test_documents import chat
 from test_run_folder import wandb
+from zero_jax.plan.case import Case
 
 import training.run
 import training.trainer
@@ -44,7 +45,6 @@ from zero_jax.commands import checkpoint as checkpoint_command
 from zero_jax.models import gpt, hf
 from zero_jax.models.optimizers import decayed
 from zero_jax.offload.tiers import bytes_on
-from zero_jax.plan.case import Case
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
 OUT = [*runs.FIRST, "--output-dir", "out"]

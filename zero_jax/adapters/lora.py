@@ -12,10 +12,10 @@ Sources: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA,
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zero_jax.adapters.matrix import Dims, Matrix
 from zero_jax.adapters.quantised import KINDS, Quantised, is_smaller, named, quantise
@@ -23,9 +23,9 @@ from zero_jax.adapters.quantised import structure as structure_of
 from zero_jax.adapters.run import run
 from zero_jax.names import unknown
 from zero_jax.sharding import paths
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
-LossFn = Callable[..., Any]
+LossFn = Callable[..., PyTree]
 ALL_LINEAR = "all-linear"
 _FLOATS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 BASES = (*_FLOATS, *KINDS)
@@ -84,7 +84,7 @@ class Lora:
         """Scale s of A·B."""
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
-    def adapt(self, loss_fn: LossFn, params: PyTree, batch: PyTree, *extras: Any) -> "Adapted":
+    def adapt(self, loss_fn: LossFn, params: PyTree, batch: PyTree, *extras: PyTree) -> "Adapted":
         """Finds the matrices of a loss that adapters can be added to; allocates nothing.
 
         Args:
@@ -127,7 +127,7 @@ class Adapted:
     def init(self, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Wraps a function that makes the model into one that makes base and adapters."""
 
-        def made(*args: Any) -> PyTree:
+        def made(*args: PyTree) -> PyTree:
             params = make(*args)
             return {"base": self.rests(params), "lora": self.new(params)}
 
@@ -138,7 +138,7 @@ class Adapted:
         leaves = [self._rests(name, leaf) for name, leaf in paths.named_leaves(params)]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
-    def _rests(self, name: str, leaf: Any) -> Any:
+    def _rests(self, name: str, leaf: jax.Array) -> jax.Array | Quantised:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         if self.lora.base in KINDS and name in self.multiplied:
@@ -160,7 +160,7 @@ class Adapted:
         most = dims.fan_in(shape) ** -0.5
         return {"a": jax.random.uniform(key, a, minval=-most, maxval=most), "b": jnp.zeros(b)}
 
-    def loss(self, params: PyTree, batch: PyTree, *extras: Any) -> Any:
+    def loss(self, params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
         """Computes the loss of the adapted model, for `Zero`; never materialises W + s·A·B."""
         base, structure = named(params["base"]), structure_of(params["base"])
         compute = params["lora"][self.targets[0]]["a"].dtype
@@ -172,7 +172,9 @@ class Adapted:
         outs = run(closed, [*given, *jax.tree.leaves((batch, extras))])
         return jax.tree.unflatten(jax.tree.structure(made), outs)
 
-    def _matrix(self, name: str, leaf: Any, lora: PyTree, compute: Any) -> Any:
+    def _matrix(
+        self, name: str, leaf: jax.Array | Quantised, lora: PyTree, compute: DTypeLike
+    ) -> jax.Array | Matrix:
         low = lora.get(name)
         if low is None and not isinstance(leaf, Quantised):
             return leaf.astype(compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -188,14 +190,14 @@ class Adapted:
 
 
 def _multiplied(
-    loss_fn: LossFn, params: PyTree, batch: PyTree, extras: tuple[Any, ...]
+    loss_fn: LossFn, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]
 ) -> dict[str, Dims]:
     """Returns the leaves that a loss uses only in matrix products, always along the same dims."""
     reads: dict[str, set[Dims | None]] = {}
     shapes = jax.eval_shape(lambda x: x, params)
     own = paths.named_leaves(shapes)
 
-    def traced(params: PyTree, batch: PyTree, *extras: Any) -> Any:
+    def traced(params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
         closed = jax.make_jaxpr(loss_fn)(shapes, batch, *extras)
         leaves = zip(own, jax.tree.leaves(params), strict=True)
         given = [

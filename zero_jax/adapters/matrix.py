@@ -1,23 +1,23 @@
-"""What stands for an adapted matrix while a traced loss runs: W + s·A·B, as its parts.
+"""An adapted matrix W + s·A·B as its parts, while a traced loss runs.
 
-A product with it is a product with W and two thin ones, x·W + s·(x·A)·B: what W's gradient would
-cost is never computed. Whatever else reads it gets the whole sum.
+A product with it is a product with W and two thin ones, x·W + s·(x·A)·B; the gradient of W is never
+computed. Any other operation reads the full sum.
 
-Of W's dims some are summed in the product (inputs), some stay (outputs), and those that are
-neither (a stack of layers, experts of a batched product) A and B have too:
+A product sums over some dims of W (inputs) and keeps others (outputs). A and B also have the dims
+that are neither (a stack of layers, experts of a batched product):
 
   A   W's dims without its outputs, then r
-  B   W's dims without its inputs, r standing before the first output
+  B   W's dims without its inputs, with r before the first output
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zero_jax.adapters.quantised import Quantised
 from zero_jax.tracing import jaxpr as equations
@@ -25,7 +25,7 @@ from zero_jax.tracing import jaxpr as equations
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Which dims of a matrix a product sums, and which stay; counted from the end.
+    """The dims of a matrix that a product sums over, and those that stay; counted from the end.
 
     >>> Dims(inputs=(-2,), outputs=(-1,)).shapes((48, 4096, 1024), rank=16)
     ((48, 4096, 16), (48, 16, 1024))
@@ -35,7 +35,7 @@ class Dims:
     outputs: tuple[int, ...]
 
     def shapes(self, matrix: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B."""
+        """Returns the shapes of A and B."""
         sizes = {d: n for d, n in zip(range(-len(matrix), 0), matrix, strict=True)}
         a = [n for d, n in sizes.items() if d not in self.outputs]
         b = [n for d, n in sizes.items() if d not in self.inputs]
@@ -43,16 +43,16 @@ class Dims:
         return (*a, rank), tuple(b)
 
     def fan_in(self, matrix: Sequence[int]) -> int:
-        """Of how many inputs an output is the sum."""
+        """Returns the number of inputs that an output is the sum of."""
         return math.prod(matrix[d] for d in self.inputs)
 
     def _place_of_rank(self, ndim: int) -> int:
-        """Of r among B's dims, from the front."""
+        """Returns the position of r among the dims of B."""
         first = min(self.outputs)
         return sum(d not in self.inputs for d in range(-ndim, first))
 
     def letters(self, ndim: int) -> tuple[str, str, str]:
-        """A, B and W as `einsum` writes them."""
+        """Returns the dims of A, B and W as letters of `einsum`."""
         named = {d: chr(ord("a") + i) for i, d in enumerate(range(-ndim, 0))}
         a = "".join(c for d, c in named.items() if d not in self.outputs) + "z"
         b = [c for d, c in named.items() if d not in self.inputs]
@@ -66,18 +66,18 @@ class Matrix:
     """An adapted leaf, or a quantised one.
 
     Attributes:
-      stored: W: an array or a `Quantised`.
+      stored: W, an array or a `Quantised`.
       low: A and B; None for a leaf without adapter.
-      path: its name.
-      dtype: in which the program has it.
-      dims: of the product, if it has an adapter.
-      scale: s.
+      path: Path of the leaf.
+      dtype: Dtype of the leaf in the program.
+      dims: Dims of the product, if it has an adapter.
+      scale: The scale s.
     """
 
-    stored: Any
-    low: tuple[Any, Any] | None
+    stored: jax.Array | Quantised
+    low: tuple[jax.Array, jax.Array] | None
     path: str = dataclasses.field(metadata={"static": True})
-    dtype: Any = dataclasses.field(metadata={"static": True})
+    dtype: DTypeLike = dataclasses.field(metadata={"static": True})
     dims: Dims | None = dataclasses.field(default=None, metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 
@@ -86,13 +86,13 @@ class Matrix:
         return tuple(self.stored.shape)
 
     def base(self) -> jax.Array:
-        """W alone."""
+        """Returns W."""
         if isinstance(self.stored, Quantised):
             return self.stored.open(self.dtype)
         return jnp.asarray(self.stored, self.dtype)
 
     def whole(self) -> jax.Array:
-        """The sum."""
+        """Returns W + s·A·B."""
         if self.low is None:
             return self.base()
         assert self.dims is not None
@@ -101,15 +101,19 @@ class Matrix:
         return (self.base().astype(jnp.float32) + self.scale * delta).astype(self.dtype)
 
     def may_slice(self) -> bool:
-        """Whether an element along dim 0 is made of such elements of its parts."""
+        """Returns whether an element along dim 0 consists of such elements of its parts."""
         first = -len(self.shape)
         dims = () if self.dims is None else (*self.dims.inputs, *self.dims.outputs)
         blocks = self.stored.dim if isinstance(self.stored, Quantised) else None
         return first not in dims and first != blocks
 
 
+# For each of two operands, the dims that a product contracts and its batch dims.
+_ProductDims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
 def product_dims(eqn: jex.JaxprEqn, at: int) -> Dims:
-    """Which dims of input `at` a product sums, and which stay."""
+    """Returns the dims of input `at` that a product sums over, and those that stay."""
     contracted, batch = (part[at] for part in eqn.params["dimension_numbers"])
     ndim = len(equations.shape_of(eqn.invars[at]))
     stay = [d for d in range(ndim) if d not in (*contracted, *batch)]
@@ -117,26 +121,26 @@ def product_dims(eqn: jex.JaxprEqn, at: int) -> Dims:
 
 
 def product(eqn: jex.JaxprEqn, at: int, other: jax.Array, matrix: Matrix) -> jax.Array:
-    """What a product makes of a matrix, its input `at`, and another array."""
+    """Returns the product of a matrix, which is input `at` of an equation, and another array."""
     params = eqn.params
     precision = {"precision": params["precision"]}
 
-    def times(x: jax.Array, y: jax.Array, dims: Any, dtype: Any) -> jax.Array:
+    def times(x: jax.Array, y: jax.Array, dims: _ProductDims, dtype: DTypeLike) -> jax.Array:
         pair, (first, second) = ((x, y), dims) if at == 1 else ((y, x), dims[::-1])
-        numbers: Any = tuple(zip(first, second, strict=True))
+        numbers = (first[0], second[0]), (first[1], second[1])
         return jax.lax.dot_general(*pair, numbers, **precision, preferred_element_type=dtype)
 
     contracted, batch = params["dimension_numbers"]
-    mine, its = (tuple(part[i] for part in (contracted, batch)) for i in (at, 1 - at))
+    mine, its = ((contracted[i], batch[i]) for i in (at, 1 - at))
     out = times(other, matrix.base(), (its, mine), params["preferred_element_type"])
     if matrix.low is None:
         return out
     assert matrix.dims is not None
     a, b, w = matrix.dims.letters(len(matrix.shape))
     places = [[w[d] for d in part] for part in mine]
-    of_a = tuple(tuple(a.index(c) for c in part) for part in places)
+    of_a = tuple(map(a.index, places[0])), tuple(map(a.index, places[1]))
     thin = times(other, matrix.low[0], (its, of_a), jnp.float32).astype(other.dtype)
-    # Of the thin product batch dims are first; r is last if x stands first, else after the batch.
+    # Batch dims of the thin product come first; r is last if x comes first, else after the batch.
     batched = tuple(range(len(places[1])))
     r = thin.ndim - 1 if at == 1 else len(batched)
     of_b = (b.index("z"),), tuple(b.index(c) for c in places[1])

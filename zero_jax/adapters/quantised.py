@@ -1,28 +1,32 @@
 """Matrices in 8 or 4 bits: codes, and a scale for each block of 64 rows of a column.
 
-Blocks follow logical indices, so the bits are the same however a leaf is cut. Codes and scales are
-integers, which no cast of floats touches; a leaf is opened to floats where it is multiplied with.
+Blocks follow the indices of the unsharded leaf, so the bits are the same for every partition. Codes
+and scales are integers, which a cast of floats leaves unchanged. A leaf is dequantised where it is
+used in a product.
 
-  int8   a code is a signed byte, its value code · scale, the scale being the largest / 127
-  nf4    a code is one of 16 values, two to a byte: rows 0 to 31 of a block in the low halves of
-         32 bytes, rows 32 to 63 in the high ones; the scale is the largest
+  int8   a code is a signed byte with the value code · scale; the scale is the largest / 127
+  nf4    a code is one of 16 values, two per byte: rows 0 to 31 of a block in the low halves of
+         32 bytes, rows 32 to 63 in the high halves; the scale is the largest
 
-Bits a parameter, scales included: 8.25 and 4.25.
+Bits per parameter, scales included: 8.25 and 4.25.
 Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E.
 """
 
 import dataclasses
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zero_jax.sharding import paths
+from zero_jax.sharding.paths import PyTree
 
+Array = jax.Array | np.ndarray
 BLOCK = 64
 KINDS = ("int8", "nf4")
-# What 16 equally likely parts of a normal distribution have in their middle, so that 0 is exact.
+# Quantiles in the middle of 16 equally likely parts of a normal distribution; 0 is exact.
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -34,9 +38,9 @@ NF4 = np.array(
 )
 _OF_127 = np.float32(1 / 127)
 _MIDDLES = (NF4[1:] + NF4[:-1]) / 2
-# Of a value from its code, in units of the largest of its block: half of the widest gap, and what
-# the scale is off by, rounded to 8 bits.
-BITS = {"int8": 8 + 16 / BLOCK, "nf4": 4 + 16 / BLOCK}  # of a parameter in whole blocks
+BITS = {"int8": 8 + 16 / BLOCK, "nf4": 4 + 16 / BLOCK}  # per parameter in full blocks
+# Maximum error of a value in units of the largest of its block: half of the widest gap, and the
+# error of the scale, which is rounded to 8 bits.
 BOUNDS = {"nf4": float(np.diff(NF4).max() / 2 + 2**-8), "int8": 0.5 / 127 + 2**-8}
 
 
@@ -46,28 +50,28 @@ class Quantised:
     """A matrix in blocks.
 
     Attributes:
-      codes: uint8 (nf4, half as many rows) or int8, rows padded to whole blocks.
-      scales: the bits of a bfloat16 for each block, uint16.
+      codes: uint8 (nf4, half as many rows) or int8, rows padded to full blocks.
+      scales: The bits of a bfloat16 for each block, uint16.
       kind: "int8" or "nf4".
-      dim: whose rows are in blocks, counted from the end.
-      rows: how many there are.
+      dim: Dim whose rows are in blocks, counted from the end.
+      rows: Number of rows.
     """
 
-    codes: Any
-    scales: Any
+    codes: Array
+    scales: Array
     kind: str = dataclasses.field(metadata={"static": True})
     dim: int = dataclasses.field(metadata={"static": True})
     rows: int = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         shape = list(self.codes.shape)
         shape[self.dim] = self.rows
         return tuple(shape)
 
-    def open(self, dtype: Any) -> jax.Array:
-        """The matrix."""
+    def open(self, dtype: DTypeLike) -> jax.Array:
+        """Returns the dequantised matrix."""
         scales = jax.lax.bitcast_convert_type(self.scales, jnp.bfloat16)
         at = self.dim % scales.ndim
         values = _values(_in_blocks(self.codes, at, scales.shape[at]), at + 1, self.kind)
@@ -76,7 +80,7 @@ class Quantised:
 
 
 def is_smaller(kind: str, rows: int) -> bool:
-    """Whether a matrix of so many rows takes less in blocks than in 16 bits.
+    """Returns whether a matrix with this number of rows is smaller in blocks than in 16 bits.
 
     >>> is_smaller("nf4", 64), is_smaller("nf4", 8)
     (True, False)
@@ -84,30 +88,30 @@ def is_smaller(kind: str, rows: int) -> bool:
     return BITS[kind] * -(-rows // BLOCK) * BLOCK < 16 * rows
 
 
-def named(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, quantised and padded ones whole, in tree order."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
-    marks = jax.tree.unflatten(structure, [np.zeros(()) for _ in leaves])
+def named(tree: PyTree) -> list[tuple[str, PyTree]]:
+    """Returns (path, leaf) of every leaf; quantised and padded leaves are not taken apart."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
+    marks = jax.tree.unflatten(treedef, [np.zeros(()) for _ in leaves])
     paths_of = [path for path, _ in paths.named_leaves(marks)]
     return list(zip(paths_of, leaves, strict=True))
 
 
-def structure(tree: Any) -> Any:
-    """Of the tree with such leaves whole."""
+def structure(tree: PyTree) -> jax.tree_util.PyTreeDef:
+    """Returns the structure of a tree whose leaves are those of `named`."""
     return jax.tree.structure(tree, is_leaf=_is_whole)
 
 
-def _is_whole(node: Any) -> bool:
+def _is_whole(node: PyTree) -> bool:
     return isinstance(node, (Quantised, paths.Padded))
 
 
-def quantise(x: Any, kind: str, dim: int) -> Quantised:
-    """Puts a matrix into blocks along a dim.
+def quantise(x: Array, kind: str, dim: int) -> Quantised:
+    """Quantises a matrix in blocks along a dim.
 
     Args:
-      x: floats, NumPy's or JAX's, of which it makes the same bits.
+      x: Floats, of NumPy or JAX; the bits of the result are the same.
       kind: "int8" or "nf4".
-      dim: whose rows are in blocks, counted from the end.
+      dim: Dim whose rows are in blocks, counted from the end.
 
     >>> packed = quantise(np.linspace(-1, 1, 64, dtype=np.float32)[:, None], "nf4", -2)
     >>> packed.codes.shape, packed.scales.shape, packed.shape
@@ -121,8 +125,8 @@ def quantise(x: Any, kind: str, dim: int) -> Quantised:
     around = [(0, 0)] * x.ndim
     around[at] = (0, blocks * BLOCK - rows)
     split = _in_blocks(xp.pad(x.astype(xp.float32), around), at, blocks)
-    largest = abs(split).max(axis=at + 1, initial=0)
-    # A product: XLA makes one of a division by a constant, whose last bit may differ.
+    largest = xp.abs(split).max(axis=at + 1, initial=0)
+    # A product, because XLA replaces a division by a constant, and the last bit may differ.
     scales = _rounded(xp, largest * _OF_127 if kind == "int8" else largest)
     unit = xp.expand_dims(scales, at + 1)
     scales = scales.astype(jnp.bfloat16)
@@ -130,35 +134,35 @@ def quantise(x: Any, kind: str, dim: int) -> Quantised:
     return Quantised(_joined(codes, at), _bits(xp, scales), kind, dim % x.ndim - x.ndim, rows)
 
 
-def _in_blocks(x: Any, at: int, blocks: int) -> Any:
+def _in_blocks(x: Array, at: int, blocks: int) -> Array:
     each = x.shape[at] // max(blocks, 1)
     return x.reshape(*x.shape[:at], blocks, each, *x.shape[at + 1 :])
 
 
-def _joined(x: Any, at: int) -> Any:
-    """The inverse."""
+def _joined(x: Array, at: int) -> Array:
+    """Inverts `_in_blocks`."""
     return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
 
 
-def _rounded(xp: Any, x: Any) -> Any:
-    """fp32 that a bfloat16 holds. XLA for GPUs leaves out a cast there and back."""
+def _rounded(xp: ModuleType, x: Array) -> Array:
+    """Rounds fp32 to bfloat16 precision. XLA for GPUs omits a pair of casts."""
     if xp is np:
         return x.astype(jnp.bfloat16).astype(np.float32)
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def _bits(xp: Any, scales: Any) -> Any:
+def _bits(xp: ModuleType, scales: Array) -> Array:
     if xp is np:
         return scales.view(np.uint16)
     return jax.lax.bitcast_convert_type(scales, jnp.uint16)
 
 
-def _int8(xp: Any, split: Any, unit: Any) -> Any:
+def _int8(xp: ModuleType, split: Array, unit: Array) -> Array:
     whole = xp.where(unit > 0, unit, np.float32(1))
     return xp.clip(xp.rint(split / whole), -127, 127).astype(xp.int8)
 
 
-def _nf4(xp: Any, split: Any, unit: Any, at: int) -> Any:
+def _nf4(xp: ModuleType, split: Array, unit: Array, at: int) -> Array:
     codes = xp.zeros(split.shape, xp.uint8)
     for middle in _MIDDLES:
         codes = codes + (split > middle * unit).astype(xp.uint8)
@@ -166,8 +170,8 @@ def _nf4(xp: Any, split: Any, unit: Any, at: int) -> Any:
     return low | (high << 4)
 
 
-def _values(codes: jax.Array, at: int, kind: str) -> jax.Array:
-    """What codes stand for, fp32, in units of their scale."""
+def _values(codes: Array, at: int, kind: str) -> Array:
+    """Returns the fp32 values of codes in units of their scale."""
     if kind == "int8":
         return codes.astype(jnp.float32)
     both = jnp.concatenate([codes & 15, codes >> 4], axis=at)

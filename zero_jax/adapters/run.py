@@ -11,21 +11,25 @@ the full matrix.
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zero_jax.adapters.matrix import Dims, Matrix, product, product_dims
+from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing.interpreter import Evaluator
 from zero_jax.tracing.jaxpr import as_function, as_if_from, function, state_of, takes_elements
 
+Value = PyTree  # an array, or a `Matrix` in its place
 # Called with the name of each matrix that is read, and the dims of the product or None.
-Seen = Callable[[str, Dims | None], Any]
+Seen = Callable[[str, Dims | None], None]
 
 
-def run(closed: jex.ClosedJaxpr, args: Sequence[Any], seen: Seen = lambda *_: None) -> list[Any]:
+def run(
+    closed: jex.ClosedJaxpr, args: Sequence[Value], seen: Seen = lambda *_: None
+) -> list[Value]:
     """Evaluates a traced loss.
 
     Args:
@@ -42,19 +46,19 @@ class _Adapted(Evaluator):
         super().__init__()
         self._seen, self._in_loop = seen, in_loop
 
-    def is_replaced(self, value: Any) -> bool:
+    def is_replaced(self, value: Value) -> bool:
         return isinstance(value, Matrix)
 
-    def opened(self, values: Sequence[Any]) -> list[Any]:
+    def opened(self, values: Sequence[Value]) -> list[Value]:
         """Returns the values, with full arrays in place of matrices."""
         for value in filter(self.is_replaced, values):
             self._seen(value.path, None)
         return [v.whole() if isinstance(v, Matrix) else v for v in values]
 
-    def agreed(self, values: list[Any], like: Sequence[Any]) -> list[Any]:
+    def agreed(self, values: list[Value], like: Sequence[Value]) -> list[Value]:
         return self.opened(values)
 
-    def default(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def default(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         if len(values) == 1 and (made := _through(eqn, values[0])) is not None:
             return made
         at = next(i for i, value in enumerate(values) if self.is_replaced(value))
@@ -66,29 +70,29 @@ class _Adapted(Evaluator):
                 return self._again(eqn, run, [matrix, values[1 - at]])
         return self._again(eqn, self._of_full(eqn), values)
 
-    def _of_full(self, eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
+    def _of_full(self, eqn: jex.JaxprEqn) -> Callable[..., list[Value]]:
         return lambda *values: function(eqn)(*self.opened(values))
 
     # A loop or a function with a custom gradient decides by itself what it saves.
 
-    def while_loop(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def while_loop(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         return self._of_full(eqn)(*values)
 
-    def custom_derivative(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def custom_derivative(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         return self._of_full(eqn)(*values)
 
-    def cond(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def cond(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         return self.default(eqn, values)
 
-    def remat(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def remat(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         of_gradient = eqn.params.get("differentiated")
         return self.default(eqn, values) if of_gradient else super().remat(eqn, values)
 
-    def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def scan(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         start, carried = state_of(eqn)
         inside = _Adapted(self._seen, in_loop=True)
 
-        def stays(at: int, value: Any) -> bool:
+        def stays(at: int, value: Value) -> bool:
             """Returns True for a matrix that is a constant, or sliced along dim 0."""
             return at < start or (at >= start + carried and value.may_slice())
 
@@ -99,25 +103,25 @@ class _Adapted(Evaluator):
         return Evaluator.scan(inside, eqn, inputs)
 
     def _again(
-        self, eqn: jex.JaxprEqn, fun: Callable[..., list[Any]], values: Sequence[Any]
-    ) -> list[Any]:
+        self, eqn: jex.JaxprEqn, fun: Callable[..., list[Value]], values: Sequence[Value]
+    ) -> list[Value]:
         """Runs a function in place of an equation, and again in its backward pass."""
 
-        def placed(*values: Any) -> list[Any]:
+        def placed(*values: Value) -> list[Value]:
             flat, tree = jax.tree.flatten(values)
             closed = jax.make_jaxpr(lambda *flat: fun(*jax.tree.unflatten(tree, flat)))(*flat)
             return as_function(as_if_from(closed, eqn))(*flat)
 
-        again: Callable[..., list[Any]] = jax.checkpoint(placed, prevent_cse=not self._in_loop)
+        again: Callable[..., list[Value]] = jax.checkpoint(placed, prevent_cse=not self._in_loop)
         return again(*values)
 
 
-def _is_wide(dtype: Any) -> bool:
+def _is_wide(dtype: DTypeLike) -> bool:
     """Returns True for a cast that rounds no more than the step's own."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
-def _through(eqn: jex.JaxprEqn, matrix: Matrix) -> list[Any] | None:
+def _through(eqn: jex.JaxprEqn, matrix: Matrix) -> list[Value] | None:
     """Returns the result of an operation if it is a matrix again, else None."""
     name = eqn.primitive.name
     if name == "convert_element_type" and _is_wide(eqn.params["new_dtype"]):

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -175,7 +175,7 @@ class StoredArray:
     def _path(self, root: Path, position: Sequence[int]) -> Path:
         return root.joinpath(self.folder, "c", *map(str, position))
 
-    def _open(self, root: Path, create: bool = False) -> Any:
+    def _open(self, root: Path, create: bool = False) -> ts.TensorStore:
         bits = 8 * jnp.dtype(self.stored).itemsize
         folder = (root / self.folder).resolve()  # TensorStore takes no ".."
         spec = {

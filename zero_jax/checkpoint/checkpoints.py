@@ -21,7 +21,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import jax
 import numpy as np
@@ -32,13 +32,13 @@ from zero_jax.checkpoint import retention
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checksum import sum_over_processes, total
 from zero_jax.checkpoint.leaves import FileLeaf, NamedLeaf, leaves, unflatten
-from zero_jax.checkpoint.manifest import ITEM, Manifest, check_seal, write_seal
+from zero_jax.checkpoint.manifest import ITEM, Json, Manifest, check_seal, write_seal
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
 from zero_jax.checkpoint.writer import OrbaxHandler, SaveArgs, new_manifest, snapshot
 from zero_jax.distributed.lock import locked
 from zero_jax.sharding import paths
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
 T = TypeVar("T")
 
 
@@ -59,8 +59,8 @@ class Restored:
 
     tree: PyTree
     step: int
-    config: Any
-    extra: Any
+    config: Json
+    extra: Json
     restored: tuple[str, ...]
     missing: tuple[str, ...]
     extra_arrays: tuple[str, ...]
@@ -137,7 +137,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -157,7 +157,7 @@ class Checkpoints:
         latest = int(multihost_utils.broadcast_one_to_all(mine))
         return None if latest < 0 else latest
 
-    def save(self, step: int, tree: PyTree, *, config: Any = None, extra: Any = None) -> None:
+    def save(self, step: int, tree: PyTree, *, config: Json = None, extra: Json = None) -> None:
         """Copies this process's shards to host memory and writes them asynchronously.
 
         Waits for the previous save first. Every process calls it.
@@ -187,7 +187,7 @@ class Checkpoints:
         if any(isinstance(leaf, FileLeaf) for leaf in saved):
             self.wait()  # the next step overwrites those files
 
-    def _checked(self, step: Any) -> int:
+    def _checked(self, step: SupportsIndex) -> int:
         """Returns the step as an int above the newest checkpoint."""
         newest = max(self.steps, default=-1)
         try:
@@ -259,7 +259,7 @@ class Checkpoints:
         step: int | None = None,
         *,
         may_differ: str | None = None,
-        say: Callable[[str], Any] | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> Restored:
         """Restores a checkpoint with the structure and shardings of `like`; verifies checksums.
 

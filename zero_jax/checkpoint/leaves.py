@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ import numpy as np
 from zero_jax.checkpoint.arrays import KEY, Index, Piece, StoredArray, chunk_shape
 from zero_jax.offload.nvme import FileArray, Stored
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.paths import Padded
+from zero_jax.sharding.paths import Padded, PyTree
 
-PyTree = Any
 # Reads the part of the unpadded array between two indices.
 Read = Callable[[Index, Index], np.ndarray]
 _KINDS = (jax.Array, jax.ShapeDtypeStruct, FileArray, np.ndarray, np.generic, int, float)
@@ -38,11 +36,11 @@ class NamedLeaf:
     """
 
     name: str
-    node: Any
+    node: PyTree
     number: int
 
     @property
-    def value(self) -> Any:
+    def value(self) -> PyTree:
         """The stored value, with padding."""
         return self.node.value if isinstance(self.node, Padded) else self.node
 
@@ -61,7 +59,7 @@ class NamedLeaf:
         name = f"{KEY}{layout.key_impl(self.value)}>" if self.is_key else str(dtype)
         return StoredArray(f"arrays/{self.number:04d}", shape, name, str(dtype), chunk)
 
-    def _shard_shape(self, data: Any) -> Index:
+    def _shard_shape(self, data: PyTree) -> Index:
         sharding = getattr(data, "sharding", None)
         return tuple(sharding.shard_shape(data.shape) if sharding else np.shape(data))
 
@@ -85,7 +83,7 @@ class NamedLeaf:
             pieces.append((starts, part if is_copy else np.array(part)))
         return pieces
 
-    def build(self, read: Read) -> Any:
+    def build(self, read: Read) -> PyTree:
         """Returns the node with the values of `read`, placed as this one; reads pieces once."""
         shape = self.array.shape if self.is_key else tuple(np.shape(self.value))
         origin = (0,) * len(shape)
@@ -101,7 +99,7 @@ class NamedLeaf:
             widths = [(0, b - a) for a, b in zip(ends, stops, strict=True)]
             return np.pad(read(starts, ends), widths) if ends != stops else read(starts, ends)
 
-        def piece(index: Any) -> np.ndarray:
+        def piece(index: PyTree) -> np.ndarray:
             return padded(*_bounds(index, shape))
 
         sharding = self.value.sharding
@@ -119,7 +117,7 @@ class FileLeaf(NamedLeaf):
 
     node: FileArray
 
-    def _shard_shape(self, data: Any) -> Index:
+    def _shard_shape(self, data: PyTree) -> Index:
         return self.node.cut.device_shape
 
     def pieces(self) -> list[Piece]:
@@ -164,7 +162,7 @@ def leaves(tree: PyTree) -> list[NamedLeaf]:
     return result
 
 
-def unflatten(tree: PyTree, nodes: list[Any]) -> PyTree:
+def unflatten(tree: PyTree, nodes: list[PyTree]) -> PyTree:
     """Returns the tree with other nodes, in the order of `leaves`."""
     treedef = jax.tree.structure(_unfolded(tree), is_leaf=_is_padded)
     return jax.tree.map(
@@ -179,11 +177,11 @@ def _unfolded(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.unfolded() if _is_stored(x) else x, tree, is_leaf=_is_stored)
 
 
-def _is_stored(node: Any) -> bool:
+def _is_stored(node: PyTree) -> bool:
     return isinstance(node, Stored)
 
 
-def _is_padded(node: Any) -> bool:
+def _is_padded(node: PyTree) -> bool:
     return isinstance(node, Padded)
 
 

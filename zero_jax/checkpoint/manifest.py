@@ -17,6 +17,7 @@ FORMAT = 1
 ITEM = "state"  # the folder of the manifest and the arrays in that of a step
 NAME = "manifest.json"
 SEAL = "seal.json"
+Json = Any  # given by the caller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Manifest:
     step: int
     arrays: Mapping[str, StoredArray]
     versions: Mapping[str, str]
-    config: Any = None
-    extra: Any = None
+    config: Json = None
+    extra: Json = None
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or self.step < 0:

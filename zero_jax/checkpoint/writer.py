@@ -8,7 +8,6 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,7 +19,7 @@ from zero_jax.checkpoint.arrays import Piece
 from zero_jax.checkpoint.checksum import MODULUS, total
 from zero_jax.checkpoint.leaves import FileLeaf, NamedLeaf
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
-from zero_jax.checkpoint.manifest import Manifest
+from zero_jax.checkpoint.manifest import Json, Manifest
 
 _BARRIER_TIMEOUT_MS = 1_200_000  # that of Orbax
 _save_numbers = itertools.count()  # equal in all processes
@@ -37,7 +36,7 @@ def snapshot(saved: Sequence[NamedLeaf]) -> dict[str, Pieces]:
     return {x.name: x.pieces if isinstance(x, FileLeaf) else x.pieces() for x in saved}
 
 
-def new_manifest(step: int, saved: Sequence[NamedLeaf], config: Any, extra: Any) -> Manifest:
+def new_manifest(step: int, saved: Sequence[NamedLeaf], config: Json, extra: Json) -> Manifest:
     """Returns a manifest without the checksums of arrays."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
     versions = {name: importlib.metadata.version(name) for name in packages}
@@ -48,16 +47,16 @@ def new_manifest(step: int, saved: Sequence[NamedLeaf], config: Any, extra: Any)
 class OrbaxHandler(ocp.AsyncCheckpointHandler):
     """Writes one checkpoint, when Orbax calls it."""
 
-    async def async_save(self, directory: Any, args: "SaveArgs") -> list[Future[None]]:
+    async def async_save(self, directory: os.PathLike[str], args: "SaveArgs") -> list[Future[None]]:
         thread = ThreadPoolExecutor(1)
         future = thread.submit(self.save, directory, args)
         thread.shutdown(wait=False)
         return [future]
 
-    def save(self, directory: Any, args: "SaveArgs") -> None:
+    def save(self, directory: os.PathLike[str], args: "SaveArgs") -> None:
         _save_together(pathlib.Path(os.fspath(directory)), args)
 
-    def restore(self, directory: Any, args: Any = None) -> Manifest:
+    def restore(self, directory: os.PathLike[str], args: object = None) -> Manifest:
         """Returns the manifest; `Checkpoints.restore` reads the arrays."""
         return Manifest.read(pathlib.Path(os.fspath(directory)))
 

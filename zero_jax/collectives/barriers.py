@@ -1,33 +1,34 @@
-"""Ties between arrays: what is there only when others are, in the forward pass or in the backward.
+"""Optimization barriers that order arrays, in the forward or in the backward pass.
 
-XLA orders what a program does by what depends on what. These say what must not come early, or
-late, and change no number.
+XLA orders operations by their data dependencies. These add dependencies and change no number.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
-Arrays = Sequence[Any]
+from zero_jax.sharding.paths import PyTree
+
+Arrays = Sequence[jax.Array]
 
 
-def known(cotangent: Any) -> jax.Array | None:
-    """A cotangent, or None for a zero that nobody made: 0 times an infinite derivative is NaN."""
+def known(cotangent: jax.Array | SymbolicZero) -> jax.Array | None:
+    """Returns a cotangent; None for a symbolic zero: 0 times an infinite derivative is NaN."""
     return cotangent if isinstance(cotangent, jax.Array) else None
 
 
-def is_float(like: Any) -> bool:
+def is_float(like: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(like.dtype, jnp.inexact)
 
 
-def tied(arrays: Arrays) -> list[Any]:
-    """The same arrays; their gradients are there only when all of them are.
+def tied(arrays: Arrays) -> list[jax.Array]:
+    """Returns the arrays; none of their gradients is available before all of them are.
 
-    So that the gradients of a layer are sent before the layer before it runs backward, and not
-    those of all layers together. Floats alone: JAX's `cond` fails on a predicate that goes through
-    a function with a gradient of its own.
+    So the gradients of a layer are sent before the previous layer runs backward, and not together
+    with those of all layers. Only floats are tied: JAX's `cond` fails on a predicate that goes
+    through a function with a custom gradient.
     """
     out = list(arrays)
     floats = [i for i, x in enumerate(out) if is_float(x)]
@@ -37,11 +38,11 @@ def tied(arrays: Arrays) -> list[Any]:
 
 
 @jax.custom_vjp
-def _tied(arrays: list[Any]) -> list[Any]:
+def _tied(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-def _tied_forward(arrays: list[Any]) -> tuple[list[Any], None]:
+def _tied_forward(arrays: list[PyTree]) -> tuple[list[jax.Array], None]:
     return [x.value for x in arrays], None
 
 
@@ -53,12 +54,12 @@ _tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
-def abreast(arrays: list[Any]) -> list[Any]:
-    """The same floats, none of which is there before all are; and so are their gradients."""
+def abreast(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns the floats; none is available before all are, and so for their gradients."""
     return list(together(arrays))
 
 
-def _abreast_forward(arrays: list[Any]) -> tuple[list[Any], None]:
+def _abreast_forward(arrays: list[PyTree]) -> tuple[list[jax.Array], None]:
     return list(together([x.value for x in arrays])), None
 
 
@@ -67,7 +68,7 @@ abreast.defvjp(_abreast_forward, _tied_backward, symbolic_zeros=True)
 
 @jax.custom_vjp
 def waiting(x: jax.Array, others: Arrays) -> jax.Array:
-    """The same value, whose cotangent goes on when the others are there."""
+    """Returns the value; its cotangent is available only when the others are."""
     return x
 
 
@@ -80,15 +81,15 @@ waiting.defvjp(lambda x, others: (x, others), _waiting_backward)
 
 @jax.custom_vjp
 def instead(computed: jax.Array, stored: jax.Array) -> jax.Array:
-    """The stored value; its gradient goes to the computed one, which is dead code otherwise."""
+    """Returns the stored value with the gradient of the computed one, otherwise dead code."""
     return stored
 
 
 instead.defvjp(lambda computed, stored: (stored, None), lambda _, cotangent: (cotangent, None))
 
 
-def together(tree: Any) -> Any:
-    """Ties arrays together: none is there before all are."""
+def together(tree: PyTree) -> PyTree:
+    """Returns the arrays; none is available before all are."""
     leaves, treedef = jax.tree.flatten(tree)
     tied = [i for i, x in enumerate(leaves) if _is_number(x)]
     barred = jax.lax.optimization_barrier([leaves[i] for i in tied])
@@ -97,5 +98,5 @@ def together(tree: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: jax.Array) -> bool:
     return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)

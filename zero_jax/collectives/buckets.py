@@ -1,11 +1,10 @@
-"""Constant-size communication buffers: what is larger than a bucket travels in pieces.
+"""Constant-size communication buffers: leaves larger than a bucket are communicated in pieces.
 
-A model-sized fused buffer grows with the model: 12 GB for 3B parameters. Here no collective moves
-more than `bucket_bytes` at once, whatever the model's size. A leaf that is larger is gathered,
-scattered or summed piece by piece; leaves that are smaller are left to XLA, which sends those of a
-layer together, but never more than a bucket (engine/compiler.py).
+A model-sized fused buffer grows with the model: 12 GB for 3B parameters. Here no collective sends
+more than `bucket_bytes`. A larger leaf is gathered, scattered or summed piece by piece. XLA
+combines the smaller leaves of a layer, up to a bucket (engine/compiler.py).
 
-Costs one copy of a leaf that travels in pieces, on the device; sends not a word more.
+Costs one copy on the device of a leaf that is sent in pieces; sends no additional elements.
 Source: ZeRO (arXiv:1910.02054), section 6.2, constant size buffers (CB).
 """
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 
 from zero_jax.sharding.mesh import Axis
 
-# Bytes of the largest buffer, on one device. docs/performance-tables.md has what other sizes cost.
+# Bytes of the largest buffer, on one device. docs/performance-tables.md compares other sizes.
 BUCKET_BYTES = 2**30
 
 
@@ -44,24 +43,23 @@ def psum_scatter(full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None
 
 
 def by_owner(full: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    """The shards of `full` along `dim`, stacked: row i is that of device i."""
+    """Returns the shards of `full` along `dim`, stacked: row i is that of device i."""
     parts = jax.lax.axis_size(axis)
     rows = full.reshape(*full.shape[:dim], parts, full.shape[dim] // parts, *full.shape[dim + 1 :])
     return jnp.moveaxis(rows, dim, 0)
 
 
 def _scatter(full: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    # In a group of processes on CPUs XLA leaves it to gloo, which in jaxlib 0.10 to 0.12 sends from
-    # a buffer that it writes to already: the end of the first device's shard comes out wrong
-    # (jax-ml/jax#40830). The parts sent to their owners and summed there are as many words.
+    # For several processes on CPUs XLA uses gloo, which in jaxlib 0.10 to 0.12 sends from a buffer
+    # that it already writes to: the end of the first device's shard is wrong (jax-ml/jax#40830).
+    # An all-to-all and a local sum send as many elements.
     if not (jax.distributed.is_initialized() and jax.default_backend() == "cpu"):
         return jax.lax.psum_scatter(full, axis, scatter_dimension=dim, tiled=True)
     return jax.lax.all_to_all(by_owner(full, axis, dim), axis, 0, 0).sum(0)
 
 
 def all_to_all(rows: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Array:
-    """Row i of dim 0 goes to device i, and what every device has for this one comes back in its
-    place, at most a bucket at a time."""
+    """`jax.lax.all_to_all` of dim 0: row i is sent to device i, at most a bucket at a time."""
     runs = _runs(rows.size // len(rows), len(rows) * rows.dtype.itemsize, bucket_bytes)
     if len(runs) == 1:
         return jax.lax.all_to_all(rows, axis, 0, 0)
@@ -99,6 +97,6 @@ def check_bucket(bucket_bytes: float, devices: int) -> int:
 
 
 def _runs(size: int, word_bytes: int, bucket_bytes: int | None) -> list[tuple[int, int]]:
-    """The pieces of `size` elements that each take `word_bytes` in the buffer."""
+    """Returns the bounds of pieces of `size` elements, each of `word_bytes` in the buffer."""
     most = max(size if bucket_bytes is None else bucket_bytes // word_bytes, 1)
     return [(start, min(start + most, size)) for start in range(0, max(size, 1), most)]

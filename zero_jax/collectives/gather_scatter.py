@@ -1,9 +1,9 @@
-"""Gather and reduce-scatter of one leaf, and the two as one differentiable touch.
+"""Gather and reduce-scatter of one leaf, and both as one differentiable function, `touch`.
 
-Forward: the shard is cast to the compute dtype and all-gathered, then cut to its logical shape.
+Forward: the shard is cast to the compute dtype and all-gathered, and padding is removed.
 Backward: the cotangent is cast to the reduce dtype, reduce-scattered, and becomes an fp32 shard.
 The cast is why this is a `custom_vjp`: JAX's own transpose of a bf16 gather would sum gradients
-in bf16. A leaf of Ψ parameters sends Ψ words per gather and Ψ per reduce-scatter.
+in bf16. A leaf of Ψ parameters sends Ψ elements per gather and Ψ per reduce-scatter.
 
 All functions run inside `shard_map`. Gradients are sums over devices here; the division by the
 global weight comes once, later.
@@ -12,10 +12,10 @@ global weight comes once, later.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zero_jax.collectives import buckets, quantised
 from zero_jax.collectives.precision import cast
@@ -24,15 +24,26 @@ from zero_jax.sharding.mesh import Axis
 from zero_jax.sharding.model_axis import on_pieces
 from zero_jax.sharding.partition import Partition
 
+Optional = jax.Array | None
+Function = Callable[[jax.Array], jax.Array]
+Collective = Callable[[jax.Array, Axis, int, int | None], jax.Array]  # over an axis, along a dim
+
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What travels: in which dtypes (None: the leaf's own), how much of it at once, in bytes (None:
-    a leaf), and in how many bits of an integer matrices are gathered and their gradients scattered
-    (None: in those dtypes)."""
+    """Dtypes and sizes of communication.
 
-    compute: Any = None
-    reduce: Any = jnp.dtype("float32")
+    Attributes:
+      compute: Dtype of gathered parameters; None keeps the leaf's.
+      reduce: Dtype in which gradients are summed over devices.
+      bucket: Maximum bytes per collective; None for no limit.
+      gather_bits: Bits of the integers that matrices are gathered as; None gathers `compute`.
+      scatter_bits: Bits of the integers that gradients of matrices are sent as; None sends
+        `reduce`.
+    """
+
+    compute: jnp.dtype | None = None
+    reduce: jnp.dtype = jnp.dtype("float32")
     bucket: int | None = None
     gather_bits: int | None = None
     scatter_bits: int | None = None
@@ -40,7 +51,7 @@ class Wire:
 
 @jax.named_scope("zero_gather")
 def gather(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """The full leaf in the compute dtype, from every device's shard."""
+    """Returns the full leaf in the compute dtype, from every device's shard."""
     full = shard if wire.compute is None else cast(shard, wire.compute)
     if cut.dim is None:
         return full
@@ -60,18 +71,19 @@ def gather(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
 
 @jax.named_scope("zero_reduce_scatter")
 def reduce_scatter(full: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """This device's fp32 shard of the sum of a full gradient over all devices."""
-
+    """Returns this device's fp32 shard of the sum of a full gradient over all devices."""
     wire = _cut_for(cut.axis, wire)
-    collective: Any = buckets.psum_scatter
+    collective: Collective = buckets.psum_scatter
     bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
 
-        def collective(x: jax.Array, axis: Axis, dim: int, bucket: Any) -> jax.Array:
+        def rounded(x: jax.Array, axis: Axis, dim: int, bucket: int | None) -> jax.Array:
             return _as_if_exact(
                 lambda x: quantised.psum_scatter(x, axis, dim, bucket, bits=bits),
                 lambda x: buckets.psum_scatter(x, axis, dim, bucket),
             )(x)
+
+        collective = rounded
 
     def one(x: jax.Array) -> jax.Array:
         x = x if bits else x.astype(_sum_dtype(cut, wire))
@@ -86,7 +98,7 @@ def reduce_scatter(full: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
 
 @jax.named_scope("zero_join")
 def join(part: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
-    """This device's shard in the compute dtype, of the parts that rest on the devices of `axis`."""
+    """Returns this device's shard in the compute dtype, from its parts over `axis`."""
     if cut.dim is None or cut.parts == 1:
         return part
     own = part if wire.compute is None else cast(part, wire.compute)
@@ -94,8 +106,7 @@ def join(part: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
 
 
 def sum_parts(shard: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
-    """A gradient's fp32 shard summed over the devices of `axis`; of it the part that rests here."""
-
+    """Sums a gradient's fp32 shard over `axis`; returns the part that this device stores."""
     wire = _cut_for(axis, wire)
 
     def one(x: jax.Array) -> jax.Array:
@@ -107,36 +118,43 @@ def sum_parts(shard: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.A
 
 
 def _cut_for(axis: Axis, wire: Wire) -> Wire:
-    """On one device nothing travels: XLA drops the sums, but not the loops and copies of pieces."""
+    """Returns communication without buckets for one device.
+
+    XLA drops the sums there, but not the loops over pieces and their copies.
+    """
     return wire if jax.lax.axis_size(axis) > 1 else dataclasses.replace(wire, bucket=None)
 
 
 def _as_integers(cut: Partition) -> bool:
-    """Whether a leaf travels as integers where asked: not vectors, nor matrices of rows so short
-    that a scale is more than the integers save."""
+    """Returns whether a leaf is sent as integers if these are set.
+
+    Not for vectors, nor for rows so short that a scale takes more than the integers save.
+    """
     return cut.layer_rank > 1 and cut.device_shape[-1] > quantised.TOO_SHORT
 
 
-def _sum_dtype(cut: Partition, wire: Wire) -> Any:
-    """In which gradients are summed over devices: vectors always in fp32."""
+def _sum_dtype(cut: Partition, wire: Wire) -> DTypeLike:
+    """Returns the dtype of sums of gradients over devices: fp32 for vectors."""
     return jnp.float32 if cut.layer_rank < 2 else wire.reduce
 
 
-def _by_layer(fn: Any, x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """A large stack goes layer by layer: written out, a trillion parameters are thousands of
-    pieces, which take XLA minutes."""
+def _by_layer(fn: Function, x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
+    """Applies a function to a large stack layer by layer.
+
+    Without the loop a trillion parameters are thousands of pieces, which XLA compiles for minutes.
+    """
     whole_stack = cut.stacked and cut.dim != -len(cut.shape) and x.ndim == len(cut.shape)
     large = wire.bucket is not None and x.nbytes > wire.bucket
     return jax.lax.map(fn, x) if whole_stack and large else fn(x)
 
 
-def _as_if_exact(
-    rounded: Callable[[Any], jax.Array], exact: Callable[[Any], jax.Array]
-) -> Callable[[Any], jax.Array]:
-    """A collective that rounds, with the derivative of one that does not: that of rounding is 0."""
+def _as_if_exact(rounded: Function, exact: Function) -> Function:
+    """Returns a collective that rounds, with the derivative of one that does not round."""
     wrapped = jax.custom_jvp(rounded)
 
-    def tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def tangent(
+        primals: tuple[jax.Array], tangents: tuple[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         out = wrapped(*primals)
         return out, exact(*tangents).astype(out.dtype)
 
@@ -144,8 +162,10 @@ def _as_if_exact(
     return wrapped
 
 
-def _along(collective: Any, x: jax.Array, cut: Partition, axis: Axis, wire: Wire) -> jax.Array:
-    """A collective over `axis` along the dim that is cut."""
+def _along(
+    collective: Collective, x: jax.Array, cut: Partition, axis: Axis, wire: Wire
+) -> jax.Array:
+    """Runs a collective over `axis` along the sharded dim."""
     assert cut.dim is not None
     dim = cut.dim % x.ndim
     return _pieces(lambda x: collective(x, axis, dim, wire.bucket), x, cut)
@@ -158,7 +178,7 @@ def _summed(x: jax.Array, cut: Partition, axis: Axis, wire: Wire) -> jax.Array:
     return _by_layer(one, x, cut, wire)  # for what the cast to fp32 made large
 
 
-def _pieces(fn: Any, x: jax.Array, cut: Partition) -> jax.Array:
+def _pieces(fn: Function, x: jax.Array, cut: Partition) -> jax.Array:
     return on_pieces(fn, x, cut.model, cut.model_shards)
 
 
@@ -176,23 +196,29 @@ def local_shard(full: jax.Array, cut: Partition, axis: Axis) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """What the backward pass is told of a slot; nothing is kept."""
+    """The dtype of a slot, for the backward pass; no array is saved."""
 
-    dtype: Any
+    dtype: jnp.dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _touch(cut: Partition, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> jax.Array:
+def _touch(
+    cut: Partition, wire: Wire, sums: bool, shard: jax.Array, copy: Optional, slot: Optional
+) -> jax.Array:
     return gather(shard, cut, wire) if copy is None else copy
 
 
-def _touch_fwd(cut: Partition, wire: Wire, sums: bool, shard: Any, copy: Any, slot: Any) -> Any:
+def _touch_fwd(
+    cut: Partition, wire: Wire, sums: bool, shard: jax.Array, copy: Optional, slot: Optional
+) -> tuple[jax.Array, _Slot | None]:
     # A second derivative goes through the copy: a layer that is run again is not given the shard.
     full = _touch(cut, wire, sums, shard, None, slot) if copy is None else copy
     return full, None if slot is None else _Slot(slot.dtype)
 
 
-def _touch_bwd(cut: Partition, wire: Wire, sums: bool, slot: Any, cotangent: jax.Array) -> Any:
+def _touch_bwd(
+    cut: Partition, wire: Wire, sums: bool, slot: _Slot | None, cotangent: jax.Array
+) -> tuple[Optional, Optional, Optional]:
     if not sums:  # over devices once, at the end of the step
         return cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), None, None
     grad = reduce_scatter(cotangent, cut, wire)
@@ -205,26 +231,31 @@ _touch.defvjp(_touch_fwd, _touch_bwd)
 
 
 def takes_slot(cut: Partition, wire: Wire) -> bool:
-    """Whether a leaf's gradient is summed over devices in a smaller dtype than the master's."""
+    """Returns whether a leaf's gradient is summed over devices in fewer than 32 bits."""
     return cut.layer_rank > 1 and wire.reduce.itemsize < 4
 
 
 def touch(
-    shard: Any, copy: Any, slot: Any, cut: Partition, wire: Wire, sums: bool | None = None
+    shard: jax.Array,
+    copy: Optional,
+    slot: Optional,
+    cut: Partition,
+    wire: Wire,
+    sums: bool | None = None,
 ) -> jax.Array:
-    """The full leaf, differentiable with respect to the shard.
+    """Returns the full leaf, differentiable with respect to the shard.
 
     Args:
-      shard: this device's piece, in the master dtype.
-      copy: the full leaf where it was gathered before (stage 2), or None to gather now (stage 3).
-      slot: None; or an array of the shard's shape in the reduce dtype, whose values nobody reads
-        and which the gradient is taken with respect to instead, so that gradients of scanned
-        layers wait in the dtype in which they were summed over devices. Only for a leaf that
-        `takes_slot` and is touched once: gradients of several touches would be added in it.
-      cut: how the leaf is split.
-      wire: over which axis and in which dtypes.
-      sums: whether its cotangent is summed over devices at once, reduce-scattered if the leaf is
-        cut; else it stays local. By default that of a leaf that is cut.
+      shard: This device's shard of the fp32 master parameter.
+      copy: The full leaf, gathered before (stage 2), or None to gather it now (stage 3).
+      slot: None, or an array of the shard's shape in the reduce dtype. The gradient is taken with
+        respect to it, so that gradients of scanned layers are stored in the dtype of their sum over
+        devices. Its values are not used. Only for a leaf that `takes_slot` and is used once:
+        gradients of several uses would be added in that dtype.
+      cut: Partition of the leaf.
+      wire: Dtypes and bucket of the communication.
+      sums: True to reduce its cotangent over devices at once, False to leave it local. The default
+        is True for a sharded leaf.
 
     Returns:
       The full leaf in the compute dtype.

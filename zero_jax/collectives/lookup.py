@@ -1,21 +1,21 @@
-"""Rows of a table that is cut over devices, without the table: each device is sent its own.
+"""Embedding lookup in a sharded table, which is never gathered: each device receives its rows.
 
-An embedding is the largest leaf of many models, and a step reads few of its rows. To gather it, and
-to scatter its gradient, sends 2·V·E words; this sends, for T rows that each device reads,
+An embedding is the largest leaf of many models, and a step reads few of its rows. Gathering it and
+reduce-scattering its gradient sends 2·V·E elements. For T rows read on each device this sends
 
-    2·T·E + 2·V·E / N words: rows there and gradients back, and the shard as columns and back
+    2·T·E + 2·V·E / N elements: rows and their gradients, and the shard as columns and back
 
-and as little is held: no device ever has the table. Every device holds all rows of some columns
-(of a shard of whole rows the columns are sent first), reads in them the rows that all devices ask
-for, and sends each its own. Runs inside `shard_map`.
+No device ever stores the table. Every device holds all rows of some columns (a shard of full rows
+is exchanged for columns first), reads the rows that any device needs in them, and sends each device
+its own. Runs inside `shard_map`.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from zero_jax.collectives import buckets
 from zero_jax.collectives.gather_scatter import Wire
@@ -24,19 +24,19 @@ from zero_jax.sharding.layout import pad_dim
 from zero_jax.sharding.partition import Partition
 
 Slot = jax.Array | None
-# Looked up only where a table has so many times more rows than a device reads.
+# A table is looked up only if it has this many times more rows than a device reads.
 _FEW = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Take:
-    """What becomes of a row that is not there, in the dtype of the leaf: as of `jax.lax.gather`."""
+    """Handling of indices out of bounds, in the dtype of the leaf: see `jax.lax.gather`."""
 
-    mode: Any
-    fill_value: Any
+    mode: jax.lax.GatherScatterMode
+    fill_value: ArrayLike | None
 
     def __call__(self, table: jax.Array, indices: jax.Array) -> jax.Array:
-        """Rows (M, E) of a table (V, E), by indices (M, 1)."""
+        """Returns rows (M, E) of a table (V, E), given indices (M, 1)."""
         dims = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
         size = (1, table.shape[1])
         return jax.lax.gather(
@@ -45,12 +45,12 @@ class Take:
 
 
 def pays(cut: Partition, read: int, wire: Wire) -> bool:
-    """Whether so few rows of a leaf are read on a device that it is looked up, not gathered.
+    """Returns whether a device reads so few rows of a leaf that it is looked up, not gathered.
 
     Args:
-      cut: of the leaf.
-      read: rows that one device reads at once; 0 if it is not read by rows.
-      wire: what travels otherwise. What is asked to travel as integers does.
+      cut: Partition of the leaf.
+      read: Number of rows that one device reads at once; 0 if it is not read by rows.
+      wire: Communication otherwise. Leaves are not looked up if matrices are sent as integers.
     """
     if not read or cut.dim is None or cut.shards == 1 or cut.model_shards > 1:
         return False
@@ -65,15 +65,15 @@ def pays(cut: Partition, read: int, wire: Wire) -> bool:
 def rows(
     shard: jax.Array, slot: Slot, indices: jax.Array, take: Take, cut: Partition, wire: Wire
 ) -> jax.Array:
-    """The rows that this device reads, differentiable with respect to the shard.
+    """Returns the rows that this device reads, differentiable with respect to the shard.
 
     Args:
-      shard: this device's piece of a matrix (V, E), in the master dtype.
-      slot: None, or what the gradient is taken with respect to instead, as of `touch`.
-      indices: of rows, (..., 1), integers.
-      take: what becomes of indices that are out of bounds.
-      cut: how the leaf is split.
-      wire: over which axis and in which dtypes.
+      shard: This device's shard of an fp32 master matrix (V, E).
+      slot: See `touch`.
+      indices: Integer indices of rows, (..., 1).
+      take: Handling of indices out of bounds.
+      cut: Partition of the leaf.
+      wire: Dtypes and bucket of the communication.
 
     Returns:
       Rows (..., E) in the compute dtype.
@@ -120,12 +120,12 @@ _rows.defvjp(_forward, _backward)
 
 
 def _width(cut: Partition) -> int:
-    """Columns that a device holds of all rows; those behind the last are zeros."""
+    """Returns the number of columns that a device has of all rows, with padding."""
     return -(-cut.shape[1] // cut.shards) if cut.dim == -2 else cut.shard_size
 
 
 def _columns(own: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """All rows of this device's columns."""
+    """Returns all rows of this device's columns."""
     if cut.dim == -1:
         return own
     width = _width(cut)
@@ -135,7 +135,7 @@ def _columns(own: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
 
 
 def _shard(columns: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """This device's piece of what every device has some columns of, in the dtype of these."""
+    """Returns this device's shard of a matrix, in its dtype, from columns on every device."""
     if cut.dim == -1:
         return columns
     padded = pad_dim(columns.astype(wire.reduce), 0, cut.shard_size * cut.shards)
@@ -145,5 +145,5 @@ def _shard(columns: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
 
 
 def _exchanged(parts: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """Part i goes to device i."""
+    """Sends part i to device i."""
     return buckets.all_to_all(parts, cut.axis, wire.bucket)

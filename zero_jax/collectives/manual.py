@@ -3,16 +3,14 @@
 A loss given to `Zero` needs neither: it receives full arrays.
 """
 
-from typing import Any
-
 import jax
+from jax.typing import DTypeLike
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import parse_dtype
 from zero_jax.sharding.partition import Partitioner
-
-PyTree = Any
+from zero_jax.sharding.paths import PyTree
 
 
 def gather(
@@ -20,8 +18,8 @@ def gather(
     like: PyTree,
     *,
     axis_name: str = "data",
-    compute_dtype: Any = None,
-    reduce_dtype: Any = "float32",
+    compute_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
 ) -> PyTree:
     """Gathers shards made by `shard`, differentiably; inside `shard_map`.
 
@@ -36,11 +34,12 @@ def gather(
       The full leaves. Their gradients are shards, summed over `axis_name`. Gradients of leaves too
       small to split stay local: sum them with `jax.lax.psum`.
     """
-    known = [
-        given and parse_dtype(given, ("fp32", "bf16", "fp16"), name)
-        for given, name in ((compute_dtype, "compute_dtype"), (reduce_dtype, "reduce_dtype"))
-    ]
-    wire = Wire(*known)
+    allowed = ("fp32", "bf16", "fp16")
+    reduce = parse_dtype(reduce_dtype, allowed, "reduce_dtype")
+    compute = None
+    if compute_dtype is not None:
+        compute = parse_dtype(compute_dtype, allowed, "compute_dtype")
+    wire = Wire(compute, reduce)
     cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [gather_scatter.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]

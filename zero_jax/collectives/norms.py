@@ -1,31 +1,31 @@
-"""The norm of all gradients, whether all are finite, and what a step leaves that is skipped."""
+"""The norm of all gradients, the check that they are finite, and the results of skipped steps."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-# Partial sums up to here add up without overflow, whatever the number of devices.
+# Partial sums up to this value add up without overflow, for any number of devices.
 _LARGE = 1e30
-# Squares of numbers so far down cannot overflow fp32, however many are added up, and those that
-# make a sum larger than the above do not vanish.
+# Squares of numbers times this factor do not overflow fp32, however many are added, and those that
+# make a sum exceed `_LARGE` do not underflow.
 _DOWN = 2.0**-90
 
 
 def sum_of_squares(x: jax.Array, factor: jax.Array | float = 1.0) -> jax.Array:
-    """The fp32 sum of the squares of the numbers times a factor."""
+    """Returns the fp32 sum of the squares of the numbers times a factor."""
     return jnp.sum(jnp.square(x.astype(jnp.float32) * factor))
 
 
 def two_sums(squares: Callable[[jax.Array | float], jax.Array]) -> jax.Array:
-    """Squares of this device's numbers, added up in the first of two, or scaled in the second.
+    """Returns the sum of this device's squares, or if it is too large, that of scaled numbers.
 
-    Added over devices, they give `norm_of`. The scaled sum waits for the other, and is one of zeros
-    unless that is too large. Made in one pass, XLA for GPUs would send the last gradients with less
-    to hide behind, and hold more.
+    Their sums over devices are the argument of `norm_of`. The scaled sum depends on the other: in
+    one pass, XLA for GPUs would overlap less of the communication of the last gradients, and hold
+    more.
 
     Args:
-      squares: the sum of the squares of all numbers times a factor.
+      squares: Returns the sum of the squares of all numbers times a factor.
     """
     plain = squares(1.0)
     fits = plain <= _LARGE
@@ -34,7 +34,7 @@ def two_sums(squares: Callable[[jax.Array | float], jax.Array]) -> jax.Array:
 
 
 def norm_of(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The l2 norm, and whether every number is finite: also of such as overflow when squared.
+    """Returns the l2 norm, and whether every number is finite, even if squares overflow.
 
     >>> norm, finite = norm_of(two_sums(lambda factor: sum_of_squares(jnp.full(4, 1e30), factor)))
     >>> round(float(norm) / 1e30, 3), bool(finite)
@@ -47,12 +47,12 @@ def norm_of(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 def unless_skipped(
     finite: jax.Array | bool, new: jax.Array, old: jax.Array | None = None
 ) -> jax.Array:
-    """What a step makes of a value: the new one, or the old one if it is skipped.
+    """Returns the new value, or the old one if the step is skipped.
 
     Args:
-      finite: whether every gradient was.
-      new: the value.
-      old: the one before; None for an update, of which -0.0 is left: the addend that changes no bit
-        of any number, -0.0 included.
+      finite: True if every gradient is finite.
+      new: The new value.
+      old: The old value. None for an update, which becomes -0.0: adding it changes no bit of any
+        number, -0.0 included.
     """
     return jnp.where(finite, new, jnp.full_like(new, -0.0) if old is None else old)

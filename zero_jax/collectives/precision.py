@@ -6,9 +6,11 @@ norms) are always summed in fp32: they add little communication and lose most ac
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zero_jax.names import nearest
 
@@ -26,7 +28,7 @@ _COMPUTE = ("fp32", "bf16", "fp16")
 _REDUCE = ("fp32", "bf16")
 
 
-def parse_dtype(given: Any, allowed: tuple[str, ...], what: str) -> Any:
+def parse_dtype(given: DTypeLike, allowed: tuple[str, ...], what: str) -> jnp.dtype:
     """Returns the dtype for 'bf16', 'fp16', 'fp32' or a dtype object.
 
     Raises:
@@ -103,12 +105,12 @@ class Precision:
         return {"int8": 1.0, "int4": 0.5}.get(self.grad_comm_dtype or "", self.reduce.itemsize)
 
     @property
-    def compute(self) -> Any:
+    def compute(self) -> jnp.dtype:
         """`compute_dtype` as a dtype."""
         return jnp.dtype(_DTYPES[self.compute_dtype])
 
     @property
-    def reduce(self) -> Any:
+    def reduce(self) -> jnp.dtype:
         """`reduce_dtype` as a dtype."""
         return jnp.dtype(_DTYPES[self.reduce_dtype])
 
@@ -118,6 +120,11 @@ class Precision:
         return self.compute == jnp.float16
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def as_precision(given: Precision | str) -> Precision:
+    """Returns a `Precision`, made of a compute dtype if that is given."""
+    return given if isinstance(given, Precision) else Precision(given)
+
+
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Casts a floating-point leaf; returns others unchanged."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
