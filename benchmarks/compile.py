@@ -22,8 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import jax
 
 from zero_jax import Precision, Zero, make_mesh
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt
-from zero_jax.plan.case import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "compile.json"
 CASES = ((12, 64), (48, 64), (96, 64), (48, 1), (48, 8), (48, 256), (48, 1024))  # layers, devices

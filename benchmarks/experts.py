@@ -19,8 +19,8 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax.commands.case import Case
 from zero_jax.models import families
-from zero_jax.plan.case import Case
 
 MODEL, DEVICES, ROWS = "mixtral-8x7b", 64, 4
 # Groups of devices with experts of their own, capacity, remat, latencies.

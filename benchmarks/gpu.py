@@ -41,10 +41,10 @@ import optax
 
 import zero_jax
 from training.memory import host_memory
+from zero_jax.commands.case import Case
 from zero_jax.hlo import auditor, roofline, targets
 from zero_jax.models import gpt
 from zero_jax.offload import tiers
-from zero_jax.plan.case import Case
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"

@@ -19,8 +19,8 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.collectives.precision import cast
+from zero_jax.commands.case import Case
 from zero_jax.engine import rewrite
-from zero_jax.plan.case import Case
 from zero_jax.sharding.mesh import DATA, abstract_of
 
 PyTree = Any

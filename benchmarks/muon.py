@@ -21,10 +21,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
-from zero_jax.plan.case import Case
 
 from training.run_folder import Points, RunFolder, finite
 from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax.commands.case import Case
 from zero_jax.models import families
 from zero_jax.plan import update_forecast
 

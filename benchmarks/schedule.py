@@ -26,9 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import gspmd
 import jax
-from zero_jax.plan.case import Case
 
 from zero_jax import Precision, Zero, abstract_mesh, releases
+from zero_jax.commands.case import Case
 from zero_jax.hlo import aot, auditor, latencies, roofline, targets
 from zero_jax.models import families
 

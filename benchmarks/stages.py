@@ -32,8 +32,8 @@ import jax
 import numpy as np
 
 import zero_jax
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt
-from zero_jax.plan.case import Case
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "stages.json"
 PLAIN = "data parallel"

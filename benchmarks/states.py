@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from zero_jax.plan.case import Case
 
 from training.run_folder import RunFolder, finite
 from zero_jax import Zero, abstract_mesh
+from zero_jax.commands.case import Case
 from zero_jax.models import families, optimizers
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import zero_jax
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt
 from zero_jax.models.attention import causal_attention
 from zero_jax.models.cross_entropy import chunked_cross_entropy
-from zero_jax.plan.case import Case
 
 ROWS = 4
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import jax
 
 from zero_jax import Precision, Zero, abstract_mesh, paper_config
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt
-from zero_jax.plan.case import Case
 
 DEVICES, MP, ROWS = 400, 16, 16
 # The largest model of the paper, in billions, and the width of the layers.

@@ -22,8 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import jax
 
 from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt
-from zero_jax.plan.case import Case
 
 CASES = (("1.5b", 64), ("7.5b", 64), ("128b", 256))
 POLICIES = ("block", "dots", "none")

@@ -6,7 +6,6 @@ import gc
 import importlib.metadata
 import os
 import platform
-import tempfile
 import zlib
 
 # Without LLVM's expensive passes and the newer kernel emitters (optional in 0.10), small programs
@@ -18,9 +17,6 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_use_fusion_emitters=false"
     * importlib.metadata.version("jaxlib").startswith("0.10.")
 )
-
-# The check of offload is remembered beside the tests' own files, and not in the user's cache.
-os.environ.setdefault("ZERO_JAX_CACHE", os.path.join(tempfile.gettempdir(), "zero_jax_tests"))
 
 import jax
 import pytest

@@ -13,8 +13,8 @@ import on_gpu
 import pytest
 
 import zero_jax
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt
-from zero_jax.plan.case import Case
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SIZES = {"layers": 2, "width": 32, "heads": 2, "vocab": 96, "seq": 16}

@@ -45,7 +45,7 @@ PRINTS = {
     "docs/evaluation.md": [r"full \(13, 9\)", r"Padded \(13, 9\)\n\Z"]}  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in ("experts", "models", "interchange")}
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)```", re.DOTALL)
-OURS = ("XLA_FLAGS", "JAX_", "ZERO_JAX_CACHE", "PYTEST_", "PYTHONPATH")  # not of a reader
+OURS = ("XLA_FLAGS", "JAX_", "PYTEST_", "PYTHONPATH")  # not of a reader
 
 
 def text_of(page: str) -> str:

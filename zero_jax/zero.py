@@ -6,35 +6,30 @@ optimizers can be trained in one program.
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
-from zero_jax.collectives.precision import Precision, cast
-from zero_jax.engine import grads, offload_check, optimizer
-from zero_jax.engine.compiler import Program
-from zero_jax.engine.config import AUTO, Config, Remat, Stage
+from zero_jax.collectives.precision import Precision
+from zero_jax.engine import grads, optimizer, parameters, step
+from zero_jax.engine.compiler import CheckedJit, XlaOptions
+from zero_jax.engine.config import AUTO, AxisRules, Config, ParamSpecs, Remat, Stage
 from zero_jax.engine.optimizer import ZeroTransform
-from zero_jax.engine.step import NvmeStep, TrainStep
+from zero_jax.engine.step import TrainStep
 from zero_jax.engine.transformations import Frozen
 from zero_jax.low_bit.state import OptimizerStateDtype
-from zero_jax.names import parse_bytes, unknown
+from zero_jax.names import unknown
 from zero_jax.offload import tiers
 from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
-from zero_jax.sharding import layout, paths
-from zero_jax.sharding.mesh import AnyMesh, check_global, check_there, on_gpu
+from zero_jax.sharding import layout
+from zero_jax.sharding.mesh import AnyMesh, check_global, on_gpu
 from zero_jax.sharding.partition import Partition
-
-PyTree = Any
-Tx: TypeAlias = ZeroTransform
+from zero_jax.sharding.paths import PyTree
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -104,10 +99,8 @@ class Zero:
         grad_accum_steps: int = 1,
         remat: Remat = "none",
         frozen: Frozen = None,
-        param_specs: Mapping[str, PartitionSpec]
-        | Sequence[tuple[str, PartitionSpec]]
-        | None = None,
-        logical_axis_rules: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
+        param_specs: ParamSpecs = None,
+        logical_axis_rules: AxisRules = None,
         sequence_parallel: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         memory_limit: float | str | None = None,
@@ -116,26 +109,9 @@ class Zero:
         skip_nonfinite: bool = True,
         optimizer_state_dtype: OptimizerStateDtype = "fp32",
     ) -> None:
-        config = Config(
-            mesh=mesh,
-            stage=stage,
-            precision=precision if isinstance(precision, Precision) else Precision(precision),
-            grad_accum_steps=grad_accum_steps,
-            remat=remat,
-            frozen=frozen,
-            param_specs=param_specs,
-            logical_axis_rules=logical_axis_rules,
-            sequence_parallel=sequence_parallel,
-            bucket_bytes=bucket_bytes,
-            memory_limit=None
-            if memory_limit is None
-            else parse_bytes(memory_limit, "memory_limit"),
-            offload=tiers.parse(offload),
-            secondary_shards=secondary_shards,
-            skip_nonfinite=skip_nonfinite,
-            optimizer_state_dtype=optimizer_state_dtype,
-        )
-        object.__setattr__(self, "config", config)
+        settings = dict(locals())
+        del settings["self"]
+        object.__setattr__(self, "config", Config(**settings))
 
     def replace(self, **settings: Any) -> Self:
         """Returns a `Zero` with some settings replaced; takes the arguments of `Zero`.
@@ -163,49 +139,22 @@ class Zero:
         """
         return self.config.batch_axes
 
-    def _jit(self, fn: Callable[..., Any], loss: grads.GlobalLoss, k: int) -> Any:
-        def options(params: PyTree, batch: PyTree, *extras: Any, **_: Any) -> dict[str, Any]:
+    def _jit(
+        self, fn: Callable[..., PyTree], loss: grads.GlobalLoss, k: int
+    ) -> Callable[..., PyTree]:
+        def options(params: PyTree, batch: PyTree, *extras: PyTree, **_: PyTree) -> XlaOptions:
             return self.config.compiler_options(loss.read(params, batch, extras, k).layers)
 
-        def check(params: PyTree, batch: PyTree, *extras: Any, **named: Any) -> None:
+        def check(params: PyTree, batch: PyTree, *extras: PyTree, **named: PyTree) -> None:
             check_global(batch, self.mesh)
 
-        return Program(fn, options if on_gpu(self.mesh) else None, check)
+        return CheckedJit(fn, options if on_gpu(self.mesh) else None, check)
 
     def splits(self, params: PyTree) -> list[Partition]:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
         return self.config.resolved.splitter(params)
 
-    def _born(
-        self, user_fn: Callable[..., PyTree], args: tuple[Any, ...]
-    ) -> tuple[Any, PyTree, Any]:
-        """Returns a function that makes sharded parameters, its abstract result and shardings."""
-
-        def fn(*args: Any) -> PyTree:
-            # Variables that name their dims would be placed by Flax as soon as they are made.
-            with nnx.use_eager_sharding(False):
-                made = user_fn(*args)
-            layout.check_arrays(made)
-            return made
-
-        full = jax.eval_shape(fn, *args)
-        frozen = paths.frozen_leaves(full, self.config.frozen if jax.tree.leaves(full) else None)
-        layout.check_leaves(full, self.mesh.size, frozen)
-        cuts = self.splits(full)
-
-        def born(*args: Any) -> PyTree:
-            leaves, treedef = jax.tree.flatten(fn(*args))
-            masters = [
-                x if f else cast(x, jnp.promote_types(x.dtype, jnp.float32))
-                for x, f in zip(leaves, frozen, strict=True)
-            ]
-            return layout.pad(jax.tree.unflatten(treedef, masters), cuts)
-
-        abstract = jax.eval_shape(born, *args)
-        placed = layout.shardings(abstract, cuts, self.mesh)
-        return born, abstract, tiers.place(placed, abstract, self.config.offload)
-
-    def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Initialises sharded parameters: no device ever holds the full model.
 
         Args:
@@ -221,21 +170,11 @@ class Zero:
           ValueError: A leaf is not a numeric array, the mesh is abstract, a device holds the wrong
             shard, or `jax_threefry_partitionable` is off.
         """
-        check_there(self.mesh)
-        if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
-            raise ValueError(
-                "`jax_threefry_partitionable` is off, so initial values would depend on the mesh: "
-                "remove the setting"
-            )
-        born, abstract, placed = self._born(fn, args)
-        params = jax.jit(born, out_shardings=placed)(*args)
-        layout.check_bytes(params, self.splits(jax.eval_shape(layout.unpad, abstract)))
-        return params
+        return parameters.init(self.config, fn, *args)
 
-    def eval_shape(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+    def eval_shape(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Returns the result of `init` as ShapeDtypeStructs with shardings; allocates nothing."""
-        _, abstract, placed = self._born(fn, args)
-        return layout.with_shardings(abstract, placed)
+        return parameters.eval_shape(self.config, fn, *args)
 
     def shard(self, params: PyTree) -> PyTree:
         """Shards existing full arrays, such as a loaded model, leaf by leaf.
@@ -249,24 +188,9 @@ class Zero:
         Raises:
           ValueError: A leaf is not a numeric array.
         """
-        for name, leaf in paths.named_leaves(params):
-            if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
-                raise ValueError(
-                    f"parameter {name!r} is a {type(leaf).__name__}: parameters are arrays, for "
-                    "example jnp.asarray(...)"
-                )
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        _, abstract, placed = self._born(lambda tree: tree, (shapes,))
+        return parameters.shard(self.config, params)
 
-        def place(x: Any, like: Any, sharding: NamedSharding) -> jax.Array:
-            host = np.zeros(like.shape, like.dtype)
-            host[tuple(map(slice, np.shape(x)))] = np.asarray(x)
-            return jax.make_array_from_callback(like.shape, sharding, lambda index: host[index])
-
-        leaves = zip(*map(jax.tree.leaves, (params, abstract, placed)), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(abstract), [place(*leaf) for leaf in leaves])
-
-    def optimizer(self, tx: optax.GradientTransformation) -> Tx:
+    def optimizer(self, tx: optax.GradientTransformation) -> ZeroTransform:
         """Wraps any optax transformation to partition its state; exact at every stage and every N.
 
         Its `init` returns a sharded state, its `update` takes sharded gradients and parameters.
@@ -279,19 +203,20 @@ class Zero:
           The partitioned transformation.
 
         Raises:
-          ValueError: `tx` is not an optax transformation, or offload is wrong on this machine.
+          ValueError: `tx` is not an optax transformation.
         """
-        offload_check.ensure(self.config.resolved)
         return optimizer.partition(tx, self.config.resolved)
 
-    def value_and_grad(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
+    def value_and_grad(
+        self, loss_fn: grads.LossFn, *, has_aux: bool = False
+    ) -> Callable[..., PyTree]:
         """Returns a function for the global loss and its partitioned gradients.
 
         Args:
           loss_fn: `loss_fn(params, batch, *extras)`, written for one device. It returns a scalar
             mean, or `Weighted(sum, weight)` if weights differ between devices.
-          has_aux: If True, `loss_fn` returns (loss, aux). Aux arrays with a batch dim are
-            concatenated over devices; other floats are averaged.
+          has_aux: If True, `loss_fn` returns (loss, aux). Aux arrays whose dim 0 is the rows of the
+            batch are concatenated over devices; other floats are averaged.
 
         Returns:
           A function of `(params, batch, *extras, loss_scale=1.0)` that returns (loss, grads), or
@@ -312,8 +237,11 @@ class Zero:
         loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
 
         def value_and_grad(
-            params: PyTree, batch: PyTree, *extras: Any, loss_scale: Any = None
-        ) -> Any:
+            params: PyTree,
+            batch: PyTree,
+            *extras: PyTree,
+            loss_scale: jax.Array | float | None = None,
+        ) -> PyTree:
             if loss_scale is None and loss.settings.precision.scaled:
                 raise ValueError(
                     "fp16 gradients underflow without a loss scale: pass "
@@ -325,7 +253,7 @@ class Zero:
 
         return self._jit(value_and_grad, loss, loss.settings.grad_accum_steps)
 
-    def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., Any]:
+    def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., PyTree]:
         """Returns a function for the global loss without gradients, for held-out data.
 
         Args:
@@ -338,7 +266,7 @@ class Zero:
         """
         loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
 
-        def evaluate(params: PyTree, batch: PyTree, *extras: Any) -> Any:
+        def evaluate(params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
             out = loss.value(params, batch, extras)
             return ((out.loss, out.aux) if has_aux else out.loss), out.weight
 
@@ -353,12 +281,15 @@ class Zero:
     def train_step(
         self,
         loss_fn: grads.LossFn,
-        tx: Tx,
+        tx: ZeroTransform,
         *,
         has_aux: bool = False,
         max_skips: int = 20,
-    ) -> TrainStep | auto.AutoStep:
+    ) -> TrainStep:
         """Returns a jitted training step with donated arguments: gradients, update and metrics.
+
+        With stage="auto" the step chooses its settings when it is first used. It does not choose
+        offload: parameters and optimizer state have their memory already.
 
         Args:
           loss_fn: See `value_and_grad`.
@@ -374,21 +305,15 @@ class Zero:
         Raises:
           ValueError: `tx` is plain or was wrapped with other settings, or `max_skips` is below 1.
         """
-        optimizer.check_made_for(tx, self.config.resolved)
-        if self.config.stage == AUTO:
 
-            def made_for(params: PyTree, _: PyTree, batch: PyTree, *extras: Any) -> TrainStep:
-                args = loss_fn, tx, params, batch, *extras
-                zero = self.choose(*args, has_aux=has_aux, initialized=True).zero
-                step = zero.train_step(loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
-                assert isinstance(step, TrainStep)
-                return step
+        def choose(params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]) -> Config:
+            options = {"has_aux": has_aux, "initialized": True}
+            return self.choose(loss_fn, tx, params, batch, *extras, **options).zero.config
 
-            return auto.AutoStep(made_for)
-        kind = NvmeStep if self.config.offload.in_files else TrainStep
-        return kind(self.config, loss_fn, tx, has_aux=has_aux, max_skips=max_skips)
+        args = self.config, loss_fn, tx
+        return step.train_step(*args, has_aux=has_aux, max_skips=max_skips, choose=choose)
 
-    def plan(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> Plan:
+    def plan(self, loss_fn: grads.LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Plan:
         """Predicts memory and communication of a step from shapes; optionally compiles it.
 
         Args:
@@ -409,9 +334,11 @@ class Zero:
         if self.config.stage == AUTO:
             raise ValueError('`stage`="auto" has a plan for each candidate: use zero.choose(...)')
         optimizer.check_made_for(tx, self.config)
-        return planning.of(self, loss_fn, tx.plain, *args, **options)
+        return planning.of(self.config, loss_fn, tx.plain, *args, **options)
 
-    def choose(self, loss_fn: grads.LossFn, tx: Tx, *args: Any, **options: Any) -> auto.Choice:
+    def choose(
+        self, loss_fn: grads.LossFn, tx: ZeroTransform, *args: Any, **options: Any
+    ) -> "ZeroChoice":
         """Chooses the stage, accumulation steps, remat and offload that fit in `memory_limit`.
 
         Prints the candidates considered, and the reason why each was dropped.
@@ -433,7 +360,15 @@ class Zero:
           ValueError: No candidate fits, or the device does not report its memory.
         """
         optimizer.check_made_for(tx, self.config.resolved)
-        return auto.decide(self, loss_fn, tx.plain, *args, **options)
+        choice = auto.decide(self.config, loss_fn, tx.plain, *args, **options)
+        return ZeroChoice(**vars(choice), zero=type(self)(**vars(choice.config)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroChoice(auto.Choice):
+    """The choice of `Zero.choose`, with the `Zero` that has the chosen settings."""
+
+    zero: Zero
 
 
 # The configurations of the paper, by name:

@@ -310,8 +310,9 @@ def begun_affine(**settings):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
     """JAX refuses them in a jit within a jit, as in the user's own step around `grad_fn`; arrays of
-    other shapes have options of their own."""
-    seen, jit = [], jax.jit
+    other shapes have options of their own. The loss is traced once for each shape."""
+    seen, traces, jit = [], [], jax.jit
+    loss = lambda *args: (traces.append(args), affine(*args))[1]  # noqa: E731
 
     def spy(fn, **how):
         seen.extend(value for name, value in how.items() if name == "compiler_options")
@@ -321,13 +322,15 @@ def test_options_are_given_where_jax_allows_them(monkeypatch, stage):
         monkeypatch.setattr(module, "on_gpu", lambda mesh: True)
     monkeypatch.setattr(compiler.jax, "jit", spy)
     ours, train_step, (params, state, _) = begun_affine(stage=stage, bucket_bytes=2**20)
-    known, grad_fn = train_step.compiler_options(params, None, ROW), ours.value_and_grad(affine)
+    known, grad_fn = train_step.compiler_options(params, None, ROW), ours.value_and_grad(loss)
     assert known[REDUCE] == 2**20
     for x in (ROW, jnp.ones((16, 64)), ROW):
         assert grad_fn(params, x)[0] == 64**2
     assert jit(grad_fn)(params, ROW)[0] == jit(lambda: grad_fn(params, ROW))()[0] == 64**2
     assert train_step(params, state, ROW)[2].loss == 64**2
     assert seen == [known] * 3, "two of the gradient and one of the step"
+    assert len(traces) == 2 and ours.plan(loss, train_step.transformation, params, ROW)
+    assert len(traces) == 3, "one for the plan"
 
 
 def test_arrays_that_were_donated_or_are_donated_twice(tmp_path):

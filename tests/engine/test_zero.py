@@ -372,7 +372,6 @@ ROWS = [
     ("aux zero.batch_axes",  # two replicas have different rows
      lambda: with_aux(lambda x: jax.lax.psum((x[:, 0] > 0).sum(), "data"), zero=zero_jax.Zero(
         zero_jax.make_mesh(2, replica=2, devices=jax.devices()[:4])))),
-    ("'m' 6 12", lambda: with_aux(lambda x: {"m": x.reshape(6, 10).mean(1)})),
     *(("weight stop_gradient", lambda fn=fn: differentiated(lambda p, x: zero_jax.Weighted(
         jnp.sum(x @ p["w"]), jnp.sum(fn(p["w"]))))) for fn in (jax.nn.sigmoid, straight_through)),
     ("lax.while_loop b", lambda: differentiated(lambda p, x: loss(p, x) + jax.lax.while_loop(

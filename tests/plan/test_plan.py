@@ -16,12 +16,12 @@ from networks import TX, Network
 import zero_jax
 from training.config import parse
 from zero_jax.commands import plan as command
+from zero_jax.commands.case import Case
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
 from zero_jax.offload import tiers
 from zero_jax.plan import memory
 from zero_jax.plan.advice import least_seconds
-from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
 
 ROOT = pathlib.Path(__file__).parents[2]

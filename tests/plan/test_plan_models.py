@@ -10,11 +10,11 @@ from test_plan import BLOCK, case
 import zero_jax
 from zero_jax.adapters.lora import Lora
 from zero_jax.commands import plan as command
+from zero_jax.commands.case import Case
 from zero_jax.hlo import targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import decoder, decoder_config, families, hf
 from zero_jax.plan import expert_elements, memory
-from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.text_model import TextModel
 

@@ -8,10 +8,10 @@ from test_plan import BLOCK, case
 
 import zero_jax
 from zero_jax.commands import plan as command
+from zero_jax.commands.case import Case
 from zero_jax.models import families, gpt
 from zero_jax.plan.auto import search
-from zero_jax.plan.candidates import of_zero
-from zero_jax.plan.case import Case
+from zero_jax.plan.candidates import of_config
 
 pytestmark = pytest.mark.compile
 BF16 = zero_jax.Precision("bf16", reduce_dtype="bf16")
@@ -107,8 +107,9 @@ def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks(
     link = lambda c: 2 * plan(c, True).compiled.host_bytes / 64e9  # noqa: E731, PCIe 5
     seconds = lambda c: plan(c, True).time.seconds + link(c)  # noqa: E731
     held = lambda c: plan(c, True).total_bytes  # noqa: E731
-    tried = [c for c in of_zero(auto, 1, "h100", False) if c.remat in ("block", "block@host")]
-    tried = [c for c in tried if c.stage > 1 and str(c.offload) != "optimizer"]
+    tried = [c for c in of_config(auto.config, 1, "h100", False) if c.stage > 1]
+    tried = [c for c in tried if c.remat in ("block", "block@host")]
+    tried = [c for c in tried if str(c.offload) != "optimizer"]
     limits, picked = sorted(set(map(held, tried))), set()
     for limit in limits:
         choice = search(tried, plan, limit, report=lambda _: None)

@@ -23,7 +23,6 @@ from safetensors.numpy import load_file, save_file
 from small_runs import finish, folder, metrics, start, start_many
 from test_documents import chat
 from test_run_folder import wandb
-from zero_jax.plan.case import Case
 
 import training.run
 import training.trainer
@@ -42,6 +41,7 @@ from training.trainer import Trainer, load
 from zero_jax import Zero, abstract_mesh
 from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.commands import checkpoint as checkpoint_command
+from zero_jax.commands.case import Case
 from zero_jax.models import gpt, hf
 from zero_jax.models.optimizers import decayed
 from zero_jax.offload.tiers import bytes_on

@@ -17,10 +17,10 @@ from zero_jax.models import families, optimizers
 from zero_jax.models.attend import kernel_for
 from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import memory
-from zero_jax.plan.planning import AnyZero
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding.mesh import experts_size
+from zero_jax.zero import Zero
 
 PyTree = Any
 
@@ -39,7 +39,7 @@ class Case:
     """
 
     config: families.Config
-    zero: AnyZero
+    zero: Zero
     optimizer: str
     rows: int
     tokens: int | None = None

@@ -21,6 +21,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from zero_jax.commands import command_line
+from zero_jax.commands.case import Case
 from zero_jax.commands.command_line import flag, setting
 from zero_jax.commands.settings import (
     DEVICES,
@@ -41,7 +42,6 @@ from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import parse_bytes, unknown
 from zero_jax.plan import candidates, expert_elements, meshes, pictures, proof
 from zero_jax.plan.advice import format_advice, least_seconds
-from zero_jax.plan.case import Case
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero

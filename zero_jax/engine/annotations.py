@@ -17,10 +17,10 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from zero_jax.sharding.mesh import AnyMesh, batch_axes
+from zero_jax.sharding.mesh import AnyMesh, Axis, batch_axes
 from zero_jax.tracing.jaxpr import Atom, Rewriter
 
-# Functions of JAX that annotate. Their frames tell that JAX failed in one.
+# Functions of JAX that annotate. A frame of one shows that JAX failed in it.
 _ANNOTATING = frozenset(
     ("with_sharding_constraint", "reshard", "auto_axes", "explicit_axes", "device_put", "shard_map")
 )
@@ -48,11 +48,10 @@ def allowed(mesh: AnyMesh) -> Iterator[None]:
     """Context in which a loss is traced inside the step's `shard_map`.
 
     A mesh without automatic axes is hidden: Flax then annotates nothing, and types of arrays are
-    those of one device. JAX checks an annotation when it is made; where it fails the error names
-    the line.
+    those of one device. JAX checks an annotation when it is made; the error names its line.
 
     Raises:
-      ValueError: an annotation that JAX cannot take.
+      ValueError: JAX does not support an annotation.
     """
     empty = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     try:
@@ -79,11 +78,11 @@ def without(closed: jex.ClosedJaxpr, mesh: AnyMesh) -> jex.ClosedJaxpr:
     """Drops sharding annotations, at every depth, except those over automatic axes of the mesh.
 
     Args:
-      closed: a program as one device of the mesh runs it.
-      mesh: the mesh of the step.
+      closed: The program as one device of the mesh runs it.
+      mesh: The mesh of the step.
 
     Raises:
-      ValueError: a value has explicit axis types, or a `shard_map` has no axis to map over.
+      ValueError: A value has explicit axis types, or a `shard_map` has no axis to map over.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
     >>> where = NamedSharding(mesh, PartitionSpec("data"))
@@ -119,7 +118,7 @@ class _WithoutAnnotations(Rewriter):
         return super().equation(eqn, values)
 
 
-def _automatic_part(sharding: Any, mesh: AnyMesh) -> Sharding | None:
+def _automatic_part(sharding: Sharding, mesh: AnyMesh) -> Sharding | None:
     """Returns the part of a sharding over automatic axes of the mesh, or None."""
     if not isinstance(sharding, NamedSharding) or not _automatic(mesh):
         return None
@@ -127,7 +126,7 @@ def _automatic_part(sharding: Any, mesh: AnyMesh) -> Sharding | None:
         return None
     manual = batch_axes(mesh)
 
-    def one(axes: Any) -> Any:
+    def one(axes: Axis | None) -> Axis | None:
         if isinstance(axes, str):
             return None if axes in manual else axes
         return tuple(a for a in axes if a not in manual) if isinstance(axes, tuple) else axes
@@ -136,8 +135,8 @@ def _automatic_part(sharding: Any, mesh: AnyMesh) -> Sharding | None:
     return sharding if spec == sharding.spec else NamedSharding(sharding.mesh, spec)
 
 
-def _is_device(device: Any) -> bool:
-    """Returns True for devices in their own memory."""
+def _is_device(device: object) -> bool:
+    """Returns True for devices with their own memory kind."""
     if isinstance(device, Sharding):
         return device.memory_kind in (None, "device")
     return isinstance(device, jax.Device)
@@ -149,7 +148,7 @@ def _is_explicit(var: jex.Var) -> bool:
 
 
 def _annotating_line(error: BaseException) -> str | None:
-    """The user's line, and the annotation in it, if that is where JAX failed."""
+    """Returns the user's line and the annotation in it, if JAX failed there."""
     place: str | None = None
     annotation: str | None = None  # the user's own code below it has errors of its own
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -165,7 +164,7 @@ def _annotating_line(error: BaseException) -> str | None:
 
 
 def _line(eqn: jex.JaxprEqn) -> str:
-    """The user's line that an equation comes from; "" if JAX does not know."""
+    """Returns the user's line that an equation comes from; "" if JAX does not know."""
     frames: Any = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
     lines = (f"{f.file_name}:{f.line_num}: " for f in frames if not _is_library(f.file_name))
     return next(lines, "")

@@ -6,38 +6,39 @@ restores it from a checkpoint, so the structure must be the same from the start.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as equations
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChangingState:
-    """A state whose first update computes otherwise than the later ones.
+    """A state whose first update computes something else than later ones.
 
     Attributes:
-      inner: the state after an update; before the first one, leaves that are not in the initial
+      inner: The state after an update. Before the first one, leaves that are not in the initial
         state are zero.
-      lost: leaves of the initial state that are not in `inner`.
-      updated: bool scalar, whether there was an update.
-      treedef: structure of the initial state.
-      sources: for each of its leaves the index in `inner`; None for the next one of `lost`.
+      lost: Leaves of the initial state that are not in `inner`.
+      updated: bool scalar, True after the first update.
+      treedef: Structure of the initial state.
+      sources: For each leaf of the initial state the index in `inner`, or None for the next one of
+        `lost`.
     """
 
     inner: PyTree
-    lost: tuple[Any, ...]
-    updated: Any
-    treedef: Any = dataclasses.field(metadata={"static": True})
+    lost: tuple[jax.Array, ...]
+    updated: jax.Array
+    treedef: jax.tree_util.PyTreeDef = dataclasses.field(metadata={"static": True})
     sources: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -51,20 +52,20 @@ class ChangingState:
 def with_one_structure(
     tx: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation, with a state of the same structure before and after every update.
+    """Returns the transformation with one structure of its state before and after every update.
 
-    A state that does not change is that of `tx`. One that gains leaves which no update reads (the
-    measurements of `optax.monitor`) starts with the structure that it has after an update, and
+    A state that does not change is that of `tx`. A state that gains leaves which no update reads
+    (the measurements of `optax.monitor`) starts with the structure that it has after an update, and
     zeros. Any other is a `ChangingState`: the program has both updates, and a step runs one.
 
     Raises:
-      ValueError: the structure changes at the second update too.
+      ValueError: The structure changes at the second update too.
 
     >>> tx = with_one_structure(optax.monitor({"norm": optax.tree.norm}))
     >>> float(tx.init({"w": jnp.ones(4)}).measurements["norm"])
     0.0
     """
-    known: dict[Any, _Change | None] = {}
+    known: dict[Hashable, _Change | None] = {}
 
     def change_of(params: PyTree) -> _Change | None:
         leaves, treedef = jax.tree.flatten(params)
@@ -78,12 +79,14 @@ def with_one_structure(
         state, change = jax.tree.map(jnp.asarray, tx.init(params)), change_of(params)
         return state if change is None else change.begun(state)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
-        def later() -> Any:
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        def later() -> PyTree:
             made = tx.update(grads, state.inner, params, **extra)
             return jax.tree.map(jnp.asarray, made)
 
-        def first() -> Any:
+        def first() -> PyTree:
             made = tx.update(grads, state.initial, params, **extra)
             return jax.tree.map(
                 lambda x, like: jnp.asarray(x, like.dtype), made, jax.eval_shape(later)
@@ -110,9 +113,9 @@ class _Change:
     """How the structure of a state changes at the first update.
 
     Attributes:
-      later: the state after it, abstract.
-      sources: as for `ChangingState`.
-      same_program: whether the first update computes what later ones do.
+      later: The state after it, abstract.
+      sources: See `ChangingState`.
+      same_program: True if the first update computes the same as later ones.
     """
 
     later: PyTree
@@ -120,7 +123,7 @@ class _Change:
     same_program: bool
 
     def begun(self, state: PyTree) -> PyTree:
-        """The initial state in one structure."""
+        """Returns the initial state in the structure of later ones."""
         leaves, treedef = jax.tree.flatten(state)
         pairs = list(zip(leaves, self.sources, strict=True))
         kept = {at: x for x, at in pairs if at is not None}
@@ -141,7 +144,7 @@ def _change(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> _Chang
     """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return tx.update(grads, state, params, value=jnp.float32(1.0))
 
     state = jax.eval_shape(tx.init, like)
@@ -191,7 +194,7 @@ def _same(
     return texts[0] == texts[1] and all(a is b or _equal(a, b) for a, b in pairs)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: ArrayLike, b: ArrayLike) -> bool:
     traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
     return not traced and np.array_equal(a, b)
 
@@ -203,18 +206,18 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _keys(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
-    """Path and shape of each leaf."""
+    """Returns path and shape of each leaf."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(jax.tree_util.keystr(path), np.shape(x)) for path, x in flat]
 
 
 def _alike(a: PyTree, b: PyTree) -> bool:
-    treedef: Any = jax.tree.structure(a)
-    return bool(treedef == jax.tree.structure(b)) and _keys(a) == _keys(b)
+    before: PyTree = jax.tree.structure(a)
+    return bool(before == jax.tree.structure(b)) and _keys(a) == _keys(b)
 
 
 def _told(before: PyTree, after: PyTree) -> str:
-    """The leaves that only one of two states has."""
+    """Describes the leaves that only one of two states has."""
     old, new = (
         {f"{name} {tuple(np.shape(x))}" for name, x in paths.named_leaves(tree)}
         for tree in (before, after)

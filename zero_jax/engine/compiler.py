@@ -4,18 +4,23 @@ import collections
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TypeGuard
 
 import jax
+import jax.numpy as jnp
 
 from zero_jax import releases
 from zero_jax.sharding import paths
+from zero_jax.sharding.paths import PyTree
+
+XlaOptions = dict[str, str | float]
 
 # Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
 _XLA_MERGES = 30 * 2**20
-# Gathering ahead holds two layers: not where one is more than so many buckets.
+# Prefetching holds two layers, so it is off if a layer is larger than this number of buckets.
 _AHEAD = 4
+INVALID_ARGUMENT = 3  # absl::StatusCode of an unknown option, in `JaxRuntimeError.error_code`
 
 
 def options(
@@ -23,23 +28,23 @@ def options(
     devices: int,
     layer: tuple[int, int] | None = None,
     in_loops: bool = True,
-) -> dict[str, Any]:
-    """XLA's options for GPUs: what it may merge, and what it does ahead of time.
+) -> XlaOptions:
+    """Returns XLA's options for GPUs: combination of collectives, and prefetch of layers.
 
     Args:
-      bucket_bytes: the most that a collective moves at once, measured on the full side.
-      devices: N; XLA measures a reduce-scatter by its result, one N-th of that.
-      layer: bytes of the largest layer, as it is gathered and as its gradients are sent, if layers
-        are gathered one by one (stage 3). Its leaves travel together, those of several layers do
-        not, and it is gathered while the one before it computes.
-      in_loops: whether XLA is to gather in every loop for its next turn; layers that are not
-        scanned are written so that they gather ahead.
+      bucket_bytes: Maximum bytes per collective, of the full array.
+      devices: N; XLA measures a reduce-scatter by its result, one N-th of the full array.
+      layer: Bytes of the largest layer, as gathered and as its gradients are sent, if layers are
+        gathered one by one (stage 3). The leaves of a layer are sent together, those of several
+        layers are not, and a layer is gathered while the layer before it computes.
+      in_loops: True if XLA prefetches for the next iteration in every loop. Unrolled layers are
+        written so that they prefetch.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
     """
     gathered, reduced = layer or (0, 0)
-    known = {}
+    known: XlaOptions = {}
     for kind, own, parts in (
         ("all_gather", gathered, 1),
         ("all_reduce", 0, 1),
@@ -58,18 +63,18 @@ def options(
 
 
 def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
-    """Whether a layer is gathered while the one before it computes; arguments as for `options`."""
+    """Returns whether a layer is gathered while the layer before it computes; see `options`."""
     return layer is not None and layer[0] <= _AHEAD * bucket_bytes
 
 
 @functools.cache
-def first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def first_known(spellings: releases.Spellings) -> XlaOptions:
     """Returns the first of these options that the installed XLA supports; warns if none is."""
     for name, value in spellings:
         try:
             jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
         except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
+            if error.error_code != INVALID_ARGUMENT:
                 raise
         else:
             return {name: value}
@@ -82,57 +87,51 @@ def first_known(spellings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     return {}
 
 
-class Program:
-    """A function of arrays, jitted with compiler options for them. Inside another `jit` it
-    takes that one's: JAX refuses options in a `jit` within a `jit`, as in a step of the user's own.
+class CheckedJit:
+    """A jitted function of arrays with compiler options for them, which checks its arguments.
+
+    Inside another `jit` it has the compiler options of that one: JAX refuses options there.
 
     Raises `ValueError` for an array that was donated to an earlier call, or is donated and given a
     second time in this one: jax 0.10 ends with a segmentation fault there.
 
     Args:
-      fn: the function.
-      options: the compiler's, of the same arguments; None for none.
-      check: is given the arguments of every call, before anything else.
-      **how: as for `jax.jit`.
+      fn: The function.
+      options: Returns the compiler options, given the arguments of `fn`; None for no options.
+      check: Called with the arguments of every call, before anything else.
+      donate_argnums: See `jax.jit`.
     """
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        options: Callable[..., Mapping[str, Any]] | None = None,
-        check: Callable[..., Any] = lambda *_, **__: None,
-        **how: Any,
+        fn: Callable[..., PyTree],
+        options: Callable[..., XlaOptions] | None = None,
+        check: Callable[..., None] = lambda *_, **__: None,
+        donate_argnums: tuple[int, ...] = (),
     ):
         functools.update_wrapper(self, fn)
-        self._check = check
-        self._donated = tuple(how.get("donate_argnums", ()))
-        self._within = jax.jit(fn, **how)
-        self._options = options
-        self._jit = functools.partial(jax.jit, fn, **how)
-        self._outermost: dict[Any, Any] = {}
+        self._check, self._options, self._donated = check, options, donate_argnums
+        self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums)
+        self._without_options = self._jit()
+        self._by_signature: dict[Hashable, jax.stages.Wrapped] = {}
 
-    def _for(self, *args: Any, **named: Any) -> Any:
-        """As it is jitted for arrays of these shapes."""
-        if self._options is None:
-            return self._within
+    def _for(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> jax.stages.Wrapped:
+        """Returns the function, jitted for arrays of these shapes."""
+        if self._options is None or _is_inside_jit():
+            return self._without_options
         leaves, treedef = jax.tree.flatten((args, named))
         key = treedef, tuple((x.shape, x.dtype) if _is_array(x) else type(x) for x in leaves)
-        if key not in self._outermost:
-            options = dict(self._options(*args, **named))
-            self._outermost[key] = self._jit(compiler_options=options)
-        return self._outermost[key]
+        if key not in self._by_signature:
+            options = self._options(*args, **named)
+            self._by_signature[key] = self._jit(compiler_options=options)
+        return self._by_signature[key]
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         self._check(*args, **named)
         self._check_donation(args, named)
-        try:
-            return self._for(*args, **named)(*args, **named)
-        except ValueError as error:
-            if "top-level `jax.jit`" not in str(error):
-                raise
-        return self._within(*args, **named)
+        return self._for(args, named)(*args, **named)
 
-    def _check_donation(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _check_donation(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> None:
         """Raises ValueError if an argument was deleted, or is donated twice."""
         arrays = _arrays((args, named))
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -158,9 +157,12 @@ class Program:
             )
 
     def _names_of(
-        self, args: tuple[Any, ...], named: dict[str, Any], is_meant: Callable[[jax.Array], bool]
+        self,
+        args: tuple[PyTree, ...],
+        named: dict[str, PyTree],
+        is_meant: Callable[[jax.Array], bool],
     ) -> list[str]:
-        """The argument and the leaf of each array that is meant."""
+        """Returns the argument and the leaf of each array that is meant."""
         bound = inspect.signature(self.__wrapped__).bind(*args, **named)  # type: ignore[attr-defined]
         leaves = [
             pair for item in bound.arguments.items() for pair in paths.named_leaves(dict([item]))
@@ -168,20 +170,25 @@ class Program:
         found = [name.partition("/") for name, x in leaves if _arrays(x) and is_meant(x)]
         return [f"{leaf!r} of `{name}`" if leaf else f"`{name}`" for name, _, leaf in found]
 
-    def trace(self, *args: Any, **named: Any) -> Any:
-        """As of `jax.jit`."""
-        return self._for(*args, **named).trace(*args, **named)
+    def trace(self, *args: PyTree, **named: PyTree) -> jax.stages.Traced:
+        """Returns the traced program, for arrays or ShapeDtypeStructs."""
+        return self._for(args, named).trace(*args, **named)
 
-    def lower(self, *args: Any, **named: Any) -> Any:
-        """As of `jax.jit`."""
-        return self._for(*args, **named).lower(*args, **named)
+    def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
+        """Returns the lowered program, for arrays or ShapeDtypeStructs."""
+        return self._for(args, named).lower(*args, **named)
 
 
-def _arrays(tree: Any) -> list[jax.Array]:
-    """The arrays of a tree that have memory: no tracers, no shapes, no NumPy arrays."""
+def _is_inside_jit() -> bool:
+    """Returns whether a `jit` is being traced; under `grad` or `vmap` alone arrays are concrete."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def _arrays(tree: PyTree) -> list[jax.Array]:
+    """Returns the arrays of a tree that have memory: no tracers, no shapes, no NumPy arrays."""
     leaves = jax.tree.leaves(tree)
     return [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> TypeGuard[jax.Array | jax.ShapeDtypeStruct]:
     return hasattr(x, "shape") and hasattr(x, "dtype")

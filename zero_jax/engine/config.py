@@ -1,25 +1,28 @@
 """Settings of a run, validated once, and values derived from them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from flax.core import spmd
+from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.buckets import BUCKET_BYTES, check_bucket
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.collectives.precision import Precision
+from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.low_bit.state import FP32, check_kind
+from zero_jax.names import parse_bytes
 from zero_jax.offload import tiers
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import (
     MODEL,
     REPLICA,
     AnyMesh,
+    Axis,
     axis_size,
     batch_axes,
     check_mesh,
@@ -28,17 +31,27 @@ from zero_jax.sharding.mesh import (
     model_size,
     names,
 )
-from zero_jax.sharding.model_axis import MEGATRON, SEQUENCE, ModelAxis, check_rules, check_specs
+from zero_jax.sharding.model_axis import (
+    MEGATRON,
+    SEQUENCE,
+    ModelAxis,
+    Rules,
+    check_rules,
+    check_specs,
+)
 from zero_jax.sharding.partition import Partitioner
 
 AUTO = "auto"
 Stage = Literal[0, 1, 2, 3, "auto"]
-Remat = str | policies.Remat | Callable[..., Any]
+Remat = str | policies.Remat | Callable[..., Any]  # or a policy of `jax.checkpoint_policies`
+ParamSpecs = Mapping[str, PartitionSpec] | Sequence[tuple[str, PartitionSpec]] | None
+MeshAxes = str | Sequence[str] | None
+AxisRules = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Validated settings of a `Zero`, which documents each field.
+    """Validated settings of a `Zero`, which documents them and the forms that each may have.
 
     Raises:
       ValueError: A stage, mesh, precision, policy or count is not supported.
@@ -50,8 +63,8 @@ class Config:
     grad_accum_steps: int = 1
     remat: Any = "none"
     frozen: Frozen = None
-    param_specs: Any = None
-    logical_axis_rules: Any = None
+    param_specs: tuple[tuple[str, PartitionSpec], ...] | None = None
+    logical_axis_rules: Rules | None = None
     sequence_parallel: bool = False
     bucket_bytes: int = BUCKET_BYTES
     memory_limit: int | None = None
@@ -63,8 +76,11 @@ class Config:
     def __post_init__(self) -> None:
         self._check_numbers()
         check_mesh(self.mesh)
+        self._settle("precision", as_precision(self.precision))
         self._settle("bucket_bytes", check_bucket(self.bucket_bytes, self._devices))
-        self._settle("offload", tiers.settle(self.offload, self.mesh))
+        if self.memory_limit is not None:
+            self._settle("memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
+        self._settle("offload", tiers.settle(tiers.parse(self.offload), self.mesh))
         self._check_states()
         if self.offload.activations:
             self._move_activations()
@@ -191,7 +207,7 @@ class Config:
         return self.mesh.shape[REPLICA] if self.secondary_shards else 1
 
     @property
-    def rest_axes(self) -> Any:
+    def rest_axes(self) -> Axis:
         """The mesh axis, or axes, over which stored shards are partitioned."""
         data = data_axis(self.mesh)
         return (*names(data), REPLICA) if self.secondary_shards else data
@@ -214,14 +230,14 @@ class Config:
             scatter_bits=BITS[known.grad_comm_dtype],
         )
 
-    def compiler_options(self, layers: Sequence[Layers]) -> dict[str, Any]:
+    def compiler_options(self, layers: Sequence[Layers]) -> compiler.XlaOptions:
         """Returns the `compiler_options` of `jax.jit` for a step on GPUs.
 
         Args:
           layers: Layers of the traced loss.
         """
-        # The loop over micro-batches must be none of those whose next turn XLA gathers for, where
-        # layers are not scanned: a turn reads all weights, and all would be held at once.
+        # Where layers are not scanned, XLA must not prefetch for the next micro-batch: an iteration
+        # over micro-batches reads all weights, and all would be gathered at once.
         in_loops = self.grad_accum_steps == 1 or _scanned(layers)
         own = self.bucket_bytes, self.shards, self._layer_bytes(layers), in_loops
         return compiler.options(*own)
@@ -239,7 +255,7 @@ class Config:
         if LIFETIMES[self.stage].copy != TOUCH or self._by_sequence:
             return None
         words = max((layer.elements for layer in layers), default=0)
-        gathered = self.wire.compute.itemsize if self.wire.gather_bits is None else 1
+        gathered = self.precision.compute.itemsize if self.wire.gather_bits is None else 1
         return words * gathered, words * self.wire.reduce.itemsize
 
     @property
@@ -257,8 +273,9 @@ class Config:
         size = model_size(self.mesh)
         if size == 1:
             return ModelAxis(1, self.param_specs)
-        rules = (*self.logical_axis_rules, *MEGATRON, *(SEQUENCE if self.sequence_parallel else ()))
-        return ModelAxis(size, self.param_specs, rules)
+        rules = (*(self.logical_axis_rules or ()), *MEGATRON)
+        sequences = SEQUENCE if self.sequence_parallel else ()
+        return ModelAxis(size, self.param_specs, (*rules, *sequences))
 
 
 def _scanned(layers: Sequence[Layers]) -> bool:

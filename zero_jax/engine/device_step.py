@@ -1,7 +1,7 @@
-"""One device's part of a step, inside `shard_map`: what is gathered, differentiated and summed.
+"""One device's part of a step, inside `shard_map`: gather, differentiate, reduce.
 
-A gradient is taken with respect to the shard of a leaf that is opened where it is read, else with
-respect to its copy.
+The gradient of a leaf that is gathered where it is used is taken with respect to its shard, that of
+any other leaf with respect to its gathered copy.
 """
 
 import dataclasses
@@ -15,36 +15,41 @@ from zero_jax.collectives import gather_scatter, lookup, norms
 from zero_jax.engine import losses, micro_batch, rewrite
 from zero_jax.engine.config import Config
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
+from zero_jax.engine.micro_batch import Micro
 from zero_jax.engine.trace import Traced
 from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
 from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
+Leaves = list[jax.Array]
+# The gradient of a leaf before it is padded, its l2 norm, and whether all of it is finite.
+Gradients = tuple[PyTree, jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one pass over the global batch gives, equal on every device except `grads` and rows.
+    """The result of one pass over the global batch, equal on every device except `grads` and rows.
 
     Attributes:
       loss: fp32 scalar, the global weighted mean.
       weight: fp32 scalar, the global weight.
-      aux: the loss function's aux over devices and micro-batches, see `losses`.
-      grads: the gradient of `loss` at rest, or None for an evaluation.
-      grad_norm: fp32 scalar, the l2 norm of all gradients, or None.
-      finite: whether every number of the gradient is finite, or the guard is off; or None.
+      aux: The aux of the loss function over devices and micro-batches, see `losses`.
+      grads: The sharded gradient of `loss`; None for an evaluation.
+      grad_norm: fp32 scalar, the l2 norm of all gradients; None for an evaluation.
+      finite: True if every number of the gradient is finite, or if non-finite steps are not
+        skipped; None for an evaluation.
     """
 
     loss: jax.Array
     weight: jax.Array
-    aux: Any
-    grads: Any
-    grad_norm: Any
-    finite: Any
+    aux: PyTree
+    grads: PyTree
+    grad_norm: jax.Array | None
+    finite: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +57,10 @@ class DeviceStep:
     """One device's part of a step; its methods run inside `shard_map`.
 
     Attributes:
-      settings: of the run.
-      traced: the loss.
-      full: shapes of the parameters, logical.
-      k: micro-batches.
+      settings: Settings of the run.
+      traced: The traced loss.
+      full: Shapes of the unsharded parameters.
+      k: Number of micro-batches.
     """
 
     settings: Config
@@ -63,20 +68,24 @@ class DeviceStep:
     full: PyTree
     k: int
 
-    def loss(self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array) -> Result:
-        """The global loss alone."""
+    def loss(
+        self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
+    ) -> Result:
+        """Returns the global loss alone."""
         values, copies = self._views(jax.tree.leaves(params))
         weights = self._weights(values, copies, [None] * len(values))
         total, weight, aux = self._run(weights, batch, micro_batch.fold_keys(extras, self._place()))
         return self._result(*self._sums(total, weight), aux, (None, None, None))
 
-    def gradients(self, params: PyTree, batch: PyTree, extras: Any, scale: jax.Array) -> Result:
-        """The global loss, and this device's part of its gradients at rest."""
+    def gradients(
+        self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
+    ) -> Result:
+        """Returns the global loss, and this device's shards of its gradients."""
         values, copies = self._views(jax.tree.leaves(params))
 
-        def one(micro: PyTree, index: Any) -> Any:
-            mine = micro_batch.fold_keys(extras, self._place() * self.k + index)
-            return self._one(values, copies, micro, mine, scale)
+        def one(micro: PyTree, index: jax.Array | int) -> tuple[Micro, Leaves]:
+            own = micro_batch.fold_keys(extras, self._place() * self.k + index)
+            return self._one(values, copies, micro, own, scale)
 
         (total, weight, undo, aux), grads = micro_batch.accumulate(
             one, batch, self.k, self.traced.kinds
@@ -85,9 +94,14 @@ class DeviceStep:
         return self._result(total, weight, aux, self._finish(grads, undo / (weight * scale)))
 
     def _one(
-        self, values: list[Any], copies: list[Any], micro: PyTree, extras: Any, scale: jax.Array
-    ) -> Any:
-        """A micro-batch: (sum, weight, undo, aux), and its gradients as far as they are summed."""
+        self,
+        values: Leaves,
+        copies: list[jax.Array | None],
+        micro: PyTree,
+        extras: tuple[PyTree, ...],
+        scale: jax.Array,
+    ) -> tuple[Micro, Leaves]:
+        """Runs a micro-batch; its gradients are summed over devices where they are due."""
         leaves = self.traced.leaves
         slots = [
             None if leaf.waits_in is None else jnp.zeros(x.shape, leaf.waits_in)
@@ -97,18 +111,22 @@ class DeviceStep:
         parts = zip(values, slots, leaves, strict=True)
         trained = [None if leaf.frozen or s is not None else v for v, s, leaf in parts]
 
-        def objective(trained: list[Any], slots: list[Any]) -> Any:
+        def objective(
+            trained: list[jax.Array | None], slots: list[jax.Array | None]
+        ) -> tuple[jax.Array, Micro]:
             own = [v if t is None else t for v, t in zip(values, trained, strict=True)]
             total, weight, aux = self._run(self._weights(own, copies, slots), micro, extras)
             down = self._scaled_down(weight)
-            return total * (scale * down), (total, weight, 1.0 / down, aux)
+            return total * (scale * down), Micro(total, weight, 1.0 / down, aux)
 
         differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
         (_, out), found = differentiated(trained, slots)
         grads = [g for pair in zip(*found, strict=True) for g in pair if g is not None]
         return out, self._reduced(grads, MICRO_BATCH)
 
-    def _run(self, weights: list[Any], micro: PyTree, extras: Any) -> tuple[Any, Any, list[Any]]:
+    def _run(
+        self, weights: list[Weight], micro: PyTree, extras: tuple[PyTree, ...]
+    ) -> tuple[jax.Array, jax.Array, Leaves]:
         # Sizes of a trace are those of all devices of `model`.
         bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
         policy = policies.parse(self.settings.remat)
@@ -120,16 +138,18 @@ class DeviceStep:
         )
         return total, weight if outside else jax.lax.stop_gradient(weight), aux
 
-    def _scaled_down(self, weight: jax.Array) -> Any:
-        """About 1 / weight, a power of two: fp16 gradients of a sum over thousands of tokens would
-        overflow. Equal on all devices, which add up their gradients."""
+    def _scaled_down(self, weight: jax.Array) -> jax.Array:
+        """Returns a power of two near 1 / weight, equal on all devices, which add their gradients.
+
+        fp16 gradients of a sum over thousands of tokens would overflow.
+        """
         if not (self.settings.precision.scaled and self.traced.weighted):
             return jnp.float32(1)
         most = jax.lax.pmax(jnp.abs(jax.lax.stop_gradient(weight)), batch_axes(self.settings.mesh))
         return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(most > 0, most, 1.0))))
 
-    def _views(self, shards: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
-        """What is differentiated, and what was gathered beside it for the whole step."""
+    def _views(self, shards: Leaves) -> tuple[Leaves, list[jax.Array | None]]:
+        """Returns the differentiable parameters and the copies gathered for the whole step."""
         pairs = list(zip(shards, self.traced.leaves, strict=True))
         if LIFETIMES[self.settings.stage].copy == TOUCH:
             wire = self.settings.wire
@@ -141,35 +161,41 @@ class DeviceStep:
         return values, [copy if leaf.opens else None for (_, leaf), copy in both]
 
     def _copy(self, shard: jax.Array, cut: Partition) -> jax.Array:
-        """A gathered leaf. Stacked matrices are gathered layer by layer."""
+        """Gathers a leaf. Stacked matrices are gathered layer by layer."""
 
         def gather(x: jax.Array) -> jax.Array:
             return gather_scatter.gather(x, cut, self.settings.wire)
 
-        # Gathered as a whole, XLA lays them out with the split dim outermost; jax 0.10's compiler
-        # then keeps a second, transposed copy of all layers for one of the two loops over them.
+        # If all layers are gathered at once, XLA stores them with the sharded dim outermost, and
+        # the compiler of jax 0.10 keeps a transposed copy of all for one of the loops over them.
         matrices = cut.by_layer and cut.layer_rank > 1
         return jax.lax.map(gather, shard) if matrices else gather(shard)
 
-    def _weights(self, values: list[Any], copies: list[Any], slots: list[Any]) -> list[Any]:
-        """The parameters as the traced loss is run with."""
+    def _weights(
+        self,
+        values: Leaves,
+        copies: list[jax.Array | None],
+        slots: list[jax.Array | None],
+    ) -> list[Weight]:
+        """Returns the parameters that the traced loss is run with."""
         parts = zip(values, copies, slots, self.traced.leaves, strict=True)
         return [
             Weight(self._source(value, copy, slot, leaf), _form(at, leaf.cut))
             for at, (value, copy, slot, leaf) in enumerate(parts)
         ]
 
-    def _source(self, value: Any, copy: Any, slot: Any, leaf: Leaf) -> Source:
+    def _source(
+        self, value: jax.Array, copy: jax.Array | None, slot: jax.Array | None, leaf: Leaf
+    ) -> Source:
         if not leaf.opens:
             return whole(value)
-        there = [x is not None for x in (value, copy, slot)]
+        has_copy, has_slot = copy is not None, slot is not None
 
-        def make(*given: Any) -> Any:
-            it = iter(given)
-            own = [next(it) if t else None for t in there]
-            shard, copy, slot = own
+        def make(shard: jax.Array, *others: jax.Array) -> jax.Array:
+            it = iter(others)
+            own = next(it) if has_copy else None, next(it) if has_slot else None
             sums = leaf.summed == TOUCH
-            return gather_scatter.touch(shard, copy, slot, leaf.cut, self.settings.wire, sums)
+            return gather_scatter.touch(shard, *own, leaf.cut, self.settings.wire, sums)
 
         def rows(
             given: tuple[jax.Array, ...], indices: jax.Array, how: Mapping[str, Any]
@@ -185,7 +211,13 @@ class DeviceStep:
         total, weight = jax.lax.psum(jnp.stack([total, weight]), batch_axes(self.settings.mesh))
         return total, weight
 
-    def _result(self, total: Any, weight: Any, aux: list[Any], gradients: Any) -> Result:
+    def _result(
+        self,
+        total: jax.Array,
+        weight: jax.Array,
+        aux: Leaves,
+        gradients: Gradients | tuple[None, None, None],
+    ) -> Result:
         axes = batch_axes(self.settings.mesh)
         aux = losses.over_devices(self.traced.kinds, aux, axes)
         return Result(total / weight, weight, aux, *gradients)
@@ -194,19 +226,16 @@ class DeviceStep:
     def _trained(self) -> list[Leaf]:
         return [leaf for leaf in self.traced.leaves if not leaf.frozen]
 
-    def _reduced(self, grads: list[jax.Array], when: str) -> list[jax.Array]:
-        """Sums those gradients over `data` whose time has come."""
+    def _reduced(self, grads: Leaves, when: str) -> Leaves:
+        """Reduces the gradients scheduled for phase `when` over `data`."""
         wire = self.settings.wire
         return [
             gather_scatter.reduce_scatter(g, leaf.cut, wire) if leaf.summed == when else g
             for g, leaf in zip(grads, self._trained, strict=True)
         ]
 
-    def _finish(
-        self, grads: list[jax.Array], factor: jax.Array
-    ) -> tuple[PyTree, jax.Array, jax.Array]:
-        """The mean gradient at rest, its norm, and whether it is finite, from sums over this
-        device's micro-batches."""
+    def _finish(self, grads: Leaves, factor: jax.Array) -> Gradients:
+        """Returns the sharded mean gradient from sums over this device's micro-batches."""
         grads = self._reduced(grads, STEP)
         grads = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
         if REPLICA in batch_axes(self.settings.mesh):
@@ -215,25 +244,26 @@ class DeviceStep:
             grads = [gather_scatter.sum_parts(g, leaf.cut, wire, REPLICA) for g, leaf in pairs]
         grads = [g * factor for g in grads]
         norm, finite = self._norm(grads)
-        it = iter(grads)
-        leaves = zip(jax.tree.leaves(self.full), self.traced.leaves, strict=True)
-        out = [jnp.full((), -0.0, x.dtype) if leaf.frozen else next(it) for x, leaf in leaves]
-        pairs = zip(out, self.traced.leaves, strict=True)
-        rest = [_as_rest(g, leaf.cut) for g, leaf in pairs]
-        return jax.tree.unflatten(jax.tree.structure(self.full), rest), norm, finite
+        it, out = iter(grads), list[PyTree]()
+        for x, leaf in zip(jax.tree.leaves(self.full), self.traced.leaves, strict=True):
+            grad: PyTree = jnp.full((), -0.0, x.dtype) if leaf.frozen else next(it)
+            if leaf.cut.padded and leaf.cut.dim is not None:
+                grad = paths.Padded(grad, leaf.cut.dim, leaf.cut.size)
+            out.append(grad)
+        return jax.tree.unflatten(jax.tree.structure(self.full), out), norm, finite
 
     def _norm(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The l2 norm, and whether all is finite. A leaf that several hold counts on the first."""
+        """Returns the l2 norm, and whether all is finite; replicated shards count once."""
         axes = names(self.settings.rest_axes)
 
-        def counts(cut: Partition) -> Any:
+        def counts(cut: Partition) -> jax.Array | bool:
             split = {EXPERTS} if cut.experts is not None else set()
             if cut.dim is not None:
                 split |= set(axes)
             same = tuple(axis for axis in axes if axis not in split)
             return jax.lax.axis_index(same) == 0 if same else True
 
-        def squares(factor: Any) -> jax.Array:
+        def squares(factor: jax.Array | float) -> jax.Array:
             total = jnp.float32(0)
             for grad, leaf in zip(grads, self._trained, strict=True):
                 own = norms.sum_of_squares(grad, factor)
@@ -243,13 +273,9 @@ class DeviceStep:
         norm, finite = norms.norm_of(jax.lax.psum(norms.two_sums(squares), axes))
         return norm, finite if self.settings.skip_nonfinite else jnp.asarray(True)
 
-    def _place(self) -> Any:
+    def _place(self) -> jax.Array:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))
 
 
 def _form(at: int, cut: Partition) -> Form:
     return Form(at, len(cut.shape), cut.dim)
-
-
-def _as_rest(grad: jax.Array, cut: Partition) -> Any:
-    return paths.Padded(grad, cut.dim, cut.size) if cut.padded and cut.dim is not None else grad

@@ -13,21 +13,21 @@ Nothing is run and nothing is communicated.
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Walk, shape_of
 from zero_jax.tracing.sources import transformation_of
 
-PyTree = Any
 _LAYOUT = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze"))
 _REDUCTIONS = frozenset(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or"))
 
@@ -143,7 +143,7 @@ class _SideBySide(Walk[Atom]):
     def literal(self, atom: jex.Literal) -> Atom:
         return atom
 
-    def constant(self, var: jex.Var, value: Any) -> Atom:
+    def constant(self, var: jex.Var, value: ArrayLike) -> Atom:
         other, shard = next(self._constants)
         if value is not shard and not np.array_equal(value, shard):
             raise _ShardDiffersError("it contains another constant on a shard")
@@ -200,7 +200,7 @@ def _bodies(eqn: jex.JaxprEqn) -> list[jex.ClosedJaxpr]:
     return [*(body for body, _ in jaxprs.bodies(eqn)), *ends]
 
 
-def _settings(eqn: jex.JaxprEqn) -> dict[str, Any]:
+def _settings(eqn: jex.JaxprEqn) -> dict[str, str | int]:
     """Returns an equation's parameters except for shapes, which its atoms have, and functions."""
     if _bodies(eqn):
         return {k: v for k, v in eqn.params.items() if isinstance(v, int)}

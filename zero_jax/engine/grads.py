@@ -1,13 +1,13 @@
 """Loss and gradients over the global batch.
 
-The loss is traced once (`trace.py`) and its program run on every device with weights in place of
-arrays (`device_step.py`, `rewrite.py`); how long copies and gradients live is in `lifetimes.py`.
-Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
+The loss is traced once for each signature (`trace.py`), and its program is run on every device with
+weights in place of arrays (`device_step.py`, `rewrite.py`). `lifetimes.py` says how long gathered
+copies and full gradients live. Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,13 @@ from zero_jax.engine import losses, micro_batch, outside
 from zero_jax.engine.config import Config
 from zero_jax.engine.device_step import DeviceStep
 from zero_jax.engine.device_step import Result as Result
+from zero_jax.engine.losses import LossFn as LossFn
 from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import batch_axes, batch_shards
 from zero_jax.sharding.partition import Partition, partition
-
-PyTree = Any
-LossFn = Callable[..., Any]
+from zero_jax.sharding.paths import PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,9 +31,9 @@ class GlobalLoss:
     """A loss function over the global batch.
 
     Attributes:
-      settings: of the run.
-      fn: the loss of one device: `fn(params, batch, *extras)`.
-      has_aux: whether it returns (loss, aux).
+      settings: Settings of the run.
+      fn: The loss of one device: `fn(params, batch, *extras)`.
+      has_aux: True if it returns (loss, aux).
     """
 
     settings: Config
@@ -42,47 +41,79 @@ class GlobalLoss:
     has_aux: bool = False
     _told: set[str] = dataclasses.field(default_factory=set, repr=False)
 
-    def value(self, params: PyTree, batch: PyTree, extras: tuple[Any, ...]) -> Result:
-        """The loss alone."""
+    def value(self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]) -> Result:
+        """Returns the loss alone."""
         return self._run(params, batch, extras, None)
 
     def gradients(
-        self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], scale: jax.Array | float = 1.0
+        self,
+        params: PyTree,
+        batch: PyTree,
+        extras: tuple[PyTree, ...],
+        scale: jax.Array | float = 1.0,
     ) -> Result:
-        """The loss and its gradients, computed at this loss scale and divided by it."""
+        """Returns the loss and its gradients, computed at this loss scale and divided by it."""
         _check_masters(params, paths.frozen_leaves(params, self.settings.frozen))
         return self._run(params, batch, extras, scale)
 
     def read(
-        self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], k: int | None = None
+        self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], k: int | None = None
     ) -> Traced:
-        """The traced loss and what it says of leaves and layers; allocates nothing.
+        """Returns the traced loss, with its leaves and layers; allocates nothing.
+
+        The loss is traced once for arguments of the same shapes, under the same settings of JAX.
 
         Args:
-          params: at rest, or their shapes.
-          batch: the global batch, or its shapes.
-          extras: further arguments of the loss.
-          k: micro-batches: 1 for an evaluation; by default those of the settings.
+          params: Sharded parameters, or their shapes.
+          batch: The global batch, or its shapes.
+          extras: Further arguments of the loss.
+          k: Number of micro-batches, 1 for an evaluation; by default that of the settings.
         """
-        return self._traced(params, batch, extras, k or self.settings.grad_accum_steps)[1]
+        k = k or self.settings.grad_accum_steps
+        full = jax.eval_shape(layout.unpad, params)
+        _check_params(params, self.settings.splitter(full))
+        micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
+        shapes = [
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+            for tree in (full, batch)
+        ]
+        traced: Traced = self._trace.trace(*shapes, extras, k).out_info
+        return traced
+
+    @functools.cached_property
+    def _trace(self) -> jax.stages.Wrapped:
+        """Traces the loss; `jit` remembers the result, by shapes and by JAX's own settings."""
+
+        def trace_loss(full: PyTree, batch: PyTree, extras: tuple[PyTree, ...], k: int) -> Traced:
+            args = self.settings, self.fn, full, batch, extras
+            return trace(*args, has_aux=self.has_aux, grad_accum_steps=k, told=self._told)
+
+        return jax.jit(trace_loss, static_argnums=3)
 
     def _run(
         self,
         params: PyTree,
         batch: PyTree,
-        extras: tuple[Any, ...],
+        extras: tuple[PyTree, ...],
         scale: jax.Array | float | None,
     ) -> Result:
         settings = self.settings
         if settings.offload.streams_params:
             params = tiers.to_device(params)
         k = 1 if scale is None else settings.grad_accum_steps
-        full, traced = self._traced(params, batch, extras, k)
-        rest = jax.tree.structure(params)
+        traced = self.read(params, batch, extras, k)
+        if scale is not None and traced.undifferentiable:
+            raise ValueError(
+                "a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are "
+                f"not Python numbers) reads {traced.undifferentiable}, and JAX has no gradient of "
+                "it. Use lax.scan or a fixed number of iterations, stop the gradient with "
+                "jax.lax.stop_gradient, or freeze those leaves"
+            )
+        full, rest = jax.eval_shape(layout.unpad, params), jax.tree.structure(params)
         specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
         grads = None if scale is None else jax.tree.unflatten(rest, _gradient_specs(traced))
-        axes: Any = PartitionSpec(batch_axes(settings.mesh))
-        same: Any = PartitionSpec()
+        axes: PyTree = PartitionSpec(batch_axes(settings.mesh))
+        same: PyTree = PartitionSpec()
         aux = [axes if kind == losses.ROWS else same for kind in traced.kinds]
 
         def program(traced: Traced) -> Callable[..., Result]:
@@ -100,43 +131,16 @@ class GlobalLoss:
             )
 
         given = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
-        try:
-            run = outside.differentiable(program, traced)
-            out = run(params, batch, (*extras, *traced.captured), given)
-        except ValueError as error:
-            if "lax.while_loop" not in str(error):
-                raise
-            raise _without_gradient(traced) from error
+        run = outside.differentiable(program, traced)
+        out = run(params, batch, (*extras, *traced.captured), given)
         tree = jax.tree.structure(traced.aux)
         return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
 
-    def _traced(
-        self, params: PyTree, batch: PyTree, extras: tuple[Any, ...], k: int
-    ) -> tuple[PyTree, Traced]:
-        """Logical shapes of the parameters, and the traced loss."""
-        full = jax.eval_shape(layout.unpad, params)
-        cuts = self.settings.splitter(full)
-        _check_params(params, cuts)
-        micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
-        own = self.settings, self.fn, full, cuts, batch, extras
-        return full, trace(*own, has_aux=self.has_aux, grad_accum_steps=k, told=self._told)
-
 
 def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
-    """Where gradients rest; that of a frozen leaf is a scalar zero."""
+    """Returns the partition of stored gradients; that of a frozen leaf is a scalar zero."""
     nothing = partition((), 1).spec
     return [nothing if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]
-
-
-def _without_gradient(traced: Traced) -> ValueError:
-    """Returns the error for a loop without a gradient, with the parameters that it reads."""
-    names = ", ".join(traced.looped) or "values derived from parameters"
-    return ValueError(
-        "a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are not "
-        f"Python numbers) reads {names}, and JAX has no gradient of it. Use lax.scan or a fixed "
-        "number of iterations, stop the gradient with jax.lax.stop_gradient, or freeze those "
-        "leaves"
-    )
 
 
 def _check_masters(params: PyTree, frozen: list[bool]) -> None:

@@ -1,7 +1,8 @@
-"""The guard: a step whose gradients are not finite is skipped, and fp16's loss scale follows.
+"""Counters of skipped steps, and the dynamic loss scale of fp16.
 
-On every device at once, since the norm that it looks at is global. The scale is dynamic
-(Micikevicius et al., arXiv:1710.03740, section 3.2); `device_step.py` multiplies the loss by it.
+A step with non-finite gradients is skipped on all devices, because their norm is global.
+`device_step.py` multiplies the loss by the scale. Source: Micikevicius et al. (arXiv:1710.03740),
+section 3.2.
 """
 
 from typing import NamedTuple
@@ -13,13 +14,13 @@ from zero_jax.collectives.precision import Precision
 
 
 class Guard(NamedTuple):
-    """What the guard remembers, as scalars in the optimizer state.
+    """Loss scale and counters of skipped steps: scalars in the optimizer state.
 
     Attributes:
       loss_scale: fp32; 1 unless compute is fp16.
-      good_steps: int32, steps since the scale last changed.
-      skipped: int32, steps skipped in all.
-      consecutive: int32, steps skipped in a row up to now.
+      good_steps: int32, number of steps since the scale last changed.
+      skipped: int32, number of steps skipped so far.
+      consecutive: int32, number of steps skipped since the last good step.
     """
 
     loss_scale: jax.Array
@@ -29,14 +30,14 @@ class Guard(NamedTuple):
 
 
 def init_guard(precision: Precision) -> Guard:
-    """The guard before the first step."""
+    """Returns the guard before the first step."""
     scale = precision.initial_scale if precision.scaled else 1.0
     zero = jnp.zeros((), jnp.int32)
     return Guard(jnp.asarray(scale, jnp.float32), zero, zero, zero)
 
 
 def next_guard(guard: Guard, finite: jax.Array, precision: Precision) -> Guard:
-    """The guard after a step whose gradients were (not) finite.
+    """Returns the guard after a step, given whether its gradients were finite.
 
     Doubles the scale after `growth_interval` good steps, halves it on overflow, down to 1.
 

@@ -6,15 +6,19 @@ unequal token counts are exact. The weight counts rows or tokens. A gradient thr
 the global loss before the first backward pass, so a weight that depends on parameters raises.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-PyTree = Any
-# What becomes of an aux leaf: the mean over devices and micro-batches; rows of the global batch, in
-# order; or what is the same everywhere already.
+from zero_jax.sharding.paths import PyTree
+
+# `loss(params, batch, *extras)` returns a scalar or a `Weighted`, or with `has_aux` (loss, aux).
+LossFn = Callable[..., PyTree]
+# An aux leaf is the mean over devices and micro-batches, or the rows of the global batch, in order,
+# or equal everywhere already.
 MEAN, ROWS, EQUAL = "mean", "rows", "equal"
 
 
@@ -31,11 +35,11 @@ class Weighted(NamedTuple):
     2.0
     """
 
-    sum: Any
-    weight: Any
+    sum: ArrayLike
+    weight: ArrayLike
 
 
-def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
+def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTree]:
     """Returns (sum, weight, aux) of the result of a loss function, sum and weight in fp32.
 
     Raises:
@@ -72,12 +76,12 @@ def taken_apart(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
     return total, weight, aux
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) or hasattr(x, "dtype")
 
 
 def kinds_of(
-    aux: Sequence[tuple[str, Any]], differs: Sequence[bool], rows: Sequence[bool]
+    aux: Sequence[tuple[str, jax.ShapeDtypeStruct]], differs: Sequence[bool], rows: Sequence[bool]
 ) -> list[str]:
     """Returns how each leaf of the aux is combined over devices.
 
@@ -107,13 +111,17 @@ def kinds_of(
     return kinds
 
 
-def added(kinds: Sequence[str], acc: Sequence[Any], new: Sequence[Any], k: int) -> list[Any]:
-    """Aux leaves but rows, of so many micro-batches as one."""
+def added(
+    kinds: Sequence[str], acc: Sequence[jax.Array], new: Sequence[jax.Array], k: int
+) -> list[jax.Array]:
+    """Adds the aux leaves of one of k micro-batches, except rows."""
     parts = zip(kinds, acc, new, strict=True)
     return [a + b / k if kind == MEAN else b for kind, a, b in parts]
 
 
-def over_devices(kinds: Sequence[str], aux: Sequence[Any], axes: Any) -> list[Any]:
-    """Aux leaves of one device as those of all."""
+def over_devices(
+    kinds: Sequence[str], aux: Sequence[jax.Array], axes: Sequence[str]
+) -> list[jax.Array]:
+    """Combines the aux leaves of one device over all devices; `shard_map` concatenates rows."""
     pairs = zip(kinds, aux, strict=True)
     return [jax.lax.pmean(x, axes) if kind == MEAN else x for kind, x in pairs]

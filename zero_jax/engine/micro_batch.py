@@ -1,40 +1,60 @@
-"""What a device works off at once: rows of a batch, keys of its own, sums over micro-batches."""
+"""Gradient accumulation over micro-batches, and the keys and rows of each."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zero_jax.engine import losses
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
+
+class Micro(NamedTuple):
+    """The results of one micro-batch, or of several.
+
+    Attributes:
+      total: Scalar, the sum of the loss.
+      weight: Scalar, its weight.
+      undo: Scalar by which the gradients are still to be multiplied.
+      aux: Leaves of the aux.
+    """
+
+    total: jax.Array
+    weight: jax.Array
+    undo: jax.Array
+    aux: list[jax.Array]
 
 
-def accumulate(one: Callable[..., Any], batch: PyTree, k: int, kinds: Sequence[str]) -> Any:
-    """Sums of k micro-batches, gradients in fp32.
+# Runs a micro-batch, given with its index; returns its results and its gradients.
+RunMicro = Callable[[PyTree, jax.Array | int], tuple[Micro, list[jax.Array]]]
+
+
+def accumulate(
+    one: RunMicro, batch: PyTree, k: int, kinds: Sequence[str]
+) -> tuple[Micro, list[jax.Array]]:
+    """Adds up k micro-batches; gradients accumulate in fp32.
 
     Args:
-      one: of a micro-batch and its index: (total, weight, undo, aux leaves), gradients. `undo` is
-        what the gradients are still to be multiplied by.
-      batch: this device's rows.
-      k: how many micro-batches.
-      kinds: of each aux leaf what becomes of it, see `losses`.
+      one: Runs one of them.
+      batch: This device's rows.
+      k: Number of micro-batches.
+      kinds: For each aux leaf how it is combined, see `losses`.
     """
     if k == 1:
         return one(batch, 0)
     micros = split(batch, k)
 
-    def up(grad: jax.Array, undo: Any) -> jax.Array:
+    def up(grad: jax.Array, undo: jax.Array) -> jax.Array:
         return grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * undo
 
-    def parted(aux: Sequence[Any], rows: bool) -> list[Any]:
+    def parted(aux: Sequence[jax.Array], rows: bool) -> list[jax.Array]:
         return [x for x, kind in zip(aux, kinds, strict=True) if (kind == losses.ROWS) == rows]
 
     others = [kind for kind in kinds if kind != losses.ROWS]
 
-    def body(acc: Any, xs: Any) -> Any:
+    def body(acc: PyTree, xs: tuple[PyTree, jax.Array]) -> tuple[PyTree, list[jax.Array]]:
         (total, weight, undo, aux), grads = one(*xs)
         (acc_total, acc_weight, acc_aux), acc_grads = acc
         means = losses.added(others, acc_aux, parted(aux, False), k)
@@ -50,18 +70,18 @@ def accumulate(one: Callable[..., Any], batch: PyTree, k: int, kinds: Sequence[s
     ((total, weight, means), grads), rows = jax.lax.scan(body, zeros, (micros, jnp.arange(k)))
     means, whole = iter(means), iter(x.reshape(-1, *x.shape[2:]) for x in rows)
     aux = [next(whole) if kind == losses.ROWS else next(means) for kind in kinds]
-    return (total, weight, jnp.float32(1), aux), grads
+    return Micro(total, weight, jnp.float32(1), aux), grads
 
 
 def split(batch: PyTree, k: int) -> PyTree:
-    """Every array of the batch as k micro-batches."""
+    """Splits every array of the batch into k micro-batches, along a new dim 0."""
     return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
 
 
-def fold_keys(extras: Any, index: Any) -> Any:
-    """Gives typed PRNG keys a value of their own on every device and micro-batch."""
+def fold_keys(extras: PyTree, index: jax.Array) -> PyTree:
+    """Folds typed PRNG keys with the index of a device and micro-batch."""
 
-    def one(x: Any) -> Any:
+    def one(x: jax.Array) -> jax.Array:
         typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if not typed:
             return x

@@ -9,10 +9,8 @@ State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp3
 is the parameter itself). Source: ZeRO, section 5.1.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +21,20 @@ from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless
 from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
-from zero_jax.engine.transformations import check_updates, refuse_per_example, without_frozen
+from zero_jax.engine.transformations import check_updates, without_frozen
 from zero_jax.low_bit.state import FP32, LowBitState, initial, kind_of, restated, splits_of
 from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import streaming, tiers
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
 from zero_jax.sharding.partition import Partition, Partitioner, state_partitions
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
+# Settings that determine the state of an optimizer and its update.
+_OF_STATE = (
+    *("mesh", "splitter", "precision", "frozen", "offload"),
+    *("skip_nonfinite", "optimizer_state_dtype"),
+)
 Trees = tuple[PyTree, PyTree, PyTree | None]  # gradients, state and parameters, as stored
 
 
@@ -62,98 +65,23 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
     """The partitioned transformation of `Zero.optimizer`: `init` and `update` as in optax.
 
     Attributes:
-      made_for: Settings that it was wrapped for; those of the step must be equal.
-      apply: Like `update`, but returns (parameters, state), as after `optax.apply_updates`.
-      resume: For the nvme tier. Takes sharded parameters, returns (parameters, state) of the last
-        complete step.
-      restated: Converts a state, given its parameters, to this `optimizer_state_dtype`.
       plain: The wrapped transformation.
+      config: Settings that it was wrapped for.
     """
 
-    made_for: tuple[Any, ...]
-    apply: Callable[..., tuple[PyTree, ZeroState]]
-    resume: Callable[[PyTree], tuple[PyTree, ZeroState]]
-    restated: Callable[[ZeroState, PyTree], ZeroState]
     plain: optax.GradientTransformation
-
-
-def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform:
-    """Wraps a transformation so that its state is initialised, stored and updated in shards.
-
-    Args:
-      tx: Any optax transformation.
-      config: Mesh, partition, precision, frozen leaves, offload and state dtype, as for `Zero`.
-
-    Returns:
-      A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
-      not finite changes only the counters of skipped steps and the loss scale.
-    """
-    _check_transformation(tx, "optax.adamw(1e-3)")
-    if isinstance(tx, ZeroTransform):
-        raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
-    made = _Partition(tx, config)
-    wrapped = ZeroTransform(made.init, made.update)
-    wrapped.made_for = _settings_of(config)
-    wrapped.apply, wrapped.resume, wrapped.plain = made.apply, made.resume, tx
-    wrapped.restated = made.restated
-    return wrapped
-
-
-def _check_transformation(tx: Any, example: str) -> None:
-    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        raise ValueError(
-            f"`tx`={tx!r} is not an optax transformation with `init` and `update`: pass for "
-            f"example {example}"
-        )
-
-
-def _settings_of(config: Config) -> tuple[Any, ...]:
-    """The settings that determine the state of an optimizer and its update."""
-    return (
-        *(config.mesh, config.splitter, config.precision, config.frozen, config.offload),
-        *(config.skip_nonfinite, config.optimizer_state_dtype),
-    )
-
-
-def check_made_for(tx: Any, config: Config) -> None:
-    """Checks that a transformation was wrapped for these settings.
-
-    Raises:
-      ValueError: It is no transformation, a plain optax transformation, or has other settings.
-    """
-    _check_transformation(tx, "zero.optimizer(optax.adamw(1e-3))")
-    if not isinstance(tx, ZeroTransform):
-        raise ValueError(
-            f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, tx = "
-            "zero.optimizer(tx), and make the state with it, opt_state = tx.init(params)"
-        )
-    if tx.made_for != _settings_of(config):
-        raise ValueError(
-            f"`tx` was wrapped for {tx.made_for}, but this Zero has {_settings_of(config)}: wrap "
-            "it with the same Zero, tx = zero.optimizer(tx)"
-        )
-
-
-def guard_of(state: Any) -> Guard:
-    """Returns the guard of an optimizer state.
-
-    Raises:
-      ValueError: The state is that of a plain optax transformation.
-    """
-    if not isinstance(state, ZeroState):
-        raise ValueError(
-            f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
-            "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
-        )
-    return state.guard
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Partition:
-    """The arguments of `partition`, and the functions of the transformation that it returns."""
-
-    tx: optax.GradientTransformation
     config: Config
+
+    def __new__(cls, plain: optax.GradientTransformation, config: Config) -> Self:
+        # Elements of the tuple, by which `optax.chain` reads a transformation.
+        self: Self = super().__new__(
+            cls, lambda *args: self.init(*args), lambda *args, **extra: self.update(*args, **extra)
+        )
+        self.plain, self.config = plain, config
+        return self
+
+    def __getnewargs__(self) -> tuple[optax.GradientTransformation, Config]:
+        return self.plain, self.config  # for copies
 
     @functools.cached_property
     def splitter(self) -> Partitioner:
@@ -165,20 +93,19 @@ class _Partition:
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        return without_frozen(self.tx, self.config.frozen)
+        return without_frozen(self.plain, self.config.frozen)
 
     def init(self, params: PyTree) -> ZeroState:
         full = jax.eval_shape(layout.unpad, params)
-        refuse_per_example(self.tx, full)
-        abstract = jax.eval_shape(self._born, params)
+        abstract = jax.eval_shape(self._initial_state, params)
         placed = self._placed(abstract, full)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             return layout.with_shardings(abstract, placed)
         if self.config.offload.in_files:
             return ZeroState(*self._files(params, resume=False).begin(params))
-        return jax.jit(self._born, out_shardings=placed)(params)
+        return jax.jit(self._initial_state, out_shardings=placed)(params)
 
-    def _born(self, params: PyTree) -> ZeroState:
+    def _initial_state(self, params: PyTree) -> ZeroState:
         full = layout.unpad(
             tiers.to_device(params) if self.config.offload.streams_params else params
         )
@@ -226,6 +153,14 @@ class _Partition:
         )
 
     def resume(self, params: PyTree) -> tuple[PyTree, ZeroState]:
+        """Returns (parameters, state) of the last complete step of the nvme tier.
+
+        Args:
+          params: Sharded parameters.
+
+        Raises:
+          ValueError: The state is not in files.
+        """
         if not self.config.offload.in_files:
             raise ValueError(
                 f'`offload`="{self.config.offload}": only a state in files can be resumed. Use '
@@ -235,6 +170,7 @@ class _Partition:
         return params, ZeroState(stored, guard)
 
     def restated(self, state: ZeroState, params: PyTree) -> ZeroState:
+        """Converts a state, given its parameters, to the `optimizer_state_dtype` of `config`."""
         guard_of(state)
         if self.config.offload.in_files or isinstance(state.inner, Stored):
             raise ValueError(
@@ -244,7 +180,7 @@ class _Partition:
         if kind_of(state.inner) == self.config.optimizer_state_dtype:
             return state
         full = jax.eval_shape(layout.unpad, params)
-        abstract = jax.eval_shape(self._born, params)
+        abstract = jax.eval_shape(self._initial_state, params)
         like = jax.eval_shape(layout.unpad, abstract)
 
         def convert(state: ZeroState) -> ZeroState:
@@ -254,8 +190,9 @@ class _Partition:
         return jax.jit(convert, out_shardings=self._placed(abstract, full))(state)
 
     def apply(
-        self, grads: PyTree, state: ZeroState, params: PyTree, **extra: Any
+        self, grads: PyTree, state: ZeroState, params: PyTree, **extra: PyTree
     ) -> tuple[PyTree, ZeroState]:
+        """Like `update`, but returns (parameters, state), as after `optax.apply_updates`."""
         return self.update(grads, state, params, apply=True, **extra)
 
     def update(
@@ -266,7 +203,7 @@ class _Partition:
         *,
         finite: jax.Array | bool | None = None,
         apply: bool = False,
-        **extra: Any,
+        **extra: PyTree,
     ) -> tuple[PyTree, ZeroState]:
         self._check_use(state, apply)
         state = self._joined(state, grads if params is None else params)
@@ -283,7 +220,7 @@ class _Partition:
         """Returns the state in its structure: `nnx.Optimizer` flattens padded leaves."""
         if not any(map(_is_apart, jax.tree.leaves(state, is_leaf=_is_apart))):
             return state
-        like = jax.tree.structure(jax.eval_shape(self._born, params))
+        like = jax.tree.structure(jax.eval_shape(self._initial_state, params))
         return jax.tree.unflatten(like, jax.tree.leaves(state))
 
     def _check_use(self, state: ZeroState, apply: bool) -> None:
@@ -306,7 +243,7 @@ class _Partition:
             )
 
     def _whole(
-        self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
+        self, trees: Trees, finite: jax.Array | bool, extra: dict[str, PyTree], apply: bool
     ) -> tuple[PyTree, PyTree]:
         """Returns (updates, state) from full arrays, or with `apply` (parameters, state)."""
         grads, state, params = layout.unpad(trees)
@@ -319,10 +256,12 @@ class _Partition:
         updates = layout.constrained(updates, self.splitter(like), self.config.mesh)
         return optax.apply_updates(trees[2], updates) if apply else updates, rest
 
-    def _updated(self, trees: Trees, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def _updated(self, trees: Trees, extra: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
         """Returns the transformation's own update of full trees."""
 
-        def update(grads: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> Any:
+        def update(
+            grads: PyTree, state: PyTree, params: PyTree, extra: PyTree
+        ) -> tuple[PyTree, PyTree]:
             return self.inner.update(grads, state, params, **extra)
 
         grads, state, params = trees
@@ -332,7 +271,7 @@ class _Partition:
         return matrix_updates.run(update, (*trees, extra), known, self.config.mesh)
 
     def _pieces(
-        self, trees: Trees, finite: jax.Array | bool, extra: dict[str, Any], apply: bool
+        self, trees: Trees, finite: jax.Array | bool, extra: dict[str, PyTree], apply: bool
     ) -> tuple[PyTree, PyTree]:
         """Updates like `_whole`, in pieces, for state in host memory or in 8 or 16 bits."""
 
@@ -349,7 +288,67 @@ class _Partition:
         )
 
 
-def _is_apart(node: Any) -> bool:
+def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform:
+    """Wraps a transformation so that its state is initialised, stored and updated in shards.
+
+    Args:
+      tx: Any optax transformation.
+      config: Mesh, partition, precision, frozen leaves, offload and state dtype, as for `Zero`.
+
+    Returns:
+      A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
+      not finite changes only the counters of skipped steps and the loss scale.
+    """
+    _check_transformation(tx, "optax.adamw(1e-3)")
+    if isinstance(tx, ZeroTransform):
+        raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
+    return ZeroTransform(tx, config)
+
+
+def _check_transformation(tx: object, example: str) -> None:
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"`tx`={tx!r} is not an optax transformation with `init` and `update`: pass for "
+            f"example {example}"
+        )
+
+
+def check_made_for(tx: object, config: Config) -> None:
+    """Checks that a transformation was wrapped for these settings.
+
+    Raises:
+      ValueError: It is no transformation, a plain optax transformation, or has other settings.
+    """
+    _check_transformation(tx, "zero.optimizer(optax.adamw(1e-3))")
+    if not isinstance(tx, ZeroTransform):
+        raise ValueError(
+            f"`tx` is a plain {type(tx).__name__}: pass the partitioned transformation, tx = "
+            "zero.optimizer(tx), and make the state with it, opt_state = tx.init(params)"
+        )
+    for name in _OF_STATE:
+        before, now = getattr(tx.config, name), getattr(config, name)
+        if before != now:
+            raise ValueError(
+                f"`tx` was wrapped by a Zero with {name}={before!r}, but this Zero has {now!r}: "
+                "wrap it with the same Zero, tx = zero.optimizer(tx)"
+            )
+
+
+def guard_of(state: PyTree) -> Guard:
+    """Returns the guard of an optimizer state.
+
+    Raises:
+      ValueError: The state is that of a plain optax transformation.
+    """
+    if not isinstance(state, ZeroState):
+        raise ValueError(
+            f"the optimizer state is a {type(state).__name__}: make it with the wrapped "
+            "optimizer, tx = zero.optimizer(tx); opt_state = tx.init(params)"
+        )
+    return state.guard
+
+
+def _is_apart(node: PyTree) -> bool:
     return isinstance(node, nnx.State) and set(node) == {"value"}
 
 

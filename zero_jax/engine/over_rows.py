@@ -37,6 +37,8 @@ _MIXED = (
 _LINEAR = LAYOUT | {"neg", "abs", "reduce_precision", "real", "concatenate", "pad", "cumsum"}
 _ADD = frozenset(("add", "sub", "add_any"))
 _CHOOSE = frozenset(("max", "min", "clamp", "select_n"))
+# Operations whose rules say exactly where the rows are.
+_KNOWN = frozenset(("dot_general", "squeeze", "slice", "unstack", "transpose", "broadcast_in_dim"))
 _MERGED = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all"))
 
 
@@ -160,6 +162,28 @@ def facts_of(closed: jex.ClosedJaxpr, trained: Sequence[bool], batch: Sequence[b
     ]
     analysis = _Rows(rows.pop())
     return LossFacts(analysis.run(closed, facts)[0], analysis.mixed)
+
+
+def have_rows(closed: jex.ClosedJaxpr, batch: Sequence[bool]) -> list[bool]:
+    """Returns for each result of a loss whether its dim 0 is the rows of the batch.
+
+    The rows are followed from the batch through the operations of the loss. An operation without a
+    rule is taken to keep dim 0 if its result has as many elements along it.
+
+    Args:
+      closed: The program.
+      batch: True for inputs that are arrays of the batch, with the rows as dim 0.
+
+    >>> program = jax.make_jaxpr(lambda x: (x.mean(1), x.mean(0), x.sum()))(jnp.ones((4, 4)))
+    >>> have_rows(program, [True])
+    [True, False, False]
+    """
+    inputs = list(zip(closed.jaxpr.invars, batch, strict=True))
+    rows = next(shape_of(v)[0] for v, of_batch in inputs if of_batch)
+    facts = [RowFact(dim=0 if of_batch else None) for _, of_batch in inputs]
+    made = _RowsEverywhere(rows).run(closed, facts)
+    pairs = zip(made, closed.jaxpr.outvars, strict=True)
+    return [fact.dim == 0 and shape_of(v)[0] == rows for fact, v in pairs]
 
 
 class _Rows(Forward[RowFact]):
@@ -356,6 +380,29 @@ class _Rows(Forward[RowFact]):
             pairs = zip(values, contracted, batched, strict=True)
             return all(f.dim not in (*c, *b) for f, c, b in pairs)
         return False
+
+
+class _RowsEverywhere(_Rows):
+    """Follows the rows through loops of unknown length and operations without a rule too."""
+
+    def while_loop(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> Sequence[RowFact]:
+        return Forward.while_loop(self, eqn, values)
+
+    def _dims(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> list[Dim]:
+        name, dims = eqn.primitive.name, super()._dims(eqn, values)
+        known = name.startswith(("reduce_", "arg")) or name in _KNOWN
+        # The rows of updates that a scatter adds to elements along dim 0 are added up.
+        numbers = eqn.params.get("dimension_numbers") if name.startswith("scatter") else None
+        adds_up = 0 in getattr(numbers, "inserted_window_dims", ())
+        if known or adds_up or all(f.dim != 0 for f in values):
+            return dims
+        if name == "reshape":  # one row: a dim of one element may be anywhere
+            return [0] if self._rows == 1 else dims
+        shapes = map(shape_of, eqn.outvars)
+        return [
+            0 if (d is None or name == "gather") and s[:1] == (self._rows,) else d
+            for d, s in zip(dims, shapes, strict=True)
+        ]
 
 
 def _bounded(over: float) -> float:

@@ -13,7 +13,6 @@ Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -24,8 +23,7 @@ from zero_jax.collectives.manual import shard
 from zero_jax.engine.elementwise_check import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.partition import Partition, Partitioner
-
-PyTree = Any
+from zero_jax.sharding.paths import PyTree
 
 
 class Partitioned(optax.GradientTransformationExtraArgs):
@@ -98,12 +96,12 @@ class _OnShards:
 
     def init(self, params: PyTree) -> PyTree:
         shards = _axis_size(self.axis)
-        # One device may be many tomorrow, so what is refused there is refused here.
+        # On one device too, so that a program for one device also runs on several.
         require_elementwise(self.tx, params, Partitioner(max(shards, 2))(params))
         return self.tx.init(shard(params, axis_name=self.axis))
 
     def update(
-        self, grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+        self, grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
         shards = _axis_size(self.axis)
         _refuse_summed(grads, self.axis)
@@ -177,7 +175,9 @@ def partition_specs(
     return jax.tree.map(spec, *(jax.eval_shape(tx.init, tree) for tree in trees))
 
 
-def _map(fn: Callable[..., Any], tree: PyTree, cuts: list[Partition], *rest: PyTree) -> PyTree:
+def _map(
+    fn: Callable[..., jax.Array], tree: PyTree, cuts: list[Partition], *rest: PyTree
+) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     others = [jax.tree.leaves(t) for t in rest]
     return jax.tree.unflatten(treedef, [fn(*x) for x in zip(leaves, cuts, *others, strict=True)])

@@ -1,28 +1,36 @@
 """The training step: gradients, guard, update and metrics in one jitted program."""
 
 import collections
-from typing import Any, NamedTuple, NoReturn
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from zero_jax.distributed.agreement import check_agreement
 from zero_jax.engine import grads
-from zero_jax.engine.compiler import Program
-from zero_jax.engine.config import Config
+from zero_jax.engine.compiler import CheckedJit, XlaOptions
+from zero_jax.engine.config import AUTO, Config
 from zero_jax.engine.loss_scale import Guard
-from zero_jax.engine.optimizer import ZeroState, ZeroTransform, guard_of
+from zero_jax.engine.optimizer import ZeroState, ZeroTransform, check_made_for, guard_of
 from zero_jax.engine.trace import Traced
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import check_global, on_gpu
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
-
-# Steps that may be in flight before the host looks at their counters: looking at the newest one
-# would make it wait for the device.
+# Steps that run before the host reads their counters: reading the newest would wait for the device.
 _IN_FLIGHT = 2
-# What the step itself gives a transformation by name.
-_GIVEN = ("value", "finite", "apply")
+# Arguments that the step itself passes to a transformation by name.
+_RESERVED = ("value", "finite", "apply")
+# Settings that must be equal in all processes.
+_COMPARED = (
+    *("stage", "precision", "grad_accum_steps", "remat", "offload", "secondary_shards"),
+    *("skip_nonfinite", "optimizer_state_dtype"),
+)
+# Returns the settings that take the place of stage="auto", given parameters, batch and extras.
+Choose = Callable[[PyTree, PyTree, tuple[PyTree, ...]], Config]
 
 
 class NonFiniteError(ArithmeticError):
@@ -48,11 +56,12 @@ class Metrics(NamedTuple):
     skipped: jax.Array
     skipped_in_a_row: jax.Array
     loss_scale: jax.Array
-    aux: Any = None
+    aux: PyTree = None
 
 
 def reported(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
     """Returns the metrics of a step from its gradients, the guard after it and its loss scale."""
+    assert out.grad_norm is not None
     return Metrics(
         loss=out.loss,
         grad_norm=out.grad_norm,
@@ -70,7 +79,10 @@ class TrainStep:
 
     `step(params, opt_state, batch, *extras, **named)` returns (params, opt_state, Metrics). The
     first two arguments are donated. Extras are passed to the loss, and named arrays to the
-    transformation.
+    transformation. With stage="auto", settings are chosen at the first use.
+
+    Attributes:
+      settings: Settings of the step.
 
     Raises:
       NonFiniteError: By a call, after `max_skips` consecutive skipped steps.
@@ -86,6 +98,7 @@ class TrainStep:
         *,
         has_aux: bool,
         max_skips: int,
+        choose: Choose | None = None,
     ):
         if max_skips < 1:
             raise ValueError(f"`max_skips`={max_skips}: at least 1 is required")
@@ -93,15 +106,32 @@ class TrainStep:
         self._loss = grads.GlobalLoss(settings, loss_fn, has_aux)
         self._tx = tx
         self._max_skips = max_skips
+        self._choose = choose
         self._pending: collections.deque[jax.Array] = collections.deque()
         self._agreed = False
         options = self.compiler_options if on_gpu(settings.mesh) else None
-        self._jitted = Program(self._step, options, donate_argnums=(0, 1))
-        self._gradients = Program(self._loss.gradients)
+        self._program = CheckedJit(self._step, options, donate_argnums=(0, 1))
+
+    def _run(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, ZeroState, Metrics]:
+        """Runs the step, its arguments checked."""
+        params, opt_state, metrics = self._program(*args, **named)
+        return params, opt_state, metrics
+
+    def _settle(self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]) -> None:
+        """Chooses the settings of stage="auto", once."""
+        if self.settings.stage == AUTO:
+            assert self._choose is not None
+            self.settings = self._choose(params, batch, extras)
+            self._loss = dataclasses.replace(self._loss, settings=self.settings)
+
+    @functools.cached_property
+    def _gradients(self) -> CheckedJit:
+        return CheckedJit(self._loss.gradients)
 
     def _step(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
     ) -> tuple[PyTree, ZeroState, Metrics]:
+        self._settle(params, batch, extras)
         scale = guard_of(opt_state).loss_scale
         out = self._loss.gradients(params, batch, extras, scale)
         with jax.named_scope("zero_update"):
@@ -111,23 +141,26 @@ class TrainStep:
         return params, opt_state, reported(out, opt_state.guard, scale)
 
     def __call__(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
     ) -> tuple[PyTree, ZeroState, Metrics]:
         _check_named(named)
+        self._settle(params, batch, extras)
         self._agree(batch)
         while len(self._pending) >= _IN_FLIGHT:
             self._look(params, opt_state, batch, extras)
-        params, opt_state, metrics = self._jitted(params, opt_state, batch, *extras, **named)
+        params, opt_state, metrics = self._run(params, opt_state, batch, *extras, **named)
         self._pending.append(metrics.skipped_in_a_row)
         return params, opt_state, metrics
 
-    def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: Any) -> Traced:
+    def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: PyTree) -> Traced:
         """Returns the leaves and layers found in the traced loss; allocates nothing."""
+        self._settle(params, batch, extras)
         return self._loss.read(params, batch, extras)
 
-    def compiler_options(self, *args: Any, **_: Any) -> dict[str, Any]:
+    def compiler_options(self, *args: PyTree, **_: PyTree) -> XlaOptions:
         """Returns the XLA options for GPUs, given the step's arguments or their shapes."""
-        return self.settings.compiler_options(self.read(*args).layers)
+        layers = self.read(*args).layers
+        return self.settings.compiler_options(layers)
 
     @property
     def transformation(self) -> ZeroTransform:
@@ -135,29 +168,39 @@ class TrainStep:
         return self._tx
 
     @property
-    def function(self) -> Any:
+    def function(self) -> Callable[..., tuple[PyTree, ZeroState, Metrics]]:
         """The step before `jit`, a function of `(params, opt_state, batch, *extras, **named)`."""
         return self._step
 
-    def trace(self, *args: Any, **named: Any) -> Any:
+    def trace(
+        self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: PyTree, **named: PyTree
+    ) -> jax.stages.Traced:
         """Returns the traced program, for arrays or ShapeDtypeStructs, without compiling."""
-        return self._jitted.trace(*args, **named)
+        self._settle(params, batch, extras)
+        return self._program.trace(params, opt_state, batch, *extras, **named)
 
-    def lower(self, *args: Any, **named: Any) -> Any:
+    def lower(
+        self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: PyTree, **named: PyTree
+    ) -> jax.stages.Lowered:
         """Returns the lowered program, to compile and audit; takes arrays or ShapeDtypeStructs."""
-        return self._jitted.lower(*args, **named)
+        self._settle(params, batch, extras)
+        return self._program.lower(params, opt_state, batch, *extras, **named)
 
     def first_bad_leaf(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree
     ) -> str | None:
         """Returns the path of the first leaf with a non-finite gradient on this batch, or None.
 
         A skipped step leaves the parameters unchanged, so a later call reproduces its gradients.
         """
+        self._settle(params, batch, extras)
         out = self._gradients(params, batch, extras, opt_state.guard.loss_scale)
         return first_nonfinite(layout.unpad(out.grads))
 
-    def _look(self, params: PyTree, opt_state: ZeroState, batch: PyTree, extras: Any) -> None:
+    def _look(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, extras: tuple[PyTree, ...]
+    ) -> None:
+        """Raises NonFiniteError if the oldest unread step was one skipped step too many."""
         skips = int(self._pending.popleft())
         if skips < self._max_skips:
             return
@@ -177,47 +220,34 @@ class TrainStep:
         check_global(batch, mesh)
         if self._agreed:
             return
-        shapes = [str(jax.typeof(x)) for x in jax.tree.leaves(batch)]
         s = self.settings
-        check_agreement(
-            {
-                "mesh": dict(s.mesh.shape),
-                "stage": s.stage,
-                "precision": s.precision,
-                "grad_accum_steps": s.grad_accum_steps,
-                "remat": s.remat,
-                "offload": s.offload,
-                "secondary_shards": s.secondary_shards,
-                "skip_nonfinite": s.skip_nonfinite,
-                "optimizer_state_dtype": s.optimizer_state_dtype,
-                "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
-                "batch shapes": shapes,
-                "jax version": jax.__version__,
-            }
-        )
+        settings = {
+            "mesh": dict(s.mesh.shape),
+            **{name: getattr(s, name) for name in _COMPARED},
+            "frozen": s.frozen if isinstance(s.frozen, str) else s.frozen is not None,
+            "batch shapes": [str(jax.typeof(x)) for x in jax.tree.leaves(batch)],
+            "jax version": jax.__version__,
+        }
+        check_agreement(settings)
         self._agreed = True
 
 
 class NvmeStep(TrainStep):
     """A `TrainStep` whose optimizer state is in files: gradients in one program, then pieces."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self._jitted: Any = self._from_files
-
-    def trace(self, *args: Any, **named: Any) -> NoReturn:
+    def trace(self, *args: PyTree, **named: PyTree) -> NoReturn:
         """Raises ValueError: the step is not a single program."""
         raise ValueError(
             "`offload`: with the nvme tier a step is many programs and cannot be traced as one. "
             'Plan with offload="optimizer"; the files take twice its bytes of host memory'
         )
 
-    def lower(self, *args: Any, **named: Any) -> NoReturn:
+    def lower(self, *args: PyTree, **named: PyTree) -> NoReturn:
         """Raises ValueError, as `trace`."""
         self.trace()
 
-    def _from_files(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: Any, **named: Any
+    def _run(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
     ) -> tuple[PyTree, ZeroState, Metrics]:
         if named:
             raise ValueError(
@@ -232,10 +262,34 @@ class NvmeStep(TrainStep):
         return params, ZeroState(*state), reported(out, state[1], guard.loss_scale)
 
 
-def _check_named(named: dict[str, Any]) -> None:
+def train_step(
+    settings: Config,
+    loss_fn: grads.LossFn,
+    tx: ZeroTransform,
+    *,
+    has_aux: bool = False,
+    max_skips: int = 20,
+    choose: Choose | None = None,
+) -> TrainStep:
+    """Returns a training step; see `Zero.train_step`.
+
+    Args:
+      settings: Settings of the step.
+      loss_fn: Loss of one device.
+      tx: The partitioned transformation.
+      has_aux: True if the loss returns (loss, aux).
+      max_skips: Number of consecutive skipped steps after which `NonFiniteError` is raised.
+      choose: For stage="auto", returns the settings that take its place.
+    """
+    check_made_for(tx, settings.resolved)
+    kind = NvmeStep if settings.offload.in_files else TrainStep
+    return kind(settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips, choose=choose)
+
+
+def _check_named(named: Mapping[str, PyTree]) -> None:
     """Raises ValueError for a named argument that the transformation cannot take."""
     for name, given in named.items():
-        if name in _GIVEN:
+        if name in _RESERVED:
             raise ValueError(
                 f"`{name}`: the step passes its own {name} to the transformation. Leave it out"
             )
@@ -247,7 +301,7 @@ def _check_named(named: dict[str, Any]) -> None:
             )
 
 
-def first_nonfinite(tree: Any) -> str | None:
+def first_nonfinite(tree: PyTree) -> str | None:
     """Returns the path of the first leaf that has a NaN or an infinity, or None; runs on the host.
 
     >>> first_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])})

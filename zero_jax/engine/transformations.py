@@ -1,14 +1,11 @@
 """Checks of a user's transformation, and its restriction to trained leaves."""
 
-from typing import Any
-
 import jax
 import optax
 
 from zero_jax.engine.changing_state import with_one_structure
 from zero_jax.sharding import paths
-
-PyTree = Any
+from zero_jax.sharding.paths import PyTree
 
 
 class CannotUpdate(ValueError):
@@ -16,20 +13,6 @@ class CannotUpdate(ValueError):
 
 
 Frozen = paths.Frozen
-
-
-def refuse_per_example(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Raises ValueError for a transformation of per-example gradients; `Zero` passes their mean."""
-
-    def update(params: PyTree) -> Any:
-        return tx.update(params, tx.init(params), params)[0]
-
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            updates = jax.eval_shape(update, params)
-    except Exception:  # wants more than gradients: checked when it is used
-        return
-    check_updates(params, updates)
 
 
 def check_updates(grads: PyTree, updates: PyTree) -> None:
@@ -61,7 +44,7 @@ def without_frozen(
 
     masked = optax.masked(tx, trained)
 
-    def pick(tree: PyTree) -> Any:
+    def pick(tree: PyTree) -> optax.GradientTransformation:
         return masked if any(paths.frozen_leaves(tree, frozen)) else tx
 
     def init(params: PyTree) -> PyTree:
@@ -69,7 +52,9 @@ def without_frozen(
         with jax.numpy_dtype_promotion("standard"):
             return pick(params).init(params)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, PyTree]:
         own = optax.with_extra_args_support(pick(grads))
         try:
             with jax.numpy_dtype_promotion("standard"):

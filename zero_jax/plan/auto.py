@@ -21,14 +21,11 @@ import optax
 
 from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
-from zero_jax.engine.offload_check import WrongHere
-from zero_jax.engine.step import TrainStep
 from zero_jax.hlo.targets import Target
 from zero_jax.offload.streaming import CannotStream
 from zero_jax.plan import candidates, planning
 from zero_jax.plan.advice import TIE
 from zero_jax.plan.candidates import Candidate
-from zero_jax.plan.planning import AnyZero
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes
 from zero_jax.remat import policies
@@ -64,7 +61,7 @@ class Choice:
     chosen: Considered
     considered: tuple[Considered, ...]
     limit: int
-    zero: Any = None  # the `Zero` with the chosen settings
+    config: Config | None = None  # with the chosen settings
     trained: float = 1.0  # the part of Ψ that is not frozen
     others: int = 0  # candidates that were not tried
 
@@ -189,7 +186,7 @@ def _by_cost(
         if planned is None:
             try:
                 planned = plan(candidate, False)
-            except (CannotGroup, CannotStream, WrongHere) as error:
+            except (CannotGroup, CannotStream) as error:
                 report(f"skipped {candidate}: {error}")
                 left_out.append(error)
                 continue
@@ -270,7 +267,7 @@ def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str
 
 
 def decide(
-    zero: AnyZero,
+    config: Config,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     params: PyTree,
@@ -282,7 +279,7 @@ def decide(
     initialized: bool | None = None,
     **options: Any,
 ) -> Choice:
-    """Chooses for a `Zero`; `Zero.choose` calls it.
+    """Chooses the settings in place of stage="auto"; `Zero.choose` calls it.
 
     Other arguments as for `planning.of`, without `compile` and `latencies`.
 
@@ -296,22 +293,23 @@ def decide(
     """
 
     def plan(candidate: Candidate, compile: bool) -> Plan:
-        settled = zero.replace(**candidate.settings)
+        settled = dataclasses.replace(config, **candidate.settings)
         aim: dict[str, Any] = {"compile": True, "target": target, "topology": topology}
         own = {**options, **(aim if compile else {})}
         return planning.of(settled, loss_fn, tx, params, batch, *extras, **own)
 
-    rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(zero.mesh)
+    rows = min(np.shape(x)[0] for x in jax.tree.leaves(batch)) // batch_shards(config.mesh)
     if initialized is None:
         initialized = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    tried = candidates.of_zero(zero, rows, target, initialized)
+    tried = candidates.of_config(config, rows, target, initialized)
     if report is None:
         report = print if jax.process_index() == 0 else lambda _: None
-    limit = candidates.device_limit(zero, target)
-    host = candidates.host_limit(zero, target) or math.inf
-    trained = trained_part(jax.eval_shape(layout.unpad, params), zero.config.frozen)
+    limit = candidates.device_limit(config, target)
+    host = candidates.host_limit(config, target) or math.inf
+    trained = trained_part(jax.eval_shape(layout.unpad, params), config.frozen)
     choice = search(tried, plan, limit, report, host, trained)
-    return dataclasses.replace(choice, zero=zero.replace(**choice.chosen.candidate.settings))
+    chosen = dataclasses.replace(config, **choice.chosen.candidate.settings)
+    return dataclasses.replace(choice, config=chosen)
 
 
 def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
@@ -332,48 +330,3 @@ def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
         f"nothing fits in {gigabytes(limit)} per device. The smallest is {least.candidate}: "
         f"{gigabytes(plan.total_bytes)} ({largest}). {advice.capitalize()}"
     )
-
-
-class AutoStep:
-    """A training step that chooses stage, micro-batches and remat when it is first called.
-
-    Offload is not chosen here: parameters and optimizer state already have their memory. It has
-    `settings`, `trace`, `lower` and `first_bad_leaf` of `TrainStep`. Made by `Zero.train_step`.
-    """
-
-    def __init__(self, made_for: Callable[..., TrainStep]):
-        self._made_for = made_for
-        self._step: TrainStep | None = None
-
-    def _decided(self, args: tuple[Any, ...]) -> TrainStep:
-        if self._step is None:
-            self._step = self._made_for(*args)
-        return self._step
-
-    @property
-    def settings(self) -> Config:
-        """The chosen settings.
-
-        Raises:
-          AttributeError: No settings are chosen yet.
-        """
-        if self._step is None:
-            raise AttributeError(
-                "no settings are chosen before the first step: call or lower the step first"
-            )
-        return self._step.settings
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._decided(args)(*args, **named)
-
-    def trace(self, *args: Any, **named: Any) -> Any:
-        """See `TrainStep.trace`."""
-        return self._decided(args).trace(*args, **named)
-
-    def lower(self, *args: Any, **named: Any) -> Any:
-        """See `TrainStep.lower`."""
-        return self._decided(args).lower(*args, **named)
-
-    def first_bad_leaf(self, *args: Any) -> str | None:
-        """See `TrainStep.first_bad_leaf`."""
-        return self._decided(args).first_bad_leaf(*args)

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from zero_jax.engine.config import Config
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import Offload
 from zero_jax.plan.memory import elements_per_param
-from zero_jax.plan.planning import AnyZero
 from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size
@@ -131,45 +131,45 @@ def _policies(remat: str, places: tuple[str, ...]) -> list[str]:
     return [*least, *moved]
 
 
-def of_zero(
-    zero: AnyZero, rows: int, target: str | Target | None, initialized: bool
+def of_config(
+    config: Config, rows: int, target: str | Target | None, initialized: bool
 ) -> list[Candidate]:
-    """Returns the candidates of a `Zero`.
+    """Returns the candidates in place of stage="auto".
 
     Args:
-      zero: Its offload, if set, and its remat with a place are kept.
+      config: Its offload, if set, and its remat with a place are kept.
       rows: Rows of the batch on one device.
       target: See `planning.of`.
       initialized: Parameters and optimizer state exist, and stay in their memory.
     """
-    host = host_limit(zero, target) > 0
-    split = zero.config.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
-    parts = model_size(zero.mesh) > 1 and not split
+    host = host_limit(config, target) > 0
+    split = config.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
+    parts = model_size(config.mesh) > 1 and not split
     places = [str(policies.Place(h, p)) for h in (False, True) for p in (False, True)]
     usable = [p for p in places[1:] if (host or "host" not in p) and (parts or "part" not in p)]
-    stay = initialized or not host or zero.config.offload != tiers.NONE
+    stay = initialized or not host or config.offload != tiers.NONE
     return combinations(
         rows,
-        grad_accum_steps=zero.config.grad_accum_steps,
-        remat=zero.config.remat,
+        grad_accum_steps=config.grad_accum_steps,
+        remat=config.remat,
         places=tuple(usable),
-        states=(zero.config.offload,) if stay else STATES,
+        states=(config.offload,) if stay else STATES,
     )
 
 
-def device_limit(zero: AnyZero, target: str | Target | None) -> float:
+def device_limit(config: Config, target: str | Target | None) -> float:
     """Returns the bytes per device that a step may use: `memory_limit`, or the device's memory.
 
     Raises:
       ValueError: The device does not report its memory.
     """
-    if zero.config.memory_limit is not None:
-        return zero.config.memory_limit
+    if config.memory_limit is not None:
+        return config.memory_limit
     if target is not None:
         return usable(target_of(target))
-    if isinstance(zero.mesh, AbstractMesh):
+    if isinstance(config.mesh, AbstractMesh):
         raise _unsaid("a mesh without devices")
-    device = zero.mesh.local_devices[0]
+    device = config.mesh.local_devices[0]
     pool = (device.memory_stats() or {}).get("bytes_limit")  # what JAX itself leaves to others
     if not pool:
         raise _unsaid(str(device))
@@ -194,7 +194,7 @@ def _unsaid(device: str) -> ValueError:
     )
 
 
-def host_limit(zero: AnyZero, target: str | Target | None) -> int:
+def host_limit(config: Config, target: str | Target | None) -> int:
     """Returns the bytes of host memory that a device may use; 0 if it is the device's own memory.
 
     A simulated CPU device has no memory but the host's, so a move there gains nothing.
@@ -202,9 +202,9 @@ def host_limit(zero: AnyZero, target: str | Target | None) -> int:
     if target is not None:
         aim = target_of(target)
         return int(aim.host_memory * HOST_SHARE) if aim.platform == "cuda" else 0
-    if isinstance(zero.mesh, AbstractMesh):
+    if isinstance(config.mesh, AbstractMesh):
         return 0
-    device = zero.mesh.local_devices[0]
+    device = config.mesh.local_devices[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if device.platform == "cpu" or tiers.HOST not in kinds:
         return 0

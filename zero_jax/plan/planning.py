@@ -8,19 +8,20 @@ from the program that XLA compiled for the target: `hlo.Audit`. Both are data th
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from zero_jax.engine.config import Config, Stage
+from zero_jax.engine import parameters
+from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Leaf
-from zero_jax.engine.optimizer import ZeroTransform
-from zero_jax.engine.step import TrainStep
+from zero_jax.engine.optimizer import partition
+from zero_jax.engine.step import TrainStep, train_step
 from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
@@ -43,26 +44,8 @@ from zero_jax.sharding.paths import trained_part
 PyTree = Any
 
 
-class AnyZero(Protocol):
-    """The interface of `Zero` that plans use; this package cannot import `Zero` itself."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def mesh(self) -> AnyMesh: ...
-    def at_stage(self, stage: Stage) -> Self: ...
-    def choose(self, loss_fn: LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Any: ...
-    def eval_shape(self, fn: Callable[..., PyTree], *args: Any) -> PyTree: ...
-    def optimizer(self, tx: optax.GradientTransformation) -> ZeroTransform: ...
-    def plan(self, loss_fn: LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Plan: ...
-    def replace(self, **settings: Any) -> Self: ...
-    def train_step(
-        self, loss_fn: LossFn, tx: ZeroTransform, *, has_aux: bool = False, max_skips: int = 20
-    ) -> Any: ...
-
-
 def of(
-    zero: AnyZero,
+    config: Config,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     params: PyTree,
@@ -75,10 +58,10 @@ def of(
     model_flops: float | None = None,
     latencies: str | pathlib.Path | None = None,
 ) -> Plan:
-    """Plans the step of a `Zero`; `Zero.plan` calls it.
+    """Plans a training step; `Zero.plan` calls it.
 
     Args:
-      zero: A `Zero` with a stage from 0 to 3.
+      config: Mesh and settings, with a stage from 0 to 3.
       loss_fn: See `Zero.train_step`.
       tx: The plain optax transformation.
       params: Sharded parameters, from `Zero.init` or `Zero.eval_shape`.
@@ -105,17 +88,18 @@ def of(
     if topology is not None and aim is None:
         raise ValueError(f"`topology`={topology!r} requires a target: set target='h100'")
     if aim is not None:
-        aot.check(aim, zero.mesh.size, topology)
+        aot.check(aim, config.mesh.size, topology)
     proof.check(latencies, aim)
-    wrapped = zero.optimizer(tx)
-    step: TrainStep = zero.train_step(loss_fn, wrapped, has_aux=has_aux)
-    # As this Zero lays them out, wherever they come from.
-    shapes = zero.eval_shape(lambda full: full, jax.eval_shape(layout.unpad, params))
-    args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(zero.mesh)), *extras)
-    plan = _predict(step, args, _is_for_gpus(zero.mesh, aim))
+    wrapped = partition(tx, config)
+    step = train_step(config, loss_fn, wrapped, has_aux=has_aux)
+    # Sharded as these settings say, for parameters of any mesh and stage.
+    full = jax.eval_shape(layout.unpad, params)
+    shapes = parameters.eval_shape(config, lambda full: full, full)
+    args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(config.mesh)), *extras)
+    plan = _predict(step, args, _is_for_gpus(config.mesh, aim))
     if not compile and aim is None:
         return plan
-    own = proof.Proof(step, args, zero.mesh, aim, topology)
+    own = proof.Proof(step, args, config.mesh, aim, topology)
     compiled = own.compiled(latencies)
     time = own.time(compiled, model_flops)
     return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
