@@ -147,8 +147,9 @@ def _seeds(tx: optax.GradientTransformation, params: PyTree) -> tuple[int | None
 
 def _encoded(state: PyTree, seeds: tuple[int | None, ...], kind: str) -> LowBitState:
     """Encodes a full fp32 state that has not been updated."""
-    count, scales = jnp.zeros((), jnp.int32), tuple(0 for x in seeds if x is not None)
-    like = LowBitState(state, scales if kind == "8bit" else (), count, seeds, kind)
+    count = jnp.zeros((), jnp.int32)
+    scales = tuple(0 for seed in seeds if seed is not None and kind == "8bit")  # replaced below
+    like = LowBitState(state, scales, count, seeds, kind)
     pairs = zip(like.codings(state), jax.tree.leaves(state), strict=True)
     parts = [(x,) if coding is None else coding.encode(x, _origin(x), count) for coding, x in pairs]
     return like.with_parts(parts, count)

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -54,12 +53,8 @@ class Axes:
         return math.prod(size for _, size in self.sizes)
 
 
-class _Member(NamedTuple):
-    """A region taken apart, and the partition of its arrays."""
-
-    units: Units
-    sharded: tuple[Pieces, ...]
-    results: tuple[Pieces, ...]
+# Equal for regions of a kind: the partition of inputs and results, and the operations.
+_Alike = tuple[tuple[Pieces, ...], tuple[Pieces, ...], Hashable]
 
 
 class Exchange:
@@ -77,17 +72,20 @@ class Exchange:
 
     def __init__(self, regions: Sequence[Units], program: ShardedProgram, axes: Axes):
         self._axes, self._program = axes, program
-        groups: dict[Hashable, list[_Member]] = {}  # of the same operations and partition
-        for m in map(self._member, regions):
-            alike = m.units.program, m.units.region.replicated, m.sharded, m.results
-            groups.setdefault(alike, []).append(m)
+        groups: dict[_Alike, list[Units]] = {}
+        for one in regions:
+            sides = zip((one.region.sharded, one.region.results), one.stacks, strict=True)
+            sharded, results = (tuple(map(self._pieces, *side)) for side in sides)
+            alike = sharded, results, (one.region.replicated, one.program)
+            groups.setdefault(alike, []).append(one)
         self._groups = list(groups.values())
-        totals = [sum(one.units.count for one in group) for group in self._groups]
-        self.flops = [group[0].units.flops for group in self._groups]
+        self.flops = [group[0].flops for group in self._groups]
+        totals = [sum(one.count for one in group) for group in self._groups]
         loads = assign(list(zip(totals, self.flops, strict=True)), axes.devices)
+        by_kind = zip(groups.items(), zip(*loads, strict=True), strict=True)
         self.kinds = [
-            Kind(_of_one(group[0]), group[0].sharded, group[0].results, counts)
-            for group, counts in zip(self._groups, zip(*loads, strict=True), strict=True)
+            Kind(_of_one(group[0], results), sharded, results, counts)
+            for ((sharded, results, _), group), counts in by_kind
         ]
 
     @property
@@ -100,7 +98,7 @@ class Exchange:
     @property
     def traced(self) -> jex.ClosedJaxpr:
         """The exchange as a jaxpr of the inputs of its regions."""
-        regions = [one.units.region for group in self._groups for one in group]
+        regions = [one.region for group in self._groups for one in group]
         read = [v for region in regions for v in region.closed.jaxpr.invars]
 
         def run(*values: jax.Array) -> list[jax.Array]:
@@ -109,10 +107,6 @@ class Exchange:
             return [env[v] for region in regions for v in region.results]
 
         return jax.make_jaxpr(run)(*(v.aval for v in read))
-
-    def _member(self, one: Units) -> _Member:
-        sides = zip((one.region.sharded, one.region.results), one.stacks, strict=True)
-        return _Member(one, *(tuple(map(self._pieces, *side)) for side in sides))
 
     def _pieces(self, var: jex.Var, stack: Dim) -> Pieces:
         """Returns the partition of a value over all axes.
@@ -134,8 +128,9 @@ class Exchange:
 
     def __call__(self, env: Env) -> None:
         """Runs the regions on the values of variables, and adds their results."""
-        in_specs = [[[p.stack_spec for p in m.sharded] for m in group] for group in self._groups]
-        out_specs = [[[p.stack_spec for p in m.results] for m in group] for group in self._groups]
+        pairs = list(zip(self._groups, self.kinds, strict=True))
+        in_specs = [[[p.stack_spec for p in kind.sharded]] * len(group) for group, kind in pairs]
+        out_specs = [[[p.stack_spec for p in kind.results]] * len(group) for group, kind in pairs]
         mapped = jax.shard_map(
             self._on_device,
             mesh=self._axes.mesh,
@@ -144,14 +139,13 @@ class Exchange:
             axis_names=set(self._axes.names),
             check_vma=False,
         )
-        sharded = [[_stacks(m, env) for m in group] for group in self._groups]
-        replicated = [[env[v] for v in group[0].units.region.replicated] for group in self._groups]
-        results = itertools.chain(*mapped(sharded, replicated))
-        for member, arrays in zip(itertools.chain(*self._groups), results, strict=True):
-            variables, stacks = member.units.region.results, member.units.stacks[1]
-            parts = zip(variables, stacks, member.results, arrays, strict=True)
-            for var, stack, p, x in parts:
-                env[var] = jnp.moveaxis(p.stripped(x), 0, stack or 0).reshape(shape_of(var))
+        sharded = [[_stacks(one, kind, env) for one in group] for group, kind in pairs]
+        replicated = [[env[v] for v in group[0].region.replicated] for group in self._groups]
+        for (group, kind), parts in zip(pairs, mapped(sharded, replicated), strict=True):
+            for one, arrays in zip(group, parts, strict=True):
+                results = zip(one.region.results, one.stacks[1], kind.results, arrays, strict=True)
+                for var, stack, p, x in results:
+                    env[var] = jnp.moveaxis(p.stripped(x), 0, stack or 0).reshape(shape_of(var))
 
     def _on_device(
         self, sharded: list[list[Arrays]], replicated: list[Arrays]
@@ -161,27 +155,27 @@ class Exchange:
         return list(map(_apart, self._groups, results))
 
 
-def _stacks(member: _Member, env: Env) -> Arrays:
+def _stacks(one: Units, kind: Kind, env: Env) -> Arrays:
     """Returns the inputs that are exchanged, with the matrices along dim 0, padded."""
-    pairs = zip(member.units.region.sharded, member.sharded, strict=True)
-    return [p.padded(env[var].reshape(member.units.count, *p.shape)) for var, p in pairs]
+    pairs = zip(one.region.sharded, kind.sharded, strict=True)
+    return [p.padded(env[var].reshape(one.count, *p.shape)) for var, p in pairs]
 
 
-def _apart(group: list[_Member], results: Arrays) -> list[Arrays]:
-    """Returns the part of each member of the results for a group."""
-    ends = itertools.accumulate((m.units.count for m in group), initial=0)
+def _apart(group: list[Units], results: Arrays) -> list[Arrays]:
+    """Returns the part of each region of the results for a group."""
+    ends = itertools.accumulate((one.count for one in group), initial=0)
     return [[x[first:end] for x in results] for first, end in itertools.pairwise(ends)]
 
 
-def _of_one(member: _Member) -> Callable[[jax.Array, Arrays, Arrays], Arrays]:
+def _of_one(one: Units, pieces: Sequence[Pieces]) -> Callable[[jax.Array, Arrays, Arrays], Arrays]:
     """Returns the computation for one matrix, without the dim that stacks them."""
-    units, shapes = member.units, [aval.shape for aval in member.units.one.in_avals[1:]]
+    shapes = [aval.shape for aval in one.one.in_avals[1:]]
 
     def run(index: jax.Array, sharded: Arrays, replicated: Arrays) -> Arrays:
         stacks = [x.reshape(shape) for x, shape in zip(sharded, shapes, strict=False)]
         # Factors that two regions share count the matrices of each of them.
-        results = units.run(index % units.count, stacks, replicated)
-        return [x.reshape(p.shape) for x, p in zip(results, member.results, strict=True)]
+        results = one.run(index % one.count, stacks, replicated)
+        return [x.reshape(p.shape) for x, p in zip(results, pieces, strict=True)]
 
     return run
 

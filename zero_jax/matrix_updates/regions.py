@@ -119,32 +119,25 @@ class ShardedProgram:
 def _moved_for(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> float:
     """Returns the elements that a device receives for an operation on operands sharded so."""
     if eqn.primitive.name == "dot_general":
-        needed = multiplies_across(eqn, dims)
-        sent: dict[str | None, list[Atom]]
-        sent = {None: [], "sum": [eqn.outvars[0]] * 2, "lhs": eqn.invars[:1], "rhs": eqn.invars[1:]}
-        return sum(math.prod(shape_of(atom)) for atom in sent[needed])
+        return sum(math.prod(shape_of(atom)) for atom in _received(eqn, dims))
     pairs = zip(eqn.invars, dims, strict=True)
     of_matrices = any(d is not None and d >= len(shape_of(a)) - 2 for a, d in pairs)
     # Besides, all devices would do the same work.
     return math.inf if of_matrices and eqn.primitive.name in DECOMPOSITIONS else 0
 
 
-def multiplies_across(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> str | None:
-    """Returns the communication for a product of matrices sharded along these dims.
-
-    Returns:
-      "sum": The sum of all results. "lhs", "rhs": That operand in full. None: Nothing.
-    """
+def _received(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> Sequence[Atom]:
+    """Returns what a device receives for a product of matrices sharded along these dims."""
     (lhs_sum, rhs_sum), (lhs_batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs = dims
     if lhs is not None and lhs in lhs_batch:
-        return None  # each device multiplies its own
+        return []  # each device multiplies its own
     summed = lhs in lhs_sum, rhs in rhs_sum
     if summed == (True, True) or (True in summed and None in (lhs, rhs)):
-        return "sum"
+        return eqn.outvars * 2  # an all-reduce of all results receives them twice
     if lhs is None or rhs is None:
-        return None
-    return "lhs" if summed[0] else "rhs"
+        return []
+    return [eqn.invars[0 if summed[0] else 1]]
 
 
 def regions(program: ShardedProgram) -> list[Region]:

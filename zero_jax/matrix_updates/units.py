@@ -16,13 +16,10 @@ from zero_jax.matrix_updates.regions import DECOMPOSITIONS, Region
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.interpreter import Evaluator
-from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, dtype_of, is_var, shape_of
+from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, REDUCTIONS, dtype_of, is_var, shape_of
 
-_REDUCTIONS = frozenset(
-    ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
-)
 # Operations whose parameters name dims, but no sizes.
-_WITHOUT_SIZES = _REDUCTIONS | DECOMPOSITIONS | {"transpose", "squeeze", "argmax", "argmin"}
+_WITHOUT_SIZES = REDUCTIONS | DECOMPOSITIONS | {"transpose", "squeeze", "argmax", "argmin"}
 # A device receives for one matrix at most this many times the elements of the largest input:
 # Shampoo has three, GaLore four.
 _TOGETHER = 4
@@ -51,7 +48,7 @@ class _Slice:
     stack: int = field(metadata={"static": True})
 
 
-Value = jax.Array | _Slice
+_Value = jax.Array | _Slice
 
 
 @dataclass(frozen=True)
@@ -138,15 +135,15 @@ def _taken_apart(region: Region, count: int, stacks: list[Dim]) -> Units:
     return Units(region, count, one, (tuple(stacks), tuple(of_results)))
 
 
-def _sliced(array: jax.Array, stack: Dim) -> Value:
+def _sliced(array: jax.Array, stack: Dim) -> _Value:
     return array if stack is None else _Slice(array, stack)
 
 
-def _array(value: Value) -> jax.Array:
+def _array(value: _Value) -> jax.Array:
     return value.array if isinstance(value, _Slice) else value
 
 
-def _stack(value: Value) -> Dim:
+def _stack(value: _Value) -> Dim:
     return value.stack if isinstance(value, _Slice) else None
 
 
@@ -170,25 +167,25 @@ class _OneByOne(Evaluator):
         super().__init__()
         self._index = index
 
-    def is_replaced(self, value: Value) -> bool:
+    def is_replaced(self, value: _Value) -> bool:
         return isinstance(value, _Slice)
 
-    def agreed(self, values: list[Value], like: Sequence[Value]) -> list[Value]:
+    def agreed(self, values: list[_Value], like: Sequence[_Value]) -> list[_Value]:
         _require(list(map(_stack, values)) == list(map(_stack, like)))
         return values
 
-    def scan(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    def scan(self, eqn: jex.JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
         start, carried = jaxprs.state_of(eqn)
         _require(not any(map(self.is_replaced, values[start + carried :])))
         results = super().scan(eqn, values)
         _require(not any(map(self.is_replaced, results[carried:])))
         return results
 
-    def cond(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    def cond(self, eqn: jex.JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
         _require(not self.is_replaced(values[0]))
         return super().cond(eqn, values)
 
-    def default(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    def default(self, eqn: jex.JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
         name, stacks = eqn.primitive.name, list(map(_stack, values))
         of_results = [stacks[0]] * len(eqn.outvars)  # a decomposition's are stacked as its matrix
         if name not in DECOMPOSITIONS:
@@ -209,7 +206,7 @@ class _OneByOne(Evaluator):
         outs = eqn.primitive.bind(*arrays, **params)
         return list(map(_sliced, outs if eqn.primitive.multiple_results else [outs], made))
 
-    def _beside(self, value: Value, stack: int) -> jax.Array:
+    def _beside(self, value: _Value, stack: int) -> jax.Array:
         """Returns an operand of an elementwise operation beside one matrix."""
         if not isinstance(value, _Slice):
             at = self._index
@@ -217,7 +214,7 @@ class _OneByOne(Evaluator):
         _require(value.stack == stack)
         return value.array
 
-    def _operands(self, eqn: jex.JaxprEqn, values: list[Value]) -> list[jax.Array]:
+    def _operands(self, eqn: jex.JaxprEqn, values: list[_Value]) -> list[jax.Array]:
         """Returns the operands of a product with one matrix of a stack, or with the same matrix."""
         _, batch = eqn.params["dimension_numbers"]
         arrays = list(map(_array, values))

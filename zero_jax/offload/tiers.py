@@ -121,12 +121,16 @@ def parse(given: "str | Offload | None") -> Offload:
         raise ValueError(f"`offload`={given!r}: write {GRAMMAR}, or pass an Offload")
     names, _, place = given.partition(":")
     words = [word.strip() for word in names.split(",")]
-    for word in words:
-        if word not in STATES:
-            raise ValueError(_unknown(given, word, STATES))
     tier, _, directory = place.partition("=")
-    if place and tier not in TIERS:
-        raise ValueError(_unknown(given, tier, TIERS))
+    written = [(word, STATES) for word in words]
+    if place:
+        written.append((tier, TIERS))
+    for word, known in written:
+        if word not in known:
+            raise ValueError(
+                f"`offload`={given!r}: {word!r} is not one of {', '.join(known)}; the nearest is "
+                f'{nearest(word, known)!r}. Write {GRAMMAR}; offload="optimizer" uses host memory'
+            )
     if (tier == "nvme") != bool(directory):
         raise ValueError(
             f"`offload`={given!r}: the nvme tier, and no other, requires a directory: "
@@ -137,14 +141,6 @@ def parse(given: "str | Offload | None") -> Offload:
         tier="nvme" if tier == "nvme" else "host",
         directory=directory or None,
         auto=tier == "auto",
-    )
-
-
-def _unknown(given: str, word: str, known: tuple[str, ...]) -> str:
-    near = nearest(word, known)
-    return (
-        f"`offload`={given!r}: {word!r} is not one of {', '.join(known)}; the nearest is "
-        f'{near!r}. Write {GRAMMAR}; offload="optimizer" uses host memory'
     )
 
 

@@ -22,7 +22,7 @@ import jax.extend.core as jex
 
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.interpreter import Interpreter
-from zero_jax.tracing.jaxpr import CALLS, Atom, T, is_in, is_var, shape_of
+from zero_jax.tracing.jaxpr import CALLS, REDUCTIONS, Atom, T, is_in, is_var, shape_of
 
 Dim = int | None
 Dims = tuple[Dim, ...]
@@ -256,10 +256,7 @@ _RULES: dict[str, Callable[[Any, int], Dim]] = {
     "unstack": lambda eqn, dim: _without([eqn.params["axis"]], dim),
     "stack": lambda eqn, dim: dim + (eqn.params["axis"] <= dim),
     **dict.fromkeys(
-        (
-            *(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or")),
-            *("argmax", "argmin"),
-        ),
+        (*REDUCTIONS, "argmax", "argmin"),
         lambda eqn, dim: _without(eqn.params["axes"], dim),
     ),
     **dict.fromkeys(("slice", "dynamic_slice", "pad", "split", "rev", "concatenate"), _as_long),

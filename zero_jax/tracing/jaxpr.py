@@ -51,6 +51,8 @@ ELEMENTWISE = frozenset(
         *("shift_right_logical", "shift_right_arithmetic"),
     )
 )
+# Operations that combine elements along some dims of an array.
+REDUCTIONS = frozenset(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or"))
 
 
 # Atoms: variables and literals.
